@@ -1,0 +1,111 @@
+"""Figures derived from a run: rates, utilisation, shares. Each is None where the run does not support it."""
+
+from stepscope.core.run import Run
+from stepscope.core.samples import Samples
+
+PHASE_NAMES = ("forward", "backward", "optimizer")
+
+
+def samples_of(run: Run, name: str) -> Samples | None:
+    """Samples by name; `forward-backward` is the sum of the two phases, step by step."""
+    if name == "forward-backward":
+        forward, backward = run.samples.get("forward"), run.samples.get("backward")
+        return forward.plus(backward) if forward and backward else None
+    return run.samples.get(name)
+
+
+def median_s(run: Run, name: str) -> float | None:
+    """Median of the named samples."""
+    samples = samples_of(run, name)
+    return samples.median_s if samples else None
+
+
+def tokens_per_s(run: Run) -> float | None:
+    """Tokens of one step over the step's median time."""
+    step_s = median_s(run, "step")
+    return run.workload.tokens / step_s if step_s else None
+
+
+def model_flops(run: Run) -> int | None:
+    """Model FLOPs of one step, by the convention stored with the run's work."""
+    return sum(work.flops for work in run.work.values()) or None
+
+
+def model_flops_per_s(run: Run) -> float | None:
+    """Model FLOPs of a step over its median time."""
+    step_s, flops = median_s(run, "step"), model_flops(run)
+    return flops / step_s if step_s and flops else None
+
+
+def mfu_datasheet(run: Run) -> float | None:
+    """Model FLOPs utilisation against the datasheet's dense peak for the dtype of the matrix products."""
+    rate = model_flops_per_s(run)
+    peak = run.device_spec.peak_for(run.workload.dtype) if run.device_spec else None
+    return rate / peak if rate and peak else None
+
+
+def mfu_measured(run: Run) -> float | None:
+    """Model FLOPs utilisation against the best matrix product measured on this device."""
+    rate = model_flops_per_s(run)
+    ceiling = run.ceilings.matmul_for(run.workload.dtype) if run.ceilings else None
+    return rate / ceiling.rate if rate and ceiling else None
+
+
+def host_share(run: Run) -> float | None:
+    """Time the host needs to issue a step's work, over the step. Near 1, the host never gets ahead of the device."""
+    host_s, step_s = median_s(run, "host"), median_s(run, "step")
+    return host_s / step_s if host_s and step_s and _on_gpu(run) else None
+
+
+def launch_bound_share(run: Run) -> float | None:
+    """Share of the step in which the device had no kernel to run: 1 - busy / step.
+
+    Busy is the union of kernel times in the profiled step (kernels themselves do not slow down under the profiler),
+    the step is the unprofiled median.
+    """
+    step_s = median_s(run, "step")
+    if not step_s or run.evidence.profile is None or not _on_gpu(run):
+        return None
+    return max(0.0, 1 - run.evidence.profile.busy_s / step_s)
+
+
+def profiler_slowdown(run: Run) -> float | None:
+    """Profiled step over the unprofiled median."""
+    step_s = median_s(run, "step")
+    return run.evidence.profile.step_s / step_s if step_s and run.evidence.profile else None
+
+
+def peak_bytes(run: Run) -> int | None:
+    """Largest allocated peak of any phase."""
+    return run.evidence.memory.allocated_peak if run.evidence.memory else None
+
+
+def summarise(run: Run) -> dict[str, float | None]:
+    """The figures that readers of the JSON look for first; seconds, bytes, per second, shares of one."""
+    summary: dict[str, float | None] = {}
+    for name in ("step", *PHASE_NAMES, "host"):
+        samples = run.samples.get(name)
+        if samples is None or not samples.count:
+            continue
+        interval = samples.interval()
+        summary[f"{name}_median_s"] = samples.median_s
+        summary[f"{name}_low_s"] = interval.low if interval else None
+        summary[f"{name}_high_s"] = interval.high if interval else None
+        summary[f"{name}_mean_s"] = samples.mean_s
+        summary[f"{name}_stdev_s"] = samples.stdev_s
+    figures = {
+        "tokens_per_s": tokens_per_s(run),
+        "model_flops": model_flops(run),
+        "model_flops_per_s": model_flops_per_s(run),
+        "mfu_datasheet": mfu_datasheet(run),
+        "mfu_measured": mfu_measured(run),
+        "host_share": host_share(run),
+        "launch_bound_share": launch_bound_share(run),
+        "profiler_slowdown": profiler_slowdown(run),
+        "peak_bytes": peak_bytes(run),
+    }
+    return {**summary, **figures}
+
+
+def _on_gpu(run: Run) -> bool:
+    return run.environment is not None and run.environment.device_type != "cpu"

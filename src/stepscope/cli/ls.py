@@ -1,0 +1,37 @@
+"""`stepscope ls`: the runs there are."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepscope.cli import options
+from stepscope.cli.output import show, warn
+from stepscope.core.run_directory import load_runs
+
+
+def ls(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Run directories, or folders of them (default: --out).")
+    ] = None,
+    tag: Annotated[str | None, typer.Option("--tag", help="Only runs with this tag.")] = None,
+    out: options.Out = Path("runs"),
+    json: options.Json = False,
+) -> None:
+    """List runs, oldest first."""
+    found, faults = load_runs(runs or [out])
+    for fault in faults:
+        warn(f"left out: {fault}")
+    kept = [run for run in found if tag is None or run.tag == tag]
+    if json:
+        import msgspec
+
+        listed = [
+            {"id": r.id, "created": r.created, "tag": r.tag, "status": r.status, "summary": r.summary} for r in kept
+        ]
+        sys.stdout.write(msgspec.json.encode(listed).decode() + "\n")
+        return
+    from stepscope.report.terminal import render_runs
+
+    show(render_runs(kept) if kept else "no runs")

@@ -1,0 +1,54 @@
+"""Options that several verbs share, and what they make."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepscope.core.run import Settings
+from stepscope.core.workload import ATTENTIONS, COMPILES, DTYPES, OPTIMIZERS, PHASES
+
+Out = Annotated[Path, typer.Option("--out", help="Where runs are kept.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
+Tag = Annotated[str | None, typer.Option("--tag", help="A word of your own to find the run by.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+Warmup = Annotated[
+    int | None,
+    typer.Option("--warmup", min=0, help="Exactly this many warm-up steps (default: until steady)."),
+]
+Steps = Annotated[
+    int | None, typer.Option("--steps", min=1, help="Exactly this many measured steps (default: 10 to 100).")
+]
+Seconds = Annotated[float, typer.Option("--seconds", min=0, help="Measure for about this long.")]
+NoProfile = Annotated[bool, typer.Option("--no-profile", help="Leave out the profiled step after the timed ones.")]
+MemoryLimit = Annotated[
+    str | None, typer.Option("--memory-limit", help="Let a GPU stand for a smaller one, as in 80GiB.")
+]
+PeakFlops = Annotated[
+    str | None, typer.Option("--peak-flops", help="The device's peak for this dtype, as in 989T, if unknown.")
+]
+DModel = Annotated[int | None, typer.Option("--d-model", help="Override the preset.")]
+DFf = Annotated[int | None, typer.Option("--d-ff", help="Override the preset.")]
+Layers = Annotated[int | None, typer.Option("--layers", help="Override the preset.")]
+Heads = Annotated[int | None, typer.Option("--heads", help="Override the preset.")]
+Vocabulary = Annotated[int | None, typer.Option("--vocabulary", help="Override the preset.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of parameters and data.")]
+
+DTYPE_HELP = f"One of {', '.join(DTYPES)}."
+PHASE_HELP = f"One of {', '.join(PHASES)}."
+ATTENTION_HELP = f"One of {', '.join(ATTENTIONS)}."
+COMPILE_HELP = f"One of {', '.join(COMPILES)}."
+OPTIMIZER_HELP = f"One of {', '.join(OPTIMIZERS)}."
+
+
+def settings_from(warmup: int | None, steps: int | None, seconds: float, no_profile: bool) -> Settings:
+    """How to measure, from what the user fixed; a fixed number is a floor equal to its cap."""
+    default = Settings()
+    return Settings(
+        warmup_floor=default.warmup_floor if warmup is None else warmup,
+        warmup_cap=default.warmup_cap if warmup is None else warmup,
+        steps_floor=default.steps_floor if steps is None else steps,
+        steps_cap=default.steps_cap if steps is None else steps,
+        seconds=seconds,
+        profile=not no_profile,
+    )

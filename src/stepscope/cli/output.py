@@ -1,0 +1,111 @@
+"""stdout for results, stderr for progress."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from stepscope.report.sweep import ProgressRow
+    from stepscope.studies.request import Stage
+    from stepscope.studies.sweep import SweepState
+
+
+def show(renderable: RenderableType) -> None:
+    """Print on stdout; a pipe or a file gets wide lines that are not folded."""
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console.print(renderable)
+
+
+def warn(line: str) -> None:
+    """One line on stderr."""
+    print(f"stepscope: {line}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def stdout_kept_clean() -> Iterator[None]:
+    """Inside, whatever libraries print to stdout, from C++ too, goes to stderr: stdout is for the result."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[["Stage"], None]]:
+    """A live line on a terminal; elsewhere one line for each stage that begins."""
+    if not sys.stderr.isatty():
+        seen: set[str] = set()
+
+        def tell_plainly(stage: "Stage") -> None:
+            if stage.name not in seen:
+                seen.add(stage.name)
+                print(f"stepscope: {stage.name} {stage.detail}".rstrip(), file=sys.stderr)
+
+        yield tell_plainly
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[detail]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
+        task = display.add_task("start", total=None, detail="")
+
+        def tell(stage: "Stage") -> None:
+            total = None if stage.fraction is None else 1.0
+            display.update(
+                task,
+                description=stage.name,
+                total=total,
+                completed=stage.fraction or 0.0,
+                detail=stage.detail,
+            )
+
+        yield tell
+
+
+@contextlib.contextmanager
+def sweep_progress(slots: int) -> Iterator[Callable[["SweepState"], None]]:
+    """A live table of the cells on a terminal; elsewhere one line for each cell that ends."""
+    from stepscope.report.sweep import render_progress, sentence_of
+
+    if sys.stderr.isatty():
+        with Live(console=Console(stderr=True), transient=True, refresh_per_second=4) as live:
+            yield lambda state: live.update(render_progress(rows_of(state), state.seconds_left(slots)))
+        return
+    told: set[int] = set()
+
+    def tell(state: "SweepState") -> None:
+        rows = rows_of(state)
+        for i, row in enumerate(rows):
+            if row.run is not None and i not in told:
+                told.add(i)
+                print(f"stepscope: {sentence_of(rows, i, state.seconds_left(slots))}", file=sys.stderr)
+
+    yield tell
+
+
+def rows_of(state: "SweepState") -> "list[ProgressRow]":
+    """The state of a sweep as report/sweep.py reads it."""
+    from stepscope.report.sweep import ProgressRow
+
+    return [
+        ProgressRow(
+            workload=cell.cell.workload, state=cell.state, stage=f"{cell.stage} {cell.detail}".strip(),
+            run=cell.run, resumed=cell.resumed,
+        )
+        for cell in state.cells
+    ]  # fmt: skip

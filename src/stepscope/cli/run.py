@@ -1,0 +1,105 @@
+"""`stepscope run`: measure one training step here."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stepscope.cli import options
+from stepscope.cli.output import progress, show, stdout_kept_clean
+from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DONE, EXIT_INTERRUPTED
+from stepscope.core.finding import worst
+from stepscope.core.run import Run
+from stepscope.core.units import parse_bytes, parse_flops_per_s
+
+if TYPE_CHECKING:
+    from stepscope.core.workload import Workload
+
+
+def run(
+    model: Annotated[
+        str | None, typer.Option("--model", help="A preset (default: small on a GPU, tiny on a CPU).")
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option("--seq-len", help="Tokens in a sequence (512 on a GPU, 128 on a CPU).")
+    ] = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Sequences in a step.")] = 4,
+    dtype: Annotated[str, typer.Option("--dtype", help=options.DTYPE_HELP)] = "fp32",
+    phase: Annotated[str, typer.Option("--phase", help=options.PHASE_HELP)] = "train",
+    attention: Annotated[str, typer.Option("--attention", help=options.ATTENTION_HELP)] = "reference",
+    compile_mode: Annotated[str, typer.Option("--compile", help=options.COMPILE_HELP)] = "eager",
+    optimizer: Annotated[str, typer.Option("--optimizer", help=options.OPTIMIZER_HELP)] = "adamw-foreach",
+    d_model: options.DModel = None,
+    d_ff: options.DFf = None,
+    layers: options.Layers = None,
+    heads: options.Heads = None,
+    vocabulary: options.Vocabulary = None,
+    seed: options.Seed = 0,
+    device: options.Device = "auto",
+    warmup: options.Warmup = None,
+    steps: options.Steps = None,
+    seconds: options.Seconds = 5.0,
+    no_profile: options.NoProfile = False,
+    memory_limit: options.MemoryLimit = None,
+    peak_flops: options.PeakFlops = None,
+    tag: options.Tag = None,
+    out: options.Out = Path("runs"),
+    json: options.Json = False,
+) -> None:
+    """Measure one step: time by phase, rates, memory, and what to doubt. Saves a run directory."""
+    sizes = {"d_model": d_model, "d_ff": d_ff, "layers": layers, "heads": heads, "vocabulary": vocabulary}
+    choices = {
+        "batch_size": batch_size, "dtype": dtype, "phase": phase, "attention": attention,
+        "compile": compile_mode, "optimizer": optimizer, "seed": seed,
+    }  # fmt: skip
+    workload = _workload(model or "tiny", seq_len if seq_len is not None else 1, sizes, choices)
+    settings = options.settings_from(warmup, steps, seconds, no_profile)
+    limit = parse_bytes(memory_limit) if memory_limit else None
+    peak = parse_flops_per_s(peak_flops) if peak_flops else None
+
+    from stepscope.measure.device import resolve_device  # torch, only now that the input is known to be sound
+    from stepscope.studies.step import StepRequest, measure_step
+
+    on_gpu = resolve_device(device).type == "cuda"
+    workload = _workload(
+        model or ("small" if on_gpu else "tiny"),
+        seq_len if seq_len is not None else (512 if on_gpu else 128),
+        sizes,
+        choices,
+    )
+    request = StepRequest(
+        workload=workload, settings=settings, device=device, out=str(out), tag=tag,
+        memory_limit_bytes=limit, peak_flops_per_s=peak,
+    )  # fmt: skip
+    with stdout_kept_clean(), progress() as tell:
+        measured, directory = measure_step(request, tell)
+    _print(measured, directory, json)
+    raise typer.Exit(exit_code(measured))
+
+
+def exit_code(measured: Run) -> int:
+    """0 done, 1 measured but a check failed, 3 the device failed, 130 interrupted."""
+    if measured.status == "interrupted":
+        return EXIT_INTERRUPTED
+    if measured.status != "done":
+        return EXIT_DEVICE_FAILED
+    return EXIT_CHECK_FAILED if worst(measured.findings) == "error" else EXIT_DONE
+
+
+def _workload(model: str, seq_len: int, sizes: dict[str, int | None], choices: dict[str, object]) -> "Workload":
+    from stepscope.core.model_config import configure
+    from stepscope.core.workload import Workload
+
+    return Workload(model=configure(model, **sizes), seq_len=seq_len, **choices)  # type: ignore[arg-type]
+
+
+def _print(measured: Run, directory: Path, json: bool) -> None:
+    if json:
+        from stepscope.core.run_directory import encode_run
+
+        sys.stdout.write(encode_run(measured).decode())
+        return
+    from stepscope.report.terminal import render_run
+
+    show(render_run(measured, str(directory)))

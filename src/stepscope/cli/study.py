@@ -1,0 +1,50 @@
+"""`stepscope study NAME`: questions with an answer of their own."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepscope.cli import options
+from stepscope.cli.output import show, sweep_progress
+
+app = typer.Typer(help="Studies: one question each.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def _studies() -> None:
+    pass
+
+
+@app.command("warmup")
+def warmup(
+    model: Annotated[str, typer.Option("--model", help="A preset.")] = "tiny",
+    seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens in a sequence.")] = 128,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Sequences in a step.")] = 4,
+    dtype: Annotated[str, typer.Option("--dtype", help=options.DTYPE_HELP)] = "fp32",
+    warmups: Annotated[str, typer.Option("--warmups", help="Numbers of warm-up steps.")] = "0,1,2,5",
+    steps: Annotated[int, typer.Option("--steps", min=2, help="Measured steps.")] = 10,
+    device: options.Device = "auto",
+    tag: options.Tag = None,
+    out: options.Out = Path("runs"),
+    json: options.Json = False,
+) -> None:
+    """The same step after 0, 1, 2 and 5 warm-up steps, each in a fresh process."""
+    from stepscope.cli.sweep import numbers, report_sweep, sweep_exit_code
+    from stepscope.core.model_config import configure
+    from stepscope.core.workload import Workload
+    from stepscope.studies.sweep import SweepPlan, run_sweep
+    from stepscope.studies.warmup import warmup_cells
+
+    workload = Workload(model=configure(model), seq_len=seq_len, batch_size=batch_size, dtype=dtype)  # type: ignore[arg-type]
+    cells = warmup_cells(workload, steps, tuple(numbers(warmups, "--warmups")))
+    plan = SweepPlan(cells=cells, devices=(device,), out=str(out), tag=tag)
+    with sweep_progress(1) as tell:
+        runs = run_sweep(plan, tell=tell)
+    if json:
+        report_sweep(runs, json)
+    else:
+        from stepscope.report.warmup import render_warmup
+
+        show(render_warmup(runs))
+    raise typer.Exit(sweep_exit_code(runs))

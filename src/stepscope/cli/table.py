@@ -1,0 +1,63 @@
+"""`stepscope table`: any set of runs, arranged."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+
+from stepscope.cli.output import show, warn
+from stepscope.core.errors import InputError, choose
+from stepscope.core.run_directory import load_runs
+
+
+def table(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Run directories, or folders of them (default: runs).")
+    ] = None,
+    rows: Annotated[str, typer.Option("--rows", help="Fields, comma-separated.")] = "model,seq_len",
+    columns: Annotated[str, typer.Option("--columns", help="Fields, comma-separated.")] = "",
+    value: Annotated[str, typer.Option("--value", help="Figures, comma-separated, as in forward,backward.")] = "step",
+    statistic: Annotated[
+        str, typer.Option("--stat", help="median, median-interval or mean-std, for times.")
+    ] = "median",
+    speedup: Annotated[str | None, typer.Option("--speedup", help="A column's label: show speed-ups over it.")] = None,
+    where: Annotated[
+        list[str] | None, typer.Option("--where", help="Keep runs with field=value[,value]; may be repeated.")
+    ] = None,
+    tag: Annotated[str | None, typer.Option("--tag", help="Keep runs with this tag.")] = None,
+    style: Annotated[str, typer.Option("--style", help="terminal, markdown, csv or jsonl.")] = "terminal",
+) -> None:
+    """Tables of runs: terminal, Markdown, CSV or JSON lines."""
+    from stepscope.report.styles import STYLES, Style, render_terminal, render_text
+    from stepscope.report.tables import Statistic, TableQuery, build_table
+
+    choose(style, STYLES, "style")
+    conditions = [_condition(text) for text in where or []]
+    conditions += [("tag", (tag,))] if tag else []
+    query = TableQuery(
+        rows=_names(rows),
+        columns=_names(columns),
+        values=_names(value),
+        statistic=cast("Statistic", statistic),
+        speedup=speedup,
+        where=tuple(conditions),
+    )
+    found, faults = load_runs(runs or [Path("runs")])
+    for fault in faults:
+        warn(f"left out: {fault}")
+    if style == "terminal":
+        show(render_terminal(build_table(found, query)))
+    else:
+        sys.stdout.write(render_text(found, query, cast("Style", style)))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _condition(text: str) -> tuple[str, tuple[str, ...]]:
+    field, sign, values = text.partition("=")
+    if not sign or not values:
+        raise InputError(f"cannot read --where {text!r}: write field=value, as in dtype=bf16")
+    return field.strip(), _names(values)

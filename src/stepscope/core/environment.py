@@ -1,0 +1,72 @@
+"""The machine and the software a measurement ran on, and their state before and after it."""
+
+import msgspec
+
+
+class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
+    """What NVML said of a GPU at one moment. None where the driver does not tell."""
+
+    sm_clock_mhz: int | None = None
+    sm_clock_max_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    temperature_c: int | None = None
+    slowdown_reasons: tuple[str, ...] = ()
+    power_limited_s: float | None = None
+    """Total time so far, since the driver was loaded, that the power cap held the clocks down."""
+    thermal_limited_s: float | None = None
+    other_processes: int | None = None
+    """Compute processes on this GPU besides this one."""
+    memory_used_bytes: int | None = None
+
+
+class HostReading(msgspec.Struct, frozen=True, kw_only=True):
+    """How busy the host was between two moments, in cores; None where the system does not tell."""
+
+    own_cores: float | None = None
+    other_cores: float | None = None
+    """Cores kept busy by other processes, the hypervisor's steal included."""
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything beside the workload that a figure depends on."""
+
+    device_type: str
+    """cpu or cuda."""
+    device_name: str
+    device_index: int | None = None
+    memory_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    """A limit the user set below the device's own memory, to stand for a smaller card."""
+    multiprocessors: int | None = None
+    l2_bytes: int | None = None
+    compute_capability: str | None = None
+    driver: str | None = None
+    cpu_name: str
+    cpu_cores: int
+    threads: int | None = None
+    system: str
+    versions: dict[str, str]
+    """python, torch, cuda, cudnn, triton, stepscope: those that are present."""
+    git_commit: str | None = None
+    git_dirty: bool | None = None
+    before: GpuReading | None = None
+    after: GpuReading | None = None
+    host: HostReading | None = None
+
+    def differences(self, other: "Environment") -> dict[str, tuple[object, object]]:
+        """Fields that differ and may move a figure; readings of clocks and load are left out, they always differ."""
+        mine, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
+        found: dict[str, tuple[object, object]] = {}
+        for field in mine:
+            if field in ("before", "after", "host", "device_index"):
+                continue
+            if field == "versions":
+                for package in sorted(mine[field].keys() | theirs[field].keys()):
+                    a, b = mine[field].get(package), theirs[field].get(package)
+                    if a != b:
+                        found[package] = (a, b)
+            elif mine[field] != theirs[field]:
+                found[field] = (mine[field], theirs[field])
+        return found

@@ -1,0 +1,105 @@
+"""What was observed of a step beside its times: the evidence that `analysis/checks.py` judges.
+
+Evidence is stored with the run, so that a run can be judged again from disk, by later rules too.
+"""
+
+import msgspec
+
+
+class KernelTotal(msgspec.Struct, frozen=True, kw_only=True):
+    """All launches of one kernel in the profiled step."""
+
+    name: str
+    calls: int
+    total_s: float
+
+
+class ProfiledStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One step under the profiler, run after the timed ones."""
+
+    step_s: float
+    kernel_launches: int
+    busy_s: float
+    """Union of the kernels' intervals on the device."""
+    kernels: tuple[KernelTotal, ...]
+    """By total time, longest first; every distinct name, each cut to 240 characters."""
+    attention_operators: tuple[str, ...] = ()
+    """The fused attention operators that ran; empty when attention is written out."""
+
+
+class Precision(msgspec.Struct, frozen=True, kw_only=True):
+    """What precision the matrix products had, by three witnesses: the setting, an experiment, the kernels' names."""
+
+    float32_matmul: str
+    """torch.get_float32_matmul_precision() during the step."""
+    probe_relative_error: float
+    """Error of one fp32 matrix product on this device against float64: about 1e-7 in fp32, 3e-4 in TF32."""
+    tf32_kernels: tuple[str, ...] = ()
+
+
+class StepObservation(msgspec.Struct, frozen=True, kw_only=True):
+    """What hooks saw during one untimed step."""
+
+    model_forwards: dict[str, int]
+    """How often the model's forward began in each phase."""
+    autocast_outside: bool
+    """Whether autocast was already on when the step began."""
+    autocast_in_backward: bool | None
+    autocast_in_optimizer: bool | None
+    distinct_tokens: int
+    """Distinct token ids in the batch."""
+    distinct_batches: int
+    """Batches that the steps rotate through."""
+    graphs_alive_before: bool | None
+    """Whether tensors saved by an earlier step were still alive when this one began; None where not observed."""
+    product_dtypes: tuple[str, ...] | None = None
+    """dtypes of the operands of the forward pass's matrix products; None where not observed (compiled)."""
+
+
+class PhaseMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes on the device over one untimed step. `allocated` is live tensors, `reserved` what the allocator holds.
+
+    None where the device does not count (CPU) or the phase did not run.
+    """
+
+    parameter_bytes: int
+    after_parameters: int | None = None
+    """Allocated when the model, its optimizer state and the batch are in place, before the step."""
+    resident_expected: int | None = None
+    """The same by arithmetic: parameters, buffers, optimizer state and batches."""
+    forward_peak: int | None = None
+    saved_for_backward: int | None = None
+    """Allocated when forward has ended, over what was allocated before it. On CPU: the saved tensors, summed."""
+    backward_peak: int | None = None
+    optimizer_peak: int | None = None
+    reserved_peak: int | None = None
+
+    @property
+    def allocated_peak(self) -> int | None:
+        peaks = [p for p in (self.forward_peak, self.backward_peak, self.optimizer_peak) if p is not None]
+        return max(peaks, default=None)
+
+
+class CompileReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What torch.compile did, from dynamo's own counters."""
+
+    frames_total: int
+    frames_compiled: int
+    graphs: int
+    graph_breaks: int
+    graph_break_reasons: tuple[str, ...] = ()
+    recompiles: int
+    limit_hit: bool
+    compile_s: float | None = None
+    """Time dynamo and the backend spent compiling, as dynamo reports it."""
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything observed beside the times. A part that could not be observed is None, with the reason in `notes`."""
+
+    precision: Precision | None = None
+    observation: StepObservation | None = None
+    memory: PhaseMemory | None = None
+    profile: ProfiledStep | None = None
+    compilation: CompileReport | None = None
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,25 @@
+"""A Finding: what the tool concludes, in one sentence with its figures."""
+
+from typing import Literal
+
+import msgspec
+
+Severity = Literal["error", "warning", "note"]
+"""error: the number cannot be trusted (exit code 1). warning: it can, with care. note: good to know."""
+
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One conclusion. `evidence` holds the figures that the sentence quotes."""
+
+    kind: str
+    severity: Severity
+    sentence: str
+    remedy: str = ""
+    evidence: dict[str, float | int | str | None] = {}
+
+
+def worst(findings: list[Finding] | tuple[Finding, ...]) -> Severity | None:
+    """The gravest severity present, or None."""
+    return min((f.severity for f in findings), key=SEVERITIES.index, default=None)

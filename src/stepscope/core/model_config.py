@@ -1,0 +1,86 @@
+"""The sizes of a decoder-only transformer, and the presets by name."""
+
+from typing import Any
+
+import msgspec
+
+from stepscope.core.errors import InputError, choose
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sizes of a decoder-only transformer: pre-norm blocks, RoPE, SwiGLU, untied output head, no biases.
+
+    A preset's name stays only while its sizes do (MEASURING: names that changed meaning): `configure` renames
+    an overridden one, `small` with d_ff 4096 to `small+d_ff4096`.
+    """
+
+    name: str
+    d_model: int
+    d_ff: int
+    layers: int
+    heads: int
+    vocabulary: int = 10_000
+
+    def __post_init__(self) -> None:
+        for field in ("d_model", "d_ff", "layers", "heads", "vocabulary"):
+            if getattr(self, field) < 1:
+                raise InputError(f"{field} is {getattr(self, field)}: it must be at least 1")
+        if self.d_model % self.heads:
+            raise InputError(
+                f"heads {self.heads} do not divide d_model {self.d_model}: "
+                f"choose one of {', '.join(map(str, _near_divisors(self.d_model, self.heads)))}"
+            )
+        if self.head_dim % 2:
+            raise InputError(
+                f"head_dim is {self.head_dim} (d_model {self.d_model} / heads {self.heads}): "
+                "rotary embedding rotates pairs, so it must be even"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.heads
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Every size by its field name."""
+        return {field: getattr(self, field) for field in SIZE_FIELDS}
+
+
+SIZE_FIELDS = ("d_model", "d_ff", "layers", "heads", "vocabulary")
+
+
+def _preset(name: str, d_model: int, d_ff: int, layers: int, heads: int, vocabulary: int = 10_000) -> ModelConfig:
+    return ModelConfig(name=name, d_model=d_model, d_ff=d_ff, layers=layers, heads=heads, vocabulary=vocabulary)
+
+
+PRESETS: dict[str, ModelConfig] = {
+    config.name: config
+    for config in (
+        _preset("tiny", 128, 512, 4, 4),
+        _preset("small", 768, 3072, 12, 12),
+        _preset("medium", 1024, 4096, 24, 16),
+        _preset("large", 1280, 5120, 36, 20),
+        _preset("xl", 1600, 6400, 48, 25),
+        _preset("2.7B", 2560, 10240, 32, 32),
+        _preset("8B", 4096, 11008, 34, 32, vocabulary=151_936),
+        _preset("10B", 4608, 12288, 50, 36),
+    )
+}
+
+
+def configure(preset: str, **overrides: int | None) -> ModelConfig:
+    """The preset with the given sizes replaced; raises InputError on an unknown name or impossible sizes."""
+    base = PRESETS[choose(preset, tuple(PRESETS), "model")]
+    changed: dict[str, Any] = {
+        field: size for field, size in overrides.items() if size is not None and size != getattr(base, field)
+    }
+    if not changed:
+        return base
+    name = "+".join([base.name, *(f"{field}{size}" for field, size in changed.items())])
+    return msgspec.structs.replace(base, name=name, **changed)
+
+
+def _near_divisors(d_model: int, heads: int) -> list[int]:
+    """The divisors of d_model nearest to the asked number of heads that leave an even head_dim."""
+    divisors = [h for h in range(1, d_model // 2 + 1) if d_model % h == 0 and (d_model // h) % 2 == 0]
+    return sorted(sorted(divisors or [1], key=lambda h: abs(h - heads))[:4])

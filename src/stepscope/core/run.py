@@ -1,0 +1,87 @@
+"""A Run: one workload measured once, with everything needed to trust it or doubt it."""
+
+from typing import Literal, get_args
+
+import msgspec
+
+from stepscope.core.device_spec import Ceilings, DeviceSpec
+from stepscope.core.environment import Environment
+from stepscope.core.evidence import Evidence
+from stepscope.core.finding import Finding
+from stepscope.core.samples import Samples
+from stepscope.core.work import Work
+from stepscope.core.workload import Workload
+
+# 1  2026-11  first: workload, settings, environment, samples, evidence, work, summary, findings
+SCHEMA_VERSION = 1
+
+Status = Literal["unfinished", "done", "interrupted", "out-of-memory", "failed", "timed-out", "killed", "skipped"]
+STATUSES: tuple[str, ...] = get_args(Status)
+REPEATED: tuple[Status, ...] = ("unfinished", "interrupted")
+"""A sweep measures these again; every other status is a result. A run is `unfinished` from its start to its end, and
+stays so if its process dies without a word."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a step is measured. Floor equal to cap fixes a number."""
+
+    warmup_floor: int = 3
+    warmup_cap: int = 30
+    warmup_seconds: float = 10.0
+    """Once the floor is reached, warm-up goes on until steady, but not beyond the cap or this much time."""
+    steps_floor: int = 10
+    steps_cap: int = 100
+    seconds: float = 5.0
+    """Measuring goes on until this much time has passed, between the floor and the cap of steps."""
+    profile: bool = True
+    """Whether one more step runs under the profiler, after the timed ones."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and how a run ended before its time."""
+
+    message: str
+    during: str
+    """The stage: build, warm-up, measure, observe, profile."""
+    phase: str | None = None
+    module: str | None = None
+    """Module path whose forward was running, where known."""
+
+    @property
+    def where(self) -> str:
+        return ", ".join(part for part in (self.during, self.phase, self.module) if part)
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """The record that travels: everything a report needs, on any machine."""
+
+    schema_version: int = SCHEMA_VERSION
+    id: str
+    created: str
+    """UTC, ISO 8601."""
+    tag: str | None = None
+    sweep: str | None = None
+    """Digest of the sweep that this run is a cell of."""
+    status: Status
+    failure: Failure | None = None
+    workload: Workload
+    settings: Settings
+    environment: Environment | None = None
+    """None only when the run ended before its process could look."""
+    device_spec: DeviceSpec | None = None
+    ceilings: Ceilings | None = None
+    samples: dict[str, Samples] = {}
+    """`step` by the host clock round a synchronised region; `host`, the time to issue the step's work; and each
+    phase (forward, backward, optimizer) by the device's own clock."""
+    warmup_steady: bool | None = None
+    evidence: Evidence = Evidence()
+    work: dict[str, Work] = {}
+    summary: dict[str, float | None] = {}
+    """Figures derived from the above when the run was written (`analysis/metrics.py`), for readers of the JSON."""
+    artifacts: dict[str, str] = {}
+    """Files beside run.json, by kind."""
+    findings: tuple[Finding, ...] = ()
+
+    def finding(self, kind: str) -> Finding | None:
+        """The first finding of this kind, or None."""
+        return next((f for f in self.findings if f.kind == kind), None)

@@ -1,0 +1,145 @@
+"""Runs on disk: `<out>/<time>-<key>/run.json`, written so that a reader never sees half a file."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from stepscope.core.errors import InputError, StepscopeError, one_line
+from stepscope.core.run import SCHEMA_VERSION, Run
+from stepscope.core.workload import Workload
+
+RUN_FILE = "run.json"
+
+
+class _SchemaProbe(msgspec.Struct):
+    schema_version: int
+
+
+def create_run_directory(out: Path, workload: Workload, now: datetime | None = None) -> Path:
+    """Make `<out>/<time>-<key>` before anything is measured, so that an unwritable place is known at once."""
+    stamp = (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%S.%f")[:-3]
+    directory = out / f"{stamp}-{workload.key}"
+    try:
+        directory.mkdir(parents=True)
+        probe = directory / f"{RUN_FILE}.tmp"
+        probe.write_bytes(b"{}")
+        probe.unlink()
+    except OSError as error:
+        raise InputError(
+            f"cannot write runs to {out}: {error.strerror or error}; choose another place with --out"
+        ) from error
+    return directory
+
+
+def encode_run(run: Run) -> bytes:
+    """The JSON of a run, indented for people."""
+    return msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n"
+
+
+def save_run(run: Run, directory: Path) -> Path:
+    """Write run.json atomically. If the disk refuses, the run goes to a temporary file, or at last to stderr.
+
+    Raises StepscopeError (exit 2) that names where the measurement went; nothing measured is lost.
+    """
+    data = encode_run(run)
+    target = directory / RUN_FILE
+    try:
+        _write_atomically(data, target)
+        return target
+    except OSError as error:
+        reason = f"cannot write {target}: {error.strerror or error}"
+    try:
+        descriptor, rescue = tempfile.mkstemp(prefix=f"stepscope-{run.id}-", suffix=".json")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+    except OSError:
+        sys.stderr.write(data.decode())
+        raise StepscopeError(f"{reason}; no temporary file could be written either, so the run stands above") from None
+    raise StepscopeError(f"{reason}; the run was saved as {rescue}")
+
+
+def load_run(path: Path) -> Run:
+    """Read a run from its directory or its run.json. Raises InputError naming the file and the fault."""
+    file = path / RUN_FILE if path.is_dir() else path
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        raise InputError(f"no run at {path}: expected a directory with {RUN_FILE}, or such a file") from None
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {error.strerror or error}") from error
+    try:
+        version = msgspec.json.decode(data, type=_SchemaProbe).schema_version
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} is no run, or was cut short ({len(data)} bytes): {one_line(error)}") from error
+    if version != SCHEMA_VERSION:
+        raise InputError(
+            f"{file} has schema version {version}; this stepscope reads version {SCHEMA_VERSION}: "
+            f"{'upgrade stepscope' if version > SCHEMA_VERSION else 'measure it again'}"
+        )
+    try:
+        return msgspec.json.decode(data, type=Run)
+    except (msgspec.DecodeError, UnicodeDecodeError, InputError) as error:
+        raise InputError(f"{file} does not hold a run: {one_line(error)}") from error
+
+
+def find_run_files(place: Path) -> Iterator[Path]:
+    """run.json files of a run directory, of a directory of runs, or of a tree of them, oldest first by name."""
+    if place.is_file():
+        yield place
+    elif (place / RUN_FILE).is_file():
+        yield place / RUN_FILE
+    elif place.is_dir():
+        yield from sorted(place.rglob(RUN_FILE), key=lambda file: (file.parent.name, str(file)))
+
+
+def load_runs(places: list[Path]) -> tuple[list[Run], list[str]]:
+    """Every readable run under the given places, oldest first, and one line for each that is not readable.
+
+    Raises InputError when a place does not exist.
+    """
+    runs: list[Run] = []
+    faults: list[str] = []
+    for place in places:
+        if not place.exists():
+            raise InputError(f"no runs at {place}: it does not exist")
+        for file in find_run_files(place):
+            try:
+                runs.append(load_run(file))
+            except InputError as error:
+                faults.append(str(error))
+    runs.sort(key=lambda run: (run.created, run.id))
+    return runs, faults
+
+
+def find_run(name: str, out: Path) -> Run:
+    """A run by its path, or by a part of its directory's name under `out` (which must be unique); `last` is the newest."""
+    path = Path(name)
+    if path.exists():
+        return load_run(path)
+    files = list(find_run_files(out)) if out.is_dir() else []
+    if name == "last" and files:
+        return load_run(files[-1])
+    matches = [file for file in files if name in file.parent.name]
+    if len(matches) == 1:
+        return load_run(matches[0])
+    if not matches:
+        raise InputError(f"no run named {name!r} in {out}: `stepscope ls --out {out}` lists those there are")
+    raise InputError(f"{len(matches)} runs in {out} match {name!r}: write more of the name")
+
+
+def _write_atomically(data: bytes, target: Path) -> None:
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,74 @@
+"""Quantities are stored in seconds, bytes and FLOPs, and formatted only here, at the edge."""
+
+import re
+
+from stepscope.core.errors import InputError
+
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_SIZE_UNITS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB,
+}  # fmt: skip
+
+
+def format_seconds(seconds: float) -> str:
+    """Four significant digits in the unit that reads best: 20.21 ms, 1.203 s, 12.4 us."""
+    for limit, scale, unit in ((1e-6, 1e9, "ns"), (1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
+        if abs(seconds) < limit:
+            return f"{seconds * scale:.4g} {unit}"
+    return f"{seconds:.4g} s"
+
+
+def format_milliseconds(seconds: float) -> str:
+    """The number alone, for columns whose head carries the unit (ms)."""
+    milliseconds = seconds * 1e3
+    digits = 1 if abs(milliseconds) >= 100 else 2 if abs(milliseconds) >= 1 else 4
+    return f"{milliseconds:.{digits}f}"
+
+
+def format_bytes(count: float) -> str:
+    """Binary units: 80.00 GiB, 12.3 MiB, 512 B."""
+    for scale, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(count) >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def format_rate(per_second: float, unit: str) -> str:
+    """Decimal prefixes, as datasheets print them: 624.3 TFLOP/s, 4.28 TB/s."""
+    for scale, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(per_second) >= scale:
+            return f"{per_second / scale:.4g} {prefix}{unit}"
+    return f"{per_second:.4g} {unit}"
+
+
+def format_share(share: float) -> str:
+    """A share of one as a percentage."""
+    return f"{share * 100:.1f} %"
+
+
+def format_count(count: int) -> str:
+    """Thousands separated, for parameter counts."""
+    return f"{count:,}"
+
+
+def parse_bytes(text: str) -> int:
+    """`80GiB`, `80 GB`, `1024`: a size in bytes. GiB is 2**30, GB is 10**9."""
+    match = _SIZE.fullmatch(text)
+    if not match or match[2].lower() not in _SIZE_UNITS:
+        raise InputError(f"cannot read the size {text!r}: write a number and a unit, as in 80GiB or 80GB")
+    size = int(float(match[1]) * _SIZE_UNITS[match[2].lower()])
+    if size <= 0:
+        raise InputError(f"the size {text!r} is not above zero")
+    return size
+
+
+def parse_flops_per_s(text: str) -> float:
+    """`989e12`, `989T`, `0.99P`: a rate in FLOP/s."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([GTP]?)(?:FLOP/?s?)?\s*", text)
+    if not match or float(match[1]) <= 0:
+        raise InputError(f"cannot read the rate {text!r}: write FLOP/s above zero, as in 989T or 989e12")
+    return float(match[1]) * {"": 1.0, "G": 1e9, "T": 1e12, "P": 1e15}[match[2]]

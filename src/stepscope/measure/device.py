@@ -1,0 +1,100 @@
+"""The device a step runs on, as far as timing needs it: marks in its stream of work, and waiting for it."""
+
+import re
+from typing import Any, Protocol
+
+import torch
+
+from stepscope.core.errors import InputError
+from stepscope.measure.clock import Clock, HostClock
+
+Mark = Any
+"""A point in the device's stream of work; only the device that made it can read it."""
+
+
+class Device(Protocol):
+    """What `measure()` asks of a device."""
+
+    clock_name: str
+    """How the marks are timed; stored with every sample."""
+
+    def synchronize(self) -> None:
+        """Return when all work given to the device so far is finished."""
+        ...
+
+    def mark(self) -> Mark:
+        """Note the point now reached in the stream of work, without waiting for it."""
+        ...
+
+    def elapsed_s(self, start: Mark, end: Mark) -> float:
+        """Seconds of device time between two marks; valid after `synchronize`."""
+        ...
+
+
+class HostDevice:
+    """A CPU: work is done when the call returns, so a mark is the host's clock."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or HostClock()
+        self.clock_name = self._clock.name
+
+    def synchronize(self) -> None:
+        pass
+
+    def mark(self) -> Mark:
+        return self._clock.now_ns()
+
+    def elapsed_s(self, start: Mark, end: Mark) -> float:
+        return (end - start) * 1e-9
+
+
+class CudaDevice:
+    """A GPU: a mark is an event recorded on the current stream, timed by the GPU itself (resolution about 0.5 us)."""
+
+    clock_name = "cuda events"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_s(self, start: Mark, end: Mark) -> float:
+        return start.elapsed_time(end) * 1e-3
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto`, `cpu`, `cuda` or `cuda:N` as a device that is there; raises InputError that says what is there."""
+    if name == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if _gpu_count() else torch.device("cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    match = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if not match:
+        raise InputError(f"unknown device {name!r}: write auto, cpu, cuda or cuda:N")
+    count = _gpu_count()
+    if count == 0:
+        built = "" if torch.backends.cuda.is_built() else "; this PyTorch is built without CUDA"
+        raise InputError(f"no GPU for --device {name}: PyTorch sees none on this machine{built}")
+    index = int(match[1] or 0)
+    if index >= count:
+        last = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+        raise InputError(f"no GPU for --device {name}: this machine has {count} ({last})")
+    return torch.device("cuda", index)
+
+
+def timing_device(device: torch.device) -> Device:
+    """The timing side of a torch device. A GPU becomes the current one, so that marks land on its stream."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        return CudaDevice(device)
+    return HostDevice()
+
+
+def _gpu_count() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,0 +1,177 @@
+"""Observing a step with hooks, untimed: what ran in which phase, under which autocast, and what stayed alive.
+
+The timed steps carry no hooks; these steps run after them.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stepscope.core.evidence import PhaseMemory, StepObservation
+from stepscope.measure.timer import Phase
+
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+
+
+class ObservableStep(Protocol):
+    """What observing asks of a step, beyond what timing asks."""
+
+    model: torch.nn.Module
+    """The model itself, for its parameters and buffers."""
+    forward_module: torch.nn.Module
+    """What the forward phase calls: the model, or what torch.compile made of it."""
+    optimizer: torch.optim.Optimizer | None
+    batches: Sequence[Sequence[torch.Tensor]]
+    loss: torch.Tensor | None
+    compiled: bool
+
+    @property
+    def phases(self) -> Sequence[Phase]: ...
+
+    def prepare(self) -> None: ...
+
+
+class _Saved:
+    """A tensor kept for backward, in a box that can be watched."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class _ProductDtypes(TorchDispatchMode):
+    """Collects the dtypes of matrix products' operands, below autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func._schema.name in _PRODUCTS:
+            operands = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            self.found |= {str(operand.dtype).removeprefix("torch.") for operand in operands}
+        return func(*args, **(kwargs or {}))
+
+
+def observe_step(step: ObservableStep, device: torch.device) -> tuple[StepObservation, PhaseMemory]:
+    """Run two steps: the first under hooks, the second for memory per phase (bytes as PhaseMemory defines them)."""
+    autocast_outside = torch.is_autocast_enabled(device.type)
+    step.prepare()
+    forwards: dict[str, int] = {phase.name: 0 for phase in step.phases}
+    current = [step.phases[0].name]
+    autocast_seen: dict[str, bool] = {}
+    saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+    saved_storages: dict[int, int] = {}
+    owned = {tensor.untyped_storage().data_ptr() for tensor in _resident_tensors(step)}
+
+    def pack(tensor: torch.Tensor) -> _Saved:
+        box = _Saved(tensor)
+        saved.add(box)
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned:
+            saved_storages[storage.data_ptr()] = storage.nbytes()
+        return box
+
+    def count_forward(*_: object) -> None:
+        forwards[current[0]] += 1
+
+    def note_autocast(phase: str) -> None:
+        autocast_seen[phase] = torch.is_autocast_enabled(device.type)
+
+    products = _ProductDtypes()
+    with contextlib.ExitStack() as stack:
+        stack.callback(step.forward_module.register_forward_pre_hook(count_forward).remove)
+        if step.optimizer is not None:
+            handle = step.optimizer.register_step_pre_hook(lambda *_: note_autocast("optimizer"))
+            stack.callback(handle.remove)
+        for phase in step.phases:
+            current[0] = phase.name
+            with contextlib.ExitStack() as watching:
+                if phase.name == "forward" and not step.compiled:
+                    # Saved-tensor hooks and dispatch modes would make a compiled region compile anew.
+                    watching.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda b: b.tensor))
+                    watching.enter_context(products)
+                phase.run()
+            if phase.name == "forward" and step.loss is not None and step.loss.requires_grad:
+                step.loss.register_hook(lambda _gradient: note_autocast("backward"))
+    saved_bytes = sum(saved_storages.values()) if not step.compiled else None
+    saved_storages.clear()
+
+    memory, graphs_alive = _observe_memory(step, device, saved, saved_bytes)
+    observation = StepObservation(
+        model_forwards=forwards,
+        autocast_outside=autocast_outside,
+        autocast_in_backward=autocast_seen.get("backward"),
+        autocast_in_optimizer=autocast_seen.get("optimizer"),
+        distinct_tokens=int(step.batches[0][0].unique().numel()),
+        distinct_batches=len(step.batches),
+        graphs_alive_before=None if step.compiled or step.loss is None else graphs_alive,
+        product_dtypes=None if step.compiled else tuple(sorted(products.found)),
+    )
+    return observation, memory
+
+
+def _observe_memory(
+    step: ObservableStep,
+    device: torch.device,
+    saved_earlier: "weakref.WeakSet[_Saved]",
+    saved_bytes: int | None,
+) -> tuple[PhaseMemory, bool]:
+    """One step with the allocator's peaks read and reset between phases; whether earlier graphs were alive."""
+    parameter_bytes = _unique_bytes(list(step.model.parameters()))
+    step.prepare()
+    graphs_alive = len(saved_earlier) > 0
+    if device.type != "cuda":
+        for phase in step.phases:
+            phase.run()
+        saved = saved_bytes if step.phases[-1].name != "forward" else None
+        return PhaseMemory(parameter_bytes=parameter_bytes, saved_for_backward=saved), graphs_alive
+
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    expected = _unique_bytes(_resident_tensors(step))
+    peaks: dict[str, int] = {}
+    after_forward = before
+    reserved = 0
+    for phase in step.phases:
+        torch.cuda.reset_peak_memory_stats(device)
+        phase.run()
+        peaks[phase.name] = torch.cuda.max_memory_allocated(device)
+        reserved = max(reserved, torch.cuda.max_memory_reserved(device))
+        if phase.name == "forward":
+            after_forward = torch.cuda.memory_allocated(device)
+    torch.cuda.synchronize(device)
+    memory = PhaseMemory(
+        parameter_bytes=parameter_bytes,
+        after_parameters=before,
+        resident_expected=expected,
+        forward_peak=peaks.get("forward"),
+        saved_for_backward=after_forward - before if "backward" in peaks else None,
+        backward_peak=peaks.get("backward"),
+        optimizer_peak=peaks.get("optimizer"),
+        reserved_peak=reserved,
+    )
+    return memory, graphs_alive
+
+
+def _resident_tensors(step: ObservableStep) -> list[torch.Tensor]:
+    """Everything that should be alive between steps: parameters, gradients kept, buffers, state, batches."""
+    tensors = [*step.model.parameters(), *step.model.buffers()]
+    tensors += [p.grad for p in step.model.parameters() if p.grad is not None]
+    if step.optimizer is not None:
+        for state in step.optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    tensors += [tensor for batch in step.batches for tensor in batch]
+    return [tensor for tensor in tensors if tensor.device == step.batches[0][0].device]
+
+
+def _unique_bytes(tensors: list[torch.Tensor]) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())

@@ -1,0 +1,73 @@
+"""One step under torch.profiler, after the timed steps: kernels, busy time, and what profiling costs."""
+
+import time
+from collections.abc import Iterable
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
+
+from stepscope.core.evidence import KernelTotal, ProfiledStep
+from stepscope.measure.device import Device
+from stepscope.measure.timer import Subject
+
+KERNEL_NAME_LIMIT = 240
+_ATTENTION_OPERATOR = "_scaled_dot_product"
+
+
+def profile_step(subject: Subject, device: torch.device, timing: Device) -> ProfiledStep:
+    """Profile two steps and report the second: the first pays for the profiler's own start.
+
+    On a CPU the `kernels` are operators, by their own time (time in operators they call excluded).
+    """
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    for _ in range(2):
+        subject.prepare()
+        timing.synchronize()
+        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+            start_ns = time.perf_counter_ns()
+            for phase in subject.phases:
+                phase.run()
+            timing.synchronize()
+            step_s = (time.perf_counter_ns() - start_ns) * 1e-9
+    events = profiler.events() or []
+    operators = tuple(
+        sorted({event.name for event in events if event.name.removeprefix("aten::").startswith(_ATTENTION_OPERATOR)})
+    )
+    if device.type == "cuda":
+        on_device = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
+        intervals = [(event.time_range.start, event.time_range.end) for event in on_device]
+        times = [(event.name, (event.time_range.end - event.time_range.start) * 1e-6) for event in on_device]
+    else:
+        intervals = [(event.time_range.start, event.time_range.end) for event in events if event.cpu_parent is None]
+        times = [(event.name, event.self_cpu_time_total * 1e-6) for event in events]
+    return ProfiledStep(
+        step_s=step_s,
+        kernel_launches=len(times),
+        busy_s=union_length(intervals) * 1e-6,
+        kernels=_totals(times),
+        attention_operators=operators,
+    )
+
+
+def union_length(intervals: Iterable[tuple[float, float]]) -> float:
+    """Total length covered by intervals that may overlap."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
+
+
+def _totals(times: list[tuple[str, float]]) -> tuple[KernelTotal, ...]:
+    calls: dict[str, int] = {}
+    seconds: dict[str, float] = {}
+    for name, duration_s in times:
+        calls[name] = calls.get(name, 0) + 1
+        seconds[name] = seconds.get(name, 0.0) + duration_s
+    by_time = sorted(seconds, key=lambda name: -seconds[name])
+    return tuple(
+        KernelTotal(name=name[:KERNEL_NAME_LIMIT], calls=calls[name], total_s=seconds[name]) for name in by_time
+    )

@@ -1,0 +1,224 @@
+"""The one timing loop of stepscope.
+
+A subject's step is a sequence of phases. Each step is timed twice at once: every phase by marks in the device's own
+stream, with no synchronisation between phases, and the whole step by the host's clock round a synchronised region.
+The two must agree, and `analysis/checks.py` sees to it.
+
+    mark  forward  mark  backward  mark  optimizer  mark          device events
+    |t0 -------------------------------------- issued -- sync -- t1|   host clock
+
+`host` is t(issued) - t0: how long the host needed to give the step to the device.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from stepscope.core.run import Settings
+from stepscope.core.samples import Samples
+from stepscope.measure.clock import Clock, HostClock
+from stepscope.measure.device import Device
+from stepscope.measure.ranges import named_range
+
+STEADY_WINDOW = 3
+STEADY_TOLERANCE = 0.03
+"""Warm-up ends when the medians of two successive windows of steps differ by less than this share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One timed part of a step."""
+
+    name: str
+    run: Callable[[], object]
+
+
+class Subject(Protocol):
+    """Something whose steps are timed."""
+
+    @property
+    def phases(self) -> Sequence[Phase]: ...
+
+    def prepare(self) -> None:
+        """Untimed work before each step: the next batch, say."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where the measurement stands, for a display."""
+
+    subject: str
+    stage: str
+    """warm-up or measure."""
+    done: int
+    at_least: int
+    at_most: int
+    last_step_s: float
+
+
+@dataclass(kw_only=True)
+class Measurement:
+    """What one subject's steps took."""
+
+    samples: dict[str, Samples]
+    warmup_steady: bool
+    interrupted: bool = False
+
+
+class StepFailed(Exception):
+    """A phase raised. `partial` holds what was measured before; the cause is the phase's own exception."""
+
+    def __init__(self, subject: str, stage: str, phase: str | None, partial: dict[str, Measurement]) -> None:
+        super().__init__(f"{subject}: {phase or 'step'} failed during {stage}")
+        self.subject, self.stage, self.phase, self.partial = subject, stage, phase, partial
+
+
+@dataclass
+class _Record:
+    """Times of one subject so far, one entry a step."""
+
+    names: tuple[str, ...]
+    rows: list[tuple[float, ...]] = field(default_factory=list)
+    warmups: int = 0
+    steady: bool = False
+
+    def steps_s(self) -> list[float]:
+        return [row[0] for row in self.rows]
+
+
+def measure(
+    subjects: Mapping[str, Subject],
+    *,
+    device: Device,
+    settings: Settings,
+    clock: Clock | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> dict[str, Measurement]:
+    """Time the steps of one or several subjects; several are interleaved, one step each in turn.
+
+    Each subject warms up alone until it is steady (between the settings' floor and cap). Ctrl-C returns what was
+    measured, marked interrupted. Any other exception of a phase becomes StepFailed with the partial result.
+    """
+    return _Timer(subjects, device, settings, clock or HostClock(), on_progress).run()
+
+
+class _Timer:
+    def __init__(
+        self,
+        subjects: Mapping[str, Subject],
+        device: Device,
+        settings: Settings,
+        clock: Clock,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self._subjects = subjects
+        self._device = device
+        self._settings = settings
+        self._clock = clock
+        self._on_progress = on_progress
+        self._records = {
+            name: _Record(("step", "host", *(phase.name for phase in subject.phases)))
+            for name, subject in subjects.items()
+        }
+        self._stage = "warm-up"
+        self._current: tuple[str, str | None] = ("", None)
+
+    def run(self) -> dict[str, Measurement]:
+        try:
+            for name in self._subjects:
+                self._warm_up(name)
+            self._stage = "measure"
+            self._measure()
+        except KeyboardInterrupt:
+            return self._results(interrupted=True)
+        except Exception as error:
+            subject, phase = self._current
+            raise StepFailed(subject, self._stage, phase, self._results(interrupted=True)) from error
+        return self._results(interrupted=False)
+
+    def _warm_up(self, name: str) -> None:
+        settings, record = self._settings, self._records[name]
+        start_ns = self._clock.now_ns()
+        while record.warmups < settings.warmup_cap:
+            elapsed_s = (self._clock.now_ns() - start_ns) * 1e-9
+            enough = is_steady(record.steps_s()) or elapsed_s >= settings.warmup_seconds
+            if record.warmups >= settings.warmup_floor and enough:
+                break
+            self._step(name)
+            record.warmups += 1
+            self._tell(name, record.warmups, settings.warmup_floor, settings.warmup_cap)
+        record.steady = is_steady(record.steps_s())
+
+    def _measure(self) -> None:
+        settings = self._settings
+        start_ns = self._clock.now_ns()
+        for done in range(1, settings.steps_cap + 1):
+            for name in self._subjects:
+                self._step(name)
+                self._tell(name, done, settings.steps_floor, settings.steps_cap)
+            elapsed_s = (self._clock.now_ns() - start_ns) * 1e-9
+            if done >= settings.steps_floor and elapsed_s >= settings.seconds * len(self._subjects):
+                break
+
+    def _step(self, name: str) -> None:
+        subject, device, clock = self._subjects[name], self._device, self._clock
+        self._current = (name, None)
+        subject.prepare()
+        device.synchronize()
+        with named_range("step"):
+            start_ns = clock.now_ns()
+            marks = [device.mark()]
+            for phase in subject.phases:
+                self._current = (name, phase.name)
+                with named_range(phase.name):
+                    phase.run()
+                marks.append(device.mark())
+            issued_ns = clock.now_ns()
+            device.synchronize()
+            end_ns = clock.now_ns()
+        phases_s = [device.elapsed_s(a, b) for a, b in zip(marks, marks[1:], strict=False)]
+        self._records[name].rows.append(((end_ns - start_ns) * 1e-9, (issued_ns - start_ns) * 1e-9, *phases_s))
+
+    def _tell(self, name: str, done: int, at_least: int, at_most: int) -> None:
+        if self._on_progress:
+            last = self._records[name].rows[-1][0]
+            self._on_progress(
+                Progress(
+                    subject=name, stage=self._stage, done=done,
+                    at_least=at_least, at_most=at_most, last_step_s=last,
+                )
+            )  # fmt: skip
+
+    def _results(self, interrupted: bool) -> dict[str, Measurement]:
+        return {
+            name: Measurement(
+                samples=_samples(record, self._clock.name, self._device.clock_name),
+                warmup_steady=record.steady,
+                interrupted=interrupted,
+            )
+            for name, record in self._records.items()
+        }
+
+
+def is_steady(steps_s: Sequence[float]) -> bool:
+    """Whether the last two windows of steps have the same median within the tolerance."""
+    if len(steps_s) < 2 * STEADY_WINDOW:
+        return False
+    earlier = statistics.median(steps_s[-2 * STEADY_WINDOW : -STEADY_WINDOW])
+    later = statistics.median(steps_s[-STEADY_WINDOW:])
+    return math.isclose(earlier, later, rel_tol=STEADY_TOLERANCE)
+
+
+def _samples(record: _Record, host_clock: str, device_clock: str) -> dict[str, Samples]:
+    warmups, measured = record.rows[: record.warmups], record.rows[record.warmups :]
+    return {
+        name: Samples(
+            values_s=tuple(row[i] for row in measured),
+            warmup_s=tuple(row[i] for row in warmups),
+            clock=host_clock if name in ("step", "host") else device_clock,
+        )
+        for i, name in enumerate(record.names)
+    }

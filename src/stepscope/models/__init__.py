@@ -1,0 +1,1 @@
+"""The transformer family, and a training step of it."""

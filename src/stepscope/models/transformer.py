@@ -1,0 +1,159 @@
+"""A decoder-only transformer in textbook PyTorch, to be read as a lesson.
+
+    tokens -> embedding -> L x [ x + attention(norm(x));  x + feed_forward(norm(x)) ] -> norm -> head -> logits
+
+Pre-norm with RMSNorm (Zhang and Sennrich 2019), rotary position embedding (Su et al. 2021), SwiGLU (Shazeer 2020),
+an untied output head and no biases: the shape of the Llama family.
+
+Shape legend: B batch, S sequence, M d_model, F d_ff, H heads, D head_dim, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stepscope.core.model_config import ModelConfig
+from stepscope.models.attention import AttentionFunction, reference
+
+ROPE_BASE = 10_000.0
+NORM_EPSILON = 1e-5
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + epsilon) * weight, computed in fp32: in fp16 the square of 256 already overflows."""
+
+    def __init__(self, d_model: int, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d_model, device=device))
+
+    def forward(self, x_BSM: Tensor) -> Tensor:
+        x = x_BSM.float()
+        x = x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + NORM_EPSILON)
+        return (x * self.weight).to(x_BSM.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates each pair (x[i], x[i + D/2]) by position * base^(-2i/D), so that q.k depends on distance alone."""
+
+    cos_SD: Tensor
+    sin_SD: Tensor
+
+    def __init__(self, head_dim: int, max_seq_len: int, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.head_dim, self.max_seq_len = head_dim, max_seq_len
+        for name in ("cos_SD", "sin_SD"):
+            self.register_buffer(name, torch.empty(max_seq_len, head_dim, device=device), persistent=False)
+
+    def initialise(self) -> None:
+        device = self.cos_SD.device
+        exponents = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim
+        angles = torch.arange(self.max_seq_len, device=device)[:, None] * ROPE_BASE**-exponents
+        angles_SD = torch.cat([angles, angles], dim=-1)
+        self.cos_SD.copy_(angles_SD.cos())
+        self.sin_SD.copy_(angles_SD.sin())
+
+    def forward(self, x_BHSD: Tensor) -> Tensor:
+        seq_len = x_BHSD.shape[-2]
+        first, second = x_BHSD.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
+        cos, sin = self.cos_SD[:seq_len].to(x_BHSD.dtype), self.sin_SD[:seq_len].to(x_BHSD.dtype)
+        return x_BHSD * cos + turned * sin
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention of every position to itself and those before it."""
+
+    def __init__(
+        self, config: ModelConfig, rotary: RotaryEmbedding, attention: AttentionFunction,
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.heads = config.heads
+        self.rotary = rotary
+        self.attention = attention
+        linear = {"in_features": config.d_model, "out_features": config.d_model}
+        self.query = nn.Linear(**linear, bias=False, device=device)
+        self.key = nn.Linear(**linear, bias=False, device=device)
+        self.value = nn.Linear(**linear, bias=False, device=device)
+        self.output = nn.Linear(**linear, bias=False, device=device)
+
+    def forward(self, x_BSM: Tensor) -> Tensor:
+        q_BHSD = self.rotary(self._split_heads(self.query(x_BSM)))
+        k_BHSD = self.rotary(self._split_heads(self.key(x_BSM)))
+        v_BHSD = self._split_heads(self.value(x_BSM))
+        out_BHSD = self.attention(q_BHSD, k_BHSD, v_BHSD, causal=True)
+        return self.output(out_BHSD.transpose(1, 2).flatten(-2))
+
+    def _split_heads(self, x_BSM: Tensor) -> Tensor:
+        return x_BSM.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.d_model, config.d_ff, bias=False, device=device)
+        self.up = nn.Linear(config.d_model, config.d_ff, bias=False, device=device)
+        self.down = nn.Linear(config.d_ff, config.d_model, bias=False, device=device)
+
+    def forward(self, x_BSM: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x_BSM)) * self.up(x_BSM))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each on a normalised copy, each added back to the residual stream."""
+
+    def __init__(
+        self, config: ModelConfig, rotary: RotaryEmbedding, attention: AttentionFunction,
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.attention_norm = RMSNorm(config.d_model, device)
+        self.attention = CausalSelfAttention(config, rotary, attention, device)
+        self.feed_forward_norm = RMSNorm(config.d_model, device)
+        self.feed_forward = SwiGLU(config, device)
+
+    def forward(self, x_BSM: Tensor) -> Tensor:
+        x_BSM = x_BSM + self.attention(self.attention_norm(x_BSM))
+        return x_BSM + self.feed_forward(self.feed_forward_norm(x_BSM))
+
+
+class Transformer(nn.Module):
+    """Token ids (B, S) to logits (B, S, V).
+
+    Made on `device` ("meta" makes shapes without memory); `initialise` fills parameters and buffers.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, max_seq_len: int, attention: AttentionFunction = reference,
+        device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        device = torch.device(device) if device is not None else None
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.d_model, device=device)
+        self.rotary = RotaryEmbedding(config.head_dim, max_seq_len, device)
+        self.blocks = nn.ModuleList(Block(config, self.rotary, attention, device) for _ in range(config.layers))
+        self.norm = RMSNorm(config.d_model, device)
+        self.head = nn.Linear(config.d_model, config.vocabulary, bias=False, device=device)
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        x_BSM = self.embedding(tokens_BS)
+        for block in self.blocks:
+            x_BSM = block(x_BSM)
+        return self.head(self.norm(x_BSM))
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Normal weights with variance 2 / (fan_in + fan_out), cut at 3 deviations (Glorot and Bengio 2010)."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                deviation = (2 / (module.in_features + module.out_features)) ** 0.5
+                nn.init.trunc_normal_(module.weight, std=deviation, a=-3 * deviation, b=3 * deviation)
+            elif isinstance(module, nn.Embedding):
+                nn.init.trunc_normal_(module.weight, std=1.0, a=-3.0, b=3.0)
+            elif isinstance(module, RMSNorm):
+                nn.init.ones_(module.weight)
+            elif isinstance(module, RotaryEmbedding):
+                module.initialise()

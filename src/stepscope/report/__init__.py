@@ -1,0 +1,1 @@
+"""Renderers of runs: terminal, Markdown, CSV, JSON lines. They read runs, and nothing else."""

@@ -1,0 +1,131 @@
+"""What a table of runs may be arranged by, and what it may show. Names are those of the command line."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stepscope.analysis import metrics
+from stepscope.core.model_config import PRESETS
+from stepscope.core.run import Run
+from stepscope.core.samples import Samples
+from stepscope.core.units import GIB
+from stepscope.core.workload import ATTENTIONS, COMPILES, DTYPES, OPTIMIZERS, PHASES
+from stepscope.work.transformer import parameter_count
+
+Scalar = str | int | float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """A property of a run that rows or columns go by. `order` lists known values in their natural order."""
+
+    read: Callable[[Run], Scalar]
+    order: tuple[str, ...] = ()
+
+    def rank(self, value: Scalar) -> tuple[int, float, str]:
+        """Sort key: numbers by size, known words in their order, other words by the alphabet."""
+        if isinstance(value, (int, float)):
+            return (0, float(value), "")
+        if value in self.order:
+            return (1, float(self.order.index(str(value))), "")
+        return (2, 0.0, str(value))
+
+
+def _environment(name: str) -> Callable[[Run], Scalar]:
+    return lambda run: getattr(run.environment, name, None)
+
+
+def _workload(name: str) -> Callable[[Run], Scalar]:
+    return lambda run: getattr(run.workload, name)
+
+
+def _fixed_warmup(run: Run) -> Scalar:
+    settings = run.settings
+    return settings.warmup_floor if settings.warmup_floor == settings.warmup_cap else "until steady"
+
+
+FIELDS: dict[str, Field] = {
+    "model": Field(read=lambda run: run.workload.model.name, order=tuple(PRESETS)),
+    "parameters": Field(read=lambda run: parameter_count(run.workload.model)),
+    "d_model": Field(read=lambda run: run.workload.model.d_model),
+    "d_ff": Field(read=lambda run: run.workload.model.d_ff),
+    "layers": Field(read=lambda run: run.workload.model.layers),
+    "heads": Field(read=lambda run: run.workload.model.heads),
+    "head_dim": Field(read=lambda run: run.workload.model.head_dim),
+    "vocabulary": Field(read=lambda run: run.workload.model.vocabulary),
+    "batch_size": Field(read=_workload("batch_size")),
+    "seq_len": Field(read=_workload("seq_len")),
+    "dtype": Field(read=_workload("dtype"), order=DTYPES),
+    "phase": Field(read=_workload("phase"), order=PHASES),
+    "attention": Field(read=_workload("attention"), order=ATTENTIONS),
+    "compile": Field(read=_workload("compile"), order=COMPILES),
+    "optimizer": Field(read=_workload("optimizer"), order=OPTIMIZERS),
+    "seed": Field(read=_workload("seed")),
+    "warmup": Field(read=_fixed_warmup),
+    "device": Field(read=_environment("device_name")),
+    "memory_limit": Field(read=_environment("memory_limit_bytes")),
+    "torch": Field(read=lambda run: run.environment.versions.get("torch") if run.environment else None),
+    "tag": Field(read=lambda run: run.tag),
+    "status": Field(read=lambda run: run.status),
+}
+
+IDENTIFYING = (
+    "model", "batch_size", "seq_len", "dtype", "phase", "attention", "compile", "optimizer", "seed",
+    "warmup", "device", "memory_limit", "torch", "tag",
+)  # fmt: skip
+"""Fields that make two runs different experiments: a cell that holds runs which differ in one would mix them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """A figure of a run: either samples (whose statistic is chosen) or one number."""
+
+    unit: str
+    scale: float = 1.0
+    """What the stored figure is multiplied by for show."""
+    digits: int = 2
+    samples: Callable[[Run], Samples | None] | None = None
+    number: Callable[[Run], float | int | None] | None = None
+
+
+def _time(name: str) -> Value:
+    return Value(unit="ms", scale=1e3, samples=lambda run: metrics.samples_of(run, name))
+
+
+def _first_step(run: Run) -> float | None:
+    samples = run.samples.get("step")
+    return samples.values_s[0] if samples and samples.count else None
+
+
+def _largest_step(run: Run) -> float | None:
+    samples = run.samples.get("step")
+    return max(samples.values_s) if samples and samples.count else None
+
+
+VALUES: dict[str, Value] = {
+    "forward": _time("forward"),
+    "backward": _time("backward"),
+    "optimizer": _time("optimizer"),
+    "forward-backward": _time("forward-backward"),
+    "step": _time("step"),
+    "host": _time("host"),
+    "first_step": Value(unit="ms", scale=1e3, number=_first_step),
+    "largest_step": Value(unit="ms", scale=1e3, number=_largest_step),
+    "steps": Value(unit="", digits=0, number=lambda run: run.samples["step"].count if "step" in run.samples else None),
+    "tokens_per_s": Value(unit="tokens/s", digits=0, number=metrics.tokens_per_s),
+    "model_flops_per_s": Value(unit="TFLOP/s", scale=1e-12, digits=1, number=metrics.model_flops_per_s),
+    "mfu_datasheet": Value(unit="%", scale=100, digits=1, number=metrics.mfu_datasheet),
+    "mfu_measured": Value(unit="%", scale=100, digits=1, number=metrics.mfu_measured),
+    "launch_bound_share": Value(unit="%", scale=100, digits=1, number=metrics.launch_bound_share),
+    "profiler_slowdown": Value(unit="x", digits=2, number=metrics.profiler_slowdown),
+    "peak_memory": Value(unit="GiB", scale=1 / GIB, number=metrics.peak_bytes),
+    "saved_for_backward": Value(
+        unit="GiB",
+        scale=1 / GIB,
+        number=lambda run: run.evidence.memory.saved_for_backward if run.evidence.memory else None,
+    ),
+    "compile_time": Value(
+        unit="s",
+        digits=1,
+        number=lambda run: run.evidence.compilation.compile_s if run.evidence.compilation else None,
+    ),
+}

@@ -1,0 +1,66 @@
+"""A sweep while it runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from stepscope.analysis import metrics
+from stepscope.core.run import Run
+from stepscope.core.units import format_seconds
+from stepscope.core.workload import Workload
+from stepscope.report.terminal import cell_name, make_table, status_sentence, status_word
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgressRow:
+    """One cell as it stands."""
+
+    workload: Workload
+    state: str
+    stage: str
+    run: Run | None
+    resumed: bool
+
+
+def render_progress(rows: Sequence[ProgressRow], seconds_left: float | None) -> RenderableType:
+    """Every cell with its state, and how much is done."""
+    table = make_table("cell", "state", "step")
+    for row in rows:
+        table.add_row(cell_name(row.workload), _state(row), _step(row.run), style=_style(row))
+    ended = sum(1 for row in rows if row.run is not None)
+    return Group(table, Text(f"{ended} of {len(rows)} cells{_left(seconds_left)}"))
+
+
+def sentence_of(rows: Sequence[ProgressRow], index: int, seconds_left: float | None) -> str:
+    """One line for a cell that has ended."""
+    row = rows[index]
+    assert row.run is not None
+    result = _step(row.run) if row.run.status == "done" else status_sentence(row.run)
+    found = " (already measured)" if row.resumed else _left(seconds_left)
+    return f"[{index + 1}/{len(rows)}] {cell_name(row.workload)}: {result}{found}"
+
+
+def _state(row: ProgressRow) -> str:
+    if row.run is None:
+        return row.stage or row.state
+    return f"{status_word(row.run)}{', found on disk' if row.resumed else ''}"
+
+
+def _step(run: Run | None) -> str:
+    step_s = metrics.median_s(run, "step") if run else None
+    return f"step {format_seconds(step_s)}" if step_s else ""
+
+
+def _style(row: ProgressRow) -> str:
+    if row.run is None:
+        return "bold" if row.state == "measuring" else "dim"
+    return "" if row.run.status == "done" else "red"
+
+
+def _left(seconds: float | None) -> str:
+    if not seconds:
+        return ""
+    minutes, rest = divmod(round(seconds), 60)
+    return f", about {f'{minutes} min ' if minutes else ''}{rest} s left"

@@ -1,0 +1,250 @@
+"""A run, and lists of runs, for the terminal."""
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from stepscope.analysis import metrics
+from stepscope.core.environment import Environment
+from stepscope.core.finding import Finding
+from stepscope.core.run import Run
+from stepscope.core.samples import CONFIDENCE
+from stepscope.core.units import (
+    format_bytes,
+    format_count,
+    format_milliseconds,
+    format_rate,
+    format_seconds,
+    format_share,
+)
+from stepscope.core.workload import Workload
+from stepscope.work.transformer import parameter_count
+
+_SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+_STATUS_TEXT = {"out-of-memory": "OOM"}
+
+
+def render_run(run: Run, directory: str | None = None) -> RenderableType:
+    """The whole run as one would explain it: what ran, where, how long, how well, and what to doubt."""
+    parts: list[RenderableType] = [*_heading(run), Text()]
+    if run.status != "done":
+        parts += [Text(status_sentence(run), style="bold red"), Text()]
+    if run.samples.get("step") and run.samples["step"].count:
+        parts += [_phase_table(run), *_rates(run), Text()]
+    memory = _memory_table(run)
+    if memory is not None:
+        parts += [memory, Text()]
+    parts += [render_finding(finding) for finding in run.findings]
+    if not run.findings and run.status == "done":
+        parts.append(Text("No finding: every check passed.", style="green"))
+    parts += [Text(f"Not observed: {note}.", style="dim") for note in run.evidence.notes]
+    if directory:
+        parts += [Text(), Text(f"Run saved in {directory}")]
+    return Group(*parts)
+
+
+def describe_workload(workload: Workload) -> str:
+    """One line: sizes, tokens and choices."""
+    optimizer = f", {workload.optimizer}" if workload.optimizer else ""
+    compiled = "eager" if workload.compile == "eager" else f"torch.compile {workload.compile}"
+    return (
+        f"batch {workload.batch_size} x sequence {workload.seq_len} = {format_count(workload.tokens)} tokens, "
+        f"{workload.dtype}, {workload.phase}, {workload.attention} attention, {compiled}{optimizer}"
+    )
+
+
+def describe_model(workload: Workload) -> str:
+    """One line: name, parameter count and every size."""
+    sizes = ", ".join(f"{field} {format_count(size)}" for field, size in workload.model.sizes.items())
+    return f"{workload.model.name}: {format_count(parameter_count(workload.model))} parameters ({sizes})"
+
+
+def describe_environment(environment: Environment) -> str:
+    """One line: device and versions."""
+    versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
+    threads = f", {environment.threads} threads" if environment.device_type == "cpu" else ""
+    limit = f", limited to {format_bytes(environment.memory_limit_bytes)}" if environment.memory_limit_bytes else ""
+    return f"{environment.device_name}{threads}{limit}; {versions}"
+
+
+def status_sentence(run: Run) -> str:
+    """What became of a run that is not done."""
+    if run.failure is None:
+        return f"{run.status}: the run was started and never ended."
+    return f"{run.status} ({run.failure.where}): {run.failure.message}"
+
+
+def status_word(run: Run) -> str:
+    """The status as it stands in a cell."""
+    return _STATUS_TEXT.get(run.status, run.status)
+
+
+def render_finding(finding: Finding) -> Text:
+    """Severity, sentence, remedy."""
+    text = Text()
+    text.append(f"{finding.severity} {finding.kind}: ", style=_SEVERITY_STYLE[finding.severity])
+    text.append(finding.sentence)
+    if finding.remedy:
+        text.append(f" Remedy: {finding.remedy}.", style="dim")
+    return text
+
+
+def render_runs(runs: list[Run]) -> RenderableType:
+    """One line a run, oldest first."""
+    table = make_table("run", "tag", "status", "step", "tokens/s", "peak", "findings")
+    for run in runs:
+        step_s, tokens, peak = (
+            metrics.median_s(run, "step"),
+            metrics.tokens_per_s(run),
+            metrics.peak_bytes(run),
+        )
+        table.add_row(
+            Text(run.id, overflow="fold"),
+            run.tag or "",
+            status_word(run),
+            format_seconds(step_s) if step_s else "",
+            f"{tokens:,.0f}" if tokens else "",
+            format_bytes(peak) if peak else "",
+            ", ".join(finding.kind for finding in run.findings if finding.severity != "note"),
+        )
+    return table
+
+
+def render_cells(runs: list[Run]) -> RenderableType:
+    """The cells of a sweep, in the order they ran."""
+    table = make_table(
+        "cell", "forward ms", "backward ms", "optimizer ms", "step ms", "tokens/s", "MFU", "peak", "findings",
+        right_from=1,
+    )  # fmt: skip
+    for run in runs:
+        if run.status != "done":
+            table.add_row(Text(cell_name(run.workload), overflow="fold"), Text(status_word(run), style="red"))
+            continue
+        times = [metrics.median_s(run, name) for name in (*metrics.PHASE_NAMES, "step")]
+        tokens, peak = metrics.tokens_per_s(run), metrics.peak_bytes(run)
+        utilisation = metrics.mfu_datasheet(run) or metrics.mfu_measured(run)
+        table.add_row(
+            Text(cell_name(run.workload), overflow="fold"),
+            *(format_milliseconds(t) if t else "" for t in times),
+            f"{tokens:,.0f}" if tokens else "",
+            format_share(utilisation) if utilisation else "",
+            format_bytes(peak) if peak else "",
+            ", ".join(finding.kind for finding in run.findings if finding.severity != "note"),
+        )
+    return table
+
+
+def cell_name(workload: Workload) -> str:
+    """The key without its digest."""
+    return workload.key.rpartition("-")[0]
+
+
+def _heading(run: Run) -> list[RenderableType]:
+    lines = [Text(describe_model(run.workload), style="bold"), Text(describe_workload(run.workload))]
+    if run.environment:
+        lines.append(Text(describe_environment(run.environment)))
+    return list(lines)
+
+
+def _phase_table(run: Run) -> Table:
+    interval_head = f"{CONFIDENCE * 100:.0f} % interval"
+    table = make_table("phase", "median", interval_head, "mean ± std", "share", "model FLOP/s", right_from=1)
+    step_s = metrics.median_s(run, "step") or 0.0
+    for name in (*metrics.PHASE_NAMES, "step"):
+        samples = run.samples.get(name)
+        if samples is None or samples.median_s is None or samples.mean_s is None:
+            continue
+        interval = samples.interval()
+        flops = metrics.model_flops(run) if name == "step" else run.work[name].flops if name in run.work else None
+        deviation = f" ± {format_milliseconds(samples.stdev_s)}" if samples.stdev_s is not None else ""
+        table.add_row(
+            name,
+            format_seconds(samples.median_s),
+            f"{format_milliseconds(interval.low)} to {format_milliseconds(interval.high)} ms" if interval else "",
+            f"{format_milliseconds(samples.mean_s)}{deviation} ms",
+            format_share(samples.median_s / step_s) if step_s else "",
+            format_rate(flops / samples.median_s, "FLOP/s") if flops else "",
+            end_section=name == "step",
+            style="bold" if name == "step" else "",
+        )
+    return table
+
+
+def _rates(run: Run) -> list[Text]:
+    samples = run.samples["step"]
+    steady = {True: "steady", False: "not steady", None: "unknown"}[run.warmup_steady]
+    lines = [
+        f"{samples.count} steps measured after {len(samples.warmup_s)} warm-up steps ({steady}); step by "
+        f"{samples.clock} round a synchronised region, phases by {_phase_clock(run)}."
+    ]
+    tokens, rate, flops = metrics.tokens_per_s(run), metrics.model_flops_per_s(run), metrics.model_flops(run)
+    if tokens and rate and flops:
+        convention = next(iter(run.work.values())).convention
+        lines.append(
+            f"{tokens:,.0f} tokens/s; {format_rate(rate, 'FLOP/s')} of model FLOPs "
+            f"({format_rate(flops, 'FLOP')} a step, {convention})."
+        )
+    utilisation = []
+    datasheet, measured = metrics.mfu_datasheet(run), metrics.mfu_measured(run)
+    dtype = run.workload.dtype
+    if datasheet and run.device_spec:
+        peak = run.device_spec.peak_for(dtype) or 0
+        utilisation.append(
+            f"{format_share(datasheet)} of the peak {format_rate(peak, 'FLOP/s')} ({run.device_spec.source})"
+        )
+    ceiling = run.ceilings.matmul_for(dtype) if run.ceilings else None
+    if measured and ceiling:
+        utilisation.append(
+            f"{format_share(measured)} of the measured ceiling {format_rate(ceiling.rate, 'FLOP/s')} "
+            f"({ceiling.operation})"
+        )
+    if utilisation:
+        lines.append(f"MFU {'; '.join(utilisation)}.")
+    launch_bound, host = metrics.launch_bound_share(run), metrics.host_share(run)
+    if launch_bound is not None and host is not None and run.evidence.profile:
+        lines.append(
+            f"{run.evidence.profile.kernel_launches} kernels a step; the GPU waits for the host "
+            f"{format_share(launch_bound)} of it; issuing takes {format_share(host)}."
+        )
+    slowdown = metrics.profiler_slowdown(run)
+    if slowdown and run.evidence.profile:
+        lines.append(
+            f"Step {format_seconds(samples.median_s or 0)}, under the profiler "
+            f"{format_seconds(run.evidence.profile.step_s)} ({slowdown:.2f}x)."
+        )
+    if run.evidence.profile and run.evidence.profile.attention_operators:
+        lines.append(f"Attention ran as {', '.join(run.evidence.profile.attention_operators)}.")
+    return [Text(line) for line in lines]
+
+
+def _phase_clock(run: Run) -> str:
+    return next((run.samples[n].clock for n in metrics.PHASE_NAMES if n in run.samples), "none")
+
+
+def _memory_table(run: Run) -> Table | None:
+    memory = run.evidence.memory
+    if memory is None:
+        return None
+    rows = (
+        ("parameters", memory.parameter_bytes),
+        ("before the step: parameters, optimizer state, batches", memory.after_parameters),
+        ("peak during forward", memory.forward_peak),
+        ("saved for backward when forward ends", memory.saved_for_backward),
+        ("peak during backward", memory.backward_peak),
+        ("peak during the optimizer step", memory.optimizer_peak),
+        ("reserved by the allocator at most", memory.reserved_peak),
+    )
+    table = make_table("memory", "allocated", right_from=1)
+    for name, size in rows:
+        if size is not None:
+            table.add_row(name, format_bytes(size))
+    return table
+
+
+def make_table(*heads: str, right_from: int = 99) -> Table:
+    """The house's table: a rule below the head, figures to the right from column `right_from` on."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, head in enumerate(heads):
+        table.add_column(head, justify="right" if i >= right_from else "left", no_wrap=i != 0)
+    return table

@@ -1,0 +1,244 @@
+"""The question every other study asks in passing: what does one step of this workload take, here?"""
+
+import traceback
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+import torch
+
+from stepscope.analysis.checks import check_run
+from stepscope.analysis.metrics import summarise
+from stepscope.core.device_spec import find_device_spec, overridden_spec
+from stepscope.core.errors import DeviceError, InputError, one_line
+from stepscope.core.evidence import Evidence, Precision
+from stepscope.core.run import Failure, Run, Status
+from stepscope.core.run_directory import create_run_directory, save_run
+from stepscope.core.units import format_bytes, format_seconds
+from stepscope.measure.ceilings import ceilings_for
+from stepscope.measure.compilation import compile_report, reset_compilation
+from stepscope.measure.device import resolve_device, timing_device
+from stepscope.measure.environment import HostLoad, read_environment
+from stepscope.measure.nvml import read_gpu
+from stepscope.measure.observe import observe_step
+from stepscope.measure.precision import matmul_precision, probe_relative_error
+from stepscope.measure.profile import profile_step
+from stepscope.measure.timer import Measurement, Progress, StepFailed, measure
+from stepscope.models.training_step import TrainingStep, check_supported
+from stepscope.studies.request import Stage, StepRequest, Tell
+from stepscope.work.transformer import phase_work
+
+FAILURE_FILE = "failure.txt"
+_SUBJECT = "step"
+
+
+def measure_step(request: StepRequest, tell: Tell = lambda _: None) -> tuple[Run, Path]:
+    """Measure one workload and save its run; returns the run and its directory.
+
+    A workload that the device cannot run as asked, or a place that cannot be written, raises InputError before
+    anything is measured. A failure of the device is no exception: it is the run's status, with where it happened.
+    """
+    device = resolve_device(request.device)
+    check_supported(request.workload, device)
+    _limit_memory(device, request.memory_limit_bytes)
+    directory = create_run_directory(Path(request.out), request.workload)
+    with matmul_precision(request.workload.dtype):
+        run = _StepStudy(request, device, directory, tell).run()
+    run = msgspec.structs.replace(run, summary=summarise(run))
+    run = msgspec.structs.replace(run, findings=check_run(run))
+    save_run(run, directory)
+    return run, directory
+
+
+class _StepStudy:
+    """One run in the making: `_run` holds what is known so far, and is what remains if a stage fails."""
+
+    def __init__(self, request: StepRequest, device: torch.device, directory: Path, tell: Tell) -> None:
+        self._request, self._device, self._directory, self._tell = request, device, directory, tell
+        self._timing = timing_device(device)
+        self._stage = "start"
+        self._step: TrainingStep | None = None
+        self._run = Run(
+            id=directory.name,
+            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            tag=request.tag,
+            sweep=request.sweep,
+            status="unfinished",
+            workload=request.workload,
+            settings=request.settings,
+        )
+
+    def run(self) -> Run:
+        try:
+            self._look_round()
+            self._build()
+            self._measure()
+            self._observe()
+            self._measure_ceilings()
+        except KeyboardInterrupt:
+            self._end("interrupted", Failure(message="interrupted by the user", during=self._stage))
+        except StepFailed as failure:
+            self._keep(failure.partial[_SUBJECT])
+            self._fail(failure.__cause__ or failure, failure.stage, failure.phase)
+        except InputError:
+            raise
+        except Exception as error:  # whatever the device or a library raises becomes the run's status
+            self._fail(error, self._stage, None)
+        return self._run
+
+    def _look_round(self) -> None:
+        request, device = self._request, self._device
+        environment = read_environment(device, request.memory_limit_bytes)
+        name, dtype = environment.device_name, request.workload.dtype
+        spec = (
+            overridden_spec(name, dtype, request.peak_flops_per_s)
+            if request.peak_flops_per_s
+            else find_device_spec(name)
+        )
+        self._set(environment=environment, device_spec=spec, work=phase_work(request.workload))
+        save_run(self._run, self._directory)
+
+    def _build(self) -> None:
+        self._begin("build", self._request.workload.model.name)
+        if self._request.workload.compile != "eager":
+            reset_compilation()
+        self._step = TrainingStep(self._request.workload, self._device)
+
+    def _measure(self) -> None:
+        assert self._step is not None
+        self._begin("warm-up")
+        before, load = read_gpu(self._device), HostLoad()
+        try:
+            result = measure(
+                {_SUBJECT: self._step},
+                device=self._timing,
+                settings=self._request.settings,
+                on_progress=self._tell_progress,
+            )[_SUBJECT]
+        finally:
+            after, host = read_gpu(self._device), load.read()
+            assert self._run.environment is not None
+            self._set(environment=msgspec.structs.replace(self._run.environment, before=before, after=after, host=host))
+        self._keep(result)
+        if self._step.compiled:
+            self._set_evidence(compilation=compile_report())
+        if result.interrupted:
+            self._stage = "measure" if self._run.samples["step"].count else "warm-up"
+            raise KeyboardInterrupt
+        self._set(status="done")
+
+    def _observe(self) -> None:
+        """Gather the evidence. The times are safe already: what fails here is noted, and the run stays done."""
+        try:
+            self._begin("observe")
+            assert self._step is not None
+            probe = probe_relative_error(self._device)
+            precision = Precision(float32_matmul=torch.get_float32_matmul_precision(), probe_relative_error=probe)
+            self._set_evidence(precision=precision)
+            observation, memory = observe_step(self._step, self._device)
+            self._set_evidence(observation=observation, memory=memory)
+            if self._request.settings.profile:
+                self._begin("profile")
+                profile = profile_step(self._step, self._device, self._timing)
+                tf32 = tuple(kernel.name for kernel in profile.kernels if "tf32" in kernel.name.lower())
+                self._set_evidence(profile=profile, precision=msgspec.structs.replace(precision, tf32_kernels=tf32))
+        except KeyboardInterrupt:
+            self._note(f"interrupted during {self._stage}, after the timed steps")
+        except RuntimeError as error:
+            self._note(f"{self._stage} failed after the timed steps: {one_line(error)}")
+
+    def _measure_ceilings(self) -> None:
+        """Last, so that the step met a process as cold as its warm-up setting says, and its memory is free again."""
+        self._begin("ceiling")
+        self._step = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        dtype = self._request.workload.dtype
+        try:
+            ceilings = ceilings_for(
+                self._device,
+                ["bf16" if dtype == "bf16-pure" else dtype],
+                lambda what: self._tell(Stage(name="ceiling", detail=what)),
+            )
+            self._set(ceilings=ceilings)
+        except KeyboardInterrupt:
+            self._note("interrupted while the device's ceiling was measured, after the timed steps")
+        except RuntimeError as error:
+            self._note(f"no measured ceiling: {one_line(error)}")
+
+    def _fail(self, error: BaseException, during: str, phase: str | None) -> None:
+        status: Status = "out-of-memory" if is_out_of_memory(error) else "failed"
+        text = "".join(traceback.format_exception(error))
+        try:
+            (self._directory / FAILURE_FILE).write_text(text)
+            self._set(artifacts={**self._run.artifacts, "failure": FAILURE_FILE})
+        except OSError:
+            pass  # the failure itself is in run.json; only its traceback found no room
+        module = self._failing_module(error.__traceback__)
+        self._end(status, Failure(message=one_line(error), during=during, phase=phase, module=module))
+
+    def _failing_module(self, tb: TracebackType | None) -> str | None:
+        """Path of the innermost module whose forward was running when the error was raised."""
+        if self._step is None:
+            return None
+        paths = {id(module): path for path, module in self._step.model.named_modules() if path}
+        found = None
+        while tb is not None:
+            found = paths.get(id(tb.tb_frame.f_locals.get("self")), found)
+            tb = tb.tb_next
+        return found
+
+    def _tell_progress(self, progress: Progress) -> None:
+        self._stage = progress.stage
+        self._tell(
+            Stage(
+                name=progress.stage,
+                detail=f"step {progress.done}, {format_seconds(progress.last_step_s)}",
+                fraction=min(1.0, progress.done / max(1, progress.at_least)),
+            )
+        )
+
+    def _keep(self, result: Measurement) -> None:
+        self._set(samples=result.samples, warmup_steady=result.warmup_steady)
+
+    def _begin(self, stage: str, detail: str = "") -> None:
+        self._stage = stage
+        self._tell(Stage(name=stage, detail=detail))
+
+    def _end(self, status: Status, failure: Failure) -> None:
+        self._set(status=status, failure=failure)
+
+    def _note(self, note: str) -> None:
+        self._set_evidence(notes=(*self._run.evidence.notes, note))
+
+    def _set(self, **changes: object) -> None:
+        self._run = msgspec.structs.replace(self._run, **changes)
+
+    def _set_evidence(self, **changes: object) -> None:
+        evidence: Evidence = msgspec.structs.replace(self._run.evidence, **changes)
+        self._set(evidence=evidence)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception is some allocator's way of saying that memory ran out."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "can't allocate memory" in text or "out of memory" in text or "CUBLAS_STATUS_ALLOC_FAILED" in text
+    )
+
+
+def _limit_memory(device: torch.device, limit_bytes: int | None) -> None:
+    if limit_bytes is None:
+        return
+    if device.type != "cuda":
+        raise InputError("--memory-limit stands for a smaller GPU; it does not apply to a CPU")
+    total = torch.cuda.get_device_properties(device).total_memory
+    if limit_bytes > total:
+        raise InputError(f"--memory-limit {format_bytes(limit_bytes)} is more than the GPU has ({format_bytes(total)})")
+    try:
+        torch.cuda.set_per_process_memory_fraction(limit_bytes / total, device)
+    except RuntimeError as error:
+        raise DeviceError(f"cannot limit the GPU's memory: {one_line(error)}") from error

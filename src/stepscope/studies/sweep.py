@@ -1,0 +1,350 @@
+"""Many workloads, each in a process of its own: whatever happens to one is its row, and the others go on.
+
+Killed at any moment, the same sweep resumes: a cell whose run is on disk with a result is not measured again.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from stepscope.analysis.checks import check_run
+from stepscope.core.errors import InputError, one_line
+from stepscope.core.run import REPEATED, Failure, Run, Settings, Status
+from stepscope.core.run_directory import create_run_directory, load_run, load_runs, save_run
+from stepscope.core.workload import Workload
+from stepscope.studies.cell import CellEvent
+from stepscope.studies.request import StepRequest
+from stepscope.work.transformer import parameter_count, phase_work
+
+INTERRUPT_GRACE_S = 15.0
+"""How long an interrupted cell may take to save what it has."""
+STDERR_KEPT_BYTES = 64 * 1024
+STDERR_FILE = "stderr.txt"
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """One workload measured one way."""
+
+    workload: Workload
+    settings: Settings = Settings()
+
+
+class SweepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure and where. Equal plans are the same sweep, and resume one another."""
+
+    cells: tuple[Cell, ...]
+    devices: tuple[str, ...] = ("auto",)
+    """One cell at a time on each."""
+    out: str = "runs"
+    tag: str | None = None
+    memory_limit_bytes: int | None = None
+    peak_flops_per_s: float | None = None
+
+    @property
+    def key(self) -> str:
+        """Digest of what is measured; which devices share the work does not change it."""
+        measured = (sorted(msgspec.json.encode(c, order="sorted") for c in self.cells), self.tag)
+        limits = (self.memory_limit_bytes, self.peak_flops_per_s, self.devices[0].partition(":")[0])
+        return hashlib.sha256(repr((measured, limits)).encode()).hexdigest()[:12]
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """How the sweep treats its cells; changes nothing in what a cell measures."""
+
+    timeout_s: float = 900.0
+    skip: bool = True
+    """Skip a cell when a smaller one ran out of memory."""
+    retry: bool = False
+    """Measure again what failed, was killed or ran out of time."""
+    fresh: bool = False
+    """Measure everything again."""
+
+
+@dataclass
+class CellState:
+    """A cell as a display sees it."""
+
+    cell: Cell
+    state: str = "waiting"
+    """waiting, measuring, or the run's status."""
+    stage: str = ""
+    detail: str = ""
+    run: Run | None = None
+    resumed: bool = False
+    """Whether the run was found on disk."""
+    seconds: float | None = None
+
+
+@dataclass
+class SweepState:
+    """The whole sweep as a display sees it."""
+
+    cells: list[CellState]
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def ended(self) -> int:
+        return sum(1 for cell in self.cells if cell.run is not None)
+
+    def seconds_left(self, slots: int) -> float | None:
+        """The mean of the cells measured so far, for each that waits."""
+        taken = [cell.seconds for cell in self.cells if cell.seconds is not None]
+        waiting = len(self.cells) - self.ended
+        return sum(taken) / len(taken) * waiting / slots if taken else None
+
+
+Tell = Callable[[SweepState], None]
+
+
+def order_cells(cells: list[Cell]) -> tuple[Cell, ...]:
+    """Small ones first, so that a cell that cannot fit is known from a smaller one; duplicates once."""
+    unique = list(dict.fromkeys(cells))
+    return tuple(
+        sorted(
+            unique,
+            key=lambda c: (parameter_count(c.workload.model), c.workload.seq_len, c.workload.batch_size),
+        )
+    )
+
+
+def run_sweep(plan: SweepPlan, policy: Policy | None = None, tell: Tell = lambda _: None) -> list[Run]:
+    """Measure every cell that has no result yet; returns a run for each cell, in the plan's order.
+
+    Ctrl-C lets the running cells save what they have, then raises KeyboardInterrupt.
+    """
+    sweep = _Sweep(plan, policy or Policy(), tell)
+    runs = asyncio.run(sweep.run())
+    if sweep.interrupted:
+        raise KeyboardInterrupt
+    return runs
+
+
+class _Sweep:
+    def __init__(self, plan: SweepPlan, policy: Policy, tell: Tell) -> None:
+        self._plan, self._policy, self._tell = plan, policy, tell
+        self._out = Path(plan.out)
+        self.interrupted = False
+        self.state = SweepState(cells=[CellState(cell=cell) for cell in plan.cells])
+        self._find_results()
+        self._waiting = [cell for cell in self.state.cells if cell.run is None]
+
+    async def run(self) -> list[Run]:
+        self._tell(self.state)
+        workers = [asyncio.create_task(self._work(device)) for device in self._plan.devices]
+
+        def stop() -> None:
+            for worker in workers:
+                worker.cancel()
+
+        def interrupt() -> None:
+            self.interrupted = True
+            stop()
+
+        def stop_all_if_failed(worker: asyncio.Task[None]) -> None:
+            if not worker.cancelled() and worker.exception() is not None:
+                stop()
+
+        for worker in workers:
+            worker.add_done_callback(stop_all_if_failed)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupt)
+        ends = await asyncio.gather(*workers, return_exceptions=True)
+        for end in ends:
+            if isinstance(end, Exception):
+                raise end
+        return [cell.run for cell in self.state.cells if cell.run is not None]
+
+    def _find_results(self) -> None:
+        """Take over the results that an earlier start of this sweep left on disk."""
+        if self._policy.fresh or not self._out.is_dir():
+            return
+        again: set[Status] = set(REPEATED)
+        if self._policy.retry:
+            again |= {"failed", "killed", "timed-out"}
+        if not self._policy.skip:
+            again.add("skipped")
+        runs, _ = load_runs([self._out])
+        for run in runs:
+            if run.sweep != self._plan.key or run.status in again:
+                continue
+            for cell in self.state.cells:
+                if cell.cell.workload == run.workload and cell.cell.settings == run.settings:
+                    cell.run, cell.state, cell.resumed = run, run.status, True
+
+    async def _work(self, device: str) -> None:
+        while self._waiting:
+            cell = self._waiting.pop(0)
+            smaller = self._smaller_that_did_not_fit(cell.cell.workload)
+            if smaller is not None and self._policy.skip:
+                message = f"{smaller.workload.key.rpartition('-')[0]} ran out of memory"
+                run = self.record(cell.cell, None, "skipped", Failure(message=message, during="plan"))
+            else:
+                start = time.monotonic()
+                run = await _CellProcess(self, cell, device).run()
+                cell.seconds = time.monotonic() - start
+            cell.run, cell.state, cell.stage, cell.detail = run, run.status, "", ""
+            self._tell(self.state)
+
+    def _smaller_that_did_not_fit(self, workload: Workload) -> Run | None:
+        for cell in self.state.cells:
+            run = cell.run
+            if run and run.status == "out-of-memory" and run.workload.at_most(workload):
+                return run
+        return None
+
+    def told(self) -> None:
+        """A cell's state has changed."""
+        self._tell(self.state)
+
+    def request(self, cell: Cell, device: str) -> StepRequest:
+        """What a cell's process is asked."""
+        return StepRequest(
+            workload=cell.workload,
+            settings=cell.settings,
+            device=device,
+            out=self._plan.out,
+            tag=self._plan.tag,
+            sweep=self._plan.key,
+            memory_limit_bytes=self._plan.memory_limit_bytes,
+            peak_flops_per_s=self._plan.peak_flops_per_s,
+        )
+
+    @property
+    def timeout_s(self) -> float:
+        return self._policy.timeout_s
+
+    def unfinished_directory(self, cell: Cell, since: float) -> Path | None:
+        """The directory that a dead cell's process left, if it got so far."""
+        for directory in self._out.glob(f"*-{cell.workload.key}"):
+            if directory.stat().st_mtime >= since - 1.0:
+                try:
+                    run = load_run(directory)
+                except InputError:
+                    continue
+                if run.status == "unfinished" and run.sweep == self._plan.key and run.settings == cell.settings:
+                    return directory
+        return None
+
+    def record(self, cell: Cell, directory: Path | None, status: Status, failure: Failure, stderr: bytes = b"") -> Run:
+        """Save a row for a cell that could not write its own."""
+        if directory is None:
+            directory = create_run_directory(self._out, cell.workload)
+            run = Run(
+                id=directory.name,
+                created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+                tag=self._plan.tag,
+                sweep=self._plan.key,
+                status=status,
+                workload=cell.workload,
+                settings=cell.settings,
+                work=phase_work(cell.workload),
+            )
+        else:
+            run = load_run(directory)
+        artifacts = dict(run.artifacts)
+        if stderr:
+            (directory / STDERR_FILE).write_bytes(stderr)
+            artifacts["stderr"] = STDERR_FILE
+        run = msgspec.structs.replace(run, status=status, failure=failure, artifacts=artifacts)
+        run = msgspec.structs.replace(run, findings=check_run(run))
+        save_run(run, directory)
+        return run
+
+
+class _CellProcess:
+    """One cell's process, from its start to a run on disk."""
+
+    def __init__(self, sweep: _Sweep, cell: CellState, device: str) -> None:
+        self._sweep, self._cell, self._device = sweep, cell, device
+        self._stderr = bytearray()
+        self._last: CellEvent | None = None
+        self._since = time.time()
+
+    async def run(self) -> Run:
+        self._cell.state = "measuring"
+        self._sweep.told()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "stepscope.studies.cell",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C on the terminal reaches the sweep alone, which passes it on
+            env={**os.environ, "KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99")},
+        )  # fmt: skip
+        assert process.stdin is not None
+        try:
+            request = self._sweep.request(self._cell.cell, self._device)
+            process.stdin.write(msgspec.json.encode(request) + b"\n")
+            async with asyncio.timeout(self._sweep.timeout_s):
+                await asyncio.gather(self._follow(process), self._keep_stderr(process))
+                await process.wait()
+        except TimeoutError:
+            await self._kill(process)
+            return self._ended("timed-out", f"no end after {self._sweep.timeout_s:.0f} s")
+        except asyncio.CancelledError:
+            process.send_signal(signal.SIGINT)
+            try:
+                async with asyncio.timeout(INTERRUPT_GRACE_S):
+                    await process.wait()
+            except TimeoutError:
+                await self._kill(process)
+            raise
+        except (BrokenPipeError, ConnectionResetError):
+            await process.wait()
+        finally:
+            if process.returncode is None:
+                await self._kill(process)
+        return self._result(process.returncode or 0)
+
+    async def _follow(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            self._last = msgspec.json.decode(line, type=CellEvent)
+            if self._last.stage:
+                self._cell.stage, self._cell.detail = self._last.stage, self._last.detail
+                self._sweep.told()
+
+    async def _keep_stderr(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stderr is not None
+        while chunk := await process.stderr.read(8192):
+            self._stderr += chunk
+            del self._stderr[:-STDERR_KEPT_BYTES]
+
+    async def _kill(self, process: asyncio.subprocess.Process) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+    def _result(self, code: int) -> Run:
+        last = self._last
+        if last and last.run_directory:
+            return load_run(Path(last.run_directory))
+        if last and last.error:
+            if last.error_for_all:
+                raise InputError(last.error)
+            return self._ended("failed", last.error)
+        if code < 0:
+            name = signal.Signals(-code).name
+            hint = " (the system's out-of-memory killer does this)" if -code == signal.SIGKILL else ""
+            return self._ended("killed", f"the process was killed by {name}{hint}")
+        lines = bytes(self._stderr).decode(errors="replace").strip().splitlines() or ["no word"]
+        return self._ended("failed", f"the process ended with code {code}: {one_line(Exception(lines[-1]))}")
+
+    def _ended(self, status: Status, message: str) -> Run:
+        during = " ".join(part for part in (self._cell.stage or "start", self._cell.detail) if part)
+        return self._sweep.record(
+            self._cell.cell,
+            self._sweep.unfinished_directory(self._cell.cell, self._since),
+            status,
+            Failure(message=message, during=during),
+            bytes(self._stderr),
+        )

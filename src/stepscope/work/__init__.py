@@ -1,0 +1,1 @@
+"""FLOPs and bytes of an operation and of a step: formulas with their source, plain arithmetic."""

@@ -1,0 +1,62 @@
+"""Parameters and model FLOPs of the transformer in `models/transformer.py`.
+
+With d = d_model, f = d_ff, L = layers, V = vocabulary, B = batch_size, S = seq_len:
+
+parameters   2 V d  (embedding, untied head)  +  L (4 d^2 + 3 d f + 2 d)  +  d (final norm)
+
+forward      products of activations with weights, 2 FLOPs a weight and token (Kaplan et al. 2020, table 1):
+             2 B S (L (4 d^2 + 3 d f) + d V)
+             attention scores and output, 2 products of 2 B S S d each: 4 B S^2 d L, full square;
+             half of it where causal attention is counted as what is needed (S^2 / 2 of the square).
+backward     every product has two in backward (dX and dW, or dQ and dK...): twice the forward.
+
+The embedding is a gather, not a product. Norms, RoPE, softmax, SwiGLU's gate and the optimizer are elementwise
+and not counted as model FLOPs (Chowdhery et al. 2022, appendix B, whose MFU this is).
+"""
+
+from stepscope.core.model_config import ModelConfig
+from stepscope.core.work import CausalConvention, Convention, Work
+from stepscope.core.workload import Workload
+from stepscope.work.operations import adamw_work
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Number of parameters of the transformer."""
+    d, f = config.d_model, config.d_ff
+    block = 4 * d * d + 3 * d * f + 2 * d
+    return 2 * config.vocabulary * d + config.layers * block + d
+
+
+def forward_flops(workload: Workload, causal: CausalConvention = "half") -> int:
+    """Model FLOPs of one forward pass, loss excluded."""
+    config = workload.model
+    d, f = config.d_model, config.d_ff
+    weights = config.layers * (4 * d * d + 3 * d * f) + d * config.vocabulary
+    attention = 4 * workload.batch_size * workload.seq_len**2 * d * config.layers
+    if causal == "half":
+        attention //= 2
+    return 2 * workload.tokens * weights + attention
+
+
+def phase_work(workload: Workload, causal: CausalConvention = "half") -> dict[str, Work]:
+    """Work of each phase that the workload runs: model FLOPs, and the optimizer's bytes."""
+    convention = Convention(causal=causal)
+    forward = forward_flops(workload, causal)
+    phases = {"forward": Work(flops=forward, convention=convention)}
+    if workload.phase != "forward":
+        phases["backward"] = Work(flops=2 * forward, convention=convention)
+    if workload.phase == "train":
+        element = 2 if workload.dtype == "bf16-pure" else 4
+        optimizer = adamw_work(parameter_count(workload.model), element)
+        phases["optimizer"] = Work(
+            flops=0,
+            bytes_read=optimizer.bytes_read,
+            bytes_written=optimizer.bytes_written,
+            convention=convention,
+        )
+    return phases
+
+
+def step_flops(workload: Workload, causal: CausalConvention = "half") -> int:
+    """Model FLOPs of one whole step."""
+    return sum(work.flops for work in phase_work(workload, causal).values())
