@@ -10,6 +10,9 @@ from stepscope import __version__
 from stepscope.cli import device, ls, models, run, show, study, sweep, table
 from stepscope.core.errors import EXIT_INTERRUPTED, EXIT_WRONG_INPUT, StepscopeError, one_line
 
+_OPTIONAL = {"torch": "pip install 'stepscope[torch]'", "polars": "pip install polars"}
+"""A machine that only reads needs no torch, a bare GPU machine that only measures no polars."""
+
 app = typer.Typer(
     help="A laboratory for one thing: a transformer training step. Measures it, explains it, makes it faster.",
     no_args_is_help=True,
@@ -48,6 +51,11 @@ def main() -> NoReturn:
         code = app(standalone_mode=False)
     except StepscopeError as error:
         _leave(str(error), error.exit_code)
+    except ModuleNotFoundError as error:
+        remedy = _OPTIONAL.get((error.name or "").partition(".")[0])
+        if remedy is None:
+            raise
+        _leave(f"this verb needs {error.name}, which is not installed here: {remedy}", EXIT_WRONG_INPUT)
     except KeyboardInterrupt:
         _leave("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
@@ -58,9 +66,10 @@ def main() -> NoReturn:
         # Typer's own usage errors carry `format_message`; its module for them differs between versions.
         if type(error).__name__ == "Abort":
             _leave("interrupted", EXIT_INTERRUPTED)
-        if not hasattr(error, "format_message"):
+        format_message = getattr(error, "format_message", None)
+        if format_message is None:
             raise
-        _leave(one_line(Exception(error.format_message())), EXIT_WRONG_INPUT)
+        _leave(one_line(Exception(format_message())), EXIT_WRONG_INPUT)
     sys.exit(code if isinstance(code, int) else 0)
 
 

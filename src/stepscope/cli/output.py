@@ -101,11 +101,12 @@ def sweep_progress(slots: int) -> Iterator[Callable[["SweepState"], None]]:
 def rows_of(state: "SweepState") -> "list[ProgressRow]":
     """The state of a sweep as report/sweep.py reads it."""
     from stepscope.report.sweep import ProgressRow
+    from stepscope.report.terminal import cell_name
 
     return [
         ProgressRow(
-            workload=cell.cell.workload, state=cell.state, stage=f"{cell.stage} {cell.detail}".strip(),
-            run=cell.run, resumed=cell.resumed,
+            name=cell_name(cell.cell.workload, cell.cell.settings), state=cell.state,
+            stage=f"{cell.stage} {cell.detail}".strip(), run=cell.run, resumed=cell.resumed,
         )
         for cell in state.cells
     ]  # fmt: skip

@@ -20,7 +20,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.peak_flops_per_s.get(product_dtype(dtype))
 
 
-def product_dtype(dtype: Dtype) -> str:
+def product_dtype(dtype: Dtype) -> Dtype:
     """The dtype in which the step's matrix products run."""
     return "bf16" if dtype == "bf16-pure" else dtype
 

@@ -1,5 +1,6 @@
 """A Finding: what the tool concludes, in one sentence with its figures."""
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -20,6 +21,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     evidence: dict[str, float | int | str | None] = {}
 
 
-def worst(findings: list[Finding] | tuple[Finding, ...]) -> Severity | None:
+def worst(findings: Iterable[Finding]) -> Severity | None:
     """The gravest severity present, or None."""
-    return min((f.severity for f in findings), key=SEVERITIES.index, default=None)
+    present = {finding.severity for finding in findings}
+    return next((severity for severity in SEVERITIES if severity in present), None)

@@ -49,8 +49,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 SIZE_FIELDS = ("d_model", "d_ff", "layers", "heads", "vocabulary")
 
 
-def _preset(name: str, d_model: int, d_ff: int, layers: int, heads: int, vocabulary: int = 10_000) -> ModelConfig:
-    return ModelConfig(name=name, d_model=d_model, d_ff=d_ff, layers=layers, heads=heads, vocabulary=vocabulary)
+def _preset(name: str, d_model: int, d_ff: int, layers: int, heads: int) -> ModelConfig:
+    return ModelConfig(name=name, d_model=d_model, d_ff=d_ff, layers=layers, heads=heads)
 
 
 PRESETS: dict[str, ModelConfig] = {
@@ -62,7 +62,7 @@ PRESETS: dict[str, ModelConfig] = {
         _preset("large", 1280, 5120, 36, 20),
         _preset("xl", 1600, 6400, 48, 25),
         _preset("2.7B", 2560, 10240, 32, 32),
-        _preset("8B", 4096, 11008, 34, 32, vocabulary=151_936),
+        msgspec.structs.replace(_preset("8B", 4096, 11008, 34, 32), vocabulary=151_936),
         _preset("10B", 4608, 12288, 50, 36),
     )
 }

@@ -28,7 +28,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     warmup_floor: int = 3
     warmup_cap: int = 30
     warmup_seconds: float = 10.0
-    """Once the floor is reached, warm-up goes on until steady, but not beyond the cap or this much time."""
+    """From the floor on, warm-up goes on until steady, but not beyond the cap or this much time."""
     steps_floor: int = 10
     steps_cap: int = 100
     seconds: float = 5.0

@@ -117,7 +117,7 @@ def load_runs(places: list[Path]) -> tuple[list[Run], list[str]]:
 
 
 def find_run(name: str, out: Path) -> Run:
-    """A run by its path, or by a part of its directory's name under `out` (which must be unique); `last` is the newest."""
+    """A run by its path, or by a part of its directory's name under `out` (unique there); `last` is the newest."""
     path = Path(name)
     if path.exists():
         return load_run(path)

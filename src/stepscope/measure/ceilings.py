@@ -74,7 +74,7 @@ def ceilings_for(
 ) -> Ceilings:
     """The stored ceilings of this device and build, after measuring (and storing) the dtypes still missing."""
     stored = load_ceilings(device)
-    missing = [dtype for dtype in dtypes if stored is None or dtype not in stored.matmul]
+    missing: list[Dtype] = [dtype for dtype in dtypes if stored is None or dtype not in stored.matmul]
     if stored is not None and not missing:
         return stored
     fresh = measure_ceilings(device, missing, on_progress)

@@ -1,5 +1,6 @@
 """Reading the machine: what a figure depends on beside the workload."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -88,10 +89,8 @@ def _versions() -> dict[str, str]:
         cudnn = torch.backends.cudnn.version()
         if cudnn:
             versions["cudnn"] = str(cudnn)
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a CPU build comes without Triton
         versions["triton"] = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        pass  # a CPU build of PyTorch comes without Triton
     return versions
 
 

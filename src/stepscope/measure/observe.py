@@ -20,14 +20,27 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 class ObservableStep(Protocol):
     """What observing asks of a step, beyond what timing asks."""
 
-    model: torch.nn.Module
-    """The model itself, for its parameters and buffers."""
-    forward_module: torch.nn.Module
-    """What the forward phase calls: the model, or what torch.compile made of it."""
-    optimizer: torch.optim.Optimizer | None
-    batches: Sequence[Sequence[torch.Tensor]]
-    loss: torch.Tensor | None
-    compiled: bool
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model itself, for its parameters and buffers."""
+        ...
+
+    @property
+    def forward_module(self) -> torch.nn.Module:
+        """What the forward phase calls: the model, or what torch.compile made of it."""
+        ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None: ...
+
+    @property
+    def batches(self) -> Sequence[Sequence[torch.Tensor]]: ...
+
+    @property
+    def loss(self) -> torch.Tensor | None: ...
+
+    @property
+    def compiled(self) -> bool: ...
 
     @property
     def phases(self) -> Sequence[Phase]: ...

@@ -35,7 +35,10 @@ def reference(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | N
             scores_BHST = scores_BHST.masked_fill(key_1T > query_S1, float("-inf"))
     with named_range("softmax"):
         # exp overflows in fp16 above ln(65504) = 11.09: with the row's maximum subtracted, no exponent is above 0.
-        exponentials_BHST = torch.exp(scores_BHST - scores_BHST.amax(dim=-1, keepdim=True))
+        # Softmax does not change when a row is shifted, so the maximum's gradient is zero: detached, the scores
+        # need not be saved for backward (one S x T tensor in three).
+        maximum_BHS1 = scores_BHST.detach().amax(dim=-1, keepdim=True)
+        exponentials_BHST = torch.exp(scores_BHST - maximum_BHS1)
         weights_BHST = exponentials_BHST / exponentials_BHST.sum(dim=-1, keepdim=True)
     with named_range("attention output"):
         return weights_BHST @ v
@@ -87,7 +90,8 @@ IMPLEMENTATIONS: dict[Attention, AttentionImplementation] = {
 
 def attention_for(name: Attention, *, device_type: str, dtype: Dtype, head_dim: int) -> AttentionFunction:
     """The named implementation, or an InputError that says what it lacks and which ones would work."""
-    chosen = IMPLEMENTATIONS[choose(name, list(IMPLEMENTATIONS), "attention")]
+    choose(name, list(IMPLEMENTATIONS), "attention")
+    chosen = IMPLEMENTATIONS[name]
     fault = _fault(chosen, device_type, dtype, head_dim)
     if fault is None:
         return chosen.function

@@ -9,15 +9,14 @@ from rich.text import Text
 from stepscope.analysis import metrics
 from stepscope.core.run import Run
 from stepscope.core.units import format_seconds
-from stepscope.core.workload import Workload
-from stepscope.report.terminal import cell_name, make_table, status_sentence, status_word
+from stepscope.report.terminal import make_table, status_sentence, status_word
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressRow:
     """One cell as it stands."""
 
-    workload: Workload
+    name: str
     state: str
     stage: str
     run: Run | None
@@ -28,7 +27,7 @@ def render_progress(rows: Sequence[ProgressRow], seconds_left: float | None) -> 
     """Every cell with its state, and how much is done."""
     table = make_table("cell", "state", "step")
     for row in rows:
-        table.add_row(cell_name(row.workload), _state(row), _step(row.run), style=_style(row))
+        table.add_row(row.name, _state(row), _step(row.run), style=_style(row))
     ended = sum(1 for row in rows if row.run is not None)
     return Group(table, Text(f"{ended} of {len(rows)} cells{_left(seconds_left)}"))
 
@@ -39,7 +38,7 @@ def sentence_of(rows: Sequence[ProgressRow], index: int, seconds_left: float | N
     assert row.run is not None
     result = _step(row.run) if row.run.status == "done" else status_sentence(row.run)
     found = " (already measured)" if row.resumed else _left(seconds_left)
-    return f"[{index + 1}/{len(rows)}] {cell_name(row.workload)}: {result}{found}"
+    return f"[{index + 1}/{len(rows)}] {row.name}: {result}{found}"
 
 
 def _state(row: ProgressRow) -> str:

@@ -8,7 +8,7 @@ from rich.text import Text
 from stepscope.analysis import metrics
 from stepscope.core.environment import Environment
 from stepscope.core.finding import Finding
-from stepscope.core.run import Run
+from stepscope.core.run import Run, Settings
 from stepscope.core.samples import CONFIDENCE
 from stepscope.core.units import (
     format_bytes,
@@ -119,13 +119,15 @@ def render_cells(runs: list[Run]) -> RenderableType:
     )  # fmt: skip
     for run in runs:
         if run.status != "done":
-            table.add_row(Text(cell_name(run.workload), overflow="fold"), Text(status_word(run), style="red"))
+            table.add_row(
+                Text(cell_name(run.workload, run.settings), overflow="fold"), Text(status_word(run), style="red")
+            )
             continue
         times = [metrics.median_s(run, name) for name in (*metrics.PHASE_NAMES, "step")]
         tokens, peak = metrics.tokens_per_s(run), metrics.peak_bytes(run)
         utilisation = metrics.mfu_datasheet(run) or metrics.mfu_measured(run)
         table.add_row(
-            Text(cell_name(run.workload), overflow="fold"),
+            Text(cell_name(run.workload, run.settings), overflow="fold"),
             *(format_milliseconds(t) if t else "" for t in times),
             f"{tokens:,.0f}" if tokens else "",
             format_share(utilisation) if utilisation else "",
@@ -135,9 +137,12 @@ def render_cells(runs: list[Run]) -> RenderableType:
     return table
 
 
-def cell_name(workload: Workload) -> str:
-    """The key without its digest."""
-    return workload.key.rpartition("-")[0]
+def cell_name(workload: Workload, settings: Settings | None = None) -> str:
+    """The key without its digest, and the number of warm-up steps where the settings fix one."""
+    name = workload.key.rpartition("-")[0]
+    if settings is None or settings.warmup_floor != settings.warmup_cap:
+        return name
+    return f"{name}, warm-up {settings.warmup_floor}"
 
 
 def _heading(run: Run) -> list[RenderableType]:

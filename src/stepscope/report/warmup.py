@@ -6,12 +6,14 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from stepscope.core.run import Run
-from stepscope.core.units import format_seconds
-from stepscope.report.styles import render_terminal
-from stepscope.report.tables import TableQuery, build_table
-from stepscope.report.terminal import describe_environment, describe_model, describe_workload
-
-QUERY = TableQuery(rows=("warmup",), values=("step", "first_step", "largest_step", "steps"), statistic="mean-std")
+from stepscope.core.units import format_milliseconds, format_seconds
+from stepscope.report.terminal import (
+    describe_environment,
+    describe_model,
+    describe_workload,
+    make_table,
+    status_word,
+)
 
 
 def render_warmup(runs: Sequence[Run]) -> RenderableType:
@@ -20,19 +22,31 @@ def render_warmup(runs: Sequence[Run]) -> RenderableType:
     lines = [Text(describe_model(first.workload), style="bold"), Text(describe_workload(first.workload))]
     if first.environment:
         lines.append(Text(describe_environment(first.environment)))
-    return Group(*lines, render_terminal(build_table(runs, QUERY)), Text(warmup_sentence(runs)))
+    table = make_table("warm-up steps", "mean ± std (ms)", "median (ms)", "first step (ms)", "steps", right_from=0)
+    for run in runs:
+        samples = run.samples.get("step")
+        if run.status != "done" or samples is None or samples.mean_s is None or samples.median_s is None:
+            table.add_row(str(run.settings.warmup_floor), status_word(run))
+            continue
+        deviation = f" ± {format_milliseconds(samples.stdev_s)}" if samples.stdev_s is not None else ""
+        table.add_row(
+            str(run.settings.warmup_floor),
+            f"{format_milliseconds(samples.mean_s)}{deviation}",
+            format_milliseconds(samples.median_s),
+            format_milliseconds(samples.values_s[0]),
+            str(samples.count),
+        )
+    return Group(*lines, table, Text(warmup_sentence(runs)))
 
 
 def warmup_sentence(runs: Sequence[Run]) -> str:
     """The mean without warm-up against the mean with the most of it, in figures."""
-    measured = [run for run in runs if run.status == "done"]
+    measured = sorted((run for run in runs if run.status == "done"), key=lambda run: run.settings.warmup_floor)
     if len(measured) < 2:
         return "Too few of the cells were measured to compare."
-    cold = min(measured, key=lambda run: run.settings.warmup_floor)
-    warm = max(measured, key=lambda run: run.settings.warmup_floor)
+    cold, warm = measured[0], measured[-1]
     cold_step, warm_step = cold.samples["step"], warm.samples["step"]
-    if not cold_step.mean_s or not warm_step.mean_s or not warm_step.median_s:
-        return "Too few of the cells were measured to compare."
+    assert cold_step.mean_s and warm_step.mean_s and warm_step.median_s  # done runs have samples
     return (
         f"After {cold.settings.warmup_floor} warm-up steps the mean step is {format_seconds(cold_step.mean_s)}, "
         f"{cold_step.mean_s / warm_step.mean_s:.2f} times that after {warm.settings.warmup_floor} "

@@ -3,6 +3,7 @@
 import runpy
 import traceback
 from pathlib import Path
+from typing import Any
 
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.workload import Workload
@@ -15,10 +16,11 @@ def load_recipe(path: Path) -> list[Workload]:
     if not path.is_file():
         raise InputError(f"no recipe at {path}: give a Python file that defines {FUNCTION}()")
     try:
-        made = runpy.run_path(str(path)).get(FUNCTION)
-        if not callable(made):
+        function: Any = runpy.run_path(str(path)).get(FUNCTION)
+        if not callable(function):
             raise InputError(f"{path} defines no function {FUNCTION}(): write one that returns Workloads")
-        workloads = list(made())
+        made: Any = function()
+        workloads = list(made)
     except InputError as error:
         if error.__traceback__ and _line_in(path, error) is None:
             raise

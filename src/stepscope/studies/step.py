@@ -10,7 +10,7 @@ import torch
 
 from stepscope.analysis.checks import check_run
 from stepscope.analysis.metrics import summarise
-from stepscope.core.device_spec import find_device_spec, overridden_spec
+from stepscope.core.device_spec import find_device_spec, overridden_spec, product_dtype
 from stepscope.core.errors import DeviceError, InputError, one_line
 from stepscope.core.evidence import Evidence, Precision
 from stepscope.core.run import Failure, Run, Status
@@ -158,7 +158,7 @@ class _StepStudy:
         try:
             ceilings = ceilings_for(
                 self._device,
-                ["bf16" if dtype == "bf16-pure" else dtype],
+                [product_dtype(dtype)],
                 lambda what: self._tell(Stage(name="ceiling", detail=what)),
             )
             self._set(ceilings=ceilings)

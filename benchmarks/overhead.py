@@ -1,0 +1,118 @@
+"""What does measuring cost? The same steps in a bare loop and under `measure()`, in one process, interleaved.
+
+    python benchmarks/overhead.py [--device cpu|cuda] [--model tiny] [--seq-len 128] [--pairs 40] [--json FILE]
+
+A pair is a block of bare steps (prepare, the phases, synchronize) and a block under `measure()`, both timed from
+outside by the host's clock, in alternating order. The overhead is the ratio of the medians, with its interval.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from stepscope.core.model_config import configure
+from stepscope.core.run import Settings
+from stepscope.core.samples import Interval, Samples
+from stepscope.core.units import format_seconds
+from stepscope.core.workload import Workload
+from stepscope.measure.device import Device, resolve_device, timing_device
+from stepscope.measure.environment import read_environment
+from stepscope.measure.timer import measure
+from stepscope.models.training_step import TrainingStep
+from stepscope.report.terminal import describe_environment, describe_model, describe_workload
+
+STEPS_IN_A_BLOCK = 10
+
+
+class Overhead(msgspec.Struct, kw_only=True):
+    """The benchmark's result. Seconds are per step."""
+
+    workload: Workload
+    environment: str
+    pairs: int
+    bare_s: Samples
+    measured_s: Samples
+    overhead: float
+    """measured / bare - 1."""
+    overhead_interval: Interval | None
+
+
+def bare_block(step: TrainingStep, device: Device) -> None:
+    """The loop people write."""
+    for _ in range(STEPS_IN_A_BLOCK):
+        step.prepare()
+        for phase in step.phases:
+            phase.run()
+        device.synchronize()
+
+
+def measured_block(step: TrainingStep, device: Device) -> None:
+    """The same steps under stepscope's timer."""
+    n = STEPS_IN_A_BLOCK
+    settings = Settings(warmup_floor=0, warmup_cap=0, steps_floor=n, steps_cap=n, seconds=0)
+    measure({"step": step}, device=device, settings=settings)
+
+
+def compare(workload: Workload, device_name: str, pairs: int) -> Overhead:
+    """Time `pairs` pairs of blocks after two warm-up blocks of each."""
+    torch_device = resolve_device(device_name)
+    device = timing_device(torch_device)
+    step = TrainingStep(workload, torch_device)
+    seconds: dict[str, list[float]] = {"bare": [], "measured": []}
+    blocks = {"bare": bare_block, "measured": measured_block}
+    for pair in range(pairs + 2):
+        for name in sorted(blocks, reverse=bool(pair % 2)):
+            device.synchronize()
+            start_ns = time.perf_counter_ns()
+            blocks[name](step, device)
+            device.synchronize()
+            if pair >= 2:
+                seconds[name].append((time.perf_counter_ns() - start_ns) * 1e-9 / STEPS_IN_A_BLOCK)
+    bare, measured = (Samples(values_s=tuple(seconds[name]), clock="perf_counter_ns") for name in ("bare", "measured"))
+    ratio = bare.speedup_over(measured)
+    assert ratio is not None
+    interval = ratio.interval
+    return Overhead(
+        workload=workload,
+        environment=describe_environment(read_environment(torch_device)),
+        pairs=pairs,
+        bare_s=bare,
+        measured_s=measured,
+        overhead=ratio.value - 1,
+        overhead_interval=Interval(low=interval.low - 1, high=interval.high - 1) if interval else None,
+    )
+
+
+def main() -> None:
+    """Print the result; with --json also keep it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--dtype", default="fp32")
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    workload = Workload(model=configure(arguments.model), seq_len=arguments.seq_len, dtype=arguments.dtype)
+    result = compare(workload, arguments.device, arguments.pairs)
+    interval = result.overhead_interval
+    bounds = f" [{interval.low * 100:+.2f} %, {interval.high * 100:+.2f} %]" if interval else ""
+    lines = (
+        describe_model(workload),
+        describe_workload(workload),
+        result.environment,
+        f"bare loop      {format_seconds(result.bare_s.median_s or 0)} a step",
+        f"under measure  {format_seconds(result.measured_s.median_s or 0)} a step",
+        f"overhead       {result.overhead * 100:+.2f} %{bounds}, {result.pairs} pairs of {STEPS_IN_A_BLOCK} steps",
+    )
+    sys.stdout.write("\n".join(lines) + "\n")
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+
+
+if __name__ == "__main__":
+    main()
