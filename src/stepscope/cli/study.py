@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from stepscope.cli import options
-from stepscope.cli.output import show, sweep_progress
+from stepscope.cli.output import show
 
 app = typer.Typer(help="Studies: one question each.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -30,21 +30,14 @@ def warmup(
     json: options.Json = False,
 ) -> None:
     """The same step after 0, 1, 2 and 5 warm-up steps, each in a fresh process."""
-    from stepscope.cli.sweep import numbers, report_sweep, sweep_exit_code
+    from stepscope.cli.sweep import measure_and_report, numbers, report_sweep
     from stepscope.core.model_config import configure
     from stepscope.core.workload import Workload
-    from stepscope.studies.sweep import SweepPlan, run_sweep
+    from stepscope.report.warmup import render_warmup
+    from stepscope.studies.sweep import Policy, SweepPlan
     from stepscope.studies.warmup import warmup_cells
 
     workload = Workload(model=configure(model), seq_len=seq_len, batch_size=batch_size, dtype=dtype)  # type: ignore[arg-type]
     cells = warmup_cells(workload, steps, tuple(numbers(warmups, "--warmups")))
     plan = SweepPlan(cells=cells, devices=(device,), out=str(out), tag=tag)
-    with sweep_progress(1) as tell:
-        runs = run_sweep(plan, tell=tell)
-    if json:
-        report_sweep(runs, json)
-    else:
-        from stepscope.report.warmup import render_warmup
-
-        show(render_warmup(runs))
-    raise typer.Exit(sweep_exit_code(runs))
+    measure_and_report(plan, Policy(), lambda runs: report_sweep(runs, True) if json else show(render_warmup(runs)))

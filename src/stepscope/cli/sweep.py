@@ -1,17 +1,21 @@
 """`stepscope sweep`: many workloads, each in a process of its own."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from stepscope.cli import options
 from stepscope.cli.output import show, sweep_progress, warn
-from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DONE, InputError
+from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError
 from stepscope.core.finding import worst
 from stepscope.core.run import Run
 from stepscope.core.units import parse_bytes, parse_flops_per_s
+
+if TYPE_CHECKING:
+    from stepscope.studies.sweep import Policy, SweepPlan
 
 
 def sweep(
@@ -59,7 +63,7 @@ def sweep(
     from stepscope.core.model_config import configure
     from stepscope.studies.grid import grid
     from stepscope.studies.recipe import load_recipe
-    from stepscope.studies.sweep import Cell, Policy, SweepPlan, order_cells, run_sweep
+    from stepscope.studies.sweep import Cell, Policy, SweepPlan, order_cells
 
     settings = options.settings_from(warmup, steps, seconds, no_profile)
     if recipe is not None:
@@ -86,9 +90,20 @@ def sweep(
         peak_flops_per_s=parse_flops_per_s(peak_flops) if peak_flops else None,
     )
     policy = Policy(timeout_s=timeout, skip=not no_skip, retry=retry, fresh=fresh)
-    with sweep_progress(len(plan.devices)) as tell:
-        runs = run_sweep(plan, policy, tell)
-    report_sweep(runs, json)
+    measure_and_report(plan, policy, lambda runs: report_sweep(runs, json))
+
+
+def measure_and_report(plan: "SweepPlan", policy: "Policy", report: Callable[[list[Run]], None]) -> NoReturn:
+    """Run the sweep under a display, report its runs, and leave with the sweep's exit code."""
+    from stepscope.studies.sweep import run_sweep
+
+    try:
+        with sweep_progress(len(plan.devices)) as tell:
+            runs = run_sweep(plan, policy, tell)
+    except KeyboardInterrupt:
+        warn("interrupted; the same command goes on where this one stopped")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    report(runs)
     raise typer.Exit(sweep_exit_code(runs))
 
 

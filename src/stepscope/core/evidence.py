@@ -1,4 +1,4 @@
-"""What was observed of a step beside its times: the evidence that `analysis/checks.py` judges.
+"""What was observed of a step beside its times: the evidence that `analysis/checks` judges.
 
 Evidence is stored with the run, so that a run can be judged again from disk, by later rules too.
 """

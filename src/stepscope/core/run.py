@@ -6,6 +6,7 @@ import msgspec
 
 from stepscope.core.device_spec import Ceilings, DeviceSpec
 from stepscope.core.environment import Environment
+from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence
 from stepscope.core.finding import Finding
 from stepscope.core.samples import Samples
@@ -35,6 +36,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Measuring goes on until this much time has passed, between the floor and the cap of steps."""
     profile: bool = True
     """Whether one more step runs under the profiler, after the timed ones."""
+
+    def __post_init__(self) -> None:
+        for field, least in (
+            ("warmup_floor", 0),
+            ("warmup_cap", self.warmup_floor),
+            ("steps_floor", 1),
+            ("steps_cap", self.steps_floor),
+            ("warmup_seconds", 0),
+            ("seconds", 0),
+        ):
+            if not getattr(self, field) >= least:  # so written, a NaN is refused too
+                raise InputError(f"{field} is {getattr(self, field)}: it must be at least {least}")
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):

@@ -164,6 +164,7 @@ def _bootstrap_medians(values: tuple[float, ...], seed: int) -> list[float]:
 
 
 def _percentile_interval(resampled: list[float]) -> Interval:
-    cuts = statistics.quantiles(resampled, n=1000, method="inclusive")
-    tail = round((1 - CONFIDENCE) / 2 * 1000)
-    return Interval(low=cuts[tail - 1], high=cuts[-tail])
+    # Order statistics, not interpolated: interpolation may round to a value beyond every sample.
+    ordered = sorted(resampled)
+    tail = int((1 - CONFIDENCE) / 2 * len(ordered))
+    return Interval(low=ordered[tail], high=ordered[-1 - tail])

@@ -2,7 +2,7 @@
 
 A subject's step is a sequence of phases. Each step is timed twice at once: every phase by marks in the device's own
 stream, with no synchronisation between phases, and the whole step by the host's clock round a synchronised region.
-The two must agree, and `analysis/checks.py` sees to it.
+The two must agree, and `analysis/checks` sees to it.
 
     mark  forward  mark  backward  mark  optimizer  mark          device events
     |t0 -------------------------------------- issued -- sync -- t1|   host clock

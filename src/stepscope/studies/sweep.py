@@ -337,7 +337,8 @@ class _CellProcess:
             hint = " (the system's out-of-memory killer does this)" if -code == signal.SIGKILL else ""
             return self._ended("killed", f"the process was killed by {name}{hint}")
         lines = bytes(self._stderr).decode(errors="replace").strip().splitlines() or ["no word"]
-        return self._ended("failed", f"the process ended with code {code}: {one_line(Exception(lines[-1]))}")
+        telling = [line for line in lines if "error" in line.lower()] or lines
+        return self._ended("failed", f"the process ended with code {code}: {one_line(Exception(telling[-1]))}")
 
     def _ended(self, status: Status, message: str) -> Run:
         during = " ".join(part for part in (self._cell.stage or "start", self._cell.detail) if part)

@@ -1,0 +1,26 @@
+# Two commands on a fresh machine: `make run` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: run test lint clean
+
+run: $(INSTALLED)  ## Measure one training step here, and show it.
+	$(BIN)/stepscope run --tag first
+
+test: lint  ## Lint, types and tests.
+	$(BIN)/pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,165 @@
+"""Checks of what was computed: is it what the workload asked for?
+
+The numbers in brackets are the rows of docs/measuring.md, where each mistake is described as seen in the wild.
+"""
+
+from stepscope.core.finding import Finding
+from stepscope.core.run import Run
+from stepscope.core.units import format_bytes
+
+TF32_ERROR = 1e-5
+"""Relative error of the fp32 probe above which TF32 ran: true fp32 is near 2e-7, TF32 near 3e-4."""
+
+
+def precision_mismatch(run: Run) -> Finding | None:
+    """[3] The precision that ran, against the precision asked for."""
+    precision, observation = run.evidence.precision, run.evidence.observation
+    dtype = run.workload.dtype
+    fault = ""
+    if precision is not None:
+        probe = precision.probe_relative_error
+        if dtype == "fp32" and precision.tf32_kernels:
+            fault = f"fp32 was asked for, but {precision.tf32_kernels[0]} ran: products were rounded to TF32's 10 bits"
+        elif dtype == "fp32" and probe > TF32_ERROR:
+            fault = f"fp32 was asked for, but a product's error of {probe:.1e} is TF32's (true fp32: 2e-7)"
+        elif dtype == "tf32" and probe < TF32_ERROR:
+            fault = f"tf32 was asked for, but a product's error of {probe:.1e} is true fp32's (TF32: 3e-4)"
+    expected = {"bf16": "bfloat16", "bf16-pure": "bfloat16", "fp16": "float16"}.get(dtype, "float32")
+    if not fault and observation and observation.product_dtypes:
+        strangers = [found for found in observation.product_dtypes if found != expected]
+        if strangers:
+            fault = f"{dtype} was asked for, but matrix products took {', '.join(strangers)} operands"
+    if not fault:
+        return None
+    return Finding(
+        kind="precision-mismatch",
+        severity="error",
+        sentence=fault[0].upper() + fault[1:] + ".",
+        remedy="compare it as what it is; torch.set_float32_matmul_precision decides between fp32 and TF32",
+        evidence={
+            "asked": dtype,
+            "probe_relative_error": precision.probe_relative_error if precision else None,
+            "tf32_kernels": len(precision.tf32_kernels) if precision else None,
+        },
+    )
+
+
+def compile_not_used(run: Run) -> Finding | None:
+    """[5] A compiled object was made, but the one that was timed was not it."""
+    report = run.evidence.compilation
+    if run.workload.compile == "eager" or report is None or report.frames_compiled:
+        return None
+    return Finding(
+        kind="compile-not-used",
+        severity="error",
+        sentence=f"The workload says compile {run.workload.compile}, but no frame was compiled "
+        f"({report.frames_total} seen): what was timed ran eagerly.",
+        remedy="call the object that torch.compile returned",
+        evidence={"frames_total": report.frames_total, "frames_compiled": 0},
+    )
+
+
+def compile_fallback(run: Run) -> Finding | None:
+    """[4] torch.compile that gave up and ran eagerly, or compiled only pieces."""
+    report = run.evidence.compilation
+    if report is None:
+        return None
+    evidence: dict[str, float | int | str | None] = {
+        "graphs": report.graphs,
+        "graph_breaks": report.graph_breaks,
+        "recompiles": report.recompiles,
+        "limit_hit": int(report.limit_hit),
+    }
+    if report.limit_hit:
+        return Finding(
+            kind="compile-fallback",
+            severity="error",
+            sentence=f"torch.compile hit its recompile limit after {report.recompiles} recompilations and ran eagerly.",
+            remedy="keep shapes fixed in one process, or measure each cell in a process of its own (stepscope sweep)",
+            evidence=evidence,
+        )
+    if report.graph_breaks:
+        reason = f" ({report.graph_break_reasons[0]})" if report.graph_break_reasons else ""
+        return Finding(
+            kind="compile-fallback",
+            severity="warning",
+            sentence=f"torch.compile broke the graph {report.graph_breaks} times{reason}; "
+            f"the pieces between run eagerly.",
+            remedy="TORCH_LOGS=graph_breaks shows where",
+            evidence=evidence,
+        )
+    if report.recompiles:
+        return Finding(
+            kind="compile-fallback",
+            severity="warning",
+            sentence=f"torch.compile recompiled {report.recompiles} times while this workload's shapes were fixed.",
+            remedy="TORCH_LOGS=recompiles shows why",
+            evidence=evidence,
+        )
+    return None
+
+
+def phase_includes_forward(run: Run) -> Finding | None:
+    """[6] A 'backward' that runs the forward again, or two forwards in one step."""
+    observation = run.evidence.observation
+    if observation is None:
+        return None
+    for phase, count in observation.model_forwards.items():
+        allowed = 1 if phase == "forward" else 0
+        if count > allowed:
+            return Finding(
+                kind="phase-includes-forward",
+                severity="error",
+                sentence=f"The model's forward ran {count} times in the phase '{phase}', where {allowed} belong: "
+                f"its time is not {phase} alone.",
+                remedy="time each phase of the same step between its own marks",
+                evidence={"phase": phase, "forwards": count},
+            )
+    return None
+
+
+def autocast_scope(run: Run) -> Finding | None:
+    """[7] Autocast belongs round forward and loss of one step, nothing else."""
+    observation = run.evidence.observation
+    if observation is None:
+        return None
+    wrapped = [
+        place
+        for place, on in (
+            ("the whole step", observation.autocast_outside),
+            ("backward", observation.autocast_in_backward),
+            ("the optimizer", observation.autocast_in_optimizer),
+        )
+        if on
+    ]
+    if not wrapped:
+        return None
+    return Finding(
+        kind="autocast-scope",
+        severity="error",
+        sentence=f"Autocast was on round {' and '.join(wrapped)}: its cache of cast weights outlives the update.",
+        remedy="open autocast anew in each step, round forward and loss only",
+        evidence={"wrapped": ", ".join(wrapped)},
+    )
+
+
+def graph_kept_alive(run: Run) -> Finding | None:
+    """[8] An earlier step's graph still held when a step begins makes its memory figures those of two."""
+    observation, memory = run.evidence.observation, run.evidence.memory
+    extra = None
+    if memory and memory.after_parameters is not None and memory.resident_expected is not None:
+        surplus = memory.after_parameters - memory.resident_expected
+        # Allocation sizes round up, and libraries keep workspaces; a graph is as large as what backward needs.
+        if memory.saved_for_backward and surplus > max(0.5 * memory.saved_for_backward, 64 * 2**20):
+            extra = surplus
+    if not extra and not (observation and observation.graphs_alive_before):
+        return None
+    size = f" ({format_bytes(extra)} beyond parameters, optimizer state and batches)" if extra else ""
+    return Finding(
+        kind="graph-kept-alive",
+        severity="error",
+        sentence=f"Tensors that an earlier step saved for backward were still alive when the step began{size}: "
+        "its memory is that of two graphs.",
+        remedy="drop the loss and outputs of a step, or detach them, before the next begins",
+        evidence={"surplus_bytes": extra},
+    )

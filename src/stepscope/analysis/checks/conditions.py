@@ -1,0 +1,162 @@
+"""Checks of the conditions: input, machine, company, and names.
+
+The numbers in brackets are the rows of docs/measuring.md, where each mistake is described as seen in the wild.
+"""
+
+from stepscope.core.finding import Finding
+from stepscope.core.model_config import PRESETS
+from stepscope.core.run import Run
+from stepscope.core.units import format_bytes, format_share
+from stepscope.work.transformer import parameter_count
+
+
+def unvaried_input(run: Run) -> Finding | None:
+    """[19] Zeros or one repeated token run faster than data, and one batch over and over measures the cache."""
+    observation = run.evidence.observation
+    if observation is None:
+        return None
+    vocabulary, tokens = run.workload.model.vocabulary, run.workload.tokens
+    expected = vocabulary * (1 - (1 - 1 / vocabulary) ** tokens)
+    if observation.distinct_tokens < 0.5 * expected:
+        return Finding(
+            kind="unvaried-input",
+            severity="error",
+            sentence=f"The batch holds {observation.distinct_tokens} distinct tokens where {expected:.0f} are expected "
+            "of random ones: constant input runs faster than data.",
+            remedy="feed random tokens",
+            evidence={"distinct_tokens": observation.distinct_tokens, "expected": round(expected)},
+        )
+    if observation.distinct_batches < 2:
+        return Finding(
+            kind="unvaried-input",
+            severity="warning",
+            sentence="Every step ran on the same batch.",
+            remedy="rotate through several batches",
+            evidence={"distinct_batches": observation.distinct_batches},
+        )
+    return None
+
+
+def cache_resident(run: Run) -> Finding | None:
+    """[19] A step whose whole data fits the L2 cache measures the cache."""
+    environment, memory = run.environment, run.evidence.memory
+    if environment is None or environment.l2_bytes is None or memory is None:
+        return None
+    touched = memory.parameter_bytes + (memory.saved_for_backward or 0)
+    if touched >= environment.l2_bytes:
+        return None
+    return Finding(
+        kind="cache-resident",
+        severity="note",
+        sentence=f"Parameters and saved tensors ({format_bytes(touched)}) fit the L2 cache "
+        f"({format_bytes(environment.l2_bytes)}): memory traffic is the cache's.",
+        remedy="a larger model or batch shows the memory's own speed",
+        evidence={"touched_bytes": touched, "l2_bytes": environment.l2_bytes},
+    )
+
+
+def clocks_held_down(run: Run) -> Finding | None:
+    """[20] Power cap and heat lower the clocks."""
+    environment = run.environment
+    if environment is None or environment.before is None or environment.after is None:
+        return None
+    before, after = environment.before, environment.after
+    samples = run.samples.get("step")
+    if samples is None or not samples.count:
+        return None
+    measured_s = sum(samples.values_s) + sum(samples.warmup_s)
+    shares = {}
+    for reason, start, end in (
+        ("the power cap", before.power_limited_s, after.power_limited_s),
+        ("heat", before.thermal_limited_s, after.thermal_limited_s),
+    ):
+        if start is not None and end is not None and measured_s > 0:
+            shares[reason] = min(1.0, (end - start) / measured_s)
+    reason, share = max(shares.items(), key=lambda item: item[1], default=("", 0.0))
+    named = ", ".join(after.slowdown_reasons)
+    if share < 0.05 and not named:
+        return None
+    clock = f" SM clock {after.sm_clock_mhz} of {after.sm_clock_max_mhz} MHz at the end." if after.sm_clock_mhz else ""
+    cause = f"{reason} for {format_share(share)} of the run" if share >= 0.05 else named
+    return Finding(
+        kind="clocks-held-down",
+        severity="warning" if "slowdown" in named or (reason == "heat" and share >= 0.05) else "note",
+        sentence=f"Clocks were held down by {cause}.{clock}",
+        remedy="compare only with runs at the same limit",
+        evidence={
+            "share": share,
+            "reasons": named,
+            "sm_clock_mhz": after.sm_clock_mhz,
+            "power_limit_w": after.power_limit_w,
+        },
+    )
+
+
+def gpu_shared(run: Run) -> Finding | None:
+    """[20] Another process on the same GPU."""
+    environment = run.environment
+    if environment is None:
+        return None
+    readings = [r for r in (environment.before, environment.after) if r is not None]
+    others = max((r.other_processes or 0 for r in readings), default=0)
+    if not others:
+        return None
+    return Finding(
+        kind="gpu-shared",
+        severity="warning",
+        sentence=f"{others} other compute process{'es' if others > 1 else ''} held this GPU during the run.",
+        remedy="measure on a GPU of your own, or stop them",
+        evidence={"other_processes": others},
+    )
+
+
+def host_busy(run: Run) -> Finding | None:
+    """[20] Other work on the host slows a CPU step, and a GPU step that waits for launches."""
+    environment = run.environment
+    if environment is None or environment.host is None or environment.host.other_cores is None:
+        return None
+    others = environment.host.other_cores
+    if others < 0.25 * environment.cpu_cores:
+        return None
+    return Finding(
+        kind="host-busy",
+        severity="warning",
+        sentence=f"Other processes kept {others:.1f} of {environment.cpu_cores} cores busy during the run.",
+        remedy="stop them and measure again",
+        evidence={"other_cores": others, "cpu_cores": environment.cpu_cores},
+    )
+
+
+def peak_unknown(run: Run) -> Finding | None:
+    """[17] Without a known peak there is no utilisation."""
+    environment = run.environment
+    if environment is None or not run.samples or environment.device_type == "cpu":
+        return None
+    if run.device_spec is not None and run.device_spec.peak_for(run.workload.dtype):
+        return None
+    return Finding(
+        kind="peak-unknown",
+        severity="note",
+        sentence=f"No datasheet peak is known for {environment.device_name} in {run.workload.dtype}, "
+        "so no MFU against it is given.",
+        remedy="state it with --peak-flops",
+        evidence={"device": environment.device_name},
+    )
+
+
+def preset_changed(run: Run) -> Finding | None:
+    """[23] A preset's name on other sizes."""
+    model = run.workload.model
+    preset = PRESETS.get(model.name)
+    if preset is None or preset == model:
+        return None
+    changed = {f: (getattr(preset, f), size) for f, size in model.sizes.items() if getattr(preset, f) != size}
+    differences = ", ".join(f"{field} {size} (preset: {known})" for field, (known, size) in changed.items())
+    return Finding(
+        kind="preset-changed",
+        severity="warning",
+        sentence=f"'{model.name}' here has {parameter_count(model):,} parameters, "
+        f"the preset of that name {parameter_count(preset):,}: {differences}.",
+        remedy="give the changed model a name of its own",
+        evidence={"parameters": parameter_count(model), "preset_parameters": parameter_count(preset)},
+    )

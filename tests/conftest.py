@@ -1,0 +1,147 @@
+"""What several tests share: skips with a reason, a fake clock and device, runs made by hand."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stepscope.core.environment import Environment
+from stepscope.core.model_config import configure
+from stepscope.core.run import Run, Settings
+from stepscope.core.samples import Samples
+from stepscope.core.workload import Workload
+from stepscope.work.transformer import phase_work
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = {mark.name for item in items for mark in item.iter_markers()}
+    gpus = _gpu_count() if marked & {"gpu", "multigpu"} else 0
+    reasons = {
+        "gpu": None if gpus else "no NVIDIA GPU on this machine",
+        "multigpu": None if gpus > 1 else f"{gpus} NVIDIA GPUs on this machine",
+        "nsys": None if shutil.which("nsys") else "no nsys on the PATH",
+        "browser": None if shutil.which("chromium") else "no chromium on the PATH",
+    }
+    for item in items:
+        for mark in list(item.iter_markers()):
+            if reasons.get(mark.name):
+                item.add_marker(pytest.mark.skip(reason=str(reasons[mark.name])))
+
+
+def _gpu_count() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Ceilings are stored for later runs: one store for all tests, apart from the user's."""
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+MakeRun = Callable[..., Run]
+
+
+def workload(**changes: Any) -> Workload:
+    """A small workload; sizes of the model by their names, everything else as Workload has it."""
+    sizes = {
+        name: changes.pop(name) for name in ("d_model", "d_ff", "layers", "heads", "vocabulary") if name in changes
+    }
+    model = changes.pop("model", None) or configure("tiny", **sizes)
+    defaults: dict[str, Any] = {"seq_len": 16, "batch_size": 2}
+    return Workload(model=configure(model) if isinstance(model, str) else model, **{**defaults, **changes})
+
+
+def mini(**changes: Any) -> Workload:
+    """The smallest workload that has everything: two layers of width 32."""
+    sizes = {"d_model": 32, "d_ff": 64, "layers": 2, "heads": 2, "vocabulary": 101}
+    return workload(**{**sizes, **changes})
+
+
+def make_run(
+    of: Workload | None = None,
+    *,
+    forward: list[float] | None = None,
+    backward: list[float] | None = None,
+    optimizer: list[float] | None = None,
+    step: list[float] | None = None,
+    warmup: list[float] | None = None,
+    **changes: Any,
+) -> Run:
+    """A run as the study would have written it, with the given samples (seconds) and fields."""
+    of = of or workload()
+    phases = {"forward": forward, "backward": backward, "optimizer": optimizer}
+    given = {name: values for name, values in phases.items() if values}
+    if step is None and given:
+        step = [sum(values) for values in zip(*given.values(), strict=True)]
+    samples = {
+        name: Samples(values_s=tuple(values), warmup_s=tuple(warmup or ()), clock="perf_counter_ns")
+        for name, values in {**given, **({"step": step} if step else {})}.items()
+    }
+    environment = Environment(
+        device_type="cpu", device_name="a CPU", cpu_name="a CPU", cpu_cores=8, threads=8, system="Linux x86_64",
+        versions={"stepscope": "0.1.0", "python": "3.11.7", "torch": "2.13.0"},
+    )  # fmt: skip
+    run = Run(
+        id=f"20260101T000000.000-{of.key}",
+        created="2026-01-01T00:00:00.000+00:00",
+        status="done",
+        workload=of,
+        settings=Settings(),
+        environment=environment,
+        samples=samples,
+        warmup_steady=True,
+        work=phase_work(of),
+    )
+    return msgspec.structs.replace(run, **changes)
+
+
+class FakeClock:
+    """A clock that moves only when told."""
+
+    name = "fake clock"
+
+    def __init__(self) -> None:
+        self.ns = 1_000_000
+
+    def now_ns(self) -> int:
+        return self.ns
+
+    def pass_s(self, seconds: float) -> None:
+        self.ns += round(seconds * 1e9)
+
+
+class FakeDevice:
+    """A device with a queue: work is given at once and finished later, as on a GPU."""
+
+    clock_name = "fake events"
+
+    def __init__(self, clock: FakeClock, *, synchronizes: bool = True) -> None:
+        self.clock, self.synchronizes = clock, synchronizes
+        self.free_at_ns = clock.ns
+        self.synchronisations = 0
+
+    def give(self, seconds: float) -> None:
+        """Queue work that keeps the device busy for this long."""
+        self.free_at_ns = max(self.free_at_ns, self.clock.ns) + round(seconds * 1e9)
+
+    def synchronize(self) -> None:
+        self.synchronisations += 1
+        if self.synchronizes:
+            self.clock.ns = max(self.clock.ns, self.free_at_ns)
+
+    def mark(self) -> int:
+        return max(self.free_at_ns, self.clock.ns)
+
+    def elapsed_s(self, start: int, end: int) -> float:
+        return (end - start) * 1e-9
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A place for runs."""
+    return tmp_path / "runs"

@@ -1,0 +1,187 @@
+"""The command line as its users meet it: exit codes, one clear line, nothing on stdout but the result."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stepscope.core.run import Run
+from stepscope.core.run_directory import load_runs
+
+KNOWN = {
+    "small": 128_625_408, "medium": 423_183_360, "large": 969_411_840, "xl": 1_998_235_200, "2.7B": 3_406_809_600,
+}  # fmt: skip
+QUICK = ["--d-model", "32", "--d-ff", "64", "--layers", "2", "--heads", "2", "--seq-len", "16", "--device", "cpu"]
+QUICK += ["--warmup", "1", "--steps", "60"]
+
+
+def stepscope(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "stepscope", *arguments], cwd=cwd, env={**os.environ, **environment},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+
+
+def test_models_json_has_the_parameter_counts():
+    result = stepscope("models", "--json")
+    listed = {row["name"]: row for row in json.loads(result.stdout)}
+    assert {name: listed[name]["parameters"] for name in KNOWN} == KNOWN
+    assert listed["2.7B"]["d_model"] == 2560 and listed["2.7B"]["head_dim"] == 80
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """One real run by the command line, with its directory of runs."""
+    out = tmp_path_factory.mktemp("cli") / "runs"
+    cache = str(tmp_path_factory.getbasetemp() / "cache")
+    return out, stepscope("run", *QUICK, "--out", str(out), "--tag", "mine", "--json", STEPSCOPE_CACHE=cache)
+
+
+def test_run_json_is_the_run_and_nothing_else(measured: tuple[Path, subprocess.CompletedProcess[str]]):
+    out, result = measured
+    assert result.returncode == 0, result.stderr
+    run = msgspec.json.decode(result.stdout, type=Run)
+    (stored,), faults = load_runs([out])
+    assert run == stored and not faults
+    assert run.status == "done" and run.tag == "mine" and run.samples["step"].count == 60
+    assert set(run.samples) == {"step", "host", "forward", "backward", "optimizer"}
+    assert run.evidence.profile and run.evidence.observation and run.evidence.precision and run.ceilings
+    assert run.environment and run.environment.host and run.environment.versions["torch"]
+    assert run.summary["mfu_measured"] and run.summary["mfu_datasheet"] is None
+    assert "Traceback" not in result.stderr
+
+
+def test_the_run_is_listed_shown_and_tabled(measured: tuple[Path, subprocess.CompletedProcess[str]]):
+    out, _ = measured
+    listed = stepscope("ls", "--out", str(out))
+    assert listed.returncode == 0 and "mine" in listed.stdout and "done" in listed.stdout
+    assert "no runs" in stepscope("ls", "--out", str(out), "--tag", "other").stdout
+    shown = stepscope("show", "last", "--out", str(out))
+    assert shown.returncode == 0
+    for word in ("parameters (d_model 32", "forward", "backward", "optimizer", "95 % interval", "tokens/s", "MFU"):
+        assert word in shown.stdout
+    again = stepscope("show", "last", "--out", str(out), "--json")
+    assert msgspec.json.decode(again.stdout, type=Run) == load_runs([out])[0][0]
+    table = stepscope("table", str(out), "--tag", "mine", "--value", "forward,backward", "--stat", "mean-std")
+    assert table.returncode == 0 and "±" in table.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run", "--model", "smal"], "unknown model 'smal': choose one of tiny, small"),
+        (["run", "--dtype", "fp64"], "unknown dtype 'fp64'"),
+        (["run", "--seq-len", "0"], "seq_len is 0: it must be a whole number of at least 1"),
+        (["run", "--batch-size", "-3"], "batch_size is -3"),
+        (["run", "--heads", "7"], "heads 7 do not divide d_model 128"),
+        (["run", "--attention", "flash3"], "unknown attention 'flash3'"),
+        (["run", "--compile", "hard"], "unknown compile mode 'hard'"),
+        (["run", "--optimizer", "sgd"], "unknown optimizer 'sgd'"),
+        (["run", "--device", "tpu"], "unknown device 'tpu'"),
+        (["run", "--device", "cuda:99"], "no GPU for --device cuda:99"),
+        (["run", "--memory-limit", "lots"], "cannot read the size 'lots'"),
+        (["run", "--device", "cpu", "--memory-limit", "1GiB"], "does not apply to a CPU"),
+        (["run", "--peak-flops", "much"], "cannot read the rate 'much'"),
+        (["run", "--device", "cpu", "--dtype", "tf32"], "tf32 needs an NVIDIA GPU"),
+        (["run", "--device", "cpu", "--attention", "sdpa-cudnn"], "sdpa-cudnn does not run on cpu"),
+        (["run", "--out", "/dev/null/runs", *QUICK], "cannot write runs to /dev/null/runs"),
+        (["run", "--steps", "many"], "Invalid value for '--steps'"),
+        (["run", "--warmup", "-1"], "Invalid value for '--warmup'"),
+        (["run", "--colour"], "--colour"),
+        (["sweep", "--seq-len", "12,x"], "cannot read --seq-len '12,x'"),
+        (["sweep", "--model", ","], "--model is empty"),
+        (["sweep", "missing.py"], "no recipe at missing.py"),
+        (["show", "nothing-like-it"], "no run named 'nothing-like-it'"),
+        (["ls", "no/such/place"], "no runs at no/such/place"),
+        (["table", "no/such/place"], "no runs at no/such/place"),
+        (["table", ".", "--rows", "size"], "unknown field 'size'"),
+        (["table", ".", "--style", "latex"], "unknown style 'latex'"),
+        (["table", ".", "--where", "dtype"], "cannot read --where 'dtype'"),
+        (["table", "."], "no runs to show"),
+        (["study", "warmup", "--warmups", "a"], "cannot read --warmups 'a'"),
+        (["study", "warmup", "--warmups", "-1"], "warmup_floor is -1"),
+        (["device", "--device", "cuda:99"], "no GPU for --device cuda:99"),
+        (["nonsense"], "nonsense"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_input_is_one_line_and_code_2(arguments: list[str], says: str, tmp_path: Path):
+    result = stepscope(*arguments, cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("stepscope: ") and says in line
+    assert not list(tmp_path.rglob("run.json"))
+
+
+def test_out_of_memory_is_code_3_and_a_run_that_says_where(tmp_path: Path):
+    result = stepscope("run", *QUICK, "--seq-len", "500000", "--batch-size", "1", "--out", str(tmp_path))
+    assert result.returncode == 3, result.stderr
+    assert "out-of-memory (warm-up, forward, blocks.0.attention)" in result.stdout
+    assert "Traceback" not in result.stderr + result.stdout
+    (run,), _ = load_runs([tmp_path])
+    assert run.status == "out-of-memory" and run.artifacts["failure"] == "failure.txt"
+
+
+def test_ctrl_c_leaves_a_usable_run(tmp_path: Path):
+    arguments = [*QUICK, "--steps", "10000000", "--out", str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stepscope", "run", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "measure" in line:
+            break
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted (measure" in stdout and "Traceback" not in stderr
+    (run,), _ = load_runs([tmp_path])
+    assert run.status == "interrupted" and run.samples["step"].count > 5
+
+
+def test_a_failed_check_is_code_1(tmp_path: Path):
+    # A peak stated far too low makes the measured rate impossible: an error that is certain to be found.
+    result = stepscope("run", *QUICK, "--peak-flops", "1000", "--out", str(tmp_path))
+    assert result.returncode == 1, result.stderr
+    assert "error impossible-rate" in result.stdout
+
+
+def test_device_json(tmp_path: Path):
+    result = stepscope("device", "--device", "cpu", "--json", cwd=tmp_path)
+    report = json.loads(result.stdout)
+    assert set(report["ceilings"]["matmul"]) == {"fp32", "bf16", "fp16"}
+    assert all(ceiling["rate"] > 1e8 for ceiling in report["ceilings"]["matmul"].values())
+    assert report["spec"] is None and report["ceilings"]["copy"]["rate"] > 1e8
+    stored = stepscope("device", "--device", "cpu", "--json")
+    assert json.loads(stored.stdout)["ceilings"] == report["ceilings"]
+
+
+def test_a_closed_pipe_is_no_failure(measured: tuple[Path, subprocess.CompletedProcess[str]]):
+    out, _ = measured
+    command = f"{sys.executable} -m stepscope show last --out {out} --json | head -c 1"
+    result = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert "Traceback" not in result.stderr and result.stdout == "{"
+
+
+def test_warm_up_study(tmp_path: Path):
+    result = stepscope("study", "warmup", "--seq-len", "8", "--steps", "3", "--warmups", "0,2", "--out", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "After 0 warm-up steps the mean step is" in result.stdout
+    runs, _ = load_runs([tmp_path])
+    assert sorted(len(run.samples["step"].warmup_s) for run in runs) == [0, 2]
+
+
+def test_version():
+    assert stepscope("--version").stdout == "stepscope 0.1.0\n"

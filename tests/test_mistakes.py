@@ -1,0 +1,396 @@
+"""Every mistake that stepscope promises to find, planted; and nothing found where nothing is planted.
+
+Where the mistake can be made for real on a CPU it is: the evidence is then gathered by the instruments themselves.
+The numbers are the rows of docs/measuring.md.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from stepscope.analysis import metrics
+from stepscope.analysis.checks import CHECKS, check_run
+from stepscope.core.device_spec import Ceiling, Ceilings, find_device_spec, overridden_spec
+from stepscope.core.environment import Environment, GpuReading, HostReading
+from stepscope.core.evidence import (
+    CompileReport,
+    Evidence,
+    KernelTotal,
+    PhaseMemory,
+    Precision,
+    ProfiledStep,
+    StepObservation,
+)
+from stepscope.core.model_config import ModelConfig
+from stepscope.core.run import Run, Settings
+from stepscope.core.work import Work
+from stepscope.core.workload import Workload
+from stepscope.measure.compilation import compile_report, reset_compilation
+from stepscope.measure.environment import HostLoad
+from stepscope.measure.observe import observe_step
+from stepscope.measure.timer import Phase, measure
+from stepscope.models.training_step import TrainingStep
+from tests.conftest import FakeClock, FakeDevice, make_run, mini, workload
+from tests.test_timer import FakeStep
+
+CPU = torch.device("cpu")
+
+
+def kinds(run: Run) -> dict[str, str]:
+    """Findings' kinds and severities."""
+    return {finding.kind: finding.severity for finding in check_run(run)}
+
+
+def on_gpu(run: Run, **changes: Any) -> Run:
+    """The run as if it came from an H200."""
+    assert run.environment is not None
+    environment = msgspec.structs.replace(
+        run.environment, device_type="cuda", device_name="NVIDIA H200", l2_bytes=60 * 2**20, **changes
+    )
+    return msgspec.structs.replace(run, environment=environment, device_spec=find_device_spec("NVIDIA H200"))
+
+
+def observed(step: TrainingStep) -> Run:
+    """A run with the evidence that observing this step gives."""
+    observation, memory = observe_step(step, CPU)
+    return make_run(step.workload, evidence=Evidence(observation=observation, memory=memory))
+
+
+def fake_measurement(device_time: Callable[[int], float], synchronizes: bool = True, **settings: Any) -> Run:
+    """A run measured by the real loop on a fake device."""
+    clock = FakeClock()
+    device = FakeDevice(clock, synchronizes=synchronizes)
+    step = FakeStep(clock, device, {"forward": (0.001, 1.0), "backward": (0.001, 2.0)})
+    step.scale = device_time
+    fixed = {"warmup_floor": 5, "warmup_cap": 5, "steps_floor": 20, "steps_cap": 20, "seconds": 0, **settings}
+    result = measure({"step": step}, device=device, settings=Settings(**fixed), clock=clock)["step"]
+    return make_run(workload(phase="forward-backward"), samples=result.samples, warmup_steady=result.warmup_steady)
+
+
+def test_a_sound_run_has_no_finding():
+    assert kinds(fake_measurement(lambda _: 1.0)) == {}
+    for phase in ("forward", "forward-backward", "train"):
+        for dtype in ("fp32", "bf16", "fp16", "bf16-pure"):
+            assert kinds(observed(TrainingStep(mini(phase=phase, dtype=dtype), CPU))) == {}
+
+
+def test_1_timer_stopped_before_the_device_finished():
+    run = fake_measurement(lambda _: 1.0, synchronizes=False)
+    assert kinds(run)["timer-stopped-early"] == "error"
+    finding = next(f for f in check_run(run) if f.kind == "timer-stopped-early")
+    assert finding.evidence["step_s"] == pytest.approx(0.002)
+    assert "2 ms" in finding.sentence and "3.001 s" in finding.sentence
+
+
+def test_1_a_phase_faster_than_the_device():
+    run = on_gpu(make_run(workload(model="small", seq_len=512, batch_size=4), forward=[1e-3] * 9, backward=[0.04] * 9))
+    assert kinds(run)["impossible-rate"] == "error"
+
+
+def test_2_not_warmed_up():
+    run = fake_measurement(lambda n: 10.0 if n == 1 else 1.0, warmup_floor=0, warmup_cap=0)
+    assert kinds(run)["not-steady"] == "warning"
+    assert "first step took 30" in check_run(run)[0].sentence
+
+
+def test_2_still_drifting():
+    run = fake_measurement(lambda n: 1.0 + 0.01 * n)
+    assert kinds(run)["not-steady"] == "warning"
+    assert "slower" in check_run(run)[0].sentence
+    assert kinds(fake_measurement(lambda n: 1.0 + 0.0001 * n)) == {}  # significant, and too small to matter
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "found"),
+    [
+        (
+            "fp32",
+            Precision(float32_matmul="high", probe_relative_error=2e-7, tf32_kernels=("sm80_gemm_tf32_tn",)),
+            True,
+        ),
+        ("fp32", Precision(float32_matmul="high", probe_relative_error=3e-4), True),
+        ("tf32", Precision(float32_matmul="high", probe_relative_error=2e-7), True),
+        ("fp32", Precision(float32_matmul="highest", probe_relative_error=2e-7), False),
+        ("tf32", Precision(float32_matmul="high", probe_relative_error=3e-4, tf32_kernels=("tf32",)), False),
+        ("bf16", Precision(float32_matmul="highest", probe_relative_error=2e-7), False),
+    ],
+)
+def test_3_fp32_was_tf32(dtype: str, precision: Precision, found: bool):
+    run = make_run(workload(dtype=dtype), evidence=Evidence(precision=precision))
+    assert (kinds(run).get("precision-mismatch") == "error") is found
+
+
+def test_3_autocast_that_never_took_effect():
+    step = TrainingStep(mini(dtype="bf16"), CPU)
+    step._autocast = lambda: torch.autocast("cpu", enabled=False)
+    run = observed(step)
+    assert kinds(run)["precision-mismatch"] == "error"
+    assert "float32 operands" in check_run(run)[0].sentence
+
+
+def test_4_compile_fell_back_to_eager():
+    reset_compilation()
+    compiled = torch.compile(lambda x: x * x.shape[0], backend="eager", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for n in range(2, 8):
+            compiled(torch.ones(n))
+    report = compile_report()
+    assert report.limit_hit and report.recompiles >= 1
+    run = make_run(workload(compile="default"), evidence=Evidence(compilation=report))
+    assert kinds(run)["compile-fallback"] == "error"
+
+
+def test_4_graph_breaks_are_counted():
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return y.cos()
+
+    reset_compilation()
+    torch.compile(broken, backend="eager")(torch.ones(3))
+    report = compile_report()
+    assert report.graph_breaks == 1
+    run = make_run(workload(compile="default"), evidence=Evidence(compilation=report))
+    assert kinds(run)["compile-fallback"] == "warning"
+
+
+def test_4_recompilations_of_fixed_shapes_are_said():
+    report = CompileReport(frames_total=3, frames_compiled=3, graphs=3, graph_breaks=0, recompiles=2, limit_hit=False)
+    run = make_run(workload(compile="default"), evidence=Evidence(compilation=report))
+    assert kinds(run)["compile-fallback"] == "warning"
+
+
+def test_5_compiled_object_made_another_called():
+    reset_compilation()
+    step = TrainingStep(mini(compile="default", phase="forward"), CPU)
+    step.forward_module = step.model
+    for phase in step.phases:
+        phase.run()
+    run = make_run(step.workload, evidence=Evidence(compilation=compile_report()))
+    assert kinds(run)["compile-not-used"] == "error"
+
+
+def test_6_backward_includes_the_forward():
+    step = TrainingStep(mini(phase="forward-backward"), CPU)
+    forward, backward = (phase.run for phase in step.phases)
+
+    def both() -> None:
+        forward()
+        backward()
+
+    step.phases = (Phase(name="forward", run=forward), Phase(name="backward", run=both))
+    run = observed(step)
+    assert kinds(run)["phase-includes-forward"] == "error"
+    assert "'backward'" in check_run(run)[0].sentence
+
+
+def test_7_autocast_round_backward_and_optimizer():
+    step = TrainingStep(mini(dtype="bf16"), CPU)
+    forward, backward, optimizer = (phase.run for phase in step.phases)
+
+    def under(run: Callable[[], object]) -> Callable[[], None]:
+        def wrapped() -> None:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                run()
+
+        return wrapped
+
+    step.phases = (
+        Phase(name="forward", run=forward),
+        Phase(name="backward", run=under(backward)),
+        Phase(name="optimizer", run=under(optimizer)),
+    )
+    run = observed(step)
+    assert kinds(run)["autocast-scope"] == "error"
+    assert "backward and the optimizer" in check_run(run)[0].sentence
+
+
+def test_7_one_autocast_for_all_iterations():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run = observed(TrainingStep(mini(dtype="bf16"), CPU))
+    assert kinds(run)["autocast-scope"] == "error"
+    assert "the whole step" in check_run(run)[0].sentence
+
+
+def test_8_two_graphs_alive():
+    step = TrainingStep(mini(phase="forward-backward"), CPU)
+    kept: list[torch.Tensor | None] = []
+
+    def forward_and_keep() -> None:
+        step._forward()
+        kept.append(step.loss)
+
+    def backward() -> None:
+        assert step.loss is not None
+        step.loss.backward(retain_graph=True)
+
+    step.phases = (Phase(name="forward", run=forward_and_keep), Phase(name="backward", run=backward))
+    assert kinds(observed(step))["graph-kept-alive"] == "error"
+
+
+def test_8_two_graphs_alive_by_the_allocators_count():
+    gib = 2**30
+    memory = PhaseMemory(
+        parameter_bytes=gib, after_parameters=9 * gib, resident_expected=4 * gib, saved_for_backward=5 * gib,
+    )  # fmt: skip
+    assert kinds(make_run(evidence=Evidence(memory=memory)))["graph-kept-alive"] == "error"
+    fine = msgspec.structs.replace(memory, after_parameters=4 * gib + 180 * 2**20)
+    assert kinds(make_run(evidence=Evidence(memory=fine))) == {}
+
+
+def test_17_unknown_peak_gives_no_mfu():
+    run = on_gpu(make_run(forward=[0.1] * 9, backward=[0.2] * 9, optimizer=[0.01] * 9))
+    assert metrics.mfu_datasheet(run) is not None
+    unknown = msgspec.structs.replace(run, device_spec=None)
+    assert metrics.mfu_datasheet(unknown) is None
+    assert kinds(unknown)["peak-unknown"] == "note"
+    assert "--peak-flops" in check_run(unknown)[0].remedy
+    stated = msgspec.structs.replace(unknown, device_spec=overridden_spec("Another GPU", "fp32", 1e12))
+    assert metrics.mfu_datasheet(stated) is not None and "peak-unknown" not in kinds(stated)
+
+
+def test_17_utilisation_beyond_the_peak_is_an_error():
+    run = on_gpu(make_run(forward=[1e-9] * 9, backward=[2e-9] * 9, optimizer=[1e-9] * 9))
+    assert kinds(run)["impossible-rate"] == "error"
+
+
+def test_17_both_denominators_by_hand():
+    run = on_gpu(make_run(forward=[1.0] * 5, work={"forward": Work(flops=6_690_000_000_000)}))
+    ceilings = Ceilings(
+        device_name="NVIDIA H200", torch_version="2.13", measured_at="2026-01-01",
+        matmul={"fp32": Ceiling(rate=50e12, operation="8192", median_s=0.02, samples=9)},
+    )  # fmt: skip
+    run = msgspec.structs.replace(run, ceilings=ceilings)
+    assert metrics.mfu_datasheet(run) == pytest.approx(0.1)
+    assert metrics.mfu_measured(run) == pytest.approx(0.1338)
+
+
+def test_19_zeros_as_input():
+    step = TrainingStep(mini(), CPU)
+    for tokens, _ in step.batches:
+        tokens.zero_()
+    assert kinds(observed(step))["unvaried-input"] == "error"
+
+
+def test_19_one_batch_over_and_over():
+    step = TrainingStep(mini(), CPU)
+    step.batches = step.batches[:1]
+    assert kinds(observed(step))["unvaried-input"] == "warning"
+
+
+def test_19_a_step_that_fits_the_cache():
+    small = PhaseMemory(parameter_bytes=2**20, saved_for_backward=2**20)
+    run = on_gpu(make_run(evidence=Evidence(memory=small)))
+    assert kinds(run)["cache-resident"] == "note"
+    large = PhaseMemory(parameter_bytes=2**30, saved_for_backward=2**20)
+    assert "cache-resident" not in kinds(on_gpu(make_run(evidence=Evidence(memory=large))))
+
+
+def test_20_clocks_power_and_company():
+    run = on_gpu(make_run(step=[0.1] * 10))
+    cool = GpuReading(sm_clock_mhz=1980, sm_clock_max_mhz=1980, power_limited_s=3.0, other_processes=0)
+    assert run.environment is not None
+    seen = run.environment
+
+    def with_readings(after: GpuReading) -> Run:
+        environment = msgspec.structs.replace(seen, before=cool, after=after)
+        return msgspec.structs.replace(run, environment=environment)
+
+    assert kinds(with_readings(cool)) == {}
+    capped = msgspec.structs.replace(cool, power_limited_s=3.4, sm_clock_mhz=1500)
+    finding = check_run(with_readings(capped))[0]
+    assert finding.kind == "clocks-held-down" and "40.0 %" in finding.sentence and "1500 of 1980" in finding.sentence
+    hot = msgspec.structs.replace(cool, slowdown_reasons=("hardware thermal slowdown",))
+    assert kinds(with_readings(hot))["clocks-held-down"] == "warning"
+    shared = msgspec.structs.replace(cool, other_processes=2)
+    assert kinds(with_readings(shared))["gpu-shared"] == "warning"
+
+
+def test_20_a_busy_host_is_seen_for_real():
+    """Processes that burn CPU beside us, and the instrument that must see them."""
+    if HostLoad().read() is None and not sys.platform.startswith("linux"):
+        pytest.skip("this system does not tell its load")
+    burn = [sys.executable, "-c", "while True: pass"]
+    burners = [subprocess.Popen(burn) for _ in range(2)]
+    try:
+        time.sleep(0.3)
+        load = HostLoad()
+        time.sleep(1.0)
+        reading = load.read()
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+    assert reading is not None and reading.other_cores is not None and reading.other_cores > 0.8
+    run = make_run()
+    assert run.environment is not None
+    environment = msgspec.structs.replace(run.environment, host=reading, cpu_cores=2)
+    assert kinds(msgspec.structs.replace(run, environment=environment))["host-busy"] == "warning"
+    idle = msgspec.structs.replace(environment, host=HostReading(own_cores=2.0, other_cores=0.05))
+    assert kinds(msgspec.structs.replace(run, environment=idle)) == {}
+
+
+def test_20_spread_and_outliers_are_said():
+    steps = [1.0, 1.0, 1.3, 0.7, 1.4, 0.8, 1.0, 1.2, 0.6, 5.0]
+    run = make_run(step=steps)
+    assert kinds(run)["wide-spread"] == "warning"
+    assert "1 of 10 are outliers" in check_run(run)[0].sentence
+
+
+def test_20_a_launch_bound_step_is_named():
+    profile = ProfiledStep(
+        step_s=0.03, kernel_launches=1890, busy_s=0.008, kernels=(KernelTotal(name="k", calls=1890, total_s=0.008),)
+    )
+    run = on_gpu(make_run(step=[0.028] * 10, evidence=Evidence(profile=profile)))
+    finding = next(f for f in check_run(run) if f.kind == "launch-bound")
+    assert "71.4 %" in finding.sentence and "1890 kernels" in finding.sentence
+    assert "launch-bound" not in kinds(make_run(step=[0.028] * 10, evidence=Evidence(profile=profile)))
+
+
+def test_22_profiler_overhead_is_not_the_step():
+    profile = ProfiledStep(step_s=0.036, kernel_launches=9, busy_s=0.02, kernels=())
+    run = make_run(step=[0.02] * 10, evidence=Evidence(profile=profile))
+    assert kinds(run)["profiler-overhead"] == "note"
+    assert "1.8 times" in check_run(run)[0].sentence
+    assert kinds(make_run(step=[0.035] * 10, evidence=Evidence(profile=profile))) == {}
+
+
+def test_23_a_presets_name_on_other_sizes():
+    other = ModelConfig(name="xl", d_model=2560, d_ff=10240, layers=32, heads=32)
+    run = make_run(Workload(model=other))
+    assert kinds(run)["preset-changed"] == "warning"
+    sentence = check_run(run)[0].sentence
+    assert "3,406,809,600" in sentence and "1,998,235,200" in sentence and "d_model 2560 (preset: 1600)" in sentence
+
+
+def test_findings_come_gravest_first_and_every_check_bears_an_empty_run():
+    empty = make_run(environment=None, work={}, samples={})
+    assert all(check(empty) is None for check in CHECKS)
+    step = TrainingStep(mini(), CPU)
+    for tokens, _ in step.batches:
+        tokens.zero_()
+    run = msgspec.structs.replace(observed(step), samples=make_run(step=[9.0] + [1.0] * 9).samples)
+    assert [finding.severity for finding in check_run(run)] == ["error", "warning"]
+
+
+def test_environments_differ_by_what_moves_figures():
+    run = make_run()
+    assert run.environment is not None
+    other: Environment = msgspec.structs.replace(
+        run.environment, versions={**run.environment.versions, "torch": "2.11.0"}, threads=4, host=HostReading()
+    )
+    assert run.environment.differences(other) == {"torch": ("2.13.0", "2.11.0"), "threads": (8, 4)}
+    assert run.environment.differences(run.environment) == {}
+
+
+def test_observation_type_is_complete():
+    """Nothing observed is left at a default: every field of a real observation of an eager step is filled."""
+    observation, _ = observe_step(TrainingStep(mini(), CPU), CPU)
+    assert isinstance(observation, StepObservation)
+    assert all(value is not None for value in msgspec.structs.asdict(observation).values())

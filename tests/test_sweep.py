@@ -1,0 +1,243 @@
+"""Sweeps with real processes: out of memory, crashes, hangs, kills, Ctrl-C; each a row, and the sweep goes on."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stepscope.core.errors import InputError
+from stepscope.core.run import Run, Settings
+from stepscope.core.run_directory import load_runs
+from stepscope.studies.recipe import load_recipe
+from stepscope.studies.sweep import Cell, Policy, SweepPlan, SweepState, order_cells, run_sweep
+from tests.conftest import mini, workload
+
+QUICK = Settings(warmup_floor=1, warmup_cap=1, steps_floor=3, steps_cap=3, seconds=0, profile=False)
+ENDLESS = Settings(warmup_floor=1, warmup_cap=1, steps_floor=10**7, steps_cap=10**7, seconds=0, profile=False)
+IMPOSSIBLE = 500_000
+"""A sequence whose attention scores no machine holds: the allocator refuses at once."""
+
+
+def plan(out: Path, *cells: Cell, **changes: object) -> SweepPlan:
+    return SweepPlan(cells=cells, devices=("cpu",), out=str(out), **changes)  # pyright: ignore[reportArgumentType]
+
+
+def cell(settings: Settings = QUICK, **changes: object) -> Cell:
+    return Cell(workload=mini(**changes), settings=settings)
+
+
+def statuses(runs: list[Run]) -> list[str]:
+    return [run.status for run in runs]
+
+
+def test_out_of_memory_is_a_row_with_its_place_and_larger_cells_are_skipped(out: Path):
+    cells = order_cells(
+        [
+            cell(seq_len=2 * IMPOSSIBLE, batch_size=1, layers=1),
+            cell(seq_len=8),
+            cell(seq_len=IMPOSSIBLE, batch_size=1, layers=1),
+            cell(seq_len=2 * IMPOSSIBLE, batch_size=1, layers=1, dtype="bf16", phase="forward"),
+        ]
+    )
+    runs = run_sweep(plan(out, *cells))
+    by_key = {(r.workload.seq_len, r.workload.dtype): r for r in runs}
+    assert by_key[8, "fp32"].status == "done"
+    oom = by_key[IMPOSSIBLE, "fp32"]
+    assert oom.status == "out-of-memory" and oom.failure is not None
+    assert (oom.failure.during, oom.failure.phase, oom.failure.module) == ("warm-up", "forward", "blocks.0.attention")
+    skipped = by_key[2 * IMPOSSIBLE, "fp32"]
+    assert skipped.status == "skipped" and skipped.failure is not None
+    assert skipped.failure.message.endswith("ran out of memory") and f"s{IMPOSSIBLE}" in skipped.failure.message
+    assert by_key[2 * IMPOSSIBLE, "bf16"].status == "out-of-memory"  # another dtype: tried
+
+    tried = run_sweep(plan(out, *cells), Policy(skip=False))
+    assert statuses(tried).count("out-of-memory") == 3 and statuses(tried).count("done") == 1
+
+
+def test_a_crash_is_a_row_and_its_last_words_are_kept(out: Path, monkeypatch: pytest.MonkeyPatch):
+    # An allocator that does not exist kills the process in its start, before Python could catch anything.
+    monkeypatch.setenv("PYTHONMALLOC", "no-such-allocator")
+    runs = run_sweep(plan(out, cell()))
+    assert statuses(runs) == ["failed"]
+    assert runs[0].failure is not None and "PYTHONMALLOC" in runs[0].failure.message
+    monkeypatch.delenv("PYTHONMALLOC")
+    assert statuses(run_sweep(plan(out, cell()))) == ["failed"]
+    assert statuses(run_sweep(plan(out, cell()), Policy(retry=True))) == ["done"]
+
+
+def test_a_hang_ends_at_its_time_limit(out: Path):
+    runs = run_sweep(plan(out, cell(ENDLESS), cell(seq_len=24)), Policy(timeout_s=12))
+    assert statuses(runs) == ["timed-out", "done"]
+    failure = runs[0].failure
+    assert failure is not None and failure.message == "no end after 12 s" and failure.during.startswith("measure step")
+    assert len(load_runs([out])[0]) == 2
+
+
+def test_a_cell_that_is_killed_is_a_row_and_the_sweep_goes_on(out: Path):
+    killed: list[int] = []
+
+    def kill_first(state: SweepState) -> None:
+        if not killed and state.cells[0].stage == "measure":
+            (pid,) = children_of(os.getpid())
+            killed.append(pid)
+            os.kill(pid, signal.SIGKILL)
+
+    runs = run_sweep(plan(out, cell(ENDLESS), cell(seq_len=24)), tell=kill_first)
+    assert statuses(runs) == ["killed", "done"]
+    assert runs[0].failure is not None and "SIGKILL" in runs[0].failure.message
+    assert runs[0].environment is not None
+
+
+def test_a_cell_the_device_cannot_run_is_a_row_but_a_missing_device_ends_the_sweep(out: Path):
+    runs = run_sweep(plan(out, cell(dtype="tf32"), cell()))
+    assert statuses(runs) == ["failed", "done"]
+    assert runs[0].failure is not None and "tf32 needs an NVIDIA GPU" in runs[0].failure.message
+    with pytest.raises(InputError, match="no GPU for --device cuda:7"):
+        run_sweep(SweepPlan(cells=(cell(), cell(seq_len=24)), devices=("cuda:7",), out=str(out)))
+
+
+RECIPE = """
+from stepscope.core.model_config import configure
+from stepscope.core.workload import Workload
+
+def sweep():
+    model = configure("tiny", d_model=32, d_ff=64, layers=2, heads=2, vocabulary=101)
+    return [Workload(model=model, seq_len=n, batch_size=2) for n in (8, 16, 24, 32)]
+"""
+
+
+def start_sweep(tmp_path: Path, out: Path) -> subprocess.Popen[str]:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(RECIPE)
+    command = [sys.executable, "-m", "stepscope", "sweep", str(recipe), "--out", str(out), "--devices", "cpu"]
+    return subprocess.Popen(
+        [*command, "--seconds", "1", "--no-profile"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+def ended(out: Path) -> dict[str, str]:
+    runs, _ = load_runs([out]) if out.is_dir() else ([], [])
+    return {run.id: run.status for run in runs}
+
+
+def test_killed_in_the_middle_the_same_command_finishes_and_repeats_only_that_cell(tmp_path: Path, out: Path):
+    first = start_sweep(tmp_path, out)
+    # One cell done, the next has begun: kill the sweep as hard as there is.
+    wait_for(lambda: sorted(ended(out).values()) == ["done", "unfinished"])
+    (cell_pid,) = children_of(first.pid)
+    first.kill()
+    first.wait()
+    wait_for(lambda: not alive(cell_pid), seconds=10)  # its cell must not go on holding the device
+    before = ended(out)
+    assert sorted(before.values()) == ["done", "unfinished"]
+
+    stdout, stderr = start_sweep(tmp_path, out).communicate(timeout=120)
+    assert stderr.count("(already measured)") == 1
+    done = {name for name, status in ended(out).items() if status == "done"}
+    assert len(done) == 4 and {name for name, status in before.items() if status == "done"} < done
+    assert stdout.count("tiny+") == 4
+
+    _, stderr = start_sweep(tmp_path, out).communicate(timeout=60)
+    assert stderr.count("(already measured)") == 4
+    assert len(ended(out)) == 5  # the unfinished one stays to be seen
+
+
+def test_ctrl_c_keeps_what_the_running_cell_has(tmp_path: Path, out: Path):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(RECIPE)
+    command = [sys.executable, "-m", "stepscope", "sweep", str(recipe), "--out", str(out), "--devices", "cpu"]
+    process = subprocess.Popen(
+        [*command, "--steps", "10000000", "--no-profile"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: "unfinished" in ended(out).values())
+    time.sleep(3.0)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr and stderr.strip().endswith("the same command goes on where this one stopped")
+    runs, _ = load_runs([out])
+    assert statuses(runs) == ["interrupted"]
+    assert runs[0].samples["step"].count > 10 and runs[0].summary["step_median_s"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def sweep(:\n", r"recipe.py line 1: "),
+        ("def sweep():\n    return [configur('small')]\n", r"recipe.py line 2: NameError: name 'configur'"),
+        ("cells = []\n", r"defines no function sweep\(\)"),
+        ("def sweep():\n    return []\n", "returned no workloads"),
+        ("def sweep():\n    return ['small']\n", "returned str among its workloads"),
+        ("def sweep():\n    return None\n", "recipe.py: TypeError"),
+        (
+            "from stepscope.core.model_config import configure\n\ndef sweep():\n    return [configure('smal')]\n",
+            "recipe.py line 4: unknown model 'smal'",
+        ),
+        (
+            "from stepscope.core.workload import Workload\n\ndef sweep():\n    return [Workload(modle=1)]\n",
+            "recipe.py line 4: TypeError.*modle",
+        ),
+    ],
+)
+def test_a_recipe_with_a_fault_is_one_line(tmp_path: Path, text: str, says: str):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(text)
+    with pytest.raises(InputError, match=says) as caught:
+        load_recipe(recipe)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_recipe_that_is_not_there(tmp_path: Path):
+    with pytest.raises(InputError, match="no recipe at"):
+        load_recipe(tmp_path / "missing.py")
+
+
+def test_equal_plans_are_one_sweep_and_others_are_not(out: Path):
+    a, b = cell(), cell(seq_len=24)
+    assert plan(out, a, b).key == plan(out, b, a).key == plan(out / "elsewhere", a, b).key
+    others = [
+        plan(out, a), plan(out, a, b, tag="x"), plan(out, a, b, memory_limit_bytes=1), plan(out, a, cell(ENDLESS)),
+        SweepPlan(cells=(a, b), devices=("cuda:0",), out=str(out)),
+    ]  # fmt: skip
+    assert len({p.key for p in [plan(out, a, b), *others]}) == 6
+    two, one = (SweepPlan(cells=(a, b), devices=d, out=str(out)) for d in (("cuda:0", "cuda:1"), ("cuda:1",)))
+    assert two.key == one.key
+
+
+def test_cells_run_from_small_to_large_and_once():
+    cells = [Cell(workload=workload(model=m, seq_len=s)) for m in ("small", "tiny") for s in (64, 16, 64)]
+    ordered = [(c.workload.model.name, c.workload.seq_len) for c in order_cells(cells)]
+    assert ordered == [("tiny", 16), ("tiny", 64), ("small", 16), ("small", 64)]
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes whose parent is `pid`."""
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+    pids = [int(word) for word in listed.stdout.split()]
+    return [child for child in pids if alive(child) and "stepscope.studies.cell" in command_of(child)]
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False

@@ -1,0 +1,145 @@
+"""Tables of runs, to the letter."""
+
+import csv
+import io
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from stepscope.core.errors import InputError
+from stepscope.core.run import Failure, Run
+from stepscope.report.fields import FIELDS, VALUES
+from stepscope.report.styles import render_text
+from stepscope.report.tables import TableQuery, build_table
+from tests.conftest import make_run, workload
+
+
+def at(forward_ms: float, **changes: Any) -> Run:
+    """A run whose forward takes this, backward twice, optimizer half."""
+    of = workload(**changes)
+    values = [forward_ms * 1e-3] * 6
+    return make_run(of, forward=values, backward=[2 * v for v in values], optimizer=[v / 2 for v in values])
+
+
+def ended(status: str, **changes: Any) -> Run:
+    return make_run(workload(**changes), status=status, failure=Failure(message="no room", during="warm-up"))
+
+
+def query(**changes: Any) -> TableQuery:
+    return TableQuery(**{"rows": ("model", "seq_len"), **changes})
+
+
+RUNS = [
+    at(8.0, seq_len=1024, dtype="fp32"),
+    at(2.0, seq_len=128, dtype="bf16"),
+    at(4.0, seq_len=128, dtype="fp32"),
+    ended("out-of-memory", seq_len=1024, dtype="bf16"),
+    at(40.0, seq_len=128, dtype="fp32", model="small"),
+]
+
+
+def test_precision_comparison_with_speed_up():
+    markdown = render_text(RUNS, query(columns=("dtype",), values=("forward-backward",), speedup="fp32"), "markdown")
+    assert markdown == (
+        "| model | seq_len | fp32 (ms) | bf16 (ms) | bf16 speed-up over fp32 |\n"
+        "| --- | --- | ---: | ---: | ---: |\n"
+        "| tiny | 128 | 12.00 | 6.00 | 2.00x ± 0.00 |\n"
+        "| tiny | 1024 | 24.00 | OOM | - |\n"
+        "| small | 128 | 120.00 | - | - |\n"
+    )
+
+
+def test_model_parameters_forward_backward_with_deviation():
+    values = [0.010, 0.012, 0.011, 0.013, 0.009, 0.011]
+    run = make_run(workload(model="small"), forward=values, backward=[2 * v for v in values])
+    table = build_table(
+        [run], query(rows=("model", "parameters"), values=("forward", "backward"), statistic="mean-std")
+    )
+    assert table.heads == ("model", "parameters", "forward (ms)", "backward (ms)")
+    assert table.rows == (("small", "128,625,408", "11.00 ± 1.41", "22.00 ± 2.83"),)
+
+
+def test_rows_and_columns_come_in_their_natural_order():
+    runs = [at(1, seq_len=s, dtype=d) for s in (1024, 128, 512) for d in ("bf16", "fp32")]
+    table = build_table(runs, query(rows=("seq_len",), columns=("dtype",)))
+    assert [row[0] for row in table.rows] == ["128", "512", "1024"]
+    assert table.heads == ("seq_len", "fp32 (ms)", "bf16 (ms)")
+
+
+def test_a_cell_never_mixes_experiments():
+    runs = [at(1.0), at(2.0, compile="default")]
+    with pytest.raises(
+        InputError, match=r"2 different runs share the cell 'tiny 16'.*compile.*--where compile=default"
+    ):
+        build_table(runs, query())
+    assert len(build_table(runs, query(where=(("compile", ("eager",)),))).rows) == 1
+    assert build_table(runs, query(columns=("compile",))).heads[2:] == ("eager (ms)", "default (ms)")
+
+
+def test_of_two_runs_of_one_experiment_the_newest_stands_and_a_note_says_so():
+    old = at(1.0)
+    new = msgspec.structs.replace(at(3.0), created="2026-02-01T00:00:00.000+00:00", id="newer")
+    unfinished = msgspec.structs.replace(at(9.0), created="2026-03-01T00:00:00.000+00:00", status="unfinished")
+    table = build_table([new, unfinished, old], query(values=("forward",)))
+    assert table.rows == (("tiny", "16", "3.00"),)
+    assert table.notes == ("1 older runs of the same cells are left out.",)
+
+
+@pytest.mark.parametrize(
+    ("status", "text"), [("out-of-memory", "OOM"), ("skipped", "skipped"), ("killed", "killed"), ("failed", "failed")]
+)
+def test_a_cell_without_a_time_says_why(status: str, text: str):
+    assert build_table([ended(status)], query()).rows[0][-1] == text
+
+
+def test_csv_and_json_lines_hold_figures_as_stored():
+    q = query(columns=("dtype",), values=("forward", "mfu_measured"))
+    rows = list(csv.DictReader(io.StringIO(render_text(RUNS, q, "csv"))))
+    assert len(rows) == 5
+    assert rows[0]["forward_median_s"] == "0.004" and rows[0]["dtype"] == "fp32" and rows[0]["forward_samples"] == "6"
+    oom = next(row for row in rows if row["status"] == "out-of-memory")
+    assert oom["forward_median_s"] == ""
+    lines = [json.loads(line) for line in render_text(RUNS, q, "jsonl").splitlines()]
+    assert [line["forward_median_s"] for line in lines] == [
+        float(row["forward_median_s"]) if row["forward_median_s"] else None for row in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"rows": ("modle",)}, "unknown field 'modle'"),
+        ({"values": ("forwards",)}, "unknown value 'forwards'"),
+        ({"statistic": "mode"}, "unknown statistic"),
+        ({"rows": ()}, "needs rows"),
+        ({"values": ()}, "needs a value"),
+        ({"speedup": "fp32"}, "name them with --columns"),
+        ({"rows": ("dtype",), "columns": ("dtype",)}, "both in --rows and in --columns"),
+    ],
+)
+def test_a_query_that_makes_no_table_is_refused(wrong: dict[str, Any], says: str):
+    with pytest.raises(InputError, match=says):
+        query(**wrong)
+
+
+def test_nothing_to_show_and_no_such_column():
+    with pytest.raises(InputError, match="no runs to show"):
+        build_table([], query())
+    with pytest.raises(InputError, match="left by --where"):
+        build_table(RUNS, query(where=(("model", ("xl",)),)))
+    with pytest.raises(InputError, match=r"--speedup fp64 is no column: choose one of fp32, bf16"):
+        build_table(RUNS, query(columns=("dtype",), speedup="fp64"))
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_reads_every_run(name: str):
+    table = build_table([RUNS[0]], query(rows=(name,)))
+    assert len(table.rows) == 1
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_every_value_reads_every_run(name: str):
+    for run in (RUNS[0], ended("failed"), make_run(environment=None)):
+        build_table([run], query(values=(name,)))

@@ -1,0 +1,182 @@
+"""The timing loop, exactly: a fake clock, a fake device with a queue, and no tolerance."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from stepscope.core.run import Settings
+from stepscope.measure.timer import Measurement, Phase, Progress, StepFailed, is_steady, measure
+from tests.conftest import FakeClock, FakeDevice
+
+FIXED = Settings(warmup_floor=2, warmup_cap=2, steps_floor=3, steps_cap=3, seconds=0)
+
+
+class FakeStep:
+    """A step whose phases take host time to issue and device time to run."""
+
+    def __init__(self, clock: FakeClock, device: FakeDevice, phases: dict[str, tuple[float, float]]) -> None:
+        self.clock, self.device, self.times = clock, device, phases
+        self.order: list[str] = []
+        self.scale: Callable[[int], float] = lambda _: 1.0
+        self.steps = 0
+
+    @property
+    def phases(self) -> Sequence[Phase]:
+        return [Phase(name=name, run=lambda name=name: self._run(name)) for name in self.times]
+
+    def prepare(self) -> None:
+        self.order.append("prepare")
+        self.steps += 1
+        self.clock.pass_s(100.0)  # must be in no figure
+
+    def _run(self, name: str) -> None:
+        self.order.append(name)
+        host_s, device_s = self.times[name]
+        self.clock.pass_s(host_s)
+        self.device.give(device_s * self.scale(self.steps))
+
+
+def machine(**phases: tuple[float, float]) -> tuple[FakeClock, FakeDevice, FakeStep]:
+    clock = FakeClock()
+    device = FakeDevice(clock)
+    return clock, device, FakeStep(clock, device, phases)
+
+
+def run_one(clock: FakeClock, device: FakeDevice, step: FakeStep, settings: Settings = FIXED) -> Measurement:
+    return measure({"step": step}, device=device, settings=settings, clock=clock)["step"]
+
+
+def test_device_bound_step_is_timed_by_phase_on_the_device_and_whole_on_the_host():
+    clock, device, step = machine(forward=(0.001, 2.0), backward=(0.001, 4.0))
+    samples = run_one(clock, device, step).samples
+    assert samples["host"].values_s == pytest.approx([0.002] * 3)
+    assert samples["backward"].values_s == pytest.approx([4.0] * 3)
+    # The device starts when the first launch arrives, 1 ms after the step began.
+    assert samples["step"].values_s == pytest.approx([6.001] * 3)
+    assert samples["forward"].values_s == pytest.approx([2.001] * 3)
+
+
+def test_launch_bound_step_shows_host_time_near_step_time():
+    clock, device, step = machine(forward=(1.0, 0.1), backward=(2.0, 0.1))
+    samples = run_one(clock, device, step).samples
+    assert samples["host"].values_s == pytest.approx([3.0] * 3)
+    assert samples["step"].values_s == pytest.approx([3.1] * 3)
+    assert samples["forward"].values_s == pytest.approx([1.1] * 3)
+
+
+def test_phases_are_not_separated_by_synchronisation():
+    clock, device, step = machine(forward=(0.001, 2.0), backward=(0.001, 4.0), optimizer=(0.001, 1.0))
+    run_one(clock, device, step)
+    assert device.synchronisations == 2 * 5  # before and after each of five steps
+    assert step.order == ["prepare", "forward", "backward", "optimizer"] * 5
+
+
+def test_warmups_are_kept_apart_and_clocks_are_named():
+    clock, device, step = machine(forward=(0.0, 1.0))
+    step.scale = float
+    samples = run_one(clock, device, step).samples
+    assert samples["forward"].warmup_s == pytest.approx([1.0, 2.0])
+    assert samples["forward"].values_s == pytest.approx([3.0, 4.0, 5.0])
+    assert samples["forward"].clock == "fake events"
+    assert samples["step"].clock == samples["host"].clock == "fake clock"
+
+
+def test_warm_up_goes_on_until_steady():
+    clock, device, step = machine(forward=(0.0, 1.0))
+    step.scale = lambda n: 10.0 if n <= 4 else 1.0
+    settings = Settings(warmup_floor=3, warmup_cap=50, warmup_seconds=1e9, steps_floor=1, steps_cap=1, seconds=0)
+    result = run_one(clock, device, step, settings)
+    # Steady needs two windows of three alike: the last slow step is the fourth, so 4 + 6, or 2 where medians hide it.
+    assert 8 <= len(result.samples["step"].warmup_s) <= 10
+    assert result.warmup_steady
+
+
+def test_warm_up_that_never_steadies_stops_at_its_cap_and_says_so():
+    clock, device, step = machine(forward=(0.0, 1.0))
+    step.scale = lambda n: 1.5**n
+    settings = Settings(warmup_floor=3, warmup_cap=12, warmup_seconds=1e9, steps_floor=1, steps_cap=1, seconds=0)
+    result = run_one(clock, device, step, settings)
+    assert len(result.samples["step"].warmup_s) == 12
+    assert not result.warmup_steady
+
+
+def test_a_long_compilation_does_not_use_up_the_time_for_warming_up():
+    clock, device, step = machine(forward=(0.0, 1.0))
+    step.scale = lambda n: 1000.0 if n == 1 else 1.0
+    settings = Settings(warmup_floor=3, warmup_cap=50, warmup_seconds=1e4, steps_floor=1, steps_cap=1, seconds=0)
+    assert run_one(clock, device, step, settings).warmup_steady
+
+
+def test_no_warm_up_when_none_is_asked():
+    clock, device, step = machine(forward=(0.0, 1.0))
+    settings = Settings(warmup_floor=0, warmup_cap=0, steps_floor=2, steps_cap=2, seconds=0)
+    samples = run_one(clock, device, step, settings).samples
+    assert samples["step"].warmup_s == () and samples["step"].count == 2
+
+
+def test_measuring_lasts_until_the_time_has_passed_between_floor_and_cap():
+    clock, device, step = machine(forward=(0.0, 1.0))
+    # A step takes 1 s, and its preparation 100 s more of wall time.
+    for seconds, expected in ((0, 4), (1000, 10), (1e9, 25)):
+        settings = Settings(warmup_floor=0, warmup_cap=0, steps_floor=4, steps_cap=25, seconds=seconds)
+        assert run_one(clock, device, step, settings).samples["step"].count == expected
+
+
+def test_several_subjects_are_interleaved():
+    clock = FakeClock()
+    device = FakeDevice(clock)
+    a, b = (FakeStep(clock, device, {"forward": (0.0, s)}) for s in (1.0, 2.0))
+    order: list[str] = []
+    a.prepare = lambda: order.append("a")
+    b.prepare = lambda: order.append("b")
+    settings = Settings(warmup_floor=1, warmup_cap=1, steps_floor=3, steps_cap=3, seconds=0)
+    results = measure({"a": a, "b": b}, device=device, settings=settings, clock=clock)
+    assert order == ["a", "b", "a", "b", "a", "b", "a", "b"]
+    assert results["a"].samples["step"].values_s == pytest.approx([1.0] * 3)
+    assert results["b"].samples["step"].values_s == pytest.approx([2.0] * 3)
+
+
+def test_a_failing_phase_is_named_and_what_was_measured_is_kept():
+    clock, device, step = machine(forward=(0.0, 1.0), backward=(0.0, 2.0))
+
+    def scale(n: int) -> float:
+        if n == 4 and step.order[-1] == "backward":
+            raise RuntimeError("out of memory")
+        return 1.0
+
+    step.scale = scale
+    with pytest.raises(StepFailed) as caught:
+        run_one(clock, device, step)
+    assert (caught.value.stage, caught.value.phase) == ("measure", "backward")
+    assert str(caught.value.__cause__) == "out of memory"
+    assert caught.value.partial["step"].samples["step"].count == 1
+
+
+def test_ctrl_c_leaves_what_was_measured():
+    clock, device, step = machine(forward=(0.0, 1.0))
+
+    def scale(n: int) -> float:
+        if n == 5:
+            raise KeyboardInterrupt
+        return 1.0
+
+    step.scale = scale
+    result = run_one(clock, device, step)
+    assert result.interrupted
+    assert result.samples["step"].count == 2
+
+
+def test_progress_is_told_for_every_step():
+    clock, device, step = machine(forward=(0.0, 1.0))
+    told: list[Progress] = []
+    measure({"step": step}, device=device, settings=FIXED, clock=clock, on_progress=told.append)
+    assert [(p.stage, p.done) for p in told] == [
+        ("warm-up", 1), ("warm-up", 2), ("measure", 1), ("measure", 2), ("measure", 3),
+    ]  # fmt: skip
+    assert told[-1].last_step_s == pytest.approx(1.0)
+
+
+def test_steady_means_two_windows_alike():
+    assert not is_steady([1.0] * 5)
+    assert is_steady([9.0, 1.0, 1.0, 1.0, 1.01, 1.01, 1.01])
+    assert not is_steady([1.0, 1.0, 1.0, 1.1, 1.1, 1.1])

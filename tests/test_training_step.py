@@ -1,0 +1,148 @@
+"""The training step: what is timed is what was chosen."""
+
+import pytest
+import torch
+
+from stepscope.core.errors import InputError
+from stepscope.core.evidence import PhaseMemory
+from stepscope.measure.compilation import compile_report, reset_compilation
+from stepscope.measure.device import HostDevice
+from stepscope.measure.observe import observe_step
+from stepscope.measure.profile import profile_step, union_length
+from stepscope.models.training_step import TrainingStep, check_supported
+from tests.conftest import mini
+
+CPU = torch.device("cpu")
+
+
+def run_step(step: TrainingStep) -> None:
+    step.prepare()
+    for phase in step.phases:
+        phase.run()
+
+
+@pytest.mark.parametrize(
+    ("phase", "names"),
+    [
+        ("forward", ["forward"]),
+        ("forward-backward", ["forward", "backward"]),
+        ("train", ["forward", "backward", "optimizer"]),
+    ],
+)
+def test_phases_are_those_of_the_workload(phase: str, names: list[str]):
+    assert [p.name for p in TrainingStep(mini(phase=phase), CPU).phases] == names
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "bf16-pure"])
+def test_training_learns_in_every_precision(dtype: str):
+    step = TrainingStep(mini(dtype=dtype), CPU)
+    step.batches = step.batches[:1]
+    assert step.optimizer is not None
+    step.optimizer.param_groups[0]["lr"] = 1e-3  # at 1e-4 bf16 parameters swallow most updates
+    losses = []
+    for _ in range(60):
+        run_step(step)
+        assert step.loss is not None
+        losses.append(float(step.loss))
+    assert losses[-1] < losses[0] - 1.0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "parameters", "products"),
+    [
+        ("fp32", torch.float32, ("float32",)),
+        ("bf16", torch.float32, ("bfloat16",)),
+        ("fp16", torch.float32, ("float16",)),
+        ("bf16-pure", torch.bfloat16, ("bfloat16",)),
+    ],
+)
+def test_precision_is_what_the_dtype_says(dtype: str, parameters: torch.dtype, products: tuple[str, ...]):
+    step = TrainingStep(mini(dtype=dtype), CPU)
+    assert {p.dtype for p in step.model.parameters()} == {parameters}
+    observation, _ = observe_step(step, CPU)
+    assert observation.product_dtypes == products
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-foreach", "adamw-fused", "adamw-loop"])
+def test_optimizers_are_the_same_mathematics(optimizer: str):
+    ours, plain = (TrainingStep(mini(optimizer=name), CPU) for name in (optimizer, "adamw-loop"))
+    for _ in range(3):
+        run_step(ours)
+        run_step(plain)
+    for a, b in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_seed_fixes_parameters_and_data():
+    a, b, c = (TrainingStep(mini(seed=seed), CPU) for seed in (1, 1, 2))
+    assert all(torch.equal(x, y) for x, y in zip(a.model.parameters(), b.model.parameters(), strict=True))
+    assert torch.equal(a.batches[0][0], b.batches[0][0])
+    assert not torch.equal(a.batches[0][0], c.batches[0][0])
+
+
+def test_steps_rotate_through_different_batches():
+    step = TrainingStep(mini(), CPU)
+    first = [step.batches[i][0] for i in range(len(step.batches))]
+    assert len({tuple(batch.flatten().tolist()) for batch in first}) == len(first) == 4
+
+
+def test_inference_keeps_no_graph_and_takes_no_loss():
+    step = TrainingStep(mini(phase="forward"), CPU)
+    run_step(step)
+    assert step.loss is None and step.optimizer is None
+    _, memory = observe_step(step, CPU)
+    assert memory.saved_for_backward is None
+
+
+def test_saved_for_backward_by_hand():
+    """One linear layer of the reference saves its input; the sum counts each storage once, parameters never."""
+    step = TrainingStep(mini(phase="forward-backward"), CPU)
+    _, small = observe_step(step, CPU)
+    _, double = observe_step(TrainingStep(mini(phase="forward-backward", batch_size=4), CPU), CPU)
+    assert isinstance(small, PhaseMemory) and small.saved_for_backward and double.saved_for_backward
+    # Everything saved grows with the batch but the causal mask and the positions: nearly twice.
+    assert 1.9 < double.saved_for_backward / small.saved_for_backward <= 2.0
+    assert small.parameter_bytes == 4 * sum(p.numel() for p in step.model.parameters())
+
+
+def test_what_is_timed_under_compile_is_the_compiled_module():
+    reset_compilation()
+    step = TrainingStep(mini(compile="default"), CPU)
+    assert step.forward_module is not step.model
+    assert compile_report().frames_compiled == 0
+    run_step(step)
+    report = compile_report()
+    assert report.frames_compiled >= 1 and report.graph_breaks == 0 and not report.limit_hit
+    assert report.compile_s is not None and report.compile_s > 0
+
+
+def test_compiled_step_computes_what_the_eager_one_does():
+    eager, compiled = (TrainingStep(mini(compile=mode), CPU) for mode in ("eager", "default"))
+    for step in (eager, compiled):
+        run_step(step)
+    assert eager.loss is not None and compiled.loss is not None
+    torch.testing.assert_close(eager.loss, compiled.loss, rtol=1e-4, atol=1e-5)
+    for a, b in zip(eager.model.parameters(), compiled.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4)
+
+
+def test_tf32_is_refused_where_there_is_none():
+    with pytest.raises(InputError, match="tf32 needs an NVIDIA GPU"):
+        check_supported(mini(dtype="tf32"), CPU)
+
+
+def test_profile_names_the_fused_attention_and_covers_the_step():
+    step = TrainingStep(mini(attention="sdpa"), CPU)
+    run_step(step)
+    profile = profile_step(step, CPU, HostDevice())
+    assert any("_scaled_dot_product" in name for name in profile.attention_operators)
+    assert 0 < profile.busy_s <= profile.step_s
+    assert profile.kernel_launches == sum(kernel.calls for kernel in profile.kernels)
+    totals = [kernel.total_s for kernel in profile.kernels]
+    assert totals == sorted(totals, reverse=True)
+
+
+def test_union_of_intervals_by_hand():
+    assert union_length([(0, 2), (1, 3), (5, 6), (5, 6)]) == 4
+    assert union_length([(0, 10), (2, 3)]) == 10
+    assert union_length([]) == 0

@@ -1,0 +1,67 @@
+"""Formulas of parameters and FLOPs, against the model itself and PyTorch's own counter."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from stepscope.core.model_config import PRESETS
+from stepscope.core.work import Convention, Work
+from stepscope.models.training_step import TrainingStep, build_model
+from stepscope.work.operations import adamw_work, copy_work, matmul_work
+from stepscope.work.transformer import forward_flops, parameter_count, phase_work, step_flops
+from tests.conftest import mini, workload
+
+KNOWN = {
+    "small": 128_625_408,
+    "medium": 423_183_360,
+    "large": 969_411_840,
+    "xl": 1_998_235_200,
+    "2.7B": 3_406_809_600,
+}
+
+
+def test_parameter_counts_of_the_presets():
+    assert {name: parameter_count(PRESETS[name]) for name in KNOWN} == KNOWN
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_formula_counts_what_the_model_has(name: str):
+    model = build_model(workload(model=name), "meta")
+    assert sum(p.numel() for p in model.parameters()) == parameter_count(PRESETS[name])
+    assert all(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize("phase", ["forward", "forward-backward"])
+def test_flops_are_those_that_pytorch_counts(phase: str):
+    """The counter sees the full square of causal attention, so the full convention must agree to the last FLOP."""
+    step = TrainingStep(mini(phase=phase, seq_len=24, batch_size=3), torch.device("cpu"))
+    with FlopCounterMode(display=False) as counter:
+        for each in step.phases:
+            each.run()
+    assert counter.get_total_flops() == step_flops(step.workload, causal="full")
+
+
+def test_by_hand():
+    # One token: 2 FLOPs a weight; attention to itself: 2 products of 2*1*1*d, in each of 2 layers.
+    one = mini(batch_size=1, seq_len=1)
+    weights = 2 * (4 * 32 * 32 + 3 * 32 * 64) + 32 * 101
+    assert forward_flops(one, "full") == 2 * weights + 2 * 4 * 32
+    assert forward_flops(one, "half") == 2 * weights + 2 * 2 * 32
+    phases = phase_work(one)
+    assert phases["backward"].flops == 2 * phases["forward"].flops
+    assert phases["optimizer"].bytes_moved == 7 * 4 * parameter_count(one.model)
+    assert phase_work(mini(dtype="bf16-pure"))["optimizer"].bytes_moved == 7 * 2 * parameter_count(one.model)
+
+
+def test_operations():
+    assert matmul_work(2, 3, 5, bytes_per_element=4) == Work(flops=60, bytes_read=(10 + 15) * 4, bytes_written=24)
+    assert copy_work(100).bytes_moved == 200
+    assert adamw_work(10, 4).bytes_read == 160
+    assert matmul_work(64, 64, 64, 2).arithmetic_intensity == pytest.approx(2 * 64**3 / (3 * 64 * 64 * 2))
+
+
+def test_unlike_conventions_do_not_add():
+    half, full = Work(flops=1), Work(flops=2, convention=Convention(causal="full"))
+    assert (half + half).flops == 2
+    with pytest.raises(ValueError, match="unlike FLOP conventions: causal half"):
+        _ = half + full
