@@ -1,14 +1,16 @@
 """stdout for results, stderr for progress."""
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 if TYPE_CHECKING:
     from stepscope.report.sweep import ProgressRow
@@ -17,9 +19,18 @@ if TYPE_CHECKING:
 
 
 def show(renderable: RenderableType) -> None:
-    """Print on stdout; a pipe or a file gets wide lines that are not folded."""
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    console.print(renderable)
+    """Print on stdout; a pipe or a file gets tables as wide as they are, and text folded at 120."""
+    if sys.stdout.isatty():
+        Console(highlight=False).print(renderable)
+        return
+    parts = renderable.renderables if isinstance(renderable, Group) else [renderable]
+    for part in parts:
+        width = 1000 if isinstance(part, Table) else 120
+        text = Console(width=width, highlight=False, file=io.StringIO())
+        text.print(part)
+        assert isinstance(text.file, io.StringIO)
+        lines = [line.rstrip() for line in text.file.getvalue().splitlines()]
+        sys.stdout.write("\n".join(lines).strip("\n") + "\n")
 
 
 def warn(line: str) -> None:

@@ -59,7 +59,7 @@ class StepObservation(msgspec.Struct, frozen=True, kw_only=True):
 class PhaseMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes on the device over one untimed step. `allocated` is live tensors, `reserved` what the allocator holds.
 
-    None where the device does not count (CPU) or the phase did not run.
+    None where the device does not count (CPU, and tensors inside replayed CUDA graphs) or the phase did not run.
     """
 
     parameter_bytes: int

@@ -43,6 +43,11 @@ class ObservableStep(Protocol):
     def compiled(self) -> bool: ...
 
     @property
+    def cuda_graphs(self) -> bool:
+        """Whether the step replays CUDA graphs."""
+        ...
+
+    @property
     def phases(self) -> Sequence[Phase]: ...
 
     def prepare(self) -> None: ...
@@ -161,6 +166,11 @@ def _observe_memory(
         if phase.name == "forward":
             after_forward = torch.cuda.memory_allocated(device)
     torch.cuda.synchronize(device)
+    if step.cuda_graphs:
+        # A replayed graph's tensors live in its private pool, which is reserved but never counted as allocated:
+        # the allocated peaks would lie below the truth.
+        memory = PhaseMemory(parameter_bytes=parameter_bytes, after_parameters=before, reserved_peak=reserved)
+        return memory, graphs_alive
     memory = PhaseMemory(
         parameter_bytes=parameter_bytes,
         after_parameters=before,

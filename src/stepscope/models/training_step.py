@@ -21,6 +21,9 @@ from stepscope.models.transformer import Transformer
 DISTINCT_BATCHES = 4
 """Batches of random tokens that the steps rotate through, so that no step repeats the one before."""
 
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that capture the step into CUDA graphs and replay them."""
+
 _AUTOCAST_DTYPE: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -45,6 +48,7 @@ class TrainingStep:
         torch.manual_seed(workload.seed)
         self.model = build_model(workload, device)
         self.compiled = workload.compile != "eager"
+        self.cuda_graphs = device.type == "cuda" and workload.compile in CUDA_GRAPH_MODES
         self.inference = workload.phase == "forward"
         module = self.model if self.inference else ForwardLoss(self.model)
         self.forward_module: nn.Module = _compiled(module, workload.compile) if self.compiled else module

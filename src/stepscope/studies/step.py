@@ -138,6 +138,8 @@ class _StepStudy:
             self._set_evidence(precision=precision)
             observation, memory = observe_step(self._step, self._device)
             self._set_evidence(observation=observation, memory=memory)
+            if self._step.cuda_graphs:
+                self._note("allocated peaks: tensors of replayed CUDA graphs count as reserved only")
             if self._request.settings.profile:
                 self._begin("profile")
                 profile = profile_step(self._step, self._device, self._timing)

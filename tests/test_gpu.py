@@ -1,0 +1,209 @@
+"""What only a GPU can show. Skipped, with the reason, where there is none."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from stepscope.analysis.checks import check_run
+from stepscope.core.run import Run, Settings
+from stepscope.core.units import GIB
+from stepscope.core.workload import Attention, Dtype
+from stepscope.measure.device import CudaDevice
+from stepscope.measure.nvml import read_gpu
+from stepscope.measure.observe import observe_step
+from stepscope.measure.precision import matmul_precision, probe_relative_error
+from stepscope.measure.profile import profile_step
+from stepscope.measure.timer import Phase, measure
+from stepscope.models.attention import IMPLEMENTATIONS
+from stepscope.models.training_step import TrainingStep
+from stepscope.studies.request import StepRequest
+from stepscope.studies.step import measure_step
+from stepscope.studies.sweep import Cell, SweepPlan, run_sweep
+from tests.conftest import make_run, mini, workload
+
+pytestmark = pytest.mark.gpu
+
+QUICK = Settings(warmup_floor=2, warmup_cap=2, steps_floor=5, steps_cap=5, seconds=0)
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    return torch.device("cuda", 0)
+
+
+def measured(out: Path, settings: Settings = QUICK, limit: int | None = None, **changes: Any) -> Run:
+    request = StepRequest(
+        workload=workload(**{"seq_len": 64, **changes}), settings=settings, device="cuda", out=str(out),
+        memory_limit_bytes=limit,
+    )  # fmt: skip
+    return measure_step(request)[0]
+
+
+def kinds(run: Run) -> set[str]:
+    return {finding.kind for finding in check_run(run)}
+
+
+def test_events_and_host_clock_agree(out: Path):
+    run = measured(out, model="small", seq_len=256, batch_size=4)
+    phases = sum(run.samples[name].median_s or 0 for name in ("forward", "backward", "optimizer"))
+    step_s = run.samples["step"].median_s
+    assert step_s is not None and phases == pytest.approx(step_s, rel=0.05)
+    assert run.samples["forward"].clock == "cuda events"
+    assert not {"timer-stopped-early", "impossible-rate", "precision-mismatch"} & kinds(run)
+
+
+def test_memory_is_the_allocators_own_count(out: Path):
+    run = measured(out, model="small", seq_len=256, batch_size=4)
+    memory = run.evidence.memory
+    assert memory is not None
+    figures = (
+        memory.after_parameters, memory.resident_expected, memory.saved_for_backward, memory.forward_peak,
+        memory.backward_peak, memory.optimizer_peak, memory.reserved_peak,
+    )  # fmt: skip
+    assert None not in figures
+    before, expected, saved, forward, _, _, reserved = (figure or 0 for figure in figures)
+    assert before >= expected > 3 * memory.parameter_bytes
+    assert forward >= before + saved
+    assert reserved >= max(figure or 0 for figure in figures[3:6])
+    assert "graph-kept-alive" not in kinds(run)
+
+
+def test_memory_limit_gives_out_of_memory_with_its_module(out: Path):
+    run = measured(out, limit=2 * GIB, model="small", seq_len=1024, batch_size=16)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    assert run.status == "out-of-memory" and run.failure is not None
+    assert run.failure.phase == "forward" and (run.failure.module or "").startswith("blocks.")
+
+
+def test_fp32_that_was_tf32_is_found_for_real(gpu: torch.device, out: Path):
+    with matmul_precision("fp32"):
+        assert probe_relative_error(gpu) < 1e-6
+    with matmul_precision("tf32"):
+        assert 1e-5 < probe_relative_error(gpu) < 1e-2
+    assert "precision-mismatch" not in kinds(measured(out, dtype="tf32"))
+    sound = measured(out, dtype="fp32")
+    assert "precision-mismatch" not in kinds(sound)
+    tf32 = measured(out, dtype="tf32")
+    planted = msgspec.structs.replace(sound, evidence=tf32.evidence)
+    assert "precision-mismatch" in kinds(planted)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "bf16-pure"])
+def test_low_precision_runs_as_asked(out: Path, dtype: str):
+    run = measured(out, dtype=dtype, model="small", seq_len=128)
+    assert run.status == "done"
+    assert not {f.kind for f in run.findings if f.severity == "error"}
+    observation = run.evidence.observation
+    assert observation is not None
+    assert observation.product_dtypes == (("float16",) if dtype == "fp16" else ("bfloat16",))
+
+
+def test_autocast_round_backward_is_seen_on_autograds_own_thread(gpu: torch.device):
+    step = TrainingStep(mini(dtype="bf16", phase="forward-backward"), gpu)
+    forward, backward = (phase.run for phase in step.phases)
+
+    def wrapped() -> None:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            backward()
+
+    observation, _ = observe_step(step, gpu)
+    assert observation.autocast_in_backward is False
+    step.phases = (Phase(name="forward", run=forward), Phase(name="backward", run=wrapped))
+    observation, _ = observe_step(step, gpu)
+    assert observation.autocast_in_backward is True
+
+
+def test_a_timer_that_does_not_wait_is_found_for_real(gpu: torch.device):
+    """The real loop on the real device, with the synchronisation left out where the step ends."""
+
+    class Hasty(CudaDevice):
+        calls = 0
+
+        def synchronize(self) -> None:
+            self.calls += 1
+            if self.calls % 2:  # before a step: wait, so that the steps do not run into each other
+                super().synchronize()
+
+        def elapsed_s(self, start: Any, end: Any) -> float:
+            super().synchronize()
+            return super().elapsed_s(start, end)
+
+    step = TrainingStep(workload(model="medium", seq_len=512, batch_size=8), gpu)
+    result = measure({"step": step}, device=Hasty(gpu), settings=QUICK)["step"]
+    assert "timer-stopped-early" in kinds(make_run(step.workload, samples=result.samples))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_attention_on_the_gpu_against_float64(name: Attention, dtype: torch.dtype, gpu: torch.device):
+    implementation = IMPLEMENTATIONS[name]
+    asked: Dtype = "fp32" if dtype == torch.float32 else "bf16"
+    if asked not in implementation.cuda_dtypes:
+        pytest.skip(f"{name} does not run in {asked}")
+    generator = torch.Generator(device=gpu).manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 128, 64, device=gpu, generator=generator).to(dtype) for _ in range(3))
+    with matmul_precision("fp32"):
+        out = implementation.function(q, k, v, causal=True)
+    exact = IMPLEMENTATIONS["reference"].function(q.double(), k.double(), v.double(), causal=True)
+    error = (out.double() - exact).norm() / exact.norm()
+    assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_sdpa_names_the_backend_that_ran(out: Path):
+    run = measured(out, dtype="bf16", attention="sdpa-flash", model="small", seq_len=128)
+    assert run.evidence.profile is not None
+    assert "aten::_scaled_dot_product_flash_attention" in run.evidence.profile.attention_operators
+
+
+def test_peaks_inside_cuda_graphs_are_absent_not_wrong(out: Path):
+    run = measured(out, compile="reduce-overhead", model="tiny")
+    memory = run.evidence.memory
+    assert run.status == "done" and memory is not None
+    assert memory.allocated_peak is None and memory.saved_for_backward is None and memory.reserved_peak
+    assert any("CUDA graphs" in note for note in run.evidence.notes)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_step_computes_what_the_eager_one_does(mode: str, gpu: torch.device):
+    eager, compiled = (TrainingStep(mini(compile=m), gpu) for m in ("eager", mode))
+    for _ in range(4):
+        losses = []
+        for step in (eager, compiled):
+            step.prepare()
+            for phase in step.phases:
+                phase.run()
+            assert step.loss is not None
+            losses.append(float(step.loss))
+        assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_profile_finds_the_kernels_and_leaves_annotations_out(gpu: torch.device):
+    step = TrainingStep(workload(model="small", seq_len=256), gpu)
+    for _ in range(2):
+        step.prepare()
+        for phase in step.phases:
+            phase.run()
+    profile = profile_step(step, gpu, CudaDevice(gpu))
+    assert 0 < profile.busy_s < profile.step_s
+    assert sum(kernel.total_s for kernel in profile.kernels) >= profile.busy_s * 0.999
+    assert not any(kernel.name.startswith("Optimizer.step") for kernel in profile.kernels)
+    assert any("gemm" in kernel.name.lower() or "nvjet" in kernel.name for kernel in profile.kernels)
+
+
+def test_nvml_tells_clocks_power_and_company(gpu: torch.device):
+    torch.zeros(1, device=gpu)
+    reading = read_gpu(gpu)
+    assert reading is not None
+    assert reading.sm_clock_mhz and reading.power_w and reading.power_limit_w and reading.temperature_c
+    assert reading.other_processes == 0
+
+
+@pytest.mark.multigpu
+def test_two_gpus_share_a_sweep(out: Path):
+    cells = tuple(Cell(workload=mini(seq_len=n), settings=QUICK) for n in (8, 16, 24, 32))
+    runs = run_sweep(SweepPlan(cells=cells, devices=("cuda:0", "cuda:1"), out=str(out)))
+    assert [run.status for run in runs] == ["done"] * 4
+    assert {run.environment.device_index for run in runs if run.environment} == {0, 1}
