@@ -1,14 +1,17 @@
 """What does measuring cost? The same steps in a bare loop and under `measure()`, in one process, interleaved.
 
-    python benchmarks/overhead.py [--device cpu|cuda] [--model tiny] [--seq-len 128] [--pairs 40] [--json FILE]
+    python benchmarks/overhead.py [--device cpu|cuda] [--model tiny] [--seq-len 128] [--pairs 100] [--json FILE]
 
 A pair is a block of bare steps (prepare, the phases, synchronize) and a block under `measure()`, both timed from
-outside by the host's clock, in alternating order. The overhead is the ratio of the medians, with its interval.
+outside by the host's clock, in alternating order. The overhead is the median of the pairs' ratios, with its interval:
+a pair's two blocks share whatever the machine does meanwhile. A step of the same phases that do nothing shows the
+timer's own cost in time, free of the step's noise.
 """
 
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -20,11 +23,11 @@ from stepscope.core.units import format_seconds
 from stepscope.core.workload import Workload
 from stepscope.measure.device import Device, resolve_device, timing_device
 from stepscope.measure.environment import read_environment
-from stepscope.measure.timer import measure
+from stepscope.measure.timer import Phase, Subject, measure
 from stepscope.models.training_step import TrainingStep
 from stepscope.report.terminal import describe_environment, describe_model, describe_workload
 
-STEPS_IN_A_BLOCK = 10
+STEPS_IN_A_BLOCK = 5
 
 
 class Overhead(msgspec.Struct, kw_only=True):
@@ -36,11 +39,28 @@ class Overhead(msgspec.Struct, kw_only=True):
     bare_s: Samples
     measured_s: Samples
     overhead: float
-    """measured / bare - 1."""
+    """Median of measured / bare - 1 over the pairs."""
     overhead_interval: Interval | None
+    timer_s: float
+    """What the timer adds to a step whose phases do nothing: median of measured - bare over the pairs."""
+
+    @property
+    def timer_share(self) -> float:
+        """The timer's own cost over the bare step."""
+        return self.timer_s / (self.bare_s.median_s or float("nan"))
 
 
-def bare_block(step: TrainingStep, device: Device) -> None:
+class EmptyStep:
+    """The phases of a step, with nothing in them."""
+
+    def __init__(self, step: TrainingStep) -> None:
+        self.phases = tuple(Phase(name=phase.name, run=lambda: None) for phase in step.phases)
+
+    def prepare(self) -> None:
+        pass
+
+
+def bare_block(step: Subject, device: Device) -> None:
     """The loop people write."""
     for _ in range(STEPS_IN_A_BLOCK):
         step.prepare()
@@ -49,18 +69,15 @@ def bare_block(step: TrainingStep, device: Device) -> None:
         device.synchronize()
 
 
-def measured_block(step: TrainingStep, device: Device) -> None:
+def measured_block(step: Subject, device: Device) -> None:
     """The same steps under stepscope's timer."""
     n = STEPS_IN_A_BLOCK
     settings = Settings(warmup_floor=0, warmup_cap=0, steps_floor=n, steps_cap=n, seconds=0)
     measure({"step": step}, device=device, settings=settings)
 
 
-def compare(workload: Workload, device_name: str, pairs: int) -> Overhead:
-    """Time `pairs` pairs of blocks after two warm-up blocks of each."""
-    torch_device = resolve_device(device_name)
-    device = timing_device(torch_device)
-    step = TrainingStep(workload, torch_device)
+def time_pairs(step: Subject, device: Device, pairs: int) -> tuple[Samples, Samples]:
+    """Seconds a step of the bare and of the measured blocks, after two warm-up pairs."""
     seconds: dict[str, list[float]] = {"bare": [], "measured": []}
     blocks = {"bare": bare_block, "measured": measured_block}
     for pair in range(pairs + 2):
@@ -72,17 +89,32 @@ def compare(workload: Workload, device_name: str, pairs: int) -> Overhead:
             if pair >= 2:
                 seconds[name].append((time.perf_counter_ns() - start_ns) * 1e-9 / STEPS_IN_A_BLOCK)
     bare, measured = (Samples(values_s=tuple(seconds[name]), clock="perf_counter_ns") for name in ("bare", "measured"))
-    ratio = bare.speedup_over(measured)
-    assert ratio is not None
-    interval = ratio.interval
+    return bare, measured
+
+
+def paired(bare: Samples, measured: Samples, combine: Callable[[float, float], float]) -> Samples:
+    """One figure for each pair."""
+    values = tuple(combine(m, b) for m, b in zip(measured.values_s, bare.values_s, strict=True))
+    return Samples(values_s=values, clock="pairs")
+
+
+def compare(workload: Workload, device_name: str, pairs: int) -> Overhead:
+    """Time the pairs of the real step, then those of an empty one."""
+    torch_device = resolve_device(device_name)
+    device = timing_device(torch_device)
+    step = TrainingStep(workload, torch_device)
+    bare, measured = time_pairs(step, device, pairs)
+    ratios = paired(bare, measured, lambda m, b: m / b - 1)
+    empty_bare, empty_measured = time_pairs(EmptyStep(step), device, 200)
     return Overhead(
         workload=workload,
         environment=describe_environment(read_environment(torch_device)),
         pairs=pairs,
         bare_s=bare,
         measured_s=measured,
-        overhead=ratio.value - 1,
-        overhead_interval=Interval(low=interval.low - 1, high=interval.high - 1) if interval else None,
+        overhead=ratios.median_s or 0.0,
+        overhead_interval=ratios.interval(),
+        timer_s=paired(empty_bare, empty_measured, lambda m, b: m - b).median_s or 0.0,
     )
 
 
@@ -93,7 +125,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--dtype", default="fp32")
-    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     workload = Workload(model=configure(arguments.model), seq_len=arguments.seq_len, dtype=arguments.dtype)
@@ -107,6 +139,7 @@ def main() -> None:
         f"bare loop      {format_seconds(result.bare_s.median_s or 0)} a step",
         f"under measure  {format_seconds(result.measured_s.median_s or 0)} a step",
         f"overhead       {result.overhead * 100:+.2f} %{bounds}, {result.pairs} pairs of {STEPS_IN_A_BLOCK} steps",
+        f"timer alone    {format_seconds(result.timer_s)} a step, {result.timer_share * 100:.2f} % of it",
     )
     sys.stdout.write("\n".join(lines) + "\n")
     if arguments.json:

@@ -128,6 +128,9 @@ def test_out_of_memory_is_code_3_and_a_run_that_says_where(tmp_path: Path):
     assert "Traceback" not in result.stderr + result.stdout
     (run,), _ = load_runs([tmp_path])
     assert run.status == "out-of-memory" and run.artifacts["failure"] == "failure.txt"
+    (traceback,) = tmp_path.rglob("failure.txt")
+    assert 'File "stepscope/models/attention.py"' in traceback.read_text()
+    assert str(Path(__file__).parent.parent) not in traceback.read_text()
 
 
 def test_ctrl_c_leaves_a_usable_run(tmp_path: Path):

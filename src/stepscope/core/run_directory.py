@@ -117,10 +117,12 @@ def load_runs(places: list[Path]) -> tuple[list[Run], list[str]]:
 
 
 def find_run(name: str, out: Path) -> Run:
-    """A run by its path, or by a part of its directory's name under `out` (unique there); `last` is the newest."""
+    """A run by its path, or that of a folder which holds just one; or by a part of its directory's name under `out`
+    that is unique there; or `last`, the newest under `out`."""
     path = Path(name)
     if path.exists():
-        return load_run(path)
+        inside = list(find_run_files(path))
+        return load_run(inside[0] if len(inside) == 1 else path)
     files = list(find_run_files(out)) if out.is_dir() else []
     if name == "last" and files:
         return load_run(files[-1])

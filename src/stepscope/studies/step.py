@@ -1,5 +1,6 @@
 """The question every other study asks in passing: what does one step of this workload take, here?"""
 
+import sysconfig
 import traceback
 from datetime import UTC, datetime
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import TracebackType
 import msgspec
 import torch
 
+import stepscope
 from stepscope.analysis.checks import check_run
 from stepscope.analysis.metrics import summarise
 from stepscope.core.device_spec import find_device_spec, overridden_spec, product_dtype
@@ -171,9 +173,8 @@ class _StepStudy:
 
     def _fail(self, error: BaseException, during: str, phase: str | None) -> None:
         status: Status = "out-of-memory" if is_out_of_memory(error) else "failed"
-        text = "".join(traceback.format_exception(error))
         try:
-            (self._directory / FAILURE_FILE).write_text(text)
+            (self._directory / FAILURE_FILE).write_text(portable_traceback(error))
             self._set(artifacts={**self._run.artifacts, "failure": FAILURE_FILE})
         except OSError:
             pass  # the failure itself is in run.json; only its traceback found no room
@@ -220,6 +221,16 @@ class _StepStudy:
     def _set_evidence(self, **changes: object) -> None:
         evidence: Evidence = msgspec.structs.replace(self._run.evidence, **changes)
         self._set(evidence=evidence)
+
+
+def portable_traceback(error: BaseException) -> str:
+    """The traceback, with files named from their package on: a run directory can be shown to others."""
+    text = "".join(traceback.format_exception(error))
+    places = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
+    places.add(str(Path(stepscope.__file__).parents[1]))
+    for place in sorted(places, key=len, reverse=True):
+        text = text.replace(f"{place}/", "")
+    return text
 
 
 def is_out_of_memory(error: BaseException) -> bool:
