@@ -1,5 +1,6 @@
 """What only a GPU can show. Skipped, with the reason, where there is none."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,14 @@ from tests.conftest import make_run, mini, workload
 pytestmark = pytest.mark.gpu
 
 QUICK = Settings(warmup_floor=2, warmup_cap=2, steps_floor=5, steps_cap=5, seconds=0)
+
+
+@pytest.fixture(autouse=True)
+def _clean_gpu() -> None:
+    """Each test finds the memory that earlier ones used freed, and no limit on it."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @pytest.fixture
@@ -72,8 +81,7 @@ def test_memory_is_the_allocators_own_count(out: Path):
 
 
 def test_memory_limit_gives_out_of_memory_with_its_module(out: Path):
-    run = measured(out, limit=2 * GIB, model="small", seq_len=1024, batch_size=16)
-    torch.cuda.set_per_process_memory_fraction(1.0)
+    run = measured(out, limit=4 * GIB, model="small", seq_len=1024, batch_size=16)
     assert run.status == "out-of-memory" and run.failure is not None
     assert run.failure.phase == "forward" and (run.failure.module or "").startswith("blocks.")
 

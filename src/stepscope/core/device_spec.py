@@ -107,6 +107,7 @@ class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
     device_name: str
     torch_version: str
     measured_at: str
+    """When the newest of them was measured."""
     matmul: dict[str, Ceiling] = {}
     copy: Ceiling | None = None
 

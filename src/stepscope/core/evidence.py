@@ -66,7 +66,7 @@ class PhaseMemory(msgspec.Struct, frozen=True, kw_only=True):
     after_parameters: int | None = None
     """Allocated when the model, its optimizer state and the batch are in place, before the step."""
     resident_expected: int | None = None
-    """The same by arithmetic: parameters, buffers, optimizer state and batches."""
+    """The same by arithmetic: parameters, buffers, optimizer state, batches, and what the process held before."""
     forward_peak: int | None = None
     saved_for_backward: int | None = None
     """Allocated when forward has ended, over what was allocated before it. On CPU: the saved tensors, summed."""

@@ -79,7 +79,7 @@ def ceilings_for(
         return stored
     fresh = measure_ceilings(device, missing, on_progress)
     if stored is not None:
-        fresh = msgspec.structs.replace(fresh, matmul={**stored.matmul, **fresh.matmul})
+        fresh = msgspec.structs.replace(fresh, matmul={**stored.matmul, **fresh.matmul}, copy=stored.copy)
     store_ceilings(fresh)
     return fresh
 

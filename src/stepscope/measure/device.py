@@ -27,7 +27,7 @@ class Device(Protocol):
         ...
 
     def elapsed_s(self, start: Mark, end: Mark) -> float:
-        """Seconds of device time between two marks; valid after `synchronize`."""
+        """Seconds of device time between two marks: after the next `synchronize`, until the next mark after that."""
         ...
 
 
@@ -49,19 +49,30 @@ class HostDevice:
 
 
 class CudaDevice:
-    """A GPU: a mark is an event recorded on the current stream, timed by the GPU itself (resolution about 0.5 us)."""
+    """A GPU: a mark is an event timed by the GPU itself (resolution about 0.5 us).
+
+    Marks go to the stream that is current when the device is made.
+    """
 
     clock_name = "cuda events"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream = torch.cuda.current_stream(device)  # kept: asking for it costs more than recording an event
+        # Events are used again step by step: making and destroying them costs the host time too.
+        self._events: list[torch.cuda.Event] = []
+        self._used = 0
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
+        self._used = 0
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        if self._used == len(self._events):
+            self._events.append(torch.cuda.Event(enable_timing=True))
+        event = self._events[self._used]
+        self._used += 1
+        event.record(self._stream)
         return event
 
     def elapsed_s(self, start: Mark, end: Mark) -> float:

@@ -78,8 +78,13 @@ class _ProductDtypes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def observe_step(step: ObservableStep, device: torch.device) -> tuple[StepObservation, PhaseMemory]:
-    """Run two steps: the first under hooks, the second for memory per phase (bytes as PhaseMemory defines them)."""
+def observe_step(
+    step: ObservableStep, device: torch.device, held_before_bytes: int = 0
+) -> tuple[StepObservation, PhaseMemory]:
+    """Run two steps: the first under hooks, the second for memory per phase (bytes as PhaseMemory defines them).
+
+    held_before_bytes: what the process had allocated on the device before the step was made.
+    """
     autocast_outside = torch.is_autocast_enabled(device.type)
     step.prepare()
     forwards: dict[str, int] = {phase.name: 0 for phase in step.phases}
@@ -122,7 +127,7 @@ def observe_step(step: ObservableStep, device: torch.device) -> tuple[StepObserv
     saved_bytes = sum(saved_storages.values()) if not step.compiled else None
     saved_storages.clear()
 
-    memory, graphs_alive = _observe_memory(step, device, saved, saved_bytes)
+    memory, graphs_alive = _observe_memory(step, device, saved, saved_bytes, held_before_bytes)
     observation = StepObservation(
         model_forwards=forwards,
         autocast_outside=autocast_outside,
@@ -141,6 +146,7 @@ def _observe_memory(
     device: torch.device,
     saved_earlier: "weakref.WeakSet[_Saved]",
     saved_bytes: int | None,
+    held_before_bytes: int,
 ) -> tuple[PhaseMemory, bool]:
     """One step with the allocator's peaks read and reset between phases; whether earlier graphs were alive."""
     parameter_bytes = _unique_bytes(list(step.model.parameters()))
@@ -154,7 +160,7 @@ def _observe_memory(
 
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
-    expected = _unique_bytes(_resident_tensors(step))
+    expected = _unique_bytes(_resident_tensors(step)) + held_before_bytes
     peaks: dict[str, int] = {}
     after_forward = before
     reserved = 0

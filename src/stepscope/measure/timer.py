@@ -65,7 +65,8 @@ class Measurement:
     """What one subject's steps took."""
 
     samples: dict[str, Samples]
-    warmup_steady: bool
+    warmup_steady: bool | None
+    """Whether the steps were steady when warm-up ended; None with too few of them to tell."""
     interrupted: bool = False
 
 
@@ -84,7 +85,7 @@ class _Record:
     names: tuple[str, ...]
     rows: list[tuple[float, ...]] = field(default_factory=list)
     warmups: int = 0
-    steady: bool = False
+    steady: bool | None = None
 
     def steps_s(self) -> list[float]:
         return [row[0] for row in self.rows]
@@ -154,7 +155,8 @@ class _Timer:
             self._step(name)
             record.warmups += 1
             self._tell(name, record.warmups, settings.warmup_floor, settings.warmup_cap)
-        record.steady = is_steady(record.steps_s())
+        if record.warmups >= 2 * STEADY_WINDOW:
+            record.steady = is_steady(record.steps_s())
 
     def _measure(self) -> None:
         settings = self._settings

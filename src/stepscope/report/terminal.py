@@ -178,7 +178,7 @@ def _phase_table(run: Run) -> Table:
 
 def _rates(run: Run) -> list[Text]:
     samples = run.samples["step"]
-    steady = {True: "steady", False: "not steady", None: "unknown"}[run.warmup_steady]
+    steady = {True: "steady", False: "not steady", None: "too few to tell whether steady"}[run.warmup_steady]
     lines = [
         f"{samples.count} steps measured after {len(samples.warmup_s)} warm-up steps ({steady}); step by "
         f"{samples.clock} round a synchronised region, phases by {_phase_clock(run)}."
@@ -209,8 +209,9 @@ def _rates(run: Run) -> list[Text]:
     launch_bound, host = metrics.launch_bound_share(run), metrics.host_share(run)
     if launch_bound is not None and host is not None and run.evidence.profile:
         lines.append(
-            f"{run.evidence.profile.kernel_launches} kernels a step; the GPU waits for the host "
-            f"{format_share(launch_bound)} of it; issuing takes {format_share(host)}."
+            f"{run.evidence.profile.kernel_launches} kernels a step; the GPU has none to run for "
+            f"{format_share(launch_bound)} of it. The host is done issuing them after {format_share(host)} "
+            "(and waits itself where its queue to a busy GPU is full)."
         )
     slowdown = metrics.profiler_slowdown(run)
     if slowdown and run.evidence.profile:

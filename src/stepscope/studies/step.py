@@ -1,5 +1,6 @@
 """The question every other study asks in passing: what does one step of this workload take, here?"""
 
+import gc
 import sysconfig
 import traceback
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ import stepscope
 from stepscope.analysis.checks import check_run
 from stepscope.analysis.metrics import summarise
 from stepscope.core.device_spec import find_device_spec, overridden_spec, product_dtype
+from stepscope.core.environment import GpuReading
 from stepscope.core.errors import DeviceError, InputError, one_line
 from stepscope.core.evidence import Evidence, Precision
 from stepscope.core.run import Failure, Run, Status
@@ -61,6 +63,8 @@ class _StepStudy:
         self._timing = timing_device(device)
         self._stage = "start"
         self._step: TrainingStep | None = None
+        self._held_before_bytes = 0
+        self._before: GpuReading | None = None
         self._run = Run(
             id=directory.name,
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -105,12 +109,13 @@ class _StepStudy:
         self._begin("build", self._request.workload.model.name)
         if self._request.workload.compile != "eager":
             reset_compilation()
+        self._held_before_bytes = self._allocated_bytes()
         self._step = TrainingStep(self._request.workload, self._device)
 
     def _measure(self) -> None:
         assert self._step is not None
         self._begin("warm-up")
-        before, load = read_gpu(self._device), HostLoad()
+        self._before, load = read_gpu(self._device), HostLoad()
         try:
             result = measure(
                 {_SUBJECT: self._step},
@@ -121,7 +126,9 @@ class _StepStudy:
         finally:
             after, host = read_gpu(self._device), load.read()
             assert self._run.environment is not None
-            self._set(environment=msgspec.structs.replace(self._run.environment, before=before, after=after, host=host))
+            self._set(
+                environment=msgspec.structs.replace(self._run.environment, before=self._before, after=after, host=host)
+            )
         self._keep(result)
         if self._step.compiled:
             self._set_evidence(compilation=compile_report())
@@ -138,7 +145,7 @@ class _StepStudy:
             probe = probe_relative_error(self._device)
             precision = Precision(float32_matmul=torch.get_float32_matmul_precision(), probe_relative_error=probe)
             self._set_evidence(precision=precision)
-            observation, memory = observe_step(self._step, self._device)
+            observation, memory = observe_step(self._step, self._device, self._held_before_bytes)
             self._set_evidence(observation=observation, memory=memory)
             if self._step.cuda_graphs:
                 self._note("allocated peaks: tensors of replayed CUDA graphs count as reserved only")
@@ -156,6 +163,7 @@ class _StepStudy:
         """Last, so that the step met a process as cold as its warm-up setting says, and its memory is free again."""
         self._begin("ceiling")
         self._step = None
+        gc.collect()  # a step and its phases refer to each other
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         dtype = self._request.workload.dtype
@@ -192,8 +200,14 @@ class _StepStudy:
             tb = tb.tb_next
         return found
 
+    def _allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+
     def _tell_progress(self, progress: Progress) -> None:
         self._stage = progress.stage
+        if progress.stage == "warm-up" and progress.done >= progress.at_least:
+            # The reading before the measured steps, on a GPU as busy as they will find it.
+            self._before = read_gpu(self._device)
         self._tell(
             Stage(
                 name=progress.stage,

@@ -24,7 +24,7 @@ from stepscope.core.run_directory import create_run_directory, load_run, load_ru
 from stepscope.core.workload import Workload
 from stepscope.studies.cell import CellEvent
 from stepscope.studies.request import StepRequest
-from stepscope.work.transformer import parameter_count, phase_work
+from stepscope.work.transformer import parameter_count, phase_work, step_flops
 
 INTERRUPT_GRACE_S = 15.0
 """How long an interrupted cell may take to save what it has."""
@@ -97,10 +97,18 @@ class SweepState:
         return sum(1 for cell in self.cells if cell.run is not None)
 
     def seconds_left(self, slots: int) -> float | None:
-        """The mean of the cells measured so far, for each that waits."""
-        taken = [cell.seconds for cell in self.cells if cell.seconds is not None]
-        waiting = len(self.cells) - self.ended
-        return sum(taken) / len(taken) * waiting / slots if taken else None
+        """A forecast from the cells measured so far: a fixed cost for each, and the rest by their FLOPs."""
+        measured = [(cell.seconds, _flops(cell)) for cell in self.cells if cell.seconds is not None]
+        if not measured:
+            return None
+        fixed_s = min(seconds for seconds, _ in measured)
+        per_flop_s = sum(seconds - fixed_s for seconds, _ in measured) / sum(flops for _, flops in measured)
+        waiting = [cell for cell in self.cells if cell.run is None]
+        return sum(fixed_s + per_flop_s * _flops(cell) for cell in waiting) / slots
+
+
+def _flops(cell: CellState) -> int:
+    return step_flops(cell.cell.workload)
 
 
 Tell = Callable[[SweepState], None]

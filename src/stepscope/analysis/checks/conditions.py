@@ -64,7 +64,7 @@ def clocks_held_down(run: Run) -> Finding | None:
     samples = run.samples.get("step")
     if samples is None or not samples.count:
         return None
-    measured_s = sum(samples.values_s) + sum(samples.warmup_s)
+    measured_s = sum(samples.values_s)
     shares = {}
     for reason, start, end in (
         ("the power cap", before.power_limited_s, after.power_limited_s),
