@@ -1,6 +1,7 @@
 """What does measuring cost? The same steps in a bare loop and under `measure()`, in one process, interleaved.
 
     python benchmarks/overhead.py [--device cpu|cuda] [--model tiny] [--seq-len 128] [--pairs 100] [--json FILE]
+    python benchmarks/overhead.py --show FILE...        # a table of results kept with --json
 
 A pair is a block of bare steps (prepare, the phases, synchronize) and a block under `measure()`, both timed from
 outside by the host's clock, in alternating order. The overhead is the median of the pairs' ratios, with its interval:
@@ -25,7 +26,7 @@ from stepscope.measure.device import Device, resolve_device, timing_device
 from stepscope.measure.environment import read_environment
 from stepscope.measure.timer import Phase, Subject, measure
 from stepscope.models.training_step import TrainingStep
-from stepscope.report.terminal import describe_environment, describe_model, describe_workload
+from stepscope.report.terminal import cell_name, describe_environment, describe_model, describe_workload
 
 STEPS_IN_A_BLOCK = 5
 
@@ -118,6 +119,41 @@ def compare(workload: Workload, device_name: str, pairs: int) -> Overhead:
     )
 
 
+def render(result: Overhead) -> str:
+    """The result in words."""
+    interval = result.overhead_interval
+    bounds = f" [{interval.low * 100:+.2f} %, {interval.high * 100:+.2f} %]" if interval else ""
+    lines = (
+        describe_model(result.workload),
+        describe_workload(result.workload),
+        result.environment,
+        f"bare loop      {format_seconds(result.bare_s.median_s or 0)} a step",
+        f"under measure  {format_seconds(result.measured_s.median_s or 0)} a step",
+        f"overhead       {result.overhead * 100:+.2f} %{bounds}, {result.pairs} pairs of {STEPS_IN_A_BLOCK} steps",
+        f"timer alone    {format_seconds(result.timer_s)} a step, {result.timer_share * 100:.2f} % of it",
+    )
+    return "\n".join(lines) + "\n"
+
+
+def render_table(results: list[Overhead]) -> str:
+    """Several results as a Markdown table."""
+    heads = ("device", "workload", "bare step", "overhead", "95 % interval", "timer alone")
+    rows = [heads, ("---",) * len(heads)]
+    for result in sorted(results, key=lambda r: (r.environment, r.bare_s.median_s or 0)):
+        interval = result.overhead_interval
+        rows.append(
+            (
+                result.environment.partition(";")[0],
+                cell_name(result.workload),
+                format_seconds(result.bare_s.median_s or 0),
+                f"{result.overhead * 100:+.2f} %",
+                f"{interval.low * 100:+.2f} to {interval.high * 100:+.2f} %" if interval else "",
+                f"{format_seconds(result.timer_s)}, {result.timer_share * 100:.2f} %",
+            )
+        )
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
 def main() -> None:
     """Print the result; with --json also keep it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -127,21 +163,15 @@ def main() -> None:
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
     arguments = parser.parse_args()
+    if arguments.show:
+        kept = [msgspec.json.decode(path.read_bytes(), type=Overhead) for path in arguments.show]
+        sys.stdout.write(render_table(kept))
+        return
     workload = Workload(model=configure(arguments.model), seq_len=arguments.seq_len, dtype=arguments.dtype)
     result = compare(workload, arguments.device, arguments.pairs)
-    interval = result.overhead_interval
-    bounds = f" [{interval.low * 100:+.2f} %, {interval.high * 100:+.2f} %]" if interval else ""
-    lines = (
-        describe_model(workload),
-        describe_workload(workload),
-        result.environment,
-        f"bare loop      {format_seconds(result.bare_s.median_s or 0)} a step",
-        f"under measure  {format_seconds(result.measured_s.median_s or 0)} a step",
-        f"overhead       {result.overhead * 100:+.2f} %{bounds}, {result.pairs} pairs of {STEPS_IN_A_BLOCK} steps",
-        f"timer alone    {format_seconds(result.timer_s)} a step, {result.timer_share * 100:.2f} % of it",
-    )
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write(render(result))
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")

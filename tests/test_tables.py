@@ -45,7 +45,7 @@ def test_precision_comparison_with_speed_up():
     assert markdown == (
         "| model | seq_len | fp32 (ms) | bf16 (ms) | bf16 speed-up over fp32 |\n"
         "| --- | --- | ---: | ---: | ---: |\n"
-        "| tiny | 128 | 12.00 | 6.00 | 2.00x ± 0.00 |\n"
+        "| tiny | 128 | 12.00 | 6.00 | 2.00x ± 0 |\n"
         "| tiny | 1024 | 24.00 | OOM | - |\n"
         "| small | 128 | 120.00 | - | - |\n"
     )

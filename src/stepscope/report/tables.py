@@ -219,7 +219,7 @@ def _speedup(run: Run | None, base: Run | None, value_name: str) -> str:
     ratio = samples.speedup_over(base_samples) if samples and base_samples else None
     if ratio is None:
         return MISSING
-    return f"{ratio.value:.2f}x" + (f" ± {ratio.interval.half_width:.2f}" if ratio.interval else "")
+    return f"{ratio.value:.2f}x" + (f" ± {ratio.interval.half_width:.2g}" if ratio.interval else "")
 
 
 def _statistics(samples: Samples | None) -> dict[str, float | int | None]:
