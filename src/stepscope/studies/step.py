@@ -1,8 +1,12 @@
 """The question every other study asks in passing: what does one step of this workload take, here?"""
 
+import contextlib
 import gc
+import signal
 import sysconfig
+import threading
 import traceback
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -49,10 +53,24 @@ def measure_step(request: StepRequest, tell: Tell = lambda _: None) -> tuple[Run
     directory = create_run_directory(Path(request.out), request.workload)
     with matmul_precision(request.workload.dtype):
         run = _StepStudy(request, device, directory, tell).run()
-    run = msgspec.structs.replace(run, summary=summarise(run))
-    run = msgspec.structs.replace(run, findings=check_run(run))
-    save_run(run, directory)
+    with _interrupts_held_back():
+        run = msgspec.structs.replace(run, summary=summarise(run))
+        run = msgspec.structs.replace(run, findings=check_run(run))
+        save_run(run, directory)
     return run, directory
+
+
+@contextlib.contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Inside, Ctrl-C does nothing: a run that is being written is written. Signals are the main thread's alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _StepStudy:
@@ -156,7 +174,7 @@ class _StepStudy:
                 self._set_evidence(profile=profile, precision=msgspec.structs.replace(precision, tf32_kernels=tf32))
         except KeyboardInterrupt:
             self._note(f"interrupted during {self._stage}, after the timed steps")
-        except RuntimeError as error:
+        except Exception as error:  # a library's failure here must not cost the times; it is said in the notes
             self._note(f"{self._stage} failed after the timed steps: {one_line(error)}")
 
     def _measure_ceilings(self) -> None:
@@ -176,7 +194,7 @@ class _StepStudy:
             self._set(ceilings=ceilings)
         except KeyboardInterrupt:
             self._note("interrupted while the device's ceiling was measured, after the timed steps")
-        except RuntimeError as error:
+        except Exception as error:  # as above
             self._note(f"no measured ceiling: {one_line(error)}")
 
     def _fail(self, error: BaseException, during: str, phase: str | None) -> None:
