@@ -74,7 +74,7 @@ def measured_block(step: Subject, device: Device) -> None:
     """The same steps under stepscope's timer."""
     n = STEPS_IN_A_BLOCK
     settings = Settings(warmup_floor=0, warmup_cap=0, steps_floor=n, steps_cap=n, seconds=0)
-    measure({"step": step}, device=device, settings=settings)
+    measure({"step": step}, device=device, settings=settings, on_progress=lambda _: None)
 
 
 def time_pairs(step: Subject, device: Device, pairs: int) -> tuple[Samples, Samples]:

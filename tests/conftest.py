@@ -124,6 +124,7 @@ class FakeDevice:
         self.clock, self.synchronizes = clock, synchronizes
         self.free_at_ns = clock.ns
         self.synchronisations = 0
+        self.marked_at_ns = 0
 
     def give(self, seconds: float) -> None:
         """Queue work that keeps the device busy for this long."""
@@ -133,11 +134,14 @@ class FakeDevice:
         self.synchronisations += 1
         if self.synchronizes:
             self.clock.ns = max(self.clock.ns, self.free_at_ns)
+        self.marked_at_ns = 0
 
     def mark(self) -> int:
-        return max(self.free_at_ns, self.clock.ns)
+        self.marked_at_ns = max(self.free_at_ns, self.clock.ns)
+        return self.marked_at_ns
 
     def elapsed_s(self, start: int, end: int) -> float:
+        assert self.marked_at_ns == 0, "read before the device was waited for: a GPU raises here"
         return (end - start) * 1e-9
 
 

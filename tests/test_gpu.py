@@ -4,7 +4,6 @@ import gc
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -94,9 +93,17 @@ def test_fp32_that_was_tf32_is_found_for_real(gpu: torch.device, out: Path):
     assert "precision-mismatch" not in kinds(measured(out, dtype="tf32"))
     sound = measured(out, dtype="fp32")
     assert "precision-mismatch" not in kinds(sound)
-    tf32 = measured(out, dtype="tf32")
-    planted = msgspec.structs.replace(sound, evidence=tf32.evidence)
-    assert "precision-mismatch" in kinds(planted)
+
+
+def test_a_step_that_turns_tf32_on_behind_our_back_is_found(out: Path, monkeypatch: pytest.MonkeyPatch):
+    forward = TrainingStep._forward
+
+    def sly(step: TrainingStep) -> None:
+        torch.set_float32_matmul_precision("high")
+        forward(step)
+
+    monkeypatch.setattr(TrainingStep, "_forward", sly)
+    assert "precision-mismatch" in kinds(measured(out, dtype="fp32", model="small", seq_len=128))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "bf16-pure"])

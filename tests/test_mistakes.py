@@ -34,6 +34,7 @@ from stepscope.core.workload import Workload
 from stepscope.measure.compilation import compile_report, reset_compilation
 from stepscope.measure.environment import HostLoad
 from stepscope.measure.observe import observe_step
+from stepscope.measure.precision import with_kernels
 from stepscope.measure.timer import Phase, measure
 from stepscope.models.training_step import TrainingStep
 from tests.conftest import FakeClock, FakeDevice, make_run, mini, workload
@@ -88,6 +89,31 @@ def test_1_timer_stopped_before_the_device_finished():
     assert "2 ms" in finding.sentence and "3.001 s" in finding.sentence
 
 
+def test_1_one_hiccup_between_two_clocks_is_no_verdict():
+    # The medians of phases and step come from different steps: each step by itself is sound.
+    forward, backward = [1.0, 1.0, 5.0, 1.0, 1.0], [2.0, 9.0, 2.0, 9.0, 9.0]
+    run = make_run(workload(phase="forward-backward"), forward=forward, backward=backward)
+    assert "timer-stopped-early" not in kinds(run)
+    for factor, found in ((1.04, False), (1.06, True)):
+        late = make_run(workload(phase="forward"), forward=[factor] * 8, step=[1.0] * 8)
+        assert ("timer-stopped-early" in kinds(late)) is found
+
+
+def test_17_a_rate_just_above_the_peak():
+    for seconds, found in ((1.0, False), (0.97, True)):
+        run = on_gpu(make_run(forward=[seconds] * 9, work={"forward": Work(flops=66_900_000_000_000)}))
+        assert ("impossible-rate" in kinds(run)) is found
+
+
+def test_17_a_step_beyond_the_measured_ceiling_doubts_the_ceiling():
+    ceilings = Ceilings(
+        device_name="a CPU", torch_version="2.13", measured_at="2026-01-01",
+        matmul={"bf16": Ceiling(rate=1e9, operation="512", median_s=0.02, samples=9)},
+    )  # fmt: skip
+    run = make_run(workload(dtype="bf16-pure"), step=[0.001] * 9, ceilings=ceilings)
+    assert kinds(run)["beyond-the-ceiling"] == "warning"
+
+
 def test_1_a_phase_faster_than_the_device():
     run = on_gpu(make_run(workload(model="small", seq_len=512, batch_size=4), forward=[1e-3] * 9, backward=[0.04] * 9))
     assert kinds(run)["impossible-rate"] == "error"
@@ -97,6 +123,13 @@ def test_2_not_warmed_up():
     run = fake_measurement(lambda n: 10.0 if n == 1 else 1.0, warmup_floor=0, warmup_cap=0)
     assert kinds(run)["not-steady"] == "warning"
     assert "first step took 30" in check_run(run)[0].sentence
+
+
+def test_2_slow_steps_behind_the_first_and_too_few_to_tell():
+    assert kinds(make_run(step=[1.0, 3.0, 3.0, 3.0] + [1.0] * 12))["not-steady"] == "warning"
+    assert kinds(make_run(step=[1.0, 1.3, 1.45]))["few-samples"] == "note"
+    unsettled = make_run(step=[1.0] * 9, warmup=[1.0] * 30, warmup_steady=False)
+    assert kinds(unsettled)["warm-up-unsettled"] == "note"
 
 
 def test_2_still_drifting():
@@ -160,6 +193,23 @@ def test_4_graph_breaks_are_counted():
     assert kinds(run)["compile-fallback"] == "warning"
 
 
+def test_4_frames_left_out_are_counted():
+    report = CompileReport(frames_total=3, frames_compiled=1, graphs=1, graph_breaks=0, recompiles=0, limit_hit=False)
+    run = make_run(workload(compile="default"), evidence=Evidence(compilation=report))
+    assert kinds(run)["compile-fallback"] == "warning"
+    assert "1 of 3 frames" in check_run(run)[0].sentence
+
+
+def test_3_a_compiled_bf16_step_that_ran_in_fp32():
+    step = ProfiledStep(
+        step_s=1.0, kernel_launches=1, busy_s=1.0,
+        kernels=(KernelTotal(name="ampere_sgemm_128x64_tn", calls=9, total_s=1.0),),
+    )  # fmt: skip
+    precision = with_kernels(Precision(float32_matmul="highest", probe_relative_error=2e-7), step)
+    run = make_run(workload(dtype="bf16", compile="default"), evidence=Evidence(precision=precision))
+    assert kinds(run)["precision-mismatch"] == "error"
+
+
 def test_4_recompilations_of_fixed_shapes_are_said():
     report = CompileReport(frames_total=3, frames_compiled=3, graphs=3, graph_breaks=0, recompiles=2, limit_hit=False)
     run = make_run(workload(compile="default"), evidence=Evidence(compilation=report))
@@ -188,6 +238,18 @@ def test_6_backward_includes_the_forward():
     run = observed(step)
     assert kinds(run)["phase-includes-forward"] == "error"
     assert "'backward'" in check_run(run)[0].sentence
+
+
+def test_6_a_forward_that_goes_round_the_loss():
+    step = TrainingStep(mini(phase="forward-backward"), CPU)
+    forward, backward = (phase.run for phase in step.phases)
+
+    def both() -> None:
+        step.model(step.tokens)
+        backward()
+
+    step.phases = (Phase(name="forward", run=forward), Phase(name="backward", run=both))
+    assert kinds(observed(step))["phase-includes-forward"] == "error"
 
 
 def test_7_autocast_round_backward_and_optimizer():
@@ -280,32 +342,52 @@ def test_19_zeros_as_input():
 
 def test_19_one_batch_over_and_over():
     step = TrainingStep(mini(), CPU)
-    step.batches = step.batches[:1]
+    step.batches = [step.batches[0]] * 4
     assert kinds(observed(step))["unvaried-input"] == "warning"
 
 
+def test_19_a_rotation_that_stands_still():
+    step = TrainingStep(mini(), CPU)
+    prepare = step.prepare
+
+    def stuck() -> None:
+        step._next_batch = 0
+        prepare()
+
+    step.prepare = stuck
+    assert kinds(observed(step))["unvaried-input"] == "warning"
+
+
+def test_19_a_batch_of_zeros_among_others():
+    step = TrainingStep(mini(), CPU)
+    step.batches[2][0].zero_()
+    assert kinds(observed(step))["unvaried-input"] == "error"
+
+
 def test_19_a_step_that_fits_the_cache():
-    small = PhaseMemory(parameter_bytes=2**20, saved_for_backward=2**20)
+    small = PhaseMemory(parameter_bytes=2**20, forward_peak=20 * 2**20, optimizer_peak=59 * 2**20)
     run = on_gpu(make_run(evidence=Evidence(memory=small)))
     assert kinds(run)["cache-resident"] == "note"
-    large = PhaseMemory(parameter_bytes=2**30, saved_for_backward=2**20)
+    large = msgspec.structs.replace(small, optimizer_peak=61 * 2**20)  # gradients and optimizer state count
     assert "cache-resident" not in kinds(on_gpu(make_run(evidence=Evidence(memory=large))))
 
 
 def test_20_clocks_power_and_company():
     run = on_gpu(make_run(step=[0.1] * 10))
-    cool = GpuReading(sm_clock_mhz=1980, sm_clock_max_mhz=1980, power_limited_s=3.0, other_processes=0)
+    cool = GpuReading(sm_clock_mhz=1980, sm_clock_max_mhz=1980, power_limited_s=3.0, other_processes=0, read_at_s=100.0)
     assert run.environment is not None
     seen = run.environment
 
     def with_readings(after: GpuReading) -> Run:
-        environment = msgspec.structs.replace(seen, before=cool, after=after)
+        environment = msgspec.structs.replace(seen, before=cool, after=msgspec.structs.replace(after, read_at_s=101.0))
         return msgspec.structs.replace(run, environment=environment)
 
     assert kinds(with_readings(cool)) == {}
     capped = msgspec.structs.replace(cool, power_limited_s=3.4, sm_clock_mhz=1500)
     finding = check_run(with_readings(capped))[0]
     assert finding.kind == "clocks-held-down" and "40.0 %" in finding.sentence and "1500 of 1980" in finding.sentence
+    low = msgspec.structs.replace(cool, sm_clock_mhz=900)
+    assert kinds(with_readings(low))["clocks-held-down"] == "note"
     hot = msgspec.structs.replace(cool, slowdown_reasons=("hardware thermal slowdown",))
     assert kinds(with_readings(hot))["clocks-held-down"] == "warning"
     shared = msgspec.structs.replace(cool, other_processes=2)

@@ -35,6 +35,8 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
     probe_relative_error: float
     """Error of one fp32 matrix product on this device against float64: about 1e-7 in fp32, 3e-4 in TF32."""
     tf32_kernels: tuple[str, ...] = ()
+    fp32_kernels: tuple[str, ...] = ()
+    """Matrix products whose names say that they ran in true fp32."""
 
 
 class StepObservation(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,9 +49,9 @@ class StepObservation(msgspec.Struct, frozen=True, kw_only=True):
     autocast_in_backward: bool | None
     autocast_in_optimizer: bool | None
     distinct_tokens: int
-    """Distinct token ids in the batch."""
+    """Distinct token ids in the batch that has the fewest."""
     distinct_batches: int
-    """Batches that the steps rotate through."""
+    """Different batches among those that the steps rotate through."""
     graphs_alive_before: bool | None
     """Whether tensors saved by an earlier step were still alive when this one began; None where not observed."""
     product_dtypes: tuple[str, ...] | None = None

@@ -1,16 +1,26 @@
 """The sizes of a decoder-only transformer, and the presets by name."""
 
+import re
 from typing import Any
 
 import msgspec
 
 from stepscope.core.errors import InputError, choose
 
+LARGEST = 2**40
+"""More tokens than this in a step, or a larger seed, is a slip of the pen."""
+
+
+def whole_number(value: object, what: str, least: int, most: int) -> None:
+    """Raise InputError unless `value` is an int between the bounds."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise InputError(f"{what} is {value!r}: it must be a whole number of at least {least}, at most {most}")
+
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes of a decoder-only transformer: pre-norm blocks, RoPE, SwiGLU, untied output head, no biases.
 
-    A preset's name stays only while its sizes do (MEASURING: names that changed meaning): `configure` renames
+    A preset's name stays only while its sizes do: `configure` renames
     an overridden one, `small` with d_ff 4096 to `small+d_ff4096`.
     """
 
@@ -22,9 +32,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     vocabulary: int = 10_000
 
     def __post_init__(self) -> None:
-        for field in ("d_model", "d_ff", "layers", "heads", "vocabulary"):
-            if getattr(self, field) < 1:
-                raise InputError(f"{field} is {getattr(self, field)}: it must be at least 1")
+        if not isinstance(self.name, str) or not re.fullmatch(r"[\w.+-]{1,100}", self.name):
+            raise InputError(f"the model's name is {self.name!r}: use up to 100 letters, digits and . + - _")
+        for field in SIZE_FIELDS:
+            whole_number(getattr(self, field), field, 1, 2**24)
         if self.d_model % self.heads:
             raise InputError(
                 f"heads {self.heads} do not divide d_model {self.d_model}: "
@@ -82,5 +93,6 @@ def configure(preset: str, **overrides: int | None) -> ModelConfig:
 
 def _near_divisors(d_model: int, heads: int) -> list[int]:
     """The divisors of d_model nearest to the asked number of heads that leave an even head_dim."""
-    divisors = [h for h in range(1, d_model // 2 + 1) if d_model % h == 0 and (d_model // h) % 2 == 0]
+    near = range(max(1, heads - 4096), min(d_model // 2, heads + 4096) + 1)
+    divisors = [h for h in near if d_model % h == 0 and (d_model // h) % 2 == 0]
     return sorted(sorted(divisors or [1], key=lambda h: abs(h - heads))[:4])

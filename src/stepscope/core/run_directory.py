@@ -4,7 +4,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import msgspec
@@ -22,10 +22,14 @@ class _SchemaProbe(msgspec.Struct):
 
 def create_run_directory(out: Path, workload: Workload, now: datetime | None = None) -> Path:
     """Make `<out>/<time>-<key>` before anything is measured, so that an unwritable place is known at once."""
-    stamp = (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%S.%f")[:-3]
-    directory = out / f"{stamp}-{workload.key}"
+    moment = now or datetime.now(UTC)
     try:
-        directory.mkdir(parents=True)
+        out.mkdir(parents=True, exist_ok=True)
+        directory = out / _directory_name(moment, workload)
+        while directory.exists():  # another run of this workload began in the same millisecond
+            moment += timedelta(milliseconds=1)
+            directory = out / _directory_name(moment, workload)
+        directory.mkdir()
         probe = directory / f"{RUN_FILE}.tmp"
         probe.write_bytes(b"{}")
         probe.unlink()
@@ -36,15 +40,20 @@ def create_run_directory(out: Path, workload: Workload, now: datetime | None = N
     return directory
 
 
+def _directory_name(moment: datetime, workload: Workload) -> str:
+    return f"{moment.strftime('%Y%m%dT%H%M%S.%f')[:-3]}-{workload.key}"
+
+
 def encode_run(run: Run) -> bytes:
     """The JSON of a run, indented for people."""
     return msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n"
 
 
-def save_run(run: Run, directory: Path) -> Path:
+def save_run(run: Run, directory: Path, *, rescue: bool = True) -> Path:
     """Write run.json atomically. If the disk refuses, the run goes to a temporary file, or at last to stderr.
 
-    Raises StepscopeError (exit 2) that names where the measurement went; nothing measured is lost.
+    Raises StepscopeError (exit 2) that names where the measurement went; nothing measured is lost. Without `rescue`,
+    for a run that holds no measurement yet, raises InputError.
     """
     data = encode_run(run)
     target = directory / RUN_FILE
@@ -53,14 +62,15 @@ def save_run(run: Run, directory: Path) -> Path:
         return target
     except OSError as error:
         reason = f"cannot write {target}: {error.strerror or error}"
+    if not rescue:
+        raise InputError(f"{reason}; choose another place with --out")
+    refuge = Path(tempfile.gettempdir(), f"stepscope-{run.id}.json")
     try:
-        descriptor, rescue = tempfile.mkstemp(prefix=f"stepscope-{run.id}-", suffix=".json")
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+        _write_atomically(data, refuge)
     except OSError:
         sys.stderr.write(data.decode())
         raise StepscopeError(f"{reason}; no temporary file could be written either, so the run stands above") from None
-    raise StepscopeError(f"{reason}; the run was saved as {rescue}")
+    raise StepscopeError(f"{reason}; the run was saved as {refuge}")
 
 
 def load_run(path: Path) -> Run:

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import msgspec
 
 from stepscope.core.errors import InputError, choose
-from stepscope.core.model_config import ModelConfig
+from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
 
 Dtype = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure"]
 """fp32: true fp32 everywhere. tf32: fp32 storage, products on TF32 Tensor Cores. bf16, fp16: autocast over
@@ -46,19 +46,19 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         if not isinstance(self.model, ModelConfig):
             raise InputError(f"the workload's model is {self.model!r}: give a ModelConfig, as from configure('small')")
-        for field in ("batch_size", "seq_len"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or value < 1:
-                raise InputError(f"{field} is {value!r}: it must be a whole number of at least 1")
+        whole_number(self.batch_size, "batch_size", 1, LARGEST)
+        whole_number(self.seq_len, "seq_len", 1, LARGEST)
+        whole_number(self.seed, "seed", 0, LARGEST)
+        whole_number(self.tokens, "batch_size x seq_len", 1, LARGEST)
         choose(self.dtype, DTYPES, "dtype")
         choose(self.phase, PHASES, "phase")
         choose(self.attention, ATTENTIONS, "attention")
         choose(self.compile, COMPILES, "compile mode")
+        if self.optimizer is not None or self.phase == "train":
+            choose(str(self.optimizer), OPTIMIZERS, "optimizer")
         if self.phase != "train":
             # Without an optimizer step the choice of optimizer changes nothing, so it must not split cells.
             msgspec.structs.force_setattr(self, "optimizer", None)
-        else:
-            choose(str(self.optimizer), OPTIMIZERS, "optimizer")
 
     @property
     def key(self) -> str:

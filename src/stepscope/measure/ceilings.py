@@ -23,7 +23,15 @@ CEILING_DTYPES: tuple[Dtype, ...] = ("fp32", "tf32", "bf16", "fp16")
 _TORCH_DTYPE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MATMUL_SIZES = {"cuda": (2048, 4096, 8192), "cpu": (512, 1024, 2048)}
 _COPY_BYTES = {"cuda": 2**32, "cpu": 2**28}
-_SETTINGS = Settings(warmup_floor=3, warmup_cap=10, warmup_seconds=0.5, steps_floor=5, steps_cap=30, seconds=0.3)
+_TRIAL = Settings(warmup_floor=3, warmup_cap=10, warmup_seconds=0.3, steps_floor=3, steps_cap=200, seconds=0.2)
+"""A first look at every size."""
+_SUSTAINED = {
+    "cuda": Settings(warmup_floor=3, warmup_cap=10, warmup_seconds=0.3, steps_floor=5, steps_cap=10_000, seconds=2.0),
+    "cpu": Settings(warmup_floor=2, warmup_cap=10, warmup_seconds=0.3, steps_floor=5, steps_cap=1000, seconds=0.5),
+}
+"""The best of them, held as long as a step's measurement is: power and heat have their say."""
+_PATIENCE_S = 1.0
+"""A size whose product takes longer is the last that is tried."""
 
 
 class _Operation:
@@ -46,50 +54,56 @@ def supported_dtypes(device: torch.device) -> tuple[Dtype, ...]:
 
 
 def measure_ceilings(
-    device: torch.device, dtypes: Iterable[Dtype], on_progress: Callable[[str], None] | None = None
+    device: torch.device,
+    dtypes: Iterable[Dtype],
+    on_progress: Callable[[str], None] | None = None,
+    *,
+    copy: bool = True,
 ) -> Ceilings:
-    """Measure each dtype's best square matrix product over a few sizes, and a copy. Random data, medians."""
+    """Measure each dtype's best square matrix product, and a copy. Random data, medians, sustained."""
     tell = on_progress or (lambda _: None)
-    matmul: dict[str, Ceiling] = {}
-    for dtype in dtypes:
-        found = []
-        for n in _MATMUL_SIZES[device.type]:
-            tell(f"matrix product {n} x {n} x {n}, {dtype}")
-            found.append(_matmul_ceiling(device, dtype, n))
-            if found[-1].median_s > 1.0:
-                break  # larger sizes would take long and say nothing new
-        matmul[dtype] = max(found, key=lambda ceiling: ceiling.rate)
-    tell("copy")
+    matmul = {dtype: _matmul_ceiling(device, dtype, tell) for dtype in dtypes}
+    if copy:
+        tell("copy")
     return Ceilings(
         device_name=_device_name(device),
         torch_version=str(torch.__version__),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         matmul=matmul,
-        copy=_copy_ceiling(device),
+        copy=_copy_ceiling(device) if copy else None,
     )
 
 
 def ceilings_for(
-    device: torch.device, dtypes: Iterable[Dtype], on_progress: Callable[[str], None] | None = None
+    device: torch.device,
+    dtypes: Iterable[Dtype],
+    on_progress: Callable[[str], None] | None = None,
+    *,
+    keep: bool = True,
 ) -> Ceilings:
-    """The stored ceilings of this device and build, after measuring (and storing) the dtypes still missing."""
+    """The stored ceilings of this device and build, after measuring (and, with `keep`, storing) what is missing."""
     stored = load_ceilings(device)
-    missing: list[Dtype] = [dtype for dtype in dtypes if stored is None or dtype not in stored.matmul]
-    if stored is not None and not missing:
-        return stored
-    fresh = measure_ceilings(device, missing, on_progress)
-    if stored is not None:
-        fresh = msgspec.structs.replace(fresh, matmul={**stored.matmul, **fresh.matmul}, copy=stored.copy)
-    store_ceilings(fresh)
+    if stored is None:
+        fresh = measure_ceilings(device, dtypes, on_progress)
+    else:
+        missing: list[Dtype] = [dtype for dtype in dtypes if dtype not in stored.matmul]
+        if not missing and stored.copy is not None:
+            return stored
+        fresh = measure_ceilings(device, missing, on_progress, copy=stored.copy is None)
+        fresh = msgspec.structs.replace(fresh, matmul={**stored.matmul, **fresh.matmul}, copy=stored.copy or fresh.copy)
+    if keep:
+        store_ceilings(fresh)
     return fresh
 
 
 def load_ceilings(device: torch.device) -> Ceilings | None:
     """What was stored for this device under this build of PyTorch, if anything readable was."""
     try:
-        return msgspec.json.decode(_store_path(_device_name(device)).read_bytes(), type=Ceilings)
-    except (OSError, msgspec.DecodeError):
-        return None  # nothing stored, or by another version: it is measured again
+        stored = msgspec.json.decode(_store_path(_device_name(device)).read_bytes(), type=Ceilings)
+    except (OSError, ValueError, RecursionError):
+        return None  # nothing stored, or nothing that can be read: it is measured again
+    entries = [*stored.matmul.values(), *([stored.copy] if stored.copy else [])]
+    return stored if all(0 < entry.rate < float("inf") for entry in entries) else None
 
 
 def store_ceilings(ceilings: Ceilings) -> Path | None:
@@ -101,18 +115,44 @@ def store_ceilings(ceilings: Ceilings) -> Path | None:
         temporary.write_bytes(msgspec.json.encode(ceilings))
         temporary.replace(path)
     except OSError:
+        path.with_suffix(f".{os.getpid()}.tmp").unlink(missing_ok=True)
         return None
     return path
 
 
-def _matmul_ceiling(device: torch.device, dtype: Dtype, n: int) -> Ceiling:
+def _matmul_ceiling(device: torch.device, dtype: Dtype, tell: Callable[[str], None]) -> Ceiling:
+    """Try the sizes, then sustain the best."""
+    rates: dict[int, float] = {}
+    for n in _MATMUL_SIZES[device.type]:
+        tell(f"matrix product {n} x {n} x {n}, {dtype}")
+        trial_s, _ = _time_matmul(device, dtype, n, _TRIAL)
+        rates[n] = matmul_work(n, n, n, 1).flops / trial_s
+        if trial_s > _PATIENCE_S:
+            break
+    best = max(rates, key=lambda n: rates[n])
+    tell(f"matrix product {best} x {best} x {best}, {dtype}, sustained")
+    median_s, samples = _time_matmul(device, dtype, best, _SUSTAINED[device.type])
+    element = torch.empty(0, dtype=_TORCH_DTYPE[dtype]).element_size()
+    work = matmul_work(best, best, best, element)
+    cached = device.type == "cuda" and (work.bytes_moved or 0) < _l2_bytes(device)
+    return Ceiling(
+        rate=work.flops / median_s,
+        operation=f"{best} x {best} x {best} {dtype}{', operands in L2' if cached else ''}",
+        median_s=median_s,
+        samples=samples,
+    )
+
+
+def _time_matmul(device: torch.device, dtype: Dtype, n: int, settings: Settings) -> tuple[float, int]:
     torch_dtype = _TORCH_DTYPE[dtype]
     a, b = (torch.randn(n, n, device=device, dtype=torch_dtype) for _ in range(2))
     out = torch.empty(n, n, device=device, dtype=torch_dtype)
     with matmul_precision(dtype):
-        median_s, samples = _time(device, lambda: torch.mm(a, b, out=out))
-    flops = matmul_work(n, n, n, a.element_size()).flops
-    return Ceiling(rate=flops / median_s, operation=f"{n} x {n} x {n} {dtype}", median_s=median_s, samples=samples)
+        return _time(device, lambda: torch.mm(a, b, out=out), settings)
+
+
+def _l2_bytes(device: torch.device) -> int:
+    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
 
 
 def _copy_ceiling(device: torch.device) -> Ceiling | None:
@@ -122,14 +162,14 @@ def _copy_ceiling(device: torch.device) -> Ceiling | None:
         target = torch.empty_like(source)
     except torch.OutOfMemoryError:
         return None
-    median_s, samples = _time(device, lambda: target.copy_(source))
+    median_s, samples = _time(device, lambda: target.copy_(source), _SUSTAINED[device.type])
     moved = copy_work(count).bytes_moved or 0
     return Ceiling(rate=moved / median_s, operation=f"copy of {count // 2**20} MiB", median_s=median_s, samples=samples)
 
 
-def _time(device: torch.device, operation: Callable[[], object]) -> tuple[float, int]:
+def _time(device: torch.device, operation: Callable[[], object], settings: Settings) -> tuple[float, int]:
     try:
-        result = measure({"operation": _Operation(operation)}, device=timing_device(device), settings=_SETTINGS)[
+        result = measure({"operation": _Operation(operation)}, device=timing_device(device), settings=settings)[
             "operation"
         ]
     except StepFailed as failure:

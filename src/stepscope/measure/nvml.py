@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -76,6 +77,7 @@ def read_gpu(device: torch.device) -> GpuReading | None:
         }
         limited_s = {policy: status and status.violationTime * 1e-9 for policy, status in limited.items()}
         return GpuReading(
+            read_at_s=time.monotonic(),
             sm_clock_mhz=ask("nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM),
             sm_clock_max_mhz=ask("nvmlDeviceGetMaxClockInfo", handle, nvml.NVML_CLOCK_SM),
             memory_clock_mhz=ask("nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_MEM),

@@ -4,6 +4,7 @@ The timed steps carry no hooks; these steps run after them.
 """
 
 import contextlib
+import hashlib
 import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -35,6 +36,11 @@ class ObservableStep(Protocol):
 
     @property
     def batches(self) -> Sequence[Sequence[torch.Tensor]]: ...
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The token ids that the next forward takes."""
+        ...
 
     @property
     def loss(self) -> torch.Tensor | None: ...
@@ -86,6 +92,7 @@ def observe_step(
     held_before_bytes: what the process had allocated on the device before the step was made.
     """
     autocast_outside = torch.is_autocast_enabled(device.type)
+    distinct_tokens, distinct_batches = _observe_inputs(step)
     step.prepare()
     forwards: dict[str, int] = {phase.name: 0 for phase in step.phases}
     current = [step.phases[0].name]
@@ -110,7 +117,9 @@ def observe_step(
 
     products = _ProductDtypes()
     with contextlib.ExitStack() as stack:
-        stack.callback(step.forward_module.register_forward_pre_hook(count_forward).remove)
+        # A hook on a module inside the compiled one would make it compile anew.
+        counted = step.forward_module if step.compiled else step.model
+        stack.callback(counted.register_forward_pre_hook(count_forward).remove)
         if step.optimizer is not None:
             handle = step.optimizer.register_step_pre_hook(lambda *_: note_autocast("optimizer"))
             stack.callback(handle.remove)
@@ -133,12 +142,25 @@ def observe_step(
         autocast_outside=autocast_outside,
         autocast_in_backward=autocast_seen.get("backward"),
         autocast_in_optimizer=autocast_seen.get("optimizer"),
-        distinct_tokens=int(step.batches[0][0].unique().numel()),
-        distinct_batches=len(step.batches),
+        distinct_tokens=distinct_tokens,
+        distinct_batches=distinct_batches,
         graphs_alive_before=None if step.compiled or step.loss is None else graphs_alive,
         product_dtypes=None if step.compiled else tuple(sorted(products.found)),
     )
     return observation, memory
+
+
+def _observe_inputs(step: ObservableStep) -> tuple[int, int]:
+    """Over one round of batches, as the steps get them: the fewest distinct tokens in one, and how many differ."""
+    seen: set[bytes] = set()
+    fewest = None
+    for _ in step.batches:
+        step.prepare()
+        tokens = step.tokens.cpu()
+        distinct = int(tokens.unique().numel())
+        fewest = distinct if fewest is None else min(fewest, distinct)
+        seen.add(hashlib.sha256(tokens.numpy().tobytes()).digest())
+    return fewest or 0, len(seen)
 
 
 def _observe_memory(

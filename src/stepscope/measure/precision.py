@@ -3,8 +3,10 @@
 import contextlib
 from collections.abc import Iterator
 
+import msgspec
 import torch
 
+from stepscope.core.evidence import Precision, ProfiledStep
 from stepscope.core.workload import Dtype
 
 PROBE_SIZE = 512
@@ -31,3 +33,15 @@ def probe_relative_error(device: torch.device) -> float:
     reference = a.double().cpu() @ b.double().cpu()
     error = (a @ b).double().cpu() - reference
     return float(error.norm() / reference.norm())
+
+
+def with_kernels(precision: Precision, profile: ProfiledStep) -> Precision:
+    """The precision's witnesses, and that of the names of the kernels that ran.
+
+    TF32 products are named so. True fp32 products run on CUDA cores and are named sgemm, or f32f32_f32f32_f32 for the
+    types of A, B, the accumulator and the output.
+    """
+    names = [kernel.name for kernel in profile.kernels]
+    tf32 = tuple(name for name in names if "tf32" in name.lower())
+    fp32 = tuple(name for name in names if ("sgemm" in name or "f32f32_f32f32_f32" in name) and name not in tf32)
+    return msgspec.structs.replace(precision, tf32_kernels=tf32, fp32_kernels=fp32)

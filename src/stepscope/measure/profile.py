@@ -1,17 +1,18 @@
 """One step under torch.profiler, after the timed steps: kernels, busy time, and what profiling costs."""
 
-import time
 from collections.abc import Iterable
 
 import torch
 from torch.profiler import ProfilerActivity
 
 from stepscope.core.evidence import KernelTotal, ProfiledStep
+from stepscope.core.run import Settings
 from stepscope.measure.device import Device
-from stepscope.measure.timer import Subject
+from stepscope.measure.timer import Subject, measure
 
 KERNEL_NAME_LIMIT = 240
 _ATTENTION_OPERATOR = "_scaled_dot_product"
+_ONE_STEP = Settings(warmup_floor=0, warmup_cap=0, steps_floor=1, steps_cap=1, seconds=0)
 
 
 def profile_step(subject: Subject, device: torch.device, timing: Device) -> ProfiledStep:
@@ -48,15 +49,11 @@ def _profiled(
     subject: Subject, timing: Device, activities: list[ProfilerActivity]
 ) -> tuple[float, torch.profiler.profile]:
     """One step under the profiler: its time by the host's clock, and what was recorded."""
-    subject.prepare()
-    timing.synchronize()
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        start_ns = time.perf_counter_ns()
-        for phase in subject.phases:
-            phase.run()
-        timing.synchronize()
-        step_s = (time.perf_counter_ns() - start_ns) * 1e-9
-    return step_s, profiler
+        result = measure({"step": subject}, device=timing, settings=_ONE_STEP)["step"]
+    if result.interrupted:
+        raise KeyboardInterrupt
+    return result.samples["step"].values_s[0], profiler
 
 
 def union_length(intervals: Iterable[tuple[float, float]]) -> float:

@@ -26,6 +26,11 @@ class _Emission:
 _emission = _Emission()
 
 
+def watched() -> bool:
+    """Whether an NVTX tool watches this process."""
+    return _emission.nvtx
+
+
 def named_range(name: str) -> AbstractContextManager[object]:
     """A range for NVTX tools and torch.profiler, or nothing while neither watches or torch.compile is tracing."""
     if torch.compiler.is_compiling() or not (_emission.nvtx or _emission.profiler):

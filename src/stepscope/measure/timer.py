@@ -58,6 +58,8 @@ class Progress:
     at_least: int
     at_most: int
     last_step_s: float
+    fraction: float
+    """How much of the stage is done, by steps or by time, whichever ends it first."""
 
 
 @dataclass(kw_only=True)
@@ -126,6 +128,7 @@ class _Timer:
             for name, subject in subjects.items()
         }
         self._stage = "warm-up"
+        self._stage_start_ns = self._clock.now_ns()
         self._current: tuple[str, str | None] = ("", None)
 
     def run(self) -> dict[str, Measurement]:
@@ -160,7 +163,7 @@ class _Timer:
 
     def _measure(self) -> None:
         settings = self._settings
-        start_ns = self._clock.now_ns()
+        self._stage_start_ns = start_ns = self._clock.now_ns()
         for done in range(1, settings.steps_cap + 1):
             for name in self._subjects:
                 self._step(name)
@@ -191,10 +194,14 @@ class _Timer:
     def _tell(self, name: str, done: int, at_least: int, at_most: int) -> None:
         if self._on_progress:
             last = self._records[name].rows[-1][0]
+            elapsed_s = (self._clock.now_ns() - self._stage_start_ns) * 1e-9
+            seconds = self._settings.seconds if self._stage == "measure" else self._settings.warmup_seconds
+            by_time = min(1.0, elapsed_s / seconds if seconds else 1.0)
+            fraction = max(done / max(1, at_most), min(by_time, done / max(1, at_least)))
             self._on_progress(
                 Progress(
                     subject=name, stage=self._stage, done=done,
-                    at_least=at_least, at_most=at_most, last_step_s=last,
+                    at_least=at_least, at_most=at_most, last_step_s=last, fraction=fraction,
                 )
             )  # fmt: skip
 

@@ -57,7 +57,7 @@ class TrainingStep:
         self.batches: Sequence[tuple[Tensor, Tensor]] = _random_batches(workload, device)
         self.loss: Tensor | None = None
         self._next_batch = 0
-        self._tokens, self._targets = self.batches[0]
+        self.tokens, self._targets = self.batches[0]
         forward = self._infer if self.inference else self._forward
         self.phases: tuple[Phase, ...] = (Phase(name="forward", run=forward),)
         if not self.inference:
@@ -67,7 +67,7 @@ class TrainingStep:
 
     def prepare(self) -> None:
         """Untimed: the next batch; without an optimizer phase, also the gradients' release."""
-        self._tokens, self._targets = self.batches[self._next_batch]
+        self.tokens, self._targets = self.batches[self._next_batch]
         self._next_batch = (self._next_batch + 1) % len(self.batches)
         if self.workload.phase == "forward-backward":
             self.model.zero_grad(set_to_none=True)
@@ -81,11 +81,11 @@ class TrainingStep:
 
     def _infer(self) -> None:
         with torch.no_grad(), self._autocast():
-            self.forward_module(self._tokens)
+            self.forward_module(self.tokens)
 
     def _forward(self) -> None:
         with self._autocast():
-            self.loss = self.forward_module(self._tokens, self._targets)
+            self.loss = self.forward_module(self.tokens, self._targets)
 
     def _backward(self) -> None:
         assert self.loss is not None

@@ -13,7 +13,7 @@ from typing import TextIO
 
 import msgspec
 
-from stepscope.core.errors import StepscopeError, one_line
+from stepscope.core.errors import EXIT_WRONG_INPUT, InputError, StepscopeError, one_line
 from stepscope.studies.request import Stage, StepRequest
 
 
@@ -28,6 +28,8 @@ class CellEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The request cannot be measured as given."""
     error_for_all: bool = False
     """The error does not depend on the cell: no other cell can be measured either."""
+    stderr_matters: bool = False
+    """What the cell wrote to stderr is a measurement that found no other place."""
 
 
 def main() -> int:
@@ -35,10 +37,18 @@ def main() -> int:
     events = _claim_stdout()
     request_line = sys.stdin.readline()
     _die_with_parent()
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, signal.default_int_handler)  # as Ctrl-C: what was measured is kept
 
-    from stepscope.measure.device import resolve_device  # noqa: PLC0415  (torch, after the lifeline)
-    from stepscope.studies.step import measure_step  # noqa: PLC0415
+    try:
+        from stepscope.measure.device import resolve_device  # noqa: PLC0415  (torch, after the lifeline)
+        from stepscope.studies.step import measure_step  # noqa: PLC0415
+    except ImportError as error:
+        _send(events, CellEvent(error=f"cannot measure here: {one_line(error)}", error_for_all=True))
+        return EXIT_WRONG_INPUT
 
+    if len(sys.argv) > 1:
+        return _check_devices(sys.argv[1:], events)
     request = msgspec.json.decode(request_line, type=StepRequest)
 
     def tell(stage: Stage) -> None:
@@ -52,9 +62,24 @@ def main() -> int:
     try:
         _, directory = measure_step(request, tell)
     except StepscopeError as error:
-        _send(events, CellEvent(error=one_line(error)))
+        lost = not isinstance(error, InputError)
+        _send(events, CellEvent(error=one_line(error, limit=1000), error_for_all=lost, stderr_matters=lost))
         return error.exit_code
     _send(events, CellEvent(run_directory=str(directory)))
+    return 0
+
+
+def _check_devices(names: list[str], events: TextIO) -> int:
+    """Whether all the named devices are there and differ: asked once, before several share a sweep."""
+    from stepscope.measure.device import resolve_device  # noqa: PLC0415
+
+    try:
+        devices = [resolve_device(name) for name in names]
+        if len(set(devices)) < len(devices):
+            raise InputError(f"--devices {','.join(names)} names a device twice: each measures one cell at a time")
+    except StepscopeError as error:
+        _send(events, CellEvent(error=str(error), error_for_all=True))
+        return error.exit_code
     return 0
 
 

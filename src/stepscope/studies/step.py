@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import shutil
 import signal
 import sysconfig
 import threading
@@ -19,18 +20,19 @@ from stepscope.analysis.checks import check_run
 from stepscope.analysis.metrics import summarise
 from stepscope.core.device_spec import find_device_spec, overridden_spec, product_dtype
 from stepscope.core.environment import GpuReading
-from stepscope.core.errors import DeviceError, InputError, one_line
+from stepscope.core.errors import DeviceError, InputError, StepscopeError, one_line
 from stepscope.core.evidence import Evidence, Precision
 from stepscope.core.run import Failure, Run, Status
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.units import format_bytes, format_seconds
+from stepscope.measure import ranges
 from stepscope.measure.ceilings import ceilings_for
 from stepscope.measure.compilation import compile_report, reset_compilation
 from stepscope.measure.device import resolve_device, timing_device
 from stepscope.measure.environment import HostLoad, read_environment
 from stepscope.measure.nvml import read_gpu
 from stepscope.measure.observe import observe_step
-from stepscope.measure.precision import matmul_precision, probe_relative_error
+from stepscope.measure.precision import matmul_precision, probe_relative_error, with_kernels
 from stepscope.measure.profile import profile_step
 from stepscope.measure.timer import Measurement, Progress, StepFailed, measure
 from stepscope.models.training_step import TrainingStep, check_supported
@@ -51,8 +53,12 @@ def measure_step(request: StepRequest, tell: Tell = lambda _: None) -> tuple[Run
     check_supported(request.workload, device)
     _limit_memory(device, request.memory_limit_bytes)
     directory = create_run_directory(Path(request.out), request.workload)
-    with matmul_precision(request.workload.dtype):
-        run = _StepStudy(request, device, directory, tell).run()
+    try:
+        with matmul_precision(request.workload.dtype):
+            run = _StepStudy(request, device, directory, tell).run()
+    except InputError:
+        shutil.rmtree(directory, ignore_errors=True)  # nothing was measured: nothing is left behind
+        raise
     with _interrupts_held_back():
         run = msgspec.structs.replace(run, summary=summarise(run))
         run = msgspec.structs.replace(run, findings=check_run(run))
@@ -77,12 +83,14 @@ class _StepStudy:
     """One run in the making: `_run` holds what is known so far, and is what remains if a stage fails."""
 
     def __init__(self, request: StepRequest, device: torch.device, directory: Path, tell: Tell) -> None:
-        self._request, self._device, self._directory, self._tell = request, device, directory, tell
+        self._request, self._device, self._directory = request, device, directory
+        self._display = tell
         self._timing = timing_device(device)
         self._stage = "start"
         self._step: TrainingStep | None = None
         self._held_before_bytes = 0
         self._before: GpuReading | None = None
+        self._load = HostLoad()
         self._run = Run(
             id=directory.name,
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -98,14 +106,14 @@ class _StepStudy:
             self._look_round()
             self._build()
             self._measure()
-            self._observe()
-            self._measure_ceilings()
+            if self._observe():
+                self._measure_ceilings()
         except KeyboardInterrupt:
-            self._end("interrupted", Failure(message="interrupted by the user", during=self._stage))
+            if self._run.status != "done":
+                self._end("interrupted", Failure(message="interrupted by the user", during=self._stage))
         except StepFailed as failure:
-            self._keep(failure.partial[_SUBJECT])
             self._fail(failure.__cause__ or failure, failure.stage, failure.phase)
-        except InputError:
+        except StepscopeError:
             raise
         except Exception as error:  # whatever the device or a library raises becomes the run's status
             self._fail(error, self._stage, None)
@@ -121,7 +129,7 @@ class _StepStudy:
             else find_device_spec(name)
         )
         self._set(environment=environment, device_spec=spec, work=phase_work(request.workload))
-        save_run(self._run, self._directory)
+        save_run(self._run, self._directory, rescue=False)
 
     def _build(self) -> None:
         self._begin("build", self._request.workload.model.name)
@@ -133,35 +141,52 @@ class _StepStudy:
     def _measure(self) -> None:
         assert self._step is not None
         self._begin("warm-up")
-        self._before, load = read_gpu(self._device), HostLoad()
+        self._read_before()
+        interrupted = False
         try:
-            result = measure(
-                {_SUBJECT: self._step},
-                device=self._timing,
-                settings=self._request.settings,
-                on_progress=self._tell_progress,
-            )[_SUBJECT]
+            with self._module_ranges():
+                result = measure(
+                    {_SUBJECT: self._step},
+                    device=self._timing,
+                    settings=self._request.settings,
+                    on_progress=self._tell_progress,
+                )[_SUBJECT]
+            self._keep(result)
+            interrupted = result.interrupted
+        except StepFailed as failure:
+            self._keep(failure.partial[_SUBJECT])
+            raise
         finally:
-            after, host = read_gpu(self._device), load.read()
-            assert self._run.environment is not None
-            self._set(
-                environment=msgspec.structs.replace(self._run.environment, before=self._before, after=after, host=host)
-            )
-        self._keep(result)
+            with _interrupts_held_back():
+                self._read_after()
         if self._step.compiled:
             self._set_evidence(compilation=compile_report())
-        if result.interrupted:
+        if interrupted:
             self._stage = "measure" if self._run.samples["step"].count else "warm-up"
             raise KeyboardInterrupt
+        # On disk from here on: whatever kills the process while it observes does not take the times along.
+        save_run(self._run, self._directory)
         self._set(status="done")
 
-    def _observe(self) -> None:
-        """Gather the evidence. The times are safe already: what fails here is noted, and the run stays done."""
+    def _module_ranges(self) -> contextlib.AbstractContextManager[None]:
+        """Ranges of every module while an NVTX tool watches this process; nothing otherwise, nor when compiled."""
+        assert self._step is not None
+        if ranges.watched() and not self._step.compiled:
+            return ranges.module_ranges(self._step.model)
+        return contextlib.nullcontext()
+
+    def _observe(self) -> bool:
+        """Gather the evidence; False when the user interrupted it.
+
+        The times are safe already: what fails here is noted, and the run stays done.
+        """
         try:
             self._begin("observe")
             assert self._step is not None
-            probe = probe_relative_error(self._device)
-            precision = Precision(float32_matmul=torch.get_float32_matmul_precision(), probe_relative_error=probe)
+            precision = Precision(
+                float32_matmul=torch.get_float32_matmul_precision(),
+                probe_relative_error=probe_relative_error(self._device),
+            )
             self._set_evidence(precision=precision)
             observation, memory = observe_step(self._step, self._device, self._held_before_bytes)
             self._set_evidence(observation=observation, memory=memory)
@@ -170,32 +195,44 @@ class _StepStudy:
             if self._request.settings.profile:
                 self._begin("profile")
                 profile = profile_step(self._step, self._device, self._timing)
-                tf32 = tuple(kernel.name for kernel in profile.kernels if "tf32" in kernel.name.lower())
-                self._set_evidence(profile=profile, precision=msgspec.structs.replace(precision, tf32_kernels=tf32))
+                self._set_evidence(profile=profile, precision=with_kernels(precision, profile))
         except KeyboardInterrupt:
             self._note(f"interrupted during {self._stage}, after the timed steps")
+            return False
         except Exception as error:  # a library's failure here must not cost the times; it is said in the notes
             self._note(f"{self._stage} failed after the timed steps: {one_line(error)}")
+        return True
 
     def _measure_ceilings(self) -> None:
         """Last, so that the step met a process as cold as its warm-up setting says, and its memory is free again."""
-        self._begin("ceiling")
-        self._step = None
-        gc.collect()  # a step and its phases refer to each other
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        dtype = self._request.workload.dtype
         try:
+            self._begin("ceiling")
+            self._step = None
+            gc.collect()  # a step and its phases refer to each other
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
             ceilings = ceilings_for(
                 self._device,
-                [product_dtype(dtype)],
+                [product_dtype(self._request.workload.dtype)],
                 lambda what: self._tell(Stage(name="ceiling", detail=what)),
+                keep=self._request.memory_limit_bytes is None,
             )
             self._set(ceilings=ceilings)
         except KeyboardInterrupt:
             self._note("interrupted while the device's ceiling was measured, after the timed steps")
         except Exception as error:  # as above
             self._note(f"no measured ceiling: {one_line(error)}")
+
+    def _read_before(self) -> None:
+        self._before, self._load = read_gpu(self._device), HostLoad()
+
+    def _read_after(self) -> None:
+        assert self._run.environment is not None
+        self._set(
+            environment=msgspec.structs.replace(
+                self._run.environment, before=self._before, after=read_gpu(self._device), host=self._load.read()
+            )
+        )
 
     def _fail(self, error: BaseException, during: str, phase: str | None) -> None:
         status: Status = "out-of-memory" if is_out_of_memory(error) else "failed"
@@ -224,15 +261,19 @@ class _StepStudy:
     def _tell_progress(self, progress: Progress) -> None:
         self._stage = progress.stage
         if progress.stage == "warm-up" and progress.done >= progress.at_least:
-            # The reading before the measured steps, on a GPU as busy as they will find it.
-            self._before = read_gpu(self._device)
+            # The readings before the measured steps: on a device as busy as they find it, compilation over.
+            self._read_before()
         self._tell(
             Stage(
                 name=progress.stage,
                 detail=f"step {progress.done}, {format_seconds(progress.last_step_s)}",
-                fraction=min(1.0, progress.done / max(1, progress.at_least)),
+                fraction=progress.fraction,
             )
         )
+
+    def _tell(self, stage: Stage) -> None:
+        with contextlib.suppress(OSError):  # a display that is gone, or full, is no concern of the measurement
+            self._display(stage)
 
     def _keep(self, result: Measurement) -> None:
         self._set(samples=result.samples, warmup_steady=result.warmup_steady)

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.analysis.checks import check_run
+from stepscope.analysis.metrics import summarise
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.run import REPEATED, Failure, Run, Settings, Status
 from stepscope.core.run_directory import create_run_directory, load_run, load_runs, save_run
@@ -26,10 +27,18 @@ from stepscope.studies.cell import CellEvent
 from stepscope.studies.request import StepRequest
 from stepscope.work.transformer import parameter_count, phase_work, step_flops
 
+BROKEN: frozenset[Status] = frozenset({"failed", "killed", "timed-out"})
+"""How a cell may end without a result; `Policy.retry` measures these again."""
 INTERRUPT_GRACE_S = 15.0
 """How long an interrupted cell may take to save what it has."""
-STDERR_KEPT_BYTES = 64 * 1024
+STDERR_KEPT_BYTES = 4 * 1024 * 1024
+EXIT_GRACE_S = 20.0
+"""How long a cell may take to end once its run is on disk."""
 STDERR_FILE = "stderr.txt"
+
+
+CELL_COMMAND = (sys.executable, "-P", "-m", "stepscope.studies.cell")
+"""-P: the current directory is the user's, and may hold a random.py of theirs."""
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,12 +151,15 @@ class _Sweep:
         self._plan, self._policy, self._tell = plan, policy, tell
         self._out = Path(plan.out)
         self.interrupted = False
+        self.faults: list[str] = []
         self.state = SweepState(cells=[CellState(cell=cell) for cell in plan.cells])
         self._find_results()
         self._waiting = [cell for cell in self.state.cells if cell.run is None]
 
     async def run(self) -> list[Run]:
         self._tell(self.state)
+        if len(self._plan.devices) > 1 and self._waiting:
+            await self._check_devices()
         workers = [asyncio.create_task(self._work(device)) for device in self._plan.devices]
 
         def stop() -> None:
@@ -171,16 +183,29 @@ class _Sweep:
                 raise end
         return [cell.run for cell in self.state.cells if cell.run is not None]
 
+    async def _check_devices(self) -> None:
+        process = await asyncio.create_subprocess_exec(
+            *CELL_COMMAND, *self._plan.devices,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(b"\n")
+        answer = await process.stdout.readline()
+        process.stdin.close()
+        await process.wait()
+        if answer and (error := msgspec.json.decode(answer, type=CellEvent).error):
+            raise InputError(error)
+
     def _find_results(self) -> None:
         """Take over the results that an earlier start of this sweep left on disk."""
         if self._policy.fresh or not self._out.is_dir():
             return
         again: set[Status] = set(REPEATED)
         if self._policy.retry:
-            again |= {"failed", "killed", "timed-out"}
+            again |= BROKEN
         if not self._policy.skip:
             again.add("skipped")
-        runs, _ = load_runs([self._out])
+        runs, self.faults = load_runs([self._out])
         for run in runs:
             if run.sweep != self._plan.key or run.status in again:
                 continue
@@ -238,7 +263,7 @@ class _Sweep:
                     run = load_run(directory)
                 except InputError:
                     continue
-                if run.status == "unfinished" and run.sweep == self._plan.key and run.settings == cell.settings:
+                if run.status in REPEATED and run.sweep == self._plan.key and run.settings == cell.settings:
                     return directory
         return None
 
@@ -260,10 +285,11 @@ class _Sweep:
             run = load_run(directory)
         artifacts = dict(run.artifacts)
         if stderr:
-            (directory / STDERR_FILE).write_bytes(stderr)
-            artifacts["stderr"] = STDERR_FILE
+            with contextlib.suppress(OSError):  # the row matters more than its last words
+                (directory / STDERR_FILE).write_bytes(stderr)
+                artifacts["stderr"] = STDERR_FILE
         run = msgspec.structs.replace(run, status=status, failure=failure, artifacts=artifacts)
-        run = msgspec.structs.replace(run, findings=check_run(run))
+        run = msgspec.structs.replace(run, findings=check_run(run), summary=summarise(run))
         save_run(run, directory)
         return run
 
@@ -281,7 +307,7 @@ class _CellProcess:
         self._cell.state = "measuring"
         self._sweep.told()
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "stepscope.studies.cell",
+            *CELL_COMMAND,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -293,18 +319,18 @@ class _CellProcess:
             request = self._sweep.request(self._cell.cell, self._device)
             process.stdin.write(msgspec.json.encode(request) + b"\n")
             async with asyncio.timeout(self._sweep.timeout_s):
-                await asyncio.gather(self._follow(process), self._keep_stderr(process))
+                stderr = asyncio.create_task(self._keep_stderr(process))
+                await self._follow(process)
+            async with asyncio.timeout(EXIT_GRACE_S):
+                await stderr
                 await process.wait()
         except TimeoutError:
-            await self._kill(process)
+            if self._last and self._last.run_directory:  # all was done, only the process does not end
+                return load_run(Path(self._last.run_directory))
+            await self._interrupt(process)
             return self._ended("timed-out", f"no end after {self._sweep.timeout_s:.0f} s")
         except asyncio.CancelledError:
-            process.send_signal(signal.SIGINT)
-            try:
-                async with asyncio.timeout(INTERRUPT_GRACE_S):
-                    await process.wait()
-            except TimeoutError:
-                await self._kill(process)
+            await self._interrupt(process)
             raise
         except (BrokenPipeError, ConnectionResetError):
             await process.wait()
@@ -312,6 +338,16 @@ class _CellProcess:
             if process.returncode is None:
                 await self._kill(process)
         return self._result(process.returncode or 0)
+
+    async def _interrupt(self, process: asyncio.subprocess.Process) -> None:
+        """Let the cell save what it has, as on Ctrl-C; then end it."""
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGINT)
+        try:
+            async with asyncio.timeout(INTERRUPT_GRACE_S):
+                await process.wait()
+        except TimeoutError:
+            await self._kill(process)
 
     async def _follow(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
@@ -337,6 +373,8 @@ class _CellProcess:
         if last and last.run_directory:
             return load_run(Path(last.run_directory))
         if last and last.error:
+            if last.stderr_matters:
+                sys.stderr.write(bytes(self._stderr).decode(errors="replace"))
             if last.error_for_all:
                 raise InputError(last.error)
             return self._ended("failed", last.error)

@@ -24,11 +24,14 @@ from stepscope.analysis.checks.conditions import (
     unvaried_input,
 )
 from stepscope.analysis.checks.timing import (
+    beyond_the_ceiling,
+    few_samples,
     impossible_rate,
     launch_bound,
     not_steady,
     profiler_overhead,
     timer_stopped_early,
+    warm_up_unsettled,
     wide_spread,
 )
 from stepscope.core.finding import SEVERITIES, Finding
@@ -46,7 +49,10 @@ CHECKS: tuple[Check, ...] = (
     autocast_scope,
     graph_kept_alive,
     unvaried_input,
+    beyond_the_ceiling,
     not_steady,
+    few_samples,
+    warm_up_unsettled,
     wide_spread,
     clocks_held_down,
     gpu_shared,

@@ -24,6 +24,8 @@ def precision_mismatch(run: Run) -> Finding | None:
             fault = f"fp32 was asked for, but a product's error of {probe:.1e} is TF32's (true fp32: 2e-7)"
         elif dtype == "tf32" and probe < TF32_ERROR:
             fault = f"tf32 was asked for, but a product's error of {probe:.1e} is true fp32's (TF32: 3e-4)"
+        elif dtype in ("bf16", "fp16", "bf16-pure") and precision.fp32_kernels:
+            fault = f"{dtype} was asked for, but {precision.fp32_kernels[0]} ran: a product in true fp32"
     expected = {"bf16": "bfloat16", "bf16-pure": "bfloat16", "fp16": "float16"}.get(dtype, "float32")
     if not fault and observation and observation.product_dtypes:
         strangers = [found for found in observation.product_dtypes if found != expected]
@@ -86,6 +88,15 @@ def compile_fallback(run: Run) -> Finding | None:
             sentence=f"torch.compile broke the graph {report.graph_breaks} times{reason}; "
             f"the pieces between run eagerly.",
             remedy="TORCH_LOGS=graph_breaks shows where",
+            evidence=evidence,
+        )
+    if report.frames_compiled < report.frames_total:
+        return Finding(
+            kind="compile-fallback",
+            severity="warning",
+            sentence=f"torch.compile compiled {report.frames_compiled} of {report.frames_total} frames; "
+            "the others ran eagerly.",
+            remedy="TORCH_LOGS=dynamo shows why",
             evidence=evidence,
         )
     if report.recompiles:

@@ -42,13 +42,13 @@ def cache_resident(run: Run) -> Finding | None:
     environment, memory = run.environment, run.evidence.memory
     if environment is None or environment.l2_bytes is None or memory is None:
         return None
-    touched = memory.parameter_bytes + (memory.saved_for_backward or 0)
-    if touched >= environment.l2_bytes:
+    touched = memory.allocated_peak
+    if touched is None or touched >= environment.l2_bytes:
         return None
     return Finding(
         kind="cache-resident",
         severity="note",
-        sentence=f"Parameters and saved tensors ({format_bytes(touched)}) fit the L2 cache "
+        sentence=f"All that the step holds at its peak ({format_bytes(touched)}) fits the L2 cache "
         f"({format_bytes(environment.l2_bytes)}): memory traffic is the cache's.",
         remedy="a larger model or batch shows the memory's own speed",
         evidence={"touched_bytes": touched, "l2_bytes": environment.l2_bytes},
@@ -61,23 +61,22 @@ def clocks_held_down(run: Run) -> Finding | None:
     if environment is None or environment.before is None or environment.after is None:
         return None
     before, after = environment.before, environment.after
-    samples = run.samples.get("step")
-    if samples is None or not samples.count:
-        return None
-    measured_s = sum(samples.values_s)
+    between_s = after.read_at_s - before.read_at_s if before.read_at_s and after.read_at_s else 0.0
     shares = {}
     for reason, start, end in (
         ("the power cap", before.power_limited_s, after.power_limited_s),
         ("heat", before.thermal_limited_s, after.thermal_limited_s),
     ):
-        if start is not None and end is not None and measured_s > 0:
-            shares[reason] = min(1.0, (end - start) / measured_s)
+        if start is not None and end is not None and between_s > 0:
+            shares[reason] = (end - start) / between_s
     reason, share = max(shares.items(), key=lambda item: item[1], default=("", 0.0))
     named = ", ".join(after.slowdown_reasons)
-    if share < 0.05 and not named:
+    low = bool(after.sm_clock_mhz and after.sm_clock_max_mhz and after.sm_clock_mhz < 0.9 * after.sm_clock_max_mhz)
+    if share < 0.05 and not named and not low:
         return None
     clock = f" SM clock {after.sm_clock_mhz} of {after.sm_clock_max_mhz} MHz at the end." if after.sm_clock_mhz else ""
-    cause = f"{reason} for {format_share(share)} of the run" if share >= 0.05 else named
+    cause = f"{reason} for {format_share(share)} of the measured time" if share >= 0.05 else named
+    cause = cause or "a lower setting (no cap and no heat is reported)"
     return Finding(
         kind="clocks-held-down",
         severity="warning" if "slowdown" in named or (reason == "heat" and share >= 0.05) else "note",

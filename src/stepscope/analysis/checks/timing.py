@@ -3,6 +3,8 @@
 The numbers in brackets are the rows of docs/measuring.md, where each mistake is described as seen in the wild.
 """
 
+import statistics
+
 from stepscope.analysis import metrics
 from stepscope.core.finding import Finding
 from stepscope.core.run import Run
@@ -10,12 +12,17 @@ from stepscope.core.units import format_rate, format_seconds, format_share
 
 
 def timer_stopped_early(run: Run) -> Finding | None:
-    """[1] The device's own time of the phases cannot exceed the synchronised time of the step."""
-    step_s = metrics.median_s(run, "step")
-    phases = [metrics.median_s(run, name) for name in metrics.PHASE_NAMES]
-    phases_s = sum(p for p in phases if p is not None)
-    if not step_s or phases_s <= 1.05 * step_s + 50e-6:
+    """[1] The device's own time of a step's phases cannot exceed the synchronised time of that step."""
+    step = run.samples.get("step")
+    phases = [run.samples[name].values_s for name in metrics.PHASE_NAMES if name in run.samples]
+    if step is None or not step.count or not phases:
         return None
+    sums = [sum(values) for values in zip(*phases, strict=False)]
+    # 5 % and 50 us: the resolution of two clocks. Half of the steps must be over, so that no hiccup is a verdict.
+    over = [total > 1.05 * whole + 50e-6 for total, whole in zip(sums, step.values_s, strict=False)]
+    if sum(over) <= len(over) / 2:
+        return None
+    step_s, phases_s = statistics.median(step.values_s), statistics.median(sums)
     return Finding(
         kind="timer-stopped-early",
         severity="error",
@@ -46,20 +53,39 @@ def impossible_rate(run: Run) -> Finding | None:
     return None
 
 
+def beyond_the_ceiling(run: Run) -> Finding | None:
+    """[17] A utilisation above one says that the denominator is wrong."""
+    utilisation = metrics.mfu_measured(run)
+    ceiling = run.ceilings.matmul_for(run.workload.dtype) if run.ceilings else None
+    if utilisation is None or ceiling is None or utilisation <= 1.05:
+        return None
+    return Finding(
+        kind="beyond-the-ceiling",
+        severity="warning",
+        sentence=f"The step runs at {utilisation:.1f} times the best matrix product measured on this device "
+        f"({format_rate(ceiling.rate, 'FLOP/s')}, {ceiling.operation}): that ceiling is too low.",
+        remedy="measure it again on a quiet machine: stepscope device --again",
+        evidence={"utilisation": utilisation, "ceiling_flops_per_s": ceiling.rate},
+    )
+
+
 def not_steady(run: Run) -> Finding | None:
-    """[2] Samples that drift, or a first one far from the rest, are no sample of one quantity."""
+    """[2] Samples that drift, or first ones far from the rest, are no sample of one quantity."""
     samples = run.samples.get("step")
     if samples is None or not samples.median_s:
         return None
-    first = samples.values_s[0]
-    if samples.count >= 3 and first > 1.5 * samples.median_s:
+    warmups = len(samples.warmup_s)
+    first, head_s = samples.values_s[0], statistics.median(samples.values_s[:3])
+    slow = first if first > 1.5 * samples.median_s else head_s if head_s > 1.2 * samples.median_s else None
+    if samples.count >= 5 and slow is not None:
+        which = "The first step" if slow == first else "The first three steps"
         return Finding(
             kind="not-steady",
             severity="warning",
-            sentence=f"The first step took {format_seconds(first)}, {first / samples.median_s:.1f} times the median of "
-            f"{format_seconds(samples.median_s)}, after {len(samples.warmup_s)} warm-up steps.",
+            sentence=f"{which} took {format_seconds(slow)}, {slow / samples.median_s:.1f} times the median of "
+            f"{format_seconds(samples.median_s)}, after {warmups} warm-up steps.",
             remedy="warm up more: leave --warmup out, or raise it",
-            evidence={"first_s": first, "median_s": samples.median_s, "warmup_steps": len(samples.warmup_s)},
+            evidence={"first_s": slow, "median_s": samples.median_s, "warmup_steps": warmups},
         )
     trend = samples.trend()
     if trend and trend.p_value < 0.01 and abs(trend.relative_change) > 0.05:
@@ -67,12 +93,43 @@ def not_steady(run: Run) -> Finding | None:
         return Finding(
             kind="not-steady",
             severity="warning",
-            sentence=f"The steps grew {direction} by {format_share(abs(trend.relative_change))} over "
+            sentence=f"The steps became {direction}, by {format_share(abs(trend.relative_change))} over "
             f"{samples.count} steps (Mann-Kendall p = {trend.p_value:.1g}).",
             remedy="warm up longer, and look at clocks and temperature",
             evidence={"relative_change": trend.relative_change, "p_value": trend.p_value},
         )
     return None
+
+
+def warm_up_unsettled(run: Run) -> Finding | None:
+    """[2] Warm-up that reached its cap before two windows of steps agreed."""
+    samples = run.samples.get("step")
+    if run.warmup_steady is not False or samples is None or not samples.count:
+        return None
+    if run.settings.warmup_floor == run.settings.warmup_cap:
+        return None  # so many steps were asked for, whatever they showed
+    return Finding(
+        kind="warm-up-unsettled",
+        severity="note",
+        sentence=f"Warm-up ended after {len(samples.warmup_s)} steps, at its cap, "
+        "before two windows of steps had the same median within 3 %.",
+        remedy="the interval of the median says how much it matters",
+        evidence={"warmup_steps": len(samples.warmup_s)},
+    )
+
+
+def few_samples(run: Run) -> Finding | None:
+    """[2] With so few samples, neither drift nor spread can be judged."""
+    samples = run.samples.get("step")
+    if samples is None or not samples.count or samples.count >= 8:
+        return None
+    return Finding(
+        kind="few-samples",
+        severity="note",
+        sentence=f"{samples.count} steps are too few to test for drift.",
+        remedy="measure at least 8: raise --steps",
+        evidence={"samples": samples.count},
+    )
 
 
 def wide_spread(run: Run) -> Finding | None:
