@@ -27,7 +27,7 @@ LIBRARIES = {
     "work": set(),
     "measure": {"msgspec", "torch"},
     "models": {"torch"},
-    "analysis": {"polars"},
+    "analysis": set(),
     "studies": {"msgspec", "torch"},
     "report": {"msgspec", "polars", "rich"},
     "cli": {"msgspec", "rich", "typer"},

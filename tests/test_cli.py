@@ -109,8 +109,22 @@ def test_the_run_is_listed_shown_and_tabled(measured: tuple[Path, subprocess.Com
         (["study", "warmup", "--warmups", "-1"], "warmup_floor is -1"),
         (["device", "--device", "cuda:99"], "no GPU for --device cuda:99"),
         (["nonsense"], "nonsense"),
+        (["run", "--model", ""], "unknown model ''"),
+        (["run", "--tag", ""], "the tag is ''"),
+        (["run", "--tag", "a\x1b[31mb"], "the tag is 'a\\x1b[31mb'"),
+        (["run", "--tag", "two\nlines"], "printable characters"),
+        (["run", "--memory-limit", "9" * 400], "out of range"),
+        (["run", "--seed", "9" * 30], "seed is"),
+        (["run", "--d-model", "99999999999", "--heads", "7"], "d_model is 99999999999"),
+        (["run", "--phase", "forward", "--optimizer", "sgd"], "unknown optimizer 'sgd'"),
+        (["run", "--seconds", "nan"], "Invalid value for '--seconds'"),
+        (["run", "--out", "x" * 300, *QUICK], "cannot write runs to"),
+        (["sweep", "recipe.py", "--model", "small"], "leave out --model"),
+        (["sweep", "--out", "x" * 300], "cannot write runs to"),
+        (["show", "x" * 300], "no run named"),
+        (["ls", "x" * 300], "no runs at"),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
 def test_wrong_input_is_one_line_and_code_2(arguments: list[str], says: str, tmp_path: Path):
     result = stepscope(*arguments, cwd=tmp_path)
@@ -152,6 +166,95 @@ def test_ctrl_c_leaves_a_usable_run(tmp_path: Path):
     assert "interrupted (measure" in stdout and "Traceback" not in stderr
     (run,), _ = load_runs([tmp_path])
     assert run.status == "interrupted" and run.samples["step"].count > 5
+
+
+def test_ctrl_c_while_observing_keeps_the_times(tmp_path: Path):
+    arguments = [*QUICK, "--out", str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stepscope", "run", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "ceiling" in line or "profile" in line:
+            break
+    for _ in range(3):  # an impatient user
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    _, stderr = process.communicate(timeout=60)
+    assert "Traceback" not in stderr
+    (run,), _ = load_runs([tmp_path])
+    assert run.status == "done" and run.samples["step"].count == 60
+
+
+def test_sigterm_is_as_ctrl_c(tmp_path: Path):
+    arguments = [*QUICK[:-2], "--steps", "10000000", "--out", str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stepscope", "run", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "measure" in line:
+            break
+    time.sleep(0.5)
+    process.terminate()
+    process.communicate(timeout=60)
+    (run,), _ = load_runs([tmp_path])
+    assert process.returncode == 130 and run.status == "interrupted" and run.samples["step"].count > 5
+
+
+def test_a_display_that_is_gone_is_no_failure_of_the_device(tmp_path: Path):
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "stepscope", "run", *QUICK, "--no-profile", "--out", str(tmp_path)],
+            stdout=subprocess.PIPE, stderr=full, text=True, check=False,
+        )  # fmt: skip
+    assert result.returncode == 0 and "backward" in result.stdout
+
+
+def test_streams_that_are_closed_full_or_narrow(measured: tuple[Path, subprocess.CompletedProcess[str]]):
+    out, _ = measured
+    closed = subprocess.run(
+        f"{sys.executable} -m stepscope models >&-", shell=True, capture_output=True, text=True, check=False
+    )
+    assert (closed.returncode, closed.stderr) == (0, "")
+    full = subprocess.run(
+        f"{sys.executable} -m stepscope models > /dev/full", shell=True, capture_output=True, text=True, check=False
+    )
+    assert full.returncode == 2 and full.stderr.startswith("stepscope: cannot write the result to stdout")
+    narrow = stepscope("show", "last", "--out", str(out), PYTHONIOENCODING="ascii")
+    assert narrow.returncode == 0 and "forward" in narrow.stdout
+
+
+def test_help_without_arguments_is_the_whole_help():
+    result = stepscope()
+    assert result.returncode == 2 and "sweep" in result.stderr and "table" in result.stderr
+
+
+def test_hostile_run_files_are_one_line_each(tmp_path: Path, measured: tuple[Path, subprocess.CompletedProcess[str]]):
+    out, _ = measured
+    (good,) = out.rglob("run.json")
+    text = good.read_text()
+    hostile = {
+        "deep": "[" * 200_000,
+        "negative": text.replace('"values_s": [', '"values_s": [-1.0,', 1),
+        "huge": text.replace('"values_s": [', '"values_s": [1e308,', 1),
+    }
+    for name, content in hostile.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(content)
+        result = stepscope("show", str(tmp_path / name))
+        assert result.returncode == 2 and len(result.stderr.strip().splitlines()) == 1, result.stderr
+    (tmp_path / "marked").mkdir()
+    (tmp_path / "marked" / "run.json").write_text(text.replace('"tag": "mine"', '"tag": "[/bold]\\u001b[31m"'))
+    listed = stepscope("ls", str(tmp_path))
+    assert listed.returncode == 0 and "[/bold]" in listed.stdout and "\x1b" not in listed.stdout
+    assert listed.stderr.count("left out") == 3
 
 
 def test_a_failed_check_is_code_1(tmp_path: Path):

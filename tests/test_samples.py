@@ -83,6 +83,25 @@ def test_p_value_of_the_trend_agrees_with_scipys_asymptotic_test():
     assert theirs <= trend.p_value <= theirs * 1.1
 
 
+def test_many_samples_are_as_few_by_another_way():
+    values = statistics.NormalDist(10.0, 1.0).samples(401, seed=5)
+    by_rank, by_draw = of(*values).interval(), of(*values[:400]).interval()
+    assert by_rank is not None and by_draw is not None
+    assert by_rank.low == pytest.approx(by_draw.low, abs=0.05)
+    assert by_rank.high == pytest.approx(by_draw.high, abs=0.05)
+    long = of(*(1 + 1e-6 * i for i in range(100_000)))
+    trend = long.trend()
+    assert trend is not None and trend.p_value < 1e-9
+    assert trend.relative_change == pytest.approx(0.1 / 1.05, rel=0.01)
+    assert long.interval() is not None
+
+
+def test_samples_that_are_no_times_are_refused():
+    for value in (-1.0, float("nan"), float("inf"), 1e308):
+        with pytest.raises(ValueError, match="samples are seconds"):
+            of(1.0, value)
+
+
 def test_a_rising_series_has_a_trend_and_a_shuffled_one_has_none():
     rising = of(*(1 + 0.01 * i for i in range(20))).trend()
     assert rising is not None and rising.p_value < 1e-6

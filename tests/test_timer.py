@@ -176,6 +176,16 @@ def test_progress_is_told_for_every_step():
     assert told[-1].last_step_s == pytest.approx(1.0)
 
 
+def test_the_fraction_done_reaches_one_at_the_end_and_not_before():
+    clock, device, step = machine(forward=(0.0, 1.0))
+    told: list[Progress] = []
+    settings = Settings(warmup_floor=0, warmup_cap=0, steps_floor=4, steps_cap=100, seconds=1010)
+    measure({"step": step}, device=device, settings=settings, clock=clock, on_progress=told.append)
+    fractions = [p.fraction for p in told]
+    assert fractions == sorted(fractions) and len(told) == 10
+    assert fractions[-2] < 1.0 and fractions[-1] == 1.0
+
+
 def test_steady_means_two_windows_alike():
     assert not is_steady([1.0] * 5)
     assert is_steady([9.0, 1.0, 1.0, 1.0, 1.01, 1.01, 1.01])

@@ -48,7 +48,7 @@ def mfu_measured(run: Run) -> float | None:
     """Model FLOPs utilisation against the best matrix product measured on this device."""
     rate = model_flops_per_s(run)
     ceiling = run.ceilings.matmul_for(run.workload.dtype) if run.ceilings else None
-    return rate / ceiling.rate if rate and ceiling else None
+    return rate / ceiling.rate if rate and ceiling and ceiling.rate > 0 else None
 
 
 def host_share(run: Run) -> float | None:

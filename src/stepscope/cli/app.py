@@ -1,6 +1,9 @@
 """The `stepscope` command: its verbs, and what becomes of an error."""
 
+import contextlib
+import io
 import os
+import signal
 import sys
 from typing import NoReturn
 
@@ -47,6 +50,9 @@ def main() -> NoReturn:
     """Run the command. Every failure that stepscope names is one line on stderr and its exit code."""
     # Read by PyTorch's profiler when torch is imported: its start and stop are not worth a line to the user.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    _mend_streams()
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, signal.default_int_handler)  # as Ctrl-C: what was measured is kept
     try:
         code = app(standalone_mode=False)
     except StepscopeError as error:
@@ -57,22 +63,38 @@ def main() -> NoReturn:
             raise
         _leave(f"this verb needs {error.name}, which is not installed here: {remedy}", EXIT_WRONG_INPUT)
     except KeyboardInterrupt:
-        _leave("interrupted", EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        # The reader of our output has gone (`| head`): nothing is wrong, and nothing more can be said to it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        code = EXIT_INTERRUPTED
     except Exception as error:
-        # Typer's own usage errors carry `format_message`; its module for them differs between versions.
+        # Typer's own errors carry `format_message`; its module for them differs between versions.
+        format_message = getattr(error, "format_message", None)
+        if type(error).__name__.startswith("NoArgsIsHelp") and format_message is not None:
+            print(format_message(), file=sys.stderr)
+            sys.exit(EXIT_WRONG_INPUT)
         if type(error).__name__ == "Abort":
             _leave("interrupted", EXIT_INTERRUPTED)
-        format_message = getattr(error, "format_message", None)
         if format_message is None:
             raise
         _leave(one_line(Exception(format_message())), EXIT_WRONG_INPUT)
+    if code == EXIT_INTERRUPTED:
+        _leave("interrupted", EXIT_INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _mend_streams() -> None:
+    """Streams that were closed go nowhere, and a narrow encoding gets `?` for what it cannot say."""
+    for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
 def _leave(message: str, code: int) -> NoReturn:
-    print(f"stepscope: {message}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # whoever reads stderr may have gone
+        print(f"stepscope: {message}", file=sys.stderr)
     sys.exit(code)

@@ -1,6 +1,5 @@
 """`stepscope device`: what this device promises, and what it reaches."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +7,7 @@ import msgspec
 import typer
 
 from stepscope.cli import options
-from stepscope.cli.output import progress, show, stdout_kept_clean
+from stepscope.cli.output import emit, progress, show, stdout_kept_clean
 from stepscope.core.device_spec import DeviceReport
 from stepscope.core.errors import InputError, one_line
 
@@ -22,7 +21,7 @@ def device(
     """Name the device, its datasheet peaks, and the ceilings measured on it (stored for later runs)."""
     report = _measure(device, again) if read is None else _load(read)
     if json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
+        emit(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
         return
     from stepscope.report.device import render_device
 

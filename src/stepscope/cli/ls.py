@@ -1,13 +1,12 @@
 """`stepscope ls`: the runs there are."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from stepscope.cli import options
-from stepscope.cli.output import show, warn
+from stepscope.cli.output import emit, show, warn
 from stepscope.core.run_directory import load_runs
 
 
@@ -30,7 +29,7 @@ def ls(
         listed = [
             {"id": r.id, "created": r.created, "tag": r.tag, "status": r.status, "summary": r.summary} for r in kept
         ]
-        sys.stdout.write(msgspec.json.encode(listed).decode() + "\n")
+        emit(msgspec.json.encode(listed).decode() + "\n")
         return
     from stepscope.report.terminal import render_runs
 

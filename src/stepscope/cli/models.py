@@ -1,11 +1,9 @@
 """`stepscope models`: the presets with their sizes."""
 
-import sys
-
 import msgspec
 
 from stepscope.cli import options
-from stepscope.cli.output import show
+from stepscope.cli.output import emit, show
 from stepscope.core.model_config import PRESETS
 from stepscope.work.transformer import parameter_count
 
@@ -16,14 +14,11 @@ def models(json: options.Json = False) -> None:
         {"name": c.name, "parameters": parameter_count(c), **c.sizes, "head_dim": c.head_dim} for c in PRESETS.values()
     ]
     if json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(rows), indent=1).decode() + "\n")
+        emit(msgspec.json.format(msgspec.json.encode(rows), indent=1).decode() + "\n")
         return
-    from rich import box
-    from rich.table import Table
+    from stepscope.report.terminal import make_table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in rows[0]:
-        table.add_column(name, justify="left" if name == "name" else "right")
+    table = make_table(*rows[0], right_from=1)
     for row in rows:
         table.add_row(*(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row.values()))
     show(table)

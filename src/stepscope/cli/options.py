@@ -5,12 +5,21 @@ from typing import Annotated
 
 import typer
 
+from stepscope.core.errors import InputError
 from stepscope.core.run import Settings
 from stepscope.core.workload import ATTENTIONS, COMPILES, DTYPES, OPTIMIZERS, PHASES
 
 Out = Annotated[Path, typer.Option("--out", help="Where runs are kept.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
-Tag = Annotated[str | None, typer.Option("--tag", help="A word of your own to find the run by.")]
+
+
+def _tag(text: str | None) -> str | None:
+    if text is not None and (not text.isprintable() or not 0 < len(text) <= 100):
+        raise InputError(f"the tag is {text[:40]!a}: use 1 to 100 printable characters")
+    return text
+
+
+Tag = Annotated[str | None, typer.Option("--tag", callback=_tag, help="A word of your own to find the run by.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
 Warmup = Annotated[
     int | None,

@@ -12,6 +12,8 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from stepscope.core.errors import StepscopeError
+
 if TYPE_CHECKING:
     from stepscope.report.sweep import ProgressRow
     from stepscope.studies.request import Stage
@@ -21,21 +23,34 @@ if TYPE_CHECKING:
 def show(renderable: RenderableType) -> None:
     """Print on stdout; a pipe or a file gets tables as wide as they are, and text folded at 120."""
     if sys.stdout.isatty():
-        Console(highlight=False).print(renderable)
+        Console(highlight=False, markup=False).print(renderable)
         return
     parts = renderable.renderables if isinstance(renderable, Group) else [renderable]
     for part in parts:
         width = 1000 if isinstance(part, Table) else 120
-        text = Console(width=width, highlight=False, file=io.StringIO())
+        text = Console(width=width, highlight=False, markup=False, file=io.StringIO())
         text.print(part)
         assert isinstance(text.file, io.StringIO)
         lines = [line.rstrip() for line in text.file.getvalue().splitlines()]
-        sys.stdout.write("\n".join(lines).strip("\n") + "\n")
+        emit("\n".join(lines).strip("\n") + "\n")
+
+
+def emit(text: str) -> None:
+    """Write a result to stdout. A reader that has gone (`| head`) is no failure; a full disk is one line."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise StepscopeError(f"cannot write the result to stdout: {error.strerror or error}") from error
 
 
 def warn(line: str) -> None:
-    """One line on stderr."""
-    print(f"stepscope: {line}", file=sys.stderr)
+    """One line on stderr; a stderr that is gone or full stops nothing."""
+    with contextlib.suppress(OSError):
+        print(f"stepscope: {line}", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -61,7 +76,7 @@ def progress() -> Iterator[Callable[["Stage"], None]]:
         def tell_plainly(stage: "Stage") -> None:
             if stage.name not in seen:
                 seen.add(stage.name)
-                print(f"stepscope: {stage.name} {stage.detail}".rstrip(), file=sys.stderr)
+                warn(f"{stage.name} {stage.detail}".rstrip())
 
         yield tell_plainly
         return
@@ -93,18 +108,31 @@ def sweep_progress(slots: int) -> Iterator[Callable[["SweepState"], None]]:
     """A live table of the cells on a terminal; elsewhere one line for each cell that ends."""
     from stepscope.report.sweep import render_progress, sentence_of
 
+    faults: list[str] = []
     if sys.stderr.isatty():
         with Live(console=Console(stderr=True), transient=True, refresh_per_second=4) as live:
-            yield lambda state: live.update(render_progress(rows_of(state), state.seconds_left(slots)))
+            height = live.console.size.height
+
+            def show_live(state: "SweepState") -> None:
+                faults.extend(fault for fault in state.faults if fault not in faults)
+                live.update(render_progress(rows_of(state), state.seconds_left(slots), height))
+
+            yield show_live
+        for fault in faults:
+            warn(f"measured again: {fault}")
         return
     told: set[int] = set()
 
     def tell(state: "SweepState") -> None:
+        for fault in state.faults:
+            if fault not in faults:
+                faults.append(fault)
+                warn(f"measured again: {fault}")
         rows = rows_of(state)
         for i, row in enumerate(rows):
             if row.run is not None and i not in told:
                 told.add(i)
-                print(f"stepscope: {sentence_of(rows, i, state.seconds_left(slots))}", file=sys.stderr)
+                warn(sentence_of(rows, i, state.seconds_left(slots)))
 
     yield tell
 

@@ -1,13 +1,12 @@
 """`stepscope run`: measure one training step here."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stepscope.cli import options
-from stepscope.cli.output import progress, show, stdout_kept_clean
+from stepscope.cli.output import emit, progress, show, stdout_kept_clean
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DONE, EXIT_INTERRUPTED
 from stepscope.core.finding import worst
 from stepscope.core.run import Run
@@ -53,7 +52,7 @@ def run(
         "batch_size": batch_size, "dtype": dtype, "phase": phase, "attention": attention,
         "compile": compile_mode, "optimizer": optimizer, "seed": seed,
     }  # fmt: skip
-    workload = _workload(model or "tiny", seq_len if seq_len is not None else 1, sizes, choices)
+    workload = _workload("tiny" if model is None else model, seq_len if seq_len is not None else 1, sizes, choices)
     settings = options.settings_from(warmup, steps, seconds, no_profile)
     limit = parse_bytes(memory_limit) if memory_limit else None
     peak = parse_flops_per_s(peak_flops) if peak_flops else None
@@ -63,7 +62,7 @@ def run(
 
     on_gpu = resolve_device(device).type == "cuda"
     workload = _workload(
-        model or ("small" if on_gpu else "tiny"),
+        model if model is not None else "small" if on_gpu else "tiny",
         seq_len if seq_len is not None else (512 if on_gpu else 128),
         sizes,
         choices,
@@ -98,7 +97,7 @@ def _print(measured: Run, directory: Path, json: bool) -> None:
     if json:
         from stepscope.core.run_directory import encode_run
 
-        sys.stdout.write(encode_run(measured).decode())
+        emit(encode_run(measured).decode())
         return
     from stepscope.report.terminal import render_run
 

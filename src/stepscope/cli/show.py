@@ -1,12 +1,12 @@
 """`stepscope show`: one run, as it was reported when it was measured."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from stepscope.cli import options
+from stepscope.cli.output import emit
 from stepscope.cli.output import show as show_on_stdout
 from stepscope.core.run_directory import encode_run, find_run
 
@@ -19,7 +19,7 @@ def show(
     """Show a run read back from disk."""
     found = find_run(run, out)
     if json:
-        sys.stdout.write(encode_run(found).decode())
+        emit(encode_run(found).decode())
         return
     from stepscope.report.terminal import render_run
 

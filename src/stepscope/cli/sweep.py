@@ -1,6 +1,5 @@
 """`stepscope sweep`: many workloads, each in a process of its own."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -8,8 +7,15 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from stepscope.cli import options
-from stepscope.cli.output import show, sweep_progress, warn
-from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError
+from stepscope.cli.output import emit, show, stdout_kept_clean, sweep_progress, warn
+from stepscope.core.errors import (
+    EXIT_CHECK_FAILED,
+    EXIT_DEVICE_FAILED,
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_WRONG_INPUT,
+    InputError,
+)
 from stepscope.core.finding import worst
 from stepscope.core.run import Run
 from stepscope.core.units import parse_bytes, parse_flops_per_s
@@ -18,22 +24,30 @@ if TYPE_CHECKING:
     from stepscope.studies.sweep import Policy, SweepPlan
 
 
+_DEFAULTS = {
+    "--model": "tiny", "--seq-len": "128", "--batch-size": "4", "--dtype": "fp32", "--phase": "train",
+    "--attention": "reference", "--compile": "eager", "--optimizer": "adamw-foreach",
+}  # fmt: skip
+
+
 def sweep(
     recipe: Annotated[
         Path | None, typer.Argument(help="A Python file whose sweep() returns Workloads, instead of a grid.")
     ] = None,
-    model: Annotated[str, typer.Option("--model", help="Presets, comma-separated.")] = "tiny",
-    seq_len: Annotated[str, typer.Option("--seq-len", help="Comma-separated.")] = "128",
-    batch_size: Annotated[str, typer.Option("--batch-size", help="Comma-separated.")] = "4",
-    dtype: Annotated[str, typer.Option("--dtype", help=f"Several of {options.DTYPE_HELP[7:]}")] = "fp32",
-    phase: Annotated[str, typer.Option("--phase", help=f"Several of {options.PHASE_HELP[7:]}")] = "train",
+    model: Annotated[str | None, typer.Option("--model", help="Presets, comma-separated (default: tiny).")] = None,
+    seq_len: Annotated[str | None, typer.Option("--seq-len", help="Comma-separated (default: 128).")] = None,
+    batch_size: Annotated[str | None, typer.Option("--batch-size", help="Comma-separated (default: 4).")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help=f"Several of {options.DTYPE_HELP[7:]}")] = None,
+    phase: Annotated[str | None, typer.Option("--phase", help=f"Several of {options.PHASE_HELP[7:]}")] = None,
     attention: Annotated[
-        str, typer.Option("--attention", help=f"Several of {options.ATTENTION_HELP[7:]}")
-    ] = "reference",
-    compile_mode: Annotated[str, typer.Option("--compile", help=f"Several of {options.COMPILE_HELP[7:]}")] = "eager",
+        str | None, typer.Option("--attention", help=f"Several of {options.ATTENTION_HELP[7:]}")
+    ] = None,
+    compile_mode: Annotated[
+        str | None, typer.Option("--compile", help=f"Several of {options.COMPILE_HELP[7:]}")
+    ] = None,
     optimizer: Annotated[
-        str, typer.Option("--optimizer", help=f"Several of {options.OPTIMIZER_HELP[7:]}")
-    ] = "adamw-foreach",
+        str | None, typer.Option("--optimizer", help=f"Several of {options.OPTIMIZER_HELP[7:]}")
+    ] = None,
     d_model: options.DModel = None,
     d_ff: options.DFf = None,
     layers: options.Layers = None,
@@ -66,19 +80,28 @@ def sweep(
     from stepscope.studies.sweep import Cell, Policy, SweepPlan, order_cells
 
     settings = options.settings_from(warmup, steps, seconds, no_profile)
+    sizes = {"d_model": d_model, "d_ff": d_ff, "layers": layers, "heads": heads, "vocabulary": vocabulary}
+    axes = {
+        "--model": model, "--seq-len": seq_len, "--batch-size": batch_size, "--dtype": dtype, "--phase": phase,
+        "--attention": attention, "--compile": compile_mode, "--optimizer": optimizer,
+    }  # fmt: skip
     if recipe is not None:
-        workloads = load_recipe(recipe)
+        given = [option for option, value in {**axes, **sizes}.items() if value is not None]
+        if given:
+            raise InputError(f"a recipe says what to measure: leave out {', '.join(given)}")
+        with stdout_kept_clean():
+            workloads = load_recipe(recipe)
     else:
-        sizes = {"d_model": d_model, "d_ff": d_ff, "layers": layers, "heads": heads, "vocabulary": vocabulary}
+        chosen = {option: value if value is not None else _DEFAULTS[option] for option, value in axes.items()}
         workloads = grid(
-            model=[configure(name, **sizes) for name in _words(model, "--model")],
-            seq_len=numbers(seq_len, "--seq-len"),
-            batch_size=numbers(batch_size, "--batch-size"),
-            dtype=_words(dtype, "--dtype"),
-            phase=_words(phase, "--phase"),
-            attention=_words(attention, "--attention"),
-            compile=_words(compile_mode, "--compile"),
-            optimizer=_words(optimizer, "--optimizer"),
+            model=[configure(name, **sizes) for name in _words(chosen["--model"], "--model")],
+            seq_len=numbers(chosen["--seq-len"], "--seq-len"),
+            batch_size=numbers(chosen["--batch-size"], "--batch-size"),
+            dtype=_words(chosen["--dtype"], "--dtype"),
+            phase=_words(chosen["--phase"], "--phase"),
+            attention=_words(chosen["--attention"], "--attention"),
+            compile=_words(chosen["--compile"], "--compile"),
+            optimizer=_words(chosen["--optimizer"], "--optimizer"),
             seed=seed,
         )
     plan = SweepPlan(
@@ -90,24 +113,29 @@ def sweep(
         peak_flops_per_s=parse_flops_per_s(peak_flops) if peak_flops else None,
     )
     policy = Policy(timeout_s=timeout, skip=not no_skip, retry=retry, fresh=fresh)
-    measure_and_report(plan, policy, lambda runs: report_sweep(runs, json))
+    measure_and_report(plan, policy, lambda runs: report_sweep(runs, json, out))
 
 
 def measure_and_report(plan: "SweepPlan", policy: "Policy", report: Callable[[list[Run]], None]) -> NoReturn:
     """Run the sweep under a display, report its runs, and leave with the sweep's exit code."""
-    from stepscope.studies.sweep import run_sweep
+    from stepscope.studies.sweep import BROKEN, SweepInterrupted, run_sweep
 
     try:
         with sweep_progress(len(plan.devices)) as tell:
             runs = run_sweep(plan, policy, tell)
-    except KeyboardInterrupt:
-        warn("interrupted; the same command goes on where this one stopped")
+    except SweepInterrupted as interruption:
+        if interruption.runs:
+            report(interruption.runs)
+        warn("the same command goes on where this one stopped")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     report(runs)
+    broken = sum(run.status in BROKEN for run in runs)
+    if broken:
+        warn(f"{broken} of {len(runs)} cells ended without a result: the same command with --retry tries them again")
     raise typer.Exit(sweep_exit_code(runs))
 
 
-def report_sweep(runs: list[Run], json: bool) -> None:
+def report_sweep(runs: list[Run], json: bool, out: Path | None = None) -> None:
     """The cells on stdout, and a line where they were measured in different environments."""
     environments = [run.environment for run in runs if run.environment]
     for other in environments[1:]:
@@ -120,17 +148,23 @@ def report_sweep(runs: list[Run], json: bool) -> None:
         import msgspec
 
         for run in runs:
-            sys.stdout.write(msgspec.json.encode(run).decode() + "\n")
+            emit(msgspec.json.encode(run).decode() + "\n")
         return
     from stepscope.report.terminal import render_cells
 
     show(render_cells(runs))
+    if runs and out is not None:
+        show(f"{len(runs)} runs in {out}")
 
 
 def sweep_exit_code(runs: list[Run]) -> int:
-    """3 when a cell crashed, hung or was killed; 1 when a check failed; out of memory is a result like others."""
-    if any(run.status in ("failed", "killed", "timed-out") for run in runs):
-        return EXIT_DEVICE_FAILED
+    """3 when a cell crashed, hung or was killed; 2 when the device refuses cells as asked for; 1 when a check failed.
+
+    Out of memory is a result like others.
+    """
+    broken = [run.failure.during for run in runs if run.status in ("failed", "killed", "timed-out") and run.failure]
+    if broken:
+        return EXIT_WRONG_INPUT if set(broken) == {"refused"} else EXIT_DEVICE_FAILED
     findings = [finding for run in runs for finding in run.findings]
     return EXIT_CHECK_FAILED if worst(findings) == "error" else EXIT_DONE
 

@@ -1,12 +1,11 @@
 """`stepscope table`: any set of runs, arranged."""
 
-import sys
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 
-from stepscope.cli.output import show, warn
+from stepscope.cli.output import emit, show, warn
 from stepscope.core.errors import InputError, choose
 from stepscope.core.run_directory import load_runs
 
@@ -34,7 +33,7 @@ def table(
 
     choose(style, STYLES, "style")
     conditions = [_condition(text) for text in where or []]
-    conditions += [("tag", (tag,))] if tag else []
+    conditions += [("tag", (tag,))] if tag is not None else []
     query = TableQuery(
         rows=_names(rows),
         columns=_names(columns),
@@ -49,7 +48,7 @@ def table(
     if style == "terminal":
         show(render_terminal(build_table(found, query)))
     else:
-        sys.stdout.write(render_text(found, query, cast("Style", style)))
+        emit(render_text(found, query, cast("Style", style)))
 
 
 def _names(text: str) -> tuple[str, ...]:

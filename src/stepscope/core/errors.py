@@ -27,11 +27,16 @@ class DeviceError(StepscopeError):
     exit_code = EXIT_DEVICE_FAILED
 
 
+def printable(text: str) -> str:
+    """The text with everything that could move a cursor or break a line made visible or a space."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
 def one_line(error: BaseException, limit: int = 300) -> str:
     """The first sentence-like line of an exception's message, safe to print on one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
-    text = "".join(character if character.isprintable() else " " for character in text)
+    text = printable(text)
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

@@ -55,7 +55,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     message: str
     during: str
-    """The stage: build, warm-up, measure, observe, profile."""
+    """The stage: start, build, warm-up, measure; plan for a skipped cell, refused for one the device cannot run."""
     phase: str | None = None
     module: str | None = None
     """Module path whose forward was running, where known."""

@@ -30,9 +30,6 @@ def create_run_directory(out: Path, workload: Workload, now: datetime | None = N
             moment += timedelta(milliseconds=1)
             directory = out / _directory_name(moment, workload)
         directory.mkdir()
-        probe = directory / f"{RUN_FILE}.tmp"
-        probe.write_bytes(b"{}")
-        probe.unlink()
     except OSError as error:
         raise InputError(
             f"cannot write runs to {out}: {error.strerror or error}; choose another place with --out"
@@ -77,6 +74,8 @@ def load_run(path: Path) -> Run:
     """Read a run from its directory or its run.json. Raises InputError naming the file and the fault."""
     file = path / RUN_FILE if path.is_dir() else path
     try:
+        if file.exists() and not file.is_file():
+            raise InputError(f"cannot read {file}: it is no file")
         data = file.read_bytes()
     except FileNotFoundError:
         raise InputError(f"no run at {path}: expected a directory with {RUN_FILE}, or such a file") from None
@@ -84,7 +83,7 @@ def load_run(path: Path) -> Run:
         raise InputError(f"cannot read {file}: {error.strerror or error}") from error
     try:
         version = msgspec.json.decode(data, type=_SchemaProbe).schema_version
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{file} is no run, or was cut short ({len(data)} bytes): {one_line(error)}") from error
     if version != SCHEMA_VERSION:
         raise InputError(
@@ -93,7 +92,7 @@ def load_run(path: Path) -> Run:
         )
     try:
         return msgspec.json.decode(data, type=Run)
-    except (msgspec.DecodeError, UnicodeDecodeError, InputError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InputError) as error:
         raise InputError(f"{file} does not hold a run: {one_line(error)}") from error
 
 
@@ -114,10 +113,14 @@ def load_runs(places: list[Path]) -> tuple[list[Run], list[str]]:
     """
     runs: list[Run] = []
     faults: list[str] = []
+    seen: set[Path] = set()
     for place in places:
-        if not place.exists():
+        if not _exists(place):
             raise InputError(f"no runs at {place}: it does not exist")
         for file in find_run_files(place):
+            if file.resolve() in seen:
+                continue
+            seen.add(file.resolve())
             try:
                 runs.append(load_run(file))
             except InputError as error:
@@ -129,19 +132,26 @@ def load_runs(places: list[Path]) -> tuple[list[Run], list[str]]:
 def find_run(name: str, out: Path) -> Run:
     """A run by its path, or that of a folder which holds just one; or by a part of its directory's name under `out`
     that is unique there; or `last`, the newest under `out`."""
-    path = Path(name)
-    if path.exists():
-        inside = list(find_run_files(path))
-        return load_run(inside[0] if len(inside) == 1 else path)
-    files = list(find_run_files(out)) if out.is_dir() else []
+    files = list(find_run_files(out)) if _exists(out) else []
     if name == "last" and files:
         return load_run(files[-1])
+    path = Path(name)
+    if _exists(path) and (path.is_file() or not files or any(find_run_files(path))):
+        inside = list(find_run_files(path))
+        return load_run(inside[0] if len(inside) == 1 else path)
     matches = [file for file in files if name in file.parent.name]
     if len(matches) == 1:
         return load_run(matches[0])
     if not matches:
         raise InputError(f"no run named {name!r} in {out}: `stepscope ls --out {out}` lists those there are")
     raise InputError(f"{len(matches)} runs in {out} match {name!r}: write more of the name")
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name too long for any file, say
+        return False
 
 
 def _write_atomically(data: bytes, target: Path) -> None:

@@ -17,6 +17,10 @@ MINIMUM_FOR_INTERVAL = 5
 """Fewer samples than this give no interval: the bootstrap would only echo their range."""
 
 
+MANY = 400
+"""Beyond so many samples the bootstrap draws ranks instead of samples, and the trend is that of block medians."""
+
+
 class Interval(msgspec.Struct, frozen=True):
     """A confidence interval at level CONFIDENCE."""
 
@@ -52,6 +56,10 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
     values_s: tuple[float, ...]
     warmup_s: tuple[float, ...] = ()
     clock: str
+
+    def __post_init__(self) -> None:
+        if not all(0 <= value < 1e9 for value in (*self.values_s, *self.warmup_s)):  # NaN is none of these
+            raise ValueError("samples are seconds, from 0 to below 1e9")
 
     @property
     def count(self) -> int:
@@ -99,18 +107,20 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
 
         The normal approximation of the test, which needs about eight samples, is corrected for continuity and ties.
         """
-        n, median = self.count, self.median_s
-        if n < 8 or not median:
+        median = self.median_s
+        if self.count < 8 or not median:
             return None
+        values = _thinned(self.values_s)
+        n = len(values)
         slopes: list[float] = []
         score = 0
         for i in range(n):
             for j in range(i + 1, n):
-                difference = self.values_s[j] - self.values_s[i]
+                difference = values[j] - values[i]
                 slopes.append(difference / (j - i))
                 score += (difference > 0) - (difference < 0)
         ties: dict[float, int] = {}
-        for value in self.values_s:
+        for value in values:
             ties[value] = ties.get(value, 0) + 1
         variance = (n * (n - 1) * (2 * n + 5) - sum(t * (t - 1) * (2 * t + 5) for t in ties.values())) / 18
         if variance <= 0:
@@ -150,12 +160,22 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
         return low, high
 
 
+def _thinned(values: tuple[float, ...]) -> tuple[float, ...]:
+    """Medians of consecutive blocks, at most MANY of them: the test looks at every pair."""
+    size = -(-len(values) // MANY)
+    return values if size == 1 else tuple(statistics.median(values[i : i + size]) for i in range(0, len(values), size))
+
+
 def _bootstrap_medians(values: tuple[float, ...], seed: int) -> list[float]:
     generator = random.Random(seed)
     n = len(values)
     ordered = sorted(values)
     # The median of a resample is that of its ordered indices, so integers are sorted instead of floats.
     medians: list[float] = []
+    if n > MANY:
+        # The rank of a resample's median is binomial: normal with this mean and deviation, to within a rank.
+        ranks = (generator.gauss((n - 1) / 2, math.sqrt(n) / 2) for _ in range(BOOTSTRAP_RESAMPLES))
+        return [ordered[min(n - 1, max(0, round(rank)))] for rank in ranks]
     for _ in range(BOOTSTRAP_RESAMPLES):
         picks = sorted(generator.choices(range(n), k=n))
         middle = ordered[picks[n // 2]]

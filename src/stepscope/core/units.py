@@ -60,15 +60,15 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     if not match or match[2].lower() not in _SIZE_UNITS:
         raise InputError(f"cannot read the size {text!r}: write a number and a unit, as in 80GiB or 80GB")
-    size = int(float(match[1]) * _SIZE_UNITS[match[2].lower()])
-    if size <= 0:
-        raise InputError(f"the size {text!r} is not above zero")
-    return size
+    size = float(match[1]) * _SIZE_UNITS[match[2].lower()]
+    if not 1 <= size < 2**60:
+        raise InputError(f"the size {text[:40]!r} is out of range: it must be above zero and below 1 EiB")
+    return int(size)
 
 
 def parse_flops_per_s(text: str) -> float:
     """`989e12`, `989T`, `0.99P`: a rate in FLOP/s."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([GTP]?)(?:FLOP/?s?)?\s*", text)
-    if not match or float(match[1]) <= 0:
+    if not match or not 0 < float(match[1]) < 1e30:
         raise InputError(f"cannot read the rate {text!r}: write FLOP/s above zero, as in 989T or 989e12")
     return float(match[1]) * {"": 1.0, "G": 1e9, "T": 1e12, "P": 1e15}[match[2]]

@@ -1,21 +1,18 @@
 """A device for the terminal: datasheet beside measured."""
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from stepscope.core.device_spec import DeviceReport
 from stepscope.core.units import format_bytes, format_rate, format_share
-from stepscope.report.terminal import describe_environment
+from stepscope.report.terminal import describe_environment, make_table
 
 
 def render_device(report: DeviceReport) -> RenderableType:
     """Peaks by dtype, measured ceilings, and their ratio."""
     environment, spec, ceilings = report.environment, report.spec, report.ceilings
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for head in ("rate", "datasheet", "measured", "share", "by"):
-        table.add_column(head, justify="left" if head in ("rate", "by") else "right")
+    table = make_table("rate", "datasheet", "measured", "share", "by", right_from=1)
+    table.columns[-1].justify = "left"
     rows = [
         (f"matrix product {dtype}", spec.peak_flops_per_s.get(dtype) if spec else None, ceiling, "FLOP/s")
         for dtype, ceiling in ceilings.matmul.items()

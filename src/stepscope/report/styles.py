@@ -4,24 +4,25 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from rich import box
+from rich.console import Group, RenderableType
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from stepscope.core.run import Run
-from stepscope.report.tables import Table, TableQuery, build_frame, build_table
+from stepscope.report.tables import Table, TableQuery, build_records, build_table
 
 Style = Literal["terminal", "markdown", "csv", "jsonl"]
 STYLES: tuple[str, ...] = get_args(Style)
 
 
-def render_terminal(table: Table) -> RichTable:
+def render_terminal(table: Table) -> RenderableType:
     """Labels left, figures right, notes below."""
-    rendered = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, caption=" ".join(table.notes) or None)
-    rendered.caption_justify = "left"
+    rendered = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, caption=None)
     for i, head in enumerate(table.heads):
         rendered.add_column(head, justify="left" if i < table.text_columns else "right")
     for row in table.rows:
         rendered.add_row(*row)
-    return rendered
+    return Group(rendered, *(Text(note) for note in table.notes))
 
 
 def render_markdown(table: Table) -> str:
@@ -34,8 +35,9 @@ def render_markdown(table: Table) -> str:
 
 def render_text(runs: Sequence[Run], query: TableQuery, style: Style) -> str:
     """The styles that are plain text."""
-    if style == "csv":
-        return build_frame(runs, query).write_csv()
-    if style == "jsonl":
-        return build_frame(runs, query).write_ndjson()
-    return render_markdown(build_table(runs, query))
+    if style == "markdown":
+        return render_markdown(build_table(runs, query))
+    import polars as pl  # noqa: PLC0415  (a machine that only measures has none, and shows tables all the same)
+
+    frame = pl.DataFrame(build_records(runs, query), infer_schema_length=None)
+    return frame.write_csv() if style == "csv" else frame.write_ndjson()

@@ -23,13 +23,18 @@ class ProgressRow:
     resumed: bool
 
 
-def render_progress(rows: Sequence[ProgressRow], seconds_left: float | None) -> RenderableType:
-    """Every cell with its state, and how much is done."""
-    table = make_table("cell", "state", "step")
-    for row in rows:
-        table.add_row(row.name, _state(row), _step(row.run), style=_style(row))
+def render_progress(
+    rows: Sequence[ProgressRow], seconds_left: float | None, height: int | None = None
+) -> RenderableType:
+    """How much is done, and the cells with their states: on a low screen those round the one being measured."""
     ended = sum(1 for row in rows if row.run is not None)
-    return Group(table, Text(f"{ended} of {len(rows)} cells{_left(seconds_left)}"))
+    fit = len(rows) if height is None else max(3, height - 5)  # summary, head, rule, two blank lines
+    current = next((i for i, row in enumerate(rows) if row.state == "measuring"), ended)
+    first = max(0, min(current - fit // 2, len(rows) - fit))
+    table = make_table("cell", "state", "step")
+    for row in rows[first : first + fit]:
+        table.add_row(row.name, _state(row), _step(row.run), style=_style(row))
+    return Group(Text(f"{ended} of {len(rows)} cells{_left(seconds_left)}"), table)
 
 
 def sentence_of(rows: Sequence[ProgressRow], index: int, seconds_left: float | None) -> str:

@@ -4,22 +4,23 @@ A cell never mixes experiments: runs that would share a cell but differ in some 
 the field. Of several runs of one experiment the newest stands, and a note says so.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import polars as pl
-
-from stepscope.core.errors import InputError, choose
+from stepscope.core.errors import InputError, choose, printable
+from stepscope.core.finding import Severity, worst
 from stepscope.core.run import REPEATED, Run
 from stepscope.core.samples import Samples
 from stepscope.report.fields import FIELDS, IDENTIFYING, VALUES, Scalar, Value
+from stepscope.report.terminal import status_word
 
 Statistic = Literal["median", "median-interval", "mean-std"]
 STATISTICS: tuple[str, ...] = get_args(Statistic)
 
-_STATUS_TEXT = {"out-of-memory": "OOM"}
 MISSING = "-"
+_MARKS: dict[Severity, str] = {"error": "!", "warning": "*"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,9 @@ class TableQuery:
         for name in self.values:
             choose(name, list(VALUES), "value")
         choose(self.statistic, STATISTICS, "statistic")
+        for names, option in ((self.rows, "--rows"), (self.columns, "--columns"), (self.values, "--value")):
+            if len(set(names)) < len(names):
+                raise InputError(f"{option} names something twice: {', '.join(names)}")
         if not self.rows:
             raise InputError("a table needs rows: --rows model,seq_len for one")
         if not self.values:
@@ -64,83 +68,112 @@ class Table:
 
 def select_runs(runs: Sequence[Run], query: TableQuery) -> tuple[list[Run], list[str]]:
     """One run a cell, in the order of the fields. Raises InputError where a cell would mix experiments."""
-    kept = [run for run in runs if all(str(FIELDS[f].read(run)) in wanted for f, wanted in query.where)]
+    kept = [run for run in runs if all(_matches(run, name, wanted) for name, wanted in query.where)]
     if not kept:
-        raise InputError("no runs to show" + (" are left by --where" if runs else ""))
+        conditions = " and ".join(f"{name}={','.join(values)}" for name, values in query.where)
+        raise InputError(f"no runs to show{f' with {conditions}' if runs else ''}")
     axes = (*query.rows, *query.columns)
     cells: dict[tuple[Scalar, ...], list[Run]] = {}
     for run in kept:
-        cells.setdefault(tuple(FIELDS[name].read(run) for name in axes), []).append(run)
+        cells.setdefault(_labels(run, axes), []).append(run)
     chosen: list[Run] = []
     older = 0
     for labels, candidates in cells.items():
         finished = [run for run in candidates if run.status not in REPEATED] or candidates
         _refuse_mixture(labels, finished)
-        newest = max(finished, key=lambda run: run.created)
+        chosen.append(max(finished, key=lambda run: run.created))
         older += len(finished) - 1
-        chosen.append(newest)
     chosen.sort(key=lambda run: tuple(FIELDS[name].rank(FIELDS[name].read(run)) for name in axes))
-    notes = [f"{older} older runs of the same cells are left out."] if older else []
+    notes = [f"{older} older run{'s' if older > 1 else ''} of the same cells left out."] if older else []
     return chosen, notes
 
 
 def build_table(runs: Sequence[Run], query: TableQuery) -> Table:
-    """The pivot of the runs as text, in the units that the heads name."""
+    """The pivot of the runs as text, in the units that the heads name.
+
+    A figure of a run that its own findings doubt is marked: * for a warning, ! for an error, and the notes say why.
+    """
     chosen, notes = select_runs(runs, query)
-    labels = list(dict.fromkeys(_label(run, query.columns) for run in chosen))
-    labels.sort(key=lambda label: _column_rank(label, chosen, query.columns))
+    at = {(_labels(run, query.rows), _label(run, query.columns)): run for run in chosen}
+    rows = list(dict.fromkeys(row for row, _ in at))
+    by_rank = sorted(chosen, key=lambda run: tuple(FIELDS[n].rank(FIELDS[n].read(run)) for n in query.columns))
+    labels = list(dict.fromkeys(_label(run, query.columns) for run in by_rank))
     if query.speedup is not None and query.speedup not in labels:
-        raise InputError(f"--speedup {query.speedup} is no column: choose one of {', '.join(labels)}")
-    frame = pl.DataFrame(
-        {
-            "position": _row_positions(chosen, query.rows),
-            **{name: [_text(FIELDS[name].read(run)) for run in chosen] for name in query.rows},
-            "label": [_label(run, query.columns) for run in chosen],
-            "run": list(range(len(chosen))),
-        }
-    )
-    grid = frame.pivot(on="label", index=["position", *query.rows], values="run").sort("position")
+        raise InputError(f"--speedup {query.speedup} is no column: choose one of {'; '.join(labels)}")
     heads = [*query.rows]
     for label in labels:
         heads += [_head(label, name, query) for name in query.values]
-        if query.speedup is not None and label != query.speedup:
-            heads += [_speedup_head(label, name, query) for name in query.values]
-    rows = []
-    for line in grid.iter_rows(named=True):
-        cells = [line[name] for name in query.rows]
-        base = _run_at(chosen, line.get(query.speedup)) if query.speedup else None
+        heads += [_speedup_head(label, name, query) for name in _compared(label, query)]
+    lines = []
+    for row in rows:
+        line = [_text(value) for value in row]
+        base = at.get((row, query.speedup or ""))
         for label in labels:
-            run = _run_at(chosen, line.get(label))
-            cells += [_figure(run, name, query.statistic) for name in query.values]
-            if query.speedup is not None and label != query.speedup:
-                cells += [_speedup(run, base, name) for name in query.values]
-        rows.append(tuple(cells))
-    return Table(heads=tuple(heads), rows=tuple(rows), text_columns=len(query.rows), notes=tuple(notes))
+            run = at.get((row, label))
+            line += [_figure(run, name, query.statistic) for name in query.values]
+            line += [_speedup(run, base, name) for name in _compared(label, query)]
+        lines.append(tuple(line))
+    notes += _doubts(chosen)
+    return Table(heads=tuple(heads), rows=tuple(lines), text_columns=len(query.rows), notes=tuple(notes))
 
 
-def build_frame(runs: Sequence[Run], query: TableQuery) -> pl.DataFrame:
-    """One line a run, figures as stored (seconds, bytes, shares): for CSV and JSON lines."""
+def build_records(runs: Sequence[Run], query: TableQuery) -> list[dict[str, Scalar]]:
+    """One record a run, figures as stored (seconds, bytes, shares): for CSV and JSON lines."""
     chosen, _ = select_runs(runs, query)
-    axes = (*query.rows, *query.columns)
-    columns: dict[str, list[Scalar]] = {
-        "run": [run.id for run in chosen],
-        "status": [run.status for run in chosen],
-        **{name: [FIELDS[name].read(run) for run in chosen] for name in axes if name != "status"},
-    }
-    for name in query.values:
-        value = VALUES[name]
-        if value.samples is None:
-            columns[name] = [value.number(run) if value.number else None for run in chosen]
-            continue
-        statistics = [_statistics(value.samples(run)) for run in chosen]
-        for statistic in ("median_s", "low_s", "high_s", "mean_s", "stdev_s", "samples"):
-            columns[f"{name}_{statistic}"] = [s.get(statistic) for s in statistics]
-    return pl.DataFrame(columns, strict=False)
+    records: list[dict[str, Scalar]] = []
+    for run in chosen:
+        record: dict[str, Scalar] = {"run": run.id, "status": run.status}
+        record |= {name: FIELDS[name].read(run) for name in (*query.rows, *query.columns)}
+        for name in query.values:
+            value = VALUES[name]
+            if value.samples is None:
+                record[name] = value.number(run) if value.number else None
+            else:
+                record |= {f"{name}_{key}": figure for key, figure in _statistics(value.samples(run)).items()}
+        record["findings"] = " ".join(f.kind for f in run.findings if f.severity != "note")
+        records.append(record)
+    return records
+
+
+def _matches(run: Run, name: str, wanted: tuple[str, ...]) -> bool:
+    value = FIELDS[name].read(run)
+    return bool({str(value), _text(value)} & set(wanted))
+
+
+def _labels(run: Run, names: tuple[str, ...]) -> tuple[Scalar, ...]:
+    return tuple(FIELDS[name].read(run) for name in names)
+
+
+def _compared(label: str, query: TableQuery) -> list[str]:
+    """The values of this column that are compared with the baseline's."""
+    if query.speedup is None or label == query.speedup:
+        return []
+    return [name for name in query.values if VALUES[name].samples is not None]
+
+
+def _doubts(runs: list[Run]) -> list[str]:
+    """What the marks in the cells mean, and how often."""
+    kinds = Counter(f"{_MARKS[f.severity]} {f.kind}" for run in runs for f in run.findings if f.severity in _MARKS)
+    interrupted = sum(run.status == "interrupted" for run in runs)
+    if interrupted:
+        kinds[f"{_MARKS['warning']} interrupted"] = interrupted
+    if not kinds:
+        return []
+    return [f"Doubted by their own findings: {', '.join(f'{kind} ({n})' for kind, n in sorted(kinds.items()))}."]
+
+
+def _mark(run: Run) -> str:
+    severity = worst(run.findings)
+    if severity is not None and severity in _MARKS:
+        return f" {_MARKS[severity]}"
+    return f" {_MARKS['warning']}" if run.status == "interrupted" else ""
 
 
 def _refuse_mixture(labels: tuple[Scalar, ...], candidates: list[Run]) -> None:
     for name in IDENTIFYING:
-        found = sorted({_text(FIELDS[name].read(run)) for run in candidates})
+        # A run that ended before it could look round knows no device: it contradicts none.
+        values = {FIELDS[name].read(run) for run in candidates if run.environment is not None}
+        found = [_text(value) for value in sorted(values, key=FIELDS[name].rank)]
         if len(found) > 1:
             cell = " ".join(_text(label) for label in labels)
             raise InputError(
@@ -149,24 +182,14 @@ def _refuse_mixture(labels: tuple[Scalar, ...], candidates: list[Run]) -> None:
             )
 
 
-def _row_positions(runs: list[Run], rows: tuple[str, ...]) -> list[int]:
-    seen: dict[tuple[Scalar, ...], int] = {}
-    return [seen.setdefault(tuple(FIELDS[n].read(run) for n in rows), len(seen)) for run in runs]
-
-
 def _label(run: Run, columns: tuple[str, ...]) -> str:
-    return " ".join(_text(FIELDS[name].read(run)) for name in columns)
-
-
-def _column_rank(label: str, runs: list[Run], columns: tuple[str, ...]) -> tuple[tuple[int, float, str], ...]:
-    run = next(run for run in runs if _label(run, columns) == label)
-    return tuple(FIELDS[name].rank(FIELDS[name].read(run)) for name in columns)
+    return " ".join(MISSING if value is None else printable(str(value)) for value in _labels(run, columns))
 
 
 def _text(value: Scalar) -> str:
     if value is None:
         return MISSING
-    return f"{value:,}" if isinstance(value, int) and value >= 100_000 else str(value)
+    return f"{value:,}" if isinstance(value, int) and value >= 100_000 else printable(str(value))
 
 
 def _head(label: str, value_name: str, query: TableQuery) -> str:
@@ -180,21 +203,17 @@ def _speedup_head(label: str, value_name: str, query: TableQuery) -> str:
     return f"{label} {name}speed-up over {query.speedup}"
 
 
-def _run_at(runs: list[Run], position: int | None) -> Run | None:
-    return None if position is None else runs[position]
-
-
 def _figure(run: Run | None, value_name: str, statistic: Statistic) -> str:
     if run is None:
         return MISSING
     if run.status != "done" and not (run.status == "interrupted" and run.samples):
-        return _STATUS_TEXT.get(run.status, run.status)
+        return status_word(run)
     value = VALUES[value_name]
     if value.samples is None:
         number = value.number(run) if value.number else None
-        return MISSING if number is None else f"{number * value.scale:,.{value.digits}f}"
+        return MISSING if number is None else f"{number * value.scale:,.{value.digits}f}{_mark(run)}"
     samples = value.samples(run)
-    return MISSING if samples is None else _sampled(samples, value, statistic)
+    return MISSING if samples is None else _sampled(samples, value, statistic) + _mark(run)
 
 
 def _sampled(samples: Samples, value: Value, statistic: Statistic) -> str:
@@ -219,12 +238,16 @@ def _speedup(run: Run | None, base: Run | None, value_name: str) -> str:
     ratio = samples.speedup_over(base_samples) if samples and base_samples else None
     if ratio is None:
         return MISSING
-    return f"{ratio.value:.2f}x" + (f" ± {ratio.interval.half_width:.2g}" if ratio.interval else "")
+    if ratio.interval is None:
+        return f"{ratio.value:.2f}x"
+    # The interval is that of one process each: below a hundredth it would claim more than runs repeat.
+    half_width = ratio.interval.half_width
+    return f"{ratio.value:.2f}x ± {f'{half_width:.2f}' if half_width >= 0.01 else '<0.01'}"
 
 
 def _statistics(samples: Samples | None) -> dict[str, float | int | None]:
     if samples is None:
-        return {}
+        return dict.fromkeys(("median_s", "low_s", "high_s", "mean_s", "stdev_s", "samples"))
     interval = samples.interval()
     return {
         "median_s": samples.median_s,

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from stepscope.analysis import metrics
 from stepscope.core.environment import Environment
+from stepscope.core.errors import printable
 from stepscope.core.finding import Finding
 from stepscope.core.run import Run, Settings
 from stepscope.core.samples import CONFIDENCE
@@ -22,7 +23,7 @@ from stepscope.core.workload import Workload
 from stepscope.work.transformer import parameter_count
 
 _SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "note": "cyan"}
-_STATUS_TEXT = {"out-of-memory": "OOM"}
+OUT_OF_MEMORY_REMEDY = "a smaller --batch-size or --seq-len, --attention sdpa, or --dtype bf16 needs less memory"
 
 
 def render_run(run: Run, directory: str | None = None) -> RenderableType:
@@ -39,9 +40,23 @@ def render_run(run: Run, directory: str | None = None) -> RenderableType:
     if not run.findings and run.status == "done":
         parts.append(Text("No finding: every check passed.", style="green"))
     parts += [Text(f"Not observed: {note}.", style="dim") for note in run.evidence.notes]
+    parts += [Text(), Text(identify(run))]
     if directory:
-        parts += [Text(), Text(f"Run saved in {directory}")]
+        parts.append(Text(f"Saved in {directory}"))
     return Group(*parts)
+
+
+def identify(run: Run) -> str:
+    """One line: which run this is, and what lies beside it."""
+    commit = run.environment.git_commit if run.environment else None
+    dirty = ", changed since" if run.environment and run.environment.git_dirty else ""
+    parts = [
+        f"Run {run.id}",
+        f"tag {run.tag}" if run.tag else "",
+        f"stepscope at {commit[:10]}{dirty}" if commit else "",
+        *run.artifacts.values(),
+    ]
+    return printable("; ".join(part for part in parts if part))
 
 
 def describe_workload(workload: Workload) -> str:
@@ -72,27 +87,28 @@ def status_sentence(run: Run) -> str:
     """What became of a run that is not done."""
     if run.failure is None:
         return f"{run.status}: the run was started and never ended."
-    return f"{run.status} ({run.failure.where}): {run.failure.message}"
+    remedy = f" Remedy: {OUT_OF_MEMORY_REMEDY}." if run.status == "out-of-memory" else ""
+    return printable(f"{run.status} ({run.failure.where}): {run.failure.message}{remedy}")
 
 
 def status_word(run: Run) -> str:
     """The status as it stands in a cell."""
-    return _STATUS_TEXT.get(run.status, run.status)
+    return "OOM" if run.status == "out-of-memory" else run.status
 
 
 def render_finding(finding: Finding) -> Text:
     """Severity, sentence, remedy."""
     text = Text()
-    text.append(f"{finding.severity} {finding.kind}: ", style=_SEVERITY_STYLE[finding.severity])
-    text.append(finding.sentence)
+    text.append(printable(f"{finding.severity} {finding.kind}: "), style=_SEVERITY_STYLE[finding.severity])
+    text.append(printable(finding.sentence))
     if finding.remedy:
-        text.append(f" Remedy: {finding.remedy}.", style="dim")
+        text.append(printable(f" Remedy: {finding.remedy}."), style="dim")
     return text
 
 
 def render_runs(runs: list[Run]) -> RenderableType:
     """One line a run, oldest first."""
-    table = make_table("run", "tag", "status", "step", "tokens/s", "peak", "findings")
+    table = make_table("run", "tag", "status", "step", "tokens/s", "peak", "findings", fold_first=True)
     for run in runs:
         step_s, tokens, peak = (
             metrics.median_s(run, "step"),
@@ -100,13 +116,13 @@ def render_runs(runs: list[Run]) -> RenderableType:
             metrics.peak_bytes(run),
         )
         table.add_row(
-            Text(run.id, overflow="fold"),
-            run.tag or "",
+            printable(run.id),
+            printable(run.tag or ""),
             status_word(run),
             format_seconds(step_s) if step_s else "",
             f"{tokens:,.0f}" if tokens else "",
             format_bytes(peak) if peak else "",
-            ", ".join(finding.kind for finding in run.findings if finding.severity != "note"),
+            doubts(run),
         )
     return table
 
@@ -115,26 +131,29 @@ def render_cells(runs: list[Run]) -> RenderableType:
     """The cells of a sweep, in the order they ran."""
     table = make_table(
         "cell", "forward ms", "backward ms", "optimizer ms", "step ms", "tokens/s", "MFU", "peak", "findings",
-        right_from=1,
+        right_from=1, fold_first=True,
     )  # fmt: skip
     for run in runs:
         if run.status != "done":
-            table.add_row(
-                Text(cell_name(run.workload, run.settings), overflow="fold"), Text(status_word(run), style="red")
-            )
+            table.add_row(cell_name(run.workload, run.settings), Text(status_word(run), style="red"))
             continue
         times = [metrics.median_s(run, name) for name in (*metrics.PHASE_NAMES, "step")]
         tokens, peak = metrics.tokens_per_s(run), metrics.peak_bytes(run)
         utilisation = metrics.mfu_datasheet(run) or metrics.mfu_measured(run)
         table.add_row(
-            Text(cell_name(run.workload, run.settings), overflow="fold"),
+            cell_name(run.workload, run.settings),
             *(format_milliseconds(t) if t else "" for t in times),
             f"{tokens:,.0f}" if tokens else "",
             format_share(utilisation) if utilisation else "",
             format_bytes(peak) if peak else "",
-            ", ".join(finding.kind for finding in run.findings if finding.severity != "note"),
+            doubts(run),
         )
     return table
+
+
+def doubts(run: Run) -> str:
+    """The kinds of finding that say to take care, for a cell."""
+    return printable(", ".join(finding.kind for finding in run.findings if finding.severity != "note"))
 
 
 def cell_name(workload: Workload, settings: Settings | None = None) -> str:
@@ -169,7 +188,7 @@ def _phase_table(run: Run) -> Table:
             f"{format_milliseconds(interval.low)} to {format_milliseconds(interval.high)} ms" if interval else "",
             f"{format_milliseconds(samples.mean_s)}{deviation} ms",
             format_share(samples.median_s / step_s) if step_s else "",
-            format_rate(flops / samples.median_s, "FLOP/s") if flops else "",
+            format_rate(flops / samples.median_s, "FLOP/s") if flops and samples.median_s else "",
             end_section=name == "step",
             style="bold" if name == "step" else "",
         )
@@ -248,9 +267,19 @@ def _memory_table(run: Run) -> Table | None:
     return table
 
 
-def make_table(*heads: str, right_from: int = 99) -> Table:
-    """The house's table: a rule below the head, figures to the right from column `right_from` on."""
+def make_table(*heads: str, right_from: int = 99, fold_first: bool = False) -> Table:
+    """The house's table: a rule below the head, figures to the right from column `right_from` on.
+
+    On a narrow screen figures are folded, never cut to look like other figures; the first column, the label, stays
+    whole unless `fold_first`.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for i, head in enumerate(heads):
-        table.add_column(head, justify="right" if i >= right_from else "left", no_wrap=i != 0)
+        table.add_column(
+            head,
+            justify="right" if i >= right_from else "left",
+            no_wrap=i == 0 and not fold_first,
+            overflow="fold",
+            min_width=12 if i == 0 and fold_first else None,
+        )
     return table

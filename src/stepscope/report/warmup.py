@@ -11,6 +11,7 @@ from stepscope.report.terminal import (
     describe_environment,
     describe_model,
     describe_workload,
+    doubts,
     make_table,
     status_word,
 )
@@ -36,7 +37,9 @@ def render_warmup(runs: Sequence[Run]) -> RenderableType:
             format_milliseconds(samples.values_s[0]),
             str(samples.count),
         )
-    return Group(*lines, table, Text(warmup_sentence(runs)))
+    said = [f"{doubts(run)} after {run.settings.warmup_floor} warm-up steps" for run in runs if doubts(run)]
+    notes = [Text(f"Doubtful: {'; '.join(said)}.")] if said else []
+    return Group(*lines, table, Text(warmup_sentence(runs)), *notes)
 
 
 def warmup_sentence(runs: Sequence[Run]) -> str:

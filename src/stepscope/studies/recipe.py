@@ -1,6 +1,9 @@
 """Recipes: a Python file whose function `sweep()` returns the workloads to measure."""
 
+import itertools
+import os
 import runpy
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -9,34 +12,44 @@ from stepscope.core.errors import InputError, one_line
 from stepscope.core.workload import Workload
 
 FUNCTION = "sweep"
+MOST = 10_000
 
 
 def load_recipe(path: Path) -> list[Workload]:
     """Run the recipe and return its workloads. Raises InputError naming the file, the line and the fault."""
     if not path.is_file():
         raise InputError(f"no recipe at {path}: give a Python file that defines {FUNCTION}()")
+    here = Path.cwd()
+    sys.path.insert(0, str(path.resolve().parent))  # a recipe may import the files beside it
     try:
-        function: Any = runpy.run_path(str(path)).get(FUNCTION)
-        if not callable(function):
-            raise InputError(f"{path} defines no function {FUNCTION}(): write one that returns Workloads")
-        made: Any = function()
-        workloads = list(made)
-    except InputError as error:
-        if error.__traceback__ and _line_in(path, error) is None:
-            raise
-        raise InputError(f"{path} line {_line_in(path, error)}: {error}") from error
+        return _workloads_of(path)
     except SyntaxError as error:
-        raise InputError(f"{path} line {error.lineno}: {error.msg}") from error
-    except Exception as error:  # a recipe is a program: whatever it raises is its fault, and named
+        where = error.filename if error.filename and Path(error.filename).name != path.name else path
+        raise InputError(f"{where}{f' line {error.lineno}' if error.lineno else ''}: {error.msg}") from error
+    except (Exception, SystemExit) as error:  # a recipe is a program: whatever it raises is its fault, and named
         line = _line_in(path, error)
-        raise InputError(
-            f"{path}{f' line {line}' if line else ''}: {type(error).__name__}: {one_line(error)}"
-        ) from error
+        if isinstance(error, InputError) and line is None:
+            raise
+        kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+        raise InputError(f"{path}{f' line {line}' if line else ''}: {kind}{one_line(error)}") from error
+    finally:
+        sys.path.pop(0)
+        os.chdir(here)
+
+
+def _workloads_of(path: Path) -> list[Workload]:
+    function: Any = runpy.run_path(str(path)).get(FUNCTION)
+    if not callable(function):
+        raise InputError(f"{path} defines no function {FUNCTION}(): write one that returns Workloads")
+    made: Any = function()
+    workloads: list[Any] = list(itertools.islice(made, MOST + 1))
     strangers = [w for w in workloads if not isinstance(w, Workload)]
     if strangers:
         raise InputError(f"{path}: {FUNCTION}() returned {type(strangers[0]).__name__} among its workloads")
     if not workloads:
         raise InputError(f"{path}: {FUNCTION}() returned no workloads")
+    if len(workloads) > MOST:
+        raise InputError(f"{path}: {FUNCTION}() returned more than {MOST:,} workloads")
     return workloads
 
 

@@ -164,8 +164,10 @@ class _StepStudy:
         if interrupted:
             self._stage = "measure" if self._run.samples["step"].count else "warm-up"
             raise KeyboardInterrupt
-        # On disk from here on: whatever kills the process while it observes does not take the times along.
-        save_run(self._run, self._directory)
+        # On disk from here on: whatever kills the process while it observes does not take the times along. Where the
+        # disk refuses, the save at the end says so, and finds another place.
+        with contextlib.suppress(StepscopeError):
+            save_run(self._run, self._directory, rescue=False)
         self._set(status="done")
 
     def _module_ranges(self) -> contextlib.AbstractContextManager[None]:

@@ -5,12 +5,13 @@ Killed at any moment, the same sweep resumes: a cell whose run is on disk with a
 
 import asyncio
 import contextlib
+import fcntl
 import hashlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -99,7 +100,8 @@ class SweepState:
     """The whole sweep as a display sees it."""
 
     cells: list[CellState]
-    started: float = field(default_factory=time.monotonic)
+    faults: list[str] = field(default_factory=list)
+    """Run files that could not be read when results were looked for."""
 
     @property
     def ended(self) -> int:
@@ -123,6 +125,14 @@ def _flops(cell: CellState) -> int:
 Tell = Callable[[SweepState], None]
 
 
+class SweepInterrupted(KeyboardInterrupt):
+    """The user stopped the sweep. `runs` are the cells that have ended, interrupted ones left out."""
+
+    def __init__(self, runs: list[Run]) -> None:
+        super().__init__("interrupted")
+        self.runs = runs
+
+
 def order_cells(cells: list[Cell]) -> tuple[Cell, ...]:
     """Small ones first, so that a cell that cannot fit is known from a smaller one; duplicates once."""
     unique = list(dict.fromkeys(cells))
@@ -137,13 +147,30 @@ def order_cells(cells: list[Cell]) -> tuple[Cell, ...]:
 def run_sweep(plan: SweepPlan, policy: Policy | None = None, tell: Tell = lambda _: None) -> list[Run]:
     """Measure every cell that has no result yet; returns a run for each cell, in the plan's order.
 
-    Ctrl-C lets the running cells save what they have, then raises KeyboardInterrupt.
+    Ctrl-C lets the running cells save what they have, then raises SweepInterrupted.
     """
-    sweep = _Sweep(plan, policy or Policy(), tell)
-    runs = asyncio.run(sweep.run())
+    with _locked(Path(plan.out), plan.key):
+        sweep = _Sweep(plan, policy or Policy(), tell)
+        runs = asyncio.run(sweep.run())
     if sweep.interrupted:
-        raise KeyboardInterrupt
+        raise SweepInterrupted(runs)
     return runs
+
+
+@contextlib.contextmanager
+def _locked(out: Path, key: str) -> Iterator[None]:
+    """One process at a time for one sweep in one place; the lock goes with the process, however it ends."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file = (out / f".sweep-{key}.lock").open("w")
+    except OSError as error:
+        raise InputError(f"cannot write runs to {out}: {error.strerror or error}; choose another --out") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"this very sweep is already running into {out}: wait for it, or stop it") from None
+        yield
 
 
 class _Sweep:
@@ -151,7 +178,6 @@ class _Sweep:
         self._plan, self._policy, self._tell = plan, policy, tell
         self._out = Path(plan.out)
         self.interrupted = False
-        self.faults: list[str] = []
         self.state = SweepState(cells=[CellState(cell=cell) for cell in plan.cells])
         self._find_results()
         self._waiting = [cell for cell in self.state.cells if cell.run is None]
@@ -205,7 +231,7 @@ class _Sweep:
             again |= BROKEN
         if not self._policy.skip:
             again.add("skipped")
-        runs, self.faults = load_runs([self._out])
+        runs, self.state.faults = load_runs([self._out])
         for run in runs:
             if run.sweep != self._plan.key or run.status in again:
                 continue
@@ -377,7 +403,7 @@ class _CellProcess:
                 sys.stderr.write(bytes(self._stderr).decode(errors="replace"))
             if last.error_for_all:
                 raise InputError(last.error)
-            return self._ended("failed", last.error)
+            return self._sweep.record(self._cell.cell, None, "failed", Failure(message=last.error, during="refused"))
         if code < 0:
             name = signal.Signals(-code).name
             hint = " (the system's out-of-memory killer does this)" if -code == signal.SIGKILL else ""
