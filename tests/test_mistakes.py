@@ -175,7 +175,7 @@ def test_4_compile_fell_back_to_eager():
             compiled(torch.ones(n))
     report = compile_report()
     assert report.limit_hit and report.recompiles >= 1
-    run = make_run(workload(compile="default"), evidence=Evidence(compilation=report))
+    run = make_run(workload(compile="default"), step=[1.0] * 9, evidence=Evidence(compilation=report))
     assert kinds(run)["compile-fallback"] == "error"
 
 
@@ -189,13 +189,13 @@ def test_4_graph_breaks_are_counted():
     torch.compile(broken, backend="eager")(torch.ones(3))
     report = compile_report()
     assert report.graph_breaks == 1
-    run = make_run(workload(compile="default"), evidence=Evidence(compilation=report))
+    run = make_run(workload(compile="default"), step=[1.0] * 9, evidence=Evidence(compilation=report))
     assert kinds(run)["compile-fallback"] == "warning"
 
 
 def test_4_frames_left_out_are_counted():
     report = CompileReport(frames_total=3, frames_compiled=1, graphs=1, graph_breaks=0, recompiles=0, limit_hit=False)
-    run = make_run(workload(compile="default"), evidence=Evidence(compilation=report))
+    run = make_run(workload(compile="default"), step=[1.0] * 9, evidence=Evidence(compilation=report))
     assert kinds(run)["compile-fallback"] == "warning"
     assert "1 of 3 frames" in check_run(run)[0].sentence
 
@@ -212,7 +212,7 @@ def test_3_a_compiled_bf16_step_that_ran_in_fp32():
 
 def test_4_recompilations_of_fixed_shapes_are_said():
     report = CompileReport(frames_total=3, frames_compiled=3, graphs=3, graph_breaks=0, recompiles=2, limit_hit=False)
-    run = make_run(workload(compile="default"), evidence=Evidence(compilation=report))
+    run = make_run(workload(compile="default"), step=[1.0] * 9, evidence=Evidence(compilation=report))
     assert kinds(run)["compile-fallback"] == "warning"
 
 
@@ -222,8 +222,14 @@ def test_5_compiled_object_made_another_called():
     step.forward_module = step.model
     for phase in step.phases:
         phase.run()
-    run = make_run(step.workload, evidence=Evidence(compilation=compile_report()))
+    run = make_run(step.workload, step=[1.0] * 9, evidence=Evidence(compilation=compile_report()))
     assert kinds(run)["compile-not-used"] == "error"
+
+
+def test_5_an_interrupted_compilation_is_no_mistake():
+    report = CompileReport(frames_total=1, frames_compiled=0, graphs=0, graph_breaks=0, recompiles=0, limit_hit=False)
+    run = make_run(workload(compile="default"), status="interrupted", evidence=Evidence(compilation=report))
+    assert kinds(run) == {}
 
 
 def test_6_backward_includes_the_forward():

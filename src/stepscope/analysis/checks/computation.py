@@ -49,7 +49,7 @@ def precision_mismatch(run: Run) -> Finding | None:
 def compile_not_used(run: Run) -> Finding | None:
     """[5] A compiled object was made, but the one that was timed was not it."""
     report = run.evidence.compilation
-    if run.workload.compile == "eager" or report is None or report.frames_compiled:
+    if run.workload.compile == "eager" or report is None or report.frames_compiled or not _measured(run):
         return None
     return Finding(
         kind="compile-not-used",
@@ -64,7 +64,7 @@ def compile_not_used(run: Run) -> Finding | None:
 def compile_fallback(run: Run) -> Finding | None:
     """[4] torch.compile that gave up and ran eagerly, or compiled only pieces."""
     report = run.evidence.compilation
-    if report is None:
+    if report is None or not _measured(run):
         return None
     evidence: dict[str, float | int | str | None] = {
         "graphs": report.graphs,
@@ -174,3 +174,9 @@ def graph_kept_alive(run: Run) -> Finding | None:
         remedy="drop the loss and outputs of a step, or detach them, before the next begins",
         evidence={"surplus_bytes": extra},
     )
+
+
+def _measured(run: Run) -> bool:
+    """Whether any step was timed: a run interrupted while it compiled says nothing of what compiling gives."""
+    step = run.samples.get("step")
+    return step is not None and step.count > 0

@@ -78,7 +78,7 @@ def not_steady(run: Run) -> Finding | None:
     first, head_s = samples.values_s[0], statistics.median(samples.values_s[:3])
     slow = first if first > 1.5 * samples.median_s else head_s if head_s > 1.2 * samples.median_s else None
     if samples.count >= 5 and slow is not None:
-        which = "The first step" if slow == first else "The first three steps"
+        which = "The first step" if first > 1.5 * samples.median_s else "The first three steps, by their median,"
         return Finding(
             kind="not-steady",
             severity="warning",
