@@ -120,7 +120,7 @@ def _git_state() -> tuple[str | None, bool | None]:
     # Installed into a project's environment, the package lies inside that project's checkout: not our commit.
     if git("ls-files", "--error-unmatch", str(package / "__init__.py")) is None:
         return None, None
-    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", ".")
     return commit, None if changes is None else bool(changes)
 
 

@@ -94,7 +94,7 @@ def not_steady(run: Run) -> Finding | None:
             kind="not-steady",
             severity="warning",
             sentence=f"The steps became {direction}, by {format_share(abs(trend.relative_change))} over "
-            f"{samples.count} steps (Mann-Kendall p = {trend.p_value:.1g}).",
+            f"{samples.count} steps (Mann-Kendall p = {trend.p_value:.2g}).",
             remedy="warm up longer, and look at clocks and temperature",
             evidence={"relative_change": trend.relative_change, "p_value": trend.p_value},
         )
