@@ -242,7 +242,7 @@ def test_ctrl_c_keeps_what_the_running_cell_has(tmp_path: Path, out: Path):
     assert "Traceback" not in stderr and "the same command goes on where this one stopped" in stderr
     runs, _ = load_runs([out])
     assert statuses(runs) == ["interrupted"]
-    assert runs[0].samples["step"].count > 10 and runs[0].summary["step_median_s"]
+    assert runs[0].samples["step"].count >= 1 and runs[0].summary["step_median_s"]
 
 
 @pytest.mark.parametrize(

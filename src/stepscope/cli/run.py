@@ -79,7 +79,7 @@ def run(
 
 def exit_code(measured: Run) -> int:
     """0 done, 1 measured but a check failed, 3 the device failed, 130 interrupted."""
-    if measured.status == "interrupted":
+    if measured.status == "interrupted" or (measured.status == "done" and measured.failure is not None):
         return EXIT_INTERRUPTED
     if measured.status != "done":
         return EXIT_DEVICE_FAILED

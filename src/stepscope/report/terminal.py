@@ -29,7 +29,7 @@ OUT_OF_MEMORY_REMEDY = "a smaller --batch-size or --seq-len, --attention sdpa, o
 def render_run(run: Run, directory: str | None = None) -> RenderableType:
     """The whole run as one would explain it: what ran, where, how long, how well, and what to doubt."""
     parts: list[RenderableType] = [*_heading(run), Text()]
-    if run.status != "done":
+    if run.status != "done" or run.failure is not None:
         parts += [Text(status_sentence(run), style="bold red"), Text()]
     if run.samples.get("step") and run.samples["step"].count:
         parts += [_phase_table(run), *_rates(run), Text()]
@@ -37,7 +37,7 @@ def render_run(run: Run, directory: str | None = None) -> RenderableType:
     if memory is not None:
         parts += [memory, Text()]
     parts += [render_finding(finding) for finding in run.findings]
-    if not run.findings and run.status == "done":
+    if not run.findings and run.status == "done" and run.failure is None:
         parts.append(Text("No finding: every check passed.", style="green"))
     parts += [Text(f"Not observed: {note}.", style="dim") for note in run.evidence.notes]
     parts += [Text(), Text(identify(run))]

@@ -199,7 +199,7 @@ class _StepStudy:
                 profile = profile_step(self._step, self._device, self._timing)
                 self._set_evidence(profile=profile, precision=with_kernels(precision, profile))
         except KeyboardInterrupt:
-            self._note(f"interrupted during {self._stage}, after the timed steps")
+            self._interrupted_after_the_steps()
             return False
         except Exception as error:  # a library's failure here must not cost the times; it is said in the notes
             self._note(f"{self._stage} failed after the timed steps: {one_line(error)}")
@@ -221,7 +221,7 @@ class _StepStudy:
             )
             self._set(ceilings=ceilings)
         except KeyboardInterrupt:
-            self._note("interrupted while the device's ceiling was measured, after the timed steps")
+            self._interrupted_after_the_steps()
         except Exception as error:  # as above
             self._note(f"no measured ceiling: {one_line(error)}")
 
@@ -286,6 +286,10 @@ class _StepStudy:
 
     def _end(self, status: Status, failure: Failure) -> None:
         self._set(status=status, failure=failure)
+
+    def _interrupted_after_the_steps(self) -> None:
+        """The times are whole, so the run is done; that evidence is missing is said, and the exit code is Ctrl-C's."""
+        self._end("done", Failure(message="interrupted by the user, after the timed steps", during=self._stage))
 
     def _note(self, note: str) -> None:
         self._set_evidence(notes=(*self._run.evidence.notes, note))
