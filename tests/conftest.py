@@ -1,6 +1,7 @@
 """What several tests share: skips with a reason, a fake clock and device, runs made by hand."""
 
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,12 @@ from stepscope.core.run import Run, Settings
 from stepscope.core.samples import Samples
 from stepscope.core.workload import Workload
 from stepscope.work.transformer import phase_work
+
+
+def pytest_configure() -> None:
+    # Started in the background of a script, this process ignores Ctrl-C, and so would every process it tests with it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

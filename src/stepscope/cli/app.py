@@ -52,7 +52,8 @@ def main() -> NoReturn:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     _mend_streams()
     for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, signal.default_int_handler)  # as Ctrl-C: what was measured is kept
+        if signal.getsignal(ending) is not signal.SIG_IGN:  # nohup means what it says
+            signal.signal(ending, signal.default_int_handler)  # as Ctrl-C: what was measured is kept
     try:
         code = app(standalone_mode=False)
     except StepscopeError as error:

@@ -37,8 +37,9 @@ def main() -> int:
     events = _claim_stdout()
     request_line = sys.stdin.readline()
     _die_with_parent()
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, signal.default_int_handler)  # as Ctrl-C: what was measured is kept
+    # What was measured is kept, whichever asks. SIGINT too: a sweep in the background of a script inherits it ignored.
+    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, signal.default_int_handler)
 
     try:
         from stepscope.measure.device import resolve_device  # noqa: PLC0415  (torch, after the lifeline)
