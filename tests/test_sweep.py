@@ -14,9 +14,9 @@ from stepscope.core.errors import InputError
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_runs
 from stepscope.studies.recipe import load_recipe
-from stepscope.studies.sweep import Cell, Policy, SweepPlan, SweepState, order_cells, run_sweep
+from stepscope.studies.sweep import Cell, CellState, Policy, SweepPlan, SweepState, order_cells, run_sweep
 from stepscope.studies.warmup import warmup_cells
-from tests.conftest import mini, workload
+from tests.conftest import make_run, mini, workload
 
 QUICK = Settings(warmup_floor=1, warmup_cap=1, steps_floor=3, steps_cap=3, seconds=0, profile=False)
 ENDLESS = Settings(warmup_floor=1, warmup_cap=1, steps_floor=10**7, steps_cap=10**7, seconds=0, profile=False)
@@ -303,6 +303,17 @@ def test_equal_plans_are_one_sweep_and_others_are_not(out: Path):
     assert len({p.key for p in [plan(out, a, b), *others]}) == 6
     two, one = (SweepPlan(cells=(a, b), devices=d, out=str(out)) for d in (("cuda:0", "cuda:1"), ("cuda:1",)))
     assert two.key == one.key
+
+
+def test_the_forecast_goes_by_flops_and_never_beyond_the_time_limit():
+    cells = [CellState(cell=cell(seq_len=n)) for n in (16, 32, 64, 10_000_000)]
+    state = SweepState(cells=cells, timeout_s=100.0)
+    assert state.seconds_left(1) is None
+    for measured, seconds in zip(cells, (5.0, 5.2), strict=False):
+        measured.run, measured.seconds = make_run(), seconds
+    left = state.seconds_left(1)
+    assert left is not None and 105.0 < left < 107.0
+    assert state.seconds_left(2) == left / 2
 
 
 def test_cells_run_from_small_to_large_and_once():

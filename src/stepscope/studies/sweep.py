@@ -100,6 +100,8 @@ class SweepState:
     """The whole sweep as a display sees it."""
 
     cells: list[CellState]
+    timeout_s: float
+    """What one cell may take."""
     faults: list[str] = field(default_factory=list)
     """Run files that could not be read when results were looked for."""
 
@@ -115,7 +117,7 @@ class SweepState:
         fixed_s = min(seconds for seconds, _ in measured)
         per_flop_s = sum(seconds - fixed_s for seconds, _ in measured) / sum(flops for _, flops in measured)
         waiting = [cell for cell in self.cells if cell.run is None]
-        return sum(fixed_s + per_flop_s * _flops(cell) for cell in waiting) / slots
+        return sum(min(self.timeout_s, fixed_s + per_flop_s * _flops(cell)) for cell in waiting) / slots
 
 
 def _flops(cell: CellState) -> int:
@@ -178,7 +180,7 @@ class _Sweep:
         self._plan, self._policy, self._tell = plan, policy, tell
         self._out = Path(plan.out)
         self.interrupted = False
-        self.state = SweepState(cells=[CellState(cell=cell) for cell in plan.cells])
+        self.state = SweepState(cells=[CellState(cell=cell) for cell in plan.cells], timeout_s=self._policy.timeout_s)
         self._find_results()
         self._waiting = [cell for cell in self.state.cells if cell.run is None]
 
