@@ -21,7 +21,8 @@ from stepscope.models.attention import IMPLEMENTATIONS
 from stepscope.models.training_step import TrainingStep
 from stepscope.studies.request import StepRequest
 from stepscope.studies.step import measure_step
-from stepscope.studies.sweep import Cell, SweepPlan, run_sweep
+from stepscope.studies.sweep import run_sweep
+from stepscope.studies.sweep_plan import Cell, SweepPlan
 from tests.conftest import make_run, mini, workload
 
 pytestmark = pytest.mark.gpu

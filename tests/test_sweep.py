@@ -14,7 +14,8 @@ from stepscope.core.errors import InputError
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_runs
 from stepscope.studies.recipe import load_recipe
-from stepscope.studies.sweep import Cell, CellState, Policy, SweepPlan, SweepState, order_cells, run_sweep
+from stepscope.studies.sweep import run_sweep
+from stepscope.studies.sweep_plan import Cell, CellState, Policy, SweepPlan, SweepState, order_cells
 from stepscope.studies.warmup import warmup_cells
 from tests.conftest import make_run, mini, workload
 

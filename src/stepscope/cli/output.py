@@ -17,7 +17,7 @@ from stepscope.core.errors import StepscopeError
 if TYPE_CHECKING:
     from stepscope.report.sweep import ProgressRow
     from stepscope.studies.request import Stage
-    from stepscope.studies.sweep import SweepState
+    from stepscope.studies.sweep_plan import SweepState
 
 
 def show(renderable: RenderableType) -> None:

@@ -34,7 +34,7 @@ def warmup(
     from stepscope.core.model_config import configure
     from stepscope.core.workload import Workload
     from stepscope.report.warmup import render_warmup
-    from stepscope.studies.sweep import Policy, SweepPlan
+    from stepscope.studies.sweep_plan import Policy, SweepPlan
     from stepscope.studies.warmup import warmup_cells
 
     workload = Workload(model=configure(model), seq_len=seq_len, batch_size=batch_size, dtype=dtype)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from stepscope.core.run import Run
 from stepscope.core.units import parse_bytes, parse_flops_per_s
 
 if TYPE_CHECKING:
-    from stepscope.studies.sweep import Policy, SweepPlan
+    from stepscope.studies.sweep_plan import Policy, SweepPlan
 
 
 _DEFAULTS = {
@@ -77,7 +77,7 @@ def sweep(
     from stepscope.core.model_config import configure
     from stepscope.studies.grid import grid
     from stepscope.studies.recipe import load_recipe
-    from stepscope.studies.sweep import Cell, Policy, SweepPlan, order_cells
+    from stepscope.studies.sweep_plan import Cell, Policy, SweepPlan, order_cells
 
     settings = options.settings_from(warmup, steps, seconds, no_profile)
     sizes = {"d_model": d_model, "d_ff": d_ff, "layers": layers, "heads": heads, "vocabulary": vocabulary}
@@ -118,7 +118,8 @@ def sweep(
 
 def measure_and_report(plan: "SweepPlan", policy: "Policy", report: Callable[[list[Run]], None]) -> NoReturn:
     """Run the sweep under a display, report its runs, and leave with the sweep's exit code."""
-    from stepscope.studies.sweep import BROKEN, SweepInterrupted, run_sweep
+    from stepscope.studies.sweep import SweepInterrupted, run_sweep
+    from stepscope.studies.sweep_plan import BROKEN
 
     try:
         with sweep_progress(len(plan.devices)) as tell:

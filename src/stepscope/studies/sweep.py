@@ -6,13 +6,11 @@ Killed at any moment, the same sweep resumes: a cell whose run is on disk with a
 import asyncio
 import contextlib
 import fcntl
-import hashlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,15 +19,14 @@ import msgspec
 from stepscope.analysis.checks import check_run
 from stepscope.analysis.metrics import summarise
 from stepscope.core.errors import InputError, one_line
-from stepscope.core.run import REPEATED, Failure, Run, Settings, Status
+from stepscope.core.run import REPEATED, Failure, Run, Status
 from stepscope.core.run_directory import create_run_directory, load_run, load_runs, save_run
 from stepscope.core.workload import Workload
 from stepscope.studies.cell import CellEvent
 from stepscope.studies.request import StepRequest
-from stepscope.work.transformer import parameter_count, phase_work, step_flops
+from stepscope.studies.sweep_plan import BROKEN, Cell, CellState, Policy, SweepPlan, SweepState, Tell
+from stepscope.work.transformer import phase_work
 
-BROKEN: frozenset[Status] = frozenset({"failed", "killed", "timed-out"})
-"""How a cell may end without a result; `Policy.retry` measures these again."""
 INTERRUPT_GRACE_S = 15.0
 """How long an interrupted cell may take to save what it has."""
 STDERR_KEPT_BYTES = 4 * 1024 * 1024
@@ -42,108 +39,12 @@ CELL_COMMAND = (sys.executable, "-P", "-m", "stepscope.studies.cell")
 """-P: the current directory is the user's, and may hold a random.py of theirs."""
 
 
-class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """One workload measured one way."""
-
-    workload: Workload
-    settings: Settings = Settings()
-
-
-class SweepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure and where. Equal plans are the same sweep, and resume one another."""
-
-    cells: tuple[Cell, ...]
-    devices: tuple[str, ...] = ("auto",)
-    """One cell at a time on each."""
-    out: str = "runs"
-    tag: str | None = None
-    memory_limit_bytes: int | None = None
-    peak_flops_per_s: float | None = None
-
-    @property
-    def key(self) -> str:
-        """Digest of what is measured; which devices share the work does not change it."""
-        measured = (sorted(msgspec.json.encode(c, order="sorted") for c in self.cells), self.tag)
-        limits = (self.memory_limit_bytes, self.peak_flops_per_s, self.devices[0].partition(":")[0])
-        return hashlib.sha256(repr((measured, limits)).encode()).hexdigest()[:12]
-
-
-class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """How the sweep treats its cells; changes nothing in what a cell measures."""
-
-    timeout_s: float = 900.0
-    skip: bool = True
-    """Skip a cell when a smaller one ran out of memory."""
-    retry: bool = False
-    """Measure again what failed, was killed or ran out of time."""
-    fresh: bool = False
-    """Measure everything again."""
-
-
-@dataclass
-class CellState:
-    """A cell as a display sees it."""
-
-    cell: Cell
-    state: str = "waiting"
-    """waiting, measuring, or the run's status."""
-    stage: str = ""
-    detail: str = ""
-    run: Run | None = None
-    resumed: bool = False
-    """Whether the run was found on disk."""
-    seconds: float | None = None
-
-
-@dataclass
-class SweepState:
-    """The whole sweep as a display sees it."""
-
-    cells: list[CellState]
-    timeout_s: float
-    """What one cell may take."""
-    faults: list[str] = field(default_factory=list)
-    """Run files that could not be read when results were looked for."""
-
-    @property
-    def ended(self) -> int:
-        return sum(1 for cell in self.cells if cell.run is not None)
-
-    def seconds_left(self, slots: int) -> float | None:
-        """A forecast from the cells measured so far: a fixed cost for each, and the rest by their FLOPs."""
-        measured = [(cell.seconds, _flops(cell)) for cell in self.cells if cell.seconds is not None]
-        if not measured:
-            return None
-        fixed_s = min(seconds for seconds, _ in measured)
-        per_flop_s = sum(seconds - fixed_s for seconds, _ in measured) / sum(flops for _, flops in measured)
-        waiting = [cell for cell in self.cells if cell.run is None]
-        return sum(min(self.timeout_s, fixed_s + per_flop_s * _flops(cell)) for cell in waiting) / slots
-
-
-def _flops(cell: CellState) -> int:
-    return step_flops(cell.cell.workload)
-
-
-Tell = Callable[[SweepState], None]
-
-
 class SweepInterrupted(KeyboardInterrupt):
     """The user stopped the sweep. `runs` are the cells that have ended, interrupted ones left out."""
 
     def __init__(self, runs: list[Run]) -> None:
         super().__init__("interrupted")
         self.runs = runs
-
-
-def order_cells(cells: list[Cell]) -> tuple[Cell, ...]:
-    """Small ones first, so that a cell that cannot fit is known from a smaller one; duplicates once."""
-    unique = list(dict.fromkeys(cells))
-    return tuple(
-        sorted(
-            unique,
-            key=lambda c: (parameter_count(c.workload.model), c.workload.seq_len, c.workload.batch_size),
-        )
-    )
 
 
 def run_sweep(plan: SweepPlan, policy: Policy | None = None, tell: Tell = lambda _: None) -> list[Run]:
