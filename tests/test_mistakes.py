@@ -402,7 +402,7 @@ def test_20_clocks_power_and_company():
 
 def test_20_a_busy_host_is_seen_for_real():
     """Processes that burn CPU beside us, and the instrument that must see them."""
-    if HostLoad().read() is None and not sys.platform.startswith("linux"):
+    if not sys.platform.startswith("linux"):
         pytest.skip("this system does not tell its load")
     burn = [sys.executable, "-c", "while True: pass"]
     burners = [subprocess.Popen(burn) for _ in range(2)]
