@@ -1,6 +1,6 @@
 """A Run: one workload measured once, with everything needed to trust it or doubt it."""
 
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 
@@ -17,7 +17,6 @@ from stepscope.core.workload import Workload
 SCHEMA_VERSION = 1
 
 Status = Literal["unfinished", "done", "interrupted", "out-of-memory", "failed", "timed-out", "killed", "skipped"]
-STATUSES: tuple[str, ...] = get_args(Status)
 REPEATED: tuple[Status, ...] = ("unfinished", "interrupted")
 """A sweep measures these again; every other status is a result. A run is `unfinished` from its start to its end, and
 stays so if its process dies without a word."""
