@@ -25,7 +25,7 @@ ALLOWED = {
 LIBRARIES = {
     "core": {"msgspec"},
     "work": set(),
-    "measure": {"msgspec", "torch"},
+    "measure": {"msgspec", "nvtx", "torch"},
     "models": {"torch"},
     "analysis": set(),
     "studies": {"msgspec", "torch"},
@@ -117,7 +117,7 @@ def test_the_acting_wing_runs_on_a_bare_machine(tmp_path: Path):
         import sys
         class Missing:
             def find_spec(self, name, path=None, target=None):
-                if name.partition(".")[0] in {"polars", "scipy", "pynvml", "altair", "jinja2"}:
+                if name.partition(".")[0] in {"polars", "scipy", "pynvml", "nvtx", "altair", "jinja2"}:
                     raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         sys.meta_path.insert(0, Missing())
         from stepscope.cli.app import app

@@ -167,7 +167,7 @@ def test_an_attention_that_cannot_run_names_those_that_can(
 def test_ranges_name_modules_and_the_three_parts_of_attention():
     model = build_model(mini(), "cpu")
     tokens = torch.randint(101, (1, 16))
-    with ranges.emitted(), ranges.module_ranges(model), torch.profiler.profile() as profiler:
+    with ranges.emitted_to(ranges.ProfilerEmitter()), ranges.detailed(model), torch.profiler.profile() as profiler:
         model(tokens)
     names = [event.name for event in profiler.events() or []]
     for part in ("attention scores", "softmax", "attention output"):
@@ -178,4 +178,4 @@ def test_ranges_name_modules_and_the_three_parts_of_attention():
 
 
 def test_silent_ranges_are_one_shared_object():
-    assert ranges.named_range("step") is ranges.named_range("softmax")
+    assert ranges.named_range("step") is ranges.detail_range("softmax")

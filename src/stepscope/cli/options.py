@@ -8,6 +8,7 @@ import typer
 from stepscope.core.errors import InputError
 from stepscope.core.run import Settings
 from stepscope.core.workload import ATTENTIONS, COMPILES, DTYPES, OPTIMIZERS, PHASES
+from stepscope.studies.request import TraceRequest
 
 Out = Annotated[Path, typer.Option("--out", help="Where runs are kept.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
@@ -30,6 +31,12 @@ Steps = Annotated[
 ]
 Seconds = Annotated[float, typer.Option("--seconds", min=0, help="Measure for about this long.")]
 NoProfile = Annotated[bool, typer.Option("--no-profile", help="Leave out the profiled step after the timed ones.")]
+Trace = Annotated[
+    list[str] | None,
+    typer.Option("--trace", help="kineto or nsys: keep a trace of some more steps under it. May be given twice."),
+]
+TraceSteps = Annotated[int, typer.Option("--trace-steps", help="How many steps a trace holds.")]
+TraceStacks = Annotated[bool, typer.Option("--trace-stacks", help="With Python stacks in the Kineto trace (slow).")]
 MemoryLimit = Annotated[
     str | None, typer.Option("--memory-limit", help="Let a GPU stand for a smaller one, as in 80GiB.")
 ]
@@ -61,3 +68,10 @@ def settings_from(warmup: int | None, steps: int | None, seconds: float, no_prof
         seconds=seconds,
         profile=not no_profile,
     )
+
+
+def trace_from(tools: list[str] | None, steps: int, stacks: bool) -> TraceRequest:
+    """What to trace; a tool named twice is asked once."""
+    if stacks and "kineto" not in (tools or ()):
+        raise InputError("--trace-stacks belongs to --trace kineto: add it, or leave the stacks out")
+    return TraceRequest(tools=tuple(dict.fromkeys(tools or ())), steps=steps, stacks=stacks)  # type: ignore[arg-type]

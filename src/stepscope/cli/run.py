@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepscope.cli import options
-from stepscope.cli.output import emit, progress, show, stdout_kept_clean
+from stepscope.cli.output import emit, progress, show, stdout_kept_clean, warn
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DONE, EXIT_INTERRUPTED
 from stepscope.core.finding import worst
 from stepscope.core.run import Run
@@ -40,6 +40,9 @@ def run(
     steps: options.Steps = None,
     seconds: options.Seconds = 5.0,
     no_profile: options.NoProfile = False,
+    trace: options.Trace = None,
+    trace_steps: options.TraceSteps = 2,
+    trace_stacks: options.TraceStacks = False,
     memory_limit: options.MemoryLimit = None,
     peak_flops: options.PeakFlops = None,
     tag: options.Tag = None,
@@ -54,6 +57,7 @@ def run(
     }  # fmt: skip
     workload = _workload("tiny" if model is None else model, seq_len if seq_len is not None else 1, sizes, choices)
     settings = options.settings_from(warmup, steps, seconds, no_profile)
+    traced = options.trace_from(trace, trace_steps, trace_stacks)
     limit = parse_bytes(memory_limit) if memory_limit else None
     peak = parse_flops_per_s(peak_flops) if peak_flops else None
 
@@ -69,10 +73,13 @@ def run(
     )
     request = StepRequest(
         workload=workload, settings=settings, device=device, out=str(out), tag=tag,
-        memory_limit_bytes=limit, peak_flops_per_s=peak,
+        memory_limit_bytes=limit, peak_flops_per_s=peak, trace=traced,
     )  # fmt: skip
     with stdout_kept_clean(), progress() as tell:
         measured, directory = measure_step(request, tell)
+    for capture in measured.evidence.captures:
+        if capture.failure:
+            warn(f"no {capture.tool} trace: {capture.failure}")
     _print(measured, directory, json)
     raise typer.Exit(exit_code(measured))
 

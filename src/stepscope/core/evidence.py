@@ -3,7 +3,14 @@
 Evidence is stored with the run, so that a run can be judged again from disk, by later rules too.
 """
 
+from typing import Literal
+
 import msgspec
+
+from stepscope.core.samples import Samples
+
+TraceTool = Literal["kineto", "nsys"]
+TRACE_TOOLS: tuple[TraceTool, ...] = ("kineto", "nsys")
 
 
 class KernelTotal(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +103,29 @@ class CompileReport(msgspec.Struct, frozen=True, kw_only=True):
     """Time dynamo and the backend spent compiling, as dynamo reports it."""
 
 
+class Capture(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps that ran under a profiler, after the timed ones, and what became of its trace."""
+
+    tool: str
+    """kineto (torch.profiler) or nsys (Nsight Systems); nvtx for an NVTX tool that the user started."""
+    tool_version: str
+    samples: dict[str, Samples] = {}
+    """Times of the traced steps, measured and named as those of the run."""
+    artifact: str | None = None
+    """Kind of the trace among the run's artifacts; None where another program keeps it, or there is none."""
+    failure: str | None = None
+    """Why there is no trace that can be read, in one line."""
+
+    @property
+    def steps(self) -> int:
+        return self.samples["step"].count if "step" in self.samples else 0
+
+    @property
+    def step_s(self) -> float | None:
+        """Median time of a traced step, by the host's clock round a synchronised region."""
+        return self.samples["step"].median_s if "step" in self.samples else None
+
+
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """Everything observed beside the times. A part that could not be observed is None, with the reason in `notes`."""
 
@@ -104,4 +134,6 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     memory: PhaseMemory | None = None
     profile: ProfiledStep | None = None
     compilation: CompileReport | None = None
+    captures: tuple[Capture, ...] = ()
+    """One for each profiler that took a trace, or should have."""
     notes: tuple[str, ...] = ()

@@ -1,77 +1,173 @@
 """Named ranges that a profiler shows: the step, its phases, modules, the three parts of attention.
 
-Ranges cost nothing measurable while nobody watches: `named_range` then returns one shared null context. They are
-emitted inside `emitted()`, and from the start when an NVTX tool (Nsight Systems) launched this process.
+Ranges go to **emitters**. A process that an NVTX tool (Nsight Systems) launched has one from its start, so every step
+shows with its phases; `emitted_to` adds others for a while. Modules and the parts of attention are **details**: they
+are emitted in traced steps alone (`detailed`), and the timed steps stay cheap. While nobody watches, a range is one
+shared null context and costs nothing measurable.
 """
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 
+ATTENTION_PARTS = ("attention scores", "softmax", "attention output")
 _NVTX_TOOLS = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
 _SILENT: AbstractContextManager[None] = contextlib.nullcontext()
 
 
-class _Emission:
-    """Whether ranges are emitted now: one flag for the process, read on every range."""
+class Emitter(Protocol):
+    """Where ranges go. They nest on each thread: pop ends the one that was pushed last on the same thread."""
+
+    def push(self, name: str) -> None: ...
+
+    def pop(self) -> None: ...
+
+
+class NvtxEmitter:
+    """Ranges for NVTX tools: by PyTorch, or by NVIDIA's package `nvtx` where PyTorch is built without NVTX."""
+
+    def push(self, name: str) -> None:
+        torch.cuda.nvtx.range_push(name)
+
+    def pop(self) -> None:
+        torch.cuda.nvtx.range_pop()
+
+
+class _PackageEmitter:
+    """Ranges by the package `nvtx`. A CPU build of PyTorch has none of its own."""
 
     def __init__(self) -> None:
-        self.nvtx = any(variable in os.environ for variable in _NVTX_TOOLS)
-        self.profiler = False
+        import nvtx  # noqa: PLC0415  (optional: `pip install 'stepscope[nsys]'`)
+
+        self._nvtx = nvtx
+
+    def push(self, name: str) -> None:
+        self._nvtx.push_range(name)
+
+    def pop(self) -> None:
+        self._nvtx.pop_range()
+
+
+class ProfilerEmitter:
+    """Ranges for torch.profiler."""
+
+    def __init__(self) -> None:
+        self._open = threading.local()
+
+    def push(self, name: str) -> None:
+        entered = torch.profiler.record_function(name)
+        entered.__enter__()
+        self._stack().append(entered)
+
+    def pop(self) -> None:
+        self._stack().pop().__exit__(None, None, None)
+
+    def _stack(self) -> list[torch.profiler.record_function]:
+        if not hasattr(self._open, "stack"):
+            self._open.stack = []
+        return self._open.stack
+
+
+def watched() -> bool:
+    """Whether an NVTX tool launched this process."""
+    return any(variable in os.environ for variable in _NVTX_TOOLS)
+
+
+def nvtx_emitter() -> Emitter | None:
+    """What emits NVTX ranges here, or None where nothing can."""
+    if hasattr(torch._C, "_nvtx"):
+        return NvtxEmitter()
+    try:
+        return _PackageEmitter()
+    except ImportError:
+        return None
+
+
+class _Emission:
+    """Where ranges go now, for the whole process; read on every range."""
+
+    def __init__(self) -> None:
+        first = nvtx_emitter() if watched() else None
+        self.emitters: tuple[Emitter, ...] = (first,) if first else ()
+        self.detailed = False
 
 
 _emission = _Emission()
 
 
-def watched() -> bool:
-    """Whether an NVTX tool watches this process."""
-    return _emission.nvtx
+class _Range:
+    """A range on every emitter there is when it begins."""
+
+    __slots__ = ("_emitters", "_name")
+
+    def __init__(self, name: str, emitters: tuple[Emitter, ...]) -> None:
+        self._name, self._emitters = name, emitters
+
+    def __enter__(self) -> None:
+        for emitter in self._emitters:
+            emitter.push(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        for emitter in reversed(self._emitters):
+            emitter.pop()
 
 
 def named_range(name: str) -> AbstractContextManager[object]:
-    """A range for NVTX tools and torch.profiler, or nothing while neither watches or torch.compile is tracing."""
-    if torch.compiler.is_compiling() or not (_emission.nvtx or _emission.profiler):
+    """A range of the step or a phase; nothing while nobody watches."""
+    return _Range(name, _emission.emitters) if _emission.emitters else _SILENT
+
+
+def detail_range(name: str) -> AbstractContextManager[object]:
+    """A range inside the model, for traced steps; nothing otherwise, nor while torch.compile is tracing."""
+    if torch.compiler.is_compiling() or not (_emission.detailed and _emission.emitters):
         return _SILENT
-    return _emitting_range(name)
+    return _Range(name, _emission.emitters)
 
 
 @contextlib.contextmanager
-def _emitting_range(name: str) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        if _emission.nvtx and torch.cuda.is_available():
-            stack.enter_context(torch.cuda.nvtx.range(name))
-        if _emission.profiler:
-            stack.enter_context(torch.profiler.record_function(name))
-        yield
-
-
-@contextlib.contextmanager
-def emitted() -> Iterator[None]:
-    """Emit ranges to torch.profiler inside this context."""
-    before = _emission.profiler
-    _emission.profiler = True
+def emitted_to(*emitters: Emitter) -> Iterator[None]:
+    """Emit ranges to these too inside this context."""
+    before = _emission.emitters
+    _emission.emitters = (*before, *emitters)
     try:
         yield
     finally:
-        _emission.profiler = before
+        _emission.emitters = before
+
+
+@contextlib.contextmanager
+def detailed(model: torch.nn.Module | None) -> Iterator[None]:
+    """Inside, the parts of attention are emitted, and every submodule of `model` as its module path, by hooks."""
+    before = _emission.detailed
+    _emission.detailed = True
+    try:
+        with module_ranges(model) if model is not None else contextlib.nullcontext():
+            yield
+    finally:
+        _emission.detailed = before
 
 
 @contextlib.contextmanager
 def module_ranges(model: torch.nn.Module) -> Iterator[None]:
     """Give every submodule's forward a range named by its module path (`blocks.3.attention`), by hooks."""
-    open_ranges: list[AbstractContextManager[object]] = []
+    # A stack for each thread: checkpointing runs a module's forward again on autograd's thread.
+    local = threading.local()
     handles = []
 
     def enter(path: str) -> None:
-        entered = named_range(path)
+        if not hasattr(local, "stack"):
+            local.stack = []
+        entered = detail_range(path)
         entered.__enter__()
-        open_ranges.append(entered)
+        local.stack.append(entered)
 
     def leave() -> None:
-        open_ranges.pop().__exit__(None, None, None)
+        local.stack.pop().__exit__(None, None, None)
 
     for path, module in model.named_modules():
         if not path:

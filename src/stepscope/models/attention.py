@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stepscope.core.errors import InputError, choose
 from stepscope.core.workload import Attention, Dtype
-from stepscope.measure.ranges import named_range
+from stepscope.measure.ranges import detail_range
 
 
 class AttentionFunction(Protocol):
@@ -27,20 +27,20 @@ class AttentionFunction(Protocol):
 def reference(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
     """Attention written out: scores, mask, softmax with the maximum subtracted, weighted sum."""
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    with named_range("attention scores"):
+    with detail_range("attention scores"):
         scores_BHST = q @ k.transpose(-2, -1) * scale
         if causal:
             query_S1 = torch.arange(q.shape[-2], device=q.device)[:, None]
             key_1T = torch.arange(k.shape[-2], device=q.device)[None, :]
             scores_BHST = scores_BHST.masked_fill(key_1T > query_S1, float("-inf"))
-    with named_range("softmax"):
+    with detail_range("softmax"):
         # exp overflows in fp16 above ln(65504) = 11.09: with the row's maximum subtracted, no exponent is above 0.
         # Softmax does not change when a row is shifted, so the maximum's gradient is zero: detached, the scores
         # need not be saved for backward (one S x T tensor in three).
         maximum_BHS1 = scores_BHST.detach().amax(dim=-1, keepdim=True)
         exponentials_BHST = torch.exp(scores_BHST - maximum_BHS1)
         weights_BHST = exponentials_BHST / exponentials_BHST.sum(dim=-1, keepdim=True)
-    with named_range("attention output"):
+    with detail_range("attention output"):
         return weights_BHST @ v
 
 

@@ -8,6 +8,7 @@ from rich.text import Text
 from stepscope.analysis import metrics
 from stepscope.core.environment import Environment
 from stepscope.core.errors import printable
+from stepscope.core.evidence import Capture
 from stepscope.core.finding import Finding
 from stepscope.core.run import Run, Settings
 from stepscope.core.samples import CONFIDENCE
@@ -238,9 +239,22 @@ def _rates(run: Run) -> list[Text]:
             f"Step {format_seconds(samples.median_s or 0)}, under the profiler "
             f"{format_seconds(run.evidence.profile.step_s)} ({slowdown:.2f}x)."
         )
+    lines += [line for capture in run.evidence.captures if (line := _capture_line(capture, samples.median_s))]
     if run.evidence.profile and run.evidence.profile.attention_operators:
         lines.append(f"Attention ran as {', '.join(run.evidence.profile.attention_operators)}.")
     return [Text(line) for line in lines]
+
+
+def _capture_line(capture: Capture, unprofiled_s: float | None) -> str:
+    """What watching cost beside what the step takes unwatched; or why there is no trace."""
+    if capture.failure:
+        return printable(f"No {capture.tool} trace: {capture.failure}.")
+    if not capture.step_s or not unprofiled_s:
+        return ""
+    return printable(
+        f"Step {format_seconds(unprofiled_s)}, in the {capture.tool} trace of {capture.steps} steps "
+        f"{format_seconds(capture.step_s)} ({capture.step_s / unprofiled_s:.2f}x)."
+    )
 
 
 def _phase_clock(run: Run) -> str:

@@ -4,8 +4,28 @@ from collections.abc import Callable
 
 import msgspec
 
+from stepscope.core.errors import InputError, choose
+from stepscope.core.evidence import TRACE_TOOLS, TraceTool
 from stepscope.core.run import Settings
 from stepscope.core.workload import Workload
+
+MOST_TRACED_STEPS = 1000
+"""Beyond it a trace is gigabytes that no viewer opens."""
+
+
+class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Which profilers take a trace after the timed steps, and of what."""
+
+    tools: tuple[TraceTool, ...] = ()
+    steps: int = 2
+    stacks: bool = False
+    """Whether torch.profiler records the Python stack of each operator, which slows the host several times."""
+
+    def __post_init__(self) -> None:
+        for tool in self.tools:
+            choose(tool, TRACE_TOOLS, "trace")
+        if not 1 <= self.steps <= MOST_TRACED_STEPS:
+            raise InputError(f"trace-steps is {self.steps}: it must be 1 to {MOST_TRACED_STEPS}")
 
 
 class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +39,7 @@ class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     sweep: str | None = None
     memory_limit_bytes: int | None = None
     peak_flops_per_s: float | None = None
+    trace: TraceRequest = TraceRequest()
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,11 +21,11 @@ from stepscope.analysis.metrics import summarise
 from stepscope.core.device_spec import find_device_spec, overridden_spec, product_dtype
 from stepscope.core.environment import GpuReading
 from stepscope.core.errors import DeviceError, InputError, StepscopeError, one_line
-from stepscope.core.evidence import Evidence, Precision
+from stepscope.core.evidence import Capture, Evidence, Precision
 from stepscope.core.run import Failure, Run, Status
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.units import format_bytes, format_seconds
-from stepscope.measure import ranges
+from stepscope.measure.capture import KINETO_FILE, capture_kineto
 from stepscope.measure.ceilings import ceilings_for
 from stepscope.measure.compilation import compile_report, reset_compilation
 from stepscope.measure.device import resolve_device, timing_device
@@ -106,7 +106,7 @@ class _StepStudy:
             self._look_round()
             self._build()
             self._measure()
-            if self._observe():
+            if self._observe() and self._trace():
                 self._measure_ceilings()
         except KeyboardInterrupt:
             if self._run.status != "done":
@@ -144,13 +144,12 @@ class _StepStudy:
         self._read_before()
         interrupted = False
         try:
-            with self._module_ranges():
-                result = measure(
-                    {_SUBJECT: self._step},
-                    device=self._timing,
-                    settings=self._request.settings,
-                    on_progress=self._tell_progress,
-                )[_SUBJECT]
+            result = measure(
+                {_SUBJECT: self._step},
+                device=self._timing,
+                settings=self._request.settings,
+                on_progress=self._tell_progress,
+            )[_SUBJECT]
             self._keep(result)
             interrupted = result.interrupted
         except StepFailed as failure:
@@ -169,13 +168,6 @@ class _StepStudy:
         with contextlib.suppress(StepscopeError):
             save_run(self._run, self._directory, rescue=False)
         self._set(status="done")
-
-    def _module_ranges(self) -> contextlib.AbstractContextManager[None]:
-        """Ranges of every module while an NVTX tool watches this process; nothing otherwise, nor when compiled."""
-        assert self._step is not None
-        if ranges.watched() and not self._step.compiled:
-            return ranges.module_ranges(self._step.model)
-        return contextlib.nullcontext()
 
     def _observe(self) -> bool:
         """Gather the evidence; False when the user interrupted it.
@@ -204,6 +196,29 @@ class _StepStudy:
         except Exception as error:  # a library's failure here must not cost the times; it is said in the notes
             self._note(f"{self._stage} failed after the timed steps: {one_line(error)}")
         return True
+
+    def _trace(self) -> bool:
+        """Take the traces that were asked for; False when the user interrupted it. As above, the times are safe."""
+        assert self._step is not None
+        trace = self._request.trace
+        try:
+            if "kineto" in trace.tools:
+                self._begin("trace", "kineto")
+                try:
+                    capture = capture_kineto(
+                        self._step, self._device, self._timing, self._directory, steps=trace.steps, stacks=trace.stacks
+                    )
+                    self._set(artifacts={**self._run.artifacts, "kineto": KINETO_FILE})
+                except Exception as error:
+                    capture = Capture(tool="kineto", tool_version=str(torch.__version__), failure=one_line(error))
+                self._keep_capture(capture)
+        except KeyboardInterrupt:
+            self._interrupted_after_the_steps()
+            return False
+        return True
+
+    def _keep_capture(self, capture: Capture) -> None:
+        self._set_evidence(captures=(*self._run.evidence.captures, capture))
 
     def _measure_ceilings(self) -> None:
         """Last, so that the step met a process as cold as its warm-up setting says, and its memory is free again."""

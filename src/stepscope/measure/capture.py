@@ -1,0 +1,108 @@
+"""Traces of some steps, taken after the timed ones: what a profiler shows, and what its watching costs."""
+
+import contextlib
+import gzip
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from stepscope.core.evidence import Capture
+from stepscope.core.run import Settings
+from stepscope.core.samples import Samples
+from stepscope.measure import ranges
+from stepscope.measure.device import Device
+from stepscope.measure.timer import StepFailed, Subject, measure
+
+KINETO_FILE = "trace.kineto.json.gz"
+_COMPRESSION = 6  # gzip's own default; Python's 9 takes twice as long for one per cent
+
+
+class TracedStep(Subject, Protocol):
+    """What tracing asks of a step, beyond what timing asks."""
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+
+    @property
+    def compiled(self) -> bool: ...
+
+
+def capture_kineto(
+    step: TracedStep, device: torch.device, timing: Device, directory: Path, *, steps: int, stacks: bool = False
+) -> Capture:
+    """Trace steps with torch.profiler into `trace.kineto.json.gz`: operators with shapes and sequence numbers,
+    kernels, and ranges of the step, its phases, modules and the parts of attention.
+    """
+    with ranges.emitted_to(ranges.ProfilerEmitter()), details(step):
+        with _profiler(device, stacks):  # the first session pays for the profiler's own start, and is thrown away
+            timed_steps(step, timing, 1)
+        with _profiler(device, stacks) as profiler:
+            samples = timed_steps(step, timing, steps)
+    _export(profiler, directory / KINETO_FILE)
+    return Capture(tool="kineto", tool_version=str(torch.__version__), samples=samples, artifact="kineto")
+
+
+def details(step: TracedStep) -> contextlib.AbstractContextManager[None]:
+    """Ranges inside the model. A compiled step has phases alone: hooks on modules inside the compiled one would make
+    it compile anew, and what is traced would not be what was timed."""
+    return ranges.detailed(step.model) if not step.compiled else contextlib.nullcontext()
+
+
+def timed_steps(subject: Subject, timing: Device, steps: int) -> dict[str, Samples]:
+    """Exactly so many steps, by the one timing loop."""
+    settings = Settings(warmup_floor=0, warmup_cap=0, steps_floor=steps, steps_cap=steps, seconds=0)
+    try:
+        result = measure({"step": subject}, device=timing, settings=settings)["step"]
+    except StepFailed as failure:
+        raise failure.__cause__ or failure from None
+    if result.interrupted:
+        raise KeyboardInterrupt
+    return result.samples
+
+
+def _profiler(device: torch.device, stacks: bool) -> torch.profiler.profile:
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    return torch.profiler.profile(activities=activities, record_shapes=True, with_stack=stacks, acc_events=True)
+
+
+def _export(profiler: torch.profiler.profile, target: Path) -> None:
+    """Write the Chrome trace compressed; the name appears when the file is whole."""
+    plain, compressed = (target.with_name(f".{target.name}.{os.getpid()}.{part}") for part in ("json", "tmp"))
+    with _removed(plain, compressed):
+        profiler.export_chrome_trace(str(plain))
+        _check_whole(plain)
+        with plain.open("rb") as source, gzip.open(compressed, "wb", compresslevel=_COMPRESSION) as packed:
+            packed.writelines(_portable(line, target.name) for line in source)
+        compressed.replace(target)
+
+
+def _portable(line: bytes, name: str) -> bytes:
+    """The line without the machine's name or the file's place: a run directory can be shown to others."""
+    if b'"host_name"' in line or b'"traceName"' in line:
+        line = re.sub(rb'"host_name": *"[^"]*"', b'"host_name": ""', line)
+        line = re.sub(rb'"traceName": *"[^"]*"', b'"traceName": "' + name.encode() + b'"', line)
+    return line
+
+
+def _check_whole(file: Path) -> None:
+    # The profiler writes from C++ and does not say when the disk is full: the file then just ends.
+    with file.open("rb") as source:
+        source.seek(max(0, file.stat().st_size - 64))
+        if not source.read().rstrip().endswith(b"}"):
+            raise OSError(f"the trace was cut short after {file.stat().st_size} bytes: is the disk full?")
+
+
+@contextlib.contextmanager
+def _removed(*files: Path) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for file in files:
+            file.unlink(missing_ok=True)
