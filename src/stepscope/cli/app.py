@@ -10,7 +10,7 @@ from typing import NoReturn
 import typer
 
 from stepscope import __version__
-from stepscope.cli import device, ls, models, run, show, study, sweep, table
+from stepscope.cli import device, kernel, ls, models, run, show, study, sweep, table
 from stepscope.core.errors import EXIT_INTERRUPTED, EXIT_WRONG_INPUT, StepscopeError, one_line
 
 _OPTIONAL = {"torch": "pip install 'stepscope[torch]'", "polars": "pip install polars"}
@@ -30,6 +30,7 @@ app.command("show")(show.show)
 app.command("ls")(ls.ls)
 app.command("models")(models.models)
 app.command("device")(device.device)
+app.command("kernel")(kernel.kernel)
 app.add_typer(study.app, name="study")
 
 

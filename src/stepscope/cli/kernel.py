@@ -1,0 +1,29 @@
+"""`stepscope kernel`: what a kernel's name says."""
+
+from typing import Annotated
+
+import msgspec
+import typer
+
+from stepscope.cli import options
+from stepscope.cli.output import emit, show
+from stepscope.core.errors import InputError
+
+
+def kernel(
+    name: Annotated[str, typer.Argument(help="The kernel's name as a profiler shows it.")],
+    json: options.Json = False,
+) -> None:
+    """Explain a kernel by its name: library, types, layout, tile, and which product of a step it is."""
+    from stepscope.analysis.kernel_explanation import explain
+
+    if not name.strip():
+        raise InputError("the kernel's name is empty: give it as the profiler shows it, in quotes")
+    # Bytes that are no text reach a program as surrogates, which JSON cannot hold.
+    explanation = explain(name.encode(errors="replace").decode())
+    if json:
+        emit(msgspec.json.format(msgspec.json.encode(explanation), indent=1).decode() + "\n")
+        return
+    from stepscope.report.kernel import render_kernel
+
+    show(render_kernel(explanation))
