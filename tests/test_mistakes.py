@@ -159,6 +159,27 @@ def test_3_fp32_was_tf32(dtype: str, precision: Precision, found: bool):
     assert (kinds(run).get("precision-mismatch") == "error") is found
 
 
+@pytest.mark.parametrize(
+    ("dtype", "name", "found"),
+    [
+        ("fp32", "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x64_16x6_nt_align4>(P)", True),
+        ("fp32", "sm90_xmma_gemm_f32f32_tf32f32_f32_nn_n_tilesize64x64x32_warpgroupsize1x1x1_execute_kernel", True),
+        ("fp32", "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>(P)", False),
+        ("bf16", "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>(P)", True),
+        ("bf16", "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN", False),
+        ("bf16", "void dot_kernel<float, 128, 0, cublasDotParams<float> >(P)", False),
+    ],
+)
+def test_3_the_names_of_kernels_are_a_witness(dtype: str, name: str, found: bool):
+    """Also of TF32 that is not spelt, and of true fp32 where 16 bits were asked for."""
+    precision = Precision(float32_matmul="highest", probe_relative_error=2e-7)
+    profile = ProfiledStep(
+        step_s=1.0, kernel_launches=1, busy_s=1.0, kernels=(KernelTotal(name=name, calls=1, total_s=1.0),)
+    )
+    run = make_run(workload(dtype=dtype), evidence=Evidence(precision=precision, profile=profile))
+    assert (kinds(run).get("precision-mismatch") == "error") is found
+
+
 def test_3_autocast_that_never_took_effect():
     step = TrainingStep(mini(dtype="bf16"), CPU)
     step._autocast = lambda: torch.autocast("cpu", enabled=False)

@@ -136,7 +136,7 @@ KERNEL_RULES = Rulebook((
                  "Base&)::{lambda()#3}::operator()() const::{lambda()#7}::operator()() const::{lambda(float)#1}, "
                  "std::array<char*, 2ul>, 4>(int)"),
     # Reductions.
-    Rule(family="reduction", function=r"(?:^|::)reduce_kernel$|_reduce_\w*kernel|::cub::\w*::?\w*(?:Reduce)|"
+    Rule(family="reduction", function=r"(?:^|::)reduce_kernel$|_reduce_\w*kernel|"
          r"DeviceReduce\w*Kernel|DeviceSegmentedReduce|cumsum|DeviceScan\w*Kernel|tensor_kernel_scan",
          example="void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MaxOps<float>, "
                  "unsigned int, float, 4, 4> >(at::native::ReduceOp<float, at::native::MaxOps<float> >)"),

@@ -3,6 +3,7 @@
 The numbers in brackets are the rows of docs/measuring.md, where each mistake is described as seen in the wild.
 """
 
+from stepscope.analysis.kernel_names import decode, is_tf32
 from stepscope.core.finding import Finding
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes
@@ -15,17 +16,18 @@ def precision_mismatch(run: Run) -> Finding | None:
     """[3] The precision that ran, against the precision asked for."""
     precision, observation = run.evidence.precision, run.evidence.observation
     dtype = run.workload.dtype
+    tf32, fp32 = _products_in_tf32_and_fp32(run)
     fault = ""
     if precision is not None:
         probe = precision.probe_relative_error
-        if dtype == "fp32" and precision.tf32_kernels:
-            fault = f"fp32 was asked for, but {precision.tf32_kernels[0]} ran: products were rounded to TF32's 10 bits"
+        if dtype == "fp32" and tf32:
+            fault = f"fp32 was asked for, but {tf32[0]} ran: products were rounded to TF32's 10 bits"
         elif dtype == "fp32" and probe > TF32_ERROR:
             fault = f"fp32 was asked for, but a product's error of {probe:.1e} is TF32's (true fp32: 2e-7)"
         elif dtype == "tf32" and probe < TF32_ERROR:
             fault = f"tf32 was asked for, but a product's error of {probe:.1e} is true fp32's (TF32: 3e-4)"
-        elif dtype in ("bf16", "fp16", "bf16-pure") and precision.fp32_kernels:
-            fault = f"{dtype} was asked for, but {precision.fp32_kernels[0]} ran: a product in true fp32"
+        elif dtype in ("bf16", "fp16", "bf16-pure") and fp32:
+            fault = f"{dtype} was asked for, but {fp32[0]} ran: a product in true fp32"
     expected = {"bf16": "bfloat16", "bf16-pure": "bfloat16", "fp16": "float16"}.get(dtype, "float32")
     if not fault and observation and observation.product_dtypes:
         strangers = [found for found in observation.product_dtypes if found != expected]
@@ -41,8 +43,24 @@ def precision_mismatch(run: Run) -> Finding | None:
         evidence={
             "asked": dtype,
             "probe_relative_error": precision.probe_relative_error if precision else None,
-            "tf32_kernels": len(precision.tf32_kernels) if precision else None,
+            "tf32_kernels": len(tf32) if precision else None,
         },
+    )
+
+
+def _products_in_tf32_and_fp32(run: Run) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the kernels that took products in TF32, and of those that took them in true fp32.
+
+    Not every TF32 kernel is named so: cutlass_80_tensorop_s1688gemm is one.
+    """
+    precision, profile = run.evidence.precision, run.evidence.profile
+    tf32, fp32 = (precision.tf32_kernels, precision.fp32_kernels) if precision else ((), ())
+    products = [
+        decoded for kernel in (profile.kernels if profile else ()) if (decoded := decode(kernel.name)).transposes
+    ]
+    return (
+        tuple(dict.fromkeys([*tf32, *(product.name for product in products if is_tf32(product))])),
+        tuple(dict.fromkeys([*fp32, *(product.name for product in products if product.input_dtype == "fp32")])),
     )
 
 
