@@ -143,11 +143,11 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "library": "cuBLAS", **FP32, "split_k": True, "second_pass": True,
     },
     "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, false, false, cutlass::bfloat16_t, Flash_kernel_traits<64, 128, 128, 4, cutlass::bfloat16_t> >, false, true, false>(pytorch_flash::Flash_fwd_params)": {
-        "library": "FlashAttention", "input_dtype": "bf16", "accumulate_dtype": "fp32", "tile": (128, 128, 64),
+        "library": "FlashAttention", "input_dtype": "bf16", "accumulate_dtype": "fp32", "tile": (128, 128, None),
         "head_dim": 64, "unit": "tensor core",
     },
     "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<(int)128, (int)64, (int)128, (int)8, (int)2, (int)4, (int)2, (bool)0, (bool)0, cutlass::half_t>, (bool)0>(P)": {
-        "library": "FlashAttention", "input_dtype": "fp16", "accumulate_dtype": "fp32", "tile": (64, 128, 128),
+        "library": "FlashAttention", "input_dtype": "fp16", "accumulate_dtype": "fp32", "tile": (64, 128, None),
         "head_dim": 128, "unit": "tensor core",
     },
     "fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<float, cutlass::arch::Sm80, true, 64, 64, 64, true, true>::Params)": {
@@ -155,7 +155,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "unit": "tensor core",
     },
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_cga1x1x1_kernel0_0": {
-        "library": "cuDNN", "architecture": "sm90", "tile": (64, 128, 64), "cluster": (1, 1), "unit": "tensor core",
+        "library": "cuDNN", "architecture": "sm90", "head_dim": 64, "cluster": (1, 1), "unit": "tensor core",
     },
     "triton_poi_fused_add_mul_3": {"library": "Triton"},
     "triton_tem_fused_mm_t_view_7": {"library": "Triton"},

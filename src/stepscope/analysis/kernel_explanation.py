@@ -50,6 +50,8 @@ _LIBRARY_NOTES = {
 def _library(kernel: KernelName) -> str:
     if kernel.library is None:
         return ""
+    if kernel.function.startswith("aten::"):
+        return "ATen: no kernel but an operator of PyTorch, as traces of a CPU name what runs"
     if kernel.operation.startswith("nvjet_"):
         return "cuBLAS, whose family of kernels for Hopper and later is called nvjet"
     return kernel.library + _LIBRARY_NOTES.get(kernel.library, "")
@@ -67,13 +69,14 @@ def _architecture(kernel: KernelName) -> str:
     if number >= 90:
         return f"written for {built}"
     fp32 = ": fp32 products on a Hopper are usually taken by kernels written for sm80" if _is_plain_fp32(kernel) else ""
-    return f"written for {built}, used on later GPUs too (Hopper, sm90, say){fp32 if number == 80 else ''}"
+    where = f" (sm90, Hopper, say){fp32}" if number == 80 else ""
+    return f"written for {built}, used on later GPUs too{where}"
 
 
 def _types(kernel: KernelName) -> str:
     if kernel.input_dtype is None and kernel.output_dtype is None:
         return ""
-    if kernel.unit is None and kernel.accumulate_dtype is None:
+    if kernel.second_pass or (kernel.unit is None and kernel.accumulate_dtype is None):
         if kernel.input_dtype == kernel.output_dtype:
             return f"{kernel.input_dtype} elements"
         return f"reads {kernel.input_dtype or 'a type the name does not say'}, writes {kernel.output_dtype or 'unsaid'}"
@@ -142,12 +145,12 @@ def _products(kernel: KernelName) -> str:
 
 def _tile(kernel: KernelName, family: Family) -> str:
     if kernel.tile is None:
-        return f"head dimension {kernel.head_dim}" if kernel.head_dim else ""
+        return f"head dimension up to {kernel.head_dim}" if kernel.head_dim else ""
     m, n, k = kernel.tile
     if family == "attention (fused)":
         text = f"each thread block works on {m} queries and {n} keys at a time"
         # Kernels are built for some head dimensions; others are padded to the next.
-        return text + (f", head dimension up to {kernel.head_dim or k}" if kernel.head_dim or k else "")
+        return text + (f", head dimension up to {kernel.head_dim}" if kernel.head_dim else "")
     text = f"each thread block computes a {m}x{n} piece of the output"
     if k:
         text += f", stepping over K by {k}"

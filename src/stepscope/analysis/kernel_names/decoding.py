@@ -107,8 +107,8 @@ def _dtypes(arguments: str) -> list[Dtype]:
 _TRAITS = re.compile(r"[Ff]lash_(?:fwd|bwd)_kernel_traits<(?:\(int\))?(\d+), ?(?:\(int\))?(\d+), ?(?:\(int\))?(\d+)")
 _FMHA = re.compile(r"fmha_cutlass[FB]_(f32|f16|bf16)_\w*?(\d+)x(\d+)_(?:k(\d+)|rf)\w*_sm(\d+)")
 _CUDNN_SDPA = re.compile(
-    r"cudnn_generated_\w+?_sdpa_sm(\d+)_flash_[bf]prop_wgmma_(?:f16|f8)_\w*?(\d+)x(\d+)x(\d+)_\d+x\d+x\d+"
-    r"(?:_cga(\d+)x(\d+)x\d+)?"
+    r"cudnn_generated_\w+?_sdpa_sm(\d{2,3})_flash_[bf]prop_wgmma_(?:f16|f8)_\w*?\d+x\d+x(\d{1,4})_\d+x\d+x\d+"
+    r"(?:_cga(\d{1,2})x(\d{1,2})x\d+)?"
 )
 _FMHA_DTYPES: dict[str, Dtype] = {"f32": "fp32", "f16": "fp16", "bf16": "bf16"}
 
@@ -126,10 +126,10 @@ def _attention(decoded: KernelName) -> KernelName | None:
         )  # fmt: skip
     if match := _CUDNN_SDPA.match(operation):
         # f16 stands for both 16-bit types: bf16 runs carry it. The third side is the head dimension, padded:
-        # 64 gives 64, 80 gives 128.
+        # 64 gives 64, 80 gives 128. What the other two are is not known.
         return replace(
-            decoded, architecture=f"sm{match[1]}", tile=(int(match[2]), int(match[3]), int(match[4])),
-            cluster=(int(match[5]), int(match[6])) if match[5] else None, unit="tensor core",
+            decoded, architecture=f"sm{match[1]}", head_dim=int(match[2]),
+            cluster=(int(match[3]), int(match[4])) if match[3] else None, unit="tensor core",
         )  # fmt: skip
     if decoded.library == "FlashAttention" and (match := _TRAITS.search(decoded.arguments)):
         # Flash_fwd_kernel_traits<head dimension, queries, keys of a tile, warps, ...>: every product is an mma.
@@ -137,7 +137,7 @@ def _attention(decoded: KernelName) -> KernelName | None:
         products = re.search(r"flash_fwd_(?:splitkv_)?kernel|flash_bwd_dq_dk_dv", operation)
         head, queries, keys = (int(match[i][:5]) for i in (1, 2, 3))
         return replace(
-            decoded, head_dim=head, tile=(queries, keys, head),
+            decoded, head_dim=head, tile=(queries, keys, None),
             input_dtype=next((dtype for dtype in element if dtype in {"bf16", "fp16"}), None),
             accumulate_dtype="fp32" if products else None, unit="tensor core" if products else None,
         )  # fmt: skip

@@ -36,7 +36,7 @@ class KernelName:
     transposes: Literal["nn", "nt", "tn", "tt"] | None = None
     """Of the column-major operands A and B, as BLAS means it."""
     tile: tuple[int, int, int | None] | None = None
-    """Of a product: M, N, K a thread block works on at a time. Of attention: queries, keys, head dimension."""
+    """Of a product: M, N, K a thread block works on at a time. Of attention: queries, keys."""
     cluster: tuple[int, int] | None = None
     """Thread blocks that work together and share what they load, along M and N."""
     stages: int | None = None
@@ -50,6 +50,7 @@ class KernelName:
     unit: Unit | None = None
     schedule: tuple[str, ...] = ()
     head_dim: int | None = None
+    """The largest that the kernel takes; smaller ones are padded."""
 
 
 _BRACKETS = re.compile(r"[<(){}\[\]]|(?<!-)>")  # an arrow closes nothing
