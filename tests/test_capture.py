@@ -168,5 +168,5 @@ def test_ctrl_c_while_tracing_keeps_the_times(tmp_path: Path):
     assert process.returncode == 130 and "Traceback" not in stderr
     (run,), _ = load_runs([tmp_path])
     assert run.status == "done" and run.samples["step"].count == 60
-    assert run.failure and run.failure.during == "trace"
+    assert run.failure and run.failure.during == "trace kineto"
     assert [path.name for path in (tmp_path / run.id).iterdir()] == ["run.json"]

@@ -4,7 +4,8 @@ import contextlib
 import gzip
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -15,9 +16,13 @@ from stepscope.core.evidence import Capture
 from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.measure import ranges
+from stepscope.measure.backward_ranges import BackwardRanges, SequenceNotes
 from stepscope.measure.device import Device
-from stepscope.measure.timer import StepFailed, Subject, measure
+from stepscope.measure.timer import Phase, StepFailed, Subject, measure
 
+MARKING = "mark backward"
+"""The phase, and its range, in which backward is prepared for its ranges. It gives no work to the device."""
+AFTER_CAPTURE_S = 1.0
 KINETO_FILE = "trace.kineto.json.gz"
 _COMPRESSION = 6  # gzip's own default; Python's 9 takes twice as long for one per cent
 
@@ -30,6 +35,9 @@ class TracedStep(Subject, Protocol):
 
     @property
     def compiled(self) -> bool: ...
+
+    @property
+    def loss(self) -> torch.Tensor | None: ...
 
 
 def capture_kineto(
@@ -45,6 +53,77 @@ def capture_kineto(
             samples = timed_steps(step, timing, steps)
     _export(profiler, directory / KINETO_FILE)
     return Capture(tool="kineto", tool_version=str(torch.__version__), samples=samples, artifact="kineto")
+
+
+def trace_nvtx(step: TracedStep, device: torch.device, timing: Device, steps: int) -> dict[str, Samples]:
+    """Steps for an NVTX tool that watches: besides the ranges of a Kineto trace, those of modules in backward."""
+    watching = ranges.current_emitters()
+    if step.compiled:
+        return timed_steps(step, timing, steps)
+    marked = _BackwardMarked(step, watching)
+    try:
+        with ranges.emitted_to(marked.notes), details(step):
+            return timed_steps(marked, timing, steps)
+    finally:
+        marked.release()
+
+
+@contextlib.contextmanager
+def capture_range(device: torch.device) -> Iterator[None]:
+    """What a tool records that was told to wait for the CUDA profiler's API (nsys: `-c cudaProfilerApi`)."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize(device)
+    torch.cuda.profiler.start()
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize(device)
+        # `--capture-range-end=stop-shutdown` sends SIGTERM when the range ends, which is to be as Ctrl-C elsewhere.
+        # Here it only says that the tool is done. The sleep leaves it time: ended at once, kernels are lost.
+        with contextlib.suppress(KeyboardInterrupt):
+            torch.cuda.profiler.stop()
+            time.sleep(AFTER_CAPTURE_S)
+
+
+class _BackwardMarked:
+    """A step with one phase more: between forward and backward, the nodes of the graph are given their ranges.
+
+    A phase of its own, so that the time this takes is neither forward's nor backward's.
+    """
+
+    def __init__(self, step: TracedStep, emitters: tuple[ranges.Emitter, ...]) -> None:
+        self._step = step
+        self.notes = SequenceNotes(path for path, _ in step.model.named_modules() if path)
+        self._backward = BackwardRanges(emitters)
+        self.phases: list[Phase] = []
+        for phase in step.phases:
+            if phase.name == "backward":
+                self.phases.append(Phase(name=MARKING, run=self._mark))
+                self.phases.append(Phase(name=phase.name, run=lambda run=phase.run: self._run_backward(run)))
+            else:
+                self.phases.append(phase)
+
+    def prepare(self) -> None:
+        self.release()
+        self.notes.clear()
+        self._step.prepare()
+
+    def release(self) -> None:
+        self._backward.release()
+
+    def _mark(self) -> None:
+        self.notes.closed = True  # what checkpointing runs again during backward made none of these nodes
+        loss = self._step.loss
+        if loss is not None and loss.grad_fn is not None:
+            self._backward.attach(loss.grad_fn, self.notes)
+
+    def _run_backward(self, run: Callable[[], object]) -> None:
+        try:
+            run()
+        finally:
+            self._backward.close()
 
 
 def details(step: TracedStep) -> contextlib.AbstractContextManager[None]:

@@ -36,7 +36,7 @@ def main() -> int:
     """Measure the request on stdin. Exit code 0 when a run was saved, 2 when the request was refused."""
     events = _claim_stdout()
     request_line = sys.stdin.readline()
-    _die_with_parent()
+    die_with_parent()
     # What was measured is kept, whichever asks. SIGINT too: a sweep in the background of a script inherits it ignored.
     for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, signal.default_int_handler)
@@ -98,7 +98,9 @@ def _claim_stdout() -> TextIO:
     return events
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """End this process, and its group if it leads one, when stdin closes."""
+
     def wait_for_the_end() -> None:
         while os.read(0, 4096):
             pass

@@ -7,10 +7,10 @@ import signal
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 import msgspec
 import torch
@@ -25,21 +25,25 @@ from stepscope.core.evidence import Capture, Evidence, Precision
 from stepscope.core.run import Failure, Run, Status
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.units import format_bytes, format_seconds
-from stepscope.measure.capture import KINETO_FILE, capture_kineto
+from stepscope.measure import ranges
+from stepscope.measure.capture import KINETO_FILE, capture_kineto, capture_range, trace_nvtx
 from stepscope.measure.ceilings import ceilings_for
 from stepscope.measure.compilation import compile_report, reset_compilation
 from stepscope.measure.device import resolve_device, timing_device
 from stepscope.measure.environment import HostLoad, read_environment
+from stepscope.measure.nsys import Nsys, require_nsys
 from stepscope.measure.nvml import read_gpu
 from stepscope.measure.observe import observe_step
 from stepscope.measure.precision import matmul_precision, probe_relative_error, with_kernels
 from stepscope.measure.profile import profile_step
 from stepscope.measure.timer import Measurement, Progress, StepFailed, measure
 from stepscope.models.training_step import TrainingStep, check_supported
+from stepscope.studies.nsys_trace import trace_under_nsys
 from stepscope.studies.request import Stage, StepRequest, Tell
 from stepscope.work.transformer import phase_work
 
 FAILURE_FILE = "failure.txt"
+NO_NVTX = "this PyTorch emits no NVTX ranges, and the package that does is missing: pip install 'stepscope[nsys]'"
 _SUBJECT = "step"
 
 
@@ -51,11 +55,12 @@ def measure_step(request: StepRequest, tell: Tell = lambda _: None) -> tuple[Run
     """
     device = resolve_device(request.device)
     check_supported(request.workload, device)
-    _limit_memory(device, request.memory_limit_bytes)
+    limit_memory(device, request.memory_limit_bytes)
+    nsys = _nsys_for(request, device)
     directory = create_run_directory(Path(request.out), request.workload)
     try:
         with matmul_precision(request.workload.dtype):
-            run = _StepStudy(request, device, directory, tell).run()
+            run = _StepStudy(request, device, directory, tell, nsys).run()
     except InputError:
         shutil.rmtree(directory, ignore_errors=True)  # nothing was measured: nothing is left behind
         raise
@@ -82,7 +87,10 @@ def _interrupts_held_back() -> Iterator[None]:
 class _StepStudy:
     """One run in the making: `_run` holds what is known so far, and is what remains if a stage fails."""
 
-    def __init__(self, request: StepRequest, device: torch.device, directory: Path, tell: Tell) -> None:
+    def __init__(
+        self, request: StepRequest, device: torch.device, directory: Path, tell: Tell, nsys: Nsys | None
+    ) -> None:
+        self._nsys = nsys
         self._request, self._device, self._directory = request, device, directory
         self._display = tell
         self._timing = timing_device(device)
@@ -186,7 +194,9 @@ class _StepStudy:
             self._set_evidence(observation=observation, memory=memory)
             if self._step.cuda_graphs:
                 self._note("allocated peaks: tensors of replayed CUDA graphs count as reserved only")
-            if self._request.settings.profile:
+            if self._request.settings.profile and ranges.watched() and self._device.type == "cuda":
+                self._note("no profile: CUDA lets one profiler in at a time, and a tool watches this process already")
+            elif self._request.settings.profile:
                 self._begin("profile")
                 profile = profile_step(self._step, self._device, self._timing)
                 self._set_evidence(profile=profile, precision=with_kernels(precision, profile))
@@ -199,41 +209,73 @@ class _StepStudy:
 
     def _trace(self) -> bool:
         """Take the traces that were asked for; False when the user interrupted it. As above, the times are safe."""
-        assert self._step is not None
-        trace = self._request.trace
+        tools = self._request.trace.tools
         try:
-            if "kineto" in trace.tools:
-                self._begin("trace", "kineto")
-                try:
-                    capture = capture_kineto(
-                        self._step, self._device, self._timing, self._directory, steps=trace.steps, stacks=trace.stacks
-                    )
-                    self._set(artifacts={**self._run.artifacts, "kineto": KINETO_FILE})
-                except Exception as error:
-                    capture = Capture(tool="kineto", tool_version=str(torch.__version__), failure=one_line(error))
-                self._keep_capture(capture)
+            if "kineto" in tools:
+                self._trace_by_kineto()
+            if ranges.watched():
+                self._trace_for_the_watching_tool()
+            self._release()
+            if self._nsys is not None:
+                self._begin("trace nsys")
+                capture, kept = trace_under_nsys(
+                    self._request, self._nsys, self._directory, cuda=self._device.type == "cuda"
+                )
+                self._keep_capture(capture, kept)
         except KeyboardInterrupt:
             self._interrupted_after_the_steps()
             return False
         return True
 
-    def _keep_capture(self, capture: Capture) -> None:
+    def _trace_by_kineto(self) -> None:
+        assert self._step is not None
+        self._begin("trace kineto")
+        trace, kept = self._request.trace, {}
+        try:
+            capture = capture_kineto(
+                self._step, self._device, self._timing, self._directory, steps=trace.steps, stacks=trace.stacks
+            )
+            kept = {"kineto": KINETO_FILE}
+        except Exception as error:
+            capture = Capture(tool="kineto", tool_version=str(torch.__version__), failure=one_line(error))
+        self._keep_capture(capture, kept)
+
+    def _trace_for_the_watching_tool(self) -> None:
+        """The user started the tool, and keeps what it records: here are steps with every range."""
+        assert self._step is not None
+        self._begin("trace nvtx")
+        failure, samples = None, {}
+        try:
+            if not ranges.current_emitters():
+                raise InputError(NO_NVTX)
+            with capture_range(self._device):
+                samples = trace_nvtx(self._step, self._device, self._timing, self._request.trace.steps)
+        except Exception as error:
+            failure = one_line(error)
+        self._keep_capture(Capture(tool="nvtx", tool_version="", samples=samples, failure=failure))
+
+    def _keep_capture(self, capture: Capture, kept: Mapping[str, str] = MappingProxyType({})) -> None:
         self._set_evidence(captures=(*self._run.evidence.captures, capture))
+        self._set(artifacts={**self._run.artifacts, **kept})
+
+    def _release(self) -> None:
+        """Give the step's memory back: what follows needs it, or must not stand beside it."""
+        self._step = None
+        gc.collect()  # a step and its phases refer to each other
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _measure_ceilings(self) -> None:
         """Last, so that the step met a process as cold as its warm-up setting says, and its memory is free again."""
         try:
             self._begin("ceiling")
-            self._step = None
-            gc.collect()  # a step and its phases refer to each other
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
-            ceilings = ceilings_for(
-                self._device,
-                [product_dtype(self._request.workload.dtype)],
-                lambda what: self._tell(Stage(name="ceiling", detail=what)),
-                keep=self._request.memory_limit_bytes is None,
-            )
+            with ranges.silenced():  # these steps are no steps of the model
+                ceilings = ceilings_for(
+                    self._device,
+                    [product_dtype(self._request.workload.dtype)],
+                    lambda what: self._tell(Stage(name="ceiling", detail=what)),
+                    keep=self._request.memory_limit_bytes is None,
+                )
             self._set(ceilings=ceilings)
         except KeyboardInterrupt:
             self._interrupted_after_the_steps()
@@ -317,6 +359,18 @@ class _StepStudy:
         self._set(evidence=evidence)
 
 
+def _nsys_for(request: StepRequest, device: torch.device) -> Nsys | None:
+    """The Nsight Systems that a trace was asked of, or an InputError before anything is measured."""
+    if "nsys" not in request.trace.tools:
+        return None
+    if ranges.watched():
+        raise InputError("a tool that records NVTX ranges watches this process already: leave out --trace nsys")
+    nsys = require_nsys()
+    if device.type != "cuda" and not ranges.nvtx_available():
+        raise InputError(NO_NVTX)
+    return nsys
+
+
 def portable_traceback(error: BaseException) -> str:
     """The traceback, with files named from their package on: a run directory can be shown to others."""
     text = "".join(traceback.format_exception(error))
@@ -337,7 +391,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _limit_memory(device: torch.device, limit_bytes: int | None) -> None:
+def limit_memory(device: torch.device, limit_bytes: int | None) -> None:
+    """Let this process allocate no more than this of the GPU's memory."""
     if limit_bytes is None:
         return
     if device.type != "cuda":
