@@ -15,10 +15,11 @@ ALLOWED = {
     "work": {"core"},
     "measure": {"core", "work"},
     "models": {"core", "work", "measure"},
-    "analysis": {"core", "work"},
-    "studies": {"core", "work", "measure", "models", "analysis"},
-    "report": {"core", "work", "analysis"},
-    "cli": {"core", "work", "analysis", "report", "studies", "measure"},
+    "trace": {"core", "work"},
+    "analysis": {"core", "work", "trace"},
+    "studies": {"core", "work", "measure", "models", "trace", "analysis"},
+    "report": {"core", "work", "trace", "analysis"},
+    "cli": {"core", "work", "trace", "analysis", "report", "studies", "measure"},
 }
 """Rooms below. Both wings stand on core and work, and never see each other; studies and cli see both."""
 
@@ -27,7 +28,8 @@ LIBRARIES = {
     "work": set(),
     "measure": {"msgspec", "nvtx", "torch"},
     "models": {"torch"},
-    "analysis": set(),
+    "trace": {"adbc_driver_sqlite", "msgspec", "polars"},
+    "analysis": {"msgspec", "polars"},
     "studies": {"msgspec", "torch"},
     "report": {"msgspec", "polars", "rich"},
     "cli": {"msgspec", "rich", "typer"},

@@ -1,0 +1,118 @@
+"""Ties device work to the host call that launched it, by (process, correlation id)."""
+
+import polars as pl
+
+from stepscope.trace.nesting import Nest, numbered
+from stepscope.trace.table import KIND
+
+_LAUNCH = r"^(cuda|cu|hip)\w*(Launch|Memcpy|Memset)"
+_NO_LAUNCH = r"HostFunc|GraphAdd|Graph\w*Node|GetLaunch|CallConfiguration"
+
+
+def is_launch(name: pl.Expr) -> pl.Expr:
+    """Whether a call of that name puts work on a device: launches of kernels and graphs, copies and fills."""
+    return name.str.contains(_LAUNCH) & ~name.str.contains(_NO_LAUNCH)
+
+
+def with_launches(work: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+    """Add launch_ns, launch_thread and launch_call (null without a record); the rows and their number are unchanged.
+
+    The key is (process, correlation id): ids are counted per process, so the id alone ties kernels to strangers'
+    launches. Where several calls carry one id, the launch among them counts. Where a trace does not say the process of
+    device work (Kineto), the process is taken from the calls: the only one, or the one whose launch fits.
+    """
+    keyed = pl.col("correlation").is_not_null() & (pl.col("correlation") != 0)
+    if work["process"].null_count():
+        work = _with_process(work, calls.filter(keyed))
+    call = _call_of(work, calls, keyed)
+    return work.with_columns(
+        calls["start_ns"].gather(call).alias("launch_ns"),
+        calls["thread"].gather(call).alias("launch_thread"),
+        calls["name"].gather(call).alias("launch_call"),
+    )
+
+
+def _call_of(work: pl.DataFrame, calls: pl.DataFrame, keyed: pl.Expr) -> pl.Series:
+    """Row of the call behind each row of work, or null: a binary search in the sorted keys, for the memory's sake."""
+    processes = {value: number for number, value in enumerate(calls["process"].unique().to_list())}
+
+    def key(frame: pl.DataFrame) -> pl.Series:
+        number = frame["process"].replace_strict(processes, default=None, return_dtype=pl.Int64)
+        return number * 2**44 + frame.select(pl.when(keyed).then(pl.col("correlation") % 2**44)).to_series()
+
+    records = pl.DataFrame({"key": key(calls)}).with_row_index("call").drop_nulls("key").sort("key")
+    if not records["key"].is_unique().all():
+        launching = calls["name"].is_in(_launching_names(calls["name"]).cast(pl.Categorical).implode())
+        records = (
+            records.with_columns(
+                launching.gather(records["call"]).alias("launch"), calls["start_ns"].gather(records["call"])
+            )
+            .sort("key", "launch", "start_ns")
+            .unique("key", keep="last", maintain_order=True)
+        )
+    wanted = key(work)
+    if not records.height:
+        return pl.Series("call", [None], dtype=pl.UInt32).new_from_index(0, work.height)
+    at = records["key"].search_sorted(wanted.fill_null(-1), side="left").clip(upper_bound=records.height - 1)
+    found = records["key"].gather(at) == wanted
+    return pl.select(pl.when(found).then(records["call"].gather(at))).to_series()
+
+
+def _launching_names(names: pl.Series) -> pl.Series:
+    """Those of the calls' names that put work on a device: names are few, so each is looked at once."""
+    distinct = names.unique().cast(pl.String)
+    return distinct.filter(distinct.to_frame().select(is_launch(pl.col(names.name))).to_series())
+
+
+def _with_process(work: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
+    """Fill the process of device work from the calls that launched it."""
+    processes = records["process"].unique()
+    if len(processes) <= 1:
+        only = processes.item() if len(processes) else 0
+        return work.with_columns(pl.col("process").fill_null(only))
+    # Several processes in one file (merged traces of several ranks): a device's work belongs to the process most of
+    # whose launches carry its (correlation, external) ids and precede it.
+    candidates = work.filter(pl.col("process").is_null() & pl.col("correlation").is_not_null()).join(
+        records.select("process", "correlation", "external", "start_ns").rename({"start_ns": "called_ns"}),
+        on="correlation",
+        how="inner",
+        suffix="_call",
+    )
+    votes = (
+        candidates.filter(
+            (pl.col("called_ns") <= pl.col("start_ns"))
+            & (pl.col("external").eq_missing(pl.col("external_call")) | pl.col("external").is_null())
+        )
+        .with_columns((pl.col("start_ns") - pl.col("called_ns")).alias("delay"))
+        .group_by("device", "process_call")
+        .agg(pl.len().alias("votes"), pl.col("delay").median())
+        .sort(["votes", "delay"], descending=[True, False])
+        .unique("device", keep="first", maintain_order=True)
+        .select("device", pl.col("process_call").alias("_process"))
+    )
+    return (
+        work.join(votes, on="device", how="left", maintain_order="left")
+        .with_columns(pl.coalesce("process", "_process", pl.lit(0)).alias("process"))
+        .drop("_process")
+    )
+
+
+def operators_as_work(operators: pl.DataFrame) -> pl.DataFrame:
+    """A trace without device work: every operator by its own time, that of operators it calls excluded."""
+    nest = Nest(operators.with_columns(numbered(operators, ["process", "thread"]).alias("track")), "track")
+    own = nest.self_ns(operators["duration_ns"]) if nest.height else pl.Series([], dtype=pl.Int64)
+    return operators[nest.order].select(
+        "start_ns",
+        own.alias("duration_ns"),
+        pl.lit(-1, pl.Int64).alias("device"),
+        pl.col("thread").alias("stream"),
+        pl.lit("operator", KIND).alias("kind"),
+        pl.col("name").cast(pl.Categorical),
+        "process",
+        pl.lit(None, pl.Int64).alias("correlation"),
+        "external",
+        pl.lit(None, pl.Int64).alias("graph_node"),
+        pl.col("start_ns").alias("launch_ns"),
+        pl.col("thread").alias("launch_thread"),
+        pl.lit(None, pl.Categorical()).alias("launch_call"),
+    )

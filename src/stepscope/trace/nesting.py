@@ -1,0 +1,173 @@
+"""Which interval encloses which: depth, parents, and the innermost interval open at a moment.
+
+All vectorised, by sorting and binary search: a million intervals take tenths of a second whatever their depth.
+Intervals of one track (a thread, say) are pushed and popped, so they nest; tracks are independent of each other.
+"""
+
+from dataclasses import dataclass
+
+import polars as pl
+
+_LARGEST = 2**62
+_CLIMB = 40
+"""Ancestors tried one by one; ranges and operators of real programs nest less deeply."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scale:
+    """Turns (track, time) into one sortable integer, by the span of time or by the rank of times."""
+
+    origin: int
+    span: int
+    tracks: dict[int, int]
+    times: pl.Series | None
+
+    def keys(self, track: pl.Series, time_ns: pl.Series) -> pl.Series:
+        """Sortable keys; null where the track holds no interval."""
+        number = track.replace_strict(self.tracks, default=None, return_dtype=pl.Int64)
+        if self.times is None:
+            moment = time_ns.clip(self.origin, self.origin + self.span - 1) - self.origin
+        else:
+            moment = self.times.search_sorted(time_ns, side="right").cast(pl.Int64)
+        return (number * self.span + moment).alias("key")
+
+
+def _scale(track: pl.Series, start_ns: pl.Series, end_ns: pl.Series) -> _Scale:
+    tracks = {value: number for number, value in enumerate(track.unique().sort().to_list())}
+    origin, last = _integer(start_ns.min()) - 1, _integer(end_ns.max()) + 2
+    span = last - origin
+    if span * max(1, len(tracks)) < _LARGEST:
+        return _Scale(origin=origin, span=span, tracks=tracks, times=None)
+    times = pl.concat([start_ns.rename("t"), end_ns.rename("t")]).unique().sort()
+    return _Scale(origin=0, span=len(times) + 2, tracks=tracks, times=times)
+
+
+def _integer(value: object) -> int:
+    assert isinstance(value, int)
+    return value
+
+
+class Nest:
+    """Intervals with their nesting. `order` gives their rows sorted, outer before inner; positions refer to that.
+
+    `depth` and `parent` (a position, or null) are by position. An empty interval counts as one nanosecond.
+    """
+
+    def __init__(self, intervals: pl.DataFrame, track: str) -> None:
+        """`intervals` has columns `track`, start_ns, duration_ns."""
+        self.height = intervals.height
+        self.order = pl.Series(dtype=pl.UInt32)
+        self.depth = self.parent = pl.Series(dtype=pl.Int64)
+        self._boundaries: tuple[pl.Series, pl.Series] | None = None
+        if not self.height:
+            return
+        start_ns = intervals["start_ns"]
+        end_ns = start_ns + intervals["duration_ns"].clip(lower_bound=1)
+        self._scale = _scale(intervals[track], start_ns, end_ns)
+        keys = pl.DataFrame(
+            {
+                "start": self._scale.keys(intervals[track], start_ns),
+                "end": self._scale.keys(intervals[track], end_ns),
+            }
+        )
+        self.order = keys.select(pl.arg_sort_by("start", "end", descending=[False, True])).to_series()
+        self._starts = keys["start"].gather(self.order)
+        self._ends = keys["end"].gather(self.order)
+        positions = pl.int_range(self.height, dtype=pl.Int64, eager=True)
+        closed = self._ends.sort().search_sorted(self._starts, side="right").cast(pl.Int64)
+        self.depth = (positions - closed).alias("depth")
+        self.parent = self._parents(positions)
+
+    def _parents(self, positions: pl.Series) -> pl.Series:
+        """Position of the innermost enclosing interval, or null: the last position before with one less depth."""
+        level = self.depth * self.height + positions
+        ordered = level.sort()
+        before = ordered.search_sorted(level - self.height, side="right").cast(pl.Int64) - 1
+        parent = ordered.gather(before.clip(lower_bound=0)) % self.height
+        return pl.select(pl.when(self.depth > 0).then(parent)).to_series().alias("parent")
+
+    def self_ns(self, durations: pl.Series) -> pl.Series:
+        """By position: each interval's duration (`durations` by row) less that of the intervals directly inside it."""
+        own = durations.gather(self.order)
+        inside = (
+            pl.DataFrame({"parent": self.parent, "inner": own})
+            .drop_nulls("parent")
+            .group_by("parent")
+            .agg(pl.col("inner").sum())
+        )
+        spent = (
+            pl.DataFrame({"row": pl.int_range(self.height, dtype=pl.Int64, eager=True)})
+            .join(inside, left_on="row", right_on="parent", how="left", maintain_order="left")["inner"]
+            .fill_null(0)
+        )
+        return (own - spent).clip(lower_bound=0)
+
+    def innermost(self, track: pl.Series, time_ns: pl.Series) -> pl.Series:
+        """Row of the innermost interval of that track open at that moment (its end excluded), or null."""
+        return self.rows(self.innermost_position(track, time_ns))
+
+    def rows(self, positions: pl.Series) -> pl.Series:
+        """The rows of the intervals at these positions."""
+        if not self.height:
+            return pl.Series("row", [None], dtype=pl.UInt32).new_from_index(0, len(positions))
+        return self.order.gather(positions).alias("row")
+
+    def innermost_position(self, track: pl.Series, time_ns: pl.Series) -> pl.Series:
+        """As `innermost`, by position. Where the last interval begun has ended, those around it are tried."""
+        if not self.height:
+            return pl.Series("position", [None], dtype=pl.Int64).new_from_index(0, len(track))
+        keys = self._scale.keys(track, time_ns)
+        last = self._starts.search_sorted(keys.fill_null(-1), side="right").cast(pl.Int64) - 1
+        asked = pl.DataFrame({"key": keys, "at": last}).with_row_index("query")
+        open_ones = asked.filter(pl.col("key").is_not_null() & (pl.col("at") >= 0))
+        answers = []
+        for _ in range(_CLIMB):
+            if not open_ones.height:
+                break
+            holds = open_ones.select(self._ends.gather(open_ones["at"]) > pl.col("key")).to_series()
+            answers.append(open_ones.filter(holds).select("query", "at"))
+            left = open_ones.filter(~holds)
+            open_ones = left.with_columns(self.parent.gather(left["at"]).alias("at")).drop_nulls("at")
+        if open_ones.height:
+            answers.append(open_ones.select("query", self._by_timeline(open_ones["key"])))
+        found = pl.concat([asked.select("query", "at").clear(), *answers])
+        joined = asked.select("query").join(found, on="query", how="left", maintain_order="left")
+        return joined["at"].alias("position")
+
+    def _by_timeline(self, keys: pl.Series) -> pl.Series:
+        """For intervals nested so deeply that climbing from the last one begun would take too long."""
+        moments, tops = self._timeline()
+        return tops.gather(moments.search_sorted(keys, side="right").cast(pl.Int64) - 1).alias("at")
+
+    def _timeline(self) -> tuple[pl.Series, pl.Series]:
+        """Moments at which the innermost interval changes, and to which: itself at its start, its parent after."""
+        if self._boundaries is None:
+            positions = pl.int_range(self.height, dtype=pl.Int64, eager=True)
+            begin = pl.DataFrame({"key": self._starts, "order": self.depth + 1, "top": positions})
+            finish = pl.DataFrame({"key": self._ends, "order": -self.depth, "top": self.parent})
+            # At one moment inner intervals end before outer ones, and all ends come before starts.
+            both = pl.concat([begin, finish]).sort(["key", "order"])
+            self._boundaries = both["key"], both["top"]
+        return self._boundaries
+
+
+def numbered(frame: pl.DataFrame, by: list[str]) -> pl.Series:
+    """One integer for each distinct combination of the columns `by`, row by row."""
+    distinct = frame.select(by).unique().sort(by).with_row_index("number")
+    joined = frame.select(by).join(distinct, on=by, how="left", maintain_order="left", nulls_equal=True)
+    return joined["number"].cast(pl.Int64)
+
+
+def union(intervals: pl.DataFrame, by: list[str]) -> pl.DataFrame:
+    """Overlapping or touching intervals of equal `by` merged: `by`, start_ns, end_ns, and `merged` (how many)."""
+    order = intervals.select(*by, "start_ns", (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")).sort(
+        [*by, "start_ns"]
+    )
+    reached = pl.col("end_ns").cum_max().shift(1).over(by) if by else pl.col("end_ns").cum_max().shift(1)
+    fresh = (reached.is_null() | (pl.col("start_ns") > reached)).cum_sum()
+    return (
+        order.with_columns(fresh.alias("_piece"))
+        .group_by(*by, "_piece", maintain_order=True)
+        .agg(pl.col("start_ns").min(), pl.col("end_ns").max(), pl.len().alias("merged"))
+        .drop("_piece")
+    )

@@ -1,0 +1,54 @@
+"""Reads any capture that stepscope knows, told apart by its content rather than its name."""
+
+from pathlib import Path
+
+from stepscope.core.errors import InputError
+from stepscope.trace.readers.kineto import read_kineto
+from stepscope.trace.readers.nsys import (
+    is_nsys_report,
+    read_nsys_parquet,
+    read_nsys_report,
+    read_nsys_sqlite,
+)
+from stepscope.trace.table import TraceTable
+
+_SQLITE = b"SQLite format 3\x00"
+RUN_FILE = "run.json"
+IN_RUN = ("trace.kineto.json.gz", "trace.nsys.sqlite", "trace.nsys-rep", "trace.qdstrm")
+"""Captures that `stepscope run --trace` leaves in a run directory, the quickest to read first."""
+
+
+def read_trace(path: Path, *, without_ranges: bool = False) -> TraceTable:
+    """The TraceTable of a Kineto trace, an nsys export or report, or of the capture in a run directory.
+
+    `without_ranges` admits an nsys export that holds no NVTX ranges. Raises InputError, naming the file and the remedy,
+    for everything that is no whole capture.
+    """
+    try:
+        found = find_capture(path)
+        if found.is_dir():
+            return read_nsys_parquet(found, without_ranges=without_ranges)
+        with found.open("rb") as file:
+            head = file.read(64)
+        if head.startswith(_SQLITE):
+            return read_nsys_sqlite(found, without_ranges=without_ranges)
+        if is_nsys_report(found, head):
+            return read_nsys_report(found, without_ranges=without_ranges)
+        return read_kineto(found)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def find_capture(path: Path) -> Path:
+    """The capture at a path: the file itself, a parquetdir, or the one that a run directory holds."""
+    if not path.exists():
+        raise InputError(f"{path}: no such file")
+    if not path.is_dir():
+        return path
+    if any(path.glob("*.parquet")):
+        return path
+    for name in IN_RUN:
+        if (path / name).exists():
+            return path / name
+    remedy = " (measure it again with --trace kineto)" if (path / RUN_FILE).exists() else ""
+    raise InputError(f"{path}: this directory holds no trace{remedy}")

@@ -1,0 +1,109 @@
+"""The TraceTable: four checked polars frames that every reader gives, whatever the profiler.
+
+Times are integer nanoseconds on the trace's own clock. Nothing is dropped: device work without a launch record and
+launches without device work stay in, and what has no row (flow arrows, metadata, counters) is counted in `other`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import polars as pl
+
+KINDS = ("kernel", "memcpy", "memset", "graph", "operator")
+"""`graph`: a CUDA graph recorded as a whole. `operator`: a CPU operator, in traces that hold no device work."""
+
+KIND = pl.Enum(KINDS)
+
+WORK_SCHEMA = pl.Schema(
+    {
+        "start_ns": pl.Int64,
+        "duration_ns": pl.Int64,
+        "device": pl.Int64,
+        "stream": pl.Int64,
+        "kind": KIND,
+        "name": pl.Categorical(),
+        "process": pl.Int64,
+        "correlation": pl.Int64,
+        "external": pl.Int64,
+        "graph_node": pl.Int64,
+    }
+)
+"""What ran on a device, as recorded: one row per kernel, copy, fill or whole graph."""
+
+CALL_SCHEMA = pl.Schema(
+    {
+        "start_ns": pl.Int64,
+        "duration_ns": pl.Int64,
+        "process": pl.Int64,
+        "thread": pl.Int64,
+        "name": pl.Categorical(),
+        "correlation": pl.Int64,
+        "external": pl.Int64,
+    }
+)
+"""Calls of the CUDA (or HIP) runtime and driver on the host."""
+
+RANGE_SCHEMA = pl.Schema(
+    {
+        "start_ns": pl.Int64,
+        "duration_ns": pl.Int64,
+        "process": pl.Int64,
+        "thread": pl.Int64,
+        "name": pl.Categorical(),
+        "nested": pl.Boolean,
+    }
+)
+"""Named ranges, a million from few names. `nested`: pushed and popped on one thread; others may cross threads."""
+
+OPERATOR_SCHEMA = pl.Schema(
+    {
+        "start_ns": pl.Int64,
+        "duration_ns": pl.Int64,
+        "process": pl.Int64,
+        "thread": pl.Int64,
+        "name": pl.String,
+        "external": pl.Int64,
+        "sequence": pl.Int64,
+        "forward_thread": pl.Int64,
+        "shapes": pl.String,
+        "dtypes": pl.String,
+    }
+)
+"""Framework operators. `sequence` and `forward_thread` (PyTorch's own count of threads) tie backward to forward."""
+
+LINK_SCHEMA = pl.Schema(
+    {"id": pl.Int64, "start_ns": pl.Int64, "process": pl.Int64, "thread": pl.Int64, "begins": pl.Boolean}
+)
+"""The ends of the profiler's own arrows from a forward operator (`begins`) to its backward operator."""
+
+Profiler = Literal["Kineto", "Nsight Systems"]
+
+
+def empty(schema: pl.Schema) -> pl.DataFrame:
+    """A frame of that schema without rows."""
+    return pl.DataFrame(schema=schema)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceTable:
+    """One capture. `work` carries, beside WORK_SCHEMA, its launch: `launch_ns`, `launch_thread`, `launch_call`.
+
+    `devices`: names by index where the trace says them. `other`: rows of the file without a place here, by category.
+    `recorder`: the profiler's version, where the trace says it. `lost`: events the profiler itself says it lost.
+    """
+
+    profiler: Profiler
+    work: pl.DataFrame
+    calls: pl.DataFrame
+    ranges: pl.DataFrame
+    operators: pl.DataFrame = field(default_factory=lambda: empty(OPERATOR_SCHEMA))
+    links: pl.DataFrame = field(default_factory=lambda: empty(LINK_SCHEMA))
+    devices: dict[int, str] = field(default_factory=dict)
+    other: dict[str, int] = field(default_factory=dict)
+    recorder: str | None = None
+    lost: int = 0
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the rows of `work` are CPU operators by their own time, since no device took part."""
+        return bool(self.work.height) and (self.work.item(0, "kind") == "operator")
