@@ -121,11 +121,11 @@ CONTESTANTS = (
         computes="builds its Parquet cache; device time by range path, kernels, idle gaps",
     ),
     Contestant(
-        name="nsys-ai without DuckDB's extension",
+        name="nsys-ai on sqlite3",
         reads="nsys",
         runner="with_nsys_ai_sqlite.py",
         environment="nsys-ai",
-        computes="device time by range path, kernels, idle gaps, in sqlite3 and Python",
+        computes="device time by range path, kernels, idle gaps, without DuckDB",
     ),
     Contestant(
         name="plain sqlite3",
