@@ -178,6 +178,7 @@ class _Sweep:
             sweep=self._plan.key,
             memory_limit_bytes=self._plan.memory_limit_bytes,
             peak_flops_per_s=self._plan.peak_flops_per_s,
+            trace=self._plan.trace,
         )
 
     @property

@@ -8,6 +8,7 @@ import msgspec
 
 from stepscope.core.run import Run, Settings, Status
 from stepscope.core.workload import Workload
+from stepscope.studies.request import TraceRequest
 from stepscope.work.transformer import parameter_count, step_flops
 
 BROKEN: frozenset[Status] = frozenset({"failed", "killed", "timed-out"})
@@ -31,13 +32,15 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True):
     tag: str | None = None
     memory_limit_bytes: int | None = None
     peak_flops_per_s: float | None = None
+    trace: TraceRequest = TraceRequest()
 
     @property
     def key(self) -> str:
         """Digest of what is measured; which devices share the work does not change it."""
         measured = (sorted(msgspec.json.encode(c, order="sorted") for c in self.cells), self.tag)
         limits = (self.memory_limit_bytes, self.peak_flops_per_s, self.devices[0].partition(":")[0])
-        return hashlib.sha256(repr((measured, limits)).encode()).hexdigest()[:12]
+        traced = (msgspec.json.encode(self.trace, order="sorted"),) if self.trace.tools else ()
+        return hashlib.sha256(repr((measured, limits, *traced)).encode()).hexdigest()[:12]
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,173 @@
+"""What each named range holds: instances, the kernels launched inside on any thread of its process, and the top ones.
+
+Kernels are ordered by launch; a range then owns a slice of that order, found by binary search, and sums over slices
+are differences of running sums. Instances of one name that overlap (nested, or on two threads) count a kernel once.
+"""
+
+from dataclasses import dataclass
+
+import polars as pl
+
+from stepscope.analysis.attribution import Attribution
+
+TOP = 10
+_PAIRS_LIMIT = 20_000_000
+"""Pairs of (range, kernel inside) looked at for the top kernels; real captures have a few per kernel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTotals:
+    """One kernel's part in a range: its name, family, calls and summed duration."""
+
+    name: str
+    family: str
+    calls: int
+    busy_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangeTotals:
+    """One name's totals. `gemm_fraction` is the share of matrix multiplication in `busy_ns`, 0 where nothing ran.
+
+    `top_kernels` is None where the file has so many ranges inside each other that listing them was left out.
+    """
+
+    name: str
+    instances: int
+    kernels: int
+    busy_ns: int
+    gemm_fraction: float
+    top_kernels: tuple[KernelTotals, ...] | None
+
+
+def range_totals(attribution: Attribution, top: int = TOP) -> list[RangeTotals]:
+    """Totals of every range name in the capture, the busiest first."""
+    ranges = attribution.table.ranges
+    if not ranges.height:
+        return []
+    instances = ranges.group_by("name").agg(pl.len().alias("instances"))
+    slices = _slices(attribution)
+    kernels = _ordered(attribution)
+    busy = kernels["duration_ns"].cum_sum()
+    is_gemm = (kernels["family"] == "matrix multiplication").cast(pl.Int64)
+    gemm = (kernels["duration_ns"] * is_gemm).cum_sum()
+    totals = (
+        slices.with_columns(
+            (pl.col("high") - pl.col("low")).alias("kernels"),
+            _between(busy, slices).alias("busy_ns"),
+            _between(gemm, slices).alias("gemm_ns"),
+        )
+        .group_by("name")
+        .agg(pl.col("kernels", "busy_ns", "gemm_ns").sum())
+    )
+    merged = (
+        instances.join(totals, on="name", how="left")
+        .fill_null(0)
+        .with_columns(pl.col("name").cast(pl.String).alias("text"))
+        .sort(["busy_ns", "text"], descending=[True, False])
+    )
+    best = _top_kernels(slices, kernels, top)
+    return [
+        RangeTotals(
+            name=str(row["text"]),
+            instances=row["instances"],
+            kernels=row["kernels"],
+            busy_ns=row["busy_ns"],
+            gemm_fraction=row["gemm_ns"] / row["busy_ns"] if row["busy_ns"] else 0.0,
+            top_kernels=best.get(str(row["text"]), ()) if best is not None else None,
+        )
+        for row in merged.iter_rows(named=True)
+    ]
+
+
+def _ordered(attribution: Attribution) -> pl.DataFrame:
+    """Kernels with a known launch, by process and launch."""
+    return (
+        attribution.kernels.filter(pl.col("launch_ns").is_not_null())
+        .select("process", "launch_ns", "duration_ns", "name", "family")
+        .sort("process", "launch_ns", maintain_order=True)
+    )
+
+
+def _slices(attribution: Attribution) -> pl.DataFrame:
+    """For each name, disjoint slices [low, high) of the ordered kernels; empty ones left out."""
+    kernels = _ordered(attribution).select("process", "launch_ns")
+    ranges = attribution.table.ranges
+    parts = []
+    for (process,), launches in kernels.with_row_index("at").group_by("process", maintain_order=True):
+        first = launches["at"].item(0)
+        mine = ranges.lazy().filter(pl.col("process") == process).select("name", "start_ns", "duration_ns").collect()
+        times = launches["launch_ns"]
+        low = times.search_sorted(mine["start_ns"], side="left")
+        high = times.search_sorted(mine["start_ns"] + mine["duration_ns"], side="left")
+        parts.append(
+            pl.DataFrame([mine["name"], (low + first).alias("low"), (high + first).alias("high")]).filter(
+                pl.col("high") > pl.col("low")
+            )
+        )
+    nothing = pl.DataFrame(schema={"name": pl.Categorical(), "low": pl.UInt32, "high": pl.UInt32})
+    found = pl.concat([nothing, *parts]).sort("name", "low")
+    reached = pl.col("high").cum_max().shift(1).over("name")
+    piece = (reached.is_null() | (pl.col("low") >= reached)).cum_sum()
+    return (
+        found.with_columns(piece.alias("piece"))
+        .group_by("piece")
+        .agg(pl.col("name").first(), pl.col("low").min(), pl.col("high").max())
+        .drop("piece")
+    )
+
+
+def _between(running: pl.Series, slices: pl.DataFrame) -> pl.Series:
+    """Sums over slices, from running sums."""
+    if not len(running):
+        return pl.Series([0], dtype=pl.Int64).new_from_index(0, slices.height)
+    padded = pl.concat([pl.Series(running.name, [0], dtype=running.dtype), running])
+    return padded.gather(slices["high"]) - padded.gather(slices["low"])
+
+
+def _top_kernels(slices: pl.DataFrame, kernels: pl.DataFrame, top: int) -> dict[str, tuple[KernelTotals, ...]] | None:
+    pairs = int((slices["high"].cast(pl.Int64) - slices["low"].cast(pl.Int64)).sum())
+    if pairs > _PAIRS_LIMIT:
+        return None
+    codes = kernels.select("name", "family").unique().with_row_index("code")
+    of_kernel = kernels.select("name", "family").join(codes, on=["name", "family"], how="left", maintain_order="left")
+    # A few ranges (the step, its phases) hold every kernel: slice by slice keeps the pairs held at once few.
+    parts = []
+    held = 0
+    batch: list[pl.DataFrame] = []
+    for piece in slices.sort("low").iter_slices(50_000):
+        batch.append(piece)
+        held += int((piece["high"].cast(pl.Int64) - piece["low"].cast(pl.Int64)).sum())
+        if held > 1_000_000:
+            parts.append(_counted(pl.concat(batch), of_kernel["code"], kernels["duration_ns"]))
+            batch, held = [], 0
+    if batch:
+        parts.append(_counted(pl.concat(batch), of_kernel["code"], kernels["duration_ns"]))
+    if not parts:
+        return {}
+    totals = (
+        pl.concat(parts)
+        .group_by("name", "code")
+        .agg(pl.col("calls", "busy_ns").sum())
+        .join(codes.rename({"name": "kernel"}), on="code")
+        .with_columns(pl.col("kernel").cast(pl.String))
+        .sort(["busy_ns", "kernel"], descending=[True, False])
+        .group_by("name", maintain_order=True)
+        .head(top)
+    )
+    best: dict[str, list[KernelTotals]] = {}
+    for row in totals.with_columns(pl.col("name").cast(pl.String)).iter_rows(named=True):
+        best.setdefault(row["name"], []).append(
+            KernelTotals(name=row["kernel"], family=row["family"], calls=row["calls"], busy_ns=row["busy_ns"])
+        )
+    return {name: tuple(found) for name, found in best.items()}
+
+
+def _counted(slices: pl.DataFrame, codes: pl.Series, durations: pl.Series) -> pl.DataFrame:
+    """Calls and time of each kernel in each range name."""
+    pairs = slices.select("name", pl.int_ranges("low", "high", dtype=pl.UInt32).alias("at")).explode("at")
+    return (
+        pairs.select("name", codes.gather(pairs["at"]).alias("code"), durations.gather(pairs["at"]).alias("busy_ns"))
+        .group_by("name", "code")
+        .agg(pl.len().cast(pl.Int64).alias("calls"), pl.col("busy_ns").sum())
+    )
