@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test lint clean
+.PHONY: run test lint nsys clean
 
 run: $(INSTALLED)  ## Measure one training step here, and show it.
 	$(BIN)/stepscope run --tag first
@@ -16,6 +16,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
+
+nsys:  ## Get Nsight Systems for this Debian machine; the tests marked nsys then run.
+	scripts/install-nsys
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -11,6 +11,7 @@ import pytest
 
 from stepscope.core.environment import Environment
 from stepscope.core.model_config import configure
+from stepscope.core.nsight import find_nsys
 from stepscope.core.run import Run, Settings
 from stepscope.core.samples import Samples
 from stepscope.core.workload import Workload
@@ -29,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reasons = {
         "gpu": None if gpus else "no NVIDIA GPU on this machine",
         "multigpu": None if gpus > 1 else f"{gpus} NVIDIA GPUs on this machine",
-        "nsys": None if shutil.which("nsys") else "no nsys on the PATH",
+        "nsys": None if find_nsys() else "no nsys on this machine: scripts/install-nsys gets one",
         "browser": None if shutil.which("chromium") else "no chromium on the PATH",
     }
     for item in items:

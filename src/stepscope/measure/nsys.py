@@ -16,7 +16,6 @@ from stepscope.core.nsight import find_nsys, how_to_get_nsys
 
 REPORT_FILE, STREAM_FILE, SQLITE_FILE = "trace.nsys-rep", "trace.qdstrm", "trace.nsys.sqlite"
 TIMEOUT_S = 1800.0
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH", re.IGNORECASE)
 
 _QUIET = ("--sample=none", "--cpuctxsw=none")
 _CUDA = ("-t", "cuda,nvtx", *_QUIET, "-c", "cudaProfilerApi", "--capture-range-end=stop-shutdown",
@@ -59,12 +58,6 @@ def profile_command(nsys: Nsys, output: Path, command: list[str], *, cuda: bool)
     """`nsys profile` of a command, into `output` and the suffix that nsys gives it."""
     name = str(output).replace("%", "%%")  # nsys reads %h as the host's name, and so on
     return [str(nsys.path), "profile", *(_CUDA if cuda else _HOST), "-f", "true", "-o", name, *command]
-
-
-def environment_without_secrets() -> dict[str, str]:
-    """This process's environment for the one that nsys watches. A report keeps the whole of it, readable by anyone
-    who gets the report, and a training step needs none of these."""
-    return {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
 
 
 def failure_of(output: str, code: int) -> str:

@@ -84,7 +84,7 @@ def import_capture(directory: Path, nsys: Nsys | None = None) -> Run:
     with _folder(directory) as folder:
         for kind in ("qdstrm", "nsys-rep"):
             if kind in run.artifacts and (source := directory / run.artifacts[kind]).is_file():
-                os.link(source, folder / ARTIFACTS[kind])
+                _link(source, folder / ARTIFACTS[kind])
         kept, failure = _keep(nsys, folder, directory)
     if "nsys" not in kept:
         raise StepscopeError(failure or "nsys left no export")
@@ -107,7 +107,6 @@ def _watch(nsys: Nsys, request: StepRequest, folder: Path, cuda: bool) -> tuple[
         process = subprocess.Popen(
             tool.profile_command(nsys, folder.absolute() / "trace", command, cuda=cuda),
             stdin=subprocess.PIPE, stdout=printed, stderr=subprocess.STDOUT,
-            env=tool.environment_without_secrets(),
             start_new_session=True,  # Ctrl-C on the terminal reaches this process alone, which passes it on
         )  # fmt: skip
     assert process.stdin is not None
@@ -159,9 +158,18 @@ def _keep(nsys: Nsys, folder: Path, directory: Path) -> tuple[dict[str, str], st
     for kind, name in ARTIFACTS.items():
         # A stream that has become a report says nothing more.
         if (folder / name).exists() and not (kind == "qdstrm" and report.exists()):
+            # nsys writes into a report the environment of every process it can see: it is for its owner's eyes.
+            (folder / name).chmod(0o644 if kind == "nsys" else 0o600)
             (folder / name).replace(directory / name)
             kept[kind] = name
     return kept, failure
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # not every file system links
+        shutil.copyfile(source, target)
 
 
 @contextlib.contextmanager
