@@ -38,6 +38,14 @@ def forward_flops(workload: Workload, causal: CausalConvention = "half") -> int:
     return 2 * workload.tokens * weights + attention
 
 
+def products_per_forward(workload: Workload) -> int:
+    """Matrix products of one forward pass: seven linear maps a layer (query, key, value, output, gate, up, down), the
+    two of attention unless it is one fused kernel, and the head.
+    """
+    in_attention = 2 if workload.attention in ("reference", "sdpa-math") else 0
+    return workload.model.layers * (7 + in_attention) + 1
+
+
 def phase_work(workload: Workload, causal: CausalConvention = "half") -> dict[str, Work]:
     """Work of each phase that the workload runs: model FLOPs, and the optimizer's bytes."""
     convention = Convention(causal=causal)

@@ -1,0 +1,74 @@
+"""`stepscope trace`: what a capture says, whichever profiler made it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stepscope.cli import options
+from stepscope.cli.output import emit, show, warn
+from stepscope.core.errors import EXIT_CHECK_FAILED, InputError
+from stepscope.core.finding import worst
+from stepscope.core.run import Run
+from stepscope.core.run_directory import RUN_FILE, load_run
+
+if TYPE_CHECKING:
+    from stepscope.analysis.trace_summary import TraceSummary
+
+
+def trace(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="A trace of torch.profiler (.json, .json.gz), an nsys report or export, or a run directory."
+        ),
+    ],
+    against: Annotated[
+        Path | None, typer.Option("--against", help="Another capture: what changed from it to this one.")
+    ] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option("--perfetto", help="Write a trace for Perfetto, with phases and families as tracks.")
+    ] = None,
+    no_ranges: Annotated[
+        bool, typer.Option("--no-ranges", help="Read an nsys export without NVTX ranges: kernels alone.")
+    ] = False,
+    json: options.Json = False,
+) -> None:
+    """Where the time of a captured step went: by phase, family, kernel and module, every nanosecond accounted for."""
+    summary = load_summary(file, without_ranges=no_ranges)
+    from stepscope.analysis.trace_checks import check_trace
+
+    findings = check_trace(summary)
+    if json:
+        import msgspec
+
+        from stepscope.analysis.trace_json import trace_as_json
+
+        emit(msgspec.json.encode(trace_as_json(summary, findings)).decode() + "\n")
+    else:
+        from stepscope.report.trace import render_trace
+
+        show(render_trace(summary, findings, str(file)))
+    if worst(findings) == "error":
+        raise typer.Exit(EXIT_CHECK_FAILED)
+
+
+def load_summary(path: Path, *, without_ranges: bool = False) -> "TraceSummary":
+    """Read and attribute a capture, with the run it belongs to where one lies beside it."""
+    from stepscope.analysis.attribution import attribute
+    from stepscope.analysis.trace_summary import TraceSummary
+    from stepscope.trace.read import find_capture, read_trace
+
+    attribution = attribute(read_trace(path, without_ranges=without_ranges))
+    attribution.self_check()
+    return TraceSummary(attribution=attribution, run=_run_beside(find_capture(path)))
+
+
+def _run_beside(capture: Path) -> Run | None:
+    if not (capture.parent / RUN_FILE).is_file():
+        return None
+    try:
+        return load_run(capture.parent)
+    except InputError as error:
+        warn(f"the run beside the capture is left out: {error}")
+        return None
