@@ -21,6 +21,7 @@ from stepscope.analysis.range_names import (
     kind_of,
     phase_of,
 )
+from stepscope.trace.launches import operator_order
 from stepscope.trace.nesting import Nest, numbered, union
 from stepscope.trace.table import KIND, TraceTable
 
@@ -34,9 +35,10 @@ ROOT = ""
 class Attribution:
     """A TraceTable with each row's place.
 
-    `work` is the table's `work` with columns step, phase, module, part, role, operator, family, ranged.
-    `ranged`: inside any named range. `links_checked`, `links_agree`: backward operators whose forward operator was
-    found by sequence number and by the profiler's own arrow too, and those where both are the same.
+    `work` is the table's `work` with columns step, phase, module, part, role, operator, operator_row, family, ranged.
+    `operator_row`: the row in `table.operators` of the call that `operator` names. `ranged`: inside any named range.
+    `links_checked`, `links_agree`: backward operators whose forward operator was found by sequence number and by the
+    profiler's own arrow too, and those where both are the same.
     `instances`: of the steps and phases of the first process that has any (what, start_ns, end_ns); overlapping ranges
     of one phase (a user's range round one of PyTorch's own) are one.
     """
@@ -112,11 +114,9 @@ def attribute(table: TraceTable) -> Attribution:
         _step(work, few),
     )
     work = work.with_columns(_ranged(work, table.ranges))
-    operators = _on_threads(table.operators, threads) if table.operators.height else table.operators
-    if table.on_cpu:
-        work = work.with_columns(pl.col("name").alias("operator"))
-    else:
-        work = work.with_columns(_Places(operators).name_at(work["track"], work["launch_ns"], "operator"))
+    operators = _on_threads(table.operators.with_row_index("row"), threads)
+    work = work.with_columns(_operator_row(work, operators, table))
+    work = work.with_columns(_gather(table.operators["name"], work["operator_row"]).alias("operator"))
     work, checked, agree = _through_forward(work, operators, table, (modules, parts), threads)
     work = work.with_columns(_family(work)).with_columns(_role())
     in_phase = pl.col("phase").is_not_null() & pl.col("module").is_null()
@@ -251,6 +251,14 @@ def _ranged(work: pl.DataFrame, ranges: pl.DataFrame) -> pl.Series:
 
 def _lasting(intervals: pl.DataFrame) -> pl.DataFrame:
     return intervals.with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"))
+
+
+def _operator_row(work: pl.DataFrame, operators: pl.DataFrame, table: TraceTable) -> pl.Series:
+    """The row in `table.operators` of the innermost operator open at each launch; on the CPU the operator itself."""
+    if table.on_cpu:
+        return operator_order(table.operators).alias("operator_row")
+    rows = Nest(operators, "track").innermost(work["track"], work["launch_ns"])
+    return _gather(operators["row"], rows).alias("operator_row")
 
 
 def _through_forward(

@@ -97,9 +97,18 @@ def _with_process(work: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
     )
 
 
+def _nested(operators: pl.DataFrame) -> Nest:
+    return Nest(operators.with_columns(numbered(operators, ["process", "thread"]).alias("track")), "track")
+
+
+def operator_order(operators: pl.DataFrame) -> pl.Series:
+    """The row of the operator that each row of `operators_as_work` is."""
+    return _nested(operators).order
+
+
 def operators_as_work(operators: pl.DataFrame) -> pl.DataFrame:
     """A trace without device work: every operator by its own time, that of operators it calls excluded."""
-    nest = Nest(operators.with_columns(numbered(operators, ["process", "thread"]).alias("track")), "track")
+    nest = _nested(operators)
     own = nest.self_ns(operators["duration_ns"]) if nest.height else pl.Series([], dtype=pl.Int64)
     return operators[nest.order].select(
         "start_ns",
