@@ -1,20 +1,22 @@
 """Reads a trace of torch.profiler (Kineto): Chrome-trace JSON, plain or gzip, of any version and vendor.
 
 Device events do not say their process, and name their device as `pid` and stream as `tid`; `args` repeats both.
-Timestamps are microseconds, as integers or with decimals; integers too large to be microseconds are nanoseconds.
+How its times are written is told in event_times.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import polars as pl
 
 from stepscope.core.errors import InputError, one_line
 from stepscope.trace.assemble import assemble
+from stepscope.trace.readers.event_times import EXACT_BELOW_US, UNREADABLE, is_readable, nanoseconds
 from stepscope.trace.readers.json_events import read_events
 from stepscope.trace.table import (
     CALL_SCHEMA,
@@ -26,11 +28,6 @@ from stepscope.trace.table import (
     TraceTable,
     empty,
 )
-
-_EXACT_FLOAT = 2**53 / 1000
-"""Microseconds above this lose nanoseconds in a double; such traces (time since 1970) are read as decimals."""
-_NANOSECONDS_FROM = 10**17
-"""No clock in microseconds comes near; since 1970 in nanoseconds it is 1.7e18."""
 
 _CATEGORIES = {
     "kernel": "kernel",
@@ -76,6 +73,9 @@ class _Arguments(msgspec.Struct, frozen=True, gc=False):
     dtypes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input type")
 
 
+_Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
 class _Event(msgspec.Struct, gc=False):
     ph: str = ""
     cat: str | None = None
@@ -107,10 +107,16 @@ class _LooseEvent(msgspec.Struct, gc=False):
     args: Any = None
 
 
+class _ExactLooseEvent(_LooseEvent, gc=False):
+    ts: Decimal | None = None  # type: ignore[assignment]
+    dur: Decimal | None = None  # type: ignore[assignment]
+
+
 _NO_ARGUMENTS = _Arguments()
 _decode = msgspec.json.Decoder(list[_Event], strict=False).decode
 _decode_exact = msgspec.json.Decoder(list[_ExactEvent], strict=False).decode
 _decode_loose = msgspec.json.Decoder(list[_LooseEvent], strict=False).decode
+_decode_exact_loose = msgspec.json.Decoder(list[_ExactLooseEvent], strict=False).decode
 
 
 def read_kineto(path: Path) -> TraceTable:
@@ -129,20 +135,23 @@ def _decode_block(text: bytes) -> list[_Event]:
         events = _decode(text)
     except msgspec.ValidationError:
         events = [_tightened(event) for event in _decode_loose(text)]
-    if any(isinstance(event.ts, float) and abs(event.ts) > _EXACT_FLOAT for event in events[:1000]):
+    if not any(isinstance(event.ts, float) and abs(event.ts) >= EXACT_BELOW_US for event in events[:1000]):
+        return events
+    try:
         return _decode_exact(text)  # type: ignore[return-value]
-    return events
+    except msgspec.ValidationError:
+        return [_tightened(event) for event in _decode_exact_loose(text)]
 
 
 def _tightened(event: _LooseEvent) -> _Event:
     arguments: dict[str, int | msgspec.Raw] = {}
-    if isinstance(event.args, dict):
-        for field in msgspec.structs.fields(_Arguments):
-            value = event.args.get(field.encode_name)
-            if field.type is msgspec.Raw and value is not None:
-                arguments[field.name] = msgspec.Raw(msgspec.json.encode(value))
-            elif isinstance(value, int) and abs(value) < 2**63:
-                arguments[field.name] = value
+    for field in msgspec.structs.fields(_Arguments) if isinstance(event.args, dict) else ():
+        value = event.args.get(field.encode_name)
+        if field.type is msgspec.Raw and value is not None:
+            arguments[field.name] = msgspec.Raw(msgspec.json.encode(value))
+        elif isinstance(value, int | str) and not isinstance(value, bool):
+            with suppress(msgspec.ValidationError):
+                arguments[field.name] = msgspec.convert(value, _Number, strict=False)
     return _Event(
         ph=event.ph,
         cat=event.cat,
@@ -273,31 +282,18 @@ class _Reader:
         )
 
     def _times(self, group: list[_Event]) -> tuple[pl.Series, pl.Series]:
-        start = self._nanoseconds("start_ns", [event.ts for event in group], group)
-        duration = self._nanoseconds("duration_ns", [event.dur or 0 for event in group], group)
+        try:
+            start, duration = nanoseconds([event.ts for event in group], [event.dur or 0 for event in group])
+        except UNREADABLE:
+            bad = next((event for event in group if not is_readable(event.ts, event.dur or 0)), group[0])
+            raise InputError(
+                f"{self._path}: the time of event {_name(bad)} is not a number that can be read "
+                f"(ts {str(bad.ts)[:40]}, dur {str(bad.dur)[:40]})"
+            ) from None
         if group and _int(duration.min()) < 0:
             bad = group[duration.arg_min() or 0]
             raise InputError(f"{self._path}: the event {_name(bad)} has a negative duration ({bad.dur})")
         return start, duration
-
-    def _nanoseconds(self, name: str, values: list, group: list[_Event]) -> pl.Series:
-        try:
-            series = pl.Series(name, values)
-            if series.dtype == pl.Int64 and not series.null_count():
-                if len(series) and abs(_int(series.max())) >= _NANOSECONDS_FROM:
-                    return series
-                scaled = series * 1000
-            elif series.dtype == pl.Float64 and series.is_finite().all() and not series.null_count():
-                scaled = (series * 1000).round().cast(pl.Int64)
-            else:
-                scaled = pl.Series(name, [_exact_ns(value) for value in values], dtype=pl.Int64)
-        except (TypeError, ValueError, ArithmeticError, OverflowError, pl.exceptions.PolarsError):
-            bad = next((event for event in group if not isinstance(event.ts, int | float | Decimal)), group[0])
-            raise InputError(
-                f"{self._path}: the time of event {_name(bad)} is not a number that can be read "
-                f"(ts {bad.ts}, dur {bad.dur})"
-            ) from None
-        return scaled
 
     def _host(self, group: list[_Event]) -> tuple[pl.Series, pl.Series]:
         return (
@@ -371,13 +367,6 @@ def _integers(name: str, values: Iterable[int | None], group: list[_Event], othe
         given = getattr(event, otherwise) if value is None else value
         found.append(given if type(given) is int and abs(given) < 2**63 else -1)
     return pl.Series(name, found, dtype=pl.Int64)
-
-
-def _exact_ns(value: int | float | Decimal | None) -> int:
-    if value is None:
-        raise ValueError("no time")
-    exact = Decimal(value)
-    return int(exact if abs(exact) >= _NANOSECONDS_FROM else round(exact * 1000))
 
 
 def _first(value: int | None, otherwise: int | None) -> int | None:
