@@ -19,7 +19,7 @@ _PHASES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("optimizer", re.compile(r"opt(?:imi[sz]er)?(?:[ _.]?(?:step|update|pass))?|Optimizer\.step#.*", re.IGNORECASE)),
 )
 _ASIDE = re.compile(
-    r"Optimizer\.zero_grad#|zero[ _]?grad|PyTorch Profiler|nccl|cub::|CUB|thrust::|cudnn|cublas|DataLoader|enumerate\(",
+    r"Optimizer\.zero_grad#|zero[ _]?grad|mark backward|PyTorch Profiler|nccl|cub::|CUB|thrust::|cudnn|cublas|DataLoader|enumerate\(",
     re.IGNORECASE,
 )
 

@@ -34,12 +34,11 @@ def incomplete_trace(summary: TraceSummary) -> Finding | None:
         return None
     names = table.calls.select("name").unique()
     launching = names.filter(is_launch(pl.col("name").cast(pl.String)))["name"]
-    launches = table.calls.filter(pl.col("name").is_in(launching.implode()) & ~_while_capturing(table.calls))
-    arrived = table.work.select("process", "correlation").unique()
-    lost = launches.join(arrived, on=["process", "correlation"], how="anti")
     # Copies within the host and empty ones leave no device record; they say nothing about what was lost.
-    lost = lost.filter(pl.col("name").cast(pl.String).str.contains("Launch"))
-    launches = launches.filter(pl.col("name").cast(pl.String).str.contains("Launch"))
+    launching = launching.filter(launching.cast(pl.String).str.contains("Launch"))
+    begun = pl.col("name").is_in(launching.implode()) & ~_while_capturing(table.calls)
+    launches = table.calls.lazy().filter(begun).select("process", "correlation").collect()
+    lost = launches.join(table.work.select("process", "correlation"), on=["process", "correlation"], how="anti")
     if lost.height <= _FEW or lost.height / launches.height < _LOST_SHARE:
         return None
     share = lost.height / launches.height
@@ -61,13 +60,10 @@ def incomplete_trace(summary: TraceSummary) -> Finding | None:
 
 def _while_capturing(calls: pl.DataFrame) -> pl.Expr:
     """Calls made while their thread was capturing a stream into a graph: they launch nothing yet."""
-    name = pl.col("name").cast(pl.String)
-    begin = calls.filter(name.str.contains("StreamBeginCapture")).select("process", "thread", "start_ns")
+    begin = _named(calls, "StreamBeginCapture")
     if not begin.height:
         return pl.lit(False)
-    end = calls.filter(name.str.contains("StreamEndCapture")).select(
-        "process", "thread", pl.col("start_ns").alias("end_ns")
-    )
+    end = _named(calls, "StreamEndCapture").rename({"start_ns": "end_ns"})
     spans = begin.sort("start_ns").join_asof(
         end.sort("end_ns"), left_on="start_ns", right_on="end_ns", by=["process", "thread"], strategy="forward"
     )
@@ -78,6 +74,13 @@ def _while_capturing(calls: pl.DataFrame) -> pl.Expr:
     nest = Nest(spans.with_columns(track.head(spans.height).alias("track")), "track")
     inside = nest.innermost(track.tail(calls.height), calls["start_ns"]).is_not_null()
     return pl.lit(inside)
+
+
+def _named(calls: pl.DataFrame, word: str) -> pl.DataFrame:
+    """When and where calls began whose name holds a word; names are few, so each is looked at once."""
+    names = calls["name"].unique()
+    chosen = names.filter(names.cast(pl.String).str.contains(word, literal=True))
+    return calls.lazy().filter(pl.col("name").is_in(chosen.implode())).select("process", "thread", "start_ns").collect()
 
 
 def launches_unknown(summary: TraceSummary) -> Finding | None:

@@ -140,7 +140,9 @@ def _kernel_tables(summary: TraceSummary, phase: str) -> list[RenderableType]:
         for row in rest:
             _add_kernel(table, row)
     first = top[0]
-    sentence = f"{kernel_label(first.name)} takes most of {phase}: {format_share(first.share)}, in {first.calls:g} calls a step."
+    sentence = (
+        f"{kernel_label(first.name)} takes most of {phase}: {format_share(first.share)}, in {first.calls:g} calls a step."
+    )
     return [table, Text(sentence)]
 
 

@@ -5,6 +5,7 @@ Intervals of one track (a thread, say) are pushed and popped, so they nest; trac
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import polars as pl
 
@@ -50,41 +51,57 @@ def _integer(value: object) -> int:
 class Nest:
     """Intervals with their nesting. `order` gives their rows sorted, outer before inner; positions refer to that.
 
-    `depth` and `parent` (a position, or null) are by position. An empty interval counts as one nanosecond.
+    An empty interval counts as one nanosecond.
     """
 
     def __init__(self, intervals: pl.DataFrame, track: str) -> None:
         """`intervals` has columns `track`, start_ns, duration_ns."""
         self.height = intervals.height
         self.order = pl.Series(dtype=pl.UInt32)
-        self.depth = self.parent = pl.Series(dtype=pl.Int64)
         self._boundaries: tuple[pl.Series, pl.Series] | None = None
         if not self.height:
             return
         start_ns = intervals["start_ns"]
         end_ns = start_ns + intervals["duration_ns"].clip(lower_bound=1)
         self._scale = _scale(intervals[track], start_ns, end_ns)
-        keys = pl.DataFrame(
-            {
-                "start": self._scale.keys(intervals[track], start_ns),
-                "end": self._scale.keys(intervals[track], end_ns),
-            }
-        )
+        starts, ends = self._scale.keys(intervals[track], start_ns), self._scale.keys(intervals[track], end_ns)
+        del start_ns, end_ns
+        keys = pl.DataFrame([starts.alias("start"), ends.alias("end")])
         self.order = keys.select(pl.arg_sort_by("start", "end", descending=[False, True])).to_series()
         self._starts = keys["start"].gather(self.order)
         self._ends = keys["end"].gather(self.order)
-        positions = pl.int_range(self.height, dtype=pl.Int64, eager=True)
-        closed = self._ends.sort().search_sorted(self._starts, side="right").cast(pl.Int64)
-        self.depth = (positions - closed).alias("depth")
-        self.parent = self._parents(positions)
+        del keys, starts, ends  # for a million intervals, what is not needed any more counts
 
-    def _parents(self, positions: pl.Series) -> pl.Series:
-        """Position of the innermost enclosing interval, or null: the last position before with one less depth."""
-        level = self.depth * self.height + positions
-        ordered = level.sort()
-        before = ordered.search_sorted(level - self.height, side="right").cast(pl.Int64) - 1
-        parent = ordered.gather(before.clip(lower_bound=0)) % self.height
-        return pl.select(pl.when(self.depth > 0).then(parent)).to_series().alias("parent")
+    @cached_property
+    def depth(self) -> pl.Series:
+        """By position: how many intervals enclose it."""
+        if not self.height:
+            return pl.Series("depth", dtype=pl.Int64)
+        closed = self._ends.sort().search_sorted(self._starts, side="right").cast(pl.Int64)
+        return (pl.int_range(self.height, dtype=pl.Int64, eager=True) - closed).alias("depth")
+
+    @cached_property
+    def _levels(self) -> pl.Series:
+        """Depth and position of every interval in one integer, sorted."""
+        return (self.depth * self.height + pl.int_range(self.height, dtype=pl.Int64, eager=True)).sort()
+
+    def parents(self, positions: pl.Series) -> pl.Series:
+        """Positions of the innermost enclosing intervals, or null: the last before with one less depth.
+
+        Asked of few positions it costs little, even among a million intervals.
+        """
+        if not self.height:
+            return positions.clear()
+        depth = self.depth.gather(positions)
+        above = (depth - 1) * self.height + positions
+        before = self._levels.search_sorted(above, side="right").cast(pl.Int64) - 1
+        parent = self._levels.gather(before.clip(lower_bound=0)) % self.height
+        return pl.select(pl.when(depth > 0).then(parent)).to_series().alias("parent")
+
+    @cached_property
+    def parent(self) -> pl.Series:
+        """By position: the position of the innermost enclosing interval, or null."""
+        return self.parents(pl.int_range(self.height, dtype=pl.Int64, eager=True))
 
     def self_ns(self, durations: pl.Series) -> pl.Series:
         """By position: each interval's duration (`durations` by row) less that of the intervals directly inside it."""
@@ -127,7 +144,7 @@ class Nest:
             holds = open_ones.select(self._ends.gather(open_ones["at"]) > pl.col("key")).to_series()
             answers.append(open_ones.filter(holds).select("query", "at"))
             left = open_ones.filter(~holds)
-            open_ones = left.with_columns(self.parent.gather(left["at"]).alias("at")).drop_nulls("at")
+            open_ones = left.with_columns(self.parents(left["at"]).alias("at")).drop_nulls("at")
         if open_ones.height:
             answers.append(open_ones.select("query", self._by_timeline(open_ones["key"])))
         found = pl.concat([asked.select("query", "at").clear(), *answers])
