@@ -17,7 +17,7 @@ from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.measure import ranges
 from stepscope.measure.backward_ranges import BackwardRanges, SequenceNotes
-from stepscope.measure.device import Device
+from stepscope.measure.device import Device, Mark
 from stepscope.measure.timer import Phase, StepFailed, Subject, measure
 
 MARKING = "mark backward"
@@ -56,14 +56,17 @@ def capture_kineto(
 
 
 def trace_nvtx(step: TracedStep, device: torch.device, timing: Device, steps: int) -> dict[str, Samples]:
-    """Steps for an NVTX tool that watches: besides the ranges of a Kineto trace, those of modules in backward."""
+    """Steps for an NVTX tool that watches: besides the ranges of a Kineto trace, those of modules in backward.
+
+    Timed by the host alone: what the phases took on the device is for the trace to say.
+    """
     watching = ranges.current_emitters()
     if step.compiled:
-        return timed_steps(step, timing, steps)
+        return _whole_steps(step, timing, steps)
     marked = _BackwardMarked(step, watching)
     try:
         with ranges.emitted_to(marked.notes), details(step):
-            return timed_steps(marked, timing, steps)
+            return _whole_steps(marked, timing, steps)
     finally:
         marked.release()
 
@@ -85,6 +88,30 @@ def capture_range(device: torch.device) -> Iterator[None]:
         with contextlib.suppress(KeyboardInterrupt):
             torch.cuda.profiler.stop()
             time.sleep(AFTER_CAPTURE_S)
+
+
+class _Unmarked:
+    """A device that is asked to synchronise and nothing else.
+
+    Reading an event calls cudaEventElapsedTime_v2, new in CUDA 12.8. An importer of Nsight Systems that is older knows
+    no name for it, and drops the kernels of the whole buffer that such a call lies in.
+    """
+
+    clock_name = "none"
+
+    def __init__(self, device: Device) -> None:
+        self.synchronize = device.synchronize
+
+    def mark(self) -> Mark:
+        return None
+
+    def elapsed_s(self, start: Mark, end: Mark) -> float:
+        return 0.0
+
+
+def _whole_steps(subject: Subject, timing: Device, steps: int) -> dict[str, Samples]:
+    samples = timed_steps(subject, _Unmarked(timing), steps)
+    return {name: samples[name] for name in ("step", "host")}
 
 
 class _BackwardMarked:
