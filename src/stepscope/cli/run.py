@@ -7,12 +7,13 @@ import typer
 
 from stepscope.cli import options
 from stepscope.cli.output import emit, progress, show, stdout_kept_clean, warn
-from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DONE, EXIT_INTERRUPTED
+from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DONE, EXIT_INTERRUPTED, StepscopeError
 from stepscope.core.finding import worst
 from stepscope.core.run import Run
 from stepscope.core.units import parse_bytes, parse_flops_per_s
 
 if TYPE_CHECKING:
+    from stepscope.analysis.trace_summary import TraceSummary
     from stepscope.core.workload import Workload
 
 
@@ -101,11 +102,43 @@ def _workload(model: str, seq_len: int, sizes: dict[str, int | None], choices: d
 
 
 def _print(measured: Run, directory: Path, json: bool) -> None:
+    """The run, and what its trace says, where it took one and this machine can read it."""
+    summary = _summary_of_trace(measured, directory)
     if json:
         from stepscope.core.run_directory import encode_run
 
-        emit(encode_run(measured).decode())
+        text = encode_run(measured)
+        if summary is not None:
+            import msgspec
+
+            from stepscope.analysis.trace_checks import check_trace
+            from stepscope.analysis.trace_json import trace_as_json
+
+            fields = msgspec.json.decode(text)
+            fields["trace"] = trace_as_json(summary, check_trace(summary))
+            text = msgspec.json.format(msgspec.json.encode(fields), indent=1) + b"\n"
+        emit(text.decode())
         return
     from stepscope.report.terminal import render_run
 
     show(render_run(measured, str(directory)))
+    if summary is not None:
+        from stepscope.analysis.trace_checks import check_trace
+        from stepscope.report.trace import render_trace
+
+        emit("\n")
+        show(render_trace(summary, check_trace(summary), str(directory)))
+
+
+def _summary_of_trace(measured: Run, directory: Path) -> "TraceSummary | None":
+    if not any(capture.artifact in ("kineto", "nsys") for capture in measured.evidence.captures):
+        return None
+    try:
+        from stepscope.cli.trace import load_summary
+
+        return load_summary(directory)
+    except ModuleNotFoundError as error:
+        warn(f"the trace is kept, and read where {error.name} is installed: stepscope trace {directory}")
+    except StepscopeError as error:
+        warn(f"the trace is kept, and cannot be read: {error}")
+    return None

@@ -55,6 +55,7 @@ def trace(
 
 def load_summary(path: Path, *, without_ranges: bool = False) -> "TraceSummary":
     """Read and attribute a capture, with the run it belongs to where one lies beside it."""
+    _make_readable(path)
     from stepscope.analysis.attribution import attribute
     from stepscope.analysis.trace_summary import TraceSummary
     from stepscope.trace.read import find_capture, read_trace
@@ -62,6 +63,17 @@ def load_summary(path: Path, *, without_ranges: bool = False) -> "TraceSummary":
     attribution = attribute(read_trace(path, without_ranges=without_ranges))
     attribution.self_check()
     return TraceSummary(attribution=attribution, run=_run_beside(find_capture(path)))
+
+
+def _make_readable(path: Path) -> None:
+    """What a machine without the host part of nsys recorded is imported and exported into its run directory first."""
+    directory = path if path.is_dir() else path.parent
+    alone = path.is_file() and path.suffix != ".qdstrm"
+    if alone or not (directory / RUN_FILE).is_file() or (any(directory.glob("trace.kineto*")) and path.is_dir()):
+        return
+    from stepscope.studies.nsys_trace import import_capture
+
+    import_capture(directory)
 
 
 def _run_beside(capture: Path) -> Run | None:
