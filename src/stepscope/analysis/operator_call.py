@@ -1,0 +1,166 @@
+"""One call of a framework operator as a trace records it: the shapes and dtypes of its arguments, in order.
+
+Kineto writes JSON ("Input Dims", "Input type"): `[[2048, 768], [768, 3072]]`, `["float", "c10::BFloat16"]`. Numbers
+are "Scalar" or, where PyTorch wraps them in a tensor, [] with a dtype; an argument left out is "". Lists of tensors
+have nested shapes and no dtype, and beyond 30 tensors no shapes either.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+
+_LARGEST = 2**48
+"""Elements of one tensor: more is no tensor but a broken file."""
+
+ELEMENT_BYTES: dict[str, int] = {
+    "double": 8, "float": 4, "c10::BFloat16": 2, "c10::Half": 2, "at::BFloat16": 2, "at::Half": 2,
+    "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1, "c10::Float8_e4m3fnuz": 1, "c10::Float8_e5m2fnuz": 1,
+    "long int": 8, "long": 8, "long long": 8, "__int64": 8, "int": 4, "short": 2, "short int": 2,
+    "signed char": 1, "unsigned char": 1, "bool": 1,
+}  # fmt: skip
+"""Bytes of an element by the name of its C++ type."""
+
+_INTEGERS = frozenset(
+    {"long int", "long", "long long", "__int64", "int", "short", "short int", "signed char", "unsigned char"}
+)
+_NO_TENSOR = frozenset({"Scalar", "ScalarList", "GenericList", ""})
+
+
+class Unknown(Exception):
+    """The record does not say enough to count this call's work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor argument. `dtype` is None for those in lists, of which `element_bytes` may still be known."""
+
+    shape: tuple[int, ...]
+    dtype: str | None
+    element_bytes: int | None
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Raises Unknown where the element's size is not known."""
+        return self.elements * self.size
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element. Raises Unknown."""
+        if self.element_bytes is None:
+            raise Unknown
+        return self.element_bytes
+
+    @property
+    def is_floating(self) -> bool:
+        return self.dtype not in _INTEGERS and self.dtype != "bool"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorList:
+    """A list of tensors; `tensors` is None where their shapes were not recorded."""
+
+    tensors: tuple[Tensor, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCall:
+    """Arguments in order; None for numbers and for what was left out."""
+
+    operator: str
+    arguments: tuple[Tensor | TensorList | None, ...]
+
+    def optional(self, index: int) -> Tensor | None:
+        """The tensor at this place, or None where none was given."""
+        found = self.arguments[index] if index < len(self.arguments) else None
+        if isinstance(found, TensorList):
+            raise Unknown
+        return found
+
+    def tensor(self, index: int) -> Tensor:
+        """The tensor at this place. Raises Unknown where there is none."""
+        found = self.optional(index)
+        if found is None:
+            raise Unknown
+        return found
+
+    def tensors(self, index: int) -> tuple[Tensor, ...]:
+        """The list at this place. Raises Unknown where it was not recorded."""
+        found = self.arguments[index] if index < len(self.arguments) else None
+        if not isinstance(found, TensorList) or not found.tensors:
+            raise Unknown
+        return found.tensors
+
+
+def read_call(operator: str, shapes: str, dtypes: str, list_element_bytes: int | None = None) -> OperatorCall | None:
+    """The call, or None where the record cannot be read. `list_element_bytes`: of tensors in lists, if known."""
+    try:
+        read_shapes, read_dtypes = json.loads(shapes), json.loads(dtypes)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(read_shapes, list) or not isinstance(read_dtypes, list) or len(read_shapes) != len(read_dtypes):
+        return None
+    try:
+        arguments = [_argument(*pair, list_element_bytes) for pair in zip(read_shapes, read_dtypes, strict=True)]
+    except Unknown:
+        return None
+    return OperatorCall(operator, tuple(arguments))
+
+
+def _argument(shape: object, dtype: object, list_element_bytes: int | None) -> Tensor | TensorList | None:
+    if not isinstance(dtype, str):
+        raise Unknown
+    if dtype in _NO_TENSOR:
+        return None
+    if not isinstance(shape, list):
+        raise Unknown
+    if dtype == "TensorList":
+        if not shape:
+            return TensorList(None)
+        return TensorList(tuple(Tensor(_shape(each), None, list_element_bytes) for each in shape))
+    return Tensor(_shape(shape), dtype, ELEMENT_BYTES.get(dtype))
+
+
+def _shape(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(side) is int and 0 <= side < _LARGEST for side in value):
+        raise Unknown
+    if math.prod(value) >= _LARGEST:
+        raise Unknown
+    return tuple(value)
+
+
+def broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape that these broadcast to, by NumPy's rule. Raises Unknown where they do not."""
+    rank = max((len(shape) for shape in shapes), default=0)
+    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    result = []
+    for sides in zip(*padded, strict=True):
+        wide = {side for side in sides if side != 1}
+        if len(wide) > 1:
+            raise Unknown
+        result.append(wide.pop() if wide else 1)
+    return tuple(result)
+
+
+def promoted(tensors: list[Tensor]) -> str:
+    """The dtype of a pointwise result, by PyTorch's type promotion. Raises Unknown for dtypes not in the table.
+
+    A tensor without dimensions changes the result only where it is of a higher kind (boolean, integer, floating).
+    """
+    if any(tensor.dtype not in ELEMENT_BYTES for tensor in tensors):
+        raise Unknown
+    sized = [tensor for tensor in tensors if tensor.shape] or tensors
+    kind = max(_kind(tensor) for tensor in tensors)
+    if kind > max(_kind(tensor) for tensor in sized):
+        return "float" if kind == 2 else "long int"
+    dtypes = {str(tensor.dtype) for tensor in sized if _kind(tensor) == kind}
+    if len(dtypes) > 1 and {ELEMENT_BYTES[dtype] for dtype in dtypes} == {2}:
+        return "float"  # bf16 with fp16
+    return max(dtypes, key=lambda dtype: ELEMENT_BYTES[dtype])
+
+
+def _kind(tensor: Tensor) -> int:
+    return 2 if tensor.is_floating else 0 if tensor.dtype == "bool" else 1
