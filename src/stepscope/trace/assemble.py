@@ -1,7 +1,10 @@
 """Makes a TraceTable of what a reader found."""
 
+from pathlib import Path
+
 import polars as pl
 
+from stepscope.core.errors import InputError
 from stepscope.trace.launches import operators_as_work, with_launches
 from stepscope.trace.table import (
     CALL_SCHEMA,
@@ -14,9 +17,13 @@ from stepscope.trace.table import (
     empty,
 )
 
+LARGEST_NS = 2**62
+"""Since 1970 the clock says less until 2116. Within it sums and differences of times fit their 64 bits."""
+
 
 def assemble(
     *,
+    path: Path,
     profiler: Profiler,
     work: pl.DataFrame,
     calls: pl.DataFrame,
@@ -28,7 +35,10 @@ def assemble(
     recorder: str | None = None,
     lost: int = 0,
 ) -> TraceTable:
-    """Check the schemas and join the launches; in a trace without device work its operators stand in."""
+    """Check the schemas and times and join the launches; in a trace without device work its operators stand in.
+
+    Raises InputError, naming `path`, where times are beyond all clocks.
+    """
     operators = empty(OPERATOR_SCHEMA) if operators is None else operators
     links = empty(LINK_SCHEMA) if links is None else links
     for frame, schema in (
@@ -39,6 +49,9 @@ def assemble(
         (links, LINK_SCHEMA),
     ):
         assert frame.schema == schema, f"{frame.schema} is not {schema}"
+        check_clock(path, frame["start_ns"])
+        if "duration_ns" in frame.columns and frame["duration_ns"].cast(pl.Float64).sum() >= LARGEST_NS:
+            raise InputError(f"{path}: durations add up to more than any clock can say: this capture is damaged")
     work = with_launches(work, calls) if work.height else operators_as_work(operators)
     return TraceTable(
         profiler=profiler,
@@ -52,3 +65,12 @@ def assemble(
         recorder=recorder,
         lost=lost,
     )
+
+
+def check_clock(path: Path, times_ns: pl.Series) -> None:
+    """Raise InputError where times are beyond all clocks."""
+    low, high = times_ns.min(), times_ns.max()
+    if isinstance(low, int) and isinstance(high, int) and max(-low, high) >= LARGEST_NS:
+        raise InputError(
+            f"{path}: it has times from {low} to {high} ns, more than any clock can say: this capture is damaged"
+        )

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 import polars as pl
 
-from stepscope.core.errors import InputError, one_line
+from stepscope.core.errors import InputError, one_line, printable
 from stepscope.trace.assemble import assemble
 from stepscope.trace.readers.event_times import EXACT_BELOW_US, UNREADABLE, is_readable, nanoseconds
 from stepscope.trace.readers.json_events import read_events
@@ -330,6 +330,7 @@ class _Reader:
         texts = pl.Series([_readable(text) for text in self._texts], dtype=pl.String)
         devices = self._fields.get("deviceProperties")
         return assemble(
+            path=self._path,
             profiler="Kineto",
             work=self._frame("work", WORK_SCHEMA, texts),
             calls=self._frame("calls", CALL_SCHEMA, texts),
@@ -391,5 +392,5 @@ def _int(value: object) -> int:
 def _recorder(fields: dict[str, Any]) -> str | None:
     for key in ("pytorch_version", "torch_version", "cupti_version"):
         if key in fields:
-            return f"{key.removesuffix('_version')} {fields[key]}"[:80]
+            return printable(f"{key.removesuffix('_version')} {fields[key]}"[:80])
     return None

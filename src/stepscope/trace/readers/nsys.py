@@ -1,7 +1,7 @@
 """Reads a capture of Nsight Systems: its SQLite export, its parquetdir export, or a report through `nsys export`.
 
 Which tables and columns exist differs between versions of nsys, so they are probed. The process of a thread is its
-globalTid without the lowest 24 bits; names are ids into StringIds. The export is opened read-only and never locked.
+globalTid without the lowest 24 bits; names are ids into StringIds.
 """
 
 import re
@@ -11,15 +11,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
-from urllib.parse import quote
 
-import adbc_driver_sqlite.dbapi
 import polars as pl
 
-from stepscope.core.errors import InputError, one_line
+from stepscope.core.errors import InputError, one_line, printable
 from stepscope.core.nsight import find_nsys, how_to_get_nsys
-from stepscope.trace.assemble import assemble
+from stepscope.trace.assemble import assemble, check_clock
+from stepscope.trace.readers.nsys_tables import NO_NUMBER, ParquetTables, SqliteTables, Tables, utf8
 from stepscope.trace.table import (
     CALL_SCHEMA,
     KIND,
@@ -32,9 +30,7 @@ from stepscope.trace.table import (
 
 _PUSH_POP, _START_END = (59, 70), (60, 71)
 """Event types of ranges, with plain and with extended payload."""
-_NO_NUMBER = -1
-_BATCH_ROWS = 1 << 18
-"""Raw rows of an export held at once: they take several times the room of what is kept of them."""
+_UNTIMED = "rows without a time"
 _WORK_TABLES = {
     "CUPTI_ACTIVITY_KIND_KERNEL": "kernel",
     "CUPTI_ACTIVITY_KIND_MEMCPY": "memcpy",
@@ -46,30 +42,20 @@ _OPERATOR = re.compile(r"^(?P<name>[^,]+?), (?:seq = (?P<sequence>\d+)|op_id = \
 """How `torch.autograd.profiler.emit_nvtx` writes an operator: `aten::mm, seq = 12, op_id = 34`."""
 
 
-class _Tables(Protocol):
-    """Where the tables of an export lie."""
-
-    path: Path
-
-    def columns(self, table: str) -> tuple[str, ...]: ...
-
-    def batches(self, table: str, numbers: list[str], texts: list[str]) -> Iterator[pl.DataFrame]: ...
-
-
 def read_nsys_sqlite(path: Path, *, without_ranges: bool = False) -> TraceTable:
     """The TraceTable of an SQLite export. Raises InputError where it is none, or lacks CUDA activity or ranges."""
-    return _read(_Sqlite(path), without_ranges=without_ranges)
+    return _read(SqliteTables(path), without_ranges=without_ranges)
 
 
 def read_nsys_parquet(path: Path, *, without_ranges: bool = False) -> TraceTable:
     """The TraceTable of a folder made by `nsys export --type parquetdir`."""
-    return _read(_Parquet(path), without_ranges=without_ranges)
+    return _read(ParquetTables(path), without_ranges=without_ranges)
 
 
 def read_nsys_report(path: Path, *, without_ranges: bool = False) -> TraceTable:
     """The TraceTable of a `.nsys-rep`, exported by the nsys of this machine into a temporary file."""
     with _exported(path) as sqlite:
-        return read_nsys_sqlite(sqlite, without_ranges=without_ranges)
+        return _read(SqliteTables(sqlite, named=path), without_ranges=without_ranges)
 
 
 def is_nsys_report(path: Path, head: bytes) -> bool:
@@ -93,91 +79,26 @@ def _exported(path: Path) -> Iterator[Path]:
         yield sqlite
 
 
-class _Sqlite:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._errors = adbc_driver_sqlite.dbapi.Error
-        self._uri = f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1"
-        self._connect = adbc_driver_sqlite.dbapi.connect
-        described = self._query(
-            "SELECT m.name AS t, CAST(c.name AS BLOB) AS c FROM sqlite_master m, pragma_table_info(m.name) c"
-            " WHERE m.type = 'table' AND m.name NOT LIKE 'ENUM%'"
-        )
-        self._columns: dict[str, tuple[str, ...]] = {}
-        if described.height:
-            for (table,), rows in described.group_by("t", maintain_order=True):
-                names = [_utf8(name) for name in rows["c"].to_list()]
-                self._columns[str(table)] = tuple(names)
-
-    def columns(self, table: str) -> tuple[str, ...]:
-        return self._columns.get(table, ())
-
-    def batches(self, table: str, numbers: list[str], texts: list[str]) -> Iterator[pl.DataFrame]:
-        """Numbers as integers, -1 for null; texts as bytes, empty for null, since the export promises no encoding."""
-        wanted = [f'CAST(ifnull("{name}", {_NO_NUMBER}) AS INTEGER) AS "{name}"' for name in numbers]
-        wanted += [f'CAST(ifnull("{name}", \'\') AS BLOB) AS "{name}"' for name in texts]
-        bounds = self._query(f'SELECT ifnull(min(rowid), 0) AS low, ifnull(max(rowid), -1) AS high FROM "{table}"')
-        low, high = int(bounds.item(0, "low")), int(bounds.item(0, "high"))
-        count = self._query(f'SELECT count(*) AS n FROM "{table}"').item()
-        # Rows are numbered without gaps; a file where they are not is read at once.
-        step = _BATCH_ROWS if high - low <= 4 * count else high - low + 1
-        for first in range(low, high + 1, step):
-            where = f"WHERE rowid BETWEEN {first} AND {min(first + step - 1, high)}"
-            frame = self._query(f'SELECT {", ".join(wanted)} FROM "{table}" {where}')
-            if frame.height:
-                yield frame
-
-    def _query(self, query: str) -> pl.DataFrame:
-        try:
-            with self._connect(self._uri) as connection, connection.cursor() as cursor:
-                cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": "65536"})
-                cursor.execute(query)
-                return pl.DataFrame(cursor.fetch_arrow())  # pyright: ignore[reportArgumentType]: the Arrow interface
-        except self._errors as error:
-            raise InputError(f"{self.path}: cannot be read as an SQLite database: {one_line(error)}") from None
-
-
-class _Parquet:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._files = {file.stem: file for file in path.glob("*.parquet")}
-
-    def columns(self, table: str) -> tuple[str, ...]:
-        if table not in self._files:
-            return ()
-        try:
-            return tuple(pl.read_parquet_schema(self._files[table]))
-        except (pl.exceptions.PolarsError, OSError) as error:
-            raise InputError(f"{self._files[table]}: cannot be read as parquet: {one_line(error)}") from None
-
-    def batches(self, table: str, numbers: list[str], texts: list[str]) -> Iterator[pl.DataFrame]:
-        try:
-            scan = pl.scan_parquet(self._files[table]).select(
-                *(pl.col(name).cast(pl.Int64).fill_null(_NO_NUMBER) for name in numbers),
-                *(pl.col(name).cast(pl.Binary).fill_null(b"") for name in texts),
-            )
-            yield scan.collect()
-        except (pl.exceptions.PolarsError, OSError) as error:
-            raise InputError(f"{self._files[table]}: cannot be read: {one_line(error)}") from None
-
-
-def _read(tables: _Tables, *, without_ranges: bool) -> TraceTable:
+def _read(tables: Tables, *, without_ranges: bool) -> TraceTable:
     if not tables.columns("StringIds") and not tables.columns("NVTX_EVENTS"):
         raise InputError(f"{tables.path}: not an export of Nsight Systems (it has no table StringIds)")
     strings = _strings(tables)
-    calls = _calls(tables, strings)
-    work = _work(tables, strings, calls)
+    other: dict[str, int] = {}
+    calls = _calls(tables, strings, other)
+    work = _work(tables, strings, other)
     if not work.height:
         raise InputError(
             f"{tables.path}: this export holds no CUDA activity: capture with `nsys profile --trace=cuda,nvtx`"
         )
-    ranges, operators, other = _ranges(tables, strings)
+    last_ns = max(_end_ns(calls), _end_ns(work))
+    ranges, operators = (_closed(frame, last_ns) for frame in _ranges(tables, strings, other))
     if not ranges.height and not without_ranges:
         raise InputError(
             f"{tables.path}: this export holds no NVTX ranges, so no phase or module can be told: capture with "
             "`nsys profile --trace=cuda,nvtx` (or `--no-ranges` reads the kernels alone)"
         )
     return assemble(
+        path=tables.path,
         profiler="Nsight Systems",
         work=work,
         calls=calls,
@@ -189,14 +110,14 @@ def _read(tables: _Tables, *, without_ranges: bool) -> TraceTable:
     )
 
 
-def _strings(tables: _Tables) -> pl.DataFrame:
+def _strings(tables: Tables) -> pl.DataFrame:
     if not {"id", "value"} <= set(tables.columns("StringIds")):
         return pl.DataFrame(schema={"id": pl.Int64, "value": pl.String})
     frame = _whole(tables, "StringIds", ["id"], ["value"]).unique("id", keep="first")
     return frame.with_columns(_decoded(frame["value"]))
 
 
-def _whole(tables: _Tables, table: str, numbers: list[str], texts: list[str]) -> pl.DataFrame:
+def _whole(tables: Tables, table: str, numbers: list[str], texts: list[str]) -> pl.DataFrame:
     nothing = pl.DataFrame(schema=dict.fromkeys(numbers, pl.Int64) | dict.fromkeys(texts, pl.Binary))
     return pl.concat([nothing, *tables.batches(table, numbers, texts)])
 
@@ -204,21 +125,17 @@ def _whole(tables: _Tables, table: str, numbers: list[str], texts: list[str]) ->
 def _decoded(column: pl.Series) -> pl.Series:
     """Bytes as text; what is no UTF-8 gets replacement characters. Each distinct value is decoded once."""
     distinct = column.unique()
-    texts = pl.Series([_utf8(value) for value in distinct.to_list()], dtype=pl.String)
+    texts = pl.Series([utf8(value) for value in distinct.to_list()], dtype=pl.String)
     return column.replace_strict(distinct, texts, return_dtype=pl.String).alias(column.name)
 
 
-def _utf8(value: bytes | str | None) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else (value or "")
-
-
 def _looked_up(frame: pl.DataFrame, column: str, strings: pl.DataFrame) -> pl.Series:
-    """The strings of ids; an id without a string stays visible as its number."""
+    """The strings of ids; an id without a string stays visible as its number, and no id is no string."""
     joined = frame.select(pl.col(column)).join(
         strings, left_on=column, right_on="id", how="left", maintain_order="left"
     )
     return joined.select(
-        pl.coalesce("value", pl.format("string {}", pl.col(column)), pl.lit("")).alias("name")
+        pl.coalesce("value", pl.format("string {}", _number(column)), pl.lit("")).alias("name")
     ).to_series()
 
 
@@ -226,7 +143,28 @@ def _process(thread: str) -> pl.Expr:
     return (pl.col(thread) // 2**24) * 2**24
 
 
-def _calls(tables: _Tables, strings: pl.DataFrame) -> pl.DataFrame:
+def _timed(
+    tables: Tables, table: str, numbers: list[str], texts: list[str], other: dict[str, int], *, may_be_open: bool
+) -> Iterator[pl.DataFrame]:
+    """Batches of the rows that have a time; those that have none are counted in `other`."""
+    needed = ("start",) if may_be_open else ("start", "end")
+    for frame in tables.batches(table, numbers, texts):
+        timed = frame
+        if any(frame[column].min() == NO_NUMBER for column in needed):
+            timed = frame.filter(*(pl.col(column) != NO_NUMBER for column in needed))
+            other[_UNTIMED] = other.get(_UNTIMED, 0) + frame.height - timed.height
+        ends = timed["end"]
+        check_clock(tables.path, timed["start"])
+        check_clock(tables.path, ends.filter(ends != NO_NUMBER) if may_be_open else ends)
+        yield timed
+
+
+def _end_ns(frame: pl.DataFrame) -> int:
+    end = (frame["start_ns"] + frame["duration_ns"]).max()
+    return end if isinstance(end, int) else 0
+
+
+def _calls(tables: Tables, strings: pl.DataFrame, other: dict[str, int]) -> pl.DataFrame:
     table = "CUPTI_ACTIVITY_KIND_RUNTIME"
     wanted = ["start", "end", "globalTid", "correlationId", "nameId"]
     if not _has(tables, table, wanted):
@@ -241,36 +179,33 @@ def _calls(tables: _Tables, strings: pl.DataFrame) -> pl.DataFrame:
             _number("correlationId").alias("correlation"),
             pl.lit(None, pl.Int64).alias("external"),
         )
-        for frame in tables.batches(table, wanted, [])
+        for frame in _timed(tables, table, wanted, [], other, may_be_open=False)
     ]
     return pl.concat([empty(CALL_SCHEMA), *parts])
 
 
-def _work(tables: _Tables, strings: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-    only = calls["process"].unique()
-    process = only.item() if len(only) == 1 else 0
+def _work(tables: Tables, strings: pl.DataFrame, other: dict[str, int]) -> pl.DataFrame:
     parts = [
-        _work_of(frame, kind, strings, process)
+        _work_of(frame, kind, strings)
         for table, kind in _WORK_TABLES.items()
-        for frame in _work_batches(tables, table)
+        for frame in _work_batches(tables, table, other)
     ]
     return pl.concat([empty(WORK_SCHEMA), *parts])
 
 
-def _work_batches(tables: _Tables, table: str) -> Iterator[pl.DataFrame]:
+def _work_batches(tables: Tables, table: str, other: dict[str, int]) -> Iterator[pl.DataFrame]:
     if not _has(tables, table, ["start", "end"]):
         return
     present = set(tables.columns(table))
     names = [name for name in ("demangledName", "shortName", "copyKind", "graphId") if name in present][:1]
     optional = ["deviceId", "streamId", "correlationId", "globalPid", "graphNodeId"]
     wanted = ["start", "end", *(name for name in optional if name in present), *names]
-    absent = [pl.lit(_NO_NUMBER, pl.Int64).alias(name) for name in optional if name not in present]
-    for frame in tables.batches(table, wanted, []):
+    absent = [pl.lit(NO_NUMBER, pl.Int64).alias(name) for name in optional if name not in present]
+    for frame in _timed(tables, table, wanted, [], other, may_be_open=False):
         yield frame.with_columns(absent)
 
 
-def _work_of(frame: pl.DataFrame, kind: str, strings: pl.DataFrame, process: int) -> pl.DataFrame:
-    """`process` is that of work which does not say its own."""
+def _work_of(frame: pl.DataFrame, kind: str, strings: pl.DataFrame) -> pl.DataFrame:
     names = [name for name in ("demangledName", "shortName", "copyKind", "graphId") if name in frame.columns]
     if kind == "kernel" and names:
         name = _looked_up(frame, names[0], strings)
@@ -284,37 +219,35 @@ def _work_of(frame: pl.DataFrame, kind: str, strings: pl.DataFrame, process: int
     return frame.select(
         pl.col("start").alias("start_ns"),
         _duration(),
-        pl.col("deviceId").alias("device"),
-        pl.col("streamId").alias("stream"),
+        _number("deviceId").fill_null(-1).alias("device"),
+        _number("streamId").fill_null(-1).alias("stream"),
         pl.lit(kind, KIND).alias("kind"),
         name.cast(pl.Categorical),
-        _number("globalPid").fill_null(process).alias("process"),
+        _number("globalPid").alias("process"),
         _number("correlationId").alias("correlation"),
         pl.lit(None, pl.Int64).alias("external"),
         _number("graphNodeId").alias("graph_node"),
     )
 
 
-def _ranges(tables: _Tables, strings: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, dict[str, int]]:
-    """Ranges of the user's; operators that `emit_nvtx` wrote as ranges; and what was neither, counted."""
+def _ranges(tables: Tables, strings: pl.DataFrame, other: dict[str, int]) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Ranges of the user's, and operators that `emit_nvtx` wrote as ranges; what is neither is counted in `other`."""
     table = "NVTX_EVENTS"
     if not _has(tables, table, ["start", "end", "eventType", "globalTid"]):
-        return empty(RANGE_SCHEMA), empty(OPERATOR_SCHEMA), {}
+        return empty(RANGE_SCHEMA), empty(OPERATOR_SCHEMA)
     present = set(tables.columns(table))
     numbers = [name for name in ("start", "end", "eventType", "globalTid", "textId") if name in present]
     parts, operators, others = [], [], 0
-    for frame in tables.batches(table, numbers, ["text"] if "text" in present else []):
+    texts = ["text"] if "text" in present else []
+    for frame in _timed(tables, table, numbers, texts, other, may_be_open=True):
         chosen = frame.filter(pl.col("eventType").is_in([*_PUSH_POP, *_START_END]))
         others += frame.height - chosen.height
         ranges, written = _operators_apart(_ranges_of(chosen, strings))
         parts.append(ranges)
         operators.append(written)
-    other = {"NVTX marks and others": others} if others else {}
-    return (
-        _closed(pl.concat([empty(RANGE_SCHEMA), *parts])),
-        _closed(pl.concat([empty(OPERATOR_SCHEMA), *operators])),
-        other,
-    )
+    if others:
+        other["NVTX marks and others"] = others
+    return pl.concat([empty(RANGE_SCHEMA), *parts]), pl.concat([empty(OPERATOR_SCHEMA), *operators])
 
 
 def _ranges_of(frame: pl.DataFrame, strings: pl.DataFrame) -> pl.DataFrame:
@@ -323,11 +256,11 @@ def _ranges_of(frame: pl.DataFrame, strings: pl.DataFrame) -> pl.DataFrame:
         name = _decoded(frame["text"]).alias("name")
     if "textId" in frame.columns:
         both = pl.DataFrame({"name": name, "registered": _looked_up(frame, "textId", strings), "id": frame["textId"]})
-        registered = pl.when((pl.col("name") == "") & (pl.col("id") >= 0)).then("registered").otherwise("name")
+        registered = pl.when((pl.col("name") == "") & (pl.col("id") != NO_NUMBER)).then("registered").otherwise("name")
         name = both.select(registered.alias("name")).to_series()
     return frame.select(
         pl.col("start").alias("start_ns"),
-        pl.when(pl.col("end") >= 0).then(pl.col("end") - pl.col("start")).alias("duration_ns"),
+        pl.when(pl.col("end") != NO_NUMBER).then(_duration()).alias("duration_ns"),
         _process("globalTid").alias("process"),
         pl.col("globalTid").alias("thread"),
         name.cast(pl.Categorical),
@@ -335,11 +268,11 @@ def _ranges_of(frame: pl.DataFrame, strings: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _closed(ranges: pl.DataFrame) -> pl.DataFrame:
+def _closed(ranges: pl.DataFrame, last_ns: int) -> pl.DataFrame:
     """A range that was still open when the capture stopped has no end: it lasts to the last moment recorded."""
     if not ranges["duration_ns"].null_count():
         return ranges
-    last = (pl.col("start_ns") + pl.col("duration_ns").fill_null(0)).max()
+    last = pl.max_horizontal((pl.col("start_ns") + pl.col("duration_ns").fill_null(0)).max(), last_ns)
     return ranges.with_columns(pl.col("duration_ns").fill_null(last - pl.col("start_ns")).clip(lower_bound=0))
 
 
@@ -374,28 +307,29 @@ def _operators_apart(ranges: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     )
 
 
-def _devices(tables: _Tables) -> dict[int, str]:
+def _devices(tables: Tables) -> dict[int, str]:
     table = "TARGET_INFO_GPU"
     if not _has(tables, table, ["name"]):
         return {}
     numbers = [name for name in ("cuDevice", "id") if name in tables.columns(table)][:1]
     frame = _whole(tables, table, numbers, ["name"])
     names = _decoded(frame["name"]).to_list()
-    return dict(zip(frame[numbers[0]].to_list() if numbers else range(len(names)), names, strict=True))
+    found = dict(zip(frame[numbers[0]].to_list() if numbers else range(len(names)), names, strict=True))
+    return {number: name for number, name in found.items() if number != NO_NUMBER}
 
 
-def _recorder(tables: _Tables) -> str | None:
+def _recorder(tables: Tables) -> str | None:
     for table in ("META_DATA_CAPTURE", "META_DATA_EXPORT"):
         if _has(tables, table, ["name", "value"]):
             frame = _whole(tables, table, [], ["name", "value"])
             facts = dict(zip(_decoded(frame["name"]).to_list(), _decoded(frame["value"]).to_list(), strict=True))
             for key in ("NSYS_VERSION", "EXPORT_NSYS_VERSION", "EXPORT_VERSION", "PRODUCT_VERSION"):
                 if key in facts:
-                    return f"nsys {facts[key]}"[:80]
+                    return printable(f"nsys {facts[key]}"[:80])
     return None
 
 
-def _has(tables: _Tables, table: str, columns: list[str]) -> bool:
+def _has(tables: Tables, table: str, columns: list[str]) -> bool:
     return set(columns) <= set(tables.columns(table))
 
 
@@ -404,4 +338,4 @@ def _duration() -> pl.Expr:
 
 
 def _number(column: str) -> pl.Expr:
-    return pl.when(pl.col(column) != _NO_NUMBER).then(pl.col(column))
+    return pl.when(pl.col(column) != NO_NUMBER).then(pl.col(column))

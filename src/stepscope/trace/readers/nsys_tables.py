@@ -1,0 +1,115 @@
+"""Where the tables of an nsys export lie: in an SQLite file or in a folder of parquet files.
+
+Which tables and columns exist differs between versions of nsys. An SQLite file is opened read-only and never locked.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import quote
+
+import adbc_driver_sqlite.dbapi
+import polars as pl
+
+from stepscope.core.errors import InputError, one_line
+
+NO_NUMBER = 1 - 2**63
+"""Stands for null while numbers are read; no clock, thread or id comes near."""
+_BATCH_ROWS = 1 << 16
+"""Raw rows of an export held at once: they take several times the room of what is kept of them."""
+
+
+class Tables(Protocol):
+    """Where the tables of an export lie."""
+
+    path: Path
+
+    def columns(self, table: str) -> tuple[str, ...]: ...
+
+    def batches(self, table: str, numbers: list[str], texts: list[str]) -> Iterator[pl.DataFrame]: ...
+
+
+class SqliteTables:
+    """The tables of an SQLite export."""
+
+    def __init__(self, path: Path, named: Path | None = None) -> None:
+        """`named`: what messages name, where it is not the file itself."""
+        self.path = named or path
+        for ending in ("-wal", "-journal"):
+            beside = path.with_name(path.name + ending)
+            if beside.exists() and beside.stat().st_size:  # it holds rows that a reader who locks nothing cannot see
+                raise InputError(
+                    f"{path}: {beside.name} lies beside it, so it is still being written, or its writer was "
+                    "interrupted: wait, or export it again"
+                )
+        self._errors = adbc_driver_sqlite.dbapi.Error
+        self._uri = f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1"
+        self._connect = adbc_driver_sqlite.dbapi.connect
+        described = self._query(
+            "SELECT CAST(m.name AS BLOB) AS t, CAST(c.name AS BLOB) AS c"
+            " FROM sqlite_master m, pragma_table_info(m.name) c WHERE m.type = 'table' AND m.name NOT LIKE 'ENUM%'"
+        )
+        self._columns: dict[str, tuple[str, ...]] = {}
+        if described.height:
+            for (table,), rows in described.group_by("t", maintain_order=True):
+                names = [utf8(name) for name in rows["c"].to_list()]
+                self._columns[utf8(table)] = tuple(names)  # type: ignore[arg-type]
+
+    def columns(self, table: str) -> tuple[str, ...]:
+        return self._columns.get(table, ())
+
+    def batches(self, table: str, numbers: list[str], texts: list[str]) -> Iterator[pl.DataFrame]:
+        """Numbers with NO_NUMBER for null; texts as bytes, empty for null, since the export promises no encoding."""
+        wanted = [f'CAST(ifnull("{name}", {NO_NUMBER}) AS INTEGER) AS "{name}"' for name in numbers]
+        wanted += [f'CAST(ifnull("{name}", \'\') AS BLOB) AS "{name}"' for name in texts]
+        bounds = self._query(f'SELECT ifnull(min(rowid), 0) AS low, ifnull(max(rowid), -1) AS high FROM "{table}"')
+        low, high = int(bounds.item(0, "low")), int(bounds.item(0, "high"))
+        count = self._query(f'SELECT count(*) AS n FROM "{table}"').item()
+        # Rows are numbered without gaps; a file where they are not is read at once.
+        step = _BATCH_ROWS if high - low <= 4 * count else high - low + 1
+        for first in range(low, high + 1, step):
+            where = f"WHERE rowid BETWEEN {first} AND {min(first + step - 1, high)}"
+            frame = self._query(f'SELECT {", ".join(wanted)} FROM "{table}" {where}')
+            if frame.height:
+                yield frame
+
+    def _query(self, query: str) -> pl.DataFrame:
+        try:
+            with self._connect(self._uri) as connection, connection.cursor() as cursor:
+                cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": "65536"})
+                cursor.execute(query)
+                return pl.DataFrame(cursor.fetch_arrow())  # pyright: ignore[reportArgumentType]: the Arrow interface
+        except self._errors as error:
+            reason = one_line(error)
+            raise InputError(f"{self.path}: cannot be read as an SQLite database: {reason}: export it again") from None
+
+
+class ParquetTables:
+    """The tables of a parquetdir export."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files = {file.stem: file for file in path.glob("*.parquet")}
+
+    def columns(self, table: str) -> tuple[str, ...]:
+        if table not in self._files:
+            return ()
+        try:
+            return tuple(pl.read_parquet_schema(self._files[table]))
+        except (pl.exceptions.PolarsError, OSError) as error:
+            raise InputError(f"{self._files[table]}: cannot be read as parquet: {one_line(error)}") from None
+
+    def batches(self, table: str, numbers: list[str], texts: list[str]) -> Iterator[pl.DataFrame]:
+        try:
+            scan = pl.scan_parquet(self._files[table]).select(
+                *(pl.col(name).cast(pl.Int64).fill_null(NO_NUMBER) for name in numbers),
+                *(pl.col(name).cast(pl.Binary).fill_null(b"") for name in texts),
+            )
+            yield scan.collect()
+        except (pl.exceptions.PolarsError, OSError) as error:
+            raise InputError(f"{self._files[table]}: cannot be read: {one_line(error)}") from None
+
+
+def utf8(value: bytes | str | None) -> str:
+    """Bytes as text; what is no UTF-8 gets replacement characters."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else (value or "")
