@@ -6,6 +6,7 @@ Times are of kernels, summed, per traced step; copies and fills stand apart. Sha
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 import polars as pl
 
 from stepscope.analysis.attribution import ROOT, Attribution
@@ -22,8 +23,7 @@ OUTSIDE = "outside"
 """The phase of what was launched outside the three phases, or by no call that was recorded."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PhaseSummary:
+class PhaseSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One phase of the step. Times and counts are per step.
 
     `range_ns`: how long its range was open on the host; None outside. `product_kernels`: matrix products, the second
@@ -45,8 +45,7 @@ class PhaseSummary:
         return self.gemm_ns / self.busy_ns if self.busy_ns else 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelRow:
+class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
     """One kernel within one phase, per step. `share` is of the phase's kernel time."""
 
     phase: str
@@ -57,8 +56,7 @@ class KernelRow:
     share: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionRow:
+class AttentionRow(msgspec.Struct, frozen=True, kw_only=True):
     """One part of attention in forward, per step: its time and its FLOPs, None where no run says the sizes."""
 
     part: str

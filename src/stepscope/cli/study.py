@@ -7,6 +7,7 @@ import typer
 
 from stepscope.cli import options
 from stepscope.cli.output import show
+from stepscope.cli.study_kernels import kernels
 
 app = typer.Typer(help="Studies: one question each.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -41,3 +42,6 @@ def warmup(
     cells = warmup_cells(workload, steps, tuple(numbers(warmups, "--warmups")))
     plan = SweepPlan(cells=cells, devices=(device,), out=str(out), tag=tag)
     measure_and_report(plan, Policy(), lambda runs: report_sweep(runs, True) if json else show(render_warmup(runs)))
+
+
+app.command("kernels")(kernels)

@@ -97,19 +97,19 @@ def sweep(
     else:
         chosen = {option: value if value is not None else _DEFAULTS[option] for option, value in axes.items()}
         workloads = grid(
-            model=[configure(name, **sizes) for name in _words(chosen["--model"], "--model")],
+            model=[configure(name, **sizes) for name in words(chosen["--model"], "--model")],
             seq_len=numbers(chosen["--seq-len"], "--seq-len"),
             batch_size=numbers(chosen["--batch-size"], "--batch-size"),
-            dtype=_words(chosen["--dtype"], "--dtype"),
-            phase=_words(chosen["--phase"], "--phase"),
-            attention=_words(chosen["--attention"], "--attention"),
-            compile=_words(chosen["--compile"], "--compile"),
-            optimizer=_words(chosen["--optimizer"], "--optimizer"),
+            dtype=words(chosen["--dtype"], "--dtype"),
+            phase=words(chosen["--phase"], "--phase"),
+            attention=words(chosen["--attention"], "--attention"),
+            compile=words(chosen["--compile"], "--compile"),
+            optimizer=words(chosen["--optimizer"], "--optimizer"),
             seed=seed,
         )
     plan = SweepPlan(
         cells=order_cells([Cell(workload=workload, settings=settings) for workload in workloads]),
-        devices=tuple(_words(devices, "--devices")),
+        devices=tuple(words(devices, "--devices")),
         out=str(out),
         tag=tag,
         memory_limit_bytes=parse_bytes(memory_limit) if memory_limit else None,
@@ -174,16 +174,17 @@ def sweep_exit_code(runs: list[Run]) -> int:
     return EXIT_CHECK_FAILED if worst(findings) == "error" else EXIT_DONE
 
 
-def _words(text: str, option: str) -> list[str]:
-    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    if not words:
+def words(text: str, option: str) -> list[str]:
+    """A comma-separated list of words, each once."""
+    found = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not found:
         raise InputError(f"{option} is empty: name at least one")
-    return words
+    return found
 
 
 def numbers(text: str, option: str) -> list[int]:
     """A comma-separated list of whole numbers."""
     try:
-        return [int(word) for word in _words(text, option)]
+        return [int(word) for word in words(text, option)]
     except ValueError:
         raise InputError(f"cannot read {option} {text!r}: write whole numbers, as in 128,256") from None

@@ -140,9 +140,8 @@ def _kernel_tables(summary: TraceSummary, phase: str) -> list[RenderableType]:
         for row in rest:
             _add_kernel(table, row)
     first = top[0]
-    sentence = (
-        f"{kernel_label(first.name)} takes most of {phase}: {format_share(first.share)}, in {first.calls:g} calls a step."
-    )
+    label, share = kernel_label(first.name), format_share(first.share)
+    sentence = f"{label} takes most of {phase}: {share}, in {first.calls:g} calls a step."
     return [table, Text(sentence)]
 
 

@@ -1,0 +1,93 @@
+"""What is kept of a capture beside its run: its tables, some kilobytes in place of megabytes.
+
+Captures of many cells are too large to keep with the results; their digests are not, and every table over cells is
+made of them.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from stepscope.analysis.trace_summary import AttentionRow, KernelRow, PhaseSummary, TraceSummary
+from stepscope.core.errors import InputError, one_line
+from stepscope.core.finding import Finding
+
+DIGEST_FILE = "trace-{tool}.json"
+_TOOLS = {"Kineto": "kineto", "Nsight Systems": "nsys"}
+_TOP = 8
+
+
+class FamilyRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One kernel family within one phase, per step."""
+
+    family: str
+    phase: str
+    calls: float
+    busy_ns: float
+
+
+class TraceDigest(msgspec.Struct, frozen=True, kw_only=True):
+    """The tables of one capture. Totals in nanoseconds over the whole capture, rows per step."""
+
+    profiler: str
+    steps: int
+    kernels: int
+    busy_ns: int
+    union_ns: int
+    unattributed_ns: int
+    copies: int
+    copies_ns: int
+    gemm_fraction: float
+    phases: tuple[PhaseSummary, ...]
+    families: tuple[FamilyRow, ...]
+    top: tuple[KernelRow, ...]
+    """The kernels of each phase that take longest."""
+    top_without_products: tuple[KernelRow, ...]
+    attention: tuple[AttentionRow, ...]
+    findings: tuple[Finding, ...]
+
+    def phase(self, name: str) -> PhaseSummary | None:
+        """The phase of that name, or None."""
+        return next((phase for phase in self.phases if phase.phase == name), None)
+
+
+def digest_of(summary: TraceSummary, findings: tuple[Finding, ...]) -> TraceDigest:
+    """The digest of a capture."""
+    copies, copies_ns = summary.copies
+    return TraceDigest(
+        profiler=summary.attribution.table.profiler,
+        steps=summary.steps,
+        kernels=summary.kernel_count,
+        busy_ns=summary.busy_ns,
+        union_ns=summary.union_ns,
+        unattributed_ns=summary.unattributed_ns,
+        copies=copies,
+        copies_ns=copies_ns,
+        gemm_fraction=summary.gemm_fraction,
+        phases=summary.phases,
+        families=tuple(FamilyRow(**row) for row in summary.families.iter_rows(named=True)),
+        top=tuple(row for phase in summary.phase_names for row in summary.top_kernels(phase, _TOP)),
+        top_without_products=tuple(
+            row for phase in summary.phase_names for row in summary.top_kernels(phase, _TOP, without_products=True)
+        ),
+        attention=summary.attention,
+        findings=findings,
+    )
+
+
+def save_digest(digest: TraceDigest, directory: Path) -> Path:
+    """Write the digest into a run directory."""
+    target = directory / DIGEST_FILE.format(tool=_TOOLS[digest.profiler])
+    target.write_bytes(msgspec.json.format(msgspec.json.encode(digest), indent=1) + b"\n")
+    return target
+
+
+def load_digest(directory: Path, tool: str = "kineto") -> TraceDigest | None:
+    """The digest in a run directory, or None where there is none. Raises InputError where it cannot be read."""
+    file = directory / DIGEST_FILE.format(tool=tool)
+    if not file.is_file():
+        return None
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=TraceDigest)
+    except (OSError, msgspec.DecodeError) as error:
+        raise InputError(f"{file}: cannot be read: {one_line(error)}; make it again from the capture") from None

@@ -1,0 +1,253 @@
+"""The kernels of many cells side by side: the questions of `stepscope study kernels`, each a table and a sentence."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from stepscope.analysis.range_names import PHASES
+from stepscope.analysis.trace_digest import TraceDigest
+from stepscope.analysis.trace_summary import KernelRow, PhaseSummary
+from stepscope.core.run import Run
+from stepscope.core.units import format_share
+from stepscope.report.kernel_label import kernel_label
+from stepscope.report.terminal import cell_name, make_table, render_finding
+
+_NAME_WIDTH = 46
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudiedCell:
+    """A run and the digest of its capture."""
+
+    run: Run
+    digest: TraceDigest
+
+    @property
+    def name(self) -> str:
+        return cell_name(self.run.workload)
+
+    @property
+    def trains(self) -> bool:
+        return self.run.workload.phase != "forward"
+
+    @property
+    def order(self) -> tuple[int, int, str, bool]:
+        """Small models first, then by sequence length, dtype, inference before training."""
+        workload = self.run.workload
+        model = workload.model
+        return (model.layers * model.d_model, workload.seq_len, workload.dtype, self.trains)
+
+
+def render_kernel_study(cells: Iterable[StudiedCell]) -> RenderableType:
+    """All tables, over all cells."""
+    ordered = sorted(cells, key=lambda cell: cell.order)
+    parts: list[RenderableType] = []
+    for title, table, words in (
+        ("(a) Device time by phase, beside the unprofiled measurement", *_times(ordered)),
+        ("(b) The kernel that takes longest in each phase", *_top(ordered)),
+        ("(c) The longest kernels of forward that are no matrix product", *_without_products(ordered)),
+        ("(d) The share of matrix multiplication in kernel time", *_fractions(ordered)),
+        ("(e) Softmax beside the two products of attention, in forward", *_softmax(ordered)),
+        ("(f) Backward against forward, and where the device's time goes", *_families(ordered)),
+    ):
+        if table.row_count:
+            parts += [Text(title, style="bold"), table, *(Text(line) for line in words), Text()]
+    parts += _findings(ordered)
+    return Group(*parts)
+
+
+def _times(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
+    heads = [f"{phase} ms{what}" for phase in PHASES for what in ("", ", unprofiled")]
+    table = make_table("cell", *heads, "traced step", "unprofiled", "slowed", right_from=1)
+    ratios = []
+    for cell in cells:
+        row = [cell.name]
+        for name in PHASES:
+            phase = cell.digest.phase(name)
+            row += [_ms(phase.busy_ns) if phase else "", _seconds(phase.unprofiled_s) if phase else ""]
+        traced, plain = _traced_step_s(cell), _median(cell.run, "step")
+        slowed = traced / plain if traced and plain else None
+        if slowed:
+            ratios.append((slowed, cell.name))
+        table.add_row(*row, _seconds(traced), _seconds(plain), f"{slowed:.2f}x" if slowed else "")
+    words = []
+    if ratios:
+        least, most = min(ratios), max(ratios)
+        words.append(
+            f"Under the profiler a step takes {least[0]:.2f} ({least[1]}) to {most[0]:.2f} times ({most[1]}) as long "
+            "as without it."
+        )
+    return table, words
+
+
+def _traced_step_s(cell: StudiedCell) -> float | None:
+    tool = {"Kineto": "kineto"}.get(cell.digest.profiler, "nsys")
+    captures = [capture for capture in cell.run.evidence.captures if capture.tool == tool]
+    return captures[0].step_s if captures else None
+
+
+def _top(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
+    table = make_table("cell", "phase", "kernel", "calls a step", "share", "matrix products", right_from=3)
+    counted = right = 0
+    for cell in cells:
+        for phase in cell.digest.phases:
+            first = next((row for row in cell.digest.top if row.phase == phase.phase), None)
+            if first is None or phase.phase not in PHASES:
+                continue
+            if phase.expected_products is not None:
+                counted += 1
+                right += phase.product_kernels == phase.expected_products
+            table.add_row(
+                cell.name, phase.phase, kernel_label(first.name, _NAME_WIDTH), f"{first.calls:g}",
+                format_share(first.share), _products(phase),
+            )  # fmt: skip
+    words = []
+    if counted:
+        words.append(
+            f"In {right} of {counted} phases the matrix products are as many as the model has: in forward, a layer has "
+            "query, key, value, output, gate, up and down, and the two of attention unless they are fused; one more is "
+            "the head's. Backward has two for each."
+        )
+    return table, words
+
+
+def _products(phase: PhaseSummary) -> str:
+    if phase.product_kernels is None:
+        return ""
+    expected = f" of {phase.expected_products}" if phase.expected_products is not None else ""
+    return f"{phase.product_kernels:g}{expected}"
+
+
+def _without_products(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
+    table = make_table("cell", "first", "ms a step", "second", "ms a step", "third", "ms a step")
+    for cell in cells:
+        rows = [row for row in cell.digest.top_without_products if row.phase == "forward"][:3]
+        if rows:
+            table.add_row(cell.name, *(text for row in rows for text in _named(row)))
+    return table, []
+
+
+def _named(row: KernelRow) -> tuple[str, str]:
+    return kernel_label(row.name, _NAME_WIDTH), f"{_ms(row.busy_ns)} ({format_share(row.share)})"
+
+
+def _fractions(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
+    table = make_table("cell", "inference", "training: forward", "backward", "whole step", right_from=1)
+    inference = {_without_phase(cell): cell.digest for cell in cells if not cell.trains}
+    falls = 0
+    rows = 0
+    for cell in cells:
+        if not cell.trains:
+            continue
+        alone = inference.pop(_without_phase(cell), None)
+        forward, backward = cell.digest.phase("forward"), cell.digest.phase("backward")
+        if forward and cell.digest.gemm_fraction < forward.gemm_fraction:
+            falls += 1
+        rows += 1
+        table.add_row(
+            cell.name,
+            format_share(alone.gemm_fraction) if alone else "",
+            format_share(forward.gemm_fraction) if forward else "",
+            format_share(backward.gemm_fraction) if backward else "",
+            format_share(cell.digest.gemm_fraction),
+        )
+    for cell in cells:
+        if not cell.trains and _without_phase(cell) in inference:
+            table.add_row(cell.name, format_share(cell.digest.gemm_fraction), "", "", "")
+    words = []
+    if rows:
+        words.append(
+            f"Over a whole training step the share is lower than in forward alone in {falls} of {rows} cells: the "
+            "optimizer multiplies no matrices."
+        )
+    return table, words
+
+
+def _without_phase(cell: StudiedCell) -> tuple[object, ...]:
+    workload = cell.run.workload
+    return (workload.model, workload.batch_size, workload.seq_len, workload.dtype, workload.attention, workload.compile)
+
+
+def _softmax(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
+    heads = ("Q K^T ms", "scale, mask ms", "softmax ms", "P V ms", "time ratio", "FLOP ratio", "ratio of ratios")
+    table = make_table("cell", *heads, right_from=1)
+    costs = []
+    for cell in cells:
+        if len(cell.digest.attention) != 4:
+            continue
+        scores, scaling, softmax, output = cell.digest.attention
+        products_ns = scores.busy_ns + output.busy_ns
+        time_ratio = products_ns / softmax.busy_ns if softmax.busy_ns and products_ns else None
+        flop_ratio = (
+            (scores.flops + output.flops) / softmax.flops if scores.flops and output.flops and softmax.flops else None
+        )
+        cost = flop_ratio / time_ratio if flop_ratio and time_ratio else None
+        if cost:
+            costs.append(cost)
+        table.add_row(
+            cell.name,
+            *(_ms(row.busy_ns) for row in (scores, scaling, softmax, output)),
+            *(f"{ratio:.2f}" if ratio else "" for ratio in (time_ratio, flop_ratio, cost)),
+        )
+    words = []
+    if costs:
+        words.append(
+            "Time ratio and FLOP ratio: both products over softmax. A FLOP of softmax costs "
+            f"{min(costs):.0f} to {max(costs):.0f} times as much as one of a product."
+        )
+    return table, words
+
+
+def _families(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
+    families = sorted({row.family for cell in cells for row in cell.digest.families})
+    busiest = sorted(families, key=lambda family: -sum(_family_ns(cell, family) for cell in cells))[:6]
+    table = make_table("cell", "backward / forward", *(f"{family} ms" for family in busiest), "other ms", right_from=1)
+    ratios = []
+    for cell in cells:
+        forward, backward = cell.digest.phase("forward"), cell.digest.phase("backward")
+        ratio = backward.busy_ns / forward.busy_ns if forward and backward and forward.busy_ns else None
+        if ratio:
+            ratios.append((ratio, cell.name))
+        shown = [_family_ns(cell, family) for family in busiest]
+        rest = cell.digest.busy_ns / cell.digest.steps - sum(shown)
+        table.add_row(cell.name, f"{ratio:.2f}" if ratio else "", *(_ms(ns) if ns else "" for ns in shown), _ms(rest))
+    words = []
+    if ratios:
+        least, most = min(ratios), max(ratios)
+        words.append(
+            f"In kernel time backward takes {least[0]:.2f} ({least[1]}) to {most[0]:.2f} times ({most[1]}) as long as "
+            "forward, for twice the matrix products."
+        )
+    return table, words
+
+
+def _family_ns(cell: StudiedCell, family: str) -> float:
+    return sum(row.busy_ns for row in cell.digest.families if row.family == family)
+
+
+def _findings(cells: list[StudiedCell]) -> list[RenderableType]:
+    """Findings that say to take care, each with its cell."""
+    lines: list[RenderableType] = []
+    for cell in cells:
+        lines += [
+            Text.assemble(f"{cell.name}: ", render_finding(finding))
+            for finding in cell.digest.findings
+            if finding.severity != "note"
+        ]
+    return lines
+
+
+def _median(run: Run, name: str) -> float | None:
+    samples = run.samples.get(name)
+    return samples.median_s if samples else None
+
+
+def _ms(nanoseconds: float) -> str:
+    return f"{nanoseconds * 1e-6:.3f}"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.3f}"
