@@ -2,6 +2,7 @@
 
 All vectorised, by sorting and binary search: a million intervals take tenths of a second whatever their depth.
 Intervals of one track (a thread, say) are pushed and popped, so they nest; tracks are independent of each other.
+Where some do cross (ranges of several threads, times cut to microseconds), the last begun counts as the innermost.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import polars as pl
 _LARGEST = 2**62
 _CLIMB = 40
 """Ancestors tried one by one; ranges and operators of real programs nest less deeply."""
+_CHECKED = 1 << 17
+"""Up to so many intervals are always checked for crossings, in milliseconds. More come from the stack of a thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,6 @@ class Nest:
         """`intervals` has columns `track`, start_ns, duration_ns."""
         self.height = intervals.height
         self.order = pl.Series(dtype=pl.UInt32)
-        self._boundaries: tuple[pl.Series, pl.Series] | None = None
         if not self.height:
             return
         start_ns = intervals["start_ns"]
@@ -86,12 +88,14 @@ class Nest:
         return (self.depth * self.height + pl.int_range(self.height, dtype=pl.Int64, eager=True)).sort()
 
     def parents(self, positions: pl.Series) -> pl.Series:
-        """Positions of the innermost enclosing intervals, or null: the last before with one less depth.
+        """Positions of the innermost enclosing intervals, or null.
 
         Asked of few positions it costs little, even among a million intervals.
         """
-        if not self.height:
-            return positions.clear()
+        return self.parent.gather(positions) if self.height <= _CHECKED else self._by_level(positions)
+
+    def _by_level(self, positions: pl.Series) -> pl.Series:
+        """As `parents`, of intervals that nest: the last before with one less depth."""
         depth = self.depth.gather(positions)
         above = (depth - 1) * self.height + positions
         before = self._levels.search_sorted(above, side="right").cast(pl.Int64) - 1
@@ -101,7 +105,21 @@ class Nest:
     @cached_property
     def parent(self) -> pl.Series:
         """By position: the position of the innermost enclosing interval, or null."""
-        return self.parents(pl.int_range(self.height, dtype=pl.Int64, eager=True))
+        if not self.height:
+            return pl.Series("parent", dtype=pl.Int64)
+        parent = self._by_level(pl.int_range(self.height, dtype=pl.Int64, eager=True))
+        # Intervals nest exactly if each ends no later than the last one before with one less depth.
+        return self._swept_parents() if (self._ends.gather(parent) < self._ends).any() else parent
+
+    def _swept_parents(self) -> pl.Series:
+        """As `parent`, of intervals that cross: a walk along the track with a stack of ever earlier ends."""
+        ends, stack, parents = self._ends.to_list(), [], []
+        for position, end in enumerate(ends):
+            while stack and ends[stack[-1]] < end:
+                stack.pop()
+            parents.append(stack[-1] if stack else None)
+            stack.append(position)
+        return pl.Series("parent", parents, dtype=pl.Int64)
 
     def self_ns(self, durations: pl.Series) -> pl.Series:
         """By position: each interval's duration (`durations` by row) less that of the intervals directly inside it."""
@@ -146,26 +164,26 @@ class Nest:
             left = open_ones.filter(~holds)
             open_ones = left.with_columns(self.parents(left["at"]).alias("at")).drop_nulls("at")
         if open_ones.height:
-            answers.append(open_ones.select("query", self._by_timeline(open_ones["key"])))
+            answers.append(open_ones.select("query", self._swept(open_ones["key"])))
         found = pl.concat([asked.select("query", "at").clear(), *answers])
         joined = asked.select("query").join(found, on="query", how="left", maintain_order="left")
         return joined["at"].alias("position")
 
-    def _by_timeline(self, keys: pl.Series) -> pl.Series:
-        """For intervals nested so deeply that climbing from the last one begun would take too long."""
-        moments, tops = self._timeline()
-        return tops.gather(moments.search_sorted(keys, side="right").cast(pl.Int64) - 1).alias("at")
-
-    def _timeline(self) -> tuple[pl.Series, pl.Series]:
-        """Moments at which the innermost interval changes, and to which: itself at its start, its parent after."""
-        if self._boundaries is None:
-            positions = pl.int_range(self.height, dtype=pl.Int64, eager=True)
-            begin = pl.DataFrame({"key": self._starts, "order": self.depth + 1, "top": positions})
-            finish = pl.DataFrame({"key": self._ends, "order": -self.depth, "top": self.parent})
-            # At one moment inner intervals end before outer ones, and all ends come before starts.
-            both = pl.concat([begin, finish]).sort(["key", "order"])
-            self._boundaries = both["key"], both["top"]
-        return self._boundaries
+    def _swept(self, keys: pl.Series) -> pl.Series:
+        """The innermost positions at these keys, however deeply intervals nest: a walk along the track with a stack."""
+        starts, ends = self._starts.to_list(), self._ends.to_list()
+        stack: list[int] = []
+        begun = 0
+        found: list[int | None] = [None] * len(keys)
+        asked = keys.to_list()
+        for query in keys.arg_sort().to_list():
+            while begun < self.height and starts[begun] <= asked[query]:
+                stack.append(begun)
+                begun += 1
+            while stack and ends[stack[-1]] <= asked[query]:
+                stack.pop()
+            found[query] = stack[-1] if stack else None
+        return pl.Series("at", found, dtype=pl.Int64)
 
 
 def numbered(frame: pl.DataFrame, by: list[str]) -> pl.Series:
