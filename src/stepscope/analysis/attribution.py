@@ -169,6 +169,7 @@ class _Places:
         if "track" not in intervals.columns:
             intervals = intervals.with_columns(pl.lit(0, pl.Int64).alias("track"))
         self._names = intervals["name"]
+        self._intervals = intervals
         self.nest = Nest(intervals, "track")
 
     def name_at(self, track: pl.Series, time_ns: pl.Series, alias: str) -> pl.Series:
@@ -176,15 +177,28 @@ class _Places:
         rows = self.nest.innermost(track, time_ns)
         return _gather(self._names, rows).alias(alias)
 
-    def around(self, track: pl.Series, time_ns: pl.Series) -> set[str]:
-        """The names of all intervals open at these moments on their threads."""
+    def around(self, inner: pl.DataFrame) -> set[str]:
+        """The names of all intervals that hold one of `inner` (track, start_ns, duration_ns) and are longer."""
+        end_ns = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
+        asked = inner.select("start_ns", end_ns).with_columns(
+            self.nest.innermost_position(inner["track"], inner["start_ns"]).alias("at")
+        )
         names: set[str] = set()
-        at = self.nest.innermost_position(track, time_ns).drop_nulls().unique()
         for _ in range(64):  # deeper than any program nests outside its training step
-            if not len(at):
+            asked = asked.drop_nulls("at")
+            if not asked.height:
                 break
-            names.update(self._names.gather(self.nest.rows(at)).unique().to_list())
-            at = self.nest.parent.gather(at).drop_nulls().unique()
+            rows = self.nest.rows(asked["at"])
+            outer = self._intervals.select("start_ns", "duration_ns")[rows].select(
+                pl.col("start_ns").alias("outer_start_ns"), end_ns.alias("outer_end_ns")
+            )
+            # A first module that begins with its phase, by a clock of microseconds, is not round it.
+            longer = (pl.col("outer_end_ns") > pl.col("end_ns")) | (
+                (pl.col("outer_end_ns") == pl.col("end_ns")) & (pl.col("outer_start_ns") < pl.col("start_ns"))
+            )
+            found = pl.concat([asked, outer], how="horizontal").select(longer).to_series()
+            names.update(self._names.gather(rows.filter(found)).unique().to_list())
+            asked = asked.with_columns(self.nest.parents(asked["at"]).alias("at"))
         return names
 
 
@@ -192,7 +206,7 @@ def _modules(candidates: pl.DataFrame, few: pl.DataFrame, threads: pl.DataFrame)
     """Module ranges: all that enclose no step or phase ("epoch" and "train" do, and are no modules)."""
     places = _Places(candidates)
     inner = _on_threads(few, threads)
-    outer = places.around(inner["track"], inner["start_ns"])
+    outer = places.around(inner)
     if not outer:
         return places
     return _Places(candidates.filter(~_is_named(sorted(outer))))
