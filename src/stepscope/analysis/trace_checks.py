@@ -65,7 +65,12 @@ def _while_capturing(calls: pl.DataFrame) -> pl.Expr:
         return pl.lit(False)
     end = _named(calls, "StreamEndCapture").rename({"start_ns": "end_ns"})
     spans = begin.sort("start_ns").join_asof(
-        end.sort("end_ns"), left_on="start_ns", right_on="end_ns", by=["process", "thread"], strategy="forward"
+        end.sort("end_ns"),
+        left_on="start_ns",
+        right_on="end_ns",
+        by=["process", "thread"],
+        strategy="forward",
+        check_sortedness=False,
     )
     last = calls["start_ns"].max()
     spans = spans.with_columns((pl.col("end_ns").fill_null(pl.lit(last)) - pl.col("start_ns")).alias("duration_ns"))
