@@ -17,13 +17,13 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?<=```console\n)\$ (?P<command>.+?)\n(?P<output>.*?)(?=```)", re.DOTALL)
 READS_AGAIN = {"make run": "stepscope show results/cpu/first"}
-VERBS = ("table", "show", "ls", "models")
+VERBS = ("table", "show", "ls", "models", "kernel", "trace")
 
 
 def command_for(shown: str) -> list[str] | None:
     """What to run for a command as shown, or None for one that measures."""
     words = shlex.split(READS_AGAIN.get(shown, shown), comments=True)
-    if words[0] == "stepscope" and (words[1] in VERBS or "--read" in words):
+    if words[0] == "stepscope" and (words[1] in VERBS or "--read" in words or "--from" in words):
         return [sys.executable, "-m", *words]
     if words[:3] == ["python", "benchmarks/overhead.py", "--show"]:
         files = [str(file) for pattern in words[3:] for file in sorted(ROOT.glob(pattern))]
