@@ -27,13 +27,17 @@ _SUSPICIOUS_BYTES, _SUSPICIOUS_RATIO = 1 << 30, 300
 
 _BETWEEN_EVENTS = re.compile(rb"\}\s*+,\s*+\{")
 _TOKENS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
-_ARRAY_KEY = re.compile(rb'"traceEvents"\s*+:\s*+\[')
+_ARRAY_OPENS = re.compile(rb"\s*+:\s*+\[")
 _MENDABLE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|-?\b(?:NaN|nan|Infinity|inf)\b', re.DOTALL)
-_BAD_ESCAPE = re.compile(rb'\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|)')
-_CONTROL = re.compile(rb"[\x00-\x1f]")
-_LONE_SURROGATE = re.compile(
-    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_ESCAPE = re.compile(
+    rb"""\\(?: (?P<good> u[dD][89abAB][0-9a-fA-F]{2} \\u[dD][c-fC-F][0-9a-fA-F]{2} | u(?![dD][89a-fA-F])[0-9a-fA-F]{4}
+    | ["\\/bfnrt] ) | (?P<half> u[0-9a-fA-F]{4} ) | )""",
+    re.VERBOSE,
 )
+"""Each escape of a string: a good one (a pair of surrogates is one), half a pair, or else a backslash by mistake."""
+_CONTROL = re.compile(rb"[\x00-\x1f]")
+_DEEPEST = 500
+"""Brackets within brackets; Python's JSON gives up at a thousand."""
 _GUESSES = 3
 _TAIL_BYTES = 1 << 18
 
@@ -82,6 +86,13 @@ class _Stream:
             )
         return text
 
+    def read_as_much(self, text: bytes) -> bytes:
+        """As much again as this, at least a block: what must be scanned anew each time doubles each time."""
+        more = self.read()
+        while not self.ended and len(more) < len(text):
+            more += self.read()
+        return more
+
 
 def _read(stream: _Stream, decode: Callable[[bytes], list[T]]) -> Iterator[list[T] | dict]:
     buffer, before, closing = _open_array(stream)
@@ -101,7 +112,7 @@ def _read(stream: _Stream, decode: Callable[[bytes], list[T]]) -> Iterator[list[
             cut = end
             break
         if cut is None:
-            cut, closed = _scan(buffer)
+            cut, closed = _scan(stream, buffer)
             if closed:
                 break
             if cut:
@@ -114,7 +125,7 @@ def _read(stream: _Stream, decode: Callable[[bytes], list[T]]) -> Iterator[list[
                 f"{stream.position - len(buffer)}: this is no trace of a profiler"
             )
         else:
-            buffer += stream.read()
+            buffer += stream.read_as_much(buffer)
     yield from _finish(stream, buffer, closing, decode)
 
 
@@ -128,21 +139,51 @@ def _open_array(stream: _Stream) -> tuple[bytes, dict, bytes]:
         return text[1:], {}, b""
     if not text.startswith(b"{"):
         raise InputError(f"{stream.path}: neither a JSON trace nor another capture that stepscope knows")
-    searched = 0
     while True:
-        for found in _ARRAY_KEY.finditer(text, searched):
-            try:
-                fields = msgspec.json.decode(_mend(text[: found.end()]) + b"]}")
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                continue  # the words stood inside a string or deeper
-            if fields.get("traceEvents") == []:
-                return text[found.end() :], fields, b"}"
+        start = _array_start(stream, text)
+        if start is not None:
+            return text[start:], _fields(stream, text[:start] + b"]}", "before its events"), b"}"
         if stream.ended:
-            raise InputError(f'{stream.path}: no "traceEvents" in this JSON: it is no trace of a profiler')
+            raise InputError(
+                f'{stream.path}: no "traceEvents" in this JSON: it is truncated, or no trace of a profiler'
+            )
         if len(text) > EVENT_LIMIT_BYTES:
             raise InputError(f'{stream.path}: no "traceEvents" within {EVENT_LIMIT_BYTES >> 20} MiB: this is no trace')
-        searched = max(0, len(text) - 64)
-        text += stream.read()
+        text += stream.read_as_much(text)
+
+
+def _array_start(stream: _Stream, text: bytes) -> int | None:
+    """Where the events begin: behind the key and the bracket, outside strings and not in an inner object."""
+    for token, depth in _brackets_and_strings(stream, text):
+        if depth == 1 and token.group() == b'"traceEvents"':
+            opened = _ARRAY_OPENS.match(text, token.end())
+            if opened:
+                return opened.end()
+    return None
+
+
+def _brackets_and_strings(stream: _Stream, text: bytes) -> Iterator[tuple[re.Match[bytes], int]]:
+    """Each with the brackets open after it. Raises InputError where they are too many."""
+    depth = 0
+    for token in _TOKENS.finditer(text):
+        mark = token.group()
+        if mark in (b"{", b"["):
+            depth += 1
+            if depth > _DEEPEST:
+                raise InputError(
+                    f"{stream.path}: brackets nest more than {_DEEPEST} deep at byte "
+                    f"{stream.position - len(text) + token.start()}: this is no trace of a profiler"
+                )
+        elif mark in (b"}", b"]"):
+            depth -= 1
+        yield token, depth
+
+
+def _fields(stream: _Stream, text: bytes, where: str) -> dict:
+    try:
+        return msgspec.json.decode(_mend(text), type=dict)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"{stream.path}: the JSON is broken {where}: {one_line(error)}") from None
 
 
 def _guesses(buffer: bytes) -> Iterator[int]:
@@ -152,19 +193,14 @@ def _guesses(buffer: bytes) -> Iterator[int]:
     yield from found[: -_GUESSES - 1 : -1]
 
 
-def _scan(buffer: bytes) -> tuple[int, bool]:
+def _scan(stream: _Stream, buffer: bytes) -> tuple[int, bool]:
     """Where the last whole event in the buffer ends, by counting brackets outside strings; whether the array does."""
-    depth, end = 0, 0
-    for token in _TOKENS.finditer(buffer):
-        mark = token.group()
-        if mark in (b"{", b"["):
-            depth += 1
-        elif mark in (b"}", b"]"):
-            depth -= 1
-            if depth < 0:
-                return end, True
-            if depth == 0:
-                end = token.end()
+    end = 0
+    for token, depth in _brackets_and_strings(stream, buffer):
+        if depth < 0:
+            return end, True
+        if depth == 0 and token.group() in (b"}", b"]"):
+            end = token.end()
     return end, False
 
 
@@ -174,39 +210,37 @@ def _finish(
     """The last events, the end of the array, and the fields after it."""
     while not stream.ended and len(buffer) <= 2 * EVENT_LIMIT_BYTES:
         buffer += stream.read()
-    start = stream.position - len(buffer)
-    end = _array_end(buffer)
-    if end is None or not stream.ended:
+    if not stream.ended:
         raise InputError(
-            f"{stream.path}: the JSON ends in the middle, after byte {stream.position}: "
-            "the file is truncated; copy or capture it again"
+            f"{stream.path}: the events do not end within {2 * EVENT_LIMIT_BYTES >> 20} MiB after byte "
+            f"{stream.position - len(buffer)}: this is no trace of a profiler"
         )
-    events = buffer[:end].rstrip().removesuffix(b",")  # a comma too many is a known slip of writers
-    yield _decode_carefully(stream, events, decode, start=start)
-    rest = buffer[end + 1 :].strip()
-    if not closing:
-        if rest:
-            raise InputError(f"{stream.path}: text follows the end of the trace, at byte {start + end + 1}")
-        return
+    start = stream.position - len(buffer)
     try:
-        yield msgspec.json.decode(_mend(b'{"traceEvents":[]' + rest))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(
-            f"{stream.path}: the JSON is broken after its events, at byte {start + end + 1}: {one_line(error)}"
-        ) from None
+        end = buffer.rindex(b"]")  # a guess, proved by parsing
+        events = decode(b"[" + buffer[:end] + b"]")
+    except (ValueError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        end = _array_end(stream, buffer)
+        # A comma too many is a known slip of writers.
+        events = _decode_carefully(stream, buffer[:end].rstrip().removesuffix(b","), decode, start=start)
+    yield events
+    rest = buffer[end + 1 :].strip()
+    if closing:
+        yield _fields(stream, b'{"traceEvents":[]' + rest, f"after its events, at byte {start + end + 1}")
+    elif rest:
+        raise InputError(f"{stream.path}: text follows the end of the trace, at byte {start + end + 1}")
 
 
-def _array_end(buffer: bytes) -> int | None:
-    depth = 0
-    for token in _TOKENS.finditer(buffer):
-        mark = token.group()
-        if mark in (b"{", b"["):
-            depth += 1
-        elif mark in (b"}", b"]"):
-            if depth == 0:
-                return token.start() if mark == b"]" else None
-            depth -= 1
-    return None
+def _array_end(stream: _Stream, buffer: bytes) -> int:
+    for token, depth in _brackets_and_strings(stream, buffer):
+        if depth < 0:
+            if token.group() == b"]":
+                return token.start()
+            break
+    raise InputError(
+        f"{stream.path}: the JSON ends in the middle, after byte {stream.position}: "
+        "the file is truncated; copy or capture it again"
+    )
 
 
 def _decode_carefully(stream: _Stream, text: bytes, decode: Callable[[bytes], list[T]], *, start: int) -> list[T]:
@@ -233,6 +267,11 @@ def _mended(match: re.Match[bytes]) -> bytes:
     token = match.group()
     if not token.startswith(b'"'):
         return b"null"
-    token = _BAD_ESCAPE.sub(lambda escape: escape.group() if escape.group(1) else b"\\\\", token)
-    token = _CONTROL.sub(lambda control: b"\\u%04x" % ord(control.group()), token)
-    return _LONE_SURROGATE.sub(rb"\\ufffd", token)
+    token = _ESCAPE.sub(_mended_escape, token)
+    return _CONTROL.sub(lambda control: b"\\u%04x" % ord(control.group()), token)
+
+
+def _mended_escape(match: re.Match[bytes]) -> bytes:
+    if match["good"]:
+        return match.group()
+    return rb"\ufffd" if match["half"] else rb"\\"
