@@ -1,0 +1,177 @@
+"""What changed between two captures, per traced step: by phase and family, and by kernel.
+
+Times are sums of the durations of device work (of CPU operators' own times, in traces of a CPU), copies and fills
+included, divided by the number of steps of each capture. A kernel is told by its full name; between profilers, whose
+demanglers differ, by one spelling of it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import polars as pl
+
+from stepscope.analysis.attribution import Attribution
+from stepscope.analysis.kernel_spelling import one_spelling
+from stepscope.core.errors import InputError
+from stepscope.core.units import format_seconds
+
+NAMED = 3
+"""Changes that the summary names, at most."""
+
+NAMED_SHARE = 0.05
+"""A change worth naming: its part of all changes together, up and down. Smaller ones are noise beside the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two captures, `before` and `after`, per step.
+
+    `places` and `kernels` have before_ns, after_ns, difference_ns, before_calls, after_calls, and `share`: the size of
+    the difference as a part of all rows' differences, up and down together, so that it means something where they
+    cancel; null where nothing differs. `places` is by phase (null outside all phases) and family; `kernels` by name and
+    family (that of most of its time), with `change`: "appeared", "disappeared" or "both". The largest come first.
+    """
+
+    before_ns: float
+    after_ns: float
+    before_steps: int
+    after_steps: int
+    places: pl.DataFrame
+    kernels: pl.DataFrame
+    on_cpu: bool
+    caveats: tuple[str, ...]
+
+    @property
+    def difference_ns(self) -> float:
+        """Of the time per step; below zero where it became shorter."""
+        return self.after_ns - self.before_ns
+
+    @cached_property
+    def summary(self) -> str:
+        """One sentence with its figures: the step's time before and after, and the largest changes."""
+        what = "operator time" if self.on_cpu else "device time"
+        went = f"The step's {what} went from {_time(self.before_ns)} to {_time(self.after_ns)}{self._relative}"
+        changes = list(self._changes_worth_naming())
+        if not changes:
+            return f"{went}, and no family changed."
+        return f"{went}: {', '.join(changes)}."
+
+    @property
+    def _relative(self) -> str:
+        if not self.before_ns:
+            return ""
+        percent = f"{self.difference_ns / self.before_ns * 100:+.1f} %"
+        return " (less than 0.05 %)" if percent in {"+0.0 %", "-0.0 %"} else f" ({percent})"
+
+    def _changes_worth_naming(self) -> Iterator[str]:
+        for row in self.places.head(NAMED).iter_rows(named=True):
+            if (row["share"] or 0.0) >= NAMED_SHARE:
+                where = f"in {row['phase']}" if row["phase"] else "outside the phases"
+                sign = "+" if row["difference_ns"] > 0 else "-"
+                yield f"{row['family']} {sign}{_time(abs(row['difference_ns']))} {where}"
+
+    def self_check(self) -> None:
+        """Raise AssertionError unless places and kernels both add up to the totals (but for rounding)."""
+        for frame in (self.places, self.kernels):
+            for column, total in (("before_ns", self.before_ns), ("after_ns", self.after_ns)):
+                assert abs(float(frame[column].sum()) - total) <= 1e-9 * max(1.0, total), f"{column} does not add up"
+
+
+def compare(before: Attribution, after: Attribution) -> Comparison:
+    """What changed from one capture to the other. Raises InputError where one is of a CPU and the other of a device."""
+    if before.work.height and after.work.height and before.table.on_cpu != after.table.on_cpu:
+        raise InputError(
+            "one capture holds CPU operators only, the other device work: their times cannot be compared; "
+            "capture both on the same kind of device"
+        )
+    one_tongue = before.table.profiler == after.table.profiler
+    kernels = _joined(_by_kernel(before, one_tongue), _by_kernel(after, one_tongue), ["key"]).drop("key")
+    return Comparison(
+        before_ns=before.busy_ns / before.steps,
+        after_ns=after.busy_ns / after.steps,
+        before_steps=before.steps,
+        after_steps=after.steps,
+        places=_joined(_by_place(before), _by_place(after), ["phase", "family"]),
+        kernels=kernels.with_columns(
+            pl.when(pl.col("before_calls") == 0)
+            .then(pl.lit("appeared"))
+            .when(pl.col("after_calls") == 0)
+            .then(pl.lit("disappeared"))
+            .otherwise(pl.lit("both"))
+            .alias("change")
+        ),
+        on_cpu=before.table.on_cpu or after.table.on_cpu,
+        caveats=tuple(_caveats(before, after)),
+    )
+
+
+def _totals(attribution: Attribution) -> list[pl.Expr]:
+    return [
+        (pl.col("duration_ns").sum() / attribution.steps).alias("ns"),
+        (pl.len() / attribution.steps).alias("calls"),
+    ]
+
+
+def _by_place(attribution: Attribution) -> pl.DataFrame:
+    totals = attribution.work.group_by("phase", "family").agg(_totals(attribution))
+    return totals.with_columns(pl.col("phase", "family").cast(pl.String))
+
+
+def _by_kernel(attribution: Attribution, as_written: bool) -> pl.DataFrame:
+    """By `key`, the name or its one spelling, with name and family: those of most of its time.
+
+    One name may serve several families: an add, in backward and in the optimizer.
+    """
+    totals = attribution.work.group_by("name", "family").agg(_totals(attribution))
+    names = totals["name"].cast(pl.String)
+    keys = names if as_written else pl.Series([one_spelling(name) for name in names.to_list()], dtype=pl.String)
+    return (
+        totals.with_columns(keys.alias("key"), names, pl.col("family").cast(pl.String))
+        .sort("ns", "name", "family", descending=[True, False, False])
+        .group_by("key", maintain_order=True)
+        .agg(pl.col("name", "family").first(), pl.col("ns", "calls").sum())
+    )
+
+
+def _joined(before: pl.DataFrame, after: pl.DataFrame, by: list[str]) -> pl.DataFrame:
+    """Both sides in one frame, with zeros where one lacks the row, the largest difference first.
+
+    Labels beside `by` are those after, or before where there is none after.
+    """
+    both = before.join(after, on=by, how="full", coalesce=True, nulls_equal=True, suffix="_after")
+    labels = [name for name in before.columns if name not in {*by, "ns", "calls"}]
+    sizes = pl.col("difference_ns").abs()
+    return (
+        both.select(
+            *by,
+            *(pl.coalesce(f"{label}_after", label).alias(label) for label in labels),
+            pl.col("ns").fill_null(0.0).alias("before_ns"),
+            pl.col("ns_after").fill_null(0.0).alias("after_ns"),
+            pl.col("calls").fill_null(0.0).alias("before_calls"),
+            pl.col("calls_after").fill_null(0.0).alias("after_calls"),
+        )
+        .with_columns((pl.col("after_ns") - pl.col("before_ns")).alias("difference_ns"))
+        .with_columns(pl.when(sizes.sum() > 0).then(sizes / sizes.sum()).alias("share"))
+        .sort(sizes, *by, descending=[True, *[False] * len(by)])
+    )
+
+
+def _caveats(before: Attribution, after: Attribution) -> Iterator[str]:
+    """What sets the captures apart beside the program, in sentences."""
+    one, other = before.table, after.table
+    if one.profiler != other.profiler:
+        yield f"the captures were made by {one.profiler} and {other.profiler}, whose own cost differs"
+    names = [sorted(set(table.devices.values())) for table in (one, other)]
+    if all(names) and names[0] != names[1]:
+        yield f"the captures are of different devices: {', '.join(names[0])}, and {', '.join(names[1])}"
+    numbers = [table.work["device"].n_unique() for table in (one, other)]
+    if numbers[0] != numbers[1] and all(numbers):
+        yield f"device time is summed over {numbers[0]} devices before and {numbers[1]} after"
+    for when, attribution in (("before", before), ("after", after)):
+        if attribution.work.height and not attribution.instances.height:
+            yield f"no step or phase is marked in the capture {when}: all of it counts as one step"
+
+
+def _time(nanoseconds: float) -> str:
+    return format_seconds(nanoseconds * 1e-9)
