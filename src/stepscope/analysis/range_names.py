@@ -19,9 +19,11 @@ _PHASES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("optimizer", re.compile(r"opt(?:imi[sz]er)?(?:[ _.]?(?:step|update|pass))?|Optimizer\.step#.*", re.IGNORECASE)),
 )
 _ASIDE = re.compile(
-    r"Optimizer\.zero_grad#|zero[ _]?grad|mark backward|PyTorch Profiler|nccl|cub::|CUB|thrust::|cudnn|cublas|DataLoader|enumerate\(",
+    r"Optimizer\.zero_grad#|zero[ _]?grad|mark backward|PyTorch Profiler|nccl|cub::|CUB|thrust::|cudnn|cublas|"
+    r"DataLoader|enumerate\(",
     re.IGNORECASE,
 )
+"""Ranges of libraries and of what goes on beside the model: no modules."""
 
 PHASES = ("forward", "backward", "optimizer")
 RANGE_KINDS: tuple[RangeKind, ...] = get_args(RangeKind)

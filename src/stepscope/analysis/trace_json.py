@@ -2,6 +2,10 @@
 
 from typing import Any
 
+from stepscope.analysis.attribution import Attribution
+from stepscope.analysis.critical_path import critical_path
+from stepscope.analysis.occupation import occupation
+from stepscope.analysis.overlap import overlap
 from stepscope.analysis.range_totals import KernelTotals, range_totals
 from stepscope.analysis.trace_summary import TraceSummary
 from stepscope.core.finding import Finding
@@ -55,7 +59,49 @@ def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...]) -> dict[
         "modules": summary.modules.to_dicts() if summary.has_modules else [],
         "attention": [{"part": row.part, "busy_ns": row.busy_ns, "flops": row.flops} for row in summary.attention],
         "roles": summary.roles,
+        "idle": _idle(attribution),
+        "overlap": [
+            {
+                "device": one.device,
+                "communication_ns": one.communication_ns,
+                "hidden_ns": one.hidden_ns,
+                "exposed_ns": one.exposed_ns,
+            }
+            for one in overlap(attribution)
+        ],
+        "critical_path": _critical_path(attribution),
         "other_events": attribution.table.other,
+    }
+
+
+def _idle(attribution: Attribution) -> dict[str, Any] | None:
+    """Each device's span and its idle time by cause, over the whole capture."""
+    occupied = occupation(attribution)
+    if occupied is None:
+        return None
+    return {
+        "devices": [
+            {
+                "device": device.device,
+                "span_ns": device.span_ns,
+                "union_ns": device.union_ns,
+                "idle_ns": device.idle_ns,
+            }
+            for device in occupied.devices
+        ],
+        "causes": occupied.by_cause.to_dicts(),
+    }
+
+
+def _critical_path(attribution: Attribution) -> dict[str, Any] | None:
+    path = critical_path(attribution)
+    if path is None:
+        return None
+    return {
+        "device": path.device,
+        "step": path.step,
+        "duration_ns": path.duration_ns,
+        "parts": path.by_category.to_dicts(),
     }
 
 

@@ -36,9 +36,20 @@ def trace(
 ) -> None:
     """Where the time of a captured step went: by phase, family, kernel and module, every nanosecond accounted for."""
     summary = load_summary(file, without_ranges=no_ranges)
+    if against is not None:
+        _compare(load_summary(against, without_ranges=no_ranges), summary, against, file, json)
+        return
+    from stepscope.analysis.occupation import occupation
     from stepscope.analysis.trace_checks import check_trace
 
     findings = check_trace(summary)
+    occupied = occupation(summary.attribution)
+    if perfetto is not None:
+        from stepscope.report.perfetto import write_perfetto
+
+        gaps = occupied.gaps if occupied else None
+        written = write_perfetto(summary.attribution, gaps, perfetto, source=file)
+        warn(f"{written} slices in {perfetto}: open it at https://ui.perfetto.dev")
     if json:
         import msgspec
 
@@ -51,6 +62,19 @@ def trace(
         show(render_trace(summary, findings, str(file)))
     if worst(findings) == "error":
         raise typer.Exit(EXIT_CHECK_FAILED)
+
+
+def _compare(before: "TraceSummary", after: "TraceSummary", old: Path, new: Path, json: bool) -> None:
+    from stepscope.analysis.against import compare
+    from stepscope.report.against import as_json, render_comparison
+
+    comparison = compare(before.attribution, after.attribution)
+    if json:
+        import msgspec
+
+        emit(msgspec.json.encode(as_json(comparison)).decode() + "\n")
+    else:
+        show(render_comparison(comparison, str(old), str(new)))
 
 
 def load_summary(path: Path, *, without_ranges: bool = False) -> "TraceSummary":

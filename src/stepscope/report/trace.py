@@ -5,13 +5,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from stepscope.analysis.critical_path import critical_path
 from stepscope.analysis.families import FAMILIES
+from stepscope.analysis.occupation import occupation
+from stepscope.analysis.overlap import overlap
 from stepscope.analysis.range_names import RECOMPUTATION
 from stepscope.analysis.trace_summary import GEMM, OUTSIDE, AttentionRow, KernelRow, TraceSummary
 from stepscope.core.errors import printable
 from stepscope.core.finding import Finding
 from stepscope.core.units import format_count, format_rate, format_share
 from stepscope.report.kernel_label import kernel_label
+from stepscope.report.occupation import render_occupation
 from stepscope.report.terminal import describe_model, describe_workload, make_table, render_finding
 
 _MODULES_SHOWN = 12
@@ -27,6 +31,10 @@ def render_trace(summary: TraceSummary, findings: tuple[Finding, ...], source: s
         parts += [Text(), _attention_table(summary.attention), *_attention_words(summary)]
     if summary.has_modules:
         parts += [Text(), _module_table(summary)]
+    occupied = occupation(summary.attribution)
+    if occupied is not None:
+        path = critical_path(summary.attribution)
+        parts += [Text(), *render_occupation(occupied, overlap(summary.attribution), path, summary.steps)]
     parts += [Text(), *(render_finding(finding) for finding in findings)]
     if not findings:
         parts.append(Text("No finding: every check passed.", style="green"))
