@@ -21,7 +21,6 @@ from stepscope.analysis.attribution import ROOT, Attribution
 from stepscope.core.errors import InputError
 from stepscope.core.run_directory import RUN_FILE
 from stepscope.report.kernel_label import kernel_label
-from stepscope.trace.nesting import Nest
 from stepscope.trace.read import IN_RUN, find_capture
 
 _BLOCK = 65_536
@@ -165,16 +164,29 @@ def _json(values: pl.Series) -> pl.Series:
 
 def lanes(slices: pl.DataFrame) -> list[pl.DataFrame]:
     """The slices, dealt out so that within each lane any two are apart or one holds the other; most need one lane."""
-    slices = slices.sort(pl.col("start_ns"), pl.col("duration_ns"), descending=[False, True])
-    nest = Nest(slices.with_columns(pl.lit(0, pl.Int64).alias("track")), "track")
-    if not nest.height:
+    if not slices.height:
         return []
-    ends = (slices["start_ns"] + slices["duration_ns"]).gather(nest.order)
-    # In slices that nest, none outlasts the one around it.
-    if not (ends > ends.gather(nest.parent)).any():
+    slices = slices.sort(pl.col("start_ns"), pl.col("duration_ns"), descending=[False, True])
+    if _nest(slices):
         return [slices]
     numbers = pl.Series("lane", _lane_numbers(slices["start_ns"].to_list(), slices["duration_ns"].to_list()))
     return slices.with_columns(numbers).partition_by("lane", include_key=False, maintain_order=True)
+
+
+def _nest(slices: pl.DataFrame) -> bool:
+    """Whether slices, by start and outer before inner, are apart or hold one another.
+
+    They do exactly if none outlasts the last one before it that is one less deep (deep: begun, but not ended, before).
+    """
+    count = slices.height
+    positions = pl.int_range(count, dtype=pl.Int64, eager=True)
+    ends = slices["start_ns"] + slices["duration_ns"].clip(lower_bound=1)
+    depth = positions - ends.sort().search_sorted(slices["start_ns"], side="right").cast(pl.Int64)
+    levels = depth * count + positions
+    ordered = levels.sort()
+    before = ordered.search_sorted(levels - count, side="right").cast(pl.Int64) - 1
+    around = ordered.gather(before.clip(lower_bound=0)) % count
+    return not ((depth > 0) & (ends > ends.gather(around))).any()
 
 
 def _lane_numbers(starts_ns: list[int], durations_ns: list[int]) -> list[int]:
