@@ -50,7 +50,9 @@ def nested(draw: st.DrawFn) -> list[Interval]:
 
     def fill(track: int, start: int, end: int, depth: int) -> None:
         at = start
-        while at <= end and draw(st.booleans()):
+        for _ in range(draw(st.integers(depth == 0, 4 - depth // 2))):
+            if at > end:
+                return
             first = draw(st.integers(at, end))
             last = draw(st.integers(first, end))
             # An empty interval lasts a nanosecond and must end within what is round it.
@@ -63,7 +65,7 @@ def nested(draw: st.DrawFn) -> list[Interval]:
                 fill(track, first, last - (scale == 1 and last == end), depth + 1)
             at = last + (scale == 1 and last == first)
 
-    for track in draw(st.lists(st.integers(-3, 10**15), unique=True, max_size=3)):
+    for track in draw(st.lists(st.integers(-3, 3) | st.just(10**15), unique=True, max_size=3)):
         fill(track, 0, 40, 0)
     return draw(st.permutations(intervals))
 

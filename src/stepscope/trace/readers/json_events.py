@@ -118,7 +118,10 @@ def _read(stream: _Stream, decode: Callable[[bytes], list[T]]) -> Iterator[list[
             if cut:
                 yield _decode_carefully(stream, buffer[:cut], decode, start=stream.position - len(buffer))
         if cut:
-            buffer = buffer[cut:].lstrip().removeprefix(b",")
+            buffer = buffer[cut:].lstrip()
+            while not buffer and not stream.ended:
+                buffer = stream.read().lstrip()
+            buffer = buffer.removeprefix(b",")
         elif len(buffer) > EVENT_LIMIT_BYTES:
             raise InputError(
                 f"{stream.path}: no event ends within {EVENT_LIMIT_BYTES >> 20} MiB after byte "
