@@ -41,7 +41,7 @@ def _call_of(work: pl.DataFrame, calls: pl.DataFrame, keyed: pl.Expr) -> pl.Seri
         return number * 2**44 + frame.select(pl.when(keyed).then(pl.col("correlation") % 2**44)).to_series()
 
     records = pl.DataFrame({"key": key(calls)}).with_row_index("call").drop_nulls("key").sort("key")
-    if not records["key"].is_unique().all():
+    if (records["key"] == records["key"].shift(1)).any():
         launching = calls["name"].is_in(_launching_names(calls["name"]).cast(pl.Categorical).implode())
         records = (
             records.with_columns(
@@ -71,7 +71,8 @@ def _with_process(work: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
         only = processes.item() if len(processes) else 0
         return work.with_columns(pl.col("process").fill_null(only))
     # Several processes in one file (merged traces of several ranks): a device's work belongs to the process most of
-    # whose launches carry its (correlation, external) ids and precede it.
+    # whose launches carry its (correlation, external) ids and precede it. Ranks in step with each other may all fit:
+    # they are then taken in their order, each for a device of its own.
     candidates = work.filter(pl.col("process").is_null() & pl.col("correlation").is_not_null()).join(
         records.select("process", "correlation", "external", "start_ns").rename({"start_ns": "called_ns"}),
         on="correlation",
@@ -83,18 +84,22 @@ def _with_process(work: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
             (pl.col("called_ns") <= pl.col("start_ns"))
             & (pl.col("external").eq_missing(pl.col("external_call")) | pl.col("external").is_null())
         )
-        .with_columns((pl.col("start_ns") - pl.col("called_ns")).alias("delay"))
         .group_by("device", "process_call")
-        .agg(pl.len().alias("votes"), pl.col("delay").median())
-        .sort(["votes", "delay"], descending=[True, False])
-        .unique("device", keep="first", maintain_order=True)
-        .select("device", pl.col("process_call").alias("_process"))
+        .agg(pl.len().alias("votes"))
+        .filter(pl.col("votes") >= 0.99 * pl.col("votes").max().over("device"))
+        .sort("device", pl.col("process_call").abs())  # words for processes are numbered -2, -3, ... as they come
     )
-    return (
-        work.join(votes, on="device", how="left", maintain_order="left")
-        .with_columns(pl.coalesce("process", "_process", pl.lit(0)).alias("process"))
-        .drop("_process")
-    )
+    chosen: dict[int, int] = {}
+    for (device,), fitting in votes.group_by("device", maintain_order=True):
+        processes = fitting["process_call"].to_list()
+        chosen[_integer(device)] = next((one for one in processes if one not in chosen.values()), processes[0])
+    by_device = pl.col("device").replace_strict(chosen, default=0, return_dtype=pl.Int64)
+    return work.with_columns(pl.coalesce("process", by_device).alias("process"))
+
+
+def _integer(value: object) -> int:
+    assert isinstance(value, int)
+    return value
 
 
 def _nested(operators: pl.DataFrame) -> Nest:
