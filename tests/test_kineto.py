@@ -1,0 +1,331 @@
+"""Kineto traces of all spellings, made by hand, with figures worked out by hand."""
+
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stepscope.core.errors import InputError
+from stepscope.trace.read import read_trace
+from stepscope.trace.table import TraceTable
+from tests.captures import AUTOGRAD, MAIN, PROCESS, kineto_trace, training_steps
+
+Event = dict[str, Any]
+NEW = {"operator": "cpu_op", "kernel": "kernel", "call": "cuda_runtime"}
+OLD = {"operator": "Operator", "kernel": "Kernel", "call": "Runtime"}
+
+
+def event(category: str, name: str, ts: Any, dur: Any, pid: Any = 10, tid: Any = 11, **args: Any) -> Event:  # noqa: PLR0917
+    """A complete event; underscores in the names of arguments stand for spaces."""
+    given = {key.replace("_", " "): value for key, value in args.items()}
+    return {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": ts, "dur": dur, "args": given}
+
+
+def kernel(ts: Any, dur: Any, correlation: int, name: str = "gemm", **args: Any) -> Event:
+    """A kernel on device 0, stream 7."""
+    return event("kernel", name, ts, dur, 0, 7, **{"device": 0, "stream": 7, "correlation": correlation, **args})
+
+
+def launch(ts: Any, correlation: int, name: str = "cudaLaunchKernel", **changes: Any) -> Event:
+    """Its launch, of a microsecond."""
+    return event("cuda_runtime", name, ts, 1, correlation=correlation) | changes
+
+
+def read(events: Any, folder: Path) -> TraceTable:
+    """The table of these events, of a trace object, or of its text."""
+    path = folder / "trace.json"
+    trace = {"traceEvents": events} if isinstance(events, list) else events
+    path.write_text(trace if isinstance(trace, str) else json.dumps(trace))
+    return read_trace(path)
+
+
+def refused(events: Any, folder: Path) -> str:
+    """The one line that says why."""
+    with pytest.raises(InputError) as error:
+        read(events, folder)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def times(table: TraceTable) -> list[tuple[int, int]]:
+    """Start and duration of the work."""
+    return table.work.select("start_ns", "duration_ns").rows()
+
+
+@pytest.mark.parametrize("spelling", ["new", "old", "list"])
+def test_spellings_of_all_versions(tmp_path: Path, spelling: str):
+    names = OLD if spelling == "old" else NEW
+    external = "external_id" if spelling == "old" else "External_id"
+    dims = "Input_dims" if spelling == "old" else "Input_Dims"
+    forward = "Fwd_thread_ID" if spelling == "old" else "Fwd_thread_id"
+    events = [
+        event(names["operator"], "aten::mm", 100.5, 20.25, **{external: 3, "Sequence_number": 9, dims: [[2, 3]]}),
+        event(names["operator"], "MmBackward0", 200, 9, tid=12, **{external: 4, "Sequence_number": 9, forward: 1}),
+        event(names["call"], "cudaLaunchKernel", 105, 2, **{external: 3, "correlation": 77}),
+        event(names["kernel"], "gemm", 130, 40, 0, 7, **{external: 3, "correlation": 77, "device": 0, "stream": 7}),
+        event(names["operator"], "ProfilerStep#3", 90, 500),
+        {"ph": "s", "cat": "fwdbwd", "id": 1, "pid": 10, "tid": 11, "ts": 100.5, "name": "fwdbwd"},
+        {"ph": "f", "cat": "forward_backward", "id": 1, "pid": 10, "tid": 12, "ts": 200, "name": "fwdbwd", "bp": "e"},
+        {"ph": "i", "s": "t", "name": "[memory]", "pid": 10, "tid": 11, "ts": 100, "args": {"Bytes": 512}},
+        {"ph": "M", "name": "process_name", "pid": 10, "tid": 0, "args": {"name": "python"}},
+        {"ph": "X", "cat": "python_function", "name": "f", "pid": 10, "tid": 11, "ts": 1, "dur": 2},
+    ]
+    trace = {"deviceProperties": [{"id": 0, "name": "NVIDIA H200"}], "traceEvents": events, "pytorch_version": "2.11"}
+    table = read(json.dumps(events) if spelling == "list" else trace, tmp_path)
+    assert table.work.rows(named=True) == [
+        {
+            "start_ns": 130_000, "duration_ns": 40_000, "device": 0, "stream": 7, "kind": "kernel", "name": "gemm",
+            "process": 10, "correlation": 77, "external": 3, "graph_node": None,
+            "launch_ns": 105_000, "launch_thread": 11, "launch_call": "cudaLaunchKernel",
+        }
+    ]  # fmt: skip
+    assert table.calls.row(0) == (105_000, 2_000, 10, 11, "cudaLaunchKernel", 77, 3)
+    assert table.operators.rows() == [
+        (100_500, 20_250, 10, 11, "aten::mm", 3, 9, None, "[[2, 3]]", None),
+        (200_000, 9_000, 10, 12, "MmBackward0", 4, 9, 1, None, None),
+    ]
+    assert table.ranges.rows() == [(90_000, 500_000, 10, 11, "ProfilerStep#3", True)]
+    assert sorted(table.links.rows()) == [(1, 100_500, 10, 11, True), (1, 200_000, 10, 12, False)]
+    assert sum(table.other.values()) == 3
+    if spelling != "list":
+        assert (table.devices, table.recorder) == ({0: "NVIDIA H200"}, "pytorch 2.11")
+
+
+def test_amd(tmp_path: Path):
+    gemm = "Cijk_Ailk_Bljk_SB_MT128x64x16_MI32x32x1x2_SN_1LDSB0"
+    table = read(
+        [
+            event("hip_runtime", "hipExtModuleLaunchKernel", 10, 2, correlation=1),
+            event("hip_runtime", "hipLaunchKernel", 14, 2, correlation=2),
+            event("hip_runtime", "hipMemcpyWithStream", 18, 2, correlation=3),
+            event("hip_runtime", "hipMemsetAsync", 22, 2, correlation=4),
+            kernel(30, 5, 1, gemm, device=8, stream=0),
+            event("concurrent_kernel", "void at::native::add()", 40, 6, 8, 0, device=8, stream=0, correlation=2),
+            event("gpu_memcpy", "Memcpy HtoD (Host -> Device)", 50, 7, 8, 0, device=8, stream=0, correlation=3),
+            event("gpu_memset", "Memset (Device)", 60, 8, 8, 0, device=8, stream=0, correlation=4),
+        ],
+        tmp_path,
+    )
+    assert table.work.select("device", "kind", "launch_ns").rows() == [
+        (8, "kernel", 10_000), (8, "kernel", 14_000), (8, "memcpy", 18_000), (8, "memset", 22_000),
+    ]  # fmt: skip
+
+
+US = 1_000
+EPOCH_US = 1_790_000_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("ts", "dur", "start_ns", "duration_ns"),
+    [
+        ("100.123", "0.5", 100_123, 500),
+        ("100", "7", 100_000, 7_000),
+        ("100.0", "7", 100_000, 7_000),
+        ("100", "7.25", 100_000, 7_250),
+        ("4369072241868.274", "2674.887", 4_369_072_241_868_274, 2_674_887),
+        ("8796093022207.999", "1", 8_796_093_022_207_999, 1_000),
+        (f"{EPOCH_US}.123", "0.001", EPOCH_US * US + 123, 1),
+        (f"{EPOCH_US}.999", "12.345", EPOCH_US * US + 999, 12_345),
+        (f"{EPOCH_US}", "12", EPOCH_US * US, 12_000),
+        (f"{EPOCH_US * US + 7}", "1234", EPOCH_US * US + 7, 1234),
+        (f"{EPOCH_US * US + 7}", "1234.0", EPOCH_US * US + 7, 1234),
+        ('"100.123"', '"2"', 100_123, 2_000),
+        (f'"{EPOCH_US}.123"', '"1.5"', EPOCH_US * US + 123, 1_500),
+        ("-5.5", "1", -5_500, 1_000),
+        ("1e3", "1e-3", 1_000_000, 1),
+        ("100", "0", 100_000, 0),
+        ("100.5", "null", 100_500, 0),
+        (f"{EPOCH_US}.5", "null", EPOCH_US * US + 500, 0),
+    ],
+)
+def test_times_are_exact(tmp_path: Path, ts: str, dur: str, start_ns: int, duration_ns: int):
+    text = json.dumps([kernel("TS", "DUR", 1), launch("TS", 1)]).replace('"TS"', ts).replace('"DUR"', dur)
+    table = read(text, tmp_path)
+    assert times(table) == [(start_ns, duration_ns)]
+    assert table.work["launch_ns"].item() == start_ns
+
+
+@given(st.lists(st.tuples(st.integers(-(10**12), 2**43 * 1000 - 1), st.integers(0, 10**10)), min_size=1, max_size=30))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_decimals_of_a_clock_are_exact(tmp_path: Path, spans: list[tuple[int, int]]):
+    """As Kineto writes them, `%d.%03d`, and as JavaScript does, with no decimals where there are none to say."""
+    events = [kernel(f"<{start}>", f"<{duration}>", 1) for start, duration in spans]
+    for pattern in ("{:.3f}", "{:f}"):
+        text = json.dumps(events)
+        for span in spans:
+            for value in span:
+                written = Decimal(value) / 1000
+                text = text.replace(f'"<{value}>"', pattern.format(written if "3" in pattern else written.normalize()))
+        assert times(read(text, tmp_path)) == spans
+
+
+def test_integers_and_decimals_mixed(tmp_path: Path):
+    """JavaScript writes 100.0 as 100."""
+    table = read([kernel(1, 2, 1), kernel(10.5, 3, 2), kernel(20, 0.25, 3), launch(1, 3)], tmp_path)
+    assert times(table) == [(1_000, 2_000), (10_500, 3_000), (20_000, 250)]
+
+
+def test_missing_durations_are_none(tmp_path: Path):
+    events = [kernel(1.5, 2.5, 1), kernel(10.5, 3.5, 2), kernel(EPOCH_US + 0.5, 1.5, 3)]
+    for row in events[1:]:
+        del row["dur"]
+    assert [duration for _, duration in times(read(events[:2], tmp_path))] == [2_500, 0]
+    assert [duration for _, duration in times(read(events, tmp_path))] == [2_500, 0, 0]
+    assert [duration for _, duration in times(read(events[1:], tmp_path))] == [0, 0]
+
+
+@pytest.mark.parametrize("strange", [{"correlation": "abc"}, {"correlation": [1]}, {"stream": {"a": 1}}, 5, None, "x"])
+@pytest.mark.parametrize("ts", [100, 100.5, EPOCH_US + 0.5])
+def test_strange_arguments_cost_only_themselves(tmp_path: Path, strange: Any, ts: float):
+    """Whatever clock: the events around keep their ids, even those written as text."""
+    odd = kernel(ts, 2, 0) | {"args": strange}
+    table = read([kernel(ts, 2, 1), odd, kernel(ts, 4, 3) | {"args": {"correlation": "3"}}, launch(ts, 3)], tmp_path)
+    assert table.work["duration_ns"].to_list() == [2_000, 2_000, 4_000]
+    assert table.work["correlation"].to_list() == [1, None, 3]
+    assert table.work["launch_ns"].is_not_null().to_list() == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dur": -1}, "negative duration"),
+        ({"dur": -0.5}, "negative duration"),
+        ({"ts": EPOCH_US + 0.25, "dur": -0.5}, "negative duration"),
+        ({"ts": None}, "not a number"),
+        ({"ts": float("nan")}, "not a number"),
+        ({"ts": float("inf")}, "not a number"),
+        ({"ts": "NaN"}, "not a number"),
+        ({"dur": "NaN"}, "not a number"),
+        ({"ts": "noon"}, "broken"),
+        ({"ts": "1e999999999"}, ""),
+        ({"ts": EPOCH_US + 0.5, "dur": "1e999999999"}, ""),
+        ({"ts": [1]}, "broken"),
+        ({"ts": True}, "broken"),
+        ({"ts": 10**30}, ""),
+        ({"ts": -(10**30)}, ""),
+        ({"ts": 1e300}, "not a number"),
+        ({"ts": 2**63}, "not a number"),
+        ({"ts": 5 * 10**18}, "not a number"),
+        ({"dur": 2**62}, "not a number"),
+        ({"dur": 1e17}, "not a number"),
+        ({"name": ["x"]}, "broken"),
+        ({"args": {"correlation": 2**70}}, "correlation"),
+        ({"pid": 2**63, "cat": "cpu_op"}, "process"),
+    ],
+)
+def test_times_that_are_none_are_refused(tmp_path: Path, changes: dict[str, Any], said: str):
+    said_now = refused([kernel(1, 2, 1), kernel(3, 4, 2, "the odd one") | changes, launch(1, 2)], tmp_path)
+    assert said in said_now
+    assert len(said_now) < 500
+    if said == "not a number":
+        assert "the odd one" in said_now
+
+
+def test_durations_that_add_up_to_more_than_time_are_refused(tmp_path: Path):
+    long = 2**61 // 1000
+    assert "damaged" in refused([kernel(1, long, 1), kernel(1, long, 2), kernel(1, long, 3)], tmp_path)
+
+
+def test_processes_and_threads_named_by_words(tmp_path: Path):
+    events = [
+        launch(1, 5, pid="rank 0", tid="main"),
+        launch(2, 6, pid="rank 0", tid="autograd"),
+        event("cpu_op", "aten::mm", 1, 1, "rank 0", "main"),
+        kernel(10, 1, 5),
+        kernel(12, 1, 6, device=None, stream=None) | {"pid": "GPU 0", "tid": "stream 7"},
+    ]
+    table = read(events, tmp_path)
+    assert table.work["launch_ns"].to_list() == [1_000, 2_000]
+    assert table.work["device"].to_list() == [0, -1]
+    assert table.work["launch_thread"].n_unique() == 2
+    assert table.operators["thread"].item() == table.work["launch_thread"][0]
+    assert (table.calls["process"] < 0).all()
+
+
+def test_kernels_without_launch_and_launches_without_kernel(tmp_path: Path):
+    """[13, 15] Both are kept."""
+    table = read([kernel(10, 1, 1), kernel(12, 2, 2), kernel(14, 4, 0), launch(1, 2), launch(3, 99)], tmp_path)
+    assert table.work.select("duration_ns", "launch_ns").rows() == [(1_000, None), (2_000, 1_000), (4_000, None)]
+    assert table.work["launch_call"].to_list() == [None, "cudaLaunchKernel", None]
+    assert table.calls.height == 2
+
+
+def test_of_calls_with_one_id_the_launch_counts(tmp_path: Path):
+    for calls in (["cudaStreamIsCapturing", "cudaLaunchKernel"], ["cuLaunchKernelEx", "cudaFuncGetAttributes"]):
+        launching = next(number for number, name in enumerate(calls) if "Launch" in name)
+        table = read([kernel(10, 1, 4), *(launch(1 + at, 4, name) for at, name in enumerate(calls))], tmp_path)
+        assert table.work["launch_ns"].to_list() == [1_000 * (1 + launching)]
+        assert table.work.height == 1
+
+
+def test_a_graph_launch_owns_all_its_kernels(tmp_path: Path):
+    """[14]"""
+    nodes = [kernel(10 + node, 1, 8, graph_node_id=100 + node) for node in range(3)]
+    table = read([*nodes, launch(5, 8, "cudaGraphLaunch")], tmp_path)
+    assert table.work["launch_ns"].to_list() == [5_000] * 3
+    assert table.work["graph_node"].to_list() == [100, 101, 102]
+
+
+@pytest.mark.parametrize("behind", [0, 3, 40])
+@pytest.mark.parametrize("pids", [(10, 20), ("rank 0", "rank 1")])
+def test_merged_ranks_with_the_same_ids(tmp_path: Path, behind: int, pids: tuple[Any, Any]):
+    """[12] Every kernel is launched once, by the process of its own device, however far one rank lags."""
+    events = []
+    for rank, pid in enumerate(pids):
+        for number in range(1, 21):
+            at = 100 * number + rank * behind
+            events.append(launch(at, number, pid=pid))
+            events.append(kernel(at + 60, 10, number, device=rank, External_id=number) | {"pid": rank})
+    for order in (events, events[::-1], sorted(events, key=lambda row: row["ts"])):
+        table = read(order, tmp_path)
+        assert table.work.height == 40
+        assert ((table.work["start_ns"] - table.work["launch_ns"]) == 60_000).all()
+        assert table.work.select("device", "process").n_unique() == 2
+
+
+def test_one_process_with_two_devices_beside_an_idle_one(tmp_path: Path):
+    events = [launch(10 * number, number) for number in range(1, 11)]
+    events += [kernel(10 * number + 5, 1, number, device=number % 2) for number in range(1, 11)]
+    events += [launch(1, 3, "cudaGetDeviceCount", pid=99)]
+    table = read(events, tmp_path)
+    assert (table.work["launch_ns"] == table.work["start_ns"] - 5_000).all()
+    assert table.work["process"].unique().to_list() == [10]
+
+
+def test_in_a_cpu_trace_own_times_make_up_the_operators(tmp_path: Path):
+    trace = kineto_trace(training_steps())
+    trace["traceEvents"] = [row for row in trace["traceEvents"] if row.get("cat") not in ("kernel", "gpu_memcpy")]
+    table = read(trace, tmp_path)
+    assert table.on_cpu
+    assert table.work.height == table.operators.height
+    operators = table.operators.with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns"))
+    top = 0
+    for thread in (MAIN, AUTOGRAD):
+        rows = operators.filter(pl.col("thread") == thread).sort("start_ns", "duration_ns", descending=[False, True])
+        reached = 0
+        for row in rows.iter_rows(named=True):
+            if row["start_ns"] >= reached:
+                top += row["duration_ns"]
+                reached = row["end_ns"]
+    assert int(table.work["duration_ns"].sum()) == top
+    # aten::linear 10..90 holds aten::addmm 20..80, which ends before aten::exp begins.
+    linear = table.work.filter(pl.col("name").cast(pl.String) == "aten::linear")
+    assert linear["duration_ns"].unique().to_list() == [20]
+    assert table.work["process"].unique().to_list() == [PROCESS]
+
+
+@pytest.mark.parametrize("events", [[], [{"ph": "M", "name": "process_name", "pid": 1}], [{}], [{"ph": "X"}]])
+def test_a_trace_of_nothing_is_refused(tmp_path: Path, events: list[Event]):
+    assert "none of kernels or operators" in refused(events, tmp_path)
+
+
+def test_hostile_names_stay_names(tmp_path: Path):
+    names = ["", "\x1b[2J\n", "x" * 100_000, "<script>", "\u202e", "{}", "%s"]
+    table = read([kernel(1, 1, 1, name) for name in names] + [kernel(1, 1, 1) | {"name": None}], tmp_path)
+    assert table.work["name"].to_list()[:-1] == names
+    assert read([kernel(1, 1, 1) | {"name": 12}], tmp_path).work["name"].to_list() == ["12"]
