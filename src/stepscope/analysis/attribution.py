@@ -27,6 +27,7 @@ from stepscope.trace.table import KIND, TraceTable
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _COPIES = ("memcpy", "memset")
+_STRETCH = 1 << 17
 ROOT = ""
 """The module path of what ran in a phase but in no module's range: the model itself, the loss, a compiled graph."""
 
@@ -167,53 +168,72 @@ def _named(ranges: pl.DataFrame, names: list[str], threads: pl.DataFrame) -> pl.
 
 
 class _Places:
-    """Named intervals on threads that launch work."""
+    """Named intervals on threads that launch work.
+
+    A million of them are nested stretch by stretch, cut where none is open on any thread, so that little is held at
+    once; fewer in one go, once.
+    """
 
     def __init__(self, intervals: pl.DataFrame) -> None:
         if "track" not in intervals.columns:
             intervals = intervals.with_columns(pl.lit(0, pl.Int64).alias("track"))
-        self._names = intervals["name"]
+        if intervals.height > 2 * _STRETCH and not intervals["start_ns"].is_sorted():
+            intervals = intervals.sort("start_ns", maintain_order=True)
         self._intervals = intervals
-        self.nest = Nest(intervals, "track")
+        self._cuts = _cuts(intervals)
+        self._whole = Nest(intervals, "track") if len(self._cuts) == 1 else None
 
     def name_at(self, track: pl.Series, time_ns: pl.Series, alias: str) -> pl.Series:
         """The name of the innermost interval open at each moment on its thread, or null."""
-        rows = self.nest.innermost(track, time_ns)
-        return _gather(self._names, rows).alias(alias)
+        names = self._intervals["name"]
+        if self._whole is not None:
+            return _gather(names, self._whole.innermost(track, time_ns)).alias(alias)
+        begins = self._intervals["start_ns"].gather(self._cuts)
+        asked = pl.DataFrame([track.alias("track"), time_ns.alias("time_ns")]).with_row_index("query")
+        asked = asked.with_columns(begins.search_sorted(time_ns.fill_null(-1), side="right").alias("stretch"))
+        answers = []
+        for (stretch,), queries in asked.filter(pl.col("stretch") > 0).group_by("stretch"):
+            first = self._cuts[stretch - 1]  # type: ignore[operator]
+            last = self._cuts[stretch] if stretch < len(self._cuts) else self._intervals.height  # type: ignore[operator]
+            part = self._intervals[first:last]
+            rows = Nest(part, "track").innermost(queries["track"], queries["time_ns"])
+            answers.append(queries.select("query", _gather(part["name"], rows).alias(alias)).drop_nulls())
+        found = pl.concat([pl.DataFrame(schema={"query": pl.UInt32, alias: names.dtype}), *answers])
+        return asked.select("query").join(found, on="query", how="left", maintain_order="left")[alias]
 
-    def around(self, inner: pl.DataFrame) -> set[str]:
-        """The names of all intervals that hold one of `inner` (track, start_ns, duration_ns) and are longer."""
-        end_ns = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
-        asked = inner.select("start_ns", end_ns).with_columns(
-            self.nest.innermost_position(inner["track"], inner["start_ns"]).alias("at")
-        )
-        names: set[str] = set()
-        for _ in range(64):  # deeper than any program nests outside its training step
-            asked = asked.drop_nulls("at")
-            if not asked.height:
-                break
-            rows = self.nest.rows(asked["at"])
-            outer = self._intervals.select("start_ns", "duration_ns")[rows].select(
-                pl.col("start_ns").alias("outer_start_ns"), end_ns.alias("outer_end_ns")
-            )
-            # A first module that begins with its phase, by a clock of microseconds, is not round it.
-            longer = (pl.col("outer_end_ns") > pl.col("end_ns")) | (
-                (pl.col("outer_end_ns") == pl.col("end_ns")) & (pl.col("outer_start_ns") < pl.col("start_ns"))
-            )
-            found = pl.concat([asked, outer], how="horizontal").select(longer).to_series()
-            names.update(self._names.gather(rows.filter(found)).unique().to_list())
-            asked = asked.with_columns(self.nest.parents(asked["at"]).alias("at"))
-        return names
+
+def _cuts(intervals: pl.DataFrame) -> list[int]:
+    """First rows of stretches of at least `_STRETCH` intervals, by start, that no interval crosses."""
+    if intervals.height <= 2 * _STRETCH:
+        return [0]
+    reached = (intervals["start_ns"] + intervals["duration_ns"].clip(lower_bound=1)).cum_max().shift(1)
+    free = (intervals["start_ns"] >= reached).fill_null(True).arg_true()
+    return free.to_frame("row").group_by((pl.col("row") // _STRETCH).alias("stretch")).min()["row"].sort().to_list()
 
 
 def _modules(candidates: pl.DataFrame, few: pl.DataFrame, threads: pl.DataFrame) -> _Places:
     """Module ranges: all that enclose no step or phase ("epoch" and "train" do, and are no modules)."""
-    places = _Places(candidates)
-    inner = _on_threads(few, threads)
-    outer = places.around(inner)
+    outer: set[str] = set()
+    for (track, _, _), inner in _on_threads(few, threads).group_by("track", "what", "phase"):
+        outer |= _enclosing(candidates, candidates["track"] == track, inner.sort("start_ns"))
     if not outer:
-        return places
+        return _Places(candidates)
     return _Places(candidates.filter(~_is_named(sorted(outer))))
+
+
+def _enclosing(candidates: pl.DataFrame, chosen: pl.Series, inner: pl.DataFrame) -> set[str]:
+    """The names of the chosen candidates that hold one of `inner`, ranges of one kind by start, and are longer.
+
+    A first module that begins with its phase, by a clock of microseconds, is not round it.
+    """
+    start_ns, end_ns = candidates["start_ns"], candidates["start_ns"] + candidates["duration_ns"]
+    first = inner["start_ns"].search_sorted(start_ns, side="left")
+    there = (first < inner.height) & chosen
+    first = first.clip(upper_bound=inner.height - 1)
+    ends = (inner["start_ns"] + inner["duration_ns"]).gather(first)
+    begins = inner["start_ns"].gather(first)
+    holds = there & (ends <= end_ns) & ((ends < end_ns) | (begins > start_ns))
+    return set(candidates["name"].filter(holds).unique().to_list())
 
 
 def _on_threads(frame: pl.DataFrame, threads: pl.DataFrame) -> pl.DataFrame:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from stepscope.analysis.attribution import Attribution
+from stepscope.trace.table import TraceTable
 
 TOP = 10
 _PAIRS_LIMIT = 20_000_000
@@ -42,7 +43,7 @@ class RangeTotals:
 
 def range_totals(attribution: Attribution, top: int = TOP) -> list[RangeTotals]:
     """Totals of every range name in the capture, the busiest first."""
-    ranges = attribution.table.ranges
+    ranges = _ranges(attribution.table)
     if not ranges.height:
         return []
     instances = ranges.group_by("name").agg(pl.len().alias("instances"))
@@ -80,6 +81,15 @@ def range_totals(attribution: Attribution, top: int = TOP) -> list[RangeTotals]:
     ]
 
 
+def _ranges(table: TraceTable) -> pl.DataFrame:
+    """The capture's ranges. nsys knows operators as ranges only; they count by the operator's name."""
+    columns = ["start_ns", "duration_ns", "process", "name"]
+    if table.profiler == "Kineto" or not table.operators.height:
+        return table.ranges.select(columns)
+    operators = table.operators.select(pl.col(columns[:3]), pl.col("name").cast(pl.Categorical))
+    return pl.concat([table.ranges.select(columns), operators])
+
+
 def _ordered(attribution: Attribution) -> pl.DataFrame:
     """Kernels with a known launch, by process and launch."""
     return (
@@ -91,24 +101,30 @@ def _ordered(attribution: Attribution) -> pl.DataFrame:
 
 def _slices(attribution: Attribution) -> pl.DataFrame:
     """For each name, disjoint slices [low, high) of the ordered kernels; empty ones left out."""
-    kernels = _ordered(attribution).select("process", "launch_ns")
-    ranges = attribution.table.ranges
-    parts = []
-    for (process,), launches in kernels.with_row_index("at").group_by("process", maintain_order=True):
-        first = launches["at"].item(0)
-        mine = ranges.lazy().filter(pl.col("process") == process).select("name", "start_ns", "duration_ns").collect()
-        times = launches["launch_ns"]
-        low = times.search_sorted(mine["start_ns"], side="left")
-        high = times.search_sorted(mine["start_ns"] + mine["duration_ns"], side="left")
-        parts.append(
-            pl.DataFrame([mine["name"], (low + first).alias("low"), (high + first).alias("high")]).filter(
-                pl.col("high") > pl.col("low")
-            )
-        )
-    nothing = pl.DataFrame(schema={"name": pl.Categorical(), "low": pl.UInt32, "high": pl.UInt32})
-    found = pl.concat([nothing, *parts]).sort("name", "low")
+    kernels = _ordered(attribution).select("process", "launch_ns").with_row_index("at")
+    launches = {process: frame for (process,), frame in kernels.group_by("process", maintain_order=True)}
+    parts = [pl.DataFrame(schema={"name": pl.Categorical(), "low": pl.UInt32, "high": pl.UInt32})]
+    for piece in _ranges(attribution.table).iter_slices(1 << 18):  # a million ranges are merged piece by piece
+        for (process,), ranges in piece.group_by("process"):
+            if process in launches:
+                parts.append(_merged(_held(ranges, launches[process])))
+    return _merged(pl.concat(parts))
+
+
+def _held(ranges: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
+    """The slice of the launches that each range holds."""
+    first, times = launches["at"].to_list()[0], launches["launch_ns"]
+    low = times.search_sorted(ranges["start_ns"], side="left")
+    high = times.search_sorted(ranges["start_ns"] + ranges["duration_ns"], side="left")
+    held = pl.DataFrame([ranges["name"], (low + first).alias("low"), (high + first).alias("high")])
+    return held.filter(pl.col("high") > pl.col("low")).cast({"low": pl.UInt32, "high": pl.UInt32})
+
+
+def _merged(slices: pl.DataFrame) -> pl.DataFrame:
+    """Slices of one name that overlap or touch as one."""
+    found = slices.sort("name", "low")
     reached = pl.col("high").cum_max().shift(1).over("name")
-    piece = (reached.is_null() | (pl.col("low") >= reached)).cum_sum()
+    piece = (reached.is_null() | (pl.col("low") > reached)).cum_sum()
     return (
         found.with_columns(piece.alias("piece"))
         .group_by("piece")

@@ -171,7 +171,7 @@ class TraceSummary:
             self._kernels.group_by("family", "phase")
             .agg((pl.len() / self.steps).alias("calls"), (pl.col("duration_ns").sum() / self.steps).alias("busy_ns"))
             .with_columns(pl.col("family").cast(pl.String))
-            .sort("busy_ns", descending=True)
+            .sort("busy_ns", "family", "phase", descending=[True, False, False])
         )
 
     def top_kernels(self, phase: str, top: int = 5, *, without_products: bool = False) -> list[KernelRow]:
@@ -215,7 +215,7 @@ class TraceSummary:
                 (pl.col("duration_ns").filter(pl.col("family") == GEMM).sum() / self.steps).alias("gemm_ns"),
             )
             .rename({"pattern": "module"})
-            .sort("busy_ns", descending=True)
+            .sort("busy_ns", "module", "phase", descending=[True, False, False])
         )
 
     @property

@@ -122,7 +122,8 @@ def _phase_words(summary: TraceSummary) -> list[Text]:
 def _family_table(summary: TraceSummary) -> Table:
     phases = summary.phase_names
     table = make_table("family, ms a step", *phases, "all", "share", right_from=1)
-    totals = summary.families.group_by("family").agg(pl.col("busy_ns").sum()).sort("busy_ns", descending=True)
+    totals = summary.families.group_by("family").agg(pl.col("busy_ns").sum())
+    totals = totals.sort("busy_ns", "family", descending=[True, False])
     cells = {(row["family"], row["phase"]): row["busy_ns"] for row in summary.families.iter_rows(named=True)}
     whole = summary.busy_ns / summary.steps
     for family, busy_ns in totals.iter_rows():
@@ -196,7 +197,7 @@ def _module_table(summary: TraceSummary) -> Table:
     totals = (
         summary.modules.group_by("module")
         .agg(pl.col("layers").max(), pl.col("busy_ns", "gemm_ns").sum())
-        .sort("busy_ns", descending=True)
+        .sort("busy_ns", "module", descending=[True, False])
     )
     cells = {(row["module"], row["phase"]): row["busy_ns"] for row in summary.modules.iter_rows(named=True)}
     for module, layers, busy_ns, gemm_ns in totals.head(_MODULES_SHOWN).iter_rows():
