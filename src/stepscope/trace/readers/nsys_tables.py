@@ -42,6 +42,7 @@ class SqliteTables:
                     f"{path}: {beside.name} lies beside it, so it is still being written, or its writer was "
                     "interrupted: wait, or export it again"
                 )
+        _check_whole(path, self.path)
         self._errors = adbc_driver_sqlite.dbapi.Error
         self._uri = f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1"
         self._connect = adbc_driver_sqlite.dbapi.connect
@@ -84,6 +85,19 @@ class SqliteTables:
             raise InputError(f"{self.path}: cannot be read as an SQLite database: {reason}: export it again") from None
 
 
+def _check_whole(path: Path, named: Path) -> None:
+    """SQLite itself misses a page only where it needs it: a table cut short can look like a small one."""
+    with path.open("rb") as file:
+        header = file.read(100)
+    page_bytes = int.from_bytes(header[16:18]) if header[16:18] != b"\x00\x01" else 1 << 16
+    said = page_bytes * int.from_bytes(header[28:32])
+    # The number of pages counts only where the last writer knew of it: it then left the counter of changes twice.
+    if len(header) == 100 and header[24:28] == header[92:96] and path.stat().st_size < said:
+        raise InputError(
+            f"{named}: {path.stat().st_size} bytes of {said}: this database is truncated; copy or export it again"
+        )
+
+
 class ParquetTables:
     """The tables of a parquetdir export."""
 
@@ -101,13 +115,23 @@ class ParquetTables:
 
     def batches(self, table: str, numbers: list[str], texts: list[str]) -> Iterator[pl.DataFrame]:
         try:
+            schema = pl.read_parquet_schema(self._files[table])
             scan = pl.scan_parquet(self._files[table]).select(
-                *(pl.col(name).cast(pl.Int64).fill_null(NO_NUMBER) for name in numbers),
-                *(pl.col(name).cast(pl.Binary).fill_null(b"") for name in texts),
+                *(_integers(name, schema[name]).fill_null(NO_NUMBER) for name in numbers),
+                *(_bytes(name, schema[name]).fill_null(b"") for name in texts),
             )
             yield scan.collect()
         except (pl.exceptions.PolarsError, OSError) as error:
             raise InputError(f"{self._files[table]}: cannot be read: {one_line(error)}") from None
+
+
+def _integers(name: str, dtype: pl.DataType) -> pl.Expr:
+    """As SQLite holds them: ids of threads fill all 64 bits there, and are signed."""
+    return pl.col(name).reinterpret(signed=True) if dtype == pl.UInt64 else pl.col(name).cast(pl.Int64)
+
+
+def _bytes(name: str, dtype: pl.DataType) -> pl.Expr:
+    return pl.col(name) if dtype == pl.Binary else pl.col(name).cast(pl.String).cast(pl.Binary)
 
 
 def utf8(value: bytes | str | None) -> str:
