@@ -1,5 +1,6 @@
 """Why a device stood idle: every cause planted, and every span made up of work and gaps exactly."""
 
+from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -17,6 +18,7 @@ from stepscope.analysis.occupation import (
     occupation,
 )
 from stepscope.trace.launches import operators_as_work
+from stepscope.trace.read import read_trace
 from stepscope.trace.table import CALL_SCHEMA, OPERATOR_SCHEMA, RANGE_SCHEMA, TraceTable
 from tests.handmade_trace import AUTOGRAD, traced, work
 
@@ -133,6 +135,49 @@ def test_where_gaps_lie():
     assert found.by_cause.filter(pl.col("phase") == BETWEEN_PHASES).rows() == [
         (0, "kernel-to-kernel latency", BETWEEN_PHASES, 2, 2_000, 1_000)
     ]
+
+
+RECORDED = Path(__file__).parent / "data"
+"""Four steps each on an H200, whose cause to stand idle was planted; recorded by torch.profiler."""
+
+
+def recorded(name: str) -> tuple[Occupation, dict[str, int]]:
+    found = occupation(attribute(read_trace(RECORDED / f"idle_{name}.json.gz")))
+    assert found is not None
+    found.self_check()
+    return found, {cause: found.idle_of(cause) for cause in found.gaps["cause"].unique().to_list()}
+
+
+def test_recorded_item():
+    """Three products, `.item()`, half a millisecond of sleep, three products: each step waits once."""
+    found, idle = recorded("item")
+    waits = found.gaps.filter(pl.col("cause") == "synchronisation")
+    assert waits["step"].to_list() == [0, 1, 2, 3]
+    assert waits["wait"].to_list() == ["cudaStreamSynchronize"] * 4
+    assert (
+        waits["after"].cast(pl.String).str.contains("gemm").all()
+        and waits["before"].cast(pl.String).str.contains("DtoH").all()
+    )
+    assert idle["synchronisation"] > 0.95 * found.idle_ns
+    assert set(idle) == {"synchronisation", "kernel-to-kernel latency"}
+
+
+def test_recorded_data():
+    """A data set that takes 6 ms for a batch, then a pageable copy which waits, then 5 ms of products."""
+    found, idle = recorded("data")
+    data = found.gaps.filter(pl.col("cause") == "data")
+    assert data["phase"].to_list() == [BETWEEN_STEPS] * 3
+    assert idle["data"] > 0.9 * found.idle_ns
+    after_copies = found.gaps.filter(pl.col("cause") == "synchronisation")
+    assert after_copies["before"].cast(pl.String).str.contains("HtoD").all() and after_copies.height == 4
+
+
+def test_recorded_streams_and_graph():
+    """Two streams that wait for one another by events, and CUDA graphs: nothing waits for the host."""
+    assert set(recorded("streams")[1]) == {"kernel-to-kernel latency"}
+    found, idle = recorded("graph")
+    assert set(idle) == {"kernel-to-kernel latency", "dependency"}
+    assert found.gaps.filter(pl.col("cause") == "dependency")["phase"].to_list() == [BETWEEN_STEPS] * 3
 
 
 def test_devices_are_apart():
