@@ -6,12 +6,19 @@ from stepscope.analysis.operator_call import Unknown, read_call
 from stepscope.analysis.operator_rules import OPERATOR_WORK_RULES, OperatorRule
 from stepscope.core.work import CausalConvention, Convention, Work
 
+_PRODUCTS = ("matrix product", "attention", "attention backward")
 _RULES: dict[str, OperatorRule] = {name: rule for rule in OPERATOR_WORK_RULES for name in rule.operators}
 
 
 def operator_rule(operator: str) -> OperatorRule | None:
     """The rule that counts this operator's work, or None."""
     return _RULES.get(operator)
+
+
+def is_product(operator: str) -> bool:
+    """Whether the operator's FLOPs are those of matrix products, fused attention's among them."""
+    rule = _RULES.get(operator)
+    return rule is not None and rule.name in _PRODUCTS
 
 
 def operator_work(
