@@ -12,6 +12,7 @@ from stepscope.core.run import Run
 from stepscope.core.run_directory import find_run_files, load_run
 
 if TYPE_CHECKING:
+    from stepscope.analysis.trace_digest import TraceDigest
     from stepscope.report.kernel_study import StudiedCell
 
 
@@ -38,6 +39,9 @@ def kernels(
         bool, typer.Option("--keep-digests", help="Write each capture's tables beside its run, as trace-TOOL.json.")
     ] = False,
     tool: Annotated[str, typer.Option("--tool", help="Whose captures to read: kineto or nsys.")] = "kineto",
+    question: Annotated[
+        str, typer.Option("--question", help="Only these tables, by their letters, as in d or b,e (default: all).")
+    ] = "",
     json: options.Json = False,
 ) -> None:
     """Kernels by phase, their share, softmax and the rest, over models and sequence lengths."""
@@ -45,8 +49,14 @@ def kernels(
     from stepscope.core.evidence import TRACE_TOOLS
 
     choose(tool, TRACE_TOOLS, "tool")
+    from stepscope.report.kernel_study import QUESTIONS
+
+    letters = [letter.strip() for letter in question.split(",") if letter.strip()]
+    for letter in letters:
+        choose(letter, list(QUESTIONS), "question")
+    asked = "".join(letters)
     if stored is not None:
-        _report(_stored(stored, tool, keep), json)
+        _report(_stored(stored, tool, keep), asked, json)
         return
     from stepscope.cli.sweep import measure_and_report, numbers, words
     from stepscope.core.model_config import configure
@@ -72,10 +82,10 @@ def kernels(
         tag=tag,
         trace=options.trace_from(trace or [tool], trace_steps, False),
     )
-    measure_and_report(plan, Policy(), lambda runs: _report(_of_runs(runs, out, tool, keep), json))
+    measure_and_report(plan, Policy(), lambda runs: _report(_of_runs(runs, out, tool, keep), asked, json))
 
 
-def _report(cells: "list[StudiedCell]", json: bool) -> None:
+def _report(cells: "list[StudiedCell]", questions: str, json: bool) -> None:
     if not cells:
         raise InputError("no run here holds a capture: measure with --trace kineto")
     if json:
@@ -87,7 +97,7 @@ def _report(cells: "list[StudiedCell]", json: bool) -> None:
         return
     from stepscope.report.kernel_study import render_kernel_study
 
-    show(render_kernel_study(cells))
+    show(render_kernel_study(cells, questions))
 
 
 def _stored(place: Path, tool: str, keep: bool) -> "list[StudiedCell]":
@@ -109,22 +119,32 @@ def _of_runs(runs: list[Run], out: Path, tool: str, keep: bool) -> "list[Studied
 
 
 def _cell(run: Run, directory: Path, tool: str, keep: bool) -> "list[StudiedCell]":
-    """The run's capture as a digest: the capture itself if it is there, or what was kept of it."""
-    from stepscope.analysis.trace_checks import check_trace
-    from stepscope.analysis.trace_digest import digest_of, load_digest, save_digest
-    from stepscope.cli.trace import load_summary
+    """The run's captures as digests: of the tool asked for, and of the other, if the run has one."""
+    from stepscope.core.evidence import TRACE_TOOLS
     from stepscope.report.kernel_study import StudiedCell
 
-    capture = directory / run.artifacts.get(tool, "-")
     try:
-        if capture.is_file():
-            summary = load_summary(capture)
-            digest = digest_of(summary, check_trace(summary))
-            if keep:
-                save_digest(digest, directory)
-        else:
-            digest = load_digest(directory, tool)
+        digests = {name: _digest(run, directory, name, keep) for name in TRACE_TOOLS}
     except InputError as error:
         warn(f"left out: {error}")
         return []
-    return [StudiedCell(run=run, digest=digest)] if digest is not None else []
+    wanted = digests.pop(tool)  # type: ignore[arg-type]
+    return [StudiedCell(run=run, digest=wanted, other=next(iter(digests.values())))] if wanted else []
+
+
+def _digest(run: Run, directory: Path, tool: str, keep: bool) -> "TraceDigest | None":
+    """Of the capture if it is there, or what was kept of it."""
+    from stepscope.analysis.trace_checks import check_trace
+    from stepscope.analysis.trace_digest import digest_of, load_digest, save_digest
+    from stepscope.cli.trace import load_summary
+
+    capture = directory / run.artifacts.get(tool, "-")
+    if not capture.is_file():
+        return load_digest(directory, tool)
+    if tool == "nsys" and (run.environment is None or run.environment.device_type == "cpu"):
+        return None  # on a CPU Nsight Systems records ranges alone
+    summary = load_summary(capture)
+    digest = digest_of(summary, check_trace(summary))
+    if keep:
+        save_digest(digest, directory)
+    return digest

@@ -122,8 +122,8 @@ def _forget_machine(sqlite: Path) -> None:
     others = ">> 24 NOT IN (SELECT globalTid >> 24 FROM NVTX_EVENTS)"
     statements = (
         "UPDATE StringIds SET value = '' WHERE instr(CAST(value AS BLOB), x'00') > 0",
-        "DELETE FROM TARGET_INFO_SYSTEM_ENV WHERE name IN"
-        " ('DeviceEnvironment', 'Hostname', 'TargetInstallDir', 'InjectionFilesStoragePath')",
+        "DELETE FROM TARGET_INFO_SYSTEM_ENV WHERE name NOT GLOB 'Cpu*'",
+        "UPDATE StringIds SET value = '' WHERE value GLOB '*quadd_session*'",
         "DELETE FROM META_DATA_CAPTURE WHERE name GLOB 'PROCESS_*' AND name NOT GLOB '*COLLECT*'",
         "DELETE FROM META_DATA_CAPTURE WHERE name = 'DEVICE_DISPLAY_NAME'",
         "DELETE FROM META_DATA_EXPORT WHERE name IN ('EXPORT_HOST', 'EXPORT_USER')"

@@ -1,6 +1,6 @@
 """The kernels of many cells side by side: the questions of `stepscope study kernels`, each a table and a sentence."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
@@ -20,10 +20,11 @@ _NAME_WIDTH = 46
 
 @dataclass(frozen=True, kw_only=True)
 class StudiedCell:
-    """A run and the digest of its capture."""
+    """A run and the digest of its capture; `other` is that of another profiler's capture of the same cell."""
 
     run: Run
     digest: TraceDigest
+    other: TraceDigest | None = None
 
     @property
     def name(self) -> str:
@@ -41,20 +42,16 @@ class StudiedCell:
         return (model.layers * model.d_model, workload.seq_len, workload.dtype, self.trains)
 
 
-def render_kernel_study(cells: Iterable[StudiedCell]) -> RenderableType:
-    """All tables, over all cells."""
+def render_kernel_study(cells: Iterable[StudiedCell], questions: str = "") -> RenderableType:
+    """Tables over all cells; those of the questions named by their letters, or all."""
     ordered = sorted(cells, key=lambda cell: cell.order)
     parts: list[RenderableType] = []
-    for title, table, words in (
-        ("(a) Device time by phase, beside the unprofiled measurement", *_times(ordered)),
-        ("(b) The kernel that takes longest in each phase", *_top(ordered)),
-        ("(c) The longest kernels of forward that are no matrix product", *_without_products(ordered)),
-        ("(d) The share of matrix multiplication in kernel time", *_fractions(ordered)),
-        ("(e) Softmax beside the two products of attention, in forward", *_softmax(ordered)),
-        ("(f) Backward against forward, and where the device's time goes", *_families(ordered)),
-    ):
+    for letter, (title, make) in QUESTIONS.items():
+        if questions and letter not in questions:
+            continue
+        table, words = make(ordered)
         if table.row_count:
-            parts += [Text(title, style="bold"), table, *(Text(line) for line in words), Text()]
+            parts += [Text(f"({letter}) {title}", style="bold"), table, *(Text(line) for line in words), Text()]
     parts += _findings(ordered)
     return Group(*parts)
 
@@ -224,6 +221,35 @@ def _families(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
     return table, words
 
 
+def _tools(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
+    first = cells[0].digest.profiler if cells else ""
+    heads = ("phase", "kernels", "ms", "other ms", "differ", "matrix share", "other", "points")
+    table = make_table("cell", *heads, right_from=2)
+    times, shares = [], []
+    for cell in cells:
+        for phase in cell.digest.phases if cell.other else ():
+            twin = cell.other.phase(phase.phase) if cell.other else None
+            if twin is None or not phase.busy_ns:
+                continue
+            differ = twin.busy_ns / phase.busy_ns - 1
+            points = (twin.gemm_fraction - phase.gemm_fraction) * 100
+            times.append(abs(differ))
+            shares.append(abs(points))
+            same = "" if twin.kernels == phase.kernels else f" and {twin.kernels:g}"
+            table.add_row(
+                cell.name, phase.phase, f"{phase.kernels:g}{same}", _ms(phase.busy_ns), _ms(twin.busy_ns),
+                f"{differ * 100:+.2f} %", format_share(phase.gemm_fraction), format_share(twin.gemm_fraction),
+                f"{points:+.2f}",
+            )  # fmt: skip
+    words = []
+    if times:
+        words.append(
+            f"{first} and the other profiler saw different steps of different processes. Kernel time by phase differs "
+            f"by at most {max(times) * 100:.2f} %, the share of matrix multiplication by {max(shares):.2f} points."
+        )
+    return table, words
+
+
 def _family_ns(cell: StudiedCell, family: str) -> float:
     return sum(row.busy_ns for row in cell.digest.families if row.family == family)
 
@@ -251,3 +277,15 @@ def _ms(nanoseconds: float) -> str:
 
 def _seconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e3:.3f}"
+
+
+QUESTIONS: dict[str, tuple[str, Callable[[list[StudiedCell]], tuple[Table, list[str]]]]] = {
+    "a": ("Device time by phase, beside the unprofiled measurement", _times),
+    "b": ("The kernel that takes longest in each phase", _top),
+    "c": ("The longest kernels of forward that are no matrix product", _without_products),
+    "d": ("The share of matrix multiplication in kernel time", _fractions),
+    "e": ("Softmax beside the two products of attention, in forward", _softmax),
+    "f": ("Backward against forward, and where the device's time goes", _families),
+    "g": ("The same cell by the other profiler", _tools),
+}
+"""Each question's letter, title and table."""
