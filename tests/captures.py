@@ -12,6 +12,9 @@ from typing import Any
 
 import polars as pl
 
+from stepscope.trace.assemble import assemble
+from stepscope.trace.table import CALL_SCHEMA, OPERATOR_SCHEMA, RANGE_SCHEMA, WORK_SCHEMA, TraceTable
+
 Row = dict[str, Any]
 
 PROCESS, MAIN, AUTOGRAD = 4242, 4242, 4300
@@ -286,3 +289,29 @@ def write_parquetdir(tables: Tables, folder: Path) -> Path:
         schema = {name: pl.String if name in _TEXTS else pl.Int64 for name in rows[0]}
         pl.DataFrame(rows, schema=schema).write_parquet(folder / f"{table}.parquet")
     return folder
+
+
+def trace_table(capture: Capture) -> TraceTable:
+    """The capture as its reader would give it, without a file."""
+    work = [
+        (
+            row["start"], row["end"] - row["start"], row["device"], row["stream"], row["kind"], row["name"],
+            row["process"], row["correlation"], None, None,
+        )
+        for row in capture.launched
+    ]  # fmt: skip
+
+    def placed(row: Row) -> tuple[int, int, int, int, str]:
+        return row["start"], row["end"] - row["start"], row["process"], row["thread"], row["name"]
+
+    calls = [(*placed(row), row["correlation"], None) for row in capture.calls]
+    ranges = [(*placed(row), True) for row in capture.ranges]
+    operators = [(*placed(row), None, row["sequence"], row["forward_thread"], None, None) for row in capture.operators]
+    return assemble(
+        path=Path("a capture"),
+        profiler="Kineto",
+        work=pl.DataFrame(work, schema=WORK_SCHEMA, orient="row"),
+        calls=pl.DataFrame(calls, schema=CALL_SCHEMA, orient="row"),
+        ranges=pl.DataFrame(ranges, schema=RANGE_SCHEMA, orient="row"),
+        operators=pl.DataFrame(operators, schema=OPERATOR_SCHEMA, orient="row"),
+    )
