@@ -155,7 +155,7 @@ OPERATOR_WORK_RULES: tuple[OperatorRule, ...] = (
                                                          '["bool", "float", "float"]')),
     _pointwise_rule("pointwise", "eq ne lt le gt ge logical_and logical_or logical_xor", 0, 2, "bool",
                     example=("ge", "[[512, 1], [1, 512]]", '["long int", "long int"]')),
-    _pointwise_rule("pointwise", "isnan isinf isfinite logical_not", 0, 1, "bool",
+    _pointwise_rule("pointwise", "isnan isinf isneginf isposinf isfinite logical_not", 0, 1, "bool",
                     example=("isnan", "[[512]]", '["float"]')),
     # clone, contiguous and _to_copy make their copy by calling copy_.
     _rule("copy", "copy_", formulas.copy,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from stepscope.analysis.kernel_names import decode
+from stepscope.analysis.operator_call import ELEMENT_BYTES
 from stepscope.core.device_spec import Ceilings, DeviceSpec
 from stepscope.core.errors import InputError
 
@@ -82,6 +83,8 @@ def operand_arithmetic(dtype: str | None, *, on_cpu: bool) -> Arithmetic | None:
 
 
 _OPAQUE = re.compile(r"OpaqueType<(\d{1,2})u?l?>")
+_FUNCTOR = re.compile(r"Functor<(double|float|c10::BFloat16|c10::Half),")
+"""The functor that a kernel over lists applies: its first type is the elements', hyperparameters have their own."""
 _DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
@@ -89,6 +92,9 @@ def element_bytes(kernel: str) -> int | None:
     """Bytes of the elements that a kernel reads and writes, where its name says one size and no other."""
     if opaque := _OPAQUE.search(kernel):
         return int(opaque[1])
+    if "multi_tensor_apply_kernel<" in kernel:
+        functor = _FUNCTOR.search(kernel)
+        return ELEMENT_BYTES[functor[1]] if functor else None
     decoded = decode(kernel)
     same = decoded.input_dtype == decoded.output_dtype
     return _DTYPE_BYTES.get(decoded.input_dtype or "") if same else None

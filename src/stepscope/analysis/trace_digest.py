@@ -26,6 +26,17 @@ class FamilyRow(msgspec.Struct, frozen=True, kw_only=True):
     busy_ns: float
 
 
+class RoofRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One kernel family against the device's peaks, per step; None where work or peak is not known."""
+
+    family: str
+    device_ns: float
+    intensity: float | None
+    bound_ns: float | None
+    over_bound: float | None
+    verdict: str | None
+
+
 class TraceDigest(msgspec.Struct, frozen=True, kw_only=True):
     """The tables of one capture. Totals in nanoseconds over the whole capture, rows per step."""
 
@@ -45,6 +56,8 @@ class TraceDigest(msgspec.Struct, frozen=True, kw_only=True):
     top_without_products: tuple[KernelRow, ...]
     attention: tuple[AttentionRow, ...]
     findings: tuple[Finding, ...]
+    roofs: tuple[RoofRow, ...] = ()
+    """Empty where the capture holds no operators with shapes."""
 
     def phase(self, name: str) -> PhaseSummary | None:
         """The phase of that name, or None."""
@@ -72,6 +85,24 @@ def digest_of(summary: TraceSummary, findings: tuple[Finding, ...]) -> TraceDige
         ),
         attention=summary.attention,
         findings=findings,
+        roofs=_roofs(summary),
+    )
+
+
+def _roofs(summary: TraceSummary) -> tuple[RoofRow, ...]:
+    if summary.roofline is None:
+        return ()
+    return tuple(
+        RoofRow(
+            family=roof.family,
+            device_ns=roof.device_ns / summary.steps,
+            intensity=roof.intensity,
+            bound_ns=roof.bound_ns / summary.steps if roof.bounded_ns else None,
+            over_bound=roof.over_bound,
+            verdict=roof.verdict,
+        )
+        for roof in summary.roofline.families
+        if roof.device_ns
     )
 
 

@@ -12,6 +12,8 @@ import polars as pl
 from stepscope.analysis.attribution import ROOT, Attribution
 from stepscope.analysis.kernel_names import decode
 from stepscope.analysis.range_names import GRADIENT_ACCUMULATION, PARTS, PHASES
+from stepscope.analysis.roofline import roofline
+from stepscope.analysis.roofs import Roofline
 from stepscope.core.run import Run
 from stepscope.core.workload import Workload
 from stepscope.trace.nesting import union
@@ -247,6 +249,17 @@ class TraceSummary:
             AttentionRow(part=name, busy_ns=int(inside.filter(rows)["duration_ns"].sum()) / self.steps, flops=flops)
             for name, rows, flops in chosen
         )
+
+    @cached_property
+    def roofline(self) -> Roofline | None:
+        """Question (f): operators and families against the device's peaks; None where no operators were recorded.
+
+        Peaks are the run's measured ceilings and its datasheet, or the datasheet of the device that the trace names.
+        """
+        if not self.attribution.table.operators.height:
+            return None
+        spec, ceilings = (self.run.device_spec, self.run.ceilings) if self.run else (None, None)
+        return roofline(self.attribution, spec, ceilings, causal="full")
 
     @cached_property
     def roles(self) -> dict[str, float]:

@@ -111,11 +111,10 @@ def _print(measured: Run, directory: Path, json: bool) -> None:
         if summary is not None:
             import msgspec
 
-            from stepscope.analysis.trace_checks import check_trace
-            from stepscope.analysis.trace_json import trace_as_json
+            from stepscope.cli.trace import summary_as_json
 
             fields = msgspec.json.decode(text)
-            fields["trace"] = trace_as_json(summary, check_trace(summary))
+            fields["trace"] = summary_as_json(summary)
             text = msgspec.json.format(msgspec.json.encode(fields), indent=1) + b"\n"
         emit(text.decode())
         return

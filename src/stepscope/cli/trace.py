@@ -54,9 +54,7 @@ def trace(
     if json:
         import msgspec
 
-        from stepscope.analysis.trace_json import trace_as_json
-
-        emit(msgspec.json.encode(trace_as_json(summary, findings)).decode() + "\n")
+        emit(msgspec.json.encode(summary_as_json(summary)).decode() + "\n")
     else:
         from stepscope.report.trace import render_trace
 
@@ -78,9 +76,19 @@ def _compare(before: "TraceSummary", after: "TraceSummary", old: Path, new: Path
         show(render_comparison(comparison, str(old), str(new)))
 
 
+def summary_as_json(summary: "TraceSummary") -> dict[str, object]:
+    """Everything that the tables say, as plain data."""
+    from stepscope.analysis.trace_checks import check_trace
+    from stepscope.analysis.trace_json import trace_as_json
+    from stepscope.report.roofline import as_json as roofline_as_json
+
+    roofline = roofline_as_json(summary.roofline) if summary.roofline else None
+    return {**trace_as_json(summary, check_trace(summary)), "roofline": roofline}
+
+
 def load_summary(path: Path, *, without_ranges: bool = False) -> "TraceSummary":
     """Read and attribute a capture, with the run it belongs to where one lies beside it."""
-    # polars' allocator, read when polars is loaded: pages no longer used go back at once, a sixth less memory at the peak.
+    # polars' allocator, read when polars is loaded: pages no longer used go back at once, a sixth less at the peak.
     os.environ.setdefault("_RJEM_MALLOC_CONF", "narenas:2,dirty_decay_ms:50,muzzy_decay_ms:0")
     _make_readable(path)
     from stepscope.analysis.attribution import attribute

@@ -199,8 +199,7 @@ def _softmax(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
 
 
 def _families(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
-    families = sorted({row.family for cell in cells for row in cell.digest.families})
-    busiest = sorted(families, key=lambda family: -sum(_family_ns(cell, family) for cell in cells))[:6]
+    busiest = _busiest(cells)
     table = make_table("cell", "backward / forward", *(f"{family} ms" for family in busiest), "other ms", right_from=1)
     ratios = []
     for cell in cells:
@@ -250,6 +249,38 @@ def _tools(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
     return table, words
 
 
+def _roofs(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
+    busiest = _busiest(cells)
+    table = make_table("cell, times the bound", *busiest, right_from=1)
+    verdicts: dict[str, dict[str, int]] = {}
+    for cell in cells:
+        roofs = {roof.family: roof for roof in cell.digest.roofs}
+        row = []
+        for family in busiest:
+            roof = roofs.get(family)
+            if roof is None or roof.over_bound is None or roof.verdict is None:
+                row.append("")
+                continue
+            row.append(f"{roof.over_bound:.2f} {roof.verdict.removesuffix('-bound')}")
+            counts = verdicts.setdefault(family, {})
+            counts[roof.verdict] = counts.get(roof.verdict, 0) + 1
+        if any(row):
+            table.add_row(cell.name, *row)
+    words = [
+        f"{family[0].upper()}{family[1:]} is "
+        + ", ".join(f"{verdict} in {count}" for verdict, count in sorted(counts.items(), key=lambda item: -item[1]))
+        + f" of {sum(counts.values())} cells."
+        for family, counts in verdicts.items()
+    ]
+    return table, words
+
+
+def _busiest(cells: list[StudiedCell]) -> list[str]:
+    """The families that take most time over all cells."""
+    families = sorted({row.family for cell in cells for row in cell.digest.families})
+    return sorted(families, key=lambda family: -sum(_family_ns(cell, family) for cell in cells))[:6]
+
+
 def _family_ns(cell: StudiedCell, family: str) -> float:
     return sum(row.busy_ns for row in cell.digest.families if row.family == family)
 
@@ -286,6 +317,7 @@ QUESTIONS: dict[str, tuple[str, Callable[[list[StudiedCell]], tuple[Table, list[
     "d": ("The share of matrix multiplication in kernel time", _fractions),
     "e": ("Softmax beside the two products of attention, in forward", _softmax),
     "f": ("Backward against forward, and where the device's time goes", _families),
+    "h": ("Kernel families against the device's peaks: time over the bound, and what bounds it", _roofs),
     "g": ("The same cell by the other profiler", _tools),
 }
 """Each question's letter, title and table."""

@@ -16,9 +16,11 @@ from stepscope.core.finding import Finding
 from stepscope.core.units import format_count, format_rate, format_share
 from stepscope.report.kernel_label import kernel_label
 from stepscope.report.occupation import render_occupation
+from stepscope.report.roofline import render_roofline
 from stepscope.report.terminal import describe_model, describe_workload, make_table, render_finding
 
 _MODULES_SHOWN = 12
+_OPERATORS_SHOWN = 12
 
 
 def render_trace(summary: TraceSummary, findings: tuple[Finding, ...], source: str) -> RenderableType:
@@ -31,6 +33,8 @@ def render_trace(summary: TraceSummary, findings: tuple[Finding, ...], source: s
         parts += [Text(), _attention_table(summary.attention), *_attention_words(summary)]
     if summary.has_modules:
         parts += [Text(), _module_table(summary)]
+    if summary.roofline is not None:
+        parts += [Text(), render_roofline(summary.roofline, _OPERATORS_SHOWN)]
     occupied = occupation(summary.attribution)
     if occupied is not None:
         path = critical_path(summary.attribution)

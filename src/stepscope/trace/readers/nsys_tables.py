@@ -17,6 +17,8 @@ NO_NUMBER = 1 - 2**63
 """Stands for null while numbers are read; no clock, thread or id comes near."""
 _BATCH_ROWS = 1 << 16
 """Raw rows of an export held at once: they take several times the room of what is kept of them."""
+_BROKEN_PARQUET = (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError)
+"""Damage that polars does not foresee makes it panic."""
 
 
 class Tables(Protocol):
@@ -110,7 +112,7 @@ class ParquetTables:
             return ()
         try:
             return tuple(pl.read_parquet_schema(self._files[table]))
-        except (pl.exceptions.PolarsError, OSError) as error:
+        except _BROKEN_PARQUET as error:
             raise InputError(f"{self._files[table]}: cannot be read as parquet: {one_line(error)}") from None
 
     def batches(self, table: str, numbers: list[str], texts: list[str]) -> Iterator[pl.DataFrame]:
@@ -121,7 +123,7 @@ class ParquetTables:
                 *(_bytes(name, schema[name]).fill_null(b"") for name in texts),
             )
             yield scan.collect()
-        except (pl.exceptions.PolarsError, OSError) as error:
+        except _BROKEN_PARQUET as error:
             raise InputError(f"{self._files[table]}: cannot be read: {one_line(error)}") from None
 
 
