@@ -408,6 +408,16 @@ def test_broken_parquet_is_refused(tmp_path: Path, content: bytes, table: str):
         read_trace(folder)
 
 
+def test_damage_that_makes_polars_panic_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def panic(_: pl.LazyFrame) -> None:
+        raise pl.exceptions.PanicException("assertion failed\nleft == right")
+
+    folder = write_parquetdir(tables_of(one_step()), tmp_path / "pq")
+    monkeypatch.setattr(pl.LazyFrame, "collect", panic)
+    with pytest.raises(InputError, match=r"cannot be read: assertion failed$"):
+        read_trace(folder)
+
+
 def test_parquet_columns_of_other_types(tmp_path: Path):
     folder = write_parquetdir(tables_of(one_step()), tmp_path / "pq")
     kernels, ranges = folder / f"{KERNELS}.parquet", folder / f"{RANGES}.parquet"
