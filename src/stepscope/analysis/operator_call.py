@@ -148,14 +148,16 @@ def broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
 def promoted(tensors: list[Tensor]) -> str:
     """The dtype of a pointwise result, by PyTorch's type promotion. Raises Unknown for dtypes not in the table.
 
-    A tensor without dimensions changes the result only where it is of a higher kind (boolean, integer, floating).
+    A tensor without dimensions changes the result only where it is of a higher kind (boolean, integer, floating). One
+    of dtype double is taken for a number of Python's, which becomes fp32, the default.
     """
     if any(tensor.dtype not in ELEMENT_BYTES for tensor in tensors):
         raise Unknown
     sized = [tensor for tensor in tensors if tensor.shape] or tensors
     kind = max(_kind(tensor) for tensor in tensors)
     if kind > max(_kind(tensor) for tensor in sized):
-        return "float" if kind == 2 else "long int"
+        number = promoted([tensor for tensor in tensors if not tensor.shape])
+        return "float" if number == "double" else number
     dtypes = {str(tensor.dtype) for tensor in sized if _kind(tensor) == kind}
     if len(dtypes) > 1 and {ELEMENT_BYTES[dtype] for dtype in dtypes} == {2}:
         return "float"  # bf16 with fp16
