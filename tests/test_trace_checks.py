@@ -188,3 +188,11 @@ def test_arrows_that_lead_elsewhere(tmp_path: Path):
 def test_a_profile_without_launches_has_no_incomplete_finding(tmp_path: Path):
     path = write_kineto(one_phase(3, name=ELEMENTWISE, call=None), tmp_path / "t.json")
     assert set(findings(path)) == {"launches-unknown"}
+
+
+def test_steps_that_touch_are_steps_of_their_own(tmp_path: Path):
+    capture = Capture()
+    for step in range(3):
+        capture.range("step", 1000 * step, 1000 * step + 1000)
+        capture.kernel(1000 * step + 10, 50)
+    assert summarise(write_kineto(capture, tmp_path / "t.json")).steps == 3

@@ -97,7 +97,8 @@ class Attribution:
 
 def _instances(few: pl.DataFrame) -> pl.DataFrame:
     chosen = few.with_columns(pl.coalesce(pl.col("phase").cast(pl.String), "what").alias("what"))
-    return union(chosen.filter(pl.col("process") == pl.col("process").min()), ["what"])
+    first = chosen.filter(pl.col("process") == pl.col("process").min())
+    return union(first, ["what"], touching=False)  # a step may begin in the very nanosecond that the last one ends
 
 
 def attribute(table: TraceTable) -> Attribution:

@@ -35,6 +35,10 @@ def kernels(
     stored: Annotated[
         Path | None, typer.Option("--from", help="A folder of runs measured before: nothing is measured.")
     ] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option("--where", help="With --from: keep runs with field=value[,value]; may be repeated."),
+    ] = None,
     keep: Annotated[
         bool, typer.Option("--keep-digests", help="Write each capture's tables beside its run, as trace-TOOL.json.")
     ] = False,
@@ -56,7 +60,7 @@ def kernels(
         choose(letter, list(QUESTIONS), "question")
     asked = "".join(letters)
     if stored is not None:
-        _report(_stored(stored, tool, keep), asked, json)
+        _report(_stored(stored, where or [], tool, keep), asked, json)
         return
     from stepscope.cli.sweep import measure_and_report, numbers, words
     from stepscope.core.model_config import configure
@@ -87,7 +91,7 @@ def kernels(
 
 def _report(cells: "list[StudiedCell]", questions: str, json: bool) -> None:
     if not cells:
-        raise InputError("no run here holds a capture: measure with --trace kineto")
+        raise InputError("no run here (with these conditions) holds a capture: measure with --trace kineto")
     if json:
         import msgspec
 
@@ -100,7 +104,11 @@ def _report(cells: "list[StudiedCell]", questions: str, json: bool) -> None:
     show(render_kernel_study(cells, questions))
 
 
-def _stored(place: Path, tool: str, keep: bool) -> "list[StudiedCell]":
+def _stored(place: Path, where: list[str], tool: str, keep: bool) -> "list[StudiedCell]":
+    from stepscope.cli.table import condition
+    from stepscope.report.tables import matches
+
+    conditions = [condition(text) for text in where]
     if not place.is_dir():
         raise InputError(f"no runs at {place}: it is no folder")
     found = []
@@ -110,7 +118,8 @@ def _stored(place: Path, tool: str, keep: bool) -> "list[StudiedCell]":
         except InputError as error:
             warn(f"left out: {error}")
             continue
-        found += _cell(run, file.parent, tool, keep)
+        if all(matches(run, *wanted) for wanted in conditions):
+            found += _cell(run, file.parent, tool, keep)
     return found
 
 

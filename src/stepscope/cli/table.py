@@ -32,7 +32,7 @@ def table(
     from stepscope.report.tables import Statistic, TableQuery, build_table
 
     choose(style, STYLES, "style")
-    conditions = [_condition(text) for text in where or []]
+    conditions = [condition(text) for text in where or []]
     conditions += [("tag", (tag,))] if tag is not None else []
     query = TableQuery(
         rows=_names(rows),
@@ -55,7 +55,8 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def _condition(text: str) -> tuple[str, tuple[str, ...]]:
+def condition(text: str) -> tuple[str, tuple[str, ...]]:
+    """A condition of the command line, field=value[,value]."""
     field, sign, values = text.partition("=")
     if not sign or not values:
         raise InputError(f"cannot read --where {text!r}: write field=value, as in dtype=bf16")

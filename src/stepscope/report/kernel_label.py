@@ -7,8 +7,8 @@ from stepscope.core.errors import printable
 
 LABEL_WIDTH = 64
 
-_FUNCTORS = re.compile(r"\b\w*(?:Functor\w*|_kernel_cuda\w*|_kernel_impl|Ops|_functor)\b")
-_PLUMBING = re.compile(r"gpu_kernel_impl\w*|func_wrapper\w*|ReduceOp")
+_FUNCTORS = re.compile(r"\b\w*(?:Functor\w*|_kernel_cuda\w*|_kernel_impl|_kernel|Ops|_functor)\b")
+_PLUMBING = re.compile(r"gpu_kernel_impl\w*|func_wrapper\w*|ReduceOp|elementwise_kernel|vectorized_\w+|unrolled_\w+")
 """Wrappers that every pointwise kernel has; they tell nothing apart."""
 
 

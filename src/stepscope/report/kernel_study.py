@@ -52,8 +52,7 @@ def render_kernel_study(cells: Iterable[StudiedCell], questions: str = "") -> Re
         table, words = make(ordered)
         if table.row_count:
             parts += [Text(f"({letter}) {title}", style="bold"), table, *(Text(line) for line in words), Text()]
-    parts += _findings(ordered)
-    return Group(*parts)
+    return Group(*(parts[:-1] if not (doubts := _findings(ordered)) else [*parts, *doubts]))
 
 
 def _times(cells: list[StudiedCell]) -> tuple[Table, list[str]]:

@@ -68,7 +68,7 @@ class Table:
 
 def select_runs(runs: Sequence[Run], query: TableQuery) -> tuple[list[Run], list[str]]:
     """One run a cell, in the order of the fields. Raises InputError where a cell would mix experiments."""
-    kept = [run for run in runs if all(_matches(run, name, wanted) for name, wanted in query.where)]
+    kept = [run for run in runs if all(matches(run, name, wanted) for name, wanted in query.where)]
     if not kept:
         conditions = " and ".join(f"{name}={','.join(values)}" for name, values in query.where)
         raise InputError(f"no runs to show{f' with {conditions}' if runs else ''}")
@@ -135,7 +135,9 @@ def build_records(runs: Sequence[Run], query: TableQuery) -> list[dict[str, Scal
     return records
 
 
-def _matches(run: Run, name: str, wanted: tuple[str, ...]) -> bool:
+def matches(run: Run, name: str, wanted: tuple[str, ...]) -> bool:
+    """Whether the run's field of that name is one of the values wanted. Raises InputError for an unknown field."""
+    choose(name, list(FIELDS), "field")
     value = FIELDS[name].read(run)
     return bool({str(value), _text(value)} & set(wanted))
 

@@ -193,13 +193,17 @@ def numbered(frame: pl.DataFrame, by: list[str]) -> pl.Series:
     return joined["number"].cast(pl.Int64)
 
 
-def union(intervals: pl.DataFrame, by: list[str]) -> pl.DataFrame:
-    """Overlapping or touching intervals of equal `by` merged: `by`, start_ns, end_ns, and `merged` (how many)."""
+def union(intervals: pl.DataFrame, by: list[str], *, touching: bool = True) -> pl.DataFrame:
+    """Overlapping intervals of equal `by` merged, and unless told otherwise touching ones.
+
+    Columns: `by`, start_ns, end_ns, and `merged` (how many).
+    """
     order = intervals.select(*by, "start_ns", (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")).sort(
         [*by, "start_ns"]
     )
     reached = pl.col("end_ns").cum_max().shift(1).over(by) if by else pl.col("end_ns").cum_max().shift(1)
-    fresh = (reached.is_null() | (pl.col("start_ns") > reached)).cum_sum()
+    apart = pl.col("start_ns") > reached if touching else pl.col("start_ns") >= reached
+    fresh = (reached.is_null() | apart).cum_sum()
     return (
         order.with_columns(fresh.alias("_piece"))
         .group_by(*by, "_piece", maintain_order=True)

@@ -5,9 +5,7 @@ attention computes all of it and masks.
 """
 
 from stepscope.core.workload import Workload
-
-SOFTMAX_FLOPS_PER_SCORE = 5
-"""Maximum, subtraction, exponential, sum, division: one each, the exponential counted as one."""
+from stepscope.work.operations import SOFTMAX_FLOPS
 
 
 def attention_product_flops(workload: Workload) -> int:
@@ -17,7 +15,7 @@ def attention_product_flops(workload: Workload) -> int:
 
 def softmax_flops(workload: Workload) -> int:
     """Softmax over the scores: 5 B H S S in each of L layers."""
-    return SOFTMAX_FLOPS_PER_SCORE * _scores(workload)
+    return SOFTMAX_FLOPS * _scores(workload)
 
 
 def _scores(workload: Workload) -> int:
