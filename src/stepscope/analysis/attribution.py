@@ -312,7 +312,8 @@ def _through_forward(
         return work.with_columns(pl.lit(False).alias("_accumulates"), pl.lit(False).alias("_recomputes")), 0, 0
     has_sequence = pl.col("sequence").is_not_null() & (pl.col("sequence") >= 0)
     in_backward = has_sequence & (pl.col("forward_thread").fill_null(0) > 0)
-    accumulates = pl.col("name").str.starts_with(_ACCUMULATE)
+    names = operators["name"].unique().cast(pl.String).drop_nulls()
+    accumulates = _is_named(names.filter(names.str.starts_with(_ACCUMULATE)).to_list())
     backward = operators.filter(in_backward | accumulates)
     nest = Nest(backward, "track")
     row = nest.innermost(work["track"], work["launch_ns"])
@@ -321,7 +322,7 @@ def _through_forward(
         _gather(backward["forward_thread"], row).alias("_forward_thread"),
         _gather(backward["sequence"], row).alias("_sequence"),
         _gather(backward["start_ns"], row).alias("_node_ns"),
-        _gather(backward["name"].str.starts_with(_ACCUMULATE), row).fill_null(False).alias("_accumulates"),
+        _gather(backward.select(accumulates).to_series(), row).fill_null(False).alias("_accumulates"),
     )
     forward = table.operators.filter(has_sequence & ~(pl.col("forward_thread").fill_null(0) > 0))
     made = _forward_operators(backward.filter(in_backward), forward)

@@ -38,7 +38,7 @@ def waits(table: TraceTable, work: pl.DataFrame) -> pl.DataFrame:
         right_on=["process", "launch_thread", "launch_ns"],
         how="semi",
     )
-    operators = table.operators.filter(pl.col("name").str.contains(_WAITING_OPERATOR))
+    operators = named(table.operators, _WAITING_OPERATOR)
     return pl.concat(
         [calls, to_host.select(columns), operators.select(pl.col(columns[:4]), pl.col("name").cast(pl.Categorical()))]
     )

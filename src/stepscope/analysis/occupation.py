@@ -247,7 +247,7 @@ def _loading_ns(gaps: pl.DataFrame, table: TraceTable) -> pl.Series:
     loading = pl.concat(
         [
             named(table.ranges, _LOADS_DATA).select(columns),
-            table.operators.filter(pl.col("name").str.contains(_LOADS_DATA)).select(columns),
+            named(table.operators, _LOADS_DATA).select(columns),
         ]
     ).join(gaps, left_on=["process", "thread"], right_on=["process", "launch_thread"], how="semi")
     spent = pl.Series("loading_ns", [0], dtype=pl.Int64).new_from_index(0, gaps.height)

@@ -91,7 +91,9 @@ def _distinct(attribution: Attribution) -> pl.DataFrame:
     calls = calls.with_columns(
         _leaves_work_to_inner(calls),
         # Only lists of tensors need the element's size; elsewhere it would part calls that are alike.
-        pl.when(pl.col("dtypes").str.contains("TensorList")).then("element_bytes").alias("element_bytes"),
+        pl.when(pl.col("dtypes").cast(pl.String).str.contains("TensorList"))
+        .then("element_bytes")
+        .alias("element_bytes"),
     )
     keys = ["operator", "shapes", "dtypes", "phase", "family", "arithmetic", "element_bytes", "between", "hidden"]
     return (

@@ -61,12 +61,12 @@ OPERATOR_SCHEMA = pl.Schema(
         "duration_ns": pl.Int64,
         "process": pl.Int64,
         "thread": pl.Int64,
-        "name": pl.String,
+        "name": pl.Categorical(),
         "external": pl.Int64,
         "sequence": pl.Int64,
         "forward_thread": pl.Int64,
-        "shapes": pl.String,
-        "dtypes": pl.String,
+        "shapes": pl.Categorical(),
+        "dtypes": pl.Categorical(),
     }
 )
 """Framework operators. `sequence` and `forward_thread` (PyTorch's own count of threads) tie backward to forward."""

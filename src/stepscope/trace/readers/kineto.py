@@ -352,11 +352,11 @@ class _Reader:
             return empty(schema)
         frame = pl.concat(parts, rechunk=True)
         named = [column for column, dtype in schema.items() if dtype in (pl.String, pl.Categorical())]
-        looked_up = [texts.gather(frame[column]).cast(schema[column]).alias(column) for column in named]
+        looked_up = [texts.cast(schema[column]).gather(frame[column]).alias(column) for column in named]
         optional = [column for column in named if column != "name"]
         return (
             frame.with_columns(looked_up)
-            .with_columns(pl.when(pl.col(optional) != "").then(pl.col(optional)))
+            .with_columns(pl.when(pl.col(optional) != pl.lit("", pl.Categorical())).then(pl.col(optional)))
             .select(list(schema))
         )
 

@@ -297,13 +297,13 @@ def _operators_apart(ranges: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         "duration_ns",
         "process",
         "thread",
-        pl.col("operator").alias("name"),
+        pl.col("operator").cast(pl.Categorical).alias("name"),
         nothing.cast(pl.Int64).alias("external"),
         "sequence",
         # emit_nvtx does not say the forward thread; one thread runs forward, which PyTorch numbers 1.
         pl.when(backward & pl.col("sequence").is_not_null()).then(pl.lit(1, pl.Int64)).alias("forward_thread"),
-        nothing.cast(pl.String).alias("shapes"),
-        nothing.cast(pl.String).alias("dtypes"),
+        nothing.cast(pl.Categorical).alias("shapes"),
+        nothing.cast(pl.Categorical).alias("dtypes"),
     )
 
 
