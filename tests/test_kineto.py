@@ -81,7 +81,7 @@ def test_spellings_of_all_versions(tmp_path: Path, spelling: str):
         {
             "start_ns": 130_000, "duration_ns": 40_000, "device": 0, "stream": 7, "kind": "kernel", "name": "gemm",
             "process": 10, "correlation": 77, "external": 3, "graph_node": None,
-            "launch_ns": 105_000, "launch_thread": 11, "launch_call": "cudaLaunchKernel",
+            "launch_row": 0, "launch_ns": 105_000, "launch_thread": 11,
         }
     ]  # fmt: skip
     assert table.calls.row(0) == (105_000, 2_000, 10, 11, "cudaLaunchKernel", 77, 3)
@@ -251,7 +251,7 @@ def test_kernels_without_launch_and_launches_without_kernel(tmp_path: Path):
     """[13, 15] Both are kept."""
     table = read([kernel(10, 1, 1), kernel(12, 2, 2), kernel(14, 4, 0), launch(1, 2), launch(3, 99)], tmp_path)
     assert table.work.select("duration_ns", "launch_ns").rows() == [(1_000, None), (2_000, 1_000), (4_000, None)]
-    assert table.work["launch_call"].to_list() == [None, "cudaLaunchKernel", None]
+    assert table.work["launch_row"].to_list() == [None, 0, None]
     assert table.calls.height == 2
 
 

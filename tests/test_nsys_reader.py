@@ -74,7 +74,7 @@ def test_a_step(tmp_path: Path, mode: str):
     assert table.work.rows(named=True)[0] == {
         "start_ns": 1300, "duration_ns": 40, "device": 0, "stream": 7, "kind": "kernel", "name": GEMM,
         "process": global_pid(PROCESS), "correlation": 1, "external": None, "graph_node": None,
-        "launch_ns": 300, "launch_thread": global_tid(PROCESS, MAIN), "launch_call": "cudaLaunchKernel_v7000",
+        "launch_row": 0, "launch_ns": 300, "launch_thread": global_tid(PROCESS, MAIN),
     }  # fmt: skip
     assert table.ranges.select("name", "start_ns", "duration_ns", "process", "thread", "nested").rows() == [
         ("forward", 100, 800, global_pid(PROCESS), global_tid(PROCESS, MAIN), True),

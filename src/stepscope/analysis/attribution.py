@@ -23,10 +23,9 @@ from stepscope.analysis.range_names import (
 )
 from stepscope.trace.launches import operator_order
 from stepscope.trace.nesting import Nest, numbered, union
-from stepscope.trace.table import KIND, TraceTable
+from stepscope.trace.table import COPIES, KIND, TraceTable
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
-_COPIES = ("memcpy", "memset")
 _STRETCH = 1 << 17
 ROOT = ""
 """The module path of what ran in a phase but in no module's range: the model itself, the loss, a compiled graph."""
@@ -53,7 +52,8 @@ class Attribution:
     @cached_property
     def kernels(self) -> pl.DataFrame:
         """The rows that are computation: kernels, whole graphs, or CPU operators; no copies or fills."""
-        return self.work.filter(~pl.col("kind").is_in(pl.Series(_COPIES, dtype=KIND).implode()))
+        # They come first: a slice holds no second copy of a million rows.
+        return self.work.head(int((~self.work["kind"].is_in(pl.Series(COPIES, dtype=KIND).implode())).sum()))
 
     @cached_property
     def rows(self) -> pl.DataFrame:
@@ -81,12 +81,12 @@ class Attribution:
 
     @property
     def steps(self) -> int:
-        """Steps traced, by the instances of step ranges, or else of forward, of optimizer; at least 1."""
-        for wanted in ("step", "forward", "optimizer"):
-            count = self.instances.filter(pl.col("what") == wanted).height
-            if count:
-                return count
-        return 1
+        """Steps traced, at least 1: the instances of step ranges, or else the fewer of forward's and the optimizer's.
+
+        Several micro-batches run forward for one run of the optimizer, and several optimizers may run for one forward.
+        """
+        counts = {what: self.instances.filter(pl.col("what") == what).height for what in ("step", *PHASES)}
+        return counts["step"] or min((n for n in (counts["forward"], counts["optimizer"]) if n), default=1)
 
     def self_check(self) -> None:
         """Raise AssertionError unless the parts make up the whole exactly and no row was lost or doubled."""
@@ -151,7 +151,32 @@ def _steps_and_phases(ranges: pl.DataFrame, kinds: dict[RangeKind, list[str]]) -
         },
         schema_overrides={"what": pl.String},
     )
-    return ranges.filter(_is_named(names)).join(known, on="name", how="left", maintain_order="left")
+    few = ranges.filter(_is_named(names)).join(known, on="name", how="left", maintain_order="left")
+    return few.filter(~_recomputed(few))
+
+
+def _recomputed(few: pl.DataFrame) -> pl.Series:
+    """Ranges of forward inside one of backward: a checkpointed model run again, which is part of backward.
+
+    Inside one of their own thread, or on a thread that has none (autograd's) inside another's of their process: a
+    thread with a backward of its own may run forward at any time.
+    """
+    forward = few["phase"].cast(pl.String).eq_missing("forward")
+    backward = few.filter(pl.col("phase") == "backward")
+    trains = numbered(few, ["process", "thread"])
+    return forward & (
+        _inside(few, backward, ["process", "thread"])
+        | (_inside(few, backward, ["process"]) & ~trains.is_in(trains.filter(few["phase"] == "backward").implode()))
+    )
+
+
+def _inside(ranges: pl.DataFrame, around: pl.DataFrame, by: list[str]) -> pl.Series:
+    """Whether each range lies within one (or several that overlap or touch) of `around` with equal `by`."""
+    merged = union(around, by)
+    track = numbered(pl.concat([ranges.select(by), merged.select(by)]), by)
+    outer = _lasting(merged).with_columns(track.tail(merged.height).alias("track"))
+    row = Nest(outer, "track").innermost(track.head(ranges.height), ranges["start_ns"])
+    return (_gather(merged["end_ns"], row) >= ranges["start_ns"] + ranges["duration_ns"]).fill_null(False)
 
 
 def _is_named(names: list[str]) -> pl.Expr:
@@ -271,8 +296,11 @@ def _phase(work: pl.DataFrame, few: pl.DataFrame, threads: pl.DataFrame) -> pl.S
 
 
 def _step(work: pl.DataFrame, few: pl.DataFrame) -> pl.Series:
-    """The number, from 0, of the step open at each launch in its process, or null."""
-    steps = few.filter(pl.col("what") == "step").sort("start_ns")
+    """The number, from 0, of the step open at each launch in its process, or null.
+
+    Ranges of steps that overlap, a user's inside the profiler's own, are one step.
+    """
+    steps = _lasting(union(few.filter(pl.col("what") == "step"), ["process"], touching=False)).sort("start_ns")
     steps = steps.with_columns(pl.int_range(pl.len()).over("process").alias("step"))
     rows = Nest(steps, "process").innermost(work["process"], work["launch_ns"])
     return _gather(steps["step"], rows).cast(pl.Int64).alias("step")

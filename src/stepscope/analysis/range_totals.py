@@ -12,6 +12,8 @@ from stepscope.analysis.attribution import Attribution
 from stepscope.trace.table import TraceTable
 
 TOP = 10
+_AT_ONCE, _SHARES = 1_000_000, 8
+"""Of more slices than this an eighth of the names is merged at a time, for the memory's sake."""
 _PAIRS_LIMIT = 20_000_000
 """Pairs of (range, kernel inside) looked at for the top kernels; real captures have a few per kernel."""
 
@@ -28,7 +30,7 @@ class KernelTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class RangeTotals:
-    """One name's totals. `gemm_fraction` is the share of matrix multiplication in `busy_ns`, 0 where nothing ran.
+    """One name's totals; graphs recorded as a whole count in `busy_ns`, not in `kernels`. `gemm_fraction` is the share of matrix multiplication in `busy_ns`, 0 where nothing ran.
 
     `top_kernels` is None where the file has so many ranges inside each other that listing them was left out.
     """
@@ -47,20 +49,24 @@ def range_totals(attribution: Attribution, top: int = TOP) -> list[RangeTotals]:
     if not ranges.height:
         return []
     instances = ranges.group_by("name").agg(pl.len().alias("instances"))
-    slices = _slices(attribution)
     kernels = _ordered(attribution)
+    slices = _slices(ranges, kernels)
     busy = kernels["duration_ns"].cum_sum()
+    is_kernel = (kernels["kind"] != "graph").cast(pl.Int64).cum_sum()
     is_gemm = (kernels["family"] == "matrix multiplication").cast(pl.Int64)
     gemm = (kernels["duration_ns"] * is_gemm).cum_sum()
-    totals = (
-        slices.with_columns(
-            (pl.col("high") - pl.col("low")).alias("kernels"),
-            _between(busy, slices).alias("busy_ns"),
-            _between(gemm, slices).alias("gemm_ns"),
+    totals = pl.concat(
+        piece.select(
+            "name",
+            _between(is_kernel, piece).alias("kernels"),
+            _between(busy, piece).alias("busy_ns"),
+            _between(gemm, piece).alias("gemm_ns"),
         )
         .group_by("name")
-        .agg(pl.col("kernels", "busy_ns", "gemm_ns").sum())
+        .sum()
+        for piece in (slices.iter_slices(1 << 18) if slices.height else [slices])
     )
+    totals = totals.group_by("name").sum()
     merged = (
         instances.join(totals, on="name", how="left")
         .fill_null(0)
@@ -94,21 +100,25 @@ def _ordered(attribution: Attribution) -> pl.DataFrame:
     """Kernels with a known launch, by process and launch."""
     return (
         attribution.kernels.filter(pl.col("launch_ns").is_not_null())
-        .select("process", "launch_ns", "duration_ns", "name", "family")
+        .select("process", "launch_ns", "duration_ns", "name", "family", "kind")
         .sort("process", "launch_ns", maintain_order=True)
     )
 
 
-def _slices(attribution: Attribution) -> pl.DataFrame:
+def _slices(ranges: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
     """For each name, disjoint slices [low, high) of the ordered kernels; empty ones left out."""
-    kernels = _ordered(attribution).select("process", "launch_ns").with_row_index("at")
-    launches = {process: frame for (process,), frame in kernels.group_by("process", maintain_order=True)}
+    numbered = kernels.select("process", "launch_ns").with_row_index("at")
+    launches = {process: frame for (process,), frame in numbered.group_by("process", maintain_order=True)}
     parts = [pl.DataFrame(schema={"name": pl.Categorical(), "low": pl.UInt32, "high": pl.UInt32})]
-    for piece in _ranges(attribution.table).iter_slices(1 << 18):  # a million ranges are merged piece by piece
-        for (process,), ranges in piece.group_by("process"):
+    for piece in ranges.iter_slices(1 << 18):  # a million ranges are merged piece by piece
+        for (process,), mine in piece.group_by("process"):
             if process in launches:
-                parts.append(_merged(_held(ranges, launches[process])))
-    return _merged(pl.concat(parts))
+                parts.append(_merged(_held(mine, launches[process])))
+    found = pl.concat(parts)
+    if found.height < _AT_ONCE:
+        return _merged(found)
+    names = found["name"].to_physical() % _SHARES
+    return pl.concat([_merged(found.filter(names == share)) for share in range(_SHARES)])
 
 
 def _held(ranges: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
@@ -122,15 +132,16 @@ def _held(ranges: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
 
 def _merged(slices: pl.DataFrame) -> pl.DataFrame:
     """Slices of one name that overlap or touch as one."""
-    found = slices.sort("name", "low")
-    reached = pl.col("high").cum_max().shift(1).over("name")
-    piece = (reached.is_null() | (pl.col("low") > reached)).cum_sum()
-    return (
-        found.with_columns(piece.alias("piece"))
-        .group_by("piece")
-        .agg(pl.col("name").first(), pl.col("low").min(), pl.col("high").max())
-        .drop("piece")
-    )
+    # Name and place in one number: sorting and running maxima over millions of slices then need little memory.
+    number = slices["name"].to_physical().cast(pl.Int64) * 2**32
+    order = (number + slices["low"]).arg_sort()
+    number = number.gather(order)
+    name, low = slices["name"].gather(order), slices["low"].gather(order)
+    reached = (number + slices["high"].gather(order)).cum_max()
+    begins = ((number + low) > reached.shift(1)).fill_null(True)
+    ends = begins.shift(-1, fill_value=True)
+    high = (reached - number).filter(ends).cast(pl.UInt32)
+    return pl.DataFrame([name.filter(begins), low.filter(begins), high.alias("high")])
 
 
 def _between(running: pl.Series, slices: pl.DataFrame) -> pl.Series:
@@ -151,7 +162,7 @@ def _top_kernels(slices: pl.DataFrame, kernels: pl.DataFrame, top: int) -> dict[
     parts = []
     held = 0
     batch: list[pl.DataFrame] = []
-    for piece in slices.sort("low").iter_slices(50_000):
+    for piece in slices.iter_slices(50_000):
         batch.append(piece)
         held += int((piece["high"].cast(pl.Int64) - piece["low"].cast(pl.Int64)).sum())
         if held > 1_000_000:

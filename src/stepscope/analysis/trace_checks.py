@@ -37,16 +37,17 @@ def incomplete_trace(summary: TraceSummary) -> Finding | None:
     # Copies within the host and empty ones leave no device record; they say nothing about what was lost.
     launching = launching.filter(launching.cast(pl.String).str.contains("Launch"))
     begun = pl.col("name").is_in(launching.implode()) & ~_while_capturing(table.calls)
-    launches = table.calls.lazy().filter(begun).select("process", "correlation").collect()
-    lost = launches.join(table.work.select("process", "correlation"), on=["process", "correlation"], how="anti")
-    if lost.height <= _FEW or lost.height / launches.height < _LOST_SHARE:
+    launched = table.calls.select(begun.alias("launched")).to_series()
+    rows = launched.arg_true()
+    launches, without = len(rows), len(rows) - int(rows.is_in(table.work["launch_row"].implode()).sum())
+    if without <= _FEW or without / launches < _LOST_SHARE:
         return None
-    share = lost.height / launches.height
+    share = without / launches
     return Finding(
         kind="incomplete-trace",
         severity="error" if share >= _BROKEN_SHARE else "warning",
         sentence=(
-            f"{format_count(lost.height)} of {format_count(launches.height)} launches ({format_share(share)}) have no "
+            f"{format_count(without)} of {format_count(launches)} launches ({format_share(share)}) have no "
             f"kernel in this capture, which holds {format_count(summary.kernel_count)} kernels: it ended early or lost "
             "records, and its totals are too low."
         ),
@@ -54,7 +55,7 @@ def incomplete_trace(summary: TraceSummary) -> Finding | None:
             "bracket the steps with torch.cuda.profiler.start() and stop(), capture with "
             "-c cudaProfilerApi --cuda-flush-interval=100, and let the process live a second longer"
         ),
-        evidence={"launches": launches.height, "without_kernel": lost.height, "kernels": summary.kernel_count},
+        evidence={"launches": launches, "without_kernel": without, "kernels": summary.kernel_count},
     )
 
 
@@ -181,6 +182,26 @@ def graphs_unseen(summary: TraceSummary) -> Finding | None:
     )
 
 
+def outside_steps(summary: TraceSummary) -> Finding | None:
+    """Phases that ran between the marked steps, an evaluation say: per-step figures hold them too."""
+    steps = summary.attribution.instances.filter(pl.col("what") == "step").height
+    kernels = summary.attribution.kernels
+    outside = kernels.filter(pl.col("step").is_null() & pl.col("phase").is_not_null())
+    outside_ns = int(outside["duration_ns"].sum())
+    if not steps or outside_ns <= _WORTH_A_WORD * summary.busy_ns:
+        return None
+    return Finding(
+        kind="outside-steps",
+        severity="warning",
+        sentence=(
+            f"{_ms(outside_ns)} of {_ms(summary.busy_ns)} of kernels ran in a phase and in none of the {steps} marked "
+            "steps (an evaluation between them, say); figures per step divide them among the steps all the same."
+        ),
+        remedy="capture the steps alone, or name the ranges of what lies between them otherwise than a step's phases",
+        evidence={"outside_ns": outside_ns, "kernels": outside.height, "steps": steps},
+    )
+
+
 def products_by_unit(summary: TraceSummary) -> Finding | None:
     """fp32 products by the unit that ran them: CUDA cores are no Tensor Cores, and TF32 is not fp32."""
     products = (
@@ -240,7 +261,7 @@ def profiler_slows(summary: TraceSummary) -> Finding | None:
         severity="note",
         sentence=(
             f"The traced step takes {traced_s * 1e3:.2f} ms, {ratio:.2f} times the unprofiled "
-            f"{(unprofiled_s or 0) * 1e3:.2f} ms: the profiler costs the host time. Device times of single kernels "
+            f"{unprofiled_s * 1e3:.2f} ms: the profiler costs the host time. Device times of single kernels "
             "hold; idle time between them, and the step's length, are the profiler's too."
         ),
         remedy="quote step times from the unprofiled measurement",
@@ -294,6 +315,7 @@ TRACE_CHECKS: tuple[TraceCheck, ...] = (
     incomplete_trace,
     launches_unknown,
     graphs_unseen,
+    outside_steps,
     products_by_unit,
     products_miscounted,
     arrows_disagree,

@@ -8,6 +8,8 @@ from stepscope.core.errors import InputError
 from stepscope.trace.launches import operators_as_work, with_launches
 from stepscope.trace.table import (
     CALL_SCHEMA,
+    COPIES,
+    KIND,
     LINK_SCHEMA,
     OPERATOR_SCHEMA,
     RANGE_SCHEMA,
@@ -52,6 +54,9 @@ def assemble(
         check_clock(path, frame["start_ns"])
         if "duration_ns" in frame.columns and frame["duration_ns"].cast(pl.Float64).sum() >= LARGEST_NS:
             raise InputError(f"{path}: durations add up to more than any clock can say: this capture is damaged")
+    copies = work["kind"].is_in(pl.Series(COPIES, dtype=KIND).implode())
+    if not copies.is_sorted():
+        work = work[copies.arg_sort()]  # stable: the order is the file's but for that
     work = with_launches(work, calls) if work.height else operators_as_work(operators)
     return TraceTable(
         profiler=profiler,

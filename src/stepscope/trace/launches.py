@@ -15,7 +15,7 @@ def is_launch(name: pl.Expr) -> pl.Expr:
 
 
 def with_launches(work: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-    """Add launch_ns, launch_thread and launch_call (null without a record); the rows and their number are unchanged.
+    """Add launch_row, launch_ns and launch_thread (null without a record); the rows and their number are unchanged.
 
     The key is (process, correlation id): ids are counted per process, so the id alone ties kernels to strangers'
     launches. Where several calls carry one id, the launch among them counts. Where a trace does not say the process of
@@ -26,9 +26,9 @@ def with_launches(work: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
         work = _with_process(work, calls.filter(keyed))
     call = _call_of(work, calls, keyed)
     return work.with_columns(
+        call.alias("launch_row"),
         calls["start_ns"].gather(call).alias("launch_ns"),
         calls["thread"].gather(call).alias("launch_thread"),
-        calls["name"].gather(call).alias("launch_call"),
     )
 
 
@@ -126,7 +126,7 @@ def operators_as_work(operators: pl.DataFrame) -> pl.DataFrame:
         pl.lit(None, pl.Int64).alias("correlation"),
         "external",
         pl.lit(None, pl.Int64).alias("graph_node"),
+        pl.lit(None, pl.UInt32).alias("launch_row"),
         pl.col("start_ns").alias("launch_ns"),
         pl.col("thread").alias("launch_thread"),
-        pl.lit(None, pl.Categorical()).alias("launch_call"),
     )

@@ -13,6 +13,8 @@ KINDS = ("kernel", "memcpy", "memset", "graph", "operator")
 """`graph`: a CUDA graph recorded as a whole. `operator`: a CPU operator, in traces that hold no device work."""
 
 KIND = pl.Enum(KINDS)
+COPIES = ("memcpy", "memset")
+"""The kinds that are no computation."""
 
 WORK_SCHEMA = pl.Schema(
     {
@@ -86,7 +88,8 @@ def empty(schema: pl.Schema) -> pl.DataFrame:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceTable:
-    """One capture. `work` carries, beside WORK_SCHEMA, its launch: `launch_ns`, `launch_thread`, `launch_call`.
+    """One capture. `work` carries, beside WORK_SCHEMA, its launch: `launch_row` in `calls`, `launch_ns` and
+    `launch_thread`; copies and fills come last in it.
 
     `devices`: names by index where the trace says them. `other`: rows of the file without a place here, by category.
     `recorder`: the profiler's version, where the trace says it. `lost`: events the profiler itself says it lost.

@@ -38,7 +38,7 @@ _WORK_TABLES = {
     "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "graph",
 }
 _COPY_NAMES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
-_OPERATOR = re.compile(r"^(?P<name>[^,]+?), (?:seq = (?P<sequence>\d+)|op_id = \d+|sizes = \[)")
+_OPERATOR = re.compile(r"^(?P<name>[^,]+?), (?:seq = (?P<sequence>\d+)|op_id = \d+)")
 """How `torch.autograd.profiler.emit_nvtx` writes an operator: `aten::mm, seq = 12, op_id = 34`."""
 
 
