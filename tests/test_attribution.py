@@ -223,6 +223,60 @@ def test_recomputation_inside_backward():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("thread", [MAIN, AUTOGRAD])
+def test_forward_run_again_inside_backward_is_backward(thread: int):
+    capture = Capture()
+    capture.range("step 0", 0, 3000)
+    capture.range("forward", 10, 500)
+    capture.kernel(100, 10)
+    capture.range("backward", 600, 2000)
+    capture.range("forward", 700, 2000, thread=thread)
+    capture.kernel(800, 20, thread=thread)
+    capture.kernel(2000, 40)
+    assert places(capture, "phase", "duration_ns") == [("forward", 10), ("backward", 20), (None, 40)]
+    assert attributed(capture).instances.filter(pl.col("what") == "forward").height == 1
+
+
+def test_forward_beside_another_threads_backward_is_forward():
+    """Two threads that train: the second's forward begins and ends while the first runs backward."""
+    capture = Capture()
+    capture.range("backward", 0, 1000)
+    capture.range("forward", 100, 200, thread=OTHER)
+    capture.kernel(150, 10, thread=OTHER)
+    capture.range("backward", 300, 1200, thread=OTHER)
+    capture.kernel(1100, 20, thread=OTHER)
+    assert places(capture, "phase") == [("forward",), ("backward",)]
+
+
+def test_steps_without_marks_are_the_fewer_of_forward_and_optimizer():
+    """Two micro-batches for one run of two optimizers, twice."""
+    capture = Capture()
+    for begin in (0, 10_000):
+        for batch in (0, 1000):
+            capture.range("forward", begin + batch, begin + batch + 400)
+            capture.kernel(begin + batch + 100, 10)
+            capture.range("backward", begin + batch + 500, begin + batch + 900)
+        capture.range("Optimizer.step#AdamW.step", begin + 3000, begin + 3400)
+    assert attributed(capture).steps == 2
+    for begin in (0, 10_000):
+        capture.range("Optimizer.step#SGD.step", begin + 3500, begin + 3600)
+        capture.range("Optimizer.step#Muon.step", begin + 3700, begin + 3800)
+    assert attributed(capture).steps == 4  # of four forward and six runs of an optimizer
+
+
+def test_a_step_marked_twice_is_one_step():
+    """By the profiler and by the user, who leaves the release of gradients outside."""
+    capture = Capture()
+    for number, begin in enumerate((0, 1000, 2000)):
+        capture.range(f"ProfilerStep#{number}", begin, begin + 1000)
+        capture.kernel(begin + 10, 5, name=ELEMENTWISE)
+        capture.range("step", begin + 100, begin + 900)
+        capture.kernel(begin + 200, 5)
+    made = attributed(capture)
+    assert made.steps == 3
+    assert made.work["step"].to_list() == [0, 0, 1, 1, 2, 2]
+
+
 def test_gradients_accumulated():
     capture = Capture()
     capture.range("backward", 0, 1000)
@@ -329,11 +383,20 @@ def joined(ranges: list[Row]) -> list[Row]:
     return pieces
 
 
+def run_again(capture: Capture, row: Row) -> bool:
+    """Whether it is forward inside backward, of its thread or, where that has none, of another."""
+    if phase_of(row["name"]) != "forward":
+        return False
+    backward = [r for r in capture.ranges if phase_of(r["name"]) == "backward" and r["process"] == row["process"]]
+    own = [r for r in backward if r["thread"] == row["thread"]]
+    return any(r["start"] <= row["start"] < r["end"] and row["end"] <= r["end"] for r in joined(own or backward))
+
+
 def plainly(capture: Capture, call: Row | None) -> tuple[str | None, str | None, bool]:
     """Phase, module and whether it is ranged, of work with that launch, by looking at every range."""
     if call is None:
         return None, None, False
-    ours = [row for row in capture.ranges if row["process"] == call["process"]]
+    ours = [row for row in capture.ranges if row["process"] == call["process"] and not run_again(capture, row)]
     mine = [row for row in ours if row["thread"] == call["thread"]]
     at = call["start"]
     own = last_begun([row for row in mine if phase_of(row["name"])], at)
@@ -343,6 +406,7 @@ def plainly(capture: Capture, call: Row | None) -> tuple[str | None, str | None,
         )
     launching = {(row["process"], row["thread"]) for row in capture.calls}
     inner = [row for row in capture.ranges if kind_of(row["name"]) in ("step", "phase")]
+    inner = [row for row in inner if not run_again(capture, row)]
     outer = {
         row["name"]
         for row in capture.ranges
@@ -353,7 +417,7 @@ def plainly(capture: Capture, call: Row | None) -> tuple[str | None, str | None,
         and row["end"] - row["start"] > held["end"] - held["start"]
     }
     module = last_begun([row for row in mine if kind_of(row["name"]) == "module" and row["name"] not in outer], at)
-    ranged = any(row["start"] <= at < row["end"] for row in ours)
+    ranged = any(row["start"] <= at < row["end"] for row in capture.ranges if row["process"] == call["process"])
     phase = phase_of(own["name"]) if own else None
     return phase, module["name"] if module else ROOT if phase else None, ranged
 

@@ -153,6 +153,8 @@ def test_families_by_hand(tmp_path: Path):
     # One addition in backward, one in no operator.
     assert (adds.device_ns, adds.backward_ns, adds.forward_ns, adds.covered_ns) == (9_000, 4_000, 0, 4_000)
     assert (adds.verdict, adds.verdict_share) == ("launch-bound", pytest.approx(4 / 9))
+    assert adds.mostly is None and products.mostly == "compute-bound"
+    assert [each.backward_over_forward for each in (products, copies, adds)] == [None, None, None]
     assert family(found, "memcpy/memset").verdict is None
     assert (found.busy_ns, found.covered_ns) == (67_000, 34_000 + 4_000 + 4_000)
     assert (found.passes.forward_ns, found.passes.backward_ns) == (38_000, 4_000)
@@ -269,6 +271,23 @@ def test_sentences_and_tables_have_the_figures(tmp_path: Path):
     assert "addmm bf16 1024 1024x1024 1024x1024" in text and "2 more take" in text
     assert "bf16 989.4 TFLOP/s (NVIDIA H200 datasheet (SXM))" in text
     assert "Backward takes 0.11 times forward" in text
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [(45, ""), (16, "bound by FLOPs: causal attention"), (47, "bound by bytes: operands stayed")],
+)
+def test_what_is_quicker_than_its_bound_is_told_by_what_bounds_it(tmp_path: Path, end: int, words: str):
+    """The product's bound is 2.2 us, the copy's 1.7 us."""
+    steps = Steps()
+    steps.operator("mm", 0, 20, [*SQUARE], ["c10::BFloat16"] * 2)
+    steps.kernel(BF16_GEMM, 10, 15, 16 if end == 16 else 45)
+    steps.operator("copy_", 32, 38, [*SQUARE, []], ["float", "float", "Scalar"])
+    steps.kernel(COPY, 34, 46, 47 if end == 47 else 60)
+    console = Console(width=200, record=True, file=(tmp_path / "out").open("w"))
+    console.print(render_roofline(steps.roofline(tmp_path)))
+    text = console.export_text()
+    assert ("In less time than their bound" in text) == bool(words) and words in text
 
 
 def test_json_is_per_step(tmp_path: Path):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.analysis.attribution import attribute
+from stepscope.analysis.range_totals import range_totals
 from stepscope.analysis.trace_checks import check_trace
 from stepscope.analysis.trace_summary import TraceSummary
 from stepscope.core.finding import Finding
@@ -113,6 +114,10 @@ def test_row_14_graphs_recorded_as_a_whole(tmp_path: Path):
     summary = summarise(write_sqlite(tables, tmp_path / "t.sqlite"))
     assert summary.kernel_count == 3  # a graph is no kernel, and yet its time is busy time
     assert summary.busy_ns == 3 * 500 + 7000
+    (forward,) = summary.phases
+    assert (forward.kernels, forward.busy_ns) == (3, 3 * 500 + 7000)
+    (within,) = range_totals(summary.attribution)
+    assert (within.kernels, within.busy_ns) == (3, 3 * 500 + 7000)
     found = findings(tmp_path / "t.sqlite")["graphs-unseen"]
     assert found.evidence == {"graph_launches": 1, "busy_ns": 7000}
     assert "--cuda-graph-trace=node" in found.remedy
@@ -196,3 +201,17 @@ def test_steps_that_touch_are_steps_of_their_own(tmp_path: Path):
         capture.range("step", 1000 * step, 1000 * step + 1000)
         capture.kernel(1000 * step + 10, 50)
     assert summarise(write_kineto(capture, tmp_path / "t.json")).steps == 3
+
+
+def test_an_evaluation_between_steps(tmp_path: Path):
+    made = Capture()
+    for begin in (0, 4000):
+        made.range(f"step {begin}", begin, begin + 1000)
+        made.range("forward", begin + 10, begin + 900)
+        made.kernel(begin + 20, 300)
+    assert "outside-steps" not in findings(write_kineto(made, tmp_path / "steps.json"))
+    made.range("evaluate", 2000, 3000)
+    made.range("forward", 2010, 2900)
+    made.kernel(2020, 400)
+    found = findings(write_kineto(made, tmp_path / "evaluated.json"))["outside-steps"]
+    assert found.evidence == {"outside_ns": 400, "kernels": 1, "steps": 2}

@@ -35,7 +35,6 @@ CATEGORIES = (
     "host",
     "synchronisation",
 )
-ON_DEVICE = CATEGORIES[:3]
 
 _Segment = tuple[int, int, str, int | None]
 """Begin, end, category, and the row of the device work, where it is one."""

@@ -30,7 +30,8 @@ class KernelTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class RangeTotals:
-    """One name's totals; graphs recorded as a whole count in `busy_ns`, not in `kernels`. `gemm_fraction` is the share of matrix multiplication in `busy_ns`, 0 where nothing ran.
+    """One name's totals; graphs recorded as a whole count in `busy_ns`, not in `kernels`. `gemm_fraction`: the share of
+    matrix multiplication in `busy_ns`, 0 where nothing ran.
 
     `top_kernels` is None where the file has so many ranges inside each other that listing them was left out.
     """

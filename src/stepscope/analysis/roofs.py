@@ -108,7 +108,8 @@ class FamilyRoof:
 
     `device_ns`: all its kernels, copies and fills. `forward_ns`, `backward_ns`: those of these phases. `covered_ns`:
     the part of it in operators whose work is known; `flops` and `bytes_moved` are theirs. `bounded_ns`: the part whose
-    bound, `bound_ns`, is known too. `verdict`: the one that holds for most of its time, `verdict_ns`; None without any.
+    bound, `bound_ns`, is known too. `verdict`: the one that holds for more of its time than any other, `verdict_ns`,
+    which may be a small part; None without any.
     """
 
     family: Family
@@ -152,8 +153,14 @@ class FamilyRoof:
         return self.verdict_ns / self.device_ns if self.verdict and self.device_ns else None
 
     @property
+    def mostly(self) -> Verdict | None:
+        """The verdict, if it holds for more than half of the family's time."""
+        return self.verdict if 2 * self.verdict_ns > self.device_ns else None
+
+    @property
     def backward_over_forward(self) -> float | None:
-        return self.backward_ns / self.forward_ns if self.forward_ns else None
+        """None where either of them did not run."""
+        return self.backward_ns / self.forward_ns if self.forward_ns and self.backward_ns else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +178,8 @@ class PassRatio:
 
     @property
     def time_ratio(self) -> float | None:
-        return self.backward_ns / self.forward_ns if self.forward_ns else None
+        """None where either of them did not run."""
+        return self.backward_ns / self.forward_ns if self.forward_ns and self.backward_ns else None
 
     @property
     def flops_ratio(self) -> float | None:

@@ -248,12 +248,12 @@ def profiler_slows(summary: TraceSummary) -> Finding | None:
     """A traced step much longer than the unprofiled one: its shares hold, its times do not."""
     steps = summary.attribution.instances.filter(pl.col("what") == "step")
     sample = summary.run.samples.get("step") if summary.run else None
-    if not sample or not sample.count or not steps.height:
+    unprofiled_s = sample.median_s if sample and sample.count else None
+    if not unprofiled_s or not steps.height:
         return None
-    unprofiled_s = sample.median_s
     lengths = sorted((steps["end_ns"] - steps["start_ns"]).to_list())
     traced_s = lengths[len(lengths) // 2] * 1e-9
-    ratio = traced_s / unprofiled_s if unprofiled_s else 0.0
+    ratio = traced_s / unprofiled_s
     if ratio < _SLOWED:
         return None
     return Finding(

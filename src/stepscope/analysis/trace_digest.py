@@ -27,7 +27,10 @@ class FamilyRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoofRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One kernel family against the device's peaks, per step; None where work or peak is not known."""
+    """One kernel family against the device's peaks, per step; None where work or peak is not known.
+
+    `verdict` holds for more than half of the family's time.
+    """
 
     family: str
     device_ns: float
@@ -99,7 +102,7 @@ def _roofs(summary: TraceSummary) -> tuple[RoofRow, ...]:
             intensity=roof.intensity,
             bound_ns=roof.bound_ns / summary.steps if roof.bounded_ns else None,
             over_bound=roof.over_bound,
-            verdict=roof.verdict,
+            verdict=roof.mostly,
         )
         for roof in summary.roofline.families
         if roof.device_ns

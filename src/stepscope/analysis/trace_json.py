@@ -12,7 +12,10 @@ from stepscope.core.finding import Finding
 
 
 def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...]) -> dict[str, Any]:
-    """Totals in nanoseconds over the whole capture; `phases`, `families` and `modules` per step."""
+    """Totals in nanoseconds over the whole capture, `ranges`, `idle` and `overlap` among them.
+
+    Per step: `phases`, `families`, `modules`, `attention` and `roles`. `critical_path` is of one step.
+    """
     copies, copies_ns = summary.copies
     attribution = summary.attribution
     return {

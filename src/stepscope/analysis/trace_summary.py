@@ -28,9 +28,10 @@ OUTSIDE = "outside"
 class PhaseSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One phase of the step. Times and counts are per step.
 
-    `range_ns`: how long its range was open on the host; None outside. `product_kernels`: matrix products, the second
-    passes of split ones left out; None on a CPU, whose operators call one another. `expected_products`: by the model's
-    sizes, where a run says them. `unprofiled_s`: the phase's median when nobody watched, by the device's clock.
+    `kernels`: graphs recorded as a whole are not counted. `range_ns`: how long its range was open on the host; None
+    outside. `product_kernels`: matrix products, the second passes of split ones left out; None on a CPU, whose
+    operators call one another. `expected_products`: by the model's sizes, where a run says them. `unprofiled_s`:
+    the phase's median when nobody watched, by the device's clock.
     """
 
     phase: str
@@ -82,6 +83,7 @@ class TraceSummary:
             "part",
             "role",
             "duration_ns",
+            "kind",
             pl.col("phase").cast(pl.String).fill_null(OUTSIDE).alias("phase"),
         )
 
@@ -136,7 +138,7 @@ class TraceSummary:
             row["phase"]: row
             for row in self._kernels.group_by("phase")
             .agg(
-                pl.len().alias("kernels"),
+                (pl.col("kind") != "graph").sum().alias("kernels"),
                 pl.col("duration_ns").sum().alias("busy"),
                 pl.col("duration_ns").filter(is_gemm).sum().alias("gemm"),
                 first_pass.sum().alias("products"),

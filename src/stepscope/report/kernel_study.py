@@ -156,10 +156,15 @@ def _fractions(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
     words = []
     if rows:
         words.append(
-            f"Over a whole training step the share is lower than in forward alone in {falls} of {rows} cells: the "
-            "optimizer multiplies no matrices."
+            f"Over a whole training step the share is lower than in forward alone in {falls} of {rows} cells"
+            f"{': the optimizer multiplies no matrices' if falls and _optimizer_without_products(cells) else ''}."
         )
     return table, words
+
+
+def _optimizer_without_products(cells: list[StudiedCell]) -> bool:
+    optimizers = [phase for cell in cells if cell.trains and (phase := cell.digest.phase("optimizer"))]
+    return bool(optimizers) and not any(phase.gemm_ns for phase in optimizers)
 
 
 def _without_phase(cell: StudiedCell) -> tuple[object, ...]:
@@ -214,9 +219,19 @@ def _families(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
         least, most = min(ratios), max(ratios)
         words.append(
             f"In kernel time backward takes {least[0]:.2f} ({least[1]}) to {most[0]:.2f} times ({most[1]}) as long as "
-            "forward, for twice the matrix products."
+            f"forward{', for twice the matrix products' if _twice_the_products(cells) else ''}."
         )
     return table, words
+
+
+def _twice_the_products(cells: list[StudiedCell]) -> bool:
+    """Whether each backward ran twice the products of its forward."""
+    counts = [
+        (forward.product_kernels, backward.product_kernels)
+        for cell in cells
+        if (forward := cell.digest.phase("forward")) and (backward := cell.digest.phase("backward"))
+    ]
+    return all(forward is not None and backward == 2 * forward for forward, backward in counts)
 
 
 def _tools(cells: list[StudiedCell]) -> tuple[Table, list[str]]:

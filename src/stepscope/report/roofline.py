@@ -35,8 +35,13 @@ def render_roofline(roofline: Roofline, top: int = TOP) -> RenderableType:
     if any(each.is_launch_bound for each in roofline.operators):
         words = "Launch-bound: the host takes longer over a call than the device; under a profiler the more so."
         parts.append(Text(words, style="dim"))
-    if any((each.over_bound or 1.0) < _SURELY_BELOW for each in roofline.operators):
-        words = "In less time than their bound: operands stayed in the L2 cache, or were broadcast views."
+    below = [each for each in roofline.operators if (each.over_bound or 1.0) < _SURELY_BELOW]
+    by_flops = [(each.compute_ns or 0.0) >= (each.memory_ns or 0.0) for each in below]
+    if not all(by_flops):
+        words = "In less time than their bound by bytes: operands stayed in the L2 cache, or were broadcast views."
+        parts.append(Text(words, style="dim"))
+    if any(by_flops):
+        words = "In less time than their bound by FLOPs: causal attention counted full, or a peak of other shapes."
         parts.append(Text(words, style="dim"))
     return Group(*parts)
 
@@ -191,7 +196,7 @@ def _family_table(roofline: Roofline) -> Table:
             _scaled(each.bytes_per_s, 1e9, 0),
             _ms(each.bound_ns, roofline.steps) if each.bound_ns else "",
             _ratio(each.over_bound),
-            each.verdict or "",
+            each.mostly or "",
             _ratio(each.backward_over_forward),
         )
     return table

@@ -78,7 +78,8 @@ def _phase_table(summary: TraceSummary) -> Table:
     """(a) and (d)."""
     products = any(phase.product_kernels is not None for phase in summary.phases)
     unprofiled = any(phase.unprofiled_s is not None for phase in summary.phases)
-    heads = ["phase, a step", "kernels", "kernel time ms", "range open ms"]
+    noun = _noun(summary)
+    heads = ["phase, a step", f"{noun}s", f"{noun} time ms", "range open ms"]
     heads += ["unprofiled ms"] if unprofiled else []
     heads += ["matrix products"] if products else []
     table = make_table(*heads, "matrix share", right_from=1)
@@ -102,18 +103,19 @@ def _phase_table(summary: TraceSummary) -> Table:
 
 def _phase_words(summary: TraceSummary) -> list[Text]:
     named = {phase.phase: phase for phase in summary.phases}
+    noun = _noun(summary)
     words = []
     if "forward" in named and "backward" in named:
         forward, backward = named["forward"], named["backward"]
         ratio = backward.busy_ns / forward.busy_ns if forward.busy_ns else 0.0
         words.append(
-            f"Matrix multiplication is {format_share(forward.gemm_fraction)} of kernel time in forward, "
+            f"Matrix multiplication is {format_share(forward.gemm_fraction)} of {noun} time in forward, "
             f"{format_share(backward.gemm_fraction)} in backward, {format_share(summary.gemm_fraction)} in all; "
             f"backward takes {ratio:.2f} times forward."
         )
     elif "forward" in named:
         words.append(
-            f"Matrix multiplication is {format_share(named['forward'].gemm_fraction)} of kernel time in forward."
+            f"Matrix multiplication is {format_share(named['forward'].gemm_fraction)} of {noun} time in forward."
         )
     for role, busy_ns in summary.roles.items():
         does = {RECOMPUTATION: "recomputes what forward did not keep"}.get(role, f"is {role}")
@@ -154,7 +156,7 @@ def _kernel_tables(summary: TraceSummary, phase: str) -> list[RenderableType]:
             _add_kernel(table, row)
     first = top[0]
     label, share = kernel_label(first.name), format_share(first.share)
-    sentence = f"{label} takes most of {phase}: {share}, in {first.calls:g} calls a step."
+    sentence = f"{label} takes the most time in {phase}: {share}, in {first.calls:g} calls a step."
     return [table, Text(sentence)]
 
 
@@ -165,7 +167,7 @@ def _add_kernel(table: Table, row: KernelRow) -> None:
 def _attention_table(rows: tuple[AttentionRow, ...]) -> Table:
     """(e)."""
     counted = any(row.flops for row in rows)
-    heads = ["attention in forward", "ms a step", *(("FLOPs", "rate") if counted else ())]
+    heads = ["attention in forward", "ms a step", *(("FLOPs, full square", "rate") if counted else ())]
     table = make_table(*heads, right_from=1)
     for row in rows:
         cells = [row.part, _ms(row.busy_ns)]
@@ -217,6 +219,10 @@ def _module_table(summary: TraceSummary) -> Table:
         table.add_section()
         table.add_row(f"{left.height} more", "", *("" for _ in phases), _ms(int(left["busy_ns"].sum())), "")
     return table
+
+
+def _noun(summary: TraceSummary) -> str:
+    return "operator" if summary.attribution.table.on_cpu else "kernel"
 
 
 def _ms(nanoseconds: float | None) -> str:
