@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.analysis import attribution as attribution_module
+from stepscope.analysis import places as places_module
 from stepscope.analysis.attribution import ROOT, Attribution, attribute
 from stepscope.analysis.range_names import PHASES, kind_of, phase_of
 from stepscope.trace.read import read_trace
@@ -427,7 +427,7 @@ def plainly(capture: Capture, call: Row | None) -> tuple[str | None, str | None,
 def test_random_captures(capture: Capture, stretch: int):
     """In stretches or in one go, as in the plain way."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attribution_module, "_STRETCH", stretch)
+        patch.setattr(places_module, "_STRETCH", stretch)
         made = attributed(capture)
     calls = {(row["process"], row["correlation"]): row for row in capture.calls}
     expected = [plainly(capture, calls.get((row["process"], row["correlation"]))) for row in capture.launched]

@@ -12,6 +12,7 @@ from functools import cached_property
 import polars as pl
 
 from stepscope.analysis.families import FAMILIES, classify
+from stepscope.analysis.places import Places, gather
 from stepscope.analysis.range_names import (
     GRADIENT_ACCUMULATION,
     PHASES,
@@ -26,7 +27,6 @@ from stepscope.trace.nesting import Nest, numbered, union
 from stepscope.trace.table import COPIES, KIND, TraceTable
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
-_STRETCH = 1 << 17
 ROOT = ""
 """The module path of what ran in a phase but in no module's range: the model itself, the loss, a compiled graph."""
 
@@ -108,7 +108,7 @@ def attribute(table: TraceTable) -> Attribution:
     kinds = _kinds(table.ranges)
     few = _steps_and_phases(table.ranges, kinds)
     modules = _modules(_named(table.ranges, kinds["module"], threads), few, threads)
-    parts = _Places(_named(table.ranges, kinds["part"], threads))
+    parts = Places(_named(table.ranges, kinds["part"], threads))
     work = work.with_columns(
         modules.name_at(work["track"], work["launch_ns"], "module"),
         parts.name_at(work["track"], work["launch_ns"], "part"),
@@ -118,7 +118,7 @@ def attribute(table: TraceTable) -> Attribution:
     work = work.with_columns(_ranged(work, table.ranges))
     operators = _on_threads(table.operators.with_row_index("row"), threads)
     work = work.with_columns(_operator_row(work, operators, table))
-    work = work.with_columns(_gather(table.operators["name"], work["operator_row"]).alias("operator"))
+    work = work.with_columns(gather(table.operators["name"], work["operator_row"]).alias("operator"))
     work, checked, agree = _through_forward(work, operators, table, (modules, parts), threads)
     work = work.with_columns(_family(work)).with_columns(_role())
     in_phase = pl.col("phase").is_not_null() & pl.col("module").is_null()
@@ -176,7 +176,7 @@ def _inside(ranges: pl.DataFrame, around: pl.DataFrame, by: list[str]) -> pl.Ser
     track = numbered(pl.concat([ranges.select(by), merged.select(by)]), by)
     outer = _lasting(merged).with_columns(track.tail(merged.height).alias("track"))
     row = Nest(outer, "track").innermost(track.head(ranges.height), ranges["start_ns"])
-    return (_gather(merged["end_ns"], row) >= ranges["start_ns"] + ranges["duration_ns"]).fill_null(False)
+    return (gather(merged["end_ns"], row) >= ranges["start_ns"] + ranges["duration_ns"]).fill_null(False)
 
 
 def _is_named(names: list[str]) -> pl.Expr:
@@ -193,58 +193,14 @@ def _named(ranges: pl.DataFrame, names: list[str], threads: pl.DataFrame) -> pl.
     return pl.concat([pl.DataFrame(schema=nothing), *found])
 
 
-class _Places:
-    """Named intervals on threads that launch work.
-
-    A million of them are nested stretch by stretch, cut where none is open on any thread, so that little is held at
-    once; fewer in one go, once.
-    """
-
-    def __init__(self, intervals: pl.DataFrame) -> None:
-        if "track" not in intervals.columns:
-            intervals = intervals.with_columns(pl.lit(0, pl.Int64).alias("track"))
-        if intervals.height > 2 * _STRETCH and not intervals["start_ns"].is_sorted():
-            intervals = intervals.sort("start_ns", maintain_order=True)
-        self._intervals = intervals
-        self._cuts = _cuts(intervals)
-        self._whole = Nest(intervals, "track") if len(self._cuts) == 1 else None
-
-    def name_at(self, track: pl.Series, time_ns: pl.Series, alias: str) -> pl.Series:
-        """The name of the innermost interval open at each moment on its thread, or null."""
-        names = self._intervals["name"]
-        if self._whole is not None:
-            return _gather(names, self._whole.innermost(track, time_ns)).alias(alias)
-        begins = self._intervals["start_ns"].gather(self._cuts)
-        asked = pl.DataFrame([track.alias("track"), time_ns.alias("time_ns")]).with_row_index("query")
-        asked = asked.with_columns(begins.search_sorted(time_ns.fill_null(-1), side="right").alias("stretch"))
-        answers = []
-        for (stretch,), queries in asked.filter(pl.col("stretch") > 0).group_by("stretch"):
-            first = self._cuts[stretch - 1]  # type: ignore[operator]
-            last = self._cuts[stretch] if stretch < len(self._cuts) else self._intervals.height  # type: ignore[operator]
-            part = self._intervals[first:last]
-            rows = Nest(part, "track").innermost(queries["track"], queries["time_ns"])
-            answers.append(queries.select("query", _gather(part["name"], rows).alias(alias)).drop_nulls())
-        found = pl.concat([pl.DataFrame(schema={"query": pl.UInt32, alias: names.dtype}), *answers])
-        return asked.select("query").join(found, on="query", how="left", maintain_order="left")[alias]
-
-
-def _cuts(intervals: pl.DataFrame) -> list[int]:
-    """First rows of stretches of at least `_STRETCH` intervals, by start, that no interval crosses."""
-    if intervals.height <= 2 * _STRETCH:
-        return [0]
-    reached = (intervals["start_ns"] + intervals["duration_ns"].clip(lower_bound=1)).cum_max().shift(1)
-    free = (intervals["start_ns"] >= reached).fill_null(True).arg_true()
-    return free.to_frame("row").group_by((pl.col("row") // _STRETCH).alias("stretch")).min()["row"].sort().to_list()
-
-
-def _modules(candidates: pl.DataFrame, few: pl.DataFrame, threads: pl.DataFrame) -> _Places:
+def _modules(candidates: pl.DataFrame, few: pl.DataFrame, threads: pl.DataFrame) -> Places:
     """Module ranges: all that enclose no step or phase ("epoch" and "train" do, and are no modules)."""
     outer: set[str] = set()
     for (track, _, _), inner in _on_threads(few, threads).group_by("track", "what", "phase"):
         outer |= _enclosing(candidates, candidates["track"] == track, inner.sort("start_ns"))
     if not outer:
-        return _Places(candidates)
-    return _Places(candidates.filter(~_is_named(sorted(outer))))
+        return Places(candidates)
+    return Places(candidates.filter(~_is_named(sorted(outer))))
 
 
 def _enclosing(candidates: pl.DataFrame, chosen: pl.Series, inner: pl.DataFrame) -> set[str]:
@@ -277,20 +233,13 @@ def _on_threads(frame: pl.DataFrame, threads: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _gather(values: pl.Series, rows: pl.Series) -> pl.Series:
-    """Values at rows, null where the row is."""
-    if not len(values):
-        return pl.Series(values.name, [None], dtype=values.dtype).new_from_index(0, len(rows))
-    return values.gather(rows)
-
-
 def _phase(work: pl.DataFrame, few: pl.DataFrame, threads: pl.DataFrame) -> pl.Series:
     """The launching thread's own phase or, where it has none open, the one open anywhere in its process."""
     phases = few.filter(pl.col("what") == "phase")
     own_phases = _on_threads(phases.filter("nested"), threads)
-    own = _gather(own_phases["phase"], Nest(own_phases, "track").innermost(work["track"], work["launch_ns"]))
+    own = gather(own_phases["phase"], Nest(own_phases, "track").innermost(work["track"], work["launch_ns"]))
     merged = _lasting(union(phases, ["process", "phase"]))
-    anywhere = _gather(merged["phase"], Nest(merged, "process").innermost(work["process"], work["launch_ns"]))
+    anywhere = gather(merged["phase"], Nest(merged, "process").innermost(work["process"], work["launch_ns"]))
     both = pl.DataFrame({"own": own, "anywhere": anywhere})
     return both.select(pl.coalesce("own", "anywhere").alias("phase")).to_series()
 
@@ -303,7 +252,7 @@ def _step(work: pl.DataFrame, few: pl.DataFrame) -> pl.Series:
     steps = _lasting(union(few.filter(pl.col("what") == "step"), ["process"], touching=False)).sort("start_ns")
     steps = steps.with_columns(pl.int_range(pl.len()).over("process").alias("step"))
     rows = Nest(steps, "process").innermost(work["process"], work["launch_ns"])
-    return _gather(steps["step"], rows).cast(pl.Int64).alias("step")
+    return gather(steps["step"], rows).cast(pl.Int64).alias("step")
 
 
 def _ranged(work: pl.DataFrame, ranges: pl.DataFrame) -> pl.Series:
@@ -325,14 +274,14 @@ def _operator_row(work: pl.DataFrame, operators: pl.DataFrame, table: TraceTable
     if table.on_cpu:
         return operator_order(table.operators).alias("operator_row")
     rows = Nest(operators, "track").innermost(work["track"], work["launch_ns"])
-    return _gather(operators["row"], rows).alias("operator_row")
+    return gather(operators["row"], rows).alias("operator_row")
 
 
 def _through_forward(
     work: pl.DataFrame,
     operators: pl.DataFrame,
     table: TraceTable,
-    places: "tuple[_Places, _Places]",
+    places: "tuple[Places, Places]",
     threads: pl.DataFrame,
 ) -> tuple[pl.DataFrame, int, int]:
     """Fill module and part of backward from the forward operator of the same (forward thread, sequence number)."""
@@ -346,11 +295,11 @@ def _through_forward(
     nest = Nest(backward, "track")
     row = nest.innermost(work["track"], work["launch_ns"])
     work = work.with_columns(
-        _gather(backward["process"], row).alias("_process"),
-        _gather(backward["forward_thread"], row).alias("_forward_thread"),
-        _gather(backward["sequence"], row).alias("_sequence"),
-        _gather(backward["start_ns"], row).alias("_node_ns"),
-        _gather(backward.select(accumulates).to_series(), row).fill_null(False).alias("_accumulates"),
+        gather(backward["process"], row).alias("_process"),
+        gather(backward["forward_thread"], row).alias("_forward_thread"),
+        gather(backward["sequence"], row).alias("_sequence"),
+        gather(backward["start_ns"], row).alias("_node_ns"),
+        gather(backward.select(accumulates).to_series(), row).fill_null(False).alias("_accumulates"),
     )
     forward = table.operators.filter(has_sequence & ~(pl.col("forward_thread").fill_null(0) > 0))
     made = _forward_operators(backward.filter(in_backward), forward)
@@ -365,7 +314,7 @@ def _through_forward(
     )
     # A forward operator recomputed inside a backward node carries a sequence number of its own and no forward thread.
     anew = operators.filter(has_sequence & ~(pl.col("forward_thread").fill_null(0) > 0))
-    inner = _gather(anew["start_ns"], Nest(anew, "track").innermost(work["track"], work["launch_ns"]))
+    inner = gather(anew["start_ns"], Nest(anew, "track").innermost(work["track"], work["launch_ns"]))
     recomputes = (inner > work["_node_ns"]).fill_null(False)
     own = pl.col("module").is_not_null()
     return (
@@ -418,7 +367,7 @@ def _check_links(made: pl.DataFrame, links: pl.DataFrame) -> tuple[int, int]:
     return both.height, int((both["forward_ns"] == both["from_ns"]).sum())
 
 
-def _placed(made: pl.DataFrame, places: tuple[_Places, _Places], threads: pl.DataFrame) -> pl.DataFrame:
+def _placed(made: pl.DataFrame, places: tuple[Places, Places], threads: pl.DataFrame) -> pl.DataFrame:
     """The module and part whose ranges were open when each forward operator began."""
     modules, parts = places
     made = made.join(threads, on=["process", "thread"], how="left", maintain_order="left")
