@@ -135,6 +135,16 @@ def test_ranges_round_phases_are_no_modules(around: tuple[int, int]):
     assert places(capture) == [("forward", "layers.0"), ("forward", ROOT)]
 
 
+def test_a_compiled_graph_is_no_module():
+    capture = Capture()
+    capture.range("forward", 0, 500)
+    capture.range("## Call CompiledFxGraph fz2wlegbtayr426cbo6cuyg3jiwuts3ptvxi56dg4dj7ydbh2hpo ##", 10, 400)
+    capture.kernel(100, 10)
+    capture.range("encoder", 200, 300)
+    capture.kernel(250, 10)
+    assert places(capture) == [("forward", ROOT), ("forward", "encoder")]
+
+
 def test_a_module_as_long_as_its_phase_is_a_module():
     capture = Capture()
     capture.range("forward", 100, 900)

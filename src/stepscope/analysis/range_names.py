@@ -20,7 +20,8 @@ _PHASES: tuple[tuple[str, re.Pattern[str]], ...] = (
 )
 _ASIDE = re.compile(
     r"Optimizer\.zero_grad#|zero[ _]?grad|mark backward|PyTorch Profiler|nccl|cub::|CUB|thrust::|cudnn|cublas|"
-    r"DataLoader|enumerate\(|(?:aten|autograd|torch|c10d)::|[^,]+, sizes = \[",
+    r"DataLoader|enumerate\(|## Call CompiledFxGraph|Torch-Compiled Region|"
+    r"(?:aten|autograd|torch|c10d)::|[^,]+, sizes = \[",
     re.IGNORECASE,
 )
 """Ranges of libraries and of what goes on beside the model: no modules."""
