@@ -11,7 +11,7 @@ import typer
 
 from stepscope import __version__
 from stepscope.cli import device, kernel, ls, models, run, show, study, sweep, table, trace
-from stepscope.core.errors import EXIT_INTERRUPTED, EXIT_WRONG_INPUT, StepscopeError, one_line
+from stepscope.core.errors import EXIT_INTERRUPTED, EXIT_WRONG_INPUT, StepscopeError, one_line, printable
 
 _OPTIONAL = {"torch": "pip install 'stepscope[torch]'", "polars": "pip install polars"}
 """A machine that only reads needs no torch, a bare GPU machine that only measures no polars."""
@@ -99,5 +99,5 @@ def _mend_streams() -> None:
 
 def _leave(message: str, code: int) -> NoReturn:
     with contextlib.suppress(OSError):  # whoever reads stderr may have gone
-        print(f"stepscope: {message}", file=sys.stderr)
+        print(f"stepscope: {printable(message)}", file=sys.stderr)
     sys.exit(code)

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from stepscope.core.errors import StepscopeError
+from stepscope.core.errors import StepscopeError, printable
 
 if TYPE_CHECKING:
     from stepscope.report.sweep import ProgressRow
@@ -25,14 +25,22 @@ def show(renderable: RenderableType) -> None:
     if sys.stdout.isatty():
         Console(highlight=False, markup=False).print(renderable)
         return
-    parts = renderable.renderables if isinstance(renderable, Group) else [renderable]
-    for part in parts:
+    for part in _parts(renderable):
         width = 1000 if isinstance(part, Table) else 120
         text = Console(width=width, highlight=False, markup=False, file=io.StringIO())
         text.print(part)
         assert isinstance(text.file, io.StringIO)
         lines = [line.rstrip() for line in text.file.getvalue().splitlines()]
         emit("\n".join(lines).strip("\n") + "\n")
+
+
+def _parts(renderable: RenderableType) -> Iterator[RenderableType]:
+    """What a group holds, and the groups in it."""
+    if not isinstance(renderable, Group):
+        yield renderable
+        return
+    for inner in renderable.renderables:
+        yield from _parts(inner)
 
 
 def emit(text: str) -> None:
@@ -50,7 +58,7 @@ def emit(text: str) -> None:
 def warn(line: str) -> None:
     """One line on stderr; a stderr that is gone or full stops nothing."""
     with contextlib.suppress(OSError):
-        print(f"stepscope: {line}", file=sys.stderr)
+        print(f"stepscope: {printable(line)}", file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """`stepscope trace`: what a capture says, whichever profiler made it."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,6 +37,8 @@ def trace(
     json: options.Json = False,
 ) -> None:
     """Where the time of a captured step went: by phase, family, kernel and module, every nanosecond accounted for."""
+    if against is not None and perfetto is not None:
+        raise InputError("--perfetto shows one capture, --against compares two: ask for one after the other")
     summary = load_summary(file, without_ranges=no_ranges)
     if against is not None:
         _compare(load_summary(against, without_ranges=no_ranges), summary, against, file, json)
@@ -101,14 +104,23 @@ def load_summary(path: Path, *, without_ranges: bool = False) -> "TraceSummary":
 
 
 def _make_readable(path: Path) -> None:
-    """What a machine without the host part of nsys recorded is imported and exported into its run directory first."""
-    directory = path if path.is_dir() else path.parent
-    alone = path.is_file() and path.suffix != ".qdstrm"
-    if alone or not (directory / RUN_FILE).is_file() or (any(directory.glob("trace.kineto*")) and path.is_dir()):
+    """What a machine without the host part of nsys recorded is imported and exported into its run directory first.
+
+    Where nothing can be written, or the run itself is broken, the capture is read as it lies there.
+    """
+    from stepscope.trace.read import find_capture
+
+    try:
+        capture = find_capture(path)
+        if capture.suffix != ".qdstrm" and not (path.is_dir() and capture.suffix == ".nsys-rep"):
+            return
+        load_run(capture.parent)
+    except (OSError, InputError):  # read_trace says what is wrong, if anything is
         return
     from stepscope.studies.nsys_trace import import_capture
 
-    import_capture(directory)
+    with contextlib.suppress(OSError):
+        import_capture(capture.parent)
 
 
 def _run_beside(capture: Path) -> Run | None:

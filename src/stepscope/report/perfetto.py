@@ -18,13 +18,18 @@ import msgspec
 import polars as pl
 
 from stepscope.analysis.attribution import ROOT, Attribution
+from stepscope.analysis.trace_digest import DIGEST_FILE
 from stepscope.core.errors import InputError
+from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.run_directory import RUN_FILE
 from stepscope.report.kernel_label import kernel_label
 from stepscope.trace.read import IN_RUN, find_capture
 
 _BLOCK = 65_536
 """Events turned into text at once: some 30 MB."""
+
+_OF_RUNS = (RUN_FILE, *IN_RUN, *(DIGEST_FILE.format(tool=tool) for tool in TRACE_TOOLS))
+"""What a run directory holds is measured: never written over, whichever capture is read."""
 
 _MODEL = "(model)"
 """What ran in a phase but in no module's range."""
@@ -48,10 +53,14 @@ def write_perfetto(
     `gaps` are an Occupation's. `source` is the capture (or its run directory): it is never overwritten.
     Raises InputError where `out` cannot be written.
     """
+    if not out.name:
+        raise InputError(f"cannot write {out}: it is no file; name another one")
     temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     try:
         if out.exists() and not out.is_file():
             raise InputError(f"cannot write {out}: it is no file; name another one")
+        if out.exists() and (out.parent / RUN_FILE).exists() and out.name in _OF_RUNS:
+            raise InputError(f"cannot write {out}: it is part of a run; name another file")
         if _is_part_of(out, source):
             raise InputError(f"cannot write {out}: it is the capture itself; name another file")
         with temporary.open("wb") as file:

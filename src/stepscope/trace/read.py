@@ -14,7 +14,8 @@ from stepscope.trace.table import TraceTable
 
 _SQLITE = b"SQLite format 3\x00"
 RUN_FILE = "run.json"
-IN_RUN = ("trace.kineto.json.gz", "trace.nsys.sqlite", "trace.nsys-rep", "trace.qdstrm")
+_EXPORT, _STREAM = "trace.nsys.sqlite", "trace.qdstrm"
+IN_RUN = ("trace.kineto.json.gz", _EXPORT, "trace.nsys-rep", _STREAM)
 """Captures that `stepscope run --trace` leaves in a run directory, the quickest to read first."""
 
 
@@ -44,7 +45,10 @@ def find_capture(path: Path) -> Path:
     if not path.exists():
         raise InputError(f"{path}: no such file")
     if not path.is_dir():
-        return path
+        if not path.is_file():  # a capture is read from its start more than once
+            raise InputError(f"{path}: a pipe or device, not a file: write the capture to a file first")
+        exported = path.with_name(_EXPORT)
+        return exported if path.name == _STREAM and exported.is_file() else path
     if any(path.glob("*.parquet")):
         return path
     for name in IN_RUN:

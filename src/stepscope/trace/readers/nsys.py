@@ -65,6 +65,11 @@ def is_nsys_report(path: Path, head: bytes) -> bool:
 
 @contextmanager
 def _exported(path: Path) -> Iterator[Path]:
+    if path.suffix == ".qdstrm":
+        raise InputError(
+            f"{path}: a raw capture, which nsys cannot export: make a report of it with the QdstrmImporter of "
+            "Nsight Systems, or where its run directory is whole and can be written to"
+        )
     nsys = find_nsys()
     if nsys is None:
         raise InputError(f"{path}: reading a report needs nsys for its export: {how_to_get_nsys()}")

@@ -3,6 +3,7 @@
 Which tables and columns exist differs between versions of nsys. An SQLite file is opened read-only and never locked.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -46,7 +47,7 @@ class SqliteTables:
                 )
         _check_whole(path, self.path)
         self._errors = adbc_driver_sqlite.dbapi.Error
-        self._uri = f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1"
+        self._uri = f"file:{quote(os.fsencode(path.resolve()))}?mode=ro&immutable=1"
         self._connect = adbc_driver_sqlite.dbapi.connect
         described = self._query(
             "SELECT CAST(m.name AS BLOB) AS t, CAST(c.name AS BLOB) AS c"

@@ -1,0 +1,97 @@
+"""`stepscope trace` by the places it is pointed at: what is no file, odd names, runs that are broken or must stay."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Group
+from rich.text import Text
+
+from stepscope.cli.output import show
+from stepscope.core.run_directory import save_run
+from stepscope.report.terminal import make_table
+from tests.captures import nsys_tables, training_steps, write_kineto, write_sqlite
+from tests.conftest import make_run
+
+
+def stepscope(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "stepscope", *map(str, arguments)],
+        capture_output=True, text=True, check=False, timeout=60, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> str:
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr[-2000:]
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.rstrip("\n").isprintable()
+    return done.stderr
+
+
+def test_a_pipe_is_refused_at_once(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    assert "write the capture to a file first" in refused(stepscope("trace", tmp_path / "pipe"))
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\nb\x1b[31m.json"], ids=["too long", "escapes"])
+def test_a_name_that_is_no_name_is_one_line(name: str):
+    refused(stepscope("trace", name))
+
+
+def test_a_name_of_any_bytes(tmp_path: Path):
+    """The URI by which SQLite opens a file is made of the name's bytes, whatever they are."""
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/100% \xff#?mode=rw.sqlite"))
+    write_sqlite(nsys_tables(training_steps()), tmp_path / "t.sqlite").rename(odd)
+    done = stepscope("trace", odd, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["kernels"]
+
+
+@pytest.mark.parametrize("name", ["trace.kineto.json.gz", "trace.nsys.sqlite"])
+def test_a_broken_run_does_not_hide_its_capture(tmp_path: Path, name: str):
+    if name.endswith(".gz"):
+        write_kineto(training_steps(), tmp_path / name)
+    else:
+        write_sqlite(nsys_tables(training_steps()), tmp_path / name)
+    (tmp_path / "run.json").write_text('{"schema_version": 1, "id')
+    done = stepscope("trace", tmp_path, "--json")
+    assert done.returncode == 0
+    assert "the run beside the capture is left out" in done.stderr
+    assert json.loads(done.stdout)["kernels"]
+
+
+def test_a_raw_capture_is_read_as_what_was_made_of_it(tmp_path: Path):
+    stream = tmp_path / "trace.qdstrm"
+    stream.write_bytes(b"QDSTRM")
+    assert "QdstrmImporter" in refused(stepscope("trace", stream))
+    write_sqlite(nsys_tables(training_steps()), tmp_path / "trace.nsys.sqlite")
+    assert stepscope("trace", stream).returncode == 0
+
+
+def test_perfetto_writes_over_nothing_of_a_run(tmp_path: Path):
+    """The files of a run beside the capture are measured too."""
+    capture = write_kineto(training_steps(), tmp_path / "trace.kineto.json.gz")
+    save_run(make_run(), tmp_path)
+    for name in ("run.json", "trace.nsys.sqlite", "trace-kineto.json"):
+        if name != "run.json":
+            (tmp_path / name).write_text("measured")
+        before = (tmp_path / name).read_bytes()
+        assert "part of a run" in refused(stepscope("trace", capture, "--perfetto", tmp_path / name))
+        assert (tmp_path / name).read_bytes() == before
+    assert stepscope("trace", capture, "--perfetto", tmp_path / "mine.json").returncode == 0
+
+
+def test_perfetto_wants_a_name_and_one_capture(tmp_path: Path):
+    capture = write_kineto(training_steps(), tmp_path / "t.json.gz")
+    refused(stepscope("trace", capture, "--perfetto", ""))
+    assert "--against" in refused(stepscope("trace", capture, "--against", capture, "--perfetto", tmp_path / "p.json"))
+
+
+def test_a_table_within_groups_is_as_wide_as_it_is(capsys: pytest.CaptureFixture[str]):
+    table = make_table("name", "verdict")
+    table.add_row("k" * 130, "compute-bound")
+    show(Group(Text("above"), Group(Text("within"), Group(table))))
+    assert "k" * 130 + "  compute-bound" in capsys.readouterr().out.replace("   ", "  ")
