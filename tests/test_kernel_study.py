@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from stepscope.analysis.trace_digest import TraceDigest, digest_of, load_digest, save_digest
+from stepscope.analysis.trace_digest import FamilyRow, RoofRow, TraceDigest, digest_of, load_digest, save_digest
 from stepscope.analysis.trace_summary import PhaseSummary
 from stepscope.report.kernel_study import StudiedCell, render_kernel_study
 from tests.captures import training_steps, write_kineto
@@ -55,6 +55,14 @@ def test_twice_the_matrix_products_where_they_are(products: float, said: bool):
     shown = text(digest(FORWARD, phase("backward", 250, 160, products)), "f")
     assert "backward takes 2.50" in shown
     assert ("for twice the matrix products" in shown) == said
+
+
+def test_no_verdict_for_most_of_a_familys_time_is_mixed():
+    family = FamilyRow(family="softmax", phase="forward", calls=1, busy_ns=10)
+    roof = RoofRow(family="softmax", device_ns=10, intensity=1, bound_ns=5, over_bound=2, verdict=None)
+    made = msgspec.structs.replace(digest(FORWARD), families=(family,), roofs=(roof,))
+    shown = text(made, "h")
+    assert "2.00 mixed" in shown and "Softmax is mixed in 1 of 1 cells." in shown
 
 
 def test_a_digest_has_the_figures_of_its_capture(tmp_path: Path):

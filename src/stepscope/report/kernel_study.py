@@ -272,12 +272,13 @@ def _roofs(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
         row = []
         for family in busiest:
             roof = roofs.get(family)
-            if roof is None or roof.over_bound is None or roof.verdict is None:
+            if roof is None or roof.over_bound is None:
                 row.append("")
                 continue
-            row.append(f"{roof.over_bound:.2f} {roof.verdict.removesuffix('-bound')}")
+            verdict = roof.verdict or "mixed"
+            row.append(f"{roof.over_bound:.2f} {verdict.removesuffix('-bound')}")
             counts = verdicts.setdefault(family, {})
-            counts[roof.verdict] = counts.get(roof.verdict, 0) + 1
+            counts[verdict] = counts.get(verdict, 0) + 1
         if any(row):
             table.add_row(cell.name, *row)
     words = [
