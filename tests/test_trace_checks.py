@@ -1,5 +1,6 @@
 """The mistakes that published traces carry, each planted in a capture, and each found."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,20 @@ def test_row_14_graphs_recorded_as_a_whole(tmp_path: Path):
     assert "--cuda-graph-trace=node" in found.remedy
 
 
+def test_row_14_graphs_that_left_nothing(tmp_path: Path):
+    """As seen under Nsight Systems 2023.4 with CUDA 13: launches of graphs, and neither kernels nor graphs."""
+    capture = one_phase(3)
+    for number in range(4):
+        capture.calls.append(
+            {
+                "name": "cudaGraphLaunch_v10000", "start": 4000 + number, "end": 4001 + number, "thread": 4242,
+                "process": 4242, "correlation": 900 + number,
+            }
+        )  # fmt: skip
+    found = findings(write_sqlite(nsys_tables(capture), tmp_path / "t.sqlite"))["graphs-unseen"]
+    assert (found.severity, found.evidence["graph_launches"]) == ("error", 4)
+
+
 def test_row_15_a_capture_that_ended_early(tmp_path: Path):
     """12 kernels of 11,109 launches arrived, as seen in the wild."""
     capture = one_phase(11_109)
@@ -188,6 +203,19 @@ def test_arrows_that_lead_elsewhere(tmp_path: Path):
     for link in capture.links:
         link["from"] += 1
     assert findings(write_kineto(capture, tmp_path / "u.json"))["arrows-disagree"].severity == "warning"
+
+
+def test_a_step_of_a_gpu_without_kernels_is_no_step_of_a_cpu(tmp_path: Path):
+    """What remains are operators by the host's time: shown without a word, they would pass for the device's."""
+    path = write_kineto(training_steps(), tmp_path / "t.json")
+    trace = json.loads(path.read_text())
+    of_device = {"kernel", "gpu_memcpy", "gpu_memset"}
+    trace["traceEvents"] = [event for event in trace["traceEvents"] if event.get("cat") not in of_device]
+    path.write_text(json.dumps(trace))
+    found = findings(path)["incomplete-trace"]
+    assert found.severity == "error"
+    assert found.evidence["kernels"] == 0
+    assert "not the device's" in found.sentence
 
 
 def test_a_profile_without_launches_has_no_incomplete_finding(tmp_path: Path):

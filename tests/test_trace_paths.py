@@ -95,3 +95,17 @@ def test_a_table_within_groups_is_as_wide_as_it_is(capsys: pytest.CaptureFixture
     table.add_row("k" * 130, "compute-bound")
     show(Group(Text("above"), Group(Text("within"), Group(table))))
     assert "k" * 130 + "  compute-bound" in capsys.readouterr().out.replace("   ", "  ")
+
+
+def test_a_name_without_end_is_cut_in_the_tables(tmp_path: Path):
+    """A kernel's, an operator's, a module's: each a cell of one line, and whole in the JSON."""
+    name = "blocks.0." + "x<(" * 50_000
+    capture = training_steps(1, 1)
+    for rows in (capture.operators, capture.ranges, capture.launched):
+        for row in rows:
+            row["name"] = name if row["name"] not in ("forward", "backward", "optimizer") else row["name"]
+    path = write_kineto(capture, tmp_path / "t.json")
+    text = stepscope("trace", path)
+    assert text.returncode == 0, text.stderr
+    assert len(text.stdout) < 50_000
+    assert name in json.loads(stepscope("trace", path, "--json").stdout)["ranges"]

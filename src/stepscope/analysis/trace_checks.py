@@ -11,6 +11,7 @@ from stepscope.core.finding import SEVERITIES, Finding
 from stepscope.core.units import format_count, format_share
 from stepscope.trace.launches import is_launch
 from stepscope.trace.nesting import Nest, numbered
+from stepscope.trace.table import TraceTable
 
 _FEW = 5
 """Launches at the edges of a capture whose kernels fall outside it are no sign of loss."""
@@ -30,8 +31,6 @@ def check_trace(summary: TraceSummary) -> tuple[Finding, ...]:
 def incomplete_trace(summary: TraceSummary) -> Finding | None:
     """Launches whose kernels never arrived: the capture ended early, or buffers were lost."""
     table = summary.attribution.table
-    if table.on_cpu:
-        return None
     names = table.calls.select("name").unique()
     launching = names.filter(is_launch(pl.col("name").cast(pl.String)))["name"]
     # Copies within the host and empty ones leave no device record; they say nothing about what was lost.
@@ -39,6 +38,8 @@ def incomplete_trace(summary: TraceSummary) -> Finding | None:
     begun = pl.col("name").is_in(launching.implode()) & ~_while_capturing(table.calls)
     launched = table.calls.select(begun.alias("launched")).to_series()
     rows = launched.arg_true()
+    if table.on_cpu or not table.work.height:
+        return _kernels_missing(len(rows))
     launches, without = len(rows), len(rows) - int(rows.is_in(table.work["launch_row"].implode()).sum())
     if without <= _FEW or without / launches < _LOST_SHARE:
         return None
@@ -56,6 +57,25 @@ def incomplete_trace(summary: TraceSummary) -> Finding | None:
             "-c cudaProfilerApi --cuda-flush-interval=100, and let the process live a second longer"
         ),
         evidence={"launches": launches, "without_kernel": without, "kernels": summary.kernel_count},
+    )
+
+
+def _kernels_missing(launches: int) -> Finding | None:
+    """A step of a GPU of which the profiler saw the host alone: operators then stand where kernels should."""
+    if not launches:
+        return None
+    return Finding(
+        kind="incomplete-trace",
+        severity="error",
+        sentence=(
+            f"{format_count(launches)} launches on a device and not one kernel in this capture: its figures are "
+            "the host's time in operators, not the device's."
+        ),
+        remedy=(
+            "capture with ProfilerActivity.CUDA, under no other profiler, as a user who may read the GPU's counters, "
+            "and synchronise before the profiler stops"
+        ),
+        evidence={"launches": launches, "without_kernel": launches, "kernels": 0},
     )
 
 
@@ -165,7 +185,19 @@ def correlation_shared(summary: TraceSummary) -> Finding | None:
 
 
 def graphs_unseen(summary: TraceSummary) -> Finding | None:
-    """CUDA graphs recorded as a whole: their time is known, their kernels are not."""
+    """CUDA graphs recorded as a whole, whose time is known and whose kernels are not; or launched and not recorded."""
+    unrecorded = _graphs_without_work(summary.attribution.table)
+    if unrecorded:
+        return Finding(
+            kind="graphs-unseen",
+            severity="error",
+            sentence=(
+                f"{format_count(unrecorded)} launches of CUDA graphs left nothing in this capture, neither kernels nor "
+                "the graph as a whole: the device time of the graphs is missing from every figure."
+            ),
+            remedy="capture with --cuda-graph-trace=node",
+            evidence={"graph_launches": unrecorded, "busy_ns": 0},
+        )
     graphs = summary.attribution.kernels.filter(pl.col("kind") == "graph")
     if not graphs.height:
         return None
@@ -180,6 +212,13 @@ def graphs_unseen(summary: TraceSummary) -> Finding | None:
         remedy="capture with --cuda-graph-trace=node",
         evidence={"graph_launches": graphs.height, "busy_ns": total},
     )
+
+
+def _graphs_without_work(table: TraceTable) -> int:
+    names = table.calls["name"].unique()
+    launching = names.filter(names.cast(pl.String).str.contains(r"^(cuda|cu|hip)GraphLaunch"))
+    rows = table.calls.select(pl.col("name").is_in(launching.implode())).to_series().arg_true()
+    return len(rows) - int(rows.is_in(table.work["launch_row"].implode()).sum())
 
 
 def outside_steps(summary: TraceSummary) -> Finding | None:

@@ -14,12 +14,14 @@ from stepscope.analysis.trace_summary import GEMM, OUTSIDE, AttentionRow, Kernel
 from stepscope.core.errors import printable
 from stepscope.core.finding import Finding
 from stepscope.core.units import format_count, format_rate, format_share
-from stepscope.report.kernel_label import kernel_label
+from stepscope.report.kernel_label import cut, kernel_label
 from stepscope.report.occupation import render_occupation
 from stepscope.report.roofline import render_roofline
 from stepscope.report.terminal import describe_model, describe_workload, make_table, render_finding
 
 _MODULES_SHOWN = 12
+_MODULE_WIDTH = 100
+"""A path of modules is seldom half as long; a hostile name can be a megabyte."""
 _OPERATORS_SHOWN = 12
 
 
@@ -208,7 +210,7 @@ def _module_table(summary: TraceSummary) -> Table:
     cells = {(row["module"], row["phase"]): row["busy_ns"] for row in summary.modules.iter_rows(named=True)}
     for module, layers, busy_ns, gemm_ns in totals.head(_MODULES_SHOWN).iter_rows():
         table.add_row(
-            {"": "(the model itself)", "?": "(no module known)"}.get(module, printable(module)),
+            {"": "(the model itself)", "?": "(no module known)"}.get(module, cut(module, _MODULE_WIDTH)),
             str(layers),
             *(_ms(cells[module, phase]) if (module, phase) in cells else "" for phase in phases),
             _ms(busy_ns),
