@@ -54,8 +54,8 @@ def test_the_flags_are_those_that_were_seen_to_keep_every_kernel():
     command = tool.profile_command(nsys, Path("/runs/50%/trace"), ["python", "-m", "cell"], cuda=True)
     assert command == [
         "/x/nsys", "profile", "-t", "cuda,nvtx", "--sample=none", "--cpuctxsw=none", "-c", "cudaProfilerApi",
-        "--capture-range-end=stop-shutdown", "--cuda-flush-interval=100", "-f", "true", "-o", "/runs/50%%/trace",
-        "python", "-m", "cell",
+        "--capture-range-end=stop-shutdown", "--cuda-flush-interval=100", "--cuda-graph-trace=node", "-f", "true",
+        "-o", "/runs/50%%/trace", "python", "-m", "cell",
     ]  # fmt: skip
     on_a_cpu = tool.profile_command(nsys, Path("trace"), ["python"], cuda=False)
     assert "cudaProfilerApi" not in on_a_cpu and on_a_cpu[2:4] == ["-t", "nvtx"]
