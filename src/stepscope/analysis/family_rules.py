@@ -151,6 +151,7 @@ OPERATOR_RULES = Rulebook((
     # Communication first: c10d::allreduce_ would be a reduction.
     Rule(family="communication", function=r"^(?:c10d|_c10d_functional|nccl|gloo|mpi)(?:::|:)|^record_param_comms",
          example="nccl:all_reduce"),
+    Rule(family="copy/cast", function=r"^aten::_foreach_copy_", example="aten::_foreach_copy_"),
     Rule(family="optimizer", function=r"^Optimizer\.|^aten::_fused_(?:adam|sgd|adagrad)|^aten::_foreach_|"
          r"^aten::_amp_(?:foreach|update)", example="aten::_fused_adamw_"),
     Rule(family="attention (fused)", function=r"scaled_dot_product|_flash_attention|_efficient_attention|"
