@@ -52,8 +52,10 @@ class Attribution:
     @cached_property
     def kernels(self) -> pl.DataFrame:
         """The rows that are computation: kernels, whole graphs, or CPU operators; no copies or fills."""
-        # They come first: a slice holds no second copy of a million rows.
-        return self.work.head(int((~self.work["kind"].is_in(pl.Series(COPIES, dtype=KIND).implode())).sum()))
+        computes = ~self.work["kind"].is_in(pl.Series(COPIES, dtype=KIND).implode())
+        first = computes.head(int(computes.sum()))
+        # Readers put them first, and then a slice holds no second copy of a million rows.
+        return self.work.head(len(first)) if first.all() else self.work.filter(computes)
 
     @cached_property
     def rows(self) -> pl.DataFrame:
