@@ -1,11 +1,13 @@
 """`stepscope trace` by the places it is pointed at: what is no file, odd names, runs that are broken or must stay."""
 
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Group
 from rich.text import Text
@@ -109,3 +111,32 @@ def test_a_name_without_end_is_cut_in_the_tables(tmp_path: Path):
     assert text.returncode == 0, text.stderr
     assert len(text.stdout) < 50_000
     assert name in json.loads(stepscope("trace", path, "--json").stdout)["ranges"]
+
+
+def test_a_digest_that_cannot_be_kept_leaves_the_old_one(tmp_path: Path):
+    write_kineto(training_steps(), tmp_path / "trace.kineto.json.gz")
+    save_run(msgspec.structs.replace(make_run(), artifacts={"kineto": "trace.kineto.json.gz"}), tmp_path)
+    (tmp_path / "trace-kineto.json").mkdir()  # root may write to whatever is locked, but not to a directory
+    said = refused(stepscope("study", "kernels", "--from", tmp_path, "--keep-digests"))
+    assert "cannot write" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json", "trace-kineto.json", "trace.kineto.json.gz"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_long_label_leaves_the_figures_whole(monkeypatch: pytest.MonkeyPatch, width: int):
+    """Beside a kernel's name of 64 characters the other columns were nothing wide, and so not there."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    table = make_table("top of forward", "family", "calls", "ms a step", "share", right_from=2)
+    table.add_row("K" * 64, "matrix multiplication", "123", "4.567", "53.3 %")
+    show(table)
+    for figure in ("123", "4.567", "53.3 %"):
+        assert figure in terminal.getvalue()
+    assert terminal.getvalue().count("K") == 64

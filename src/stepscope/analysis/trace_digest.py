@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 
 from stepscope.analysis.trace_summary import AttentionRow, KernelRow, PhaseSummary, TraceSummary
-from stepscope.core.errors import InputError, one_line
+from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.finding import Finding
+from stepscope.core.run_directory import write_atomically
 
 DIGEST_FILE = "trace-{tool}.json"
 _TOOLS = {"Kineto": "kineto", "Nsight Systems": "nsys"}
@@ -110,9 +111,12 @@ def _roofs(summary: TraceSummary) -> tuple[RoofRow, ...]:
 
 
 def save_digest(digest: TraceDigest, directory: Path) -> Path:
-    """Write the digest into a run directory."""
+    """Write the digest into a run directory. Raises StepscopeError where it cannot be written."""
     target = directory / DIGEST_FILE.format(tool=_TOOLS[digest.profiler])
-    target.write_bytes(msgspec.json.format(msgspec.json.encode(digest), indent=1) + b"\n")
+    try:
+        write_atomically(msgspec.json.format(msgspec.json.encode(digest), indent=1) + b"\n", target)
+    except OSError as error:
+        raise StepscopeError(f"cannot write {target}: {error.strerror or error}") from None
     return target
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
 def show(renderable: RenderableType) -> None:
     """Print on stdout; a pipe or a file gets tables as wide as they are, and text folded at 120."""
     if sys.stdout.isatty():
-        Console(highlight=False, markup=False).print(renderable)
+        console = Console(highlight=False, markup=False)
+        for part in _parts(renderable):
+            if isinstance(part, Table):
+                _leave_room_for_figures(part, console)
+            console.print(part)
         return
     for part in _parts(renderable):
         width = 1000 if isinstance(part, Table) else 120
@@ -41,6 +46,16 @@ def _parts(renderable: RenderableType) -> Iterator[RenderableType]:
         return
     for inner in renderable.renderables:
         yield from _parts(inner)
+
+
+def _leave_room_for_figures(table: Table, console: Console) -> None:
+    """Labels that would take most of a screen are folded too: figures beside them would fall to columns of nothing."""
+    if not table.columns or not table.columns[0].no_wrap:
+        return
+    labels = table.columns[0]
+    widths = [Measurement.get(console, console.options, cell).maximum for cell in labels.cells]
+    if Measurement.get(console, console.options.update(max_width=1000), table).maximum > console.width:
+        labels.no_wrap = max(widths, default=0) <= console.width // 3
 
 
 def emit(text: str) -> None:

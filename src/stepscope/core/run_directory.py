@@ -55,7 +55,7 @@ def save_run(run: Run, directory: Path, *, rescue: bool = True) -> Path:
     data = encode_run(run)
     target = directory / RUN_FILE
     try:
-        _write_atomically(data, target)
+        write_atomically(data, target)
         return target
     except OSError as error:
         reason = f"cannot write {target}: {error.strerror or error}"
@@ -63,7 +63,7 @@ def save_run(run: Run, directory: Path, *, rescue: bool = True) -> Path:
         raise InputError(f"{reason}; choose another place with --out")
     refuge = Path(tempfile.gettempdir(), f"stepscope-{run.id}.json")
     try:
-        _write_atomically(data, refuge)
+        write_atomically(data, refuge)
     except OSError:
         sys.stderr.write(data.decode())
         raise StepscopeError(f"{reason}; no temporary file could be written either, so the run stands above") from None
@@ -154,7 +154,8 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _write_atomically(data: bytes, target: Path) -> None:
+def write_atomically(data: bytes, target: Path) -> None:
+    """Write a file whole or not at all: what stood there before stays until then. Raises OSError."""
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
