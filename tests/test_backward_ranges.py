@@ -195,8 +195,10 @@ def test_recomputation_does_not_break_it(reentrant: bool):
 
 def test_ranges_on_two_threads_do_not_meet():
     recorder = ThreadedRecorder()
+    both = threading.Barrier(2, timeout=60)
 
     def work() -> None:
+        both.wait()  # a thread that is done before the other begins leaves it its number
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
         backward = BackwardRanges((recorder,))
         for _ in range(20):
