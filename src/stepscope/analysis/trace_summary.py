@@ -261,7 +261,9 @@ class TraceSummary:
         if not self.attribution.table.operators.height:
             return None
         spec, ceilings = (self.run.device_spec, self.run.ceilings) if self.run else (None, None)
-        return roofline(self.attribution, spec, ceilings, causal="full")
+        # Written-out attention computes the full square and masks; a fused kernel leaves the masked half out.
+        fused = (self._kernels["family"].cast(pl.String) == "attention (fused)").any()
+        return roofline(self.attribution, spec, ceilings, causal="half" if fused else "full")
 
     @cached_property
     def roles(self) -> dict[str, float]:

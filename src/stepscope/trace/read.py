@@ -1,5 +1,7 @@
 """Reads any capture that stepscope knows, told apart by its content rather than its name."""
 
+import gzip
+import zlib
 from pathlib import Path
 
 from stepscope.core.errors import InputError
@@ -35,9 +37,21 @@ def read_trace(path: Path, *, without_ranges: bool = False) -> TraceTable:
             return read_nsys_sqlite(found, without_ranges=without_ranges)
         if is_nsys_report(found, head):
             return read_nsys_report(found, without_ranges=without_ranges)
+        if _packed_sqlite(found, head):
+            raise InputError(f"{path}: this is a compressed SQLite export: unpack it first, as with gunzip")
         return read_kineto(found)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _packed_sqlite(path: Path, head: bytes) -> bool:
+    if not head.startswith(b"\x1f\x8b"):
+        return False
+    try:
+        with gzip.open(path) as file:
+            return file.read(len(_SQLITE)) == _SQLITE
+    except (OSError, EOFError, zlib.error):
+        return False  # the reader says what is wrong with it
 
 
 def find_capture(path: Path) -> Path:
