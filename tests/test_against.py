@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import polars as pl
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -215,6 +215,7 @@ CAPTURES = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(CAPTURES, CAPTURES)
 def test_against_sums_by_hand(one: list[dict[str, Any]], other: list[dict[str, Any]]):
     again = [(name, start + 1_000, end + 1_000) for name, start, end in PHASES]
