@@ -111,10 +111,11 @@ def _print(measured: Run, directory: Path, json: bool) -> None:
         if summary is not None:
             import msgspec
 
+            from stepscope.analysis.trace_checks import check_trace
             from stepscope.cli.trace import summary_as_json
 
             fields = msgspec.json.decode(text)
-            fields["trace"] = summary_as_json(summary)
+            fields["trace"] = summary_as_json(summary, check_trace(summary))
             text = msgspec.json.format(msgspec.json.encode(fields), indent=1) + b"\n"
         emit(text.decode())
         return

@@ -16,6 +16,7 @@ from stepscope.core.run_directory import RUN_FILE, load_run
 
 if TYPE_CHECKING:
     from stepscope.analysis.trace_summary import TraceSummary
+    from stepscope.core.finding import Finding
 
 
 def trace(
@@ -57,7 +58,7 @@ def trace(
     if json:
         import msgspec
 
-        emit(msgspec.json.encode(summary_as_json(summary)).decode() + "\n")
+        emit(msgspec.json.encode(summary_as_json(summary, findings)).decode() + "\n")
     else:
         from stepscope.report.trace import render_trace
 
@@ -79,14 +80,13 @@ def _compare(before: "TraceSummary", after: "TraceSummary", old: Path, new: Path
         show(render_comparison(comparison, str(old), str(new)))
 
 
-def summary_as_json(summary: "TraceSummary") -> dict[str, object]:
+def summary_as_json(summary: "TraceSummary", findings: tuple["Finding", ...]) -> dict[str, object]:
     """Everything that the tables say, as plain data."""
-    from stepscope.analysis.trace_checks import check_trace
     from stepscope.analysis.trace_json import trace_as_json
     from stepscope.report.roofline import as_json as roofline_as_json
 
     roofline = roofline_as_json(summary.roofline) if summary.roofline else None
-    return {**trace_as_json(summary, check_trace(summary)), "roofline": roofline}
+    return {**trace_as_json(summary, findings), "roofline": roofline}
 
 
 def load_summary(path: Path, *, without_ranges: bool = False) -> "TraceSummary":

@@ -3,8 +3,11 @@
 Which tables and columns exist differs between versions of nsys. An SQLite file is opened read-only and never locked.
 """
 
+import itertools
 import os
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote
@@ -16,6 +19,7 @@ from stepscope.core.errors import InputError, one_line
 
 NO_NUMBER = 1 - 2**63
 """Stands for null while numbers are read; no clock, thread or id comes near."""
+_READERS = 2
 _BATCH_ROWS = 1 << 16
 """Raw rows of an export held at once: they take several times the room of what is kept of them."""
 _BROKEN_PARQUET = (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError)
@@ -71,11 +75,19 @@ class SqliteTables:
         count = self._query(f'SELECT count(*) AS n FROM "{table}"').item()
         # Rows are numbered without gaps; a file where they are not is read at once.
         step = _BATCH_ROWS if high - low <= 4 * count else high - low + 1
-        for first in range(low, high + 1, step):
-            where = f"WHERE rowid BETWEEN {first} AND {min(first + step - 1, high)}"
-            frame = self._query(f'SELECT {", ".join(wanted)} FROM "{table}" {where}')
-            if frame.height:
-                yield frame
+        columns = ", ".join(wanted)
+        queries = (
+            f'SELECT {columns} FROM "{table}" WHERE rowid BETWEEN {first} AND {min(first + step - 1, high)}'
+            for first in range(low, high + 1, step)
+        )
+        # SQLite works without Python's lock: while one batch is looked at, the next ones are read.
+        with ThreadPoolExecutor(_READERS) as readers:
+            ahead = deque(readers.submit(self._query, query) for query in itertools.islice(queries, _READERS))
+            while ahead:
+                frame = ahead.popleft().result()
+                ahead.extend(readers.submit(self._query, query) for query in itertools.islice(queries, 1))
+                if frame.height:
+                    yield frame
 
     def _query(self, query: str) -> pl.DataFrame:
         try:
