@@ -93,16 +93,9 @@ class _ExactEvent(_Event, gc=False):
     dur: Decimal | None = None  # type: ignore[assignment]
 
 
-class _LooseEvent(msgspec.Struct, gc=False):
+class _LooseEvent(_Event, gc=False):
     """An event with arguments of unexpected types: those that fit are taken, the rest of the event as it is."""
 
-    ph: str = ""
-    cat: str | None = None
-    name: str | int | float | None = ""
-    pid: int | str | float | None = None
-    tid: int | str | float | None = None
-    ts: int | float | None = None
-    dur: int | float | None = None
     id: Any = None
     args: Any = None
 
