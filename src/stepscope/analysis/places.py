@@ -1,5 +1,7 @@
 """The innermost named range open on a thread at a moment, among a million of them."""
 
+from itertools import pairwise
+
 import polars as pl
 
 from stepscope.trace.nesting import Nest
@@ -31,9 +33,8 @@ class Places:
         asked = pl.DataFrame([track.alias("track"), time_ns.alias("time_ns")]).with_row_index("query")
         asked = asked.with_columns(begins.search_sorted(time_ns.fill_null(-1), side="right").alias("stretch"))
         answers = []
-        for (stretch,), queries in asked.filter(pl.col("stretch") > 0).group_by("stretch"):
-            first = self._cuts[stretch - 1]  # type: ignore[operator]
-            last = self._cuts[stretch] if stretch < len(self._cuts) else self._intervals.height  # type: ignore[operator]
+        for stretch, (first, last) in enumerate(pairwise([*self._cuts, self._intervals.height]), 1):
+            queries = asked.filter(pl.col("stretch") == stretch)
             part = self._intervals[first:last]
             rows = Nest(part, "track").innermost(queries["track"], queries["time_ns"])
             answers.append(queries.select("query", gather(part["name"], rows).alias(alias)).drop_nulls())

@@ -1,11 +1,12 @@
 """Options that several verbs share, and what they make."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from stepscope.core.errors import InputError
+from stepscope.core.evidence import TraceTool
 from stepscope.core.run import Settings
 from stepscope.core.workload import ATTENTIONS, COMPILES, DTYPES, OPTIMIZERS, PHASES
 from stepscope.studies.request import TraceRequest
@@ -74,4 +75,5 @@ def trace_from(tools: list[str] | None, steps: int, stacks: bool) -> TraceReques
     """What to trace; a tool named twice is asked once."""
     if stacks and "kineto" not in (tools or ()):
         raise InputError("--trace-stacks belongs to --trace kineto: add it, or leave the stacks out")
-    return TraceRequest(tools=tuple(dict.fromkeys(tools or ())), steps=steps, stacks=stacks)  # type: ignore[arg-type]
+    named = cast("tuple[TraceTool, ...]", tuple(dict.fromkeys(tools or ())))  # TraceRequest refuses others
+    return TraceRequest(tools=named, steps=steps, stacks=stacks)

@@ -133,11 +133,11 @@ def _cell(run: Run, directory: Path, tool: str, keep: bool) -> "list[StudiedCell
     from stepscope.report.kernel_study import StudiedCell
 
     try:
-        digests = {name: _digest(run, directory, name, keep) for name in TRACE_TOOLS}
+        digests: dict[str, TraceDigest | None] = {name: _digest(run, directory, name, keep) for name in TRACE_TOOLS}
     except InputError as error:
         warn(f"left out: {error}")
         return []
-    wanted = digests.pop(tool)  # type: ignore[arg-type]
+    wanted = digests.pop(tool)
     return [StudiedCell(run=run, digest=wanted, other=next(iter(digests.values())))] if wanted else []
 
 

@@ -59,9 +59,8 @@ class SqliteTables:
         )
         self._columns: dict[str, tuple[str, ...]] = {}
         if described.height:
-            for (table,), rows in described.group_by("t", maintain_order=True):
-                names = [utf8(name) for name in rows["c"].to_list()]
-                self._columns[utf8(table)] = tuple(names)  # type: ignore[arg-type]
+            for table, column in described.iter_rows():
+                self._columns[utf8(table)] = (*self.columns(utf8(table)), utf8(column))
 
     def columns(self, table: str) -> tuple[str, ...]:
         return self._columns.get(table, ())
