@@ -1,13 +1,19 @@
 """Model configurations, workloads and their keys."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import PRESETS, ModelConfig, configure
+from stepscope.core.run_directory import load_run
 from stepscope.core.workload import Workload
 from stepscope.studies.grid import grid
+from stepscope.studies.sweep_plan import Cell, SweepPlan
 from tests.conftest import workload
+
+RESULTS = Path(__file__).parent.parent / "results"
 
 
 def test_an_overridden_preset_gets_a_name_of_its_own():
@@ -61,6 +67,9 @@ def test_the_optimizer_splits_no_cells_without_a_train_phase():
     [
         ("seq_len", 0), ("batch_size", -1), ("seq_len", "128"), ("dtype", "fp64"), ("phase", "backward"),
         ("attention", "flash"), ("compile", "fast"), ("optimizer", "sgd"),
+        ("checkpointing", "every-0"), ("checkpointing", "every-02"), ("checkpointing", "every-5"),
+        ("checkpointing", "selective-2"), ("checkpointing", 1), ("accumulation", 0), ("accumulation", "2"),
+        ("accumulation", 3),
     ],
 )  # fmt: skip
 def test_wrong_fields_are_refused(field: str, value: object):
@@ -73,10 +82,67 @@ def test_a_workload_survives_json():
     assert msgspec.json.decode(msgspec.json.encode(original), type=Workload) == original
 
 
+def test_keys_of_stored_results_stay_what_they_were():
+    """Results are found by their keys, also those stored before a field existed."""
+    assert workload(model="xl", batch_size=4, seq_len=1024).key == "xl-b4-s1024-fp32-train-13ea6701"
+    stored = [file.parent for file in RESULTS.glob("**/run.json")]
+    assert len(stored) > 100
+    assert all(directory.name.endswith(load_run(directory).workload.key) for directory in stored)
+
+
+def test_the_key_of_a_stored_sweep_stays_what_it_was():
+    runs = [load_run(file.parent) for file in (RESULTS / "h200" / "limit-80GiB").glob("*/run.json")]
+    plan = SweepPlan(
+        cells=tuple(Cell(workload=run.workload, settings=run.settings) for run in runs),
+        tag="limit-80GiB",
+        memory_limit_bytes=80 * 2**30,
+    )
+    assert plan.key == "b77d01cf4bcd"
+    assert {run.sweep for run in runs} == {plan.key}
+
+
+def test_checkpointing_and_accumulation_make_cells_of_their_own():
+    cells = grid(model=["tiny"], checkpointing=["none", "every-1", "every-2", "selective"], accumulation=[1, 2])
+    assert len({cell.key for cell in cells}) == len(cells) == 8
+    assert cells[-1].key.startswith("tiny-b4-s512-fp32-train-checkpoint-selective-accumulate-2-")
+    plans = {SweepPlan(cells=(Cell(workload=cell),)).key for cell in cells}
+    assert len(plans) == 8
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "group"), [("none", None), ("selective", None), ("every-1", 1), ("every-4", 4)]
+)
+def test_the_group_of_a_checkpointing(checkpointing: str, group: int | None):
+    assert workload(checkpointing=checkpointing).checkpoint_group == group
+
+
+def test_the_batch_is_split_into_micro_batches():
+    split = workload(batch_size=12, accumulation=3)
+    assert (split.micro_batch_size, split.tokens) == (4, 12 * 16)
+    with pytest.raises(InputError, match=r"batch_size 12 cannot be split into 5 .*: choose accumulation 4 or 6$"):
+        workload(batch_size=12, accumulation=5)
+    with pytest.raises(InputError, match=r"choose accumulation 2$"):
+        workload(batch_size=2, accumulation=5)
+
+
+def test_more_blocks_in_a_group_than_there_are_is_refused():
+    with pytest.raises(InputError, match="every-5 groups more blocks than tiny has: choose every-1 to every-4"):
+        workload(checkpointing="every-5")
+
+
+def test_inference_has_neither_checkpointing_nor_accumulation():
+    plain = workload(phase="forward")
+    assert workload(phase="forward", checkpointing="every-9", accumulation=5) == plain
+    with pytest.raises(InputError, match="unknown checkpointing"):
+        workload(phase="forward", checkpointing="some")
+
+
 def test_at_most_is_about_sizes_and_equal_choices():
     small, large = workload(seq_len=16), workload(seq_len=32)
     assert small.at_most(large) and small.at_most(small)
     assert not large.at_most(small)
     assert not small.at_most(workload(seq_len=32, dtype="bf16"))
+    assert not small.at_most(workload(seq_len=32, checkpointing="every-1"))
+    assert not small.at_most(workload(seq_len=32, accumulation=2))
     wide = ModelConfig(name="wide", d_model=256, d_ff=64, layers=4, heads=4)
     assert not small.at_most(workload(model=wide, seq_len=32))  # d_ff is smaller: nothing follows

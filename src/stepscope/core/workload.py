@@ -1,6 +1,7 @@
 """A Workload: everything that makes two measurements the same experiment. The device is not part of it."""
 
 import hashlib
+import re
 from typing import Literal, get_args
 
 import msgspec
@@ -21,7 +22,14 @@ Attention = Literal["reference", "sdpa", "sdpa-math", "sdpa-efficient", "sdpa-fl
 Compile = Literal["eager", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 """eager, or a mode of torch.compile."""
 
-Optimizer = Literal["adamw-foreach", "adamw-fused", "adamw-loop"]
+Optimizer = Literal["adamw-foreach", "adamw-fused", "adamw-loop", "adamw-bf16-state"]
+"""adamw-foreach, -fused, -loop: PyTorch's AdamW, by that implementation. adamw-bf16-state: AdamW that keeps exp_avg and
+exp_avg_sq in bf16; parameters and arithmetic stay fp32."""
+
+CHECKPOINTING_CHOICES = "none, selective, every-1 or every-K for any K up to the number of layers"
+"""What `checkpointing` may say. none: autograd keeps what it needs. every-K: blocks in groups of K (the last may be
+shorter); a group keeps its input alone, and backward runs the whole group again. selective: every block keeps the
+outputs of its matrix products and of fused attention, and backward recomputes the cheap rest."""
 
 DTYPES: tuple[str, ...] = get_args(Dtype)
 PHASES: tuple[str, ...] = get_args(Phase)
@@ -29,18 +37,26 @@ ATTENTIONS: tuple[str, ...] = get_args(Attention)
 COMPILES: tuple[str, ...] = get_args(Compile)
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 
+_LATER: dict[str, object] = {"checkpointing": "none", "accumulation": 1}
+"""Fields that came after the first results were stored: digests leave them out while they have these values."""
+
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One experiment. Equal Workloads are the same experiment, and only those share a key."""
 
     model: ModelConfig
     batch_size: int = 4
+    """All sequences of a step, whatever the accumulation."""
     seq_len: int = 512
     dtype: Dtype = "fp32"
     phase: Phase = "train"
     attention: Attention = "reference"
     compile: Compile = "eager"
     optimizer: Optimizer | None = "adamw-foreach"
+    checkpointing: str = "none"
+    """One of CHECKPOINTING_CHOICES: what is run again in backward instead of being kept."""
+    accumulation: int = 1
+    """Micro-batches in a step: each runs forward and backward, gradients add up, and the optimizer steps once."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -56,6 +72,12 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         choose(self.compile, COMPILES, "compile mode")
         if self.optimizer is not None or self.phase == "train":
             choose(str(self.optimizer), OPTIMIZERS, "optimizer")
+        self._check_checkpointing()
+        self._check_accumulation()
+        if self.phase == "forward":
+            # Inference keeps nothing for backward and has no gradients to add up.
+            msgspec.structs.force_setattr(self, "checkpointing", "none")
+            msgspec.structs.force_setattr(self, "accumulation", 1)
         if self.phase != "train":
             # Without an optimizer step the choice of optimizer changes nothing, so it must not split cells.
             msgspec.structs.force_setattr(self, "optimizer", None)
@@ -67,13 +89,33 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         parts += [self.attention] if self.attention != "reference" else []
         parts += [f"compile-{self.compile}"] if self.compile != "eager" else []
         parts += [self.optimizer] if self.optimizer not in (None, "adamw-foreach") else []
-        digest = hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:8]
+        parts += [f"checkpoint-{self.checkpointing}"] if self.checkpointing != "none" else []
+        parts += [f"accumulate-{self.accumulation}"] if self.accumulation != 1 else []
+        digest = hashlib.sha256(msgspec.json.encode(self.identity, order="sorted")).hexdigest()[:8]
         return "-".join([*parts, digest])
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What digests are made of: every field, but for later ones at their defaults, so that keys of stored runs
+        stay what they were.
+        """
+        fields = msgspec.structs.asdict(self)
+        return {name: value for name, value in fields.items() if name not in _LATER or value != _LATER[name]}
 
     @property
     def tokens(self) -> int:
         """Tokens in one step."""
         return self.batch_size * self.seq_len
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences in one forward pass."""
+        return self.batch_size // self.accumulation
+
+    @property
+    def checkpoint_group(self) -> int | None:
+        """How many consecutive blocks are run again as one (`every-K`); None where nothing is, or `selective`."""
+        return _group_of(self.checkpointing)
 
     def at_most(self, other: "Workload") -> bool:
         """Whether this cell needs no more memory than `other`: no size larger, everything else the same."""
@@ -82,4 +124,39 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self._sort() == other._sort() and all(a <= b for a, b in zip(sizes, others, strict=True))
 
     def _sort(self) -> tuple[str | None, ...]:
-        return (self.dtype, self.phase, self.attention, self.compile, self.optimizer)
+        choices = (self.dtype, self.phase, self.attention, self.compile, self.optimizer)
+        return (*choices, self.checkpointing, str(self.accumulation))
+
+    def _check_checkpointing(self) -> None:
+        if self.checkpointing in ("none", "selective"):
+            return
+        group = _group_of(self.checkpointing)
+        if group is None:
+            raise InputError(f"unknown checkpointing {self.checkpointing!r}: choose {CHECKPOINTING_CHOICES}")
+        if self.phase != "forward" and group > self.model.layers:
+            raise InputError(
+                f"checkpointing {self.checkpointing} groups more blocks than {self.model.name} has: "
+                f"choose every-1 to every-{self.model.layers}"
+            )
+
+    def _check_accumulation(self) -> None:
+        whole_number(self.accumulation, "accumulation", 1, LARGEST)
+        if self.phase != "forward" and self.batch_size % self.accumulation:
+            near = " or ".join(map(str, _nearest_divisors(self.batch_size, self.accumulation)))
+            raise InputError(
+                f"batch_size {self.batch_size} cannot be split into {self.accumulation} equal micro-batches: "
+                f"choose accumulation {near}"
+            )
+
+
+def _group_of(checkpointing: object) -> int | None:
+    """K of `every-K`, or None."""
+    written = re.fullmatch(r"every-([1-9][0-9]{0,8})", checkpointing) if isinstance(checkpointing, str) else None
+    return int(written[1]) if written else None
+
+
+def _nearest_divisors(number: int, near: int) -> list[int]:
+    """The divisors of `number` next below and next above `near`, where there is one within 4096."""
+    below = next((d for d in range(min(near, number), max(0, near - 4096), -1) if number % d == 0), None)
+    above = next((d for d in range(near, min(number, near + 4096) + 1) if number % d == 0), None)
+    return [divisor for divisor in (below, above) if divisor is not None] or [1]
