@@ -17,9 +17,10 @@ ALLOWED = {
     "models": {"core", "work", "measure"},
     "trace": {"core", "work"},
     "analysis": {"core", "work", "trace"},
-    "studies": {"core", "work", "measure", "models", "trace", "analysis"},
-    "report": {"core", "work", "trace", "analysis"},
-    "cli": {"core", "work", "trace", "analysis", "report", "studies", "measure"},
+    "memory": {"core", "work"},
+    "studies": {"core", "work", "measure", "models", "trace", "analysis", "memory"},
+    "report": {"core", "work", "trace", "analysis", "memory"},
+    "cli": {"core", "work", "trace", "analysis", "memory", "report", "studies", "measure"},
 }
 """Rooms below. Both wings stand on core and work, and never see each other; studies and cli see both."""
 
@@ -30,6 +31,7 @@ LIBRARIES = {
     "models": {"torch"},
     "trace": {"adbc_driver_sqlite", "msgspec", "polars"},
     "analysis": {"msgspec", "polars"},
+    "memory": {"msgspec", "polars"},
     "studies": {"msgspec", "torch"},
     "report": {"msgspec", "polars", "rich"},
     "cli": {"msgspec", "rich", "typer"},

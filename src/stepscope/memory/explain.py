@@ -1,0 +1,292 @@
+"""A snapshot explained: one row for each allocation, and what was alive at any moment, to the byte.
+
+The table of allocations has a row for each: `alloc_event`, `free_event` (place in the history; null before it and if
+never), `alloc_us`, `free_us` (relative to the first event), `address`, `requested` and `block` (bytes), `stream`,
+`phase` and `free_phase` (where it was allocated and freed), `module`, `part`, `category`, `name`, `shape`, `dtype`,
+`operator` (as noted; '' if unknown), `stack` (a number for Stacks), `site`.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import polars as pl
+
+from stepscope.core.evidence import PhaseMemory
+from stepscope.core.memory_notes import PhaseSpan, TensorNote
+from stepscope.core.units import format_count
+from stepscope.memory.allocator import BEFORE, Replay, replay
+from stepscope.memory.categories import CATEGORIES, ROUNDING, by_evidence, notes_by_allocation, split_states
+from stepscope.memory.moments import Phases, Place, phases_of, place_of, ranges_named
+from stepscope.memory.plain_pickle import without_collector
+from stepscope.memory.snapshot import Snapshot
+from stepscope.memory.stacks import NO_STACK, Sign, Stacks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explained:
+    """A snapshot and everything that follows from it."""
+
+    snapshot: Snapshot
+    replay: Replay
+    allocations: pl.DataFrame
+    stacks: Stacks
+    phases: tuple[PhaseSpan, ...]
+    """Relative to the first event."""
+    notes: tuple[str, ...]
+    """What to know about how the figures were found."""
+
+    @property
+    def noted(self) -> bool:
+        """Whether the categories are those that the process itself wrote down."""
+        return self.snapshot.notes is not None and bool(self.snapshot.notes.tensors)
+
+    @property
+    def measured(self) -> PhaseMemory | None:
+        """The allocator's own counters, where the snapshot carries them."""
+        return self.snapshot.notes.measured if self.snapshot.notes else None
+
+    @cached_property
+    def curve(self) -> pl.DataFrame:
+        """Allocated bytes after each event that changes them: `event`, `allocated`; the first row is the start."""
+        return allocated_curve(self.allocations)
+
+    @cached_property
+    def peak_event(self) -> int:
+        """The event after which most was allocated, the first of equals; BEFORE if that was the start."""
+        return int(self.curve["event"][self.curve["allocated"].arg_max() or 0])
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        return self.curve["allocated"].sort()[-1]
+
+    def time_us(self, event: int) -> int:
+        """When an event happened, relative to the first; 0 for the start."""
+        return self.snapshot.times[event] - self.snapshot.start_us if event >= 0 else 0
+
+    def alive(self, event: int) -> pl.DataFrame:
+        """The allocations that were alive after an event."""
+        return self.allocations.filter(
+            (pl.col("alloc_event").fill_null(BEFORE) <= event)
+            & (pl.col("free_event").is_null() | (pl.col("free_event") > event))
+        )
+
+    def self_check(self) -> None:
+        """Assert that at the peak the categories make up what is allocated, and both the curve."""
+        alive = self.alive(self.peak_event)
+        assert alive["block"].sum() == self.peak_bytes
+        assert sum(categories_of(alive).values()) == self.peak_bytes
+        assert set(alive["category"].unique()) <= set(CATEGORIES)
+        assert (alive["requested"] <= alive["block"]).all()
+
+
+def categories_of(alive: pl.DataFrame) -> dict[str, int]:
+    """Bytes by category, in their order, zeros included; what the blocks hold beyond the requests is rounding."""
+    sums = dict(alive.group_by("category").agg(pl.col("requested").sum()).iter_rows())
+    rounding = int((alive["block"] - alive["requested"]).sum())
+    return {c: rounding if c == ROUNDING else int(sums.get(c, 0)) for c in CATEGORIES}
+
+
+def allocated_curve(allocations: pl.DataFrame) -> pl.DataFrame:
+    """Allocated bytes over the events."""
+    start = pl.DataFrame({"event": [BEFORE], "change": [0]})
+    changes = pl.concat(
+        [
+            start,
+            allocations.select(event=pl.col("alloc_event").fill_null(BEFORE), change=pl.col("block")),
+            allocations.filter(pl.col("free_event").is_not_null()).select(
+                event=pl.col("free_event"), change=-pl.col("block")
+            ),
+        ]
+    )
+    return (
+        changes.group_by("event")
+        .agg(pl.col("change").sum())
+        .sort("event")
+        .select("event", allocated=pl.col("change").cum_sum())
+    )
+
+
+def explain(snapshot: Snapshot) -> Explained:
+    """Replay a snapshot and name what every allocation was."""
+    with without_collector():
+        replayed = replay(snapshot)
+        stacks = Stacks(snapshot.source)
+        phases = phases_of(snapshot)
+        table = _table(snapshot, replayed, stacks, Phases(phases))
+        remarks = list(_remarks(snapshot, replayed, phases))
+        if snapshot.notes and snapshot.notes.tensors:
+            table, lost = _with_notes(snapshot, table, replayed)
+            if lost:
+                remarks.append(f"{format_count(lost)} noted tensors lie in no allocation of this history.")
+        else:
+            table = _with_free_signs(snapshot, table, replayed, stacks)
+            table, said = split_states(by_evidence(table))
+            remarks += [
+                "No notes of stepscope are in this snapshot: categories are by evidence (phases, stacks, lifetimes).",
+                *([said] if said else []),
+            ]
+        table = table.drop("signs", "free_signs", strict=False)
+    return Explained(
+        snapshot=snapshot, replay=replayed, allocations=table, stacks=stacks, phases=phases, notes=tuple(remarks)
+    )
+
+
+def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: Phases) -> pl.DataFrame:
+    """The allocations with all that needs no notes."""
+    events, allocations = snapshot.events, replayed.allocations
+    of_metadata: dict[str, Place] = {"": Place()}
+    ours = snapshot.notes is not None
+    numbers, places = [], []
+    older = {
+        block.address: block.frames for segment in snapshot.segments for block in segment.blocks if block.is_active
+    }
+    for allocation in allocations:
+        if allocation.alloc == BEFORE:
+            numbers.append(stacks.number(older.get(allocation.address, ()) if allocation.free is None else ()))
+            places.append(of_metadata[""])
+            continue
+        event = events[allocation.alloc]
+        numbers.append(stacks.number(event.frames))
+        metadata = event.user_metadata if ours else ""
+        place = of_metadata.get(metadata)
+        if place is None:
+            place = of_metadata[metadata] = place_of(metadata)
+        places.append(place)
+    start, times = snapshot.start_us, snapshot.times
+    table = pl.DataFrame(
+        {
+            "alloc_event": [a.alloc if a.alloc != BEFORE else None for a in allocations],
+            "free_event": [a.free for a in allocations],
+            "alloc_us": [times[a.alloc] - start if a.alloc != BEFORE else None for a in allocations],
+            "free_us": [times[a.free] - start if a.free is not None and a.free >= 0 else None for a in allocations],
+            "address": [a.address for a in allocations],
+            "requested": [a.requested for a in allocations],
+            "block": [a.block for a in allocations],
+            "stream": [a.stream for a in allocations],
+            "phase": [place.phase for place in places],
+            "module": [place.module for place in places],
+            "part": [place.part for place in places],
+            "stack": numbers,
+            "site": [stacks.sites[number] for number in numbers],
+            "signs": [int(stacks.signs[number]) for number in numbers],
+        },
+        schema={
+            **dict.fromkeys(("alloc_event", "free_event", "alloc_us", "free_us"), pl.Int64),
+            **dict.fromkeys(("address", "requested", "block", "stream"), pl.Int64),
+            **dict.fromkeys(("phase", "module", "part"), pl.String),
+            "stack": pl.Int32,
+            "site": pl.String,
+            "signs": pl.Int32,
+        },
+    )
+    freed_in = [
+        of_metadata.get(events[a.free].user_metadata, Place()).phase or phases.at(times[a.free] - start)
+        if a.free is not None and a.free >= 0
+        else ""
+        for a in allocations
+    ]
+    by_time = [
+        place.phase or (phases.at(times[a.alloc] - start) if a.alloc != BEFORE else "")
+        for a, place in zip(allocations, places, strict=True)
+    ]
+    return table.with_columns(
+        phase=pl.Series(by_time, dtype=pl.String), free_phase=pl.Series(freed_in, dtype=pl.String)
+    )
+
+
+def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay, stacks: Stacks) -> pl.DataFrame:
+    """What the stacks of frees give away, and the phases by stacks where no range tells them."""
+    events = snapshot.events
+    zeroing = ranges_named(snapshot, "zero_grad")
+    signs = []
+    for allocation, number in zip(replayed.allocations, table["stack"].to_list(), strict=True):
+        if allocation.free is None or allocation.free < 0:
+            signs.append(0)
+            continue
+        freed = stacks.number(events[allocation.free].frames)
+        # A history of allocations alone gives a free the stack of its allocation.
+        sign = int(stacks.signs[freed]) if freed not in (NO_STACK, number) else 0
+        at = snapshot.times[allocation.free]
+        if any(start <= at <= end for start, end in zeroing):
+            sign |= int(Sign.ZERO_GRAD)
+        signs.append(sign)
+    unknown = pl.lit("")
+    no_python = (pl.col("signs") & int(Sign.PYTHON)) == 0
+    recorded = bool((table["stack"] != NO_STACK).any())
+
+    def by_stack(column: str, signs: str, without_python: pl.Expr) -> pl.Expr:
+        return (
+            pl.when(pl.col(column) != "")
+            .then(pl.col(column))
+            .when((pl.col(signs) & int(Sign.OPTIMIZER | Sign.ZERO_GRAD)) != 0)
+            .then(pl.lit("optimizer"))
+            .when(((pl.col(signs) & int(Sign.BACKWARD)) != 0) | without_python)
+            .then(pl.lit("backward"))
+            .when((pl.col(signs) & int(Sign.PYTHON)) != 0)
+            .then(pl.lit("forward"))
+            .otherwise(unknown)
+        )
+
+    table = table.with_columns(free_signs=pl.Series(signs, dtype=pl.Int32))
+    if table["phase"].eq("").all() and recorded:
+        in_history = pl.col("alloc_event").is_not_null()
+        table = table.with_columns(
+            phase=by_stack("phase", "signs", no_python & in_history),
+            free_phase=by_stack("free_phase", "free_signs", pl.lit(False)),
+        )
+    return table
+
+
+def _with_notes(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay) -> tuple[pl.DataFrame, int]:
+    """What the process noted of its tensors; the rest is temporary if it is freed, else a library's."""
+    assert snapshot.notes
+    noted, lost = notes_by_allocation(snapshot, snapshot.notes, replayed.allocations)
+    nothing = TensorNote(address=0, at_us=0, bytes=0, category="temporaries", name="", shape=(), dtype="")
+    notes = [noted.get(i, nothing) for i in range(table.height)]
+    there = pl.Series([i in noted for i in range(table.height)], dtype=pl.Boolean)
+    crosses = (pl.col("phase") == "forward") & (pl.col("free_phase") == "backward")
+    modules = pl.Series([note.module for note in notes], dtype=pl.String)
+    table = table.with_columns(
+        category=pl.when(there)
+        .then(pl.Series([note.category for note in notes], dtype=pl.String))
+        .when(crosses)
+        .then(pl.lit("saved for backward"))
+        .when(pl.col("free_event").is_not_null())
+        .then(pl.lit("temporaries"))
+        .otherwise(pl.lit("workspaces")),
+        name=pl.Series([note.name for note in notes], dtype=pl.String),
+        shape=pl.Series(
+            [list(note.shape) if i in noted else None for i, note in enumerate(notes)], dtype=pl.List(pl.Int64)
+        ),
+        dtype=pl.Series([note.dtype for note in notes], dtype=pl.String),
+        operator=pl.Series([note.operator for note in notes], dtype=pl.String),
+        module=pl.when(modules != "").then(modules).otherwise(pl.col("module")),
+    )
+    return table, lost
+
+
+def _remarks(snapshot: Snapshot, replayed: Replay, phases: tuple[PhaseSpan, ...]) -> list[str]:
+    """How far the figures can be trusted."""
+    said = []
+    if not snapshot.has_times:
+        said.append("This history has no times: microseconds are places in it.")
+    if not replayed.start_known:
+        said.append(
+            "The snapshot does not say what the allocator held when the history began; it was worked out from the "
+            "events and from the segments at the end."
+        )
+    said += [
+        f"The replay of the allocator failed: {fault}. Blocks may be larger than counted." for fault in replayed.faults
+    ]
+    if not phases:
+        said.append("Nothing in this snapshot tells the phases of the step.")
+    if len(snapshot.devices) > 1:
+        others = ", ".join(str(d) for d in snapshot.devices if d != snapshot.device)
+        said.append(f"This is device {snapshot.device}; the snapshot also holds device {others} (--device chooses).")
+    for event in snapshot.events:
+        if event.action == "oom":
+            said.append(
+                f"Out of memory: {format_count(event.size)} bytes were asked for when the driver had "
+                f"{format_count(event.device_free)} left."
+            )
+    return said

@@ -1,0 +1,248 @@
+"""A CUDA memory snapshot of PyTorch (`torch.cuda.memory._dump_snapshot`), checked and typed: dicts end here.
+
+Versions differ in what they write. Up to PyTorch 1.13 the snapshot is the list of segments alone; 2.0 has no times of
+events, 2.3 no user metadata, 2.5 no annotations. What is missing has a default here; what has the wrong type is an
+error that names the field.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from stepscope.core.errors import InputError, one_line
+from stepscope.core.memory_notes import NOTES_KEY, NOTES_VERSION, SEGMENTS_BEFORE_KEY, MemoryNotes
+from stepscope.memory.plain_pickle import read_plain_pickle, without_collector
+
+SNAPSHOT_FILE = "memory.pickle.gz"
+"""The artifact of kind `memory` in a run directory."""
+NO_HISTORY_REMEDY = (
+    "record one with torch.cuda.memory._record_memory_history() before the step, or take it with stepscope run --memory"
+)
+
+_T = TypeVar("_T")
+_Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_Index = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
+
+
+class Event(msgspec.Struct, frozen=True, gc=False):
+    """One entry of the history. `size` is what was requested; of a segment, what the driver gave or took back."""
+
+    action: str
+    addr: _Bytes = 0
+    size: _Bytes = 0
+    stream: _Word = 0
+    time_us: _Bytes = 0
+    user_metadata: str = ""
+    compile_context: str = ""
+    device_free: _Bytes = 0
+    """Of `oom`, in place of an address: bytes that the driver had left."""
+    frames: Any = ()
+    """Checked when it is read (stacks.py): the lists are most of a snapshot, and copying them would double it."""
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of a segment."""
+
+    size: _Bytes
+    state: str
+    address: _Bytes | None = None
+    requested_size: _Bytes | None = None
+    frames: Any = ()
+
+    @property
+    def is_active(self) -> bool:
+        return self.state == "active_allocated"
+
+    @property
+    def awaits_free(self) -> bool:
+        """Freed by its owner, and kept until another stream is done with it (2.0 calls it pending)."""
+        return self.state in {"active_awaiting_free", "active_pending_free"}
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
+    """What the driver gave in one piece; of expandable segments, a run of mapped pages."""
+
+    address: _Bytes
+    total_size: _Bytes
+    blocks: list[Block]
+    device: _Index = 0
+    stream: _Word = 0
+    segment_type: str = ""
+    is_expandable: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.address + self.total_size
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the allocator that change the sizes of blocks."""
+
+    max_split_size: _Word = -1
+    expandable_segments: bool = False
+    roundup_power2_divisions: dict[str, _Index] = {}
+
+
+class Annotation(msgspec.Struct, frozen=True, kw_only=True):
+    """A range of torch.profiler.record_function that began or ended while the history was recorded."""
+
+    stage: str = ""
+    name: str = ""
+    device: _Word = 0
+    time_us: _Bytes = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The history of one device, and the allocator's segments when it ended."""
+
+    source: str
+    device: int
+    devices: tuple[int, ...]
+    """All that have a history or segments."""
+    events: list[Event]
+    times: list[int]
+    """Of the events, in microseconds since 1970, never falling."""
+    segments: list[Segment]
+    segments_before: list[Segment] | None
+    """When the history began; None where nobody wrote them down."""
+    settings: Settings
+    annotations: list[Annotation]
+    notes: MemoryNotes | None
+    has_times: bool
+
+    @property
+    def start_us(self) -> int:
+        return self.times[0]
+
+    def last_event_until(self, time_us: int) -> int:
+        """Index of the last event at or before an absolute time; -1 before all of them."""
+        return bisect_right(self.times, time_us) - 1
+
+
+def read_snapshot(path: Path, *, device: int | None = None) -> Snapshot:
+    """The snapshot in a file, or in a run directory.
+
+    Without `device` the one with the longest history. Raises InputError, in one line with the file and the remedy, for
+    a pickle that is none, holds no history, or has no such device.
+    """
+    file = find_snapshot(path)
+    with without_collector():
+        return snapshot_from(read_plain_pickle(file), str(path), device=device)
+
+
+def find_snapshot(path: Path) -> Path:
+    """The file itself, or the snapshot that a run directory holds."""
+    try:
+        if not path.is_dir():
+            return path
+        if (path / SNAPSHOT_FILE).is_file():
+            return path / SNAPSHOT_FILE
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    remedy = " (measure it again with --memory)" if (path / "run.json").exists() else ""
+    raise InputError(f"{path}: this directory holds no memory snapshot, {SNAPSHOT_FILE}{remedy}")
+
+
+def snapshot_from(content: object, source: str, *, device: int | None = None) -> Snapshot:
+    """A snapshot from the object in its pickle."""
+    if isinstance(content, list):  # up to PyTorch 1.13
+        content = {"segments": content}
+    if not isinstance(content, dict) or not {"segments", "device_traces"} & set(content):
+        what = f"a {type(content).__name__}" if not isinstance(content, dict) else "a dict without segments"
+        raise InputError(f"{source}: no memory snapshot: it holds {what}, not what _dump_snapshot() writes")
+    segments = _convert(content.get("segments", []), list[Segment], source, "segments")
+    traces = _convert(content.get("device_traces", []), list[Any], source, "device_traces")
+    notes = _notes(content.get(NOTES_KEY), source)
+    lengths = {i: len(_convert(trace, list[Any], source, f"device_traces[{i}]")) for i, trace in enumerate(traces)}
+    devices = tuple(sorted({i for i, length in lengths.items() if length} | {s.device for s in segments}))
+    chosen = _choose_device(device, lengths, devices, source)
+    events = _convert(traces[chosen], list[Event], source, f"device_traces[{chosen}]")
+    before = content.get(SEGMENTS_BEFORE_KEY)
+    if before is not None:
+        before = _of_device(_convert(before, list[Segment], source, SEGMENTS_BEFORE_KEY), chosen, source)
+    annotations = _convert(content.get("external_annotations") or [], list[Annotation], source, "external_annotations")
+    return Snapshot(
+        source=source,
+        device=chosen,
+        devices=devices,
+        events=events,
+        times=_rising(events),
+        segments=_of_device(segments, chosen, source),
+        segments_before=before,
+        settings=_convert(content.get("allocator_settings") or {}, Settings, source, "allocator_settings"),
+        annotations=[a for a in annotations if a.device in (chosen, -1)],
+        notes=notes,
+        has_times=bool(events[-1].time_us),
+    )
+
+
+def _convert(value: object, type: type[_T], source: str, where: str) -> _T:
+    """Plain data as a type; InputError names the field that does not fit."""
+    try:
+        return msgspec.convert(value, type)
+    except (msgspec.ValidationError, RecursionError, OverflowError) as fault:
+        message = one_line(fault).replace("`$", f"`{where}")
+        at = "" if where in message else f" - at `{where}`"
+        raise InputError(f"{source}: no memory snapshot that can be read: {message}{at}") from None
+
+
+def _notes(value: object, source: str) -> MemoryNotes | None:
+    if value is None:
+        return None
+    version = value.get("version", NOTES_VERSION) if isinstance(value, dict) else NOTES_VERSION
+    if version != NOTES_VERSION:
+        raise InputError(
+            f"{source}: its notes of stepscope have version {version!r}; this stepscope reads version {NOTES_VERSION}: "
+            "upgrade stepscope, or take the snapshot again"
+        )
+    try:
+        return _convert(value, MemoryNotes, source, NOTES_KEY)
+    except InputError as fault:
+        raise InputError(one_line(fault)) from None
+
+
+def _choose_device(asked: int | None, lengths: dict[int, int], devices: tuple[int, ...], source: str) -> int:
+    recorded = [i for i, length in lengths.items() if length]
+    listed = ", ".join(map(str, recorded))
+    if asked is not None and asked not in devices:
+        there = f"those with a history are {listed}" if recorded else "no device has a history"
+        raise InputError(f"{source}: nothing of device {asked} is in this snapshot: {there}")
+    if not recorded or (asked is not None and asked not in recorded):
+        of = f" of device {asked}" if recorded else ""
+        others = f" (there is one of {listed})" if recorded else ""
+        raise InputError(f"{source}: this snapshot holds no history{of}{others}: {NO_HISTORY_REMEDY}")
+    return asked if asked is not None else max(recorded, key=lambda i: (lengths[i], -i))
+
+
+def _of_device(segments: list[Segment], device: int, source: str) -> list[Segment]:
+    """Segments of one device by address, every block with its address and inside its segment."""
+    found = []
+    end = 0
+    for segment in sorted((s for s in segments if s.device == device), key=lambda s: s.address):
+        at, blocks = segment.address, []
+        for block in segment.blocks:
+            if block.address not in (None, at):
+                raise InputError(f"{source}: a block at {block.address:#x} where its segment has come to {at:#x}")
+            blocks.append(msgspec.structs.replace(block, address=at))
+            at += block.size
+        if at != segment.end or segment.address < end:
+            raise InputError(f"{source}: the segment at {segment.address:#x} overlaps, or its blocks do not fill it")
+        end = segment.end
+        found.append(msgspec.structs.replace(segment, blocks=blocks))
+    return found
+
+
+def _rising(events: list[Event]) -> list[int]:
+    """Times of the events. Their order is the allocator's; clocks of two cores may differ by a little.
+
+    Histories of PyTorch 2.0 have no times: places in the history stand for them.
+    """
+    if not events[-1].time_us:
+        return list(range(len(events)))
+    return list(accumulate((event.time_us for event in events), max))

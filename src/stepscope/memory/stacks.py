@@ -1,0 +1,165 @@
+"""Stacks of a snapshot: each kept once, with the line that tells most and what its frames give away.
+
+PyTorch writes a frame once and refers to it, so that stacks are told apart by the identity of their frames.
+"""
+
+import re
+from collections.abc import Sequence
+from enum import IntFlag
+from typing import Any
+
+import msgspec
+
+from stepscope.core.errors import InputError, one_line, printable
+
+NO_STACK = 0
+
+
+class Sign(IntFlag):
+    """What a frame gives away about the allocation above it."""
+
+    PYTHON = 1
+    LIBRARY = 2
+    """Installed code, or the standard library's."""
+    TORCH = 4
+    OPTIMIZER = 8
+    ZERO_GRAD = 16
+    BACKWARD = 32
+    AUTOCAST_EXIT = 64
+    WORKSPACE = 128
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """A line of code on a stack."""
+
+    name: str
+    filename: str = ""
+    line: int = 0
+
+    def __str__(self) -> str:
+        return printable(f"{self.filename}:{self.line} {self.name}")
+
+
+_INSTALLED = re.compile(r"(?:^|/)(?:(?:site|dist)-packages|lib/python3[^/]*)/|^<frozen")
+_TORCH = re.compile(
+    r"(?:(?:site|dist)-packages|(?:^|/)pytorch)/torch/"
+    r"|(?:^|/)torch/(?:nn/modules|nn/functional\.py|optim|autograd|utils|amp|_\w+|functional\.py)(?:/|$|\.py)"
+)
+_OWN = re.compile(r"(?:^|/)stepscope/(models/)?")
+_NATIVE = re.compile(r"^$|^\?\?$|\.(?:c|cc|cpp|cxx|cu|cuh|h|hpp|so|inl)$|\.so\.")
+_BACKWARD = re.compile(r"autograd::Engine::|Backward\d*::apply|autograd::(?:Node::operator|AccumulateGrad)")
+_NODE = re.compile(r"(\w+?)(?:Backward\d*)::apply")
+_WORKSPACE = re.compile(r"CUDABlas(?:Lt)?(?:Workspace|Handle)|[cC]ublas\w*[wW]orkspace")
+
+
+def signs_of(frame: Frame) -> Sign:
+    """What one frame gives away."""
+    path, name = frame.filename.replace("\\", "/"), frame.name
+    signs = Sign(0)
+    if _NATIVE.search(path):
+        signs |= Sign.BACKWARD if _BACKWARD.search(name) else Sign(0)
+        signs |= Sign.AUTOCAST_EXIT if "autocast::clear_cache" in name else Sign(0)
+        return signs | (Sign.WORKSPACE if _WORKSPACE.search(name) else Sign(0))
+    signs |= Sign.PYTHON
+    own = _OWN.search(path)
+    if _TORCH.search(path):
+        signs |= Sign.TORCH | Sign.LIBRARY
+    elif (own and not own[1]) or (not own and _INSTALLED.search(path)):
+        signs |= Sign.LIBRARY
+    if "torch/optim/" in path or (name == "step" and "optim" in path.rpartition("/")[2]):
+        signs |= Sign.OPTIMIZER
+    if name == "zero_grad":
+        signs |= Sign.ZERO_GRAD
+    if signs & Sign.TORCH and name in {"backward", "_engine_run_backward"}:
+        signs |= Sign.BACKWARD
+    if path.endswith("amp/autocast_mode.py") and name == "__exit__":
+        signs |= Sign.AUTOCAST_EXIT
+    return signs
+
+
+class Stacks:
+    """Every stack of a snapshot by a number; number 0 is no stack."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._numbers: dict[tuple[int, ...], int] = {(): NO_STACK}
+        self._by_frames: dict[tuple[int, ...], int] = {(): NO_STACK}
+        self._frame_of_id: dict[int, int] = {}
+        self._frame_of: dict[Frame, int] = {}
+        self._frames: list[Frame] = []
+        self._frame_signs: list[Sign] = []
+        self._stacks: list[tuple[int, ...]] = [()]
+        self.signs: list[Sign] = [Sign(0)]
+        """Of each stack: those of all its frames."""
+        self.sites: list[str] = [""]
+        """Of each stack."""
+
+    def number(self, frames: Any) -> int:
+        """The number of a stack, as the snapshot has it. Raises InputError for what is no list of frames."""
+        if not isinstance(frames, (list, tuple)):
+            raise InputError(f"{self._source}: no memory snapshot that can be read: `frames` holds no list")
+        # The frames' own objects live as long as the snapshot, so that an id stays theirs.
+        key = tuple(map(id, frames))
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = self._new(tuple(map(self._frame, frames)))
+        return number
+
+    def _new(self, frames: tuple[int, ...]) -> int:
+        number = self._by_frames.get(frames)
+        if number is not None:
+            return number
+        number = self._by_frames[frames] = len(self._stacks)
+        signs = Sign(0)
+        for frame in frames:
+            signs |= self._frame_signs[frame]
+        self._stacks.append(frames)
+        self.signs.append(signs)
+        self.sites.append(self._site(frames))
+        return number
+
+    def _frame(self, raw: Any) -> int:
+        number = self._frame_of_id.get(id(raw))
+        if number is not None:
+            return number
+        try:
+            frame = msgspec.convert(raw, Frame)
+        except msgspec.ValidationError as fault:
+            message = one_line(fault).replace("`$", "`frames[...]")
+            raise InputError(f"{self._source}: no memory snapshot that can be read: {message}") from None
+        number = self._frame_of.get(frame)
+        if number is None:
+            number = self._frame_of[frame] = len(self._frames)
+            self._frames.append(frame)
+            self._frame_signs.append(signs_of(frame))
+        self._frame_of_id[id(raw)] = number
+        return number
+
+    def frames(self, number: int) -> Sequence[str]:
+        """The frames of a stack, innermost first: file:line function."""
+        return [str(self._frames[frame]) for frame in self._stacks[number]]
+
+    def _site(self, frames: tuple[int, ...]) -> str:
+        """The line that tells most: the innermost of the user's own code, else of a library, else of PyTorch; for
+        autograd's thread, which has no Python, the operator whose backward runs."""
+        for unwanted in (Sign.LIBRARY, Sign.TORCH, Sign(0)):
+            for number in frames:
+                signs = self._frame_signs[number]
+                if signs & Sign.PYTHON and not signs & unwanted:
+                    if signs & Sign.TORCH and (node := self._node(frames)):
+                        return node
+                    frame = self._frames[number]
+                    return printable(f"{_short(frame.filename)}:{frame.line} {frame.name}")
+        return self._node(frames) or (printable(self._frames[frames[-1]].name[:80]) if frames else "")
+
+    def _node(self, frames: tuple[int, ...]) -> str:
+        for number in frames:
+            found = _NODE.search(self._frames[number].name)
+            if found:
+                return f"autograd, of {found[1]}"
+        return ""
+
+
+def _short(path: str) -> str:
+    """The last two parts of a path."""
+    return "/".join(path.replace("\\", "/").split("/")[-2:])
