@@ -4,7 +4,6 @@ import contextlib
 import gc
 import shutil
 import signal
-import sysconfig
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
@@ -15,13 +14,13 @@ from types import MappingProxyType, TracebackType
 import msgspec
 import torch
 
-import stepscope
 from stepscope.analysis.checks import check_run
 from stepscope.analysis.metrics import summarise
 from stepscope.core.device_spec import find_device_spec, overridden_spec, product_dtype
 from stepscope.core.environment import GpuReading
 from stepscope.core.errors import DeviceError, InputError, StepscopeError, one_line
 from stepscope.core.evidence import Capture, Evidence, Precision
+from stepscope.core.portable_paths import without_install_places
 from stepscope.core.run import Failure, Run, Status
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.units import format_bytes, format_seconds
@@ -373,12 +372,7 @@ def _nsys_for(request: StepRequest, device: torch.device) -> Nsys | None:
 
 def portable_traceback(error: BaseException) -> str:
     """The traceback, with files named from their package on: a run directory can be shown to others."""
-    text = "".join(traceback.format_exception(error))
-    places = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
-    places.add(str(Path(stepscope.__file__).parents[1]))
-    for place in sorted(places, key=len, reverse=True):
-        text = text.replace(f"{place}/", "")
-    return text
+    return without_install_places("".join(traceback.format_exception(error)))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
