@@ -68,7 +68,8 @@ class StepObservation(msgspec.Struct, frozen=True, kw_only=True):
 class PhaseMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes on the device over one untimed step. `allocated` is live tensors, `reserved` what the allocator holds.
 
-    None where the device does not count (CPU, and tensors inside replayed CUDA graphs) or the phase did not run.
+    None where nobody counted (a CPU, unless a memory history was taken; tensors inside replayed CUDA graphs) or the
+    phase did not run. Of phases that a step has several times (micro-batches), the largest figure.
     """
 
     parameter_bytes: int
@@ -78,10 +79,17 @@ class PhaseMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The same by arithmetic: parameters, buffers, optimizer state, batches, and what the process held before."""
     forward_peak: int | None = None
     saved_for_backward: int | None = None
-    """Allocated when forward has ended, over what was allocated before it. On CPU: the saved tensors, summed."""
+    """Allocated when forward has ended, over what was allocated before it. On a CPU without a memory history: the saved
+    tensors, summed."""
     backward_peak: int | None = None
+    gradient_bytes: int | None = None
+    """The gradients on the parameters when backward has ended, as tensors."""
     optimizer_peak: int | None = None
+    reserved_before: int | None = None
     reserved_peak: int | None = None
+    outside_allocator: int | None = None
+    """What the process holds on the GPU beyond what the allocator reserved: the driver's context, the libraries' code.
+    None where other processes share the GPU, since the driver counts all together."""
 
     @property
     def allocated_peak(self) -> int | None:

@@ -9,10 +9,12 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.core.evidence import PhaseMemory, StepObservation
+from stepscope.measure.nvml import read_gpu
 from stepscope.measure.timer import Phase
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
@@ -42,8 +44,7 @@ class ObservableStep(Protocol):
         """The token ids that the next forward takes."""
         ...
 
-    @property
-    def loss(self) -> torch.Tensor | None: ...
+    loss: torch.Tensor | None
 
     @property
     def compiled(self) -> bool: ...
@@ -99,6 +100,7 @@ def observe_step(
     autocast_seen: dict[str, bool] = {}
     saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
     saved_storages: dict[int, int] = {}
+    saved_bytes = 0
     owned = {tensor.untyped_storage().data_ptr() for tensor in _resident_tensors(step)}
 
     def pack(tensor: torch.Tensor) -> _Saved:
@@ -125,18 +127,19 @@ def observe_step(
             stack.callback(handle.remove)
         for phase in step.phases:
             current[0] = phase.name
+            saved_storages.clear()  # of several forwards each counts alone: their graphs do not live together
             with contextlib.ExitStack() as watching:
                 if phase.name == "forward" and not step.compiled:
                     # Saved-tensor hooks and dispatch modes would make a compiled region compile anew.
                     watching.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda b: b.tensor))
                     watching.enter_context(products)
                 phase.run()
+            saved_bytes = max(saved_bytes, sum(saved_storages.values()))
             if phase.name == "forward" and step.loss is not None and step.loss.requires_grad:
                 step.loss.register_hook(lambda _gradient: note_autocast("backward"))
-    saved_bytes = sum(saved_storages.values()) if not step.compiled else None
-    saved_storages.clear()
-
-    memory, graphs_alive = _observe_memory(step, device, saved, saved_bytes, held_before_bytes)
+    memory, graphs_alive = _observe_memory(
+        step, device, saved, None if step.compiled else saved_bytes, held_before_bytes
+    )
     observation = StepObservation(
         model_forwards=forwards,
         autocast_outside=autocast_outside,
@@ -163,6 +166,84 @@ def _observe_inputs(step: ObservableStep) -> tuple[int, int]:
     return fewest or 0, len(seen)
 
 
+class PhasePeaks:
+    """The allocator's counters round the phases of one step on a GPU; of phases of one name, the largest figure.
+
+    Made when the step is about to begin: what is allocated then is what was there before it.
+    """
+
+    def __init__(self, step: ObservableStep, device: torch.device, held_before_bytes: int = 0) -> None:
+        self._step, self._device = step, device
+        torch.cuda.synchronize(device)
+        self._before = torch.cuda.memory_allocated(device)
+        self._reserved_before = torch.cuda.memory_reserved(device)
+        self._expected = _unique_bytes(_resident_tensors(step)) + held_before_bytes
+        self._peaks: dict[str, int] = {}
+        self._reserved = 0
+        self._saved: int | None = None
+        self._gradients: int | None = None
+
+    def run(self, phase: Phase) -> None:
+        """Run the phase between a reset and a reading of the peaks."""
+        device = self._device
+        torch.cuda.reset_peak_memory_stats(device)
+        at_start = torch.cuda.memory_allocated(device)
+        try:
+            phase.run()
+        finally:  # a phase that ran out of memory had a peak too
+            peak = torch.cuda.max_memory_allocated(device)
+            self._peaks[phase.name] = max(peak, self._peaks.get(phase.name, 0))
+            self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(device))
+        if phase.name == "forward":
+            self._saved = max(torch.cuda.memory_allocated(device) - at_start, self._saved or 0)
+        elif phase.name == "backward":
+            self._gradients = gradient_bytes(self._step)
+
+    def memory(self) -> PhaseMemory:
+        """What was counted. Without peaks where the step replays CUDA graphs: a replayed graph's tensors live in its
+        private pool, which is reserved but never counted as allocated, so allocated peaks would lie below the truth.
+        """
+        torch.cuda.synchronize(self._device)
+        memory = PhaseMemory(
+            parameter_bytes=parameter_bytes(self._step),
+            after_parameters=self._before,
+            reserved_before=self._reserved_before,
+            reserved_peak=self._reserved,
+            outside_allocator=_outside_allocator(self._device),
+        )
+        if self._step.cuda_graphs:
+            return memory
+        return msgspec.structs.replace(
+            memory,
+            resident_expected=self._expected,
+            forward_peak=self._peaks.get("forward"),
+            saved_for_backward=self._saved if "backward" in self._peaks else None,
+            backward_peak=self._peaks.get("backward"),
+            gradient_bytes=self._gradients,
+            optimizer_peak=self._peaks.get("optimizer"),
+        )
+
+
+def gradient_bytes(step: ObservableStep) -> int:
+    """What the gradients on the parameters take, as tensors."""
+    return _unique_bytes([p.grad for p in step.model.parameters() if p.grad is not None])
+
+
+def parameter_bytes(step: ObservableStep) -> int:
+    """What the parameters take, as tensors."""
+    return _unique_bytes(list(step.model.parameters()))
+
+
+def _outside_allocator(device: torch.device) -> int | None:
+    """What this process holds on the GPU beyond its allocator: the driver's context, the libraries' kernels and
+    workspaces. The driver counts all processes together, so None where there are others, or where none can tell."""
+    reading = read_gpu(device)
+    if reading is None or reading.other_processes != 0:
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
 def _observe_memory(
     step: ObservableStep,
     device: torch.device,
@@ -171,45 +252,17 @@ def _observe_memory(
     held_before_bytes: int,
 ) -> tuple[PhaseMemory, bool]:
     """One step with the allocator's peaks read and reset between phases; whether earlier graphs were alive."""
-    parameter_bytes = _unique_bytes(list(step.model.parameters()))
     step.prepare()
     graphs_alive = len(saved_earlier) > 0
     if device.type != "cuda":
         for phase in step.phases:
             phase.run()
         saved = saved_bytes if step.phases[-1].name != "forward" else None
-        return PhaseMemory(parameter_bytes=parameter_bytes, saved_for_backward=saved), graphs_alive
-
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    expected = _unique_bytes(_resident_tensors(step)) + held_before_bytes
-    peaks: dict[str, int] = {}
-    after_forward = before
-    reserved = 0
+        return PhaseMemory(parameter_bytes=parameter_bytes(step), saved_for_backward=saved), graphs_alive
+    peaks = PhasePeaks(step, device, held_before_bytes)
     for phase in step.phases:
-        torch.cuda.reset_peak_memory_stats(device)
-        phase.run()
-        peaks[phase.name] = torch.cuda.max_memory_allocated(device)
-        reserved = max(reserved, torch.cuda.max_memory_reserved(device))
-        if phase.name == "forward":
-            after_forward = torch.cuda.memory_allocated(device)
-    torch.cuda.synchronize(device)
-    if step.cuda_graphs:
-        # A replayed graph's tensors live in its private pool, which is reserved but never counted as allocated:
-        # the allocated peaks would lie below the truth.
-        memory = PhaseMemory(parameter_bytes=parameter_bytes, after_parameters=before, reserved_peak=reserved)
-        return memory, graphs_alive
-    memory = PhaseMemory(
-        parameter_bytes=parameter_bytes,
-        after_parameters=before,
-        resident_expected=expected,
-        forward_peak=peaks.get("forward"),
-        saved_for_backward=after_forward - before if "backward" in peaks else None,
-        backward_peak=peaks.get("backward"),
-        optimizer_peak=peaks.get("optimizer"),
-        reserved_peak=reserved,
-    )
-    return memory, graphs_alive
+        peaks.run(phase)
+    return peaks.memory(), graphs_alive
 
 
 def _resident_tensors(step: ObservableStep) -> list[torch.Tensor]:
