@@ -64,10 +64,14 @@ class SequenceNotes:
 
 
 class BackwardRanges:
-    """Hooks on the nodes of one graph at a time; `release` takes them off."""
+    """Hooks on the nodes of one graph at a time; `release` takes them off.
 
-    def __init__(self, emitters: tuple[Emitter, ...]) -> None:
+    With `operators`, each range holds one more inside: the node's own name, `MulBackward0`.
+    """
+
+    def __init__(self, emitters: tuple[Emitter, ...], *, operators: bool = False) -> None:
         self._emitters = emitters
+        self._operators = operators
         self._local = threading.local()
         self._handles: list[RemovableHandle] = []
 
@@ -79,6 +83,8 @@ class BackwardRanges:
             below = [edge for edge, _ in node.next_functions if edge is not None]
             is_leaf = node.name() == "torch::autograd::AccumulateGrad"
             names = (ACCUMULATION,) if is_leaf else notes.owner(node._sequence_nr())  # type: ignore[attr-defined]
+            if self._operators and not is_leaf:
+                names = (*names, node.name())
             # Between two nodes the engine adds up gradients that meet, and that is work of the node just run: its
             # range lasts until the next node begins on the same thread. After a node that leads to no other, the
             # thread may have nothing more to do: its range ends with it.

@@ -1,0 +1,217 @@
+"""The history of allocations on a CPU, from the allocator events of torch.profiler, in the form that a GPU's has.
+
+The profiler's tree says in which operator and which range an allocation lies. In backward it names the node, by the
+number that forward gave it, and with the number the module. Python's stack is taken by a mode that sees every call of
+PyTorch's functions: the profiler's own knows the line of a call, but not that of `q @ k`.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._C._profiler import _ExtraFields_Allocation, _ExtraFields_TorchOp, _ProfilerEvent
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity
+
+from stepscope.core.evidence import PhaseMemory
+from stepscope.core.memory_notes import SEGMENTS_BEFORE_KEY
+from stepscope.measure import ranges
+from stepscope.measure.backward_ranges import ACCUMULATION, SequenceNotes
+from stepscope.measure.memory_frames import Frame, StackTable, joined_ranges
+from stepscope.measure.observe import ObservableStep, gradient_bytes, parameter_bytes
+from stepscope.measure.tensor_notes import TensorNotes
+from stepscope.measure.timer import Phase
+
+_CALL = "stepscope call "
+"""Name of the range of one call from Python, followed by the number of its stack."""
+_NODE = "autograd::engine::evaluate_function: "
+_LEAF = "torch::autograd::AccumulateGrad"
+_DISPATCHING = "torch/overrides.py"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What encloses an event of the profiler's tree."""
+
+    phase: int | None = None
+    """Start of the phase, which tells two forwards apart."""
+    ranges: tuple[str, ...] = ()
+    operators: tuple[str, ...] = ()
+    """Innermost first."""
+    call: int | None = None
+    """Number of the Python stack."""
+
+
+@dataclass(frozen=True)
+class _Change:
+    """An allocation (bytes above 0) or the end of one."""
+
+    time_ns: int
+    address: int
+    bytes: int
+    place: _Place
+
+
+class ProfilerRecording:
+    """Records what the CPU allocator tells the profiler."""
+
+    node_emitters: tuple[ranges.Emitter, ...] = ()
+
+    def __init__(self, step: ObservableStep, sequence: SequenceNotes) -> None:
+        self._step, self._sequence = step, sequence
+        # The last step's loss would end inside this one: of what began before it, the profiler cannot tell the end,
+        # and warns.
+        step.loss = None
+        self._emitter = _NamedEmitter()
+        self.emitters: tuple[ranges.Emitter, ...] = (self._emitter,)
+        self._calls = _Calls()
+        self._tree: list[_ProfilerEvent] = []
+        self._gradients: int | None = None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        # A mode round a compiled region would make it compile anew.
+        calls = self._calls if not self._step.compiled else contextlib.nullcontext()
+        with profiler, calls:
+            yield
+        results = profiler.profiler.kineto_results if profiler.profiler is not None else None
+        if results is None:
+            raise RuntimeError("the profiler kept no events")
+        self._tree = results.experimental_event_tree()
+
+    def run(self, phase: Phase) -> None:
+        phase.run()
+        if phase.name == "backward":
+            self._gradients = gradient_bytes(self._step)
+
+    def snapshot(self, notes: TensorNotes) -> tuple[dict[str, Any], PhaseMemory]:
+        resident = notes.resident_sizes
+        changes = list(self._known(self._changes(), dict(resident)))
+        stacks = StackTable()
+        events = [event for change in changes for event in self._events_of(change, stacks)]
+        snapshot = {"segments": [], "device_traces": [events], SEGMENTS_BEFORE_KEY: []}
+        return snapshot, self._measured(changes, sum(resident.values()))
+
+    def _changes(self) -> list[_Change]:
+        """Every allocator event of the tree, in the order of time."""
+        found: list[_Change] = []
+        waiting = [(event, _Place()) for event in self._tree]
+        while waiting:
+            event, place = waiting.pop()
+            fields = event.extra_fields
+            if isinstance(fields, _ExtraFields_Allocation):
+                if fields.device.type == "cpu":
+                    found.append(_Change(event.start_time_ns, fields.ptr, fields.alloc_size, place))
+            elif isinstance(fields, _ExtraFields_TorchOp):
+                place = self._inside(event, fields.sequence_number, place)
+            waiting += ((child, place) for child in event.children)
+        return sorted(found, key=lambda change: change.time_ns)
+
+    def _inside(self, event: _ProfilerEvent, sequence_nr: int, place: _Place) -> _Place:
+        name = event.name
+        if name.startswith(_CALL):
+            return replace(place, call=int(name.removeprefix(_CALL)))
+        if name.startswith(_NODE):
+            owner = (ACCUMULATION,) if name.endswith(_LEAF) else self._sequence.owner(sequence_nr)
+            return replace(place, ranges=place.ranges + owner)
+        if name in self._emitter.names:
+            phase = place.phase if place.phase is not None else event.start_time_ns
+            return replace(place, phase=phase, ranges=(*place.ranges, name))
+        return replace(place, operators=(name, *place.operators))
+
+    def _known(self, changes: list[_Change], live: dict[int, int]) -> Iterator[_Change]:
+        """Without the ends of tensors that nobody saw begin."""
+        for change in changes:
+            if change.bytes > 0:
+                live[change.address] = change.bytes
+                yield change
+            elif live.pop(change.address, None) is not None:
+                yield change
+
+    def _events_of(self, change: _Change, stacks: StackTable) -> Iterator[dict[str, Any]]:
+        place = change.place
+        python = self._calls.stacks[place.call] if place.call is not None else ()
+        event = {
+            "addr": change.address,
+            "size": abs(change.bytes),
+            "stream": 0,
+            "time_us": change.time_ns // 1000,
+            "frames": stacks.stack([*((name, "", 0) for name in place.operators), *python]),
+            "user_metadata": joined_ranges(place.ranges),
+        }
+        for action in ("alloc",) if change.bytes > 0 else ("free_requested", "free_completed"):
+            yield {"action": action, **event}
+
+    def _measured(self, changes: list[_Change], before: int) -> PhaseMemory:
+        """The phases' figures, by adding up."""
+        names = {phase.name for phase in self._step.phases}
+        live = before
+        peaks = dict.fromkeys(names, before)
+        at_start: dict[int, int] = {}
+        held: dict[int, int] = {}
+        for change in changes:
+            phase = change.place.phase
+            if phase is not None:
+                at_start.setdefault(phase, live)
+            live += change.bytes
+            if phase is not None:
+                name = change.place.ranges[0]
+                peaks[name] = max(peaks[name], live)
+                if name == "forward":
+                    held[phase] = live - at_start[phase]
+        return PhaseMemory(
+            parameter_bytes=parameter_bytes(self._step),
+            after_parameters=before,
+            forward_peak=peaks.get("forward"),
+            saved_for_backward=max(held.values(), default=0) if "backward" in names else None,
+            backward_peak=peaks.get("backward"),
+            gradient_bytes=self._gradients,
+            optimizer_peak=peaks.get("optimizer"),
+        )
+
+
+class _NamedEmitter(ranges.ProfilerEmitter):
+    """Ranges for torch.profiler, and which names were theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def push(self, name: str) -> None:
+        self.names.add(name)
+        super().push(name)
+
+
+class _Calls(TorchFunctionMode):
+    """Gives every call of a function of PyTorch a range that tells its Python stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stacks: list[tuple[Frame, ...]] = []
+        self._numbers: dict[tuple[Frame, ...], int] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        attribute = getattr(func, "__name__", "") == "__get__"  # as .shape: it allocates nothing, and there are many
+        # A range round the call that opens a range would end before it.
+        if attribute or getattr(func, "__module__", "") == "torch._ops.profiler":
+            return func(*args, **(kwargs or {}))
+        stack = tuple(_frames(sys._getframe(1)))
+        number = self._numbers.setdefault(stack, len(self.stacks))
+        if number == len(self.stacks):
+            self.stacks.append(stack)
+        with torch.profiler.record_function(f"{_CALL}{number}"):
+            return func(*args, **(kwargs or {}))
+
+
+def _frames(frame: FrameType | None) -> Iterator[Frame]:
+    while frame is not None:
+        if not frame.f_code.co_filename.endswith(_DISPATCHING):
+            yield frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back

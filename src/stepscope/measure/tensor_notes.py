@@ -1,0 +1,127 @@
+"""Which tensor lies at which address, noted while a step runs: what a snapshot of the allocator cannot know.
+
+To note a tensor is to read its address and size. Nothing here allocates on the device, and nothing is kept alive.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from stepscope.core.memory_notes import MemoryCategory, TensorNote
+from stepscope.measure.cast_copies import cast_copy
+from stepscope.measure.observe import ObservableStep
+from stepscope.measure.saved_tensors import saved_tensors
+
+
+def now_us() -> int:
+    """Microseconds since the epoch: the clock of the events of PyTorch's allocator and of its profiler."""
+    return time.time_ns() // 1000
+
+
+class _Owners(Protocol):
+    def owner(self, sequence_nr: int) -> tuple[str, ...]: ...
+
+
+class TensorNotes:
+    """The notes of one step. The order of calls is the step's own: `resident` first."""
+
+    def __init__(self, step: ObservableStep, device: torch.device) -> None:
+        self._step, self._device = step, device
+        self._names = {id(parameter): name for name, parameter in step.model.named_parameters()}
+        self._notes: list[TensorNote] = []
+        self._resident: set[int] = set()
+        self._casts: set[int] = set()
+
+    @property
+    def notes(self) -> tuple[TensorNote, ...]:
+        return tuple(self._notes)
+
+    @property
+    def resident_sizes(self) -> dict[int, int]:
+        """Address and bytes of every storage that was noted before the step began."""
+        return {note.address: note.bytes for note in self._notes if note.address in self._resident}
+
+    def resident(self) -> None:
+        """Parameters, buffers, gradients kept, optimizer state, batches: everything that is there before the step."""
+        model, optimizer = self._step.model, self._step.optimizer
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            self._note(tensor, "parameters", name)
+        self.gradients()
+        for parameter, state in optimizer.state.items() if optimizer is not None else ():
+            for key, tensor in state.items():
+                self._note(tensor, "optimizer state", f"{self._names.get(id(parameter), '?')}.{key}")
+        for i, batch in enumerate(self._step.batches):
+            for what, tensor in zip(("tokens", "targets"), batch, strict=False):
+                self._note(tensor, "inputs", f"batch {i} {what}")
+        self._resident = {note.address for note in self._notes}
+
+    def gradients(self) -> None:
+        """What backward left on the parameters."""
+        for name, parameter in self._step.model.named_parameters():
+            self._note(parameter.grad, "gradients", name)
+
+    def saved(self, owners: _Owners) -> None:
+        """What the graph of the loss keeps for backward; each storage once, as the node has it that saved it first."""
+        loss = self._step.loss
+        if loss is None or loss.grad_fn is None:
+            return
+        seen = self._resident | self._casts
+        for saved in saved_tensors(loss.grad_fn):
+            address = saved.tensor.untyped_storage().data_ptr()
+            if address not in seen:
+                seen.add(address)
+                module = next(iter(owners.owner(saved.sequence_nr)), "")
+                self._note(saved.tensor, "saved for backward", saved.name, operator=saved.operator, module=module)
+
+    @contextlib.contextmanager
+    def watch_cast_copies(self) -> Iterator[None]:
+        """Inside, every module whose forward ends notes the 16-bit copies that autocast then holds of its parameters.
+
+        In a forward that runs again for backward (activation checkpointing) too, which makes copies of its own.
+        """
+        handles = [
+            module.register_forward_hook(lambda module, _args, _output, path=path: self._note_casts(module, path))
+            for path, module in self._step.model.named_modules()
+            if any(True for _ in module.parameters(recurse=False))
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def start_forward(self) -> None:
+        """The copies of an earlier forward are gone, and their addresses may be anything now."""
+        self._casts.clear()
+
+    def _note_casts(self, module: torch.nn.Module, path: str) -> None:
+        for parameter in module.parameters(recurse=False):
+            copy = cast_copy(parameter)
+            if copy is not None:
+                self._casts.add(copy.untyped_storage().data_ptr())
+                self._note(copy, "cast copies", self._names.get(id(parameter), "?"), module=path)
+
+    def _note(
+        self, tensor: object, category: MemoryCategory, name: str, *, operator: str = "", module: str = ""
+    ) -> None:
+        if not isinstance(tensor, torch.Tensor) or tensor.device != self._device:
+            return
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == 0:
+            return
+        self._notes.append(
+            TensorNote(
+                address=storage.data_ptr(),
+                at_us=now_us(),
+                bytes=storage.nbytes(),
+                category=category,
+                name=name,
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                operator=operator,
+                module=module,
+            )
+        )
