@@ -33,7 +33,7 @@ LIBRARIES = {
     "analysis": {"msgspec", "polars"},
     "memory": {"msgspec", "polars"},
     "studies": {"msgspec", "torch"},
-    "report": {"msgspec", "polars", "rich"},
+    "report": {"altair", "msgspec", "polars", "rich", "vl_convert"},
     "cli": {"msgspec", "rich", "typer"},
 }
 
@@ -94,6 +94,7 @@ def test_the_reading_wing_needs_no_torch(tmp_path: Path):
                      ["models"], ["--help"], ["sweep", "--help"]):
             app(verb, standalone_mode=False)
         assert "torch" not in sys.modules
+        assert not {"altair", "vl_convert"} & set(sys.modules), "nobody asked for a plot"
         """,
         str(tmp_path),
     )
@@ -107,7 +108,7 @@ def test_help_loads_next_to_nothing():
         import sys
         from stepscope.cli.app import app
         app(["--help"], standalone_mode=False)
-        heavy = {"torch", "polars", "numpy", "scipy", "asyncio"} & set(sys.modules)
+        heavy = {"torch", "polars", "numpy", "scipy", "asyncio", "altair", "vl_convert"} & set(sys.modules)
         assert not heavy, heavy
         """
     )
@@ -121,7 +122,7 @@ def test_the_acting_wing_runs_on_a_bare_machine(tmp_path: Path):
         import sys
         class Missing:
             def find_spec(self, name, path=None, target=None):
-                if name.partition(".")[0] in {"polars", "scipy", "pynvml", "nvtx", "altair", "jinja2"}:
+                if name.partition(".")[0] in {"polars", "scipy", "pynvml", "nvtx", "altair", "vl_convert"}:
                     raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         sys.meta_path.insert(0, Missing())
         from stepscope.cli.app import app

@@ -1,0 +1,201 @@
+"""Lines of one quantity against another: a panel a quantity, a colour a line, bars where an interval is known."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import altair as alt
+
+from stepscope.core.errors import InputError, printable
+from stepscope.report.plots.axes import NUMBER, kept_apart, log_axis
+from stepscope.report.plots.theme import DASHES, INK, PALETTE, SHAPES
+
+LOG_FROM_X, LOG_FROM_Y = 8, 50
+"""Axes are logarithmic where the largest value is so many times the smallest."""
+_LABEL_PX = 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeriesPoint:
+    """A figure y at x."""
+
+    x: float
+    y: float
+    line: str
+    """Named by colour."""
+    style: str = ""
+    """Named by dashes and shape: a second property, across the lines."""
+    low: float | None = None
+    high: float | None = None
+    doubted: bool = False
+    """Drawn hollow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeriesPanel:
+    """One quantity."""
+
+    y_title: str
+    """With its unit."""
+    points: tuple[SeriesPoint, ...]
+
+
+def draw_series(
+    panels: Sequence[SeriesPanel],
+    *,
+    x_title: str,
+    line_title: str = "",
+    style_title: str = "",
+    title: str = "",
+    subtitle: str = "",
+    x_log: bool | None = None,
+    y_log: bool | None = None,
+    slopes: bool = False,
+    slopes_from: float = 0.0,
+) -> alt.TopLevelMixin:
+    """Panels over one axis of x, at most two abreast.
+
+    x_log, y_log: None chooses a logarithmic axis for values that span decades. slopes: a straight line fitted on
+    logarithmic axes through each line of three points or more, with its slope (the exponent of growth) at its end;
+    slopes_from leaves out points of a smaller x, where what is fitted does not rule yet.
+    Raises InputError where there is nothing to draw, or more lines than can be told apart.
+    """
+    panels = [panel for panel in panels if panel.points]
+    if not panels:
+        raise InputError("there is nothing to plot: no figure in any cell")
+    points = [point for panel in panels for point in panel.points]
+    lines = list(dict.fromkeys(printable(point.line) for point in points))
+    styles = list(dict.fromkeys(printable(point.style) for point in points))
+    if len(lines) > len(PALETTE) or len(styles) > len(SHAPES):
+        raise InputError(
+            f"{len(lines)} colours by {len(styles)} shapes of lines are more than a plot can tell apart "
+            f"({len(PALETTE)} by {len(SHAPES)}): keep fewer runs with --where"
+        )
+    xs = sorted({point.x for point in points})
+    if x_log is None:
+        x_log = spans(xs, LOG_FROM_X)
+    x = _x_axis(xs, x_title, log=x_log)
+    # A legend of dashes would explain nothing where no line has two points.
+    joined = len({(point.line, point.style) for point in points}) < len({(p.line, p.style, p.x) for p in points})
+    channels = _channels(lines, styles, line_title, style_title, dashes=joined)
+    width, height = (640, 400) if len(panels) == 1 else (430, 300)
+    charts = []
+    for panel in panels:
+        values = [v for p in panel.points for v in (p.y, p.low, p.high) if v is not None]
+        log = spans(values, LOG_FROM_Y) if y_log is None else y_log
+        if (log and min(values) <= 0) or (x_log and xs[0] <= 0):
+            raise InputError(
+                f"{panel.y_title} against {x_title} has a value of zero or less: no logarithmic axis can show it"
+            )
+        ends = (min(values) / 1.2, max(values) * 1.2) if log else (min(0.0, *values), max(values) * 1.08 or 1.0)
+        y, low = _y_axes(panel.y_title, ends, log=log)
+        layers = _layers(panel, x, y, low, channels)
+        if slopes and log and x_log:
+            fitted = [point for point in panel.points if point.x >= slopes_from]
+            layers += _slopes(fitted, x, y, channels["color"], ends=ends, height=height)
+        charts.append(alt.layer(*layers).properties(width=width, height=height))
+    heading = alt.TitleParams(printable(title), subtitle=printable(subtitle))
+    return alt.concat(*charts, columns=2).properties(title=heading)
+
+
+def spans(values: Sequence[float], factor: float) -> bool:
+    """Whether positive values go over so many times the smallest."""
+    return min(values) > 0 and max(values) >= factor * min(values)
+
+
+def fitted_power(points: Sequence[SeriesPoint]) -> tuple[float, float] | None:
+    """(a, b) of y = a x^b by least squares of the logarithms; None below three distinct x, or beyond the positive."""
+    if len({point.x for point in points}) < 3 or any(point.x <= 0 or point.y <= 0 for point in points):
+        return None
+    xs, ys = [math.log(point.x) for point in points], [math.log(point.y) for point in points]
+    x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
+    slope = sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True)) / sum((x - x_mean) ** 2 for x in xs)
+    return math.exp(y_mean - slope * x_mean), slope
+
+
+def _x_axis(xs: list[float], title: str, *, log: bool) -> alt.X:
+    """Ticks stand at the values themselves where these are few: measured lengths are powers of two, or chosen."""
+    scale = alt.Scale(type="log", base=2, nice=False, padding=14) if log else alt.Scale(zero=False, padding=14)
+    ticks: dict[str, Any] = {"values": xs} if len(xs) <= 12 else {}
+    axis = alt.Axis(format=NUMBER, labelOverlap="greedy", grid=False, **ticks)
+    return alt.X("x:Q", title=title, scale=scale, axis=axis)
+
+
+def _y_axes(title: str, ends: tuple[float, float], *, log: bool) -> tuple[alt.Y, alt.Y]:
+    """For the figures, and for the lower ends of their bars."""
+    scale = alt.Scale(type="log" if log else "linear", domain=list(ends), nice=False)
+    axis = log_axis(*ends) if log else alt.Axis(format=NUMBER, tickCount=6)
+    return alt.Y("y:Q", title=title, scale=scale, axis=axis), alt.Y("low:Q", title=title, scale=scale, axis=axis)
+
+
+def _channels(
+    lines: list[str], styles: list[str], line_title: str, style_title: str, *, dashes: bool
+) -> dict[str, Any]:
+    """How lines and points look. A style is told by dashes, or by shapes where nothing joins the points.
+
+    Not by both: Vega-Lite would draw them in one legend, of dashed shapes that read badly.
+    """
+    colours = alt.Scale(domain=lines, range=list(PALETTE[: len(lines)]))
+    by_colour = alt.Legend(title=line_title or None, symbolType="circle") if len(lines) > 1 else None
+    by_dash = alt.Legend(title=style_title or None, symbolType="stroke", symbolSize=500, symbolStrokeColor=INK)
+    by_shape = alt.Legend(title=style_title or None, symbolFillColor=INK)
+    dash, shape = alt.value(DASHES[0]), alt.value(SHAPES[0])
+    if len(styles) > 1 and dashes:
+        dash = alt.StrokeDash("style:N", scale=alt.Scale(domain=styles, range=list(DASHES)), legend=by_dash)
+    elif len(styles) > 1:
+        shape = alt.Shape("style:N", scale=alt.Scale(domain=styles, range=list(SHAPES)), legend=by_shape)
+    return {
+        "color": alt.Color("line:N", scale=colours, legend=by_colour),
+        "fill": alt.condition("datum.doubted", alt.value("white"), alt.Fill("line:N", scale=colours, legend=None)),
+        "strokeDash": dash,
+        "shape": shape,
+    }
+
+
+def _layers(panel: SeriesPanel, x: alt.X, y: alt.Y, low: alt.Y, channels: dict[str, Any]) -> list[alt.Chart]:
+    rows = [
+        {"x": p.x, "y": p.y, "line": printable(p.line), "style": printable(p.style), "low": p.low, "high": p.high,
+         "doubted": p.doubted}
+        for p in panel.points
+    ]  # fmt: skip
+    chart = alt.Chart(alt.InlineData(values=rows))
+    bars = alt.Chart(alt.InlineData(values=[row for row in rows if row["low"] is not None and row["high"] is not None]))
+    colour, dash, shape = channels["color"], channels["strokeDash"], channels["shape"]
+    tooltip = ["line:N", "style:N", "x:Q", alt.Tooltip("y:Q", format=",.4~g")]
+    return [
+        chart.mark_line(strokeWidth=2).encode(x=x, y=y, color=colour, strokeDash=dash, detail="style:N"),
+        bars.mark_rule(strokeWidth=1.6).encode(x=x, y=low, y2="high:Q", color=colour),
+        chart.mark_point(size=60, strokeWidth=1.8, opacity=1).encode(
+            x=x, y=y, color=colour, shape=shape, fill=channels["fill"], tooltip=tooltip
+        ),
+    ]
+
+
+def _slopes(
+    points: list[SeriesPoint], x: alt.X, y: alt.Y, colour: alt.Color, *, ends: tuple[float, float], height: float
+) -> list[alt.Chart]:
+    """The fitted powers as thin lines, and their exponents at the right, kept apart."""
+    fits, labels = [], []
+    for line, style in dict.fromkeys((point.line, point.style) for point in points):
+        own = [point for point in points if (point.line, point.style) == (line, style)]
+        fit = fitted_power(own)
+        if fit is None:
+            continue
+        factor, exponent = fit
+        first, last = min(point.x for point in own), max(point.x for point in own)
+        names = {"line": printable(line), "style": printable(style)}
+        fits += [{**names, "x": at, "y": factor * at**exponent} for at in (first, last)]
+        labels.append({**names, "x": last, "y": factor * last**exponent, "exponent": f"slope {exponent:.2f}"})
+    if not fits:
+        return []
+    low, high = (math.log(end) for end in ends)
+    wanted = [(high - math.log(label["y"])) / (high - low) * height for label in labels]
+    thin = alt.Chart(alt.InlineData(values=fits)).mark_line(strokeDash=[2, 2], strokeWidth=1.2, color=INK, clip=True)
+    names = [
+        alt.Chart(alt.InlineData(values=[label]))
+        .mark_text(align="left", baseline="middle", dx=11, fontWeight="bold", text=label["exponent"])
+        .encode(x=x, y=alt.value(place), color=colour)
+        for label, place in zip(labels, kept_apart(wanted, _LABEL_PX), strict=True)
+    ]
+    return [thin.encode(x=x, y=y, detail=["line:N", "style:N"]), *names]
