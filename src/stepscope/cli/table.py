@@ -26,12 +26,19 @@ def table(
     ] = None,
     tag: Annotated[str | None, typer.Option("--tag", help="Keep runs with this tag.")] = None,
     style: Annotated[str, typer.Option("--style", help="terminal, markdown, csv or jsonl.")] = "terminal",
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Plot the table too: a file that ends in .svg, .png, .html or .json.")
+    ] = None,
 ) -> None:
-    """Tables of runs: terminal, Markdown, CSV or JSON lines."""
+    """Tables of runs: terminal, Markdown, CSV or JSON lines; and as a plot."""
     from stepscope.report.styles import STYLES, Style, render_terminal, render_text
     from stepscope.report.tables import Statistic, TableQuery, build_table
 
     choose(style, STYLES, "style")
+    if plot is not None:
+        from stepscope.report.plots.save import check_target
+
+        check_target(plot)
     conditions = [condition(text) for text in where or []]
     conditions += [("tag", (tag,))] if tag is not None else []
     query = TableQuery(
@@ -45,6 +52,14 @@ def table(
     found, faults = load_runs(runs or [Path("runs")])
     for fault in faults:
         warn(f"left out: {fault}")
+    if plot is not None:
+        from stepscope.report.plots.save import save_plot
+        from stepscope.report.plots.table_plot import draw_table
+
+        drawn = draw_table(found, query)
+        save_plot(drawn.chart, plot)
+        left_out = f"; cells left out, without a result or such a figure: {drawn.left_out}" if drawn.left_out else ""
+        warn(f"{drawn.points} points in {plot}{left_out}")
     if style == "terminal":
         show(render_terminal(build_table(found, query)))
     else:
