@@ -5,7 +5,7 @@ from typing import get_args
 import polars as pl
 
 from stepscope.core.memory_notes import MemoryCategory, MemoryNotes, TensorNote
-from stepscope.memory.allocator import BEFORE, Allocation
+from stepscope.memory.replay import Allocation
 from stepscope.memory.snapshot import Snapshot
 from stepscope.memory.stacks import Sign
 
@@ -89,36 +89,34 @@ def _has(column: str, sign: Sign) -> pl.Expr:
     return (pl.col(column) & int(sign)) != 0
 
 
-def split_states(table: pl.DataFrame) -> tuple[pl.DataFrame, str]:
-    """Tell optimizer state from parameters where sizes do: Adam keeps two tensors of each parameter's size.
+def settle_residents(table: pl.DataFrame) -> tuple[pl.DataFrame, str]:
+    """What was there before the history and after it, told apart by sizes; and a note of what was done.
 
-    Only where nothing else was found to be optimizer state, and every size of tensors above 1 KiB comes in threes;
-    which of three equal tensors is the parameter makes no difference to the sums. The note says what was done.
+    Where the history has gradients, as many residents of each size are parameters. Where it shows no optimizer state
+    (it is updated in place), and there are three residents for each gradient, two of three are that: Adam keeps two
+    tensors of each parameter's size. Which of equal tensors is which makes no difference to the sums. The rest are
+    the libraries', or inputs. Without gradients all are called parameters.
     """
-    kept = table.filter(pl.col("category") == "parameters")
-    if not kept.height:
+    resident = pl.col("alloc_event").is_null() & pl.col("free_event").is_null() & (pl.col("category") == "parameters")
+    if not table.select(resident.any()).item():
         return table, ""
-    if (table["category"] == "optimizer state").any():
-        return table, "Parameters are what was there before the history and after it; nothing tells buffers from them."
-    counts = kept.filter(pl.col("requested") > 1024).group_by("requested").len()
-    each = _STATES_PER_PARAMETER + 1
-    if not counts.height or (counts["len"] % each != 0).any():
-        return table, (
-            "Parameters are what was there before the history and after it: optimizer state cannot be told from them."
-        )
-    place = pl.int_range(pl.len()).over("category", "requested", order_by="address")
-    state = (
-        (pl.col("category") == "parameters")
-        & (pl.col("requested") > 1024)
-        & (place >= pl.len().over("category", "requested") // each)
-    )
-    table = table.with_columns(category=pl.when(state).then(pl.lit("optimizer state")).otherwise(pl.col("category")))
-    return table, (
-        "Every size that was there throughout comes in threes, as parameters do with the two tensors that Adam keeps: "
-        "two thirds count as optimizer state."
-    )
-
-
-def before_history(allocation: Allocation) -> bool:
-    """Whether it was there when the history began."""
-    return allocation.alloc == BEFORE
+    sizes = table.filter(pl.col("category") == "gradients").group_by("requested").agg(gradients=pl.len())
+    if not sizes.height:
+        return table, "What was there throughout counts as parameters: nothing in this history tells it apart."
+    place = pl.int_range(pl.len()).over("requested", "category", order_by="address")
+    table = table.join(sizes, on="requested", how="left", maintain_order="left").with_columns(place=place)
+    counted = table.filter(resident & pl.col("gradients").is_not_null())
+    per_gradient = counted.height / sizes["gradients"].sum()
+    has_state = (table["category"] == "optimizer state").any()
+    states = _STATES_PER_PARAMETER if not has_state and per_gradient >= _STATES_PER_PARAMETER + 1 else 0
+    known = pl.col("gradients").fill_null(0)
+    table = table.with_columns(
+        category=pl.when(resident & (pl.col("place") >= known * (1 + states)))
+        .then(pl.lit("workspaces"))
+        .when(resident & (pl.col("place") >= known))
+        .then(pl.lit("optimizer state"))
+        .otherwise(pl.col("category"))
+    ).drop("place", "gradients")
+    said = "Of what was there throughout, as much is called parameters as there are gradients of the same sizes"
+    said += ", twice as much optimizer state (Adam's)" if states else ""
+    return table, f"{said}; the rest (buffers and batches among it) is called workspaces."

@@ -1,9 +1,9 @@
 """A snapshot explained: one row for each allocation, and what was alive at any moment, to the byte.
 
-The table of allocations has a row for each: `alloc_event`, `free_event` (place in the history; null before it and if
-never), `alloc_us`, `free_us` (relative to the first event), `address`, `requested` and `block` (bytes), `stream`,
-`phase` and `free_phase` (where it was allocated and freed), `module`, `part`, `category`, `name`, `shape`, `dtype`,
-`operator` (as noted; '' if unknown), `stack` (a number for Stacks), `site`.
+The table of allocations has a row for each: `alloc_event`, `free_event`, `completed_event` (place in the history; null
+before it and if never), `alloc_us`, `free_us` (relative to the first event), `address`, `requested` and `block`
+(bytes), `stream`, `phase` and `free_phase` (where it was allocated and freed), `module`, `part`, `category`, `name`,
+`shape`, `dtype`, `operator` (as noted; '' if unknown), `stack` (a number for Stacks), `site`.
 """
 
 from dataclasses import dataclass
@@ -12,14 +12,15 @@ from functools import cached_property
 import polars as pl
 
 from stepscope.core.evidence import PhaseMemory
-from stepscope.core.memory_notes import PhaseSpan, TensorNote
+from stepscope.core.memory_notes import MemoryCategory, PhaseSpan, TensorNote
 from stepscope.core.units import format_count
-from stepscope.memory.allocator import BEFORE, Replay, replay
-from stepscope.memory.categories import CATEGORIES, ROUNDING, by_evidence, notes_by_allocation, split_states
+from stepscope.memory.categories import CATEGORIES, ROUNDING, by_evidence, notes_by_allocation, settle_residents
 from stepscope.memory.moments import Phases, Place, phases_of, place_of, ranges_named
 from stepscope.memory.plain_pickle import without_collector
+from stepscope.memory.replay import BEFORE, Replay, replay
+from stepscope.memory.shapes import shapes_by_size
 from stepscope.memory.snapshot import Snapshot
-from stepscope.memory.stacks import NO_STACK, Sign, Stacks
+from stepscope.memory.stacks import AUTOGRAD, NO_STACK, Sign, Stacks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,17 @@ class Explained:
             & (pl.col("free_event").is_null() | (pl.col("free_event") > event))
         )
 
+    def unsure_at(self, event: int) -> int:
+        """How many blocks alive after an event may be up to 1 MiB longer than they are counted."""
+        return sum(
+            allocation.open_ended and allocation.alloc <= event and (allocation.free is None or allocation.free > event)
+            for allocation in self.replay.allocations
+        )
+
+    def exact_at(self, event: int) -> bool:
+        """Whether what is allocated after an event is known to the byte."""
+        return not self.replay.faults and not self.unsure_at(event)
+
     def self_check(self) -> None:
         """Assert that at the peak the categories make up what is allocated, and both the curve."""
         alive = self.alive(self.peak_event)
@@ -79,7 +91,7 @@ class Explained:
         assert (alive["requested"] <= alive["block"]).all()
 
 
-def categories_of(alive: pl.DataFrame) -> dict[str, int]:
+def categories_of(alive: pl.DataFrame) -> dict[MemoryCategory, int]:
     """Bytes by category, in their order, zeros included; what the blocks hold beyond the requests is rounding."""
     sums = dict(alive.group_by("category").agg(pl.col("requested").sum()).iter_rows())
     rounding = int((alive["block"] - alive["requested"]).sum())
@@ -119,13 +131,16 @@ def explain(snapshot: Snapshot) -> Explained:
             if lost:
                 remarks.append(f"{format_count(lost)} noted tensors lie in no allocation of this history.")
         else:
+            table = table.with_columns(
+                name=pl.lit(""), shape=pl.lit(None, dtype=pl.List(pl.Int64)), dtype=pl.lit(""), operator=pl.lit("")
+            )
             table = _with_free_signs(snapshot, table, replayed, stacks)
-            table, said = split_states(by_evidence(table))
+            table, said = settle_residents(by_evidence(table))
             remarks += [
                 "No notes of stepscope are in this snapshot: categories are by evidence (phases, stacks, lifetimes).",
                 *([said] if said else []),
             ]
-        table = table.drop("signs", "free_signs", strict=False)
+        table = _with_shapes(snapshot, table.drop("signs", "free_signs", strict=False))
     return Explained(
         snapshot=snapshot, replay=replayed, allocations=table, stacks=stacks, phases=phases, notes=tuple(remarks)
     )
@@ -157,6 +172,7 @@ def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: Phases)
         {
             "alloc_event": [a.alloc if a.alloc != BEFORE else None for a in allocations],
             "free_event": [a.free for a in allocations],
+            "completed_event": [a.completed for a in allocations],
             "alloc_us": [times[a.alloc] - start if a.alloc != BEFORE else None for a in allocations],
             "free_us": [times[a.free] - start if a.free is not None and a.free >= 0 else None for a in allocations],
             "address": [a.address for a in allocations],
@@ -167,11 +183,14 @@ def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: Phases)
             "module": [place.module for place in places],
             "part": [place.part for place in places],
             "stack": numbers,
-            "site": [stacks.sites[number] for number in numbers],
+            "site": [
+                _site(stacks.sites[number], place, allocation.alloc)
+                for number, place, allocation in zip(numbers, places, allocations, strict=True)
+            ],
             "signs": [int(stacks.signs[number]) for number in numbers],
         },
         schema={
-            **dict.fromkeys(("alloc_event", "free_event", "alloc_us", "free_us"), pl.Int64),
+            **dict.fromkeys(("alloc_event", "free_event", "completed_event", "alloc_us", "free_us"), pl.Int64),
             **dict.fromkeys(("address", "requested", "block", "stream"), pl.Int64),
             **dict.fromkeys(("phase", "module", "part"), pl.String),
             "stack": pl.Int32,
@@ -192,6 +211,17 @@ def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: Phases)
     return table.with_columns(
         phase=pl.Series(by_time, dtype=pl.String), free_phase=pl.Series(freed_in, dtype=pl.String)
     )
+
+
+def _site(of_stack: str, place: Place, alloc: int) -> str:
+    """The line that tells most; where backward has no line, the module whose operator it runs."""
+    if alloc == BEFORE:
+        return of_stack or "before the history"
+    if of_stack.startswith(AUTOGRAD) and place.module:
+        return f"{of_stack} in {place.module}"
+    if not of_stack and place.phase == "backward":
+        return f"{AUTOGRAD}, of {place.module}" if place.module else AUTOGRAD
+    return of_stack
 
 
 def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay, stacks: Stacks) -> pl.DataFrame:
@@ -263,6 +293,22 @@ def _with_notes(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay) -> tu
         module=pl.when(modules != "").then(modules).otherwise(pl.col("module")),
     )
     return table, lost
+
+
+def _with_shapes(snapshot: Snapshot, table: pl.DataFrame) -> pl.DataFrame:
+    """Shapes by size for what has no note."""
+    if snapshot.notes is None or snapshot.notes.workload is None:
+        return table
+    shapes = shapes_by_size(snapshot.notes.workload)
+    known = pl.DataFrame(
+        {"requested": list(shapes), "by_size": [list(shape) for shape in shapes.values()]},
+        schema={"requested": pl.Int64, "by_size": pl.List(pl.Int64)},
+    )
+    return (
+        table.join(known, on="requested", how="left", maintain_order="left")
+        .with_columns(shape=pl.coalesce("shape", "by_size"))
+        .drop("by_size")
+    )
 
 
 def _remarks(snapshot: Snapshot, replayed: Replay, phases: tuple[PhaseSpan, ...]) -> list[str]:

@@ -13,6 +13,8 @@ import msgspec
 from stepscope.core.errors import InputError, one_line, printable
 
 NO_STACK = 0
+AUTOGRAD = "autograd"
+"""How the site of an allocation begins whose stack has no Python, because autograd's own thread made it."""
 
 
 class Sign(IntFlag):
@@ -37,18 +39,18 @@ class Frame(msgspec.Struct, frozen=True):
     line: int = 0
 
     def __str__(self) -> str:
-        return printable(f"{self.filename}:{self.line} {self.name}")
+        return printable(f"{self.filename}:{self.line} {self.name}" if self.filename else self.name)
 
 
 _INSTALLED = re.compile(r"(?:^|/)(?:(?:site|dist)-packages|lib/python3[^/]*)/|^<frozen")
 _TORCH = re.compile(
-    r"(?:(?:site|dist)-packages|(?:^|/)pytorch)/torch/"
-    r"|(?:^|/)torch/(?:nn/modules|nn/functional\.py|optim|autograd|utils|amp|_\w+|functional\.py)(?:/|$|\.py)"
+    r"^torch/|(?:(?:site|dist)-packages|(?:^|/)pytorch)/torch/"
+    r"|/torch/(?:nn/modules|nn/functional\.py|optim|autograd|utils|amp|_\w+|functional\.py)(?:/|$|\.py)"
 )
 _OWN = re.compile(r"(?:^|/)stepscope/(models/)?")
 _NATIVE = re.compile(r"^$|^\?\?$|\.(?:c|cc|cpp|cxx|cu|cuh|h|hpp|so|inl)$|\.so\.")
-_BACKWARD = re.compile(r"autograd::Engine::|Backward\d*::apply|autograd::(?:Node::operator|AccumulateGrad)")
-_NODE = re.compile(r"(\w+?)(?:Backward\d*)::apply")
+_BACKWARD = re.compile(r"autograd::Engine::|Backward\d*(?:::apply|$)|autograd::(?:Node::operator|AccumulateGrad)")
+_NODE = re.compile(r"(?:^|::)(\w+?)Backward\d*(?:::apply|$)")
 _WORKSPACE = re.compile(r"CUDABlas(?:Lt)?(?:Workspace|Handle)|[cC]ublas\w*[wW]orkspace")
 
 
@@ -156,7 +158,7 @@ class Stacks:
         for number in frames:
             found = _NODE.search(self._frames[number].name)
             if found:
-                return f"autograd, of {found[1]}"
+                return f"{AUTOGRAD}, of {found[1]}"
         return ""
 
 

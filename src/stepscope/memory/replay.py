@@ -58,6 +58,8 @@ class Replay:
     allocations: list[Allocation]
     reserved: list[tuple[int, int]]
     """Bytes held from the driver after each event that changed them; the first is before all events."""
+    segments: list[Segment] = field(default_factory=list)
+    """When the history began; their blocks are not told."""
     start_known: bool
     """Whether the layout at the start was written down; else it was worked out from what the events show."""
     faults: list[str] = field(default_factory=list)
@@ -193,6 +195,8 @@ class Layout:
 
 def replay(snapshot: Snapshot) -> Replay:
     """Follow the events from the layout at the start, known or worked out, to the segments at the end."""
+    if not snapshot.segments and not snapshot.segments_before:
+        return _without_blocks(snapshot)
     faults = []
     if snapshot.segments_before is not None:
         known = Replay(allocations=_blocks_of(snapshot.segments_before), reserved=[], start_known=True)
@@ -235,7 +239,7 @@ def _run(  # noqa: PLR0912 - a branch for each kind of event, in the loop that a
     awaiting = {a.address: i for i, a in enumerate(allocations) if a.free is not None}
     layout.fill(segments, allocations)
     reserved = sum(segment.total_size for segment in segments)
-    start.reserved = [(BEFORE, reserved)]
+    start.reserved, start.segments = [(BEFORE, reserved)], segments
     free_from, free_to = layout.free_from, layout.free_to
     for i, event in enumerate(snapshot.events):
         action, address, size = event.action, event.addr, event.size
@@ -386,21 +390,81 @@ def _segments_at_start(snapshot: Snapshot) -> list[Segment]:
             pieces = ((start, end),)
         else:
             continue
-        for left, right in pieces:
-            if left < right:
-                held[left] = Segment(
-                    address=left, total_size=right - left, blocks=[], stream=event.stream, is_expandable=expandable
-                )
-    merged: list[Segment] = []
-    for segment in sorted(held.values(), key=lambda s: s.address):
-        last = merged[-1] if merged else None
-        if last and last.end > segment.address:
-            raise Contradiction(f"two segments of the start overlap at {segment.address:#x}")
-        if last and last.end == segment.address and last.is_expandable and segment.is_expandable:
-            merged[-1] = msgspec.structs.replace(last, total_size=last.total_size + segment.total_size)
+        _add_pieces(held, pieces, event.stream, expandable)
+    return _joined(held)
+
+
+def segments_after(replayed: Replay, snapshot: Snapshot, event: int) -> list[Segment]:
+    """The segments after an event, by address; their blocks are not told."""
+    held = {segment.address: segment for segment in replayed.segments}
+    for entry in snapshot.events[: event + 1]:
+        start, end = entry.addr, entry.addr + entry.size
+        expandable = entry.action in {"segment_map", "segment_unmap"}
+        if entry.action in GIVES:
+            pieces = ((start, end),)
+        elif entry.action in TAKES:
+            around = next(s for s in held.values() if s.address <= start and end <= s.end)
+            del held[around.address]
+            pieces = ((around.address, start), (end, around.end))
         else:
-            merged.append(segment)
-    return merged
+            continue
+        _add_pieces(held, pieces, entry.stream, expandable)
+        if expandable:
+            held = {segment.address: segment for segment in _joined(held)}
+    return _joined(held)
+
+
+def _add_pieces(held: dict[int, Segment], pieces: tuple[tuple[int, int], ...], stream: int, expandable: bool) -> None:
+    for left, right in pieces:
+        if left < right:
+            held[left] = Segment(
+                address=left, total_size=right - left, blocks=[], stream=stream, is_expandable=expandable
+            )
+
+
+def _joined(held: dict[int, Segment]) -> list[Segment]:
+    """Segments by address; neighbouring pages of expandable ones are one. Raises Contradiction where two overlap."""
+    joined: list[Segment] = []
+    for segment in sorted(held.values(), key=lambda s: s.address):
+        last = joined[-1] if joined else None
+        if last and last.end > segment.address:
+            raise Contradiction(f"two segments overlap at {segment.address:#x}")
+        if last and last.end == segment.address and last.is_expandable and segment.is_expandable:
+            joined[-1] = msgspec.structs.replace(last, total_size=last.total_size + segment.total_size)
+        else:
+            joined.append(segment)
+    return joined
+
+
+def _without_blocks(snapshot: Snapshot) -> Replay:
+    """A history without a caching allocator, as stepscope writes it of a CPU: what is allocated is what is asked for.
+
+    What was there before is what its notes tell.
+    """
+    notes = snapshot.notes.tensors if snapshot.notes else ()
+    before = [note for note in notes if note.at_us < snapshot.start_us]
+    allocations = [
+        Allocation(address=note.address, requested=note.bytes, block=note.bytes)
+        for note in {note.address: note for note in reversed(before)}.values()
+    ]
+    start = Replay(allocations=allocations, reserved=[(BEFORE, 0)], start_known=bool(notes))
+    live = {a.address: a for a in allocations}
+    for i, event in enumerate(snapshot.events):
+        if event.action == "alloc":
+            if event.addr in live:
+                start.faults.append(f"event {i} allocates {event.addr:#x}, where something is allocated")
+                live[event.addr].free = live[event.addr].completed = i
+            live[event.addr] = Allocation(
+                address=event.addr, requested=event.size, block=event.size, alloc=i, stream=event.stream
+            )
+            allocations.append(live[event.addr])
+        elif event.action == "free_requested":
+            freed = live.pop(event.addr, None)
+            if freed is None:
+                freed = Allocation(address=event.addr, requested=event.size, block=event.size, stream=event.stream)
+                allocations.append(freed)
+            freed.free = freed.completed = i
+    return start
 
 
 def without_layout(snapshot: Snapshot, faults: list[str]) -> Replay:

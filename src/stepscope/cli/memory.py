@@ -1,0 +1,105 @@
+"""`stepscope memory`: where the memory of a recorded step went, to the byte."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stepscope.cli import options
+from stepscope.cli.output import emit, show, warn
+from stepscope.core.errors import InputError
+from stepscope.core.run_directory import find_run_files
+
+if TYPE_CHECKING:
+    from stepscope.memory.explain import Explained
+
+
+def memory(
+    file: Annotated[
+        str,
+        typer.Argument(
+            help="A snapshot of torch.cuda.memory._dump_snapshot (.pickle, gzip too), a run directory, a part of a "
+            "run's name, or `last`."
+        ),
+    ],
+    at: Annotated[
+        str | None,
+        typer.Option("--at", help="Another moment than the peak: 12ms, 12000us, start, end, or a phase for its peak."),
+    ] = None,
+    device: Annotated[
+        int | None, typer.Option("--device", help="Which device of a snapshot of several (default: the busiest).")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw live memory over time: .svg, .png, .html or .json.")
+    ] = None,
+    out: options.Out = Path("runs"),
+    json: options.Json = False,
+) -> None:
+    """Where the memory went: the peak by category, tensor, line of code and block, every byte accounted for."""
+    # polars' allocator, read when polars is loaded: pages no longer used go back at once.
+    os.environ.setdefault("_RJEM_MALLOC_CONF", "narenas:2,dirty_decay_ms:50,muzzy_decay_ms:0")
+    if plot is not None:
+        from stepscope.report.plots.save import check_target
+
+        check_target(plot)
+    from stepscope.memory.at_moment import moment_at
+    from stepscope.memory.explain import explain
+    from stepscope.memory.snapshot import read_snapshot
+
+    explained = explain(read_snapshot(_find(file, out), device=device))
+    explained.self_check()
+    moment = moment_at(explained, at)
+    if plot is not None:
+        _draw(explained, plot)
+    if json:
+        import msgspec
+
+        from stepscope.memory.memory_json import memory_as_json
+
+        emit(msgspec.json.encode(memory_as_json(explained, moment)).decode() + "\n")
+    else:
+        from stepscope.report.memory import render_memory
+
+        show(render_memory(explained, moment))
+
+
+def _find(name: str, out: Path) -> Path:
+    """The file or directory of this name; else the run of this name under `out`, or the newest for `last`."""
+    path = Path(name)
+    try:
+        if path.exists():
+            return path
+        runs = [found.parent for found in find_run_files(out)]
+    except OSError as error:
+        raise InputError(f"{name[:100]}: cannot be read: {error.strerror or error}") from None
+    matches = runs[-1:] if name == "last" else [run for run in runs if name in run.name]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise InputError(f"{len(matches)} runs in {out} match {name!r}: write more of the name")
+    raise InputError(f"{name}: no such file, nor a run of that name in {out}")
+
+
+def _draw(explained: "Explained", target: Path) -> None:
+    from stepscope.memory.timeline import category_timeline
+    from stepscope.report.plots.memory_timeline import draw_memory_timeline
+    from stepscope.report.plots.save import is_interactive, save_plot
+
+    notes = explained.snapshot.notes
+    reserved = max(bytes_held for _, bytes_held in explained.replay.reserved)
+    title = "Live memory by category"
+    if notes and notes.workload:
+        from stepscope.report.terminal import describe_workload
+
+        title = f"{notes.workload.model.name}: {describe_workload(notes.workload)}"
+    chart = draw_memory_timeline(
+        category_timeline(explained),
+        explained.phases,
+        title=title,
+        subtitle=" ".join(part for part in (notes.device_name if notes else "", explained.snapshot.source) if part),
+        reserved_bytes=reserved or None,
+        interactive=is_interactive(target),
+    )
+    save_plot(chart, target)
+    warn(f"live memory over time in {target}")

@@ -1,0 +1,149 @@
+"""One moment of a history: what was alive then, by category, site and tensor, and what the allocator held beside it."""
+
+import re
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import polars as pl
+
+from stepscope.core.errors import InputError
+from stepscope.core.memory_notes import MemoryCategory
+from stepscope.memory.explain import Explained, categories_of
+from stepscope.memory.replay import BEFORE, segments_after
+
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|µs|ms|s)")
+_MICROSECONDS = {"us": 1, "µs": 1, "ms": 1_000, "s": 1_000_000}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reserved:
+    """What the allocator held from the driver. The four parts make up the whole."""
+
+    reserved_bytes: int
+    allocated_bytes: int
+    awaiting_free_bytes: int
+    """Freed by the owner while another stream still used it."""
+    cached_bytes: int
+    """In segments that hold nothing: torch.cuda.empty_cache() would give them back."""
+    fragmented_bytes: int
+    """Free between live blocks of the same segment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhasePeak:
+    """The most that was allocated while a phase ran, what was allocated when it began included."""
+
+    phase: str
+    peak_bytes: int
+    event: int
+    time_us: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What was alive after an event."""
+
+    name: str
+    """In words: the peak, the peak of backward, at 12 ms, the end."""
+    event: int
+    time_us: int
+    alive: pl.DataFrame
+    """Rows of the table of allocations, largest first."""
+    categories: dict[MemoryCategory, int]
+    reserved: Reserved | None
+    """None for a history without segments."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(self.categories.values())
+
+    def self_check(self) -> None:
+        """Assert that the parts make up the wholes."""
+        assert sum(self.categories.values()) == self.alive["block"].sum()
+        held = self.reserved
+        if held is not None:
+            parts = held.allocated_bytes + held.awaiting_free_bytes + held.cached_bytes + held.fragmented_bytes
+            assert parts == held.reserved_bytes and held.allocated_bytes == self.allocated_bytes
+
+
+def moment_at(explained: Explained, at: str | None = None) -> Moment:
+    """The peak; or the moment that `at` names: `12ms`, `12000us`, `1.5s` after the first event, `start`, `end`, or a
+    phase for its own peak. Raises InputError for any other text, and for a time outside of the history.
+    """
+    if at is None or at == "peak":
+        return _moment(explained, "the peak", explained.peak_event)
+    last = len(explained.snapshot.events) - 1
+    if at in {"start", "end"}:
+        return _moment(explained, f"the {at}", BEFORE if at == "start" else last)
+    of_phase = next((peak for peak in phase_peaks(explained) if peak.phase == at), None)
+    if of_phase is not None:
+        return _moment(explained, f"the peak of {at}", of_phase.event)
+    found = _TIME.fullmatch(at.strip())
+    if found is None:
+        phases = "".join(f", {name}" for name in dict.fromkeys(span.name for span in explained.phases))
+        raise InputError(
+            f"cannot tell which moment {at[:40]!r} is: write a time, as in 12ms, or one of start, end{phases}"
+        )
+    time_us = float(found[1]) * _MICROSECONDS[found[2]]
+    if time_us > explained.time_us(last):
+        raise InputError(f"{at} is after the history, which ends at {explained.time_us(last) / 1000:g}ms")
+    return _moment(
+        explained, f"{at.strip()}", explained.snapshot.last_event_until(explained.snapshot.start_us + int(time_us))
+    )
+
+
+def _moment(explained: Explained, name: str, event: int) -> Moment:
+    alive = explained.alive(event).sort("block", "address", descending=[True, False])
+    moment = Moment(
+        name=name,
+        event=event,
+        time_us=explained.time_us(event),
+        alive=alive,
+        categories=categories_of(alive),
+        reserved=reserved_at(explained, event),
+    )
+    moment.self_check()
+    return moment
+
+
+def phase_peaks(explained: Explained) -> list[PhasePeak]:
+    """The peak of every phase, in the order they began; of a phase that ran several times, the largest."""
+    events, allocated = explained.curve["event"].to_list(), explained.curve["allocated"]
+    snapshot = explained.snapshot
+    peaks: dict[str, PhasePeak] = {}
+    for span in explained.phases:
+        first = bisect_right(events, snapshot.last_event_until(snapshot.start_us + span.start_us - 1)) - 1
+        last = bisect_right(events, snapshot.last_event_until(snapshot.start_us + span.end_us)) - 1
+        first, last = max(first, 0), max(last, 0)
+        at = first + (allocated[first : last + 1].arg_max() or 0)
+        known = peaks.get(span.name)
+        if known is None or allocated[at] > known.peak_bytes:
+            peaks[span.name] = PhasePeak(
+                phase=span.name, peak_bytes=allocated[at], event=events[at], time_us=explained.time_us(events[at])
+            )
+    return list(peaks.values())
+
+
+def reserved_at(explained: Explained, event: int) -> Reserved | None:
+    """What the allocator held after an event; None where the history has no segments, or contradicts them."""
+    if not explained.replay.segments:
+        return None
+    held = segments_after(explained.replay, explained.snapshot, event)
+    starts = [segment.address for segment in held]
+    used = [0] * len(held)
+    blocks = explained.allocations.filter(
+        (pl.col("alloc_event").fill_null(BEFORE) <= event)
+        & (pl.col("completed_event").is_null() | (pl.col("completed_event") > event))
+    )
+    for address, block in blocks.select("address", "block").iter_rows():
+        used[bisect_right(starts, address) - 1] += block
+    allocated = int(explained.alive(event)["block"].sum())
+    return Reserved(
+        reserved_bytes=sum(segment.total_size for segment in held),
+        allocated_bytes=allocated,
+        awaiting_free_bytes=sum(used) - allocated,
+        cached_bytes=sum(segment.total_size for segment, bytes_used in zip(held, used, strict=True) if not bytes_used),
+        fragmented_bytes=sum(
+            segment.total_size - bytes_used for segment, bytes_used in zip(held, used, strict=True) if bytes_used
+        ),
+    )

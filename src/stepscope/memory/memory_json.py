@@ -1,0 +1,82 @@
+"""A snapshot's moment as plain data: what `stepscope memory --json` prints. The first five keys are a contract."""
+
+from typing import Any
+
+import msgspec
+import polars as pl
+
+from stepscope.memory.at_moment import Moment, phase_peaks
+from stepscope.memory.blocks import saved_by_block
+from stepscope.memory.explain import Explained
+
+LARGEST = 20
+SITES = 20
+
+
+def memory_as_json(explained: Explained, moment: Moment) -> dict[str, Any]:
+    """`peak_bytes` is what was allocated at the moment asked for: the peak, unless --at named another.
+
+    Times are microseconds after the first event, which happened at `start_time_us`. `allocations` is how many the
+    history made; `alive` how many there were at the moment.
+    """
+    table, snapshot = explained.allocations, explained.snapshot
+    return {
+        "peak_bytes": moment.allocated_bytes,
+        "peak_time_us": moment.time_us,
+        "allocations": table["alloc_event"].count(),
+        "largest": largest(explained, moment.alive, LARGEST),
+        "categories": moment.categories,
+        "moment": moment.name,
+        "alive": moment.alive.height,
+        "reserved": None if moment.reserved is None else msgspec.to_builtins(moment.reserved),
+        "reserved_peak_bytes": max(reserved for _, reserved in explained.replay.reserved),
+        "phases": [msgspec.to_builtins(peak) for peak in phase_peaks(explained)],
+        "sites": sites(moment.alive).head(SITES).to_dicts(),
+        "saved_by_block": [msgspec.to_builtins(block) for block in saved_by_block(explained)],
+        "exact": explained.exact_at(moment.event),
+        "by_notes": explained.noted,
+        "notes": list(explained.notes),
+        "measured": msgspec.to_builtins(explained.measured),
+        "device": snapshot.device,
+        "start_time_us": snapshot.start_us,
+        "events": len(snapshot.events),
+    }
+
+
+def largest(explained: Explained, alive: pl.DataFrame, count: int) -> list[dict[str, Any]]:
+    """The largest blocks alive, each with the line it comes from, its stack, and the tensor it was."""
+    return [
+        {
+            "bytes": row["block"],
+            "site": row["site"],
+            "frames": list(explained.stacks.frames(row["stack"])),
+            "requested_bytes": row["requested"],
+            "category": row["category"],
+            "tensor": tensor_of(row),
+            "phase": row["phase"],
+            "module": row["module"],
+            "part": row["part"],
+            "alloc_us": row["alloc_us"],
+            "free_us": row["free_us"],
+        }
+        for row in alive.head(count).iter_rows(named=True)
+    ]
+
+
+def tensor_of(row: dict[str, Any]) -> dict[str, Any] | None:
+    """What is known of the tensor in an allocation."""
+    if not row["name"] and row["shape"] is None:
+        return None
+    shape = None if row["shape"] is None else list(row["shape"])
+    return {"name": row["name"], "shape": shape, "dtype": row["dtype"], "operator": row["operator"]}
+
+
+def sites(alive: pl.DataFrame) -> pl.DataFrame:
+    """Lines of code by what they hold: `site`, `bytes`, `allocations`, `category` (the largest of the site's)."""
+    by_category = alive.group_by("site", "category").agg(bytes=pl.col("block").sum(), allocations=pl.len())
+    return (
+        by_category.sort("bytes", "category", descending=[True, False])
+        .group_by("site", maintain_order=True)
+        .agg(pl.col("bytes").sum(), pl.col("allocations").sum(), pl.col("category").first())
+        .sort("bytes", "site", descending=[True, False])
+    )
