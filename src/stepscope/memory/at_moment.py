@@ -8,8 +8,9 @@ import polars as pl
 
 from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import MemoryCategory
+from stepscope.memory.block_layout import BEFORE
 from stepscope.memory.explain import Explained, categories_of
-from stepscope.memory.replay import BEFORE, segments_after
+from stepscope.memory.replay import segments_after
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|µs|ms|s)")
 _MICROSECONDS = {"us": 1, "µs": 1, "ms": 1_000, "s": 1_000_000}

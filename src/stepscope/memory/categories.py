@@ -5,7 +5,7 @@ from typing import get_args
 import polars as pl
 
 from stepscope.core.memory_notes import MemoryCategory, MemoryNotes, TensorNote
-from stepscope.memory.replay import Allocation
+from stepscope.memory.block_layout import Allocation
 from stepscope.memory.snapshot import Snapshot
 from stepscope.memory.stacks import Sign
 

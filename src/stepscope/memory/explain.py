@@ -14,10 +14,11 @@ import polars as pl
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import MemoryCategory, PhaseSpan, TensorNote
 from stepscope.core.units import format_count
+from stepscope.memory.block_layout import BEFORE
 from stepscope.memory.categories import CATEGORIES, ROUNDING, by_evidence, notes_by_allocation, settle_residents
 from stepscope.memory.moments import Phases, Place, phases_of, place_of, ranges_named
 from stepscope.memory.plain_pickle import without_collector
-from stepscope.memory.replay import BEFORE, Replay, replay
+from stepscope.memory.replay import Replay, replay
 from stepscope.memory.shapes import shapes_by_size
 from stepscope.memory.snapshot import Snapshot
 from stepscope.memory.stacks import AUTOGRAD, NO_STACK, Sign, Stacks

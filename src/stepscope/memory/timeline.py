@@ -2,9 +2,9 @@
 
 import polars as pl
 
+from stepscope.memory.block_layout import BEFORE
 from stepscope.memory.categories import CATEGORIES, OF_TENSORS, ROUNDING
 from stepscope.memory.explain import Explained
-from stepscope.memory.replay import BEFORE
 
 
 def category_timeline(explained: Explained) -> pl.DataFrame:
