@@ -218,12 +218,13 @@ def _bands(phases: Sequence[PhaseSpan], scales: _Scales) -> list[alt.Chart]:
 
 
 def _phase_labels(labels: list[_PhaseLabel], scales: _Scales) -> list[alt.Chart]:
-    return [
-        alt.Chart(alt.InlineData(values=[{"time": scales.time(round(label.middle_us))}]))
-        .mark_text(text=label.text, clip=True, color=INK, fontWeight="bold", baseline="middle")
-        .encode(x=scales.x, y=alt.value((label.line + 0.7) * _LINE_PX))
-        for label in labels
-    ]
+    layers = []
+    for label in labels:
+        place = alt.Chart(alt.InlineData(values=[{"time": scales.time(round(label.middle_us))}])).encode(
+            x=scales.x, y=alt.value((label.line + 0.7) * _LINE_PX)
+        )
+        layers += _haloed(place, text=label.text, clip=True, fontWeight="bold", baseline="middle")
+    return layers
 
 
 def _reserved(reserved_bytes: int | None, scales: _Scales, *, left: bool) -> list[alt.Chart]:
