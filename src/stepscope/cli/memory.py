@@ -97,7 +97,10 @@ def _draw(explained: "Explained", target: Path) -> None:
         category_timeline(explained),
         explained.phases,
         title=title,
-        subtitle=" ".join(part for part in (notes.device_name if notes else "", explained.snapshot.source) if part),
+        # The name alone: a plot may be kept with results, and says nothing of the machine it was drawn on.
+        subtitle=", ".join(
+            name for name in (notes.device_name if notes else "", Path(explained.snapshot.source).name) if name
+        ),
         reserved_bytes=reserved or None,
         interactive=is_interactive(target),
     )

@@ -206,7 +206,7 @@ def _bands(phases: Sequence[PhaseSpan], scales: _Scales) -> list[alt.Chart]:
         {"time": scales.time(phase.start_us), "until": scales.time(phase.end_us), "odd": i % 2}
         for i, phase in enumerate(ordered)
     ]
-    edges = sorted({edge for band in bands for edge in (band["time"], band["until"])})
+    edges = sorted({band["time"] for band in bands} | {bands[-1]["until"]})
     return [
         alt.Chart(alt.InlineData(values=bands))
         .mark_rect(clip=True, color=INK)
