@@ -1,0 +1,132 @@
+"""PyTorch's caching allocator on paper: which block a request gets, and what the cache holds of the device.
+
+The rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings. A request is rounded to 512 bytes
+and takes the smallest cached block that is large enough. What is left of the block is split off, unless it is 1 MiB or
+less of a large block: then the request keeps it. Where no block fits, a segment comes from the device: 2 MiB for
+requests up to 1 MiB, 20 MiB for those below 10 MiB, else the request rounded up to 2 MiB. Neighbours that are free
+merge. Where the device refuses, the segments that hold nothing are given back, and the device is asked once more.
+"""
+
+import bisect
+
+from stepscope.core.units import MIB
+
+SMALLEST = 512
+SMALL_REQUEST = MIB
+"""Requests up to this live in segments of their own kind; a rest of a large block up to this is not split off."""
+SMALL_SEGMENT = 2 * MIB
+MIDDLE_SEGMENT = 20 * MIB
+LARGE_REQUEST = 10 * MIB
+LARGE_ROUNDING = 2 * MIB
+
+
+class OutOfMemory(Exception):
+    """The limit does not allow the segment that a request needs."""
+
+
+def rounded(size: int) -> int:
+    """What a request of this size takes up at least."""
+    return max(SMALLEST, -(-size // SMALLEST) * SMALLEST)
+
+
+def segment_size(size: int) -> int:
+    """The segment that a rounded request asks of the device."""
+    if size <= SMALL_REQUEST:
+        return SMALL_SEGMENT
+    if size < LARGE_REQUEST:
+        return MIDDLE_SEGMENT
+    return -(-size // LARGE_ROUNDING) * LARGE_ROUNDING
+
+
+def rest_is_split_off(rest: int, small: bool) -> bool:
+    """Whether what a block has beyond the request becomes a block of its own."""
+    return rest >= SMALLEST if small else rest > SMALL_REQUEST
+
+
+class _Block:
+    __slots__ = ("address", "after", "before", "free", "size", "small")
+
+    def __init__(self, address: int, size: int, small: bool) -> None:
+        self.address, self.size, self.small = address, size, small
+        self.free = True
+        self.before: _Block | None = None
+        self.after: _Block | None = None
+
+
+class CachingAllocator:
+    """Blocks of one device, with a limit on what the segments may take together (None: no limit)."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = limit_bytes
+        self.reserved = 0
+        self.reserved_peak = 0
+        self._next_address = 0
+        self._blocks: dict[int, _Block] = {}
+        # (size, address) of the free blocks, smallest first, for small and large requests.
+        self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+
+    def allocate(self, size: int) -> tuple[int, int]:
+        """Address and bytes of a block for so many bytes. Raises OutOfMemory."""
+        size = rounded(size)
+        small = size <= SMALL_REQUEST
+        free = self._free[small]
+        place = bisect.bisect_left(free, (size, 0))
+        block = self._blocks[free.pop(place)[1]] if place < len(free) else self._segment(size, small)
+        rest = block.size - size
+        if rest_is_split_off(rest, small):
+            self._split(block, size)
+        block.free = False
+        return block.address, block.size
+
+    def free(self, address: int) -> None:
+        block = self._blocks[address]
+        block.free = True
+        after, before = block.after, block.before
+        if after is not None and after.free:
+            self._forget(after)
+            self._join(block, after)
+        if before is not None and before.free:
+            self._forget(before)
+            self._join(before, block)
+            block = before
+        bisect.insort(self._free[block.small], (block.size, block.address))
+
+    def release_cached(self) -> None:
+        """Give back every segment that holds nothing."""
+        for block in [b for b in self._blocks.values() if b.free and b.before is None and b.after is None]:
+            self._forget(block)
+            del self._blocks[block.address]
+            self.reserved -= block.size
+
+    def _segment(self, size: int, small: bool) -> _Block:
+        wanted = segment_size(size)
+        if self.limit_bytes is not None and self.reserved + wanted > self.limit_bytes:
+            self.release_cached()
+            if self.reserved + wanted > self.limit_bytes:
+                raise OutOfMemory
+        block = _Block(self._next_address, wanted, small)
+        self._next_address += wanted
+        self._blocks[block.address] = block
+        self.reserved += wanted
+        self.reserved_peak = max(self.reserved_peak, self.reserved)
+        return block
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = _Block(block.address + size, block.size - size, block.small)
+        rest.before, rest.after = block, block.after
+        if rest.after is not None:
+            rest.after.before = rest
+        block.after, block.size = rest, size
+        self._blocks[rest.address] = rest
+        bisect.insort(self._free[rest.small], (rest.size, rest.address))
+
+    def _join(self, block: _Block, after: _Block) -> None:
+        block.size += after.size
+        block.after = after.after
+        if block.after is not None:
+            block.after.before = block
+        del self._blocks[after.address]
+
+    def _forget(self, block: _Block) -> None:
+        free = self._free[block.small]
+        free.pop(bisect.bisect_left(free, (block.size, block.address)))

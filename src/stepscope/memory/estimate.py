@@ -1,0 +1,206 @@
+"""What a step of a workload needs, predicted from the workload alone: without torch, without a GPU.
+
+The step is run on paper (`paper_model.py`: what every operation makes, and what autograd keeps of it), its requests are
+served by PyTorch's allocator on paper (`caching_allocator.py`), and the highest moment is the peak. No figure in it was
+fitted: the sizes follow from the model's code, the allocator's rules and the library's workspace from PyTorch's.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from stepscope.core.memory_notes import MemoryCategory
+from stepscope.core.units import MIB
+from stepscope.core.workload import Workload
+from stepscope.memory.caching_allocator import CachingAllocator, OutOfMemory
+from stepscope.memory.paper import CATEGORIES, Allocator, Ledger, RoundingAllocator, Storage, Tape, Tensor
+from stepscope.memory.paper_compiled import CompiledPaperModel
+from stepscope.memory.paper_model import PaperModel
+
+WORKSPACE_BYTES = 32 * MIB
+"""What cuBLAS is given for each thread that asks it for matrix products, on Hopper
+(aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`); 8.1 MiB before it, so this is the larger."""
+
+DISTINCT_BATCHES = 4
+"""Batches of tokens and targets that a step's data rotates through (models/training_step.py)."""
+
+STEPS = 3
+"""The first makes the optimizer's state, the second meets the cache that it left; the third is as those after it."""
+
+DeviceType = Literal["cuda", "cpu"]
+
+
+class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """Predicted bytes of one steady step. The peaks are defined as those of `PhaseMemory`, which measures them."""
+
+    peak_bytes: int
+    peak_phase: str
+    categories: dict[MemoryCategory, int]
+    """What is alive at the peak; sums to it exactly."""
+    after_parameters: int
+    forward_peak: int
+    saved_for_backward: int | None = None
+    backward_peak: int | None = None
+    optimizer_peak: int | None = None
+    reserved_peak: int | None = None
+    """What the caching allocator takes from the device for it, where it was played through."""
+
+
+def estimate(workload: Workload, device_type: DeviceType = "cuda") -> MemoryEstimate:
+    """Peaks of a steady step, every block as large as PyTorch's caching allocator makes it."""
+    allocator: Allocator = CachingAllocator() if device_type == "cuda" else RoundingAllocator(64)
+    return _PaperStep(workload, device_type, allocator).run(STEPS)
+
+
+def estimate_quickly(workload: Workload) -> MemoryEstimate:
+    """The same without the cache's remainders: some thousandths less, five times sooner. For comparing choices."""
+    return _PaperStep(workload, "cuda", RoundingAllocator()).run(1)
+
+
+def runs_within(workload: Workload, limit_bytes: int) -> str | None:
+    """None if the step runs while the allocator may take no more than this; else the phase in which it fails."""
+    step = _PaperStep.__new__(_PaperStep)
+    try:
+        step.__init__(workload, "cuda", CachingAllocator(limit_bytes))
+        step.run(STEPS)
+    except OutOfMemory:
+        return step.phase
+    return None
+
+
+class _PaperStep:
+    """Parameters, data and optimizer of a workload on paper, and the phases of its step."""
+
+    phase = "build"
+    """Where the step stands."""
+
+    def __init__(self, workload: Workload, device_type: DeviceType, allocator: Allocator) -> None:
+        self._workload, self._allocator = workload, allocator
+        self._on_gpu = device_type == "cuda"
+        self._ledger = Ledger(allocator)
+        compiled = workload.compile != "eager"
+        self._model = (CompiledPaperModel if compiled else PaperModel)(workload, device_type)
+        self._resident: list[Storage] = []
+        self._peaks: dict[str, tuple[int, list[int]]] = {}
+        self._saved = 0
+        self._build()
+
+    def run(self, steps: int) -> MemoryEstimate:
+        """Predict from the last of so many steps. Raises OutOfMemory where the allocator has a limit."""
+        workload, before = self._workload, 0
+        if steps == 1 and workload.phase == "train":
+            self._make_optimizer_state()
+        for step in range(steps):
+            self._peaks, self._saved = {}, 0
+            before = self._ledger.total
+            for _ in range(workload.accumulation):
+                self._forward_and_backward(first=step == 0)
+            if workload.phase == "train":
+                self._optimize(first=step == 0 and steps > 1)
+            self._release_gradients()
+            if steps == 1:
+                # The workspaces were taken on the way: in a steady step they are there from its start.
+                before += WORKSPACE_BYTES * self._on_gpu * (1 if workload.phase == "forward" else 2)
+        return self._result(before)
+
+    def _build(self) -> None:
+        workload, model = self._workload, self._model
+        angles = workload.seq_len * workload.model.head_dim
+        tensors = [p.elements for p in model.parameters[:1]] + [angles, angles]
+        tensors += [p.elements for p in model.parameters[1:]]
+        # A model in bf16 is made in fp32 and then cast, tensor by tensor.
+        made = [self._stay(4 * elements, "parameters") for elements in tensors]
+        size = model.sizes.parameters
+        if size != 4:
+            for i, elements in enumerate(tensors):
+                made[i] = self._stay(size * elements, "parameters")
+        self._resident += made
+        self._resident += [self._stay(workload.tokens * 8, "inputs") for _ in range(2 * DISTINCT_BATCHES)]
+
+    def _stay(self, size: int, category: MemoryCategory) -> Storage:
+        return self._ledger.storage(size, CATEGORIES.index(category))
+
+    def _forward_and_backward(self, first: bool) -> None:
+        tape = Tape(self._ledger, recording=self._workload.phase != "forward")
+        tape.after_rerun = self._model.end_autocast
+        workspace = WORKSPACE_BYTES if first and self._on_gpu else 0
+        self._begin("forward")
+        before = self._ledger.total
+        tape.workspace_bytes = workspace
+        loss = self._forward(tape)
+        self._end()
+        self._resident += tape.workspaces
+        if loss is None:
+            return
+        self._saved = max(self._saved, self._ledger.total - before)
+        self._begin("backward")
+        tape.workspaces, tape.workspace_bytes = [], workspace
+        tape.backward(loss)
+        self._end()
+        self._resident += tape.workspaces
+
+    def _forward(self, tape: Tape) -> Tensor | None:
+        """models/training_step.py `ForwardLoss`, or the model alone; autocast ends with it."""
+        logits = self._logits(tape)
+        loss = self._model.loss(tape, logits) if tape.recording else None
+        del logits
+        self._model.end_autocast()
+        return loss
+
+    def _logits(self, tape: Tape) -> Tensor:
+        return self._model.head(tape, self._model.run_blocks(tape, self._model.embedding(tape)))
+
+    def _optimize(self, first: bool) -> None:
+        self._begin("optimizer")
+        parameters, optimizer = self._model.parameters, self._workload.optimizer
+        if first:
+            self._make_optimizer_state()
+        if optimizer == "adamw-foreach":
+            # torch/optim/adamw.py, `_multi_tensor_adamw`: the square roots of all second moments at once.
+            roots = [self._ledger.storage(p.bytes) for p in parameters]
+            del roots
+        elif optimizer in ("adamw-loop", "adamw-bf16-state"):
+            # One parameter at a time, in two temporaries: sqrt and quotient; or the moments in fp32.
+            itemsize = 4 if optimizer == "adamw-bf16-state" else self._model.sizes.parameters
+            for parameter in parameters:
+                pair = [self._ledger.storage(parameter.elements * itemsize) for _ in range(2)]
+                del pair
+        self._end()
+
+    def _make_optimizer_state(self) -> None:
+        itemsize = 2 if self._workload.optimizer == "adamw-bf16-state" else self._model.sizes.parameters
+        for parameter in self._model.parameters:
+            for _ in range(2):
+                self._resident.append(self._stay(parameter.elements * itemsize, "optimizer state"))
+            if self._workload.optimizer == "adamw-fused":
+                self._resident.append(self._stay(4, "optimizer state"))  # its count of steps
+
+    def _release_gradients(self) -> None:
+        for parameter in self._model.parameters:
+            parameter.gradient = None
+
+    def _begin(self, phase: str) -> None:
+        self.phase = phase
+        self._ledger.begin()
+
+    def _end(self) -> None:
+        """Keep the phase's peak: the highest, where a step has the phase several times."""
+        if self.phase not in self._peaks or self._ledger.peak > self._peaks[self.phase][0]:
+            self._peaks[self.phase] = (self._ledger.peak, self._ledger.at_peak)
+
+    def _result(self, before: int) -> MemoryEstimate:
+        phase = max(self._peaks, key=lambda name: self._peaks[name][0])
+        peak, at_peak = self._peaks[phase]
+        peaks = {name: highest for name, (highest, _) in self._peaks.items()}
+        allocator = self._allocator
+        return MemoryEstimate(
+            peak_bytes=peak,
+            peak_phase=phase,
+            categories={name: count for name, count in zip(CATEGORIES, at_peak, strict=True) if count},
+            after_parameters=before,
+            forward_peak=peaks["forward"],
+            saved_for_backward=self._saved if "backward" in peaks else None,
+            backward_peak=peaks.get("backward"),
+            optimizer_peak=peaks.get("optimizer"),
+            reserved_peak=allocator.reserved_peak if isinstance(allocator, CachingAllocator) else None,
+        )

@@ -1,0 +1,363 @@
+"""Tensors on paper: sizes without values, freed when the last reference goes, as PyTorch's are.
+
+A step written down with these tensors (`paper_model.py`) allocates, saves for backward and frees in the order in which
+PyTorch does, so that its peaks can be counted where no GPU is. Python's own reference counts decide when a tensor
+dies: a local variable of a function lives as long here as it does in the model.
+"""
+
+import contextlib
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol, get_args
+
+from stepscope.core.memory_notes import MemoryCategory
+
+CATEGORIES: tuple[MemoryCategory, ...] = get_args(MemoryCategory)
+_INDEX = {category: i for i, category in enumerate(CATEGORIES)}
+_SAVED, _TEMPORARY, _GRADIENT = _INDEX["saved for backward"], _INDEX["temporaries"], _INDEX["gradients"]
+_ROUNDING = _INDEX["rounding"]
+
+PRODUCTS = frozenset({"Mm", "Bmm"})
+KEPT_OPERATORS = PRODUCTS | {"Attention"}
+"""What selective checkpointing keeps the outputs of."""
+
+
+class Allocator(Protocol):
+    """Where storages come from."""
+
+    def allocate(self, size: int) -> tuple[int, int]:
+        """A block for so many bytes: what names it, and how many bytes it really is."""
+        ...
+
+    def free(self, block: int) -> None: ...
+
+
+class RoundingAllocator:
+    """Blocks rounded to so many bytes, and nothing else."""
+
+    def __init__(self, unit: int = 512) -> None:
+        self._unit = unit
+
+    def allocate(self, size: int) -> tuple[int, int]:
+        return 0, -(-size // self._unit) * self._unit
+
+    def free(self, block: int) -> None:
+        pass
+
+
+class Ledger:
+    """Bytes alive now, by category, and what they were at the highest moment since the last `begin`."""
+
+    def __init__(self, allocator: Allocator | None = None) -> None:
+        self.allocator = allocator or RoundingAllocator()
+        self.live = [0] * len(CATEGORIES)
+        self.total = 0
+        self.peak = 0
+        self._at_peak: list[int] | None = None
+        self._at_peak_now = True
+
+    def storage(self, size: int, category: int = _TEMPORARY) -> "Storage":
+        """Memory for so many bytes. Raises what the allocator raises where it has no more."""
+        block, block_bytes = self.allocator.allocate(size)
+        return Storage(self, size, category, block, block_bytes)
+
+    def begin(self) -> None:
+        """Forget the peak so far: a phase begins."""
+        self.peak, self._at_peak, self._at_peak_now = self.total, None, True
+
+    @property
+    def at_peak(self) -> list[int]:
+        """Bytes by category at the highest moment."""
+        self._leave_peak()
+        assert self._at_peak is not None
+        return self._at_peak
+
+    def add(self, category: int, size: int, block: int) -> None:
+        total = self.total + block
+        if total > self.peak:
+            self.peak, self._at_peak_now = total, True
+        elif self._at_peak_now:
+            self._leave_peak()
+        self.live[category] += size
+        self.live[_ROUNDING] += block - size
+        self.total = total
+
+    def remove(self, category: int, size: int, block: int) -> None:
+        if self._at_peak_now:
+            self._leave_peak()
+        self.live[category] -= size
+        self.live[_ROUNDING] -= block - size
+        self.total -= block
+
+    def move(self, size: int, before: int, after: int) -> None:
+        self.live[before] -= size
+        self.live[after] += size
+
+    def _leave_peak(self) -> None:
+        """What was alive is written down when a peak ends, not at each step up to it."""
+        if self._at_peak_now:
+            self._at_peak, self._at_peak_now = self.live.copy(), False
+
+
+class Storage:
+    """Memory of one tensor. It is given back when nothing refers to it any more."""
+
+    __slots__ = ("_block", "_block_bytes", "_ledger", "_saves", "bytes", "category")
+
+    def __init__(self, ledger: Ledger, size: int, category: int, block: int, block_bytes: int) -> None:
+        self._ledger, self.bytes, self.category, self._saves = ledger, size, category, 0
+        self._block, self._block_bytes = block, block_bytes
+        ledger.add(category, size, block_bytes)
+
+    def __del__(self) -> None:
+        self._ledger.remove(self.category, self.bytes, self._block_bytes)
+        self._ledger.allocator.free(self._block)
+
+    def become(self, category: int) -> None:
+        self._ledger.move(self.bytes, self.category, category)
+        self.category = category
+
+    def save(self) -> None:
+        """Autograd keeps this for backward: what was a temporary is no longer one."""
+        self._saves += 1
+        if self.category == _TEMPORARY:
+            self.become(_SAVED)
+
+    def release(self) -> None:
+        self._saves -= 1
+        if self._saves == 0 and self.category == _SAVED:
+            self.become(_TEMPORARY)
+
+
+class Parameter:
+    """A leaf: its gradient is kept where backward leaves it."""
+
+    __slots__ = ("elements", "gradient", "itemsize", "name")
+
+    def __init__(self, name: str, elements: int, itemsize: int) -> None:
+        self.name, self.elements, self.itemsize = name, elements, itemsize
+        self.gradient: Storage | None = None
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.itemsize
+
+    def accumulate(self, gradient: Storage) -> None:
+        if self.gradient is None:
+            gradient.become(_GRADIENT)
+            self.gradient = gradient  # a further one is added in place
+
+
+Backward = Callable[["Tape", Storage], Sequence["Storage | None"]]
+"""Takes the gradient of an operation's output; gives that of each input, or None."""
+
+
+class Node:
+    """One operation in the graph that backward walks."""
+
+    __slots__ = ("backward", "inputs", "number", "operator", "saved", "segment")
+
+    def __init__(
+        self, number: int, operator: str, inputs: "Sequence[Node | Parameter | None]",
+        saved: Sequence[Storage], backward: Backward,
+    ) -> None:  # fmt: skip
+        self.number, self.operator, self.inputs, self.backward = number, operator, inputs, backward
+        self.saved: Sequence[Storage] = saved
+        self.segment: Segment | None = None
+        for storage in saved:
+            storage.save()
+
+    def release(self) -> None:
+        for storage in self.saved:
+            storage.release()
+        self.saved = ()
+
+
+class Tensor:
+    """A storage and what made it."""
+
+    __slots__ = ("elements", "itemsize", "node", "storage")
+
+    def __init__(self, storage: Storage, elements: int, itemsize: int, node: "Node | Parameter | None") -> None:
+        self.storage, self.elements, self.itemsize, self.node = storage, elements, itemsize, node
+
+
+class Segment:
+    """A stretch of forward whose nodes keep nothing (activation checkpointing): backward runs it again from its input.
+
+    With `keeps_products`, the outputs of matrix products and of fused attention are kept, and not computed again.
+    """
+
+    def __init__(self, run: "Callable[[Tape, Tensor], object]", x: Tensor, *, keeps_products: bool) -> None:
+        self.run, self.input, self.keeps_products = run, x, keeps_products
+        self.nodes: list[Node] = []
+        self.saving = 0
+        """How many of the nodes would have saved something: backward's run ends with the last of them."""
+        self.kept: deque[Storage] = deque()
+        x.storage.save()
+
+    def __del__(self) -> None:
+        self.input.storage.release()
+
+
+class _AllIsSaved(Exception):
+    """What is run again has made the last tensor that backward needs."""
+
+
+class Tape:
+    """Allocates tensors, and while `recording` the graph that leads back from them."""
+
+    def __init__(self, ledger: Ledger, recording: bool) -> None:
+        self.ledger, self.recording = ledger, recording
+        self.workspaces: list[Storage] = []
+        """What the library of matrix products holds, once for each thread: forward's, and backward's."""
+        self.workspace_bytes = 0
+        """Taken at the next matrix product, where not zero."""
+        self.after_rerun: Callable[[], None] = lambda: None
+        self._number = 0
+        self._segment: Segment | None = None
+        self._rerun: Segment | None = None
+
+    def storage(self, size: int) -> Storage:
+        return self.ledger.storage(size)
+
+    def op(
+        self,
+        operator: str,
+        elements: int,
+        itemsize: int,
+        inputs: "Sequence[Tensor | Parameter]",
+        *,
+        saves: Sequence[Tensor] = (),
+        saves_output: bool = False,
+        also_saves: Sequence[Storage] = (),
+        backward: Backward | None = None,
+    ) -> Tensor:
+        """An operation with a new output. Without `backward`, each input's gradient has that input's size."""
+        node = None
+        if self.recording:
+            saved = [t.storage for t in saves] + list(also_saves)
+            node = self._node(operator, inputs, saved, backward or _like(inputs), saves_output)
+        output = self._output(operator, elements * itemsize)
+        if node is not None and saves_output and node.segment is None:
+            node.saved = [*node.saved, output]
+            output.save()
+        return Tensor(output, elements, itemsize, node)
+
+    def alias(self, operator: str, x: Tensor, backward: Backward) -> Tensor:
+        """A view whose backward does something: the same storage, a node of its own."""
+        node = self._node(operator, [x], (), backward, False) if self.recording else None
+        return Tensor(x.storage, x.elements, x.itemsize, node)
+
+    def cast(self, x: Tensor, itemsize: int) -> Tensor:
+        """x.to(dtype): a copy, or x itself when it has that dtype."""
+        return x if x.itemsize == itemsize else self.op("ToCopy", x.elements, itemsize, [x])
+
+    def checkpoint(self, run: "Callable[[Tape, Tensor], Tensor]", x: Tensor, *, keeps_products: bool) -> Tensor:
+        """run(x), of which the input alone is kept for backward, and with `keeps_products` their outputs."""
+        self._segment = Segment(run, x, keeps_products=keeps_products)
+        output = run(self, x)
+        self._segment = None
+        return output
+
+    def backward(self, root: Tensor) -> None:
+        """Run the graph below a tensor backward, last made first, as autograd's queue does."""
+        assert isinstance(root.node, Node)
+        pending: dict[Node, Storage] = {root.node: self.storage(root.elements * root.itemsize)}
+        queue = [(-root.node.number, root.node)]
+        root.node = None
+        while queue:
+            self._run(heapq.heappop(queue)[1], pending, queue)
+
+    def _output(self, operator: str, size: int) -> Storage:
+        if operator not in KEPT_OPERATORS:
+            return self.storage(size)
+        if self._rerun is not None and self._rerun.keeps_products:
+            kept = self._rerun.kept.popleft()
+            kept.release()
+            return kept
+        output = self.storage(size)
+        self._take_workspace(operator)
+        if self._segment is not None and self._segment.keeps_products:
+            self._segment.kept.append(output)
+            output.save()
+        return output
+
+    def _take_workspace(self, operator: str) -> None:
+        if self.workspace_bytes and operator in PRODUCTS:
+            self.workspaces.append(self.ledger.storage(self.workspace_bytes, _INDEX["workspaces"]))
+            self.workspace_bytes = 0
+
+    def _node(
+        self, operator: str, inputs: "Sequence[Tensor | Parameter]", saved: Sequence[Storage], backward: Backward,
+        saves_output: bool,
+    ) -> Node | None:  # fmt: skip
+        above = [i if isinstance(i, Parameter) else i.node for i in inputs]
+        if all(node is None for node in above):
+            return None
+        self._number += 1
+        saving = bool(saved) or saves_output
+        if self._segment is not None:
+            node = Node(self._number, operator, above, (), backward)
+            node.segment = self._segment
+            self._segment.nodes.append(node)
+            self._segment.saving += saving
+            return node
+        if self._rerun is not None:
+            self._rerun.saving -= saving
+            node = Node(self._number, operator, above, saved, backward)
+            self._rerun.nodes.append(node)
+            if self._rerun.saving == 0 and not saves_output:
+                raise _AllIsSaved
+            return node
+        return Node(self._number, operator, above, saved, backward)
+
+    def _run(self, node: Node, pending: dict[Node, Storage], queue: list[tuple[int, Node]]) -> None:
+        if node.segment is not None and node.segment.nodes:
+            self._run_again(node.segment)
+        self._take_workspace(node.operator)
+        gradients = node.backward(self, pending.pop(node))
+        node.release()
+        node.segment = None
+        for above, gradient in zip(node.inputs, gradients, strict=True):
+            if gradient is None or above is None:
+                continue
+            if isinstance(above, Parameter):
+                above.accumulate(gradient)
+            elif above not in pending:
+                pending[above] = gradient
+                heapq.heappush(queue, (-above.number, above))
+            # else: added in place to what is there
+
+    def _run_again(self, segment: Segment) -> None:
+        """Forward once more, and this time its nodes save; what they saved goes to the nodes of the first run."""
+        first, segment.nodes = segment.nodes, []
+        again = Tape(self.ledger, recording=True)
+        again._rerun = segment
+        with contextlib.suppress(_AllIsSaved):
+            segment.run(again, Tensor(segment.input.storage, segment.input.elements, segment.input.itemsize, _LEAF))
+        for node, other in zip(first, segment.nodes, strict=False):
+            node.saved, other.saved = other.saved, ()
+        segment.nodes = []
+        self.after_rerun()
+
+
+def _like(inputs: "Sequence[Tensor | Parameter]") -> Backward:
+    """A backward that makes one gradient for each input, of the input's size."""
+    sizes = [i.elements * i.itemsize for i in inputs]
+    return lambda tape, _gradient: [tape.storage(size) for size in sizes]
+
+
+def passes(_tape: Tape, gradient: Storage) -> Sequence[Storage]:
+    """The backward of a view or a copy: the gradient itself goes on."""
+    return (gradient,)
+
+
+def passes_twice(_tape: Tape, gradient: Storage) -> Sequence[Storage]:
+    """The backward of a sum of two: the gradient goes on to both."""
+    return (gradient, gradient)
+
+
+_LEAF = Parameter("input of a checkpoint", 0, 0)
+"""What the input of a segment leads to while it is run again: nothing, and yet its nodes are recorded."""

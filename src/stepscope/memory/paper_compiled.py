@@ -1,0 +1,67 @@
+"""The step as torch.compile runs it: elementwise work is fused, so that its in-betweens never reach memory.
+
+What the compiled forward keeps is the choice of AOTAutograd's min-cut partitioner (torch/_functorch/partitioners.py):
+it keeps what matrix products need and what reductions made, and computes the elementwise rest again inside the fused
+kernels of backward. The tensors named here are the outputs of the forward graph that it cuts, for PyTorch 2.11 on an
+H200. In elements a block, with r = B S M, f = B S F and ss = B H S S:
+
+    x before attention and before the feed-forward   2 r, in the dtype of the residual stream
+    both norms' outputs                              2 r, in the dtype of the products, as everything below
+    queries, keys, values; attention's output        4 r
+    scores and softmax, where attention is written out  2 ss
+    gate, up, silu(gate) * up                        3 f
+    under autocast, the copies of the weights
+"""
+
+from collections.abc import Sequence
+
+from stepscope.memory.paper import Parameter, Storage, Tape, Tensor, passes_twice
+from stepscope.memory.paper_model import BlockParameters, PaperModel
+
+
+class CompiledPaperModel(PaperModel):
+    """The same modules, fused."""
+
+    def _norm(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
+        root = tape.storage(x.elements // self.d_model * 4)
+        return tape.op("Norm", x.elements, self.sizes.products, [x], saves=[x], also_saves=[root])
+
+    def _cast_weight(self, tape: Tape, weight: Parameter) -> Tensor:
+        self._casts.clear()  # no cache: a copy lives as long as the product needs it, and backward
+        return super()._cast_weight(tape, weight)
+
+    def _rotary(self, tape: Tape, x: Tensor) -> Tensor:
+        return tape.op("Rotary", x.elements, x.itemsize, [x])
+
+    def _written_out(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        v = self._contiguous(tape, v)
+        scores = self._product(tape, self.scores, q, k)
+        maxima, sums = tape.storage(self.rows * scores.itemsize), tape.storage(self.rows * 4)
+
+        def in_place(_tape: Tape, gradient: Storage) -> Sequence[Storage]:
+            return (gradient,)
+
+        weights = tape.op(
+            "Softmax", self.scores, scores.itemsize, [scores],
+            saves=[scores], also_saves=[maxima, sums], backward=in_place,
+        )  # fmt: skip
+        return self._product(tape, v.elements, weights, v)
+
+    def _gated(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
+        gate = self._linear(tape, x, block.gate, self.d_model)
+        up = self._linear(tape, x, block.up, self.d_model)
+        return tape.op("SwiGLU", up.elements, up.itemsize, [gate, up], saves=[gate, up])
+
+    def _add(self, tape: Tape, x: Tensor, branch: Tensor) -> Tensor:
+        return tape.op("Add", x.elements, self.sizes.residual, [x, branch], backward=passes_twice)
+
+    def _project(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
+        return self._linear(tape, x, weight, self.d_model)
+
+    def loss(self, tape: Tape, logits: Tensor) -> Tensor:
+        """Cross-entropy of the logits as they are; backward writes their gradient over them."""
+        reductions = tape.storage(self.tokens * 8)
+        return tape.op(
+            "CrossEntropy", 1, 4, [logits], saves=[logits], also_saves=[reductions],
+            backward=lambda _tape, _gradient, over=logits.storage: (over,),
+        )  # fmt: skip

@@ -1,0 +1,347 @@
+"""The transformer's step on paper, line by line beside `models/transformer.py` and `models/attention.py`.
+
+Each operation says how many bytes it makes, what autograd keeps of it for backward, and what its backward makes; the
+peaks follow from that and from nothing else. What is kept of a block, in elements, with r = B S M, f = B S F and
+ss = B H S S:
+
+    norm (twice)        x, x / rms                                  2 r each, fp32, and in fp32 its output, once: 1 r
+    linear              its input in the product's dtype            r or f; under autocast a copy of its own each time
+    queries, keys       rotated, laid out for the product           2 r  (written out: copies; fused: as they are)
+    values              laid out for the product                    1 r
+    scores, written out exp(scores - max), and the softmax          2 ss (the first in fp32 under autocast on a GPU)
+    attention, fused    its output, and the logsumexp               1 r, B H S fp32
+    SwiGLU              gate, up, silu(gate), silu(gate) * up       4 f
+
+Whatever the choice of dtype, in fp32 this is 10 r + 4 f + 2 ss elements a block; see docs/memory.md for the sums.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from stepscope.core.workload import Workload
+from stepscope.memory.paper import CATEGORIES, Parameter, Storage, Tape, Tensor, passes, passes_twice
+
+_CAST = CATEGORIES.index("cast copies")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemSizes:
+    """Bytes of an element, by what it belongs to."""
+
+    parameters: int
+    residual: int
+    """Of the residual stream."""
+    products: int
+    """Of what goes into matrix products, and comes out."""
+    exponentials: int
+    """Of softmax written out."""
+
+
+def item_sizes(workload: Workload, device_type: str) -> ItemSizes:
+    """Autocast leaves parameters and the residual stream in fp32; on a GPU it takes exponentials up to fp32 too."""
+    if workload.dtype in ("bf16", "fp16"):
+        exponentials = 4 if device_type == "cuda" else 2
+        return ItemSizes(parameters=4, residual=4, products=2, exponentials=exponentials)
+    size = 2 if workload.dtype == "bf16-pure" else 4
+    return ItemSizes(parameters=size, residual=size, products=size, exponentials=size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockParameters:
+    attention_norm: Parameter
+    query: Parameter
+    key: Parameter
+    value: Parameter
+    output: Parameter
+    feed_forward_norm: Parameter
+    gate: Parameter
+    up: Parameter
+    down: Parameter
+
+
+class PaperModel:
+    """Parameters, and the operations of forward; each method is the forward of the module it is named for."""
+
+    def __init__(self, workload: Workload, device_type: str = "cuda") -> None:
+        self.workload = workload
+        self.sizes = item_sizes(workload, device_type)
+        config = workload.model
+        self.d_model, self.d_ff = config.d_model, config.d_ff
+        self.tokens = workload.micro_batch_size * workload.seq_len
+        self.rows = self.tokens * config.heads
+        """Of attention: one for each query of each head."""
+        self.scores = self.rows * workload.seq_len
+        self.parameters: list[Parameter] = []
+        self.embedding_weight = self._parameter("embedding.weight", config.vocabulary * self.d_model)
+        self.blocks = [self._block(i) for i in range(config.layers)]
+        self.norm_weight = self._parameter("norm.weight", self.d_model)
+        self.head_weight = self._parameter("head.weight", config.vocabulary * self.d_model)
+        self._casts: dict[str, Tensor] = {}
+        """Autocast's copies of weights, kept until it ends."""
+
+    def _parameter(self, name: str, elements: int) -> Parameter:
+        parameter = Parameter(name, elements, self.sizes.parameters)
+        self.parameters.append(parameter)
+        return parameter
+
+    def _block(self, index: int) -> BlockParameters:
+        square, wide = self.d_model * self.d_model, self.d_model * self.d_ff
+
+        def parameter(name: str, elements: int) -> Parameter:
+            return self._parameter(f"blocks.{index}.{name}", elements)
+
+        return BlockParameters(
+            attention_norm=parameter("attention_norm.weight", self.d_model),
+            query=parameter("attention.query.weight", square),
+            key=parameter("attention.key.weight", square),
+            value=parameter("attention.value.weight", square),
+            output=parameter("attention.output.weight", square),
+            feed_forward_norm=parameter("feed_forward_norm.weight", self.d_model),
+            gate=parameter("feed_forward.gate.weight", wide),
+            up=parameter("feed_forward.up.weight", wide),
+            down=parameter("feed_forward.down.weight", wide),
+        )
+
+    # ---- what a step calls
+
+    def embedding(self, tape: Tape) -> Tensor:
+        weight = self.embedding_weight
+
+        def backward(tape: Tape, gradient: Storage) -> Sequence[Storage]:
+            dense = tape.storage(weight.bytes)
+            # PyTorch's kernel first adds up the rows of each token that occurs often enough to be split.
+            _segments = tape.storage(gradient.bytes if self.tokens > _EMBEDDING_SORTS_FROM else 0)
+            return (dense,)
+
+        return tape.op("Embedding", self.tokens * self.d_model, self.sizes.residual, [weight], backward=backward)
+
+    def block(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
+        x = self._add(tape, x, self._attention(tape, self._norm(tape, x, block.attention_norm), block))
+        return self._add(tape, x, self._feed_forward(tape, self._norm(tape, x, block.feed_forward_norm), block))
+
+    def run_blocks(self, tape: Tape, x: Tensor) -> Tensor:
+        """models/checkpointing.py: all blocks, in groups that keep their input alone where the workload says so."""
+        group = self.workload.checkpoint_group or 1
+        for first in range(0, len(self.blocks), group):
+            blocks = self.blocks[first : first + group]
+            if self.workload.checkpointing == "none":
+                x = self._run_group(tape, x, blocks)
+            else:
+                keeps = self.workload.checkpointing == "selective"
+                x = tape.checkpoint(partial(self._run_group, blocks=blocks), x, keeps_products=keeps)
+        return x
+
+    def _run_group(self, tape: Tape, x: Tensor, blocks: Sequence[BlockParameters]) -> Tensor:
+        for block in blocks:
+            x = self.block(tape, x, block)
+        return x
+
+    def head(self, tape: Tape, x: Tensor) -> Tensor:
+        return self._linear(tape, self._norm(tape, x, self.norm_weight), self.head_weight, self.d_model)
+
+    def loss(self, tape: Tape, logits: Tensor) -> Tensor:
+        """F.cross_entropy(logits.float(), targets)."""
+        log_probabilities = tape.op(
+            "LogSoftmax", logits.elements, 4, [tape.cast(logits, 4)], saves_output=True
+        )  # fmt: skip
+        return tape.op("NllLoss", 1, 4, [log_probabilities], saves=[log_probabilities])
+
+    def end_autocast(self) -> None:
+        """Autocast gives up its copies of weights when its context ends."""
+        self._casts.clear()
+
+    # ---- modules
+
+    def _norm(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
+        size = x.elements * 4
+        x = tape.cast(x, 4)
+        root = self._reciprocal_root(tape, x)
+
+        def of_root(tape: Tape, _: Storage) -> Sequence[Storage]:
+            for_root, for_x = tape.storage(size), tape.storage(size)
+            summed = tape.storage(root.elements * 4)
+            del for_root
+            return for_x, summed
+
+        def of_weight(tape: Tape, _: Storage) -> Sequence[Storage]:
+            for_weight, for_x = tape.storage(size), tape.storage(size)
+            summed = tape.storage(weight.bytes)
+            del for_weight
+            return for_x, summed
+
+        normal = tape.op("Mul", x.elements, 4, [x, root], saves=[x, root], backward=of_root)
+        scaled = tape.op("Mul", x.elements, 4, [normal, weight], saves=[normal], backward=of_weight)
+        return tape.cast(scaled, self.sizes.residual)
+
+    def _reciprocal_root(self, tape: Tape, x: Tensor) -> Tensor:
+        """rsqrt(mean(x^2) + epsilon)."""
+        tokens, size = x.elements // self.d_model, x.elements * 4
+
+        def of_power(tape: Tape, _: Storage) -> Sequence[Storage]:
+            power, twice = tape.storage(size), tape.storage(size)
+            gradient = tape.storage(size)
+            del power, twice
+            return (gradient,)
+
+        square = tape.op("Pow", x.elements, 4, [x], saves=[x], backward=of_power)
+        mean = tape.op("Mean", tokens, 4, [square])
+        del square
+        return tape.op("Rsqrt", tokens, 4, [mean], saves_output=True)
+
+    def _linear(self, tape: Tape, x: Tensor, weight: Parameter, in_features: int) -> Tensor:
+        out_features = weight.elements // in_features
+        size = self.sizes.products
+        kernel = self._cast_weight(tape, weight) if weight.itemsize != size else weight
+        cast = tape.cast(x, size)  # the caller's x lives on meanwhile
+        saves = [cast, kernel] if isinstance(kernel, Tensor) else [cast]
+        elements = x.elements // in_features * out_features
+        return tape.op("Mm", elements, size, [kernel, cast], saves=saves)
+
+    def _cast_weight(self, tape: Tape, weight: Parameter) -> Tensor:
+        if weight.name not in self._casts:
+            copy = tape.op("ToCopy", weight.elements, self.sizes.products, [weight])
+            copy.storage.become(_CAST)
+            self._casts[weight.name] = copy
+        return self._casts[weight.name]
+
+    def _rotary(self, tape: Tape, x: Tensor) -> Tensor:
+        n, size = x.elements, x.itemsize
+        angles = [] if size == self.sizes.parameters else [self._angles(tape) for _ in range(2)]
+        turned = self._turned(tape, x)
+        by_cos = tape.op("Mul", n, size, [x], also_saves=angles[:1])
+        by_sin = tape.op("Mul", n, size, [turned], also_saves=angles[1:])
+        return tape.op("Add", n, size, [by_cos, by_sin], backward=passes_twice)
+
+    def _turned(self, tape: Tape, x: Tensor) -> Tensor:
+        """cat(-second half, first half)."""
+        n, size = x.elements, x.itemsize
+        negative = tape.op("Neg", n // 2, size, [x], backward=lambda tape, _: (tape.storage(n * size),))
+        return tape.op("Cat", n, size, [negative], backward=passes)
+
+    def _angles(self, tape: Tape) -> Storage:
+        """cos or sin in the dtype of the products."""
+        return tape.storage(self.workload.seq_len * self.workload.model.head_dim * self.sizes.products)
+
+    def _attention(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
+        q = self._rotary(tape, self._project(tape, x, block.query))
+        k = self._rotary(tape, self._project(tape, x, block.key))
+        v = self._project(tape, x, block.value)
+        if self.workload.attention == "reference":
+            out = self._written_out(tape, q, k, v)
+        elif self.workload.attention == "sdpa-math":
+            out = self._sdpa_math(tape, q, k, v)
+        else:
+            out = self._fused(tape, q, k, v)
+        # Heads stand before positions where attention is made of products: to stand beside each other they are copied.
+        together = out if self.fused else tape.op("Clone", out.elements, out.itemsize, [out])
+        return self._linear(tape, together, block.output, self.d_model)
+
+    def _project(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
+        """A linear map, its output seen as heads."""
+        projected = self._linear(tape, x, weight, self.d_model)
+        if self.fused or not tape.recording:
+            return projected
+        # Backward meets gradients whose heads stand before positions, and copies them into place.
+        elements, size = projected.elements, projected.itemsize
+        return tape.alias("View", projected, lambda tape, _: (tape.storage(elements * size),))
+
+    @property
+    def fused(self) -> bool:
+        return self.workload.attention not in ("reference", "sdpa-math")
+
+    def _written_out(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """models/attention.py `reference`."""
+        a, p, ss = self.sizes.products, self.sizes.exponentials, self.scores
+        scores = self._product(tape, ss, self._contiguous(tape, q), self._contiguous(tape, k))
+        scores = tape.op("Mul", ss, a, [scores])
+        mask = tape.storage(self.workload.seq_len**2)
+        scores = tape.op("MaskedFill", ss, a, [scores], also_saves=[mask])
+        _maximum = tape.storage(self.rows * a)
+        exponentials = self._exponentials(tape, scores)
+        sums = tape.op("Sum", self.rows, p, [exponentials], backward=passes)
+
+        def of_quotient(tape: Tape, _: Storage) -> Sequence[Storage]:
+            """For the divisor -gradient * (self / other / other), all at once; then for the dividend."""
+            quotient, twice, negative = (tape.storage(ss * p) for _ in range(3))
+            for_sums = tape.storage(ss * p)
+            del quotient, twice, negative
+            for_exponentials = tape.storage(ss * p)
+            summed = tape.storage(self.rows * p)
+            del for_sums
+            return for_exponentials, summed
+
+        weights = tape.op("Div", ss, p, [exponentials, sums], saves=[exponentials, sums], backward=of_quotient)
+        cast = tape.cast(weights, a)
+        return self._product(tape, v.elements, cast, self._contiguous(tape, v))
+
+    def _exponentials(self, tape: Tape, scores: Tensor) -> Tensor:
+        a, p, ss = self.sizes.products, self.sizes.exponentials, self.scores
+        shifted = tape.op("Sub", ss, a, [scores], backward=passes)
+        return tape.op("Exp", ss, p, [tape.cast(shifted, p)], saves_output=True)
+
+    def _product(self, tape: Tape, elements: int, a: Tensor, b: Tensor) -> Tensor:
+        return tape.op("Bmm", elements, a.itemsize, [b, a], saves=[a, b])
+
+    def _contiguous(self, tape: Tape, x: Tensor) -> Tensor:
+        return tape.op("Clone", x.elements, x.itemsize, [x], backward=passes)
+
+    def _sdpa_math(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """aten/src/ATen/native/transformers/attention.cpp, `_scaled_dot_product_attention_math`: in fp32, always."""
+        size = self.sizes.products
+        q, k, v = tape.cast(q, 4), tape.cast(k, 4), tape.cast(v, 4)
+        q = tape.op("Mul", q.elements, 4, [q])
+        _mask = tape.storage(self.workload.seq_len**2 * 4)
+        k = tape.op("Mul", k.elements, 4, [k])
+        scores = self._product(tape, self.scores, self._contiguous(tape, q), self._contiguous(tape, k))
+        # `_safe_softmax` looks for rows that are masked whole, in a bool for each score.
+        _masked = tape.storage(self.scores)
+        scores = tape.op("Softmax", self.scores, 4, [scores], saves_output=True)
+        del _masked
+        _second_output = tape.storage(self.scores * size if size != 4 else 0)
+        out = self._product(tape, v.elements, scores, self._contiguous(tape, v))
+        return tape.cast(out, size)
+
+    def _fused(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One operator that keeps its inputs, its output and the logsumexp of each row."""
+        logsumexp = tape.storage(self.rows * 4)
+        n, size = q.elements, q.itemsize
+
+        def backward(tape: Tape, _: Storage) -> Sequence[Storage]:
+            for_q, for_k, for_v = (tape.storage(n * size) for _ in range(3))
+            _delta = tape.storage(self.rows * 4)
+            # Gradients of the queries are added up in fp32, over blocks of keys.
+            _accumulated = tape.storage(n * 4 if size != 4 else 0)
+            return for_q, for_k, for_v
+
+        return tape.op(
+            "Attention", n, size, [q, k, v], saves=[q, k, v], saves_output=True, also_saves=[logsumexp],
+            backward=backward,
+        )  # fmt: skip
+
+    def _feed_forward(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
+        inner = self._gated(tape, x, block)
+        return self._linear(tape, inner, block.down, self.d_ff)
+
+    def _gated(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
+        """silu(gate(x)) * up(x)."""
+        active = self._silu(tape, self._linear(tape, x, block.gate, self.d_model))
+        up = self._linear(tape, x, block.up, self.d_model)
+        return tape.op("Mul", up.elements, up.itemsize, [active, up], saves=[active, up])
+
+    def _silu(self, tape: Tape, gate: Tensor) -> Tensor:
+        return tape.op("Silu", gate.elements, gate.itemsize, [gate], saves=[gate])
+
+    def _add(self, tape: Tape, x: Tensor, branch: Tensor) -> Tensor:
+        """The residual sum: in fp32 under autocast."""
+        branch_bytes = branch.elements * branch.itemsize
+        if branch.itemsize == self.sizes.residual:
+            return tape.op("Add", x.elements, self.sizes.residual, [x, branch], backward=passes_twice)
+        return tape.op(
+            "Add", x.elements, self.sizes.residual, [x, branch],
+            backward=lambda tape, gradient: (gradient, tape.storage(branch_bytes)),
+        )  # fmt: skip
+
+
+_EMBEDDING_SORTS_FROM = 3072
+"""Tokens beyond which the embedding's backward on a GPU sorts them (aten/src/ATen/native/cuda/Embedding.cu)."""
