@@ -9,7 +9,8 @@ from stepscope.core.errors import InputError
 from stepscope.core.evidence import TraceTool
 from stepscope.core.run import Settings
 from stepscope.core.workload import ATTENTIONS, COMPILES, DTYPES, OPTIMIZERS, PHASES
-from stepscope.studies.request import TraceRequest
+from stepscope.studies.request import MemoryRequest, TraceRequest
+from stepscope.studies.request import MemoryStacks as RecordedStacks
 
 Out = Annotated[Path, typer.Option("--out", help="Where runs are kept.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
@@ -38,6 +39,12 @@ Trace = Annotated[
 ]
 TraceSteps = Annotated[int, typer.Option("--trace-steps", help="How many steps a trace holds.")]
 TraceStacks = Annotated[bool, typer.Option("--trace-stacks", help="With Python stacks in the Kineto trace (slow).")]
+Memory = Annotated[
+    bool, typer.Option("--memory", help="Record every allocation of one more step, with its stack: stepscope memory.")
+]
+MemoryStacks = Annotated[
+    str | None, typer.Option("--memory-stacks", help="python (default), or all: C++ too, which takes minutes.")
+]
 MemoryLimit = Annotated[
     str | None, typer.Option("--memory-limit", help="Let a GPU stand for a smaller one, as in 80GiB.")
 ]
@@ -77,3 +84,12 @@ def trace_from(tools: list[str] | None, steps: int, stacks: bool) -> TraceReques
         raise InputError("--trace-stacks belongs to --trace kineto: add it, or leave the stacks out")
     named = cast("tuple[TraceTool, ...]", tuple(dict.fromkeys(tools or ())))  # TraceRequest refuses others
     return TraceRequest(tools=named, steps=steps, stacks=stacks)
+
+
+def memory_from(asked: bool, stacks: str | None) -> MemoryRequest | None:
+    """Whether and how allocations are recorded."""
+    if not asked:
+        if stacks is not None:
+            raise InputError("--memory-stacks belongs to --memory: add it, or leave the stacks out")
+        return None
+    return MemoryRequest(stacks=cast("RecordedStacks", stacks or "python"))  # MemoryRequest refuses others

@@ -44,6 +44,8 @@ def run(
     trace: options.Trace = None,
     trace_steps: options.TraceSteps = 2,
     trace_stacks: options.TraceStacks = False,
+    memory: options.Memory = False,
+    memory_stacks: options.MemoryStacks = None,
     memory_limit: options.MemoryLimit = None,
     peak_flops: options.PeakFlops = None,
     tag: options.Tag = None,
@@ -59,6 +61,7 @@ def run(
     workload = _workload("tiny" if model is None else model, seq_len if seq_len is not None else 1, sizes, choices)
     settings = options.settings_from(warmup, steps, seconds, no_profile)
     traced = options.trace_from(trace, trace_steps, trace_stacks)
+    recorded = options.memory_from(memory, memory_stacks)
     limit = parse_bytes(memory_limit) if memory_limit else None
     peak = parse_flops_per_s(peak_flops) if peak_flops else None
 
@@ -74,7 +77,7 @@ def run(
     )
     request = StepRequest(
         workload=workload, settings=settings, device=device, out=str(out), tag=tag,
-        memory_limit_bytes=limit, peak_flops_per_s=peak, trace=traced,
+        memory_limit_bytes=limit, peak_flops_per_s=peak, trace=traced, memory=recorded,
     )  # fmt: skip
     with stdout_kept_clean(), progress() as tell:
         measured, directory = measure_step(request, tell)

@@ -64,6 +64,8 @@ def sweep(
     trace: options.Trace = None,
     trace_steps: options.TraceSteps = 2,
     trace_stacks: options.TraceStacks = False,
+    memory: options.Memory = False,
+    memory_stacks: options.MemoryStacks = None,
     memory_limit: options.MemoryLimit = None,
     peak_flops: options.PeakFlops = None,
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one cell may take.")] = 900.0,
@@ -115,6 +117,7 @@ def sweep(
         memory_limit_bytes=parse_bytes(memory_limit) if memory_limit else None,
         peak_flops_per_s=parse_flops_per_s(peak_flops) if peak_flops else None,
         trace=options.trace_from(trace, trace_steps, trace_stacks),
+        memory=options.memory_from(memory, memory_stacks),
     )
     policy = Policy(timeout_s=timeout, skip=not no_skip, retry=retry, fresh=fresh)
     measure_and_report(plan, policy, lambda runs: report_sweep(runs, json, out))

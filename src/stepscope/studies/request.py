@@ -1,6 +1,7 @@
 """What the step study is asked, and what it tells while it works. Apart from it, since neither needs torch."""
 
 from collections.abc import Callable
+from typing import Literal, get_args
 
 import msgspec
 
@@ -8,6 +9,9 @@ from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
 from stepscope.core.run import Settings
 from stepscope.core.workload import Workload
+
+MemoryStacks = Literal["python", "all"]
+MEMORY_STACKS: tuple[MemoryStacks, ...] = get_args(MemoryStacks)
 
 MOST_TRACED_STEPS = 1000
 """Beyond it a trace is gigabytes that no viewer opens."""
@@ -28,6 +32,16 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(f"trace-steps is {self.steps}: it must be 1 to {MOST_TRACED_STEPS}")
 
 
+class MemoryRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """How the allocations of one more step are recorded, after the timed ones."""
+
+    stacks: MemoryStacks = "python"
+    """Whose stacks each allocation keeps. Those of C++ take minutes to name."""
+
+    def __post_init__(self) -> None:
+        choose(self.stacks, MEMORY_STACKS, "memory-stacks")
+
+
 class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure, how, and where the run goes. Travels to a cell's process as JSON."""
 
@@ -40,6 +54,8 @@ class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     memory_limit_bytes: int | None = None
     peak_flops_per_s: float | None = None
     trace: TraceRequest = TraceRequest()
+    memory: MemoryRequest | None = None
+    """None: no allocation is recorded."""
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,11 +5,10 @@ import gc
 import shutil
 import signal
 import threading
-import traceback
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 
 import msgspec
 import torch
@@ -20,7 +19,6 @@ from stepscope.core.device_spec import find_device_spec, overridden_spec, produc
 from stepscope.core.environment import GpuReading
 from stepscope.core.errors import DeviceError, InputError, StepscopeError, one_line
 from stepscope.core.evidence import Capture, Evidence, Precision
-from stepscope.core.portable_paths import without_install_places
 from stepscope.core.run import Failure, Run, Status
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.units import format_bytes, format_seconds
@@ -30,6 +28,7 @@ from stepscope.measure.ceilings import ceilings_for
 from stepscope.measure.compilation import compile_report, reset_compilation
 from stepscope.measure.device import resolve_device, timing_device
 from stepscope.measure.environment import HostLoad, read_environment
+from stepscope.measure.memory_history import MEMORY_FILE, MemoryCapture, capture_memory
 from stepscope.measure.nsys import Nsys, require_nsys
 from stepscope.measure.nvml import read_gpu
 from stepscope.measure.observe import observe_step
@@ -37,8 +36,9 @@ from stepscope.measure.precision import matmul_precision, probe_relative_error, 
 from stepscope.measure.profile import profile_step
 from stepscope.measure.timer import Measurement, Progress, StepFailed, measure
 from stepscope.models.training_step import TrainingStep, check_supported
+from stepscope.studies.device_failure import failing_module, is_out_of_memory, let_go, portable_traceback
 from stepscope.studies.nsys_trace import trace_under_nsys
-from stepscope.studies.request import Stage, StepRequest, Tell
+from stepscope.studies.request import MemoryRequest, Stage, StepRequest, Tell
 from stepscope.work.transformer import phase_work
 
 FAILURE_FILE = "failure.txt"
@@ -119,7 +119,11 @@ class _StepStudy:
             if self._run.status != "done":
                 self._end("interrupted", Failure(message="interrupted by the user", during=self._stage))
         except StepFailed as failure:
-            self._fail(failure.__cause__ or failure, failure.stage, failure.phase)
+            cause = failure.__cause__ or failure
+            self._fail(cause, failure.stage, failure.phase)
+            if is_out_of_memory(cause):
+                let_go(failure)
+                self._record_what_filled_the_memory()
         except StepscopeError:
             raise
         except Exception as error:  # whatever the device or a library raises becomes the run's status
@@ -214,6 +218,8 @@ class _StepStudy:
                 self._trace_by_kineto()
             if ranges.watched():
                 self._trace_for_the_watching_tool()
+            if self._request.memory is not None:
+                self._trace_memory(self._request.memory)
             self._release()
             if self._nsys is not None:
                 self._begin("trace nsys")
@@ -252,6 +258,63 @@ class _StepStudy:
         except Exception as error:
             failure = one_line(error)
         self._keep_capture(Capture(tool="nvtx", tool_version="", samples=samples, failure=failure))
+
+    def _trace_memory(self, asked: MemoryRequest) -> None:
+        """Record the allocations of one more step. Where nobody counted them before (CPU), the figures are its own."""
+        assert self._step is not None
+        self._begin("memory")
+        if self._step.cuda_graphs:
+            self._note("no memory history: tensors of replayed CUDA graphs were allocated when the graphs were made")
+            return
+        try:
+            capture = self._capture_memory(self._step, asked)
+        except Exception as error:  # as above: said in the notes
+            self._note(f"no memory history: {one_line(error)}")
+            return
+        self._set(artifacts={**self._run.artifacts, "memory": MEMORY_FILE})
+        counted = self._run.evidence.memory
+        if counted is None or counted.allocated_peak is None:
+            self._set_evidence(memory=capture.measured)
+        elif counted.allocated_peak != capture.measured.allocated_peak:
+            self._note(
+                f"the step whose allocations were recorded peaked at {capture.measured.allocated_peak:,} bytes, "
+                f"the observed one at {counted.allocated_peak:,}"
+            )
+
+    def _capture_memory(self, step: TrainingStep, asked: MemoryRequest, out_of_memory: bool = False) -> MemoryCapture:
+        environment = self._run.environment
+        return capture_memory(
+            step,
+            self._device,
+            self._directory,
+            workload=self._request.workload,
+            device_name=environment.device_name if environment else "",
+            stacks=asked.stacks,
+            held_before_bytes=self._held_before_bytes,
+            is_out_of_memory=is_out_of_memory if out_of_memory else None,
+        )
+
+    def _record_what_filled_the_memory(self) -> None:
+        """Memory ran out during a step, unrecorded. Run the step once more, recorded, and keep what it has allocated
+        when it fails again."""
+        asked, step = self._request.memory, self._step
+        if asked is None or step is None or self._device.type != "cuda" or step.cuda_graphs:
+            return
+        self._begin("memory")
+        step.loss = None
+        step.model.zero_grad(set_to_none=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+        try:
+            capture = self._capture_memory(step, asked, out_of_memory=True)
+        except KeyboardInterrupt:
+            self._note("no memory history: interrupted by the user")
+        except Exception as failure:  # the run has ended already, for another reason
+            self._note(f"no memory history: {one_line(failure)}")
+        else:
+            self._set(artifacts={**self._run.artifacts, "memory": MEMORY_FILE})
+            if capture.failure is None:
+                self._note("recorded, the step did not run out of memory: memory.pickle.gz holds the whole step")
 
     def _keep_capture(self, capture: Capture, kept: Mapping[str, str] = MappingProxyType({})) -> None:
         self._set_evidence(captures=(*self._run.evidence.captures, capture))
@@ -299,19 +362,8 @@ class _StepStudy:
             self._set(artifacts={**self._run.artifacts, "failure": FAILURE_FILE})
         except OSError:
             pass  # the failure itself is in run.json; only its traceback found no room
-        module = self._failing_module(error.__traceback__)
+        module = failing_module(self._step.model, error.__traceback__) if self._step is not None else None
         self._end(status, Failure(message=one_line(error), during=during, phase=phase, module=module))
-
-    def _failing_module(self, tb: TracebackType | None) -> str | None:
-        """Path of the innermost module whose forward was running when the error was raised."""
-        if self._step is None:
-            return None
-        paths = {id(module): path for path, module in self._step.model.named_modules() if path}
-        found = None
-        while tb is not None:
-            found = paths.get(id(tb.tb_frame.f_locals.get("self")), found)
-            tb = tb.tb_next
-        return found
 
     def _allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
@@ -368,21 +420,6 @@ def _nsys_for(request: StepRequest, device: torch.device) -> Nsys | None:
     if device.type != "cuda" and not ranges.nvtx_available():
         raise InputError(NO_NVTX)
     return nsys
-
-
-def portable_traceback(error: BaseException) -> str:
-    """The traceback, with files named from their package on: a run directory can be shown to others."""
-    return without_install_places("".join(traceback.format_exception(error)))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception is some allocator's way of saying that memory ran out."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and (
-        "can't allocate memory" in text or "out of memory" in text or "CUBLAS_STATUS_ALLOC_FAILED" in text
-    )
 
 
 def limit_memory(device: torch.device, limit_bytes: int | None) -> None:

@@ -179,6 +179,7 @@ class _Sweep:
             memory_limit_bytes=self._plan.memory_limit_bytes,
             peak_flops_per_s=self._plan.peak_flops_per_s,
             trace=self._plan.trace,
+            memory=self._plan.memory,
         )
 
     @property

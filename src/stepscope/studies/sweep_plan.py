@@ -8,7 +8,7 @@ import msgspec
 
 from stepscope.core.run import Run, Settings, Status
 from stepscope.core.workload import Workload
-from stepscope.studies.request import TraceRequest
+from stepscope.studies.request import MemoryRequest, TraceRequest
 from stepscope.work.transformer import parameter_count, step_flops
 
 BROKEN: frozenset[Status] = frozenset({"failed", "killed", "timed-out"})
@@ -33,6 +33,7 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True):
     memory_limit_bytes: int | None = None
     peak_flops_per_s: float | None = None
     trace: TraceRequest = TraceRequest()
+    memory: MemoryRequest | None = None
 
     @property
     def key(self) -> str:
@@ -41,7 +42,8 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True):
         measured = (sorted(msgspec.json.encode(cell, order="sorted") for cell in cells), self.tag)
         limits = (self.memory_limit_bytes, self.peak_flops_per_s, self.devices[0].partition(":")[0])
         traced = (msgspec.json.encode(self.trace, order="sorted"),) if self.trace.tools else ()
-        return hashlib.sha256(repr((measured, limits, *traced)).encode()).hexdigest()[:12]
+        recorded = (msgspec.json.encode(self.memory, order="sorted"),) if self.memory else ()
+        return hashlib.sha256(repr((measured, limits, *traced, *recorded)).encode()).hexdigest()[:12]
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):

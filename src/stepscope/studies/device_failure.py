@@ -1,0 +1,43 @@
+"""What an exception says when the device fails: that memory ran out, in which module, and where in which file."""
+
+import traceback
+from types import TracebackType
+
+import torch
+
+from stepscope.core.portable_paths import without_install_places
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception is some allocator's way of saying that memory ran out."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "can't allocate memory" in text or "out of memory" in text or "CUBLAS_STATUS_ALLOC_FAILED" in text
+    )
+
+
+def failing_module(model: torch.nn.Module, tb: TracebackType | None) -> str | None:
+    """Path of the innermost module whose forward was running when the error was raised."""
+    paths = {id(module): path for path, module in model.named_modules() if path}
+    found = None
+    while tb is not None:
+        found = paths.get(id(tb.tb_frame.f_locals.get("self")), found)
+        tb = tb.tb_next
+    return found
+
+
+def portable_traceback(error: BaseException) -> str:
+    """The traceback, with files named from their package on: a run directory can be shown to others."""
+    return without_install_places("".join(traceback.format_exception(error)))
+
+
+def let_go(error: BaseException) -> None:
+    """Forget where the error was raised, its causes too: their frames hold the tensors of the step that failed."""
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        known = waiting.pop()
+        if known is not None and known.__traceback__ is not None:
+            known.__traceback__ = None
+            waiting += [known.__cause__, known.__context__]
