@@ -64,6 +64,46 @@ def test_launch_bound_step_shows_host_time_near_step_time():
     assert samples["forward"].values_s == pytest.approx([1.1] * 3)
 
 
+def repeated(clock: FakeClock, device: FakeDevice, phases: list[tuple[str, float, float]]) -> list[Phase]:
+    """Phases of these names, host and device seconds, a name as often as it is given."""
+
+    def run(host_s: float, device_s: float) -> None:
+        clock.pass_s(host_s)
+        device.give(device_s)
+
+    return [Phase(name=name, run=lambda h=host_s, d=device_s: run(h, d)) for name, host_s, device_s in phases]
+
+
+class MicroBatches(FakeStep):
+    """Two micro-batches, the second slower, and one optimizer step."""
+
+    @property
+    def phases(self) -> Sequence[Phase]:
+        return repeated(
+            self.clock,
+            self.device,
+            [
+                ("forward", 0.001, 2.0), ("backward", 0.001, 4.0), ("forward", 0.001, 3.0), ("backward", 0.001, 5.0),
+                ("optimizer", 0.001, 1.0),
+            ],
+        )  # fmt: skip
+
+
+def test_phases_of_one_name_add_up_to_one_sample_a_step():
+    clock = FakeClock()
+    device = FakeDevice(clock)
+    samples = run_one(clock, device, MicroBatches(clock, device, {})).samples
+    # The device begins 1 ms after the step, with the first launch, and is never idle then: 2.001 + 3, 4 + 5, 1.
+    assert list(samples) == ["step", "host", "forward", "backward", "optimizer"]
+    assert samples["forward"].values_s == pytest.approx([5.001] * 3, abs=1e-9)
+    assert samples["backward"].values_s == pytest.approx([9.0] * 3, abs=1e-9)
+    assert samples["optimizer"].values_s == pytest.approx([1.0] * 3, abs=1e-9)
+    assert samples["step"].values_s == pytest.approx([15.001] * 3, abs=1e-9)
+    assert samples["host"].values_s == pytest.approx([0.005] * 3, abs=1e-9)
+    assert samples["forward"].warmup_s == pytest.approx([5.001] * 2, abs=1e-9)
+    assert device.synchronisations == 2 * 5  # none between micro-batches either
+
+
 def test_phases_are_not_separated_by_synchronisation():
     clock, device, step = machine(forward=(0.001, 2.0), backward=(0.001, 4.0), optimizer=(0.001, 1.0))
     run_one(clock, device, step)

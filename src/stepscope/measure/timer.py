@@ -2,7 +2,8 @@
 
 A subject's step is a sequence of phases. Each step is timed twice at once: every phase by marks in the device's own
 stream, with no synchronisation between phases, and the whole step by the host's clock round a synchronised region.
-The two must agree, and `analysis/checks` sees to it.
+The two must agree, and `analysis/checks` sees to it. Phases of one name, as the micro-batches of gradient accumulation
+have them, are one: their times in a step add up.
 
     mark  forward  mark  backward  mark  optimizer  mark          device events
     |t0 -------------------------------------- issued -- sync -- t1|   host clock
@@ -124,7 +125,7 @@ class _Timer:
         self._clock = clock
         self._on_progress = on_progress
         self._records = {
-            name: _Record(("step", "host", *(phase.name for phase in subject.phases)))
+            name: _Record(("step", "host", *dict.fromkeys(phase.name for phase in subject.phases)))
             for name, subject in subjects.items()
         }
         self._stage = "warm-up"
@@ -180,7 +181,8 @@ class _Timer:
         with named_range("step"):
             start_ns = clock.now_ns()
             marks = [device.mark()]
-            for phase in subject.phases:
+            phases = subject.phases
+            for phase in phases:
                 self._current = (name, phase.name)
                 with named_range(phase.name):
                     phase.run()
@@ -188,8 +190,11 @@ class _Timer:
             issued_ns = clock.now_ns()
             device.synchronize()
             end_ns = clock.now_ns()
-        phases_s = [device.elapsed_s(a, b) for a, b in itertools.pairwise(marks)]
-        self._records[name].rows.append(((end_ns - start_ns) * 1e-9, (issued_ns - start_ns) * 1e-9, *phases_s))
+        phases_s: dict[str, float] = {}
+        for phase, (before, after) in zip(phases, itertools.pairwise(marks), strict=True):
+            phases_s[phase.name] = phases_s.get(phase.name, 0.0) + device.elapsed_s(before, after)
+        row = ((end_ns - start_ns) * 1e-9, (issued_ns - start_ns) * 1e-9, *phases_s.values())
+        self._records[name].rows.append(row)
 
     def _tell(self, name: str, done: int, at_least: int, at_most: int) -> None:
         if self._on_progress:
