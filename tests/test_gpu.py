@@ -99,9 +99,9 @@ def test_fp32_that_was_tf32_is_found_for_real(gpu: torch.device, out: Path):
 def test_a_step_that_turns_tf32_on_behind_our_back_is_found(out: Path, monkeypatch: pytest.MonkeyPatch):
     forward = TrainingStep._forward
 
-    def sly(step: TrainingStep) -> None:
+    def sly(step: TrainingStep, micro: int) -> None:
         torch.set_float32_matmul_precision("high")
-        forward(step)
+        forward(step, micro)
 
     monkeypatch.setattr(TrainingStep, "_forward", sly)
     assert "precision-mismatch" in kinds(measured(out, dtype="fp32", model="small", seq_len=128))

@@ -33,6 +33,68 @@ def test_phases_are_those_of_the_workload(phase: str, names: list[str]):
     assert [p.name for p in TrainingStep(mini(phase=phase), CPU).phases] == names
 
 
+def test_every_micro_batch_has_its_forward_and_backward():
+    step = TrainingStep(mini(batch_size=6, accumulation=3), CPU)
+    assert [p.name for p in step.phases] == ["forward", "backward"] * 3 + ["optimizer"]
+    alone = TrainingStep(mini(batch_size=6, accumulation=2, phase="forward-backward"), CPU)
+    assert [p.name for p in alone.phases] == ["forward", "backward"] * 2
+
+
+def gradients(step: TrainingStep) -> list[torch.Tensor]:
+    run_step(step)
+    return [p.grad for p in step.model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("accumulation", [2, 3, 6])
+@pytest.mark.parametrize("checkpointing", ["none", "every-1"])
+def test_accumulated_gradients_are_those_of_the_whole_batch(accumulation: int, checkpointing: str):
+    changes = {"batch_size": 6, "phase": "forward-backward", "checkpointing": checkpointing}
+    whole = TrainingStep(mini(**changes), CPU)
+    split = TrainingStep(mini(**changes, accumulation=accumulation), CPU)
+    for step in (whole, split):
+        step.model.double()  # in fp32 the order of sums alone would differ by some 1e-6
+    expected, found = gradients(whole), gradients(split)
+    assert len(found) == len(expected) == len(list(whole.model.parameters()))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    run_step(split)  # the next step's gradients are its own
+    run_step(whole)
+    for a, b in zip(split.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_accumulation_in_low_precision_agrees_with_the_whole_batch(dtype: str):
+    whole, split = (TrainingStep(mini(batch_size=4, dtype=dtype, accumulation=n), CPU) for n in (1, 4))
+    for step in (whole, split):
+        run_step(step)
+    for a, b in zip(split.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=3e-4)  # one update of lr 1e-4 each
+
+
+def test_accumulation_under_compile_compiles_once():
+    reset_compilation()
+    eager, compiled = (TrainingStep(mini(batch_size=4, accumulation=2, compile=c), CPU) for c in ("eager", "default"))
+    for _ in range(2):
+        run_step(eager)
+        run_step(compiled)
+    report = compile_report()
+    assert (report.graphs, report.graph_breaks, report.recompiles) == (1, 0, 0)
+    for a, b in zip(eager.model.parameters(), compiled.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4)
+
+
+def test_the_micro_batches_are_the_batch():
+    step = TrainingStep(mini(batch_size=4, accumulation=2, phase="forward-backward"), CPU)
+    step.prepare()
+    seen: list[torch.Tensor] = []
+    handle = step.model.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
+    for phase in step.phases:
+        phase.run()
+    handle.remove()
+    assert torch.equal(torch.cat(seen), step.tokens) and torch.equal(step.tokens, step.batches[0][0])
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "bf16-pure"])
 def test_training_learns_in_every_precision(dtype: str):
     step = TrainingStep(mini(dtype=dtype), CPU)

@@ -151,6 +151,9 @@ class _BackwardMarked:
             run()
         finally:
             self._backward.close()
+            # Another micro-batch may follow in the same step, with a graph of its own.
+            self.release()
+            self.notes.clear()
 
 
 def details(step: TracedStep) -> contextlib.AbstractContextManager[None]:

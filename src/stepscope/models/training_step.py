@@ -1,10 +1,13 @@
 """One training step of the transformer as a sequence of phases: forward with loss, backward, optimizer.
 
+With accumulation, forward and backward take turns, once for each micro-batch, before the one optimizer phase.
+
 The step is assembled from the Workload's choices; what is timed is what was chosen, by construction: the forward
 phase calls `forward_module`, and that is the compiled module whenever the workload asks for compilation.
 """
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -16,6 +19,8 @@ from stepscope.core.errors import InputError
 from stepscope.core.workload import Dtype, Workload
 from stepscope.measure.timer import Phase
 from stepscope.models.attention import attention_for
+from stepscope.models.checkpointing import block_runner
+from stepscope.models.optimizer import AdamWBf16State
 from stepscope.models.transformer import Transformer
 
 DISTINCT_BATCHES = 4
@@ -56,40 +61,53 @@ class TrainingStep:
         self.scaler = torch.amp.GradScaler(device.type, enabled=workload.dtype == "fp16")
         self.batches: Sequence[tuple[Tensor, Tensor]] = _random_batches(workload, device)
         self.loss: Tensor | None = None
+        """Mean over the last micro-batch that ran forward."""
         self._next_batch = 0
-        self.tokens, self._targets = self.batches[0]
+        self._take(self.batches[0])
         forward = self._infer if self.inference else self._forward
-        self.phases: tuple[Phase, ...] = (Phase(name="forward", run=forward),)
-        if not self.inference:
-            self.phases += (Phase(name="backward", run=self._backward),)
+        self.phases: tuple[Phase, ...] = ()
+        for micro in range(workload.accumulation):
+            self.phases += (Phase(name="forward", run=functools.partial(forward, micro)),)
+            if not self.inference:
+                self.phases += (Phase(name="backward", run=self._backward),)
         if workload.phase == "train":
             self.phases += (Phase(name="optimizer", run=self._optimize),)
 
     def prepare(self) -> None:
         """Untimed: the next batch; without an optimizer phase, also the gradients' release."""
-        self.tokens, self._targets = self.batches[self._next_batch]
+        self._take(self.batches[self._next_batch])
         self._next_batch = (self._next_batch + 1) % len(self.batches)
         if self.workload.phase == "forward-backward":
             self.model.zero_grad(set_to_none=True)
         if self.compiled:
             torch.compiler.cudagraph_mark_step_begin()
 
+    def _take(self, batch: tuple[Tensor, Tensor]) -> None:
+        """Make it the batch of the next step, split along its sequences (views: nothing is copied)."""
+        self.tokens, targets_BS = batch
+        parts = self.workload.accumulation
+        self._micro_batches = list(zip(self.tokens.chunk(parts), targets_BS.chunk(parts), strict=True))
+
     def _autocast(self) -> AbstractContextManager[object]:
         """A context of its own for each step's forward: autocast keeps its cast weights until the context ends."""
         dtype = _AUTOCAST_DTYPE.get(self.workload.dtype)
         return torch.autocast(self.device.type, dtype=dtype) if dtype else contextlib.nullcontext()
 
-    def _infer(self) -> None:
+    def _infer(self, micro: int) -> None:
+        tokens_BS, _ = self._micro_batches[micro]
         with torch.no_grad(), self._autocast():
-            self.forward_module(self.tokens)
+            self.forward_module(tokens_BS)
 
-    def _forward(self) -> None:
+    def _forward(self, micro: int) -> None:
+        tokens_BS, targets_BS = self._micro_batches[micro]
         with self._autocast():
-            self.loss = self.forward_module(self.tokens, self._targets)
+            self.loss = self.forward_module(tokens_BS, targets_BS)
 
     def _backward(self) -> None:
         assert self.loss is not None
-        self.scaler.scale(self.loss).backward()
+        # Each micro-batch has the same number of tokens: the mean over the batch is the mean of their means.
+        share = self.loss / self.workload.accumulation if self.workload.accumulation > 1 else self.loss
+        self.scaler.scale(share).backward()
         self.loss = self.loss.detach()
 
     def _optimize(self) -> None:
@@ -119,6 +137,7 @@ def build_model(workload: Workload, device: torch.device | str) -> Transformer:
             dtype=workload.dtype,
             head_dim=workload.model.head_dim,
         ),
+        run_blocks=block_runner(workload),
         device=device,
     )
     if str(device) != "meta":
@@ -133,9 +152,11 @@ def _compiled(module: nn.Module, mode: str) -> nn.Module:
     return compiled
 
 
-def _build_optimizer(model: Transformer, workload: Workload) -> torch.optim.AdamW | None:
+def _build_optimizer(model: Transformer, workload: Workload) -> torch.optim.Optimizer | None:
     if workload.phase != "train":
         return None
+    if workload.optimizer == "adamw-bf16-state":
+        return AdamWBf16State(model.parameters(), lr=1e-4)
     return torch.optim.AdamW(
         model.parameters(),
         lr=1e-4,

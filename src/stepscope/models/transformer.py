@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from stepscope.core.model_config import ModelConfig
 from stepscope.models.attention import AttentionFunction, reference
+from stepscope.models.checkpointing import BlockRunner, keep_all
 
 ROPE_BASE = 10_000.0
 NORM_EPSILON = 1e-5
@@ -122,16 +123,17 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Token ids (B, S) to logits (B, S, V).
 
-    Made on `device` ("meta" makes shapes without memory); `initialise` fills parameters and buffers.
+    Made on `device` ("meta" makes shapes without memory); `initialise` fills parameters and buffers. `run_blocks`
+    decides what the blocks keep for backward.
     """
 
     def __init__(
         self, config: ModelConfig, *, max_seq_len: int, attention: AttentionFunction = reference,
-        device: torch.device | str | None = None,
+        run_blocks: BlockRunner = keep_all, device: torch.device | str | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         device = torch.device(device) if device is not None else None
-        self.config = config
+        self.config, self.run_blocks = config, run_blocks
         self.embedding = nn.Embedding(config.vocabulary, config.d_model, device=device)
         self.rotary = RotaryEmbedding(config.head_dim, max_seq_len, device)
         self.blocks = nn.ModuleList(Block(config, self.rotary, attention, device) for _ in range(config.layers))
@@ -140,8 +142,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         x_BSM = self.embedding(tokens_BS)
-        for block in self.blocks:
-            x_BSM = block(x_BSM)
+        x_BSM = self.run_blocks(self.blocks, x_BSM)
         return self.head(self.norm(x_BSM))
 
     @torch.no_grad()

@@ -129,12 +129,15 @@ def compile_fallback(run: Run) -> Finding | None:
 
 
 def phase_includes_forward(run: Run) -> Finding | None:
-    """[6] A 'backward' that runs the forward again, or two forwards in one step."""
+    """[6] A 'backward' that runs the forward again, or more forwards in a step than it has micro-batches.
+
+    What checkpointing runs again in backward is blocks, not the model.
+    """
     observation = run.evidence.observation
     if observation is None:
         return None
     for phase, count in observation.model_forwards.items():
-        allowed = 1 if phase == "forward" else 0
+        allowed = run.workload.accumulation if phase == "forward" else 0
         if count > allowed:
             return Finding(
                 kind="phase-includes-forward",

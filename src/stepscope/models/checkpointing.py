@@ -1,0 +1,112 @@
+"""Activation checkpointing: what a model's blocks keep for backward, and what they run again instead.
+
+Chen et al. 2016 (arXiv:1604.06174) keep the inputs of groups of layers and run each group forward again when backward
+reaches it; Korthikanti et al. 2022 (arXiv:2205.05198) keep what is dear to compute and run the cheap rest again.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+from stepscope.core.workload import Workload
+from stepscope.measure.ranges import detail_range
+
+RECOMPUTATION = "recomputation"
+"""The range round what backward runs again, as readers of traces know it."""
+
+_aten = torch.ops.aten
+KEPT_OPERATORS = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+"""What `selective` keeps the outputs of: matrix products (a Linear is one) and fused attention. Each output is kept,
+also the last product's of a block, which backward never asks for."""
+
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+class BlockRunner(Protocol):
+    """Runs blocks one after another, (B, S, M) to (B, S, M), and decides what they keep for backward."""
+
+    def __call__(self, blocks: Iterable[nn.Module], x_BSM: Tensor) -> Tensor: ...
+
+
+def keep_all(blocks: Iterable[nn.Module], x_BSM: Tensor) -> Tensor:
+    """Autograd keeps whatever backward needs."""
+    for block in blocks:
+        x_BSM = block(x_BSM)
+    return x_BSM
+
+
+def keep_group_inputs(group_size: int) -> BlockRunner:
+    """Groups of consecutive blocks, the last may be shorter: each keeps its input, and is run again whole."""
+
+    def run(blocks: Iterable[nn.Module], x_BSM: Tensor) -> Tensor:
+        blocks = tuple(blocks)
+        for first in range(0, len(blocks), group_size):
+            x_BSM = _checkpointed(blocks[first : first + group_size], x_BSM)
+        return x_BSM
+
+    return run
+
+
+def keep_products(blocks: Iterable[nn.Module], x_BSM: Tensor) -> Tensor:
+    """Each block keeps its input and the outputs of KEPT_OPERATORS, and runs everything else again."""
+    for block in blocks:
+        x_BSM = _checkpointed((block,), x_BSM, _keep_products)
+    return x_BSM
+
+
+def block_runner(workload: Workload) -> BlockRunner:
+    """The runner that the workload's `checkpointing` names."""
+    if workload.checkpoint_group is not None:
+        return keep_group_inputs(workload.checkpoint_group)
+    return keep_products if workload.checkpointing == "selective" else keep_all
+
+
+def _checkpointed(group: Iterable[nn.Module], x_BSM: Tensor, contexts: Callable[[], _Contexts] | None = None) -> Tensor:
+    # The state of the random generators is not stored for the second run: nothing in a block is random (no dropout).
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if not torch.compiler.is_compiling():
+        options["context_fn"] = lambda: _named((contexts or noop_context_fn)())
+    elif contexts is not None:
+        options["context_fn"] = contexts  # torch.compile takes these two and no others; it emits no ranges either
+    return checkpoint(lambda x: keep_all(group, x), x_BSM, **options)
+
+
+def _keep_products() -> _Contexts:
+    return create_selective_checkpoint_contexts(KEPT_OPERATORS)
+
+
+def _named(contexts: _Contexts) -> _Contexts:
+    forward, again = contexts
+    return forward, _Recomputation(again)
+
+
+class _Recomputation:
+    """Names what runs inside in a trace. Made in forward, entered in backward: what is watching then, is told."""
+
+    def __init__(self, inner: AbstractContextManager[Any]) -> None:
+        self._inner = inner
+        self._range: AbstractContextManager[object] = contextlib.nullcontext()
+
+    def __enter__(self) -> None:
+        self._range = detail_range(RECOMPUTATION)
+        self._range.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        # PyTorch leaves by an exception of its own as soon as the last tensor that backward needs is there.
+        self._inner.__exit__(*raised)
+        self._range.__exit__(*raised)
