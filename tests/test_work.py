@@ -8,7 +8,14 @@ from stepscope.core.model_config import PRESETS
 from stepscope.core.work import Convention, Work
 from stepscope.models.training_step import TrainingStep, build_model
 from stepscope.work.operations import adamw_work, copy_work, matmul_work
-from stepscope.work.transformer import forward_flops, parameter_count, phase_work, step_flops
+from stepscope.work.transformer import (
+    forward_flops,
+    parameter_count,
+    phase_work,
+    recomputed_flops,
+    recomputed_products,
+    step_flops,
+)
 from tests.conftest import mini, workload
 
 KNOWN = {
@@ -41,6 +48,32 @@ def test_flops_are_those_that_pytorch_counts(phase: str):
     assert counter.get_total_flops() == step_flops(step.workload, causal="full")
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "every-1", "every-2", "every-3", "selective"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_recomputed_flops_are_those_that_pytorch_counts(checkpointing: str, accumulation: int):
+    """Three layers in groups of two leave a last group of one."""
+    changes = {"phase": "forward-backward", "layers": 3, "batch_size": 4, "accumulation": accumulation}
+    step = TrainingStep(mini(**changes, checkpointing=checkpointing), torch.device("cpu"))
+    with FlopCounterMode(display=False) as counter:
+        for each in step.phases:
+            each.run()
+    again = recomputed_flops(step.workload, causal="full")
+    assert counter.get_total_flops() == step_flops(step.workload, causal="full") + again
+    assert step_flops(step.workload) == step_flops(mini(**changes))
+    assert (again > 0) == checkpointing.startswith("every")
+
+
+def test_recomputed_flops_by_hand():
+    # One token in two layers of 4 d^2 + 3 d f weights; each group leaves out one product of d x f.
+    two_groups, one_group = (mini(batch_size=1, seq_len=1, checkpointing=f"every-{k}") for k in (1, 2))
+    blocks = 2 * 2 * (4 * 32 * 32 + 3 * 32 * 64) + 2 * 4 * 32
+    assert recomputed_flops(two_groups, "full") == blocks - 2 * 2 * 32 * 64
+    assert recomputed_flops(one_group, "full") == blocks - 2 * 32 * 64
+    assert (recomputed_products(two_groups), recomputed_products(one_group)) == (16, 17)
+    assert recomputed_products(mini(checkpointing="every-2", attention="sdpa-flash")) == 13
+    assert recomputed_products(mini(checkpointing="selective")) == recomputed_products(mini()) == 0
+
+
 def test_by_hand():
     # One token: 2 FLOPs a weight; attention to itself: 2 products of 2*1*1*d, in each of 2 layers.
     one = mini(batch_size=1, seq_len=1)
@@ -50,6 +83,8 @@ def test_by_hand():
     phases = phase_work(one)
     assert phases["backward"].flops == 2 * phases["forward"].flops
     assert phases["optimizer"].bytes_moved == 7 * 4 * parameter_count(one.model)
+    bf16_state = phase_work(mini(optimizer="adamw-bf16-state"))["optimizer"]
+    assert bf16_state.bytes_moved == (3 * 4 + 4 * 2) * parameter_count(one.model)
     assert phase_work(mini(dtype="bf16-pure"))["optimizer"].bytes_moved == 7 * 2 * parameter_count(one.model)
 
 

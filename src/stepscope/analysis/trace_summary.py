@@ -18,7 +18,7 @@ from stepscope.core.run import Run
 from stepscope.core.workload import Workload
 from stepscope.trace.nesting import union
 from stepscope.work.attention import attention_product_flops, softmax_flops
-from stepscope.work.transformer import products_per_forward
+from stepscope.work.transformer import products_per_forward, recomputed_products
 
 GEMM = "matrix multiplication"
 OUTSIDE = "outside"
@@ -275,6 +275,10 @@ class TraceSummary:
 
 
 def _expected_products(workload: Workload, phase: str) -> int | None:
-    """Matrix products of a phase by the model's sizes: each product of forward has two in backward."""
-    forward = products_per_forward(workload)
-    return {"forward": forward, "backward": 2 * forward}.get(phase)
+    """Matrix products of a phase by the model's sizes: each product of forward has two in backward.
+
+    Every micro-batch has them all; checkpointing runs products again in backward.
+    """
+    forward, again = products_per_forward(workload), recomputed_products(workload)
+    counts = {"forward": forward, "backward": 2 * forward + again}
+    return counts[phase] * workload.accumulation if phase in counts else None

@@ -108,13 +108,15 @@ def rms_norm_backward_flops(elements: int, *, weight: bool) -> int:
     return elements * (6 + 3 * weight)
 
 
-def adamw_work(parameters: int, bytes_per_element: int) -> Work:
+def adamw_work(parameters: int, bytes_per_element: int, bytes_per_moment: int | None = None) -> Work:
     """One AdamW step (Loshchilov and Hutter 2019, algorithm 2): reads p, g, m, v and writes p, m, v.
 
-    FLOPs are elementwise and not model FLOPs; they are left at 0, since the bytes are what bounds this step.
+    m and v have the size of p and g unless `bytes_per_moment` says another. FLOPs are elementwise and not model FLOPs;
+    they are left at 0, since the bytes are what bounds this step.
     """
+    moments = 2 * (bytes_per_element if bytes_per_moment is None else bytes_per_moment)
     return Work(
         flops=0,
-        bytes_read=4 * parameters * bytes_per_element,
-        bytes_written=3 * parameters * bytes_per_element,
+        bytes_read=parameters * (2 * bytes_per_element + moments),
+        bytes_written=parameters * (bytes_per_element + moments),
     )

@@ -11,8 +11,12 @@ forward      products of activations with weights, 2 FLOPs a weight and token (K
 backward     every product has two in backward (dX and dW, or dQ and dK...): twice the forward.
 
 The embedding is a gather, not a product. Norms, RoPE, softmax, SwiGLU's gate and the optimizer are elementwise
-and not counted as model FLOPs (Chowdhery et al. 2022, appendix B, whose MFU this is).
+and not counted as model FLOPs (Chowdhery et al. 2022, appendix B, whose MFU this is). Nor is what checkpointing runs
+again in backward: that is `recomputed_flops`, and model FLOPs and it together are hardware FLOPs. Accumulation changes
+no FLOPs: the micro-batches are the batch.
 """
+
+import math
 
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.work import CausalConvention, Convention, Work
@@ -42,8 +46,28 @@ def products_per_forward(workload: Workload) -> int:
     """Matrix products of one forward pass: seven linear maps a layer (query, key, value, output, gate, up, down), the
     two of attention unless it is one fused kernel, and the head.
     """
-    in_attention = 2 if workload.attention in ("reference", "sdpa-math") else 0
-    return workload.model.layers * (7 + in_attention) + 1
+    return workload.model.layers * _products_per_block(workload) + 1
+
+
+def recomputed_flops(workload: Workload, causal: CausalConvention = "half") -> int:
+    """FLOPs of forward's products that a step's checkpointing runs again in backward, counted as model FLOPs are.
+
+    every-K: the forward of all blocks, but for one product in each group. Backward needs the input of the group's last
+    product (down), not its output, and PyTorch stops where nothing more is needed. selective: 0, since what it runs
+    again is elementwise; none: 0.
+    """
+    groups = _checkpointed_groups(workload)
+    if not groups:
+        return 0
+    config = workload.model
+    blocks = forward_flops(workload, causal) - 2 * workload.tokens * config.d_model * config.vocabulary
+    return blocks - groups * 2 * workload.tokens * config.d_model * config.d_ff
+
+
+def recomputed_products(workload: Workload) -> int:
+    """Matrix products that checkpointing runs again in the backward of one micro-batch, as `recomputed_flops` says."""
+    groups = _checkpointed_groups(workload)
+    return workload.model.layers * _products_per_block(workload) - groups if groups else 0
 
 
 def phase_work(workload: Workload, causal: CausalConvention = "half") -> dict[str, Work]:
@@ -55,7 +79,8 @@ def phase_work(workload: Workload, causal: CausalConvention = "half") -> dict[st
         phases["backward"] = Work(flops=2 * forward, convention=convention)
     if workload.phase == "train":
         element = 2 if workload.dtype == "bf16-pure" else 4
-        optimizer = adamw_work(parameter_count(workload.model), element)
+        moment = 2 if workload.optimizer == "adamw-bf16-state" else element
+        optimizer = adamw_work(parameter_count(workload.model), element, moment)
         phases["optimizer"] = Work(
             flops=0,
             bytes_read=optimizer.bytes_read,
@@ -68,3 +93,12 @@ def phase_work(workload: Workload, causal: CausalConvention = "half") -> dict[st
 def step_flops(workload: Workload, causal: CausalConvention = "half") -> int:
     """Model FLOPs of one whole step."""
     return sum(work.flops for work in phase_work(workload, causal).values())
+
+
+def _products_per_block(workload: Workload) -> int:
+    return 9 if workload.attention in ("reference", "sdpa-math") else 7
+
+
+def _checkpointed_groups(workload: Workload) -> int:
+    """Groups of blocks that are run again whole."""
+    return math.ceil(workload.model.layers / workload.checkpoint_group) if workload.checkpoint_group else 0
