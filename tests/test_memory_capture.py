@@ -1,6 +1,7 @@
 """The recorded step: its file, its notes, and that recording changes nothing in what is recorded."""
 
 import gzip
+import json
 import pickle
 import signal
 from collections import Counter
@@ -346,6 +347,16 @@ def test_ctrl_c_while_recording_keeps_the_times(tmp_path: Path):
     assert run.status == "done" and run.samples["step"].count == 60
     if process.returncode == 130:  # it came in time
         assert run.failure and run.failure.during in ("memory", "ceiling")
+
+
+def test_the_run_prints_what_filled_its_memory(tmp_path: Path):
+    small = ("run", *QUICK, "--steps", "3", "--no-profile", "--memory", "--out", str(tmp_path))
+    result = stepscope(*small)
+    assert result.returncode == 0, result.stderr
+    assert "The peak: in backward" in result.stdout and "the same to the byte" in result.stdout
+    fields = json.loads(stepscope(*small, "--json").stdout)
+    assert fields["memory"]["peak_bytes"] == fields["evidence"]["memory"]["backward_peak"]
+    assert sum(fields["memory"]["categories"].values()) == fields["memory"]["peak_bytes"]
 
 
 def test_stacks_without_memory_are_refused():

@@ -15,6 +15,7 @@ from stepscope.core.units import parse_bytes, parse_flops_per_s
 if TYPE_CHECKING:
     from stepscope.analysis.trace_summary import TraceSummary
     from stepscope.core.workload import Workload
+    from stepscope.memory.explain import Explained
 
 
 def run(
@@ -30,6 +31,8 @@ def run(
     attention: Annotated[str, typer.Option("--attention", help=options.ATTENTION_HELP)] = "reference",
     compile_mode: Annotated[str, typer.Option("--compile", help=options.COMPILE_HELP)] = "eager",
     optimizer: Annotated[str, typer.Option("--optimizer", help=options.OPTIMIZER_HELP)] = "adamw-foreach",
+    checkpointing: Annotated[str, typer.Option("--checkpointing", help=options.CHECKPOINTING_HELP)] = "none",
+    accumulation: Annotated[int, typer.Option("--accumulation", help="Micro-batches that a step is split into.")] = 1,
     d_model: options.DModel = None,
     d_ff: options.DFf = None,
     layers: options.Layers = None,
@@ -56,7 +59,8 @@ def run(
     sizes = {"d_model": d_model, "d_ff": d_ff, "layers": layers, "heads": heads, "vocabulary": vocabulary}
     choices = {
         "batch_size": batch_size, "dtype": dtype, "phase": phase, "attention": attention,
-        "compile": compile_mode, "optimizer": optimizer, "seed": seed,
+        "compile": compile_mode, "optimizer": optimizer, "checkpointing": checkpointing, "accumulation": accumulation,
+        "seed": seed,
     }  # fmt: skip
     workload = _workload("tiny" if model is None else model, seq_len if seq_len is not None else 1, sizes, choices)
     settings = options.settings_from(warmup, steps, seconds, no_profile)
@@ -105,20 +109,26 @@ def _workload(model: str, seq_len: int, sizes: dict[str, int | None], choices: d
 
 
 def _print(measured: Run, directory: Path, json: bool) -> None:
-    """The run, and what its trace says, where it took one and this machine can read it."""
-    summary = _summary_of_trace(measured, directory)
+    """The run, and what its trace and its memory say, where it kept them and this machine can read them."""
+    summary, explained = _summary_of_trace(measured, directory), _explained_memory(measured, directory)
     if json:
         from stepscope.core.run_directory import encode_run
 
         text = encode_run(measured)
-        if summary is not None:
+        if summary is not None or explained is not None:
             import msgspec
 
-            from stepscope.analysis.trace_checks import check_trace
-            from stepscope.cli.trace import summary_as_json
-
             fields = msgspec.json.decode(text)
-            fields["trace"] = summary_as_json(summary, check_trace(summary))
+            if summary is not None:
+                from stepscope.analysis.trace_checks import check_trace
+                from stepscope.cli.trace import summary_as_json
+
+                fields["trace"] = summary_as_json(summary, check_trace(summary))
+            if explained is not None:
+                from stepscope.memory.at_moment import moment_at
+                from stepscope.memory.memory_json import memory_as_json
+
+                fields["memory"] = memory_as_json(explained, moment_at(explained, None))
             text = msgspec.json.format(msgspec.json.encode(fields), indent=1) + b"\n"
         emit(text.decode())
         return
@@ -131,6 +141,12 @@ def _print(measured: Run, directory: Path, json: bool) -> None:
 
         emit("\n")
         show(render_trace(summary, check_trace(summary), str(directory)))
+    if explained is not None:
+        from stepscope.memory.at_moment import moment_at
+        from stepscope.report.memory import render_memory
+
+        emit("\n")
+        show(render_memory(explained, moment_at(explained, None)))
 
 
 def _summary_of_trace(measured: Run, directory: Path) -> "TraceSummary | None":
@@ -144,4 +160,19 @@ def _summary_of_trace(measured: Run, directory: Path) -> "TraceSummary | None":
         warn(f"the trace is kept, and read where {error.name} is installed: stepscope trace {directory}")
     except StepscopeError as error:
         warn(f"the trace is kept, and cannot be read: {error}")
+    return None
+
+
+def _explained_memory(measured: Run, directory: Path) -> "Explained | None":
+    if "memory" not in measured.artifacts:
+        return None
+    try:
+        from stepscope.memory.explain import explain
+        from stepscope.memory.snapshot import read_snapshot
+
+        return explain(read_snapshot(directory))
+    except ModuleNotFoundError as error:
+        warn(f"the memory snapshot is kept, and read where {error.name} is installed: stepscope memory {directory}")
+    except StepscopeError as error:
+        warn(f"the memory snapshot is kept, and cannot be read: {error}")
     return None
