@@ -48,9 +48,13 @@ def replay(snapshot: Snapshot) -> Replay:
     if snapshot.segments_before is not None:
         known = Replay(allocations=blocks_of(snapshot.segments_before), reserved=[], start_known=True)
         try:
-            return _run(snapshot, known, snapshot.segments_before, {})
+            _run(snapshot, known, snapshot.segments_before, {})
+            if not known.faults:
+                return known
+            faults = known.faults
         except Contradiction as fault:
-            faults = [f"the layout written down for the start does not fit the events: {fault}"]
+            faults = [str(fault)]
+        faults = [f"the layout written down for the start does not fit the events ({faults[0]})"]
     try:
         blocks, segments, open_ended = work_out_start(snapshot)
         worked_out = Replay(allocations=blocks, reserved=[], start_known=False, faults=faults)
