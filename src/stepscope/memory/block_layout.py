@@ -20,7 +20,7 @@ BEFORE = -1
 """Index of an event that precedes the history."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Allocation:
     """One allocation and the block it got. Events are indices into the history."""
 

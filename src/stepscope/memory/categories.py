@@ -56,7 +56,8 @@ def _live_at(snapshot: Snapshot, note: TensorNote, candidates: list[tuple[int, A
 def by_evidence(table: pl.DataFrame) -> pl.DataFrame:
     """`category` for each allocation of a snapshot without notes. Rules in order; the first that fits decides.
 
-    Reads alloc_event, free_event (null: before the history, never), phase, free_phase, signs, free_signs.
+    Reads alloc_event, free_event (null: before the history, never), phase, free_phase, span, free_span (which of the
+    phases, where several have a name), signs, free_signs.
     """
     before, never = pl.col("alloc_event").is_null(), pl.col("free_event").is_null()
     phase, freed_in = pl.col("phase"), pl.col("free_phase")
@@ -73,7 +74,7 @@ def by_evidence(table: pl.DataFrame) -> pl.DataFrame:
         .then(pl.lit("gradients"))
         .when(before & (freed_in == "optimizer"))
         .then(pl.lit("optimizer state"))
-        .when(in_optimizer & never)
+        .when(in_optimizer & (never | (pl.col("span") != pl.col("free_span"))))
         .then(pl.lit("optimizer state"))
         .when((phase == "backward") & (zeroed | never | (freed_in == "optimizer")))
         .then(pl.lit("gradients"))

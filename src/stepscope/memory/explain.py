@@ -16,7 +16,7 @@ from stepscope.core.memory_notes import MemoryCategory, PhaseSpan, TensorNote
 from stepscope.core.units import format_count
 from stepscope.memory.block_layout import BEFORE
 from stepscope.memory.categories import CATEGORIES, ROUNDING, by_evidence, notes_by_allocation, settle_residents
-from stepscope.memory.moments import Phases, Place, phases_of, place_of, ranges_named
+from stepscope.memory.moments import Place, events_in_ranges, phases_of, place_of, spans_of_events
 from stepscope.memory.plain_pickle import without_collector
 from stepscope.memory.replay import Replay, replay
 from stepscope.memory.shapes import shapes_by_size
@@ -125,7 +125,7 @@ def explain(snapshot: Snapshot) -> Explained:
         replayed = replay(snapshot)
         stacks = Stacks(snapshot.source)
         phases = phases_of(snapshot)
-        table = _table(snapshot, replayed, stacks, Phases(phases))
+        table = _table(snapshot, replayed, stacks, phases)
         remarks = list(_remarks(snapshot, replayed, phases))
         if snapshot.notes and snapshot.notes.tensors:
             table, lost = _with_notes(snapshot, table, replayed)
@@ -141,13 +141,13 @@ def explain(snapshot: Snapshot) -> Explained:
                 "No notes of stepscope are in this snapshot: categories are by evidence (phases, stacks, lifetimes).",
                 *([said] if said else []),
             ]
-        table = _with_shapes(snapshot, table.drop("signs", "free_signs", strict=False))
+        table = _with_shapes(snapshot, table.drop("signs", "free_signs", "span", "free_span", strict=False))
     return Explained(
         snapshot=snapshot, replay=replayed, allocations=table, stacks=stacks, phases=phases, notes=tuple(remarks)
     )
 
 
-def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: Phases) -> pl.DataFrame:
+def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: tuple[PhaseSpan, ...]) -> pl.DataFrame:
     """The allocations with all that needs no notes."""
     events, allocations = snapshot.events, replayed.allocations
     of_metadata: dict[str, Place] = {"": Place()}
@@ -199,18 +199,17 @@ def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: Phases)
             "signs": pl.Int32,
         },
     )
-    freed_in = [
-        of_metadata.get(events[a.free].user_metadata, Place()).phase or phases.at(times[a.free] - start)
-        if a.free is not None and a.free >= 0
-        else ""
-        for a in allocations
-    ]
-    by_time = [
-        place.phase or (phases.at(times[a.alloc] - start) if a.alloc != BEFORE else "")
-        for a, place in zip(allocations, places, strict=True)
-    ]
+    spans = spans_of_events(snapshot, phases)
+    names = {-1: "", **{i: span.name for i, span in enumerate(phases)}}
+    in_span = [spans[a.alloc] if a.alloc != BEFORE else -1 for a in allocations]
+    freed_in_span = [spans[a.free] if a.free is not None and a.free != BEFORE else -1 for a in allocations]
     return table.with_columns(
-        phase=pl.Series(by_time, dtype=pl.String), free_phase=pl.Series(freed_in, dtype=pl.String)
+        phase=pl.Series(
+            [place.phase or names[span] for place, span in zip(places, in_span, strict=True)], dtype=pl.String
+        ),
+        free_phase=pl.Series([names[span] for span in freed_in_span], dtype=pl.String),
+        span=pl.Series(in_span, dtype=pl.Int32),
+        free_span=pl.Series(freed_in_span, dtype=pl.Int32),
     )
 
 
@@ -228,7 +227,7 @@ def _site(of_stack: str, place: Place, alloc: int) -> str:
 def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay, stacks: Stacks) -> pl.DataFrame:
     """What the stacks of frees give away, and the phases by stacks where no range tells them."""
     events = snapshot.events
-    zeroing = ranges_named(snapshot, "zero_grad")
+    zeroing = events_in_ranges(snapshot, "zero_grad")
     signs = []
     for allocation, number in zip(replayed.allocations, table["stack"].to_list(), strict=True):
         if allocation.free is None or allocation.free < 0:
@@ -237,8 +236,7 @@ def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay, 
         freed = stacks.number(events[allocation.free].frames)
         # A history of allocations alone gives a free the stack of its allocation.
         sign = int(stacks.signs[freed]) if freed not in (NO_STACK, number) else 0
-        at = snapshot.times[allocation.free]
-        if any(start <= at <= end for start, end in zeroing):
+        if zeroing[allocation.free]:
             sign |= int(Sign.ZERO_GRAD)
         signs.append(sign)
     unknown = pl.lit("")

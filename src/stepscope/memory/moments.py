@@ -1,7 +1,6 @@
 """Phases of a history and what the open ranges say: when, in which module, in which part of it."""
 
 import re
-from bisect import bisect_right
 from dataclasses import dataclass
 
 import msgspec
@@ -51,11 +50,6 @@ def phases_of(snapshot: Snapshot) -> tuple[PhaseSpan, ...]:
     return tuple(sorted(spans, key=lambda span: (span.start_us, span.end_us)))
 
 
-def ranges_named(snapshot: Snapshot, part_of_name: str) -> list[tuple[int, int]]:
-    """When ranges with this in their name were open, in absolute time."""
-    return [(s.start_us, s.end_us) for s in _pairs(snapshot) if part_of_name in s.name]
-
-
 def _pairs(snapshot: Snapshot) -> list[PhaseSpan]:
     """Ranges from their two ends; one that never ended, ends with the history."""
     spans, opened = [], []
@@ -97,16 +91,26 @@ def _spanned(snapshot: Snapshot) -> list[PhaseSpan]:
     return spans
 
 
-class Phases:
-    """Which phase a moment lies in; '' between them."""
+def spans_of_events(snapshot: Snapshot, phases: tuple[PhaseSpan, ...]) -> list[int]:
+    """For each event the place of its phase among `phases`, the last begun of several; -1 outside of all."""
+    found = [-1] * len(snapshot.events)
+    for i, span in enumerate(phases):
+        first, end = _events_within(snapshot, span.start_us + snapshot.start_us, span.end_us + snapshot.start_us)
+        found[first:end] = [i] * (end - first)
+    return found
 
-    def __init__(self, spans: tuple[PhaseSpan, ...]) -> None:
-        self._spans = spans
-        self._starts = [span.start_us for span in spans]
 
-    def at(self, time_us: int) -> str:
-        """`time_us` is relative to the first event."""
-        index = bisect_right(self._starts, time_us) - 1
-        if index < 0 or time_us > self._spans[index].end_us:
-            return ""
-        return self._spans[index].name
+def events_in_ranges(snapshot: Snapshot, part_of_name: str) -> bytearray:
+    """For each event whether it happened in a range with this in its name."""
+    found = bytearray(len(snapshot.events))
+    for span in _pairs(snapshot):
+        if part_of_name in span.name:
+            first, end = _events_within(snapshot, span.start_us, span.end_us)
+            found[first:end] = bytes([1]) * (end - first)
+    return found
+
+
+def _events_within(snapshot: Snapshot, start_us: int, end_us: int) -> tuple[int, int]:
+    """The first event at or after a start, and the first after an end, in absolute times."""
+    first = snapshot.last_event_until(start_us - 1) + 1
+    return first, max(first, snapshot.last_event_until(end_us) + 1)

@@ -32,5 +32,7 @@ def category_timeline(explained: Explained) -> pl.DataFrame:
         .sort("event")
         .with_columns(pl.col(CATEGORIES).cum_sum())
     )
-    times = pl.Series("time_us", [explained.time_us(event) for event in live["event"]], dtype=pl.Int64)
-    return live.select(times, *CATEGORIES)
+    snapshot = explained.snapshot
+    times = pl.Series(snapshot.times, dtype=pl.Int64) - snapshot.start_us
+    after = times.gather(live["event"].clip(lower_bound=0)).alias("time_us")
+    return live.select(after, *CATEGORIES)

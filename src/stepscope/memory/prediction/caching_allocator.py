@@ -78,18 +78,19 @@ class CachingAllocator:
         block.free = False
         return block.address, block.size
 
-    def free(self, address: int) -> None:
-        block = self._blocks[address]
-        block.free = True
-        after, before = block.after, block.before
+    def free(self, block: int) -> None:
+        """Give back the block at this address; it merges with free neighbours."""
+        freed = self._blocks[block]
+        freed.free = True
+        after, before = freed.after, freed.before
         if after is not None and after.free:
             self._forget(after)
-            self._join(block, after)
+            self._join(freed, after)
         if before is not None and before.free:
             self._forget(before)
-            self._join(before, block)
-            block = before
-        bisect.insort(self._free[block.small], (block.size, block.address))
+            self._join(before, freed)
+            freed = before
+        bisect.insort(self._free[freed.small], (freed.size, freed.address))
 
     def release_cached(self) -> None:
         """Give back every segment that holds nothing."""

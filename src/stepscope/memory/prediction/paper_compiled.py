@@ -15,8 +15,8 @@ H200. In elements a block, with r = B S M, f = B S F and ss = B H S S:
 
 from collections.abc import Sequence
 
-from stepscope.memory.paper import Parameter, Storage, Tape, Tensor, passes_twice
-from stepscope.memory.paper_model import BlockParameters, PaperModel
+from stepscope.memory.prediction.paper import Parameter, Storage, Tape, Tensor, passes_twice
+from stepscope.memory.prediction.paper_model import BlockParameters, PaperModel
 
 
 class CompiledPaperModel(PaperModel):

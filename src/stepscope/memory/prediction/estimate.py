@@ -12,10 +12,10 @@ import msgspec
 from stepscope.core.memory_notes import MemoryCategory
 from stepscope.core.units import MIB
 from stepscope.core.workload import Workload
-from stepscope.memory.caching_allocator import CachingAllocator, OutOfMemory
-from stepscope.memory.paper import CATEGORIES, Allocator, Ledger, RoundingAllocator, Storage, Tape, Tensor
-from stepscope.memory.paper_compiled import CompiledPaperModel
-from stepscope.memory.paper_model import PaperModel
+from stepscope.memory.prediction.caching_allocator import CachingAllocator, OutOfMemory
+from stepscope.memory.prediction.paper import CATEGORIES, Allocator, Ledger, RoundingAllocator, Storage, Tape, Tensor
+from stepscope.memory.prediction.paper_compiled import CompiledPaperModel
+from stepscope.memory.prediction.paper_model import PaperModel
 
 WORKSPACE_BYTES = 32 * MIB
 """What cuBLAS is given for each thread that asks it for matrix products, on Hopper
@@ -37,6 +37,8 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     peak_phase: str
     categories: dict[MemoryCategory, int]
     """What is alive at the peak; sums to it exactly."""
+    by_phase: dict[str, dict[MemoryCategory, int]] = {}
+    """The same at the peak of each phase."""
     after_parameters: int
     forward_peak: int
     saved_for_backward: int | None = None
@@ -53,8 +55,10 @@ def estimate(workload: Workload, device_type: DeviceType = "cuda") -> MemoryEsti
 
 
 def estimate_quickly(workload: Workload) -> MemoryEstimate:
-    """The same without the cache's remainders: some thousandths less, five times sooner. For comparing choices."""
-    return _PaperStep(workload, "cuda", RoundingAllocator()).run(1)
+    """The same without the cache's remainders, and blocks that are alike in one piece: for comparing choices."""
+    step = _PaperStep(workload, "cuda", RoundingAllocator())
+    step.abridge()
+    return step.run(1)
 
 
 def runs_within(workload: Workload, limit_bytes: int) -> str | None:
@@ -102,6 +106,9 @@ class _PaperStep:
                 # The workspaces were taken on the way: in a steady step they are there from its start.
                 before += WORKSPACE_BYTES * self._on_gpu * (1 if workload.phase == "forward" else 2)
         return self._result(before)
+
+    def abridge(self) -> None:
+        self._model.abridged = True
 
     def _build(self) -> None:
         workload, model = self._workload, self._model
@@ -196,7 +203,8 @@ class _PaperStep:
         return MemoryEstimate(
             peak_bytes=peak,
             peak_phase=phase,
-            categories={name: count for name, count in zip(CATEGORIES, at_peak, strict=True) if count},
+            categories=_named(at_peak),
+            by_phase={name: _named(alive) for name, (_, alive) in self._peaks.items()},
             after_parameters=before,
             forward_peak=peaks["forward"],
             saved_for_backward=self._saved if "backward" in peaks else None,
@@ -204,3 +212,7 @@ class _PaperStep:
             optimizer_peak=peaks.get("optimizer"),
             reserved_peak=allocator.reserved_peak if isinstance(allocator, CachingAllocator) else None,
         )
+
+
+def _named(alive: list[int]) -> dict[MemoryCategory, int]:
+    return {name: count for name, count in zip(CATEGORIES, alive, strict=True) if count}

@@ -245,9 +245,12 @@ class Tape:
             output.save()
         return Tensor(output, elements, itemsize, node)
 
-    def alias(self, operator: str, x: Tensor, backward: Backward) -> Tensor:
+    def alias(
+        self, operator: str, x: Tensor, backward: Backward,
+        parameters: Sequence[Parameter] = (), saved: Sequence[Storage] = (),
+    ) -> Tensor:  # fmt: skip
         """A view whose backward does something: the same storage, a node of its own."""
-        node = self._node(operator, [x], (), backward, False) if self.recording else None
+        node = self._node(operator, [x, *parameters], saved, backward, False) if self.recording else None
         return Tensor(x.storage, x.elements, x.itemsize, node)
 
     def cast(self, x: Tensor, itemsize: int) -> Tensor:

@@ -1,0 +1,306 @@
+"""Whether a step fits into so much memory, and the cheapest changes that would make it fit."""
+
+import itertools
+from collections.abc import Iterator
+
+import msgspec
+
+from stepscope.core.device_spec import DATASHEET, DeviceSpec
+from stepscope.core.errors import InputError
+from stepscope.core.memory_notes import MemoryCategory
+from stepscope.core.units import MIB, format_bytes
+from stepscope.core.workload import Workload
+from stepscope.memory.prediction.estimate import MemoryEstimate, estimate, estimate_quickly, runs_within
+from stepscope.memory.prediction.sharding import sharded_peak
+from stepscope.work.transformer import recomputed_flops, step_flops
+
+OUTSIDE_BYTES = 768 * MIB
+"""What a process holds on a GPU beyond PyTorch's allocator: the CUDA context, and the libraries' code. 0.70 to 0.72 GiB
+on an H200 under CUDA 13 (the out-of-memory messages in results/h200/limit-80GiB)."""
+
+SAFETY = 0.01
+"""Of the memory, left free: an allocator whose cache is fragmented otherwise than predicted needs a little more."""
+
+QUICK_SAFETY = 0.04
+"""The same for plans, whose peaks are predicted without the cache's remainders."""
+
+MOST_PLANS = 6
+MOST_GPUS = 1024
+
+
+class Budget(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory that a step may use."""
+
+    total_bytes: int
+    usable_bytes: int
+    """What PyTorch's allocator may take of it."""
+    said: str
+    """In words: where the figure comes from."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Changes to the workload that make it fit."""
+
+    change: str
+    options: str
+    """For the command line; empty for what stepscope does not run yet."""
+    peak_bytes: int
+    extra_flops_fraction: float
+    """FLOPs run again, as a share of the step's model FLOPs."""
+    gpus: int = 1
+
+
+class Fit(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer."""
+
+    fits: bool
+    budget: Budget
+    estimate: MemoryEstimate
+    margin_bytes: int
+    """What the budget leaves beyond the peak; below zero: what is missing."""
+    fails_in: str | None = None
+    """The phase in which the first request would be refused."""
+    plans: tuple[Plan, ...] = ()
+    """The cheapest changes that would make it fit, the cheapest first; empty where it fits, or nothing helps."""
+
+    @property
+    def categories(self) -> dict[MemoryCategory, int]:
+        return self.estimate.categories
+
+
+def budget_of_memory(memory_bytes: int) -> Budget:
+    """A budget for PyTorch's allocator alone, as `stepscope run --memory-limit` enforces one."""
+    return Budget(
+        total_bytes=memory_bytes,
+        usable_bytes=memory_bytes,
+        said=f"{format_bytes(memory_bytes)} for PyTorch's allocator",
+    )
+
+
+def budget_of_device(name: str) -> Budget:
+    """The memory of a device of the datasheets, less what a process holds beyond PyTorch's allocator."""
+    spec = _find_device(name)
+    assert spec.memory_bytes is not None
+    return Budget(
+        total_bytes=spec.memory_bytes,
+        usable_bytes=max(0, spec.memory_bytes - OUTSIDE_BYTES),
+        said=f"{spec.name}: {format_bytes(spec.memory_bytes)} ({spec.source}), of which "
+        f"{format_bytes(OUTSIDE_BYTES)} go to the CUDA context",
+    )
+
+
+def fit(workload: Workload, budget: Budget) -> Fit:
+    """Predict the step's peak and say whether it fits; where it does not, what would make it fit."""
+    predicted = estimate(workload)
+    fails_in = _fails_in(workload, predicted, budget)
+    return Fit(
+        fits=fails_in is None,
+        budget=budget,
+        estimate=predicted,
+        margin_bytes=budget.usable_bytes - predicted.peak_bytes,
+        fails_in=fails_in,
+        plans=() if fails_in is None else tuple(_plans(workload, budget)),
+    )
+
+
+def will_fit(workload: Workload, budget: Budget) -> bool:
+    """The verdict alone."""
+    return _fails_in(workload, estimate(workload), budget) is None
+
+
+def will_surely_fit(workload: Workload, budget: Budget) -> bool:
+    """The verdict sooner, and a little stricter: for searches."""
+    return _fits_quickly(estimate_quickly(workload).peak_bytes, budget)
+
+
+def _fails_in(workload: Workload, predicted: MemoryEstimate, budget: Budget) -> str | None:
+    safe = int(budget.usable_bytes * (1 - SAFETY))
+    if predicted.reserved_peak is not None and predicted.reserved_peak <= safe:
+        return None
+    # The cache holds more than is alive, and gives it back when memory runs out: whether that is enough, the allocator
+    # says when it is played through with this limit.
+    return runs_within(workload, safe)
+
+
+def _fits_quickly(peak_bytes: int, budget: Budget) -> bool:
+    return peak_bytes * (1 + QUICK_SAFETY) <= budget.usable_bytes
+
+
+class _Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One lever: what it is called, and the fields of the workload that it sets."""
+
+    change: str
+    options: str
+    fields: dict[str, str | int]
+
+
+def _changes(workload: Workload) -> list[_Change]:
+    """The levers that this workload has left, those that cost nothing first. Several settings of one lever stand
+    next to each other, the mildest first."""
+    written_out = workload.attention in ("reference", "sdpa-math")
+    training = workload.phase != "forward"
+    changes: list[_Change | None] = [
+        _change("fused attention", "--attention", "sdpa") if written_out else None,
+        _change("fused AdamW", "--optimizer", "adamw-fused")
+        if workload.optimizer in ("adamw-foreach", "adamw-loop")
+        else None,
+        _change("bf16 autocast", "--dtype", "bf16") if workload.dtype in ("fp32", "tf32") else None,
+        _change("optimizer state in bf16", "--optimizer", "adamw-bf16-state")
+        if workload.optimizer not in (None, "adamw-bf16-state") and workload.dtype != "bf16-pure"
+        else None,
+    ]
+    if training:
+        changes += [
+            _change(f"{n} micro-batches of {workload.batch_size // n}", "--accumulation", n)
+            for n in range(workload.accumulation + 1, workload.batch_size + 1)
+            if workload.batch_size % n == 0
+        ]
+        if workload.checkpointing == "none":
+            changes.append(_change("checkpointing that keeps matrix products", "--checkpointing", "selective"))
+        if workload.checkpoint_group is None:
+            changes += [
+                _change(_group_words(k), "--checkpointing", f"every-{k}") for k in _group_sizes(workload.model.layers)
+            ]
+    return [change for change in changes if change is not None]
+
+
+def _change(words: str, option: str, setting: str | int) -> _Change:
+    field = option.removeprefix("--").replace("-", "_")
+    return _Change(change=words, options=f"{option} {setting}", fields={field: setting})
+
+
+def _group_words(k: int) -> str:
+    return "checkpointing of every block" if k == 1 else f"checkpointing of every {k} blocks together"
+
+
+def _group_sizes(layers: int) -> list[int]:
+    """Groups worth a try: from one block to about the square root of them, beyond which the groups outweigh what they
+    save (Chen et al. 2016)."""
+    return [k for k in (1, 2, 3, 4, 6, 8, 12, 16) if k * k <= 2 * layers]
+
+
+def _plans(workload: Workload, budget: Budget) -> Iterator[Plan]:
+    """The cheapest changes first: by FLOPs, then by how many they are; what needs more GPUs comes last."""
+    search = _Search(workload, budget)
+    yield from search.plans()
+    plan = search.sharded()
+    if plan is not None:
+        yield plan
+
+
+class _Search:
+    """Tries levers alone, then together, and remembers every prediction."""
+
+    def __init__(self, workload: Workload, budget: Budget) -> None:
+        self._workload, self._budget = workload, budget
+        self._flops = step_flops(workload)
+        self._known: dict[Workload, int] = {}
+        self._levers = self._best_of_each()
+
+    def plans(self) -> list[Plan]:
+        """Single changes that suffice; where fewer than two do, pairs, triples and so on too, until some suffice."""
+        found: list[Plan] = []
+        if not self._everything_helps():
+            return found
+        for count in range(1, len(self._levers) + 1):
+            for together in itertools.combinations(self._levers, count):
+                plan = self._try(together)
+                if plan is not None and not any(_within(earlier, plan) for earlier in found):
+                    found.append(plan)
+            if len(found) >= 2:
+                break
+        return sorted(found, key=lambda plan: (plan.extra_flops_fraction, plan.options.count("--")))[:MOST_PLANS]
+
+    def sharded(self) -> Plan | None:
+        """The fewest GPUs, by doubling, that hold the step with its state sharded; alone, or beside other changes."""
+        for changes in ((), *((settings[-1],) for settings in self._levers), self._strongest()):
+            workload = self._with(changes)
+            alone = estimate_quickly(workload)
+            gpus = 2
+            while gpus <= MOST_GPUS and not _fits_quickly(sharded_peak(workload, alone, gpus), self._budget):
+                gpus *= 2
+            if gpus <= MOST_GPUS:
+                words = f"parameters, gradients and optimizer state sharded over {gpus} GPUs"
+                return Plan(
+                    change=", ".join([*(change.change for change in changes), words]),
+                    options=" ".join(change.options for change in changes),
+                    peak_bytes=sharded_peak(workload, alone, gpus),
+                    extra_flops_fraction=recomputed_flops(workload) / self._flops,
+                    gpus=gpus,
+                )
+        return None
+
+    def _everything_helps(self) -> bool:
+        """Whether the strongest settings of all levers together fit: if not, no choice among them does."""
+        return _fits_quickly(self._peak(self._with(self._strongest())), self._budget)
+
+    def _strongest(self) -> tuple[_Change, ...]:
+        """The last setting of each lever; of two levers that set one option, the one that leaves less alive."""
+        chosen: dict[str, _Change] = {}
+        for settings in self._levers:
+            change = settings[-1]
+            for field in change.fields:
+                before = chosen.get(field)
+                if before is None or self._peak(self._with((change,))) <= self._peak(self._with((before,))):
+                    chosen[field] = change
+        return tuple(chosen.values())
+
+    def _best_of_each(self) -> list[tuple[_Change, ...]]:
+        """For each lever its settings worth trying: all micro-batches; of the groups, the one of the lowest peak."""
+        levers: dict[str, list[_Change]] = {}
+        for change in _changes(self._workload):
+            lever = "group" if "every-" in change.options else change.change.split(" of ")[0]
+            lever = "micro-batches" if "micro-batches" in change.change else lever
+            levers.setdefault(lever, []).append(change)
+        best = []
+        for lever, changes in levers.items():
+            if lever == "group":
+                best.append((min(changes, key=lambda c: self._peak(self._with((c,)))),))
+            else:
+                best.append(tuple(changes))
+        return best
+
+    def _try(self, together: tuple[tuple[_Change, ...], ...]) -> Plan | None:
+        """The mildest settings of these levers that fit; None where not even the strongest do."""
+        fields = [field for settings in together for field in settings[0].fields]
+        if len(set(fields)) < len(fields):
+            return None  # two settings of one option
+        strongest = tuple(settings[-1] for settings in together)
+        if not _fits_quickly(self._peak(self._with(strongest)), self._budget):
+            return None
+        for chosen in itertools.product(*together):
+            workload = self._with(chosen)
+            peak = self._peak(workload)
+            if _fits_quickly(peak, self._budget):
+                return Plan(
+                    change=", ".join(change.change for change in chosen),
+                    options=" ".join(change.options for change in chosen),
+                    peak_bytes=peak,
+                    extra_flops_fraction=recomputed_flops(workload) / self._flops,
+                )
+        return None
+
+    def _with(self, changes: tuple[_Change, ...]) -> Workload:
+        fields = {name: setting for change in changes for name, setting in change.fields.items()}
+        return msgspec.structs.replace(self._workload, **fields)
+
+    def _peak(self, workload: Workload) -> int:
+        if workload not in self._known:
+            self._known[workload] = estimate_quickly(workload).peak_bytes
+        return self._known[workload]
+
+
+def _within(plan: Plan, other: Plan) -> bool:
+    """Whether another plan does all that this one does, and more."""
+    return set(plan.change.split(", ")) < set(other.change.split(", "))
+
+
+def _find_device(name: str) -> DeviceSpec:
+    wanted = name.lower().replace("-", " ").split()
+    found = [spec for spec in DATASHEET.values() if all(word in spec.name.lower().replace("-", " ") for word in wanted)]
+    exact = [spec for spec in found if spec.name.lower() == name.lower()]
+    if len(exact or found) == 1 and wanted:
+        return (exact or found)[0]
+    known = ", ".join(spec.name for spec in (found if wanted and found else DATASHEET.values()))
+    what = "matches several devices" if wanted and found else "is in no datasheet that stepscope has"
+    raise InputError(f"--device {name!r} {what}: choose one of {known}; or say --memory, as in --memory 80GiB")

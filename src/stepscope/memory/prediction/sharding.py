@@ -1,0 +1,34 @@
+"""What one of N GPUs needs when parameters, gradients and optimizer state are sharded over them.
+
+Fully sharded data parallelism (Rajbhandari et al. 2020, ZeRO stage 3; PyTorch's `fully_shard`, block by block): each
+GPU keeps one N-th of parameters, gradients and optimizer state, and its own batch's activations whole. Beside that,
+    forward    the gathered weights of two blocks, the one at work and the one fetched ahead, and of embedding and head
+    backward   the same, and the whole gradients of two blocks on their way to their owners, and of embedding and head
+    optimizer  nothing: it works on the shards
+No step of stepscope runs sharded yet, so these figures come from the formula alone.
+"""
+
+from stepscope.core.memory_notes import MemoryCategory
+from stepscope.core.workload import Workload
+from stepscope.memory.prediction.estimate import MemoryEstimate
+from stepscope.work.transformer import parameter_count
+
+_SHARDED: tuple[MemoryCategory, ...] = ("parameters", "gradients", "optimizer state")
+_BLOCKS_GATHERED = 2
+
+
+def sharded_peak(workload: Workload, alone: MemoryEstimate, gpus: int) -> int:
+    """Peak bytes on each of `gpus`, from the estimate of the same step on one."""
+    config = workload.model
+    size = 2 if workload.dtype == "bf16-pure" else 4
+    outside_blocks = 2 * config.vocabulary * config.d_model + config.d_model
+    block = (parameter_count(config) - outside_blocks) // config.layers
+    gathered = size * (_BLOCKS_GATHERED * block + outside_blocks)
+    extra = {"forward": gathered, "backward": 2 * gathered, "optimizer": 0}
+    peaks = []
+    for phase, alive in alone.by_phase.items():
+        sharded = sum(alive.get(category, 0) for category in _SHARDED)
+        if phase == "optimizer":
+            sharded += alive.get("temporaries", 0)
+        peaks.append(sum(alive.values()) - sharded + -(-sharded // gpus) + extra[phase])
+    return max(peaks)
