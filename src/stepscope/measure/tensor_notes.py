@@ -64,8 +64,9 @@ class TensorNotes:
             self._note(parameter.grad, "gradients", name)
 
     def saved(self, owners: _Owners) -> None:
-        """What the graph of the loss keeps for backward; each storage once, as the node has it that saved it first."""
+        """The loss, and what its graph keeps for backward; each storage once, as the node has it that saved it first."""
         loss = self._step.loss
+        self._note(loss, "temporaries", "loss")
         if loss is None or loss.grad_fn is None:
             return
         seen = self._resident | self._casts
