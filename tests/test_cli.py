@@ -120,6 +120,19 @@ def test_the_run_is_listed_shown_and_tabled(measured: tuple[Path, subprocess.Com
         (["run", "--seed", "9" * 30], "seed is"),
         (["run", "--d-model", "99999999999", "--heads", "7"], "d_model is 99999999999"),
         (["run", "--phase", "forward", "--optimizer", "sgd"], "unknown optimizer 'sgd'"),
+        (
+            ["run", "--checkpointing", "some"],
+            "unknown checkpointing 'some': choose none, selective, every-1 or every-K",
+        ),
+        (["run", "--checkpointing", "every-0"], "unknown checkpointing 'every-0'"),
+        (["run", "--model", "tiny", "--checkpointing", "every-5"], "choose every-1 to every-4"),
+        (["run", "--device", "cpu", "--checkpointing", "every-5"], "choose every-1 to every-4"),
+        (["run", "--batch-size", "6", "--accumulation", "4"], "choose accumulation 3 or 6"),
+        (["run", "--accumulation", "0"], "accumulation is 0"),
+        (["run", "--accumulation", "half"], "Invalid value for '--accumulation'"),
+        (["sweep", "--accumulation", "1,3"], "batch_size 4 cannot be split into 3 equal micro-batches"),
+        (["sweep", "--checkpointing", "none,all"], "unknown checkpointing 'all'"),
+        (["sweep", "recipe.py", "--checkpointing", "none"], "leave out --checkpointing"),
         (["run", "--seconds", "nan"], "Invalid value for '--seconds'"),
         (["run", "--out", "x" * 300, *QUICK], "cannot write runs to"),
         (["sweep", "recipe.py", "--model", "small"], "leave out --model"),
@@ -245,6 +258,21 @@ def test_hostile_run_files_are_one_line_each(tmp_path: Path, measured: tuple[Pat
     listed = stepscope("ls", str(tmp_path))
     assert listed.returncode == 0 and "[/bold]" in listed.stdout and "\x1b" not in listed.stdout
     assert listed.stderr.count("left out") == 3
+
+
+def test_a_step_with_checkpointing_and_accumulation(tmp_path: Path):
+    said = ["--checkpointing", "every-2", "--accumulation", "2", "--optimizer", "adamw-bf16-state"]
+    result = stepscope("run", *QUICK, *said, "--out", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    text = " ".join(result.stdout.split())
+    assert "adamw-bf16-state, checkpointing every-2, 2 micro-batches of 2" in text
+    assert "Checkpointing runs another" in text and "of hardware FLOPs" in text
+    (run,), _ = load_runs([tmp_path])
+    assert (run.workload.checkpointing, run.workload.accumulation) == ("every-2", 2)
+    assert list(run.samples) == ["step", "host", "forward", "backward", "optimizer"]
+    assert {len(samples.values_s) for samples in run.samples.values()} == {60}
+    table = stepscope("table", str(tmp_path), "--rows", "checkpointing,accumulation,micro_batch_size", "--style", "csv")
+    assert "every-2,2,2," in table.stdout
 
 
 def test_a_failed_check_is_code_1(tmp_path: Path):

@@ -8,7 +8,7 @@ import typer
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import TraceTool
 from stepscope.core.run import Settings
-from stepscope.core.workload import ATTENTIONS, COMPILES, DTYPES, OPTIMIZERS, PHASES
+from stepscope.core.workload import ATTENTIONS, CHECKPOINTING_CHOICES, COMPILES, DTYPES, OPTIMIZERS, PHASES
 from stepscope.studies.request import MemoryRequest, TraceRequest
 from stepscope.studies.request import MemoryStacks as RecordedStacks
 
@@ -63,6 +63,7 @@ PHASE_HELP = f"One of {', '.join(PHASES)}."
 ATTENTION_HELP = f"One of {', '.join(ATTENTIONS)}."
 COMPILE_HELP = f"One of {', '.join(COMPILES)}."
 OPTIMIZER_HELP = f"One of {', '.join(OPTIMIZERS)}."
+CHECKPOINTING_HELP = f"What backward runs again instead of keeping: {CHECKPOINTING_CHOICES}."
 
 
 def settings_from(warmup: int | None, steps: int | None, seconds: float, no_profile: bool) -> Settings:

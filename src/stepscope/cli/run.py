@@ -62,7 +62,9 @@ def run(
         "compile": compile_mode, "optimizer": optimizer, "checkpointing": checkpointing, "accumulation": accumulation,
         "seed": seed,
     }  # fmt: skip
-    workload = _workload("tiny" if model is None else model, seq_len if seq_len is not None else 1, sizes, choices)
+    # Which preset stands in for none is known with the device: any with many layers tells whether the rest is sound.
+    stand_in = sizes if model is not None or layers is not None else {**sizes, "layers": 1000}
+    workload = _workload("tiny" if model is None else model, seq_len if seq_len is not None else 1, stand_in, choices)
     settings = options.settings_from(warmup, steps, seconds, no_profile)
     traced = options.trace_from(trace, trace_steps, trace_stacks)
     recorded = options.memory_from(memory, memory_stacks)

@@ -19,6 +19,7 @@ from stepscope.core.errors import (
 from stepscope.core.finding import worst
 from stepscope.core.run import Run
 from stepscope.core.units import parse_bytes, parse_flops_per_s
+from stepscope.core.workload import CHECKPOINTING_CHOICES
 
 if TYPE_CHECKING:
     from stepscope.studies.sweep_plan import Policy, SweepPlan
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _DEFAULTS = {
     "--model": "tiny", "--seq-len": "128", "--batch-size": "4", "--dtype": "fp32", "--phase": "train",
     "--attention": "reference", "--compile": "eager", "--optimizer": "adamw-foreach",
+    "--checkpointing": "none", "--accumulation": "1",
 }  # fmt: skip
 
 
@@ -47,6 +49,13 @@ def sweep(
     ] = None,
     optimizer: Annotated[
         str | None, typer.Option("--optimizer", help=f"Several of {options.OPTIMIZER_HELP[7:]}")
+    ] = None,
+    checkpointing: Annotated[
+        str | None,
+        typer.Option("--checkpointing", help=f"Several of {CHECKPOINTING_CHOICES} (default: none)."),
+    ] = None,
+    accumulation: Annotated[
+        str | None, typer.Option("--accumulation", help="Micro-batches in a step, comma-separated (default: 1).")
     ] = None,
     d_model: options.DModel = None,
     d_ff: options.DFf = None,
@@ -89,6 +98,7 @@ def sweep(
     axes = {
         "--model": model, "--seq-len": seq_len, "--batch-size": batch_size, "--dtype": dtype, "--phase": phase,
         "--attention": attention, "--compile": compile_mode, "--optimizer": optimizer,
+        "--checkpointing": checkpointing, "--accumulation": accumulation,
     }  # fmt: skip
     if recipe is not None:
         given = [option for option, value in {**axes, **sizes}.items() if value is not None]
@@ -107,6 +117,8 @@ def sweep(
             attention=words(chosen["--attention"], "--attention"),
             compile=words(chosen["--compile"], "--compile"),
             optimizer=words(chosen["--optimizer"], "--optimizer"),
+            checkpointing=words(chosen["--checkpointing"], "--checkpointing"),
+            accumulation=numbers(chosen["--accumulation"], "--accumulation"),
             seed=seed,
         )
     plan = SweepPlan(

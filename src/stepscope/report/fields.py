@@ -43,6 +43,9 @@ def _fixed_warmup(run: Run) -> Scalar:
     return settings.warmup_floor if settings.warmup_floor == settings.warmup_cap else "until steady"
 
 
+_CHECKPOINTINGS = ("none", "selective", *(f"every-{group}" for group in range(1, 257)))
+"""By how much is kept, most first."""
+
 FIELDS: dict[str, Field] = {
     "model": Field(read=lambda run: run.workload.model.name, order=tuple(PRESETS)),
     "parameters": Field(read=lambda run: parameter_count(run.workload.model)),
@@ -59,6 +62,9 @@ FIELDS: dict[str, Field] = {
     "attention": Field(read=_workload("attention"), order=ATTENTIONS),
     "compile": Field(read=_workload("compile"), order=COMPILES),
     "optimizer": Field(read=_workload("optimizer"), order=OPTIMIZERS),
+    "checkpointing": Field(read=_workload("checkpointing"), order=_CHECKPOINTINGS),
+    "accumulation": Field(read=_workload("accumulation")),
+    "micro_batch_size": Field(read=_workload("micro_batch_size")),
     "seed": Field(read=_workload("seed")),
     "warmup": Field(read=_fixed_warmup),
     "device": Field(read=_environment("device_name")),
@@ -69,7 +75,8 @@ FIELDS: dict[str, Field] = {
 }
 
 IDENTIFYING = (
-    "model", "batch_size", "seq_len", "dtype", "phase", "attention", "compile", "optimizer", "seed",
+    "model", "batch_size", "seq_len", "dtype", "phase", "attention", "compile", "optimizer",
+    "checkpointing", "accumulation", "seed",
     "warmup", "device", "memory_limit", "torch", "tag",
 )  # fmt: skip
 """Fields that make two runs different experiments: a cell that holds runs which differ in one would mix them."""

@@ -21,7 +21,7 @@ from stepscope.core.units import (
     format_share,
 )
 from stepscope.core.workload import Workload
-from stepscope.work.transformer import parameter_count
+from stepscope.work.transformer import parameter_count, recomputed_flops
 
 _SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 OUT_OF_MEMORY_REMEDY = "a smaller --batch-size or --seq-len, --attention sdpa, or --dtype bf16 needs less memory"
@@ -64,9 +64,12 @@ def describe_workload(workload: Workload) -> str:
     """One line: sizes, tokens and choices."""
     optimizer = f", {workload.optimizer}" if workload.optimizer else ""
     compiled = "eager" if workload.compile == "eager" else f"torch.compile {workload.compile}"
+    memory = f", checkpointing {workload.checkpointing}" if workload.checkpointing != "none" else ""
+    if workload.accumulation != 1:
+        memory += f", {workload.accumulation} micro-batches of {workload.micro_batch_size}"
     return (
         f"batch {workload.batch_size} x sequence {workload.seq_len} = {format_count(workload.tokens)} tokens, "
-        f"{workload.dtype}, {workload.phase}, {workload.attention} attention, {compiled}{optimizer}"
+        f"{workload.dtype}, {workload.phase}, {workload.attention} attention, {compiled}{optimizer}{memory}"
     )
 
 
@@ -209,6 +212,12 @@ def _rates(run: Run) -> list[Text]:
         lines.append(
             f"{tokens:,.0f} tokens/s; {format_rate(rate, 'FLOP/s')} of model FLOPs "
             f"({format_rate(flops, 'FLOP')} a step, {convention})."
+        )
+    again = recomputed_flops(run.workload)
+    if again and flops and samples.median_s:
+        lines.append(
+            f"Checkpointing runs another {format_rate(again, 'FLOP')} of products again in backward: "
+            f"{format_rate((flops + again) / samples.median_s, 'FLOP/s')} of hardware FLOPs."
         )
     utilisation = []
     datasheet, measured = metrics.mfu_datasheet(run), metrics.mfu_measured(run)
