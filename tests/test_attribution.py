@@ -233,6 +233,24 @@ def test_recomputation_inside_backward():
     ]  # fmt: skip
 
 
+def test_a_range_named_recomputation_says_it_without_operators():
+    """As under an NVTX tool: inside a backward node's range, and round the modules that run again."""
+    capture = Capture()
+    capture.range("forward", 0, 500)
+    capture.range("blocks.0", 10, 400)
+    capture.kernel(100, 10)
+    capture.range("backward", 600, 2000)
+    capture.range("blocks.1.down", 700, 1500, thread=AUTOGRAD)
+    capture.range("recomputation", 710, 1000, thread=AUTOGRAD)
+    capture.range("blocks.0", 720, 900, thread=AUTOGRAD)
+    capture.kernel(800, 20, thread=AUTOGRAD)
+    capture.kernel(1200, 30, thread=AUTOGRAD)
+    assert places(capture, "phase", "role", "module", "duration_ns") == [
+        ("forward", "forward", "blocks.0", 10), ("backward", "recomputation", "blocks.0", 20),
+        ("backward", "backward", "blocks.1.down", 30),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("thread", [MAIN, AUTOGRAD])
 def test_forward_run_again_inside_backward_is_backward(thread: int):
     capture = Capture()

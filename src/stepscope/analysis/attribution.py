@@ -122,6 +122,11 @@ def attribute(table: TraceTable) -> Attribution:
     work = work.with_columns(_operator_row(work, operators, table))
     work = work.with_columns(gather(table.operators["name"], work["operator_row"]).alias("operator"))
     work, checked, agree = _through_forward(work, operators, table, (modules, parts), threads)
+    if RECOMPUTATION in kinds["module"]:
+        # An NVTX tool records no operators: the range that stands round what runs again says it.
+        named = Places(_named(table.ranges, [RECOMPUTATION], threads))
+        again = named.name_at(work["track"], work["launch_ns"], RECOMPUTATION).is_not_null()
+        work = work.with_columns(pl.col("_recomputes") | again)
     work = work.with_columns(_family(work)).with_columns(_role())
     in_phase = pl.col("phase").is_not_null() & pl.col("module").is_null()
     work = work.with_columns(pl.when(in_phase).then(pl.lit(ROOT, pl.Categorical())).otherwise("module").alias("module"))
