@@ -19,6 +19,9 @@ MIDDLE_SEGMENT = 20 * MIB
 LARGE_REQUEST = 10 * MIB
 LARGE_ROUNDING = 2 * MIB
 
+_NO_BLOCK = -1
+"""Stands for the block of a tensor without elements, which has none."""
+
 
 class OutOfMemory(Exception):
     """The limit does not allow the segment that a request needs."""
@@ -67,6 +70,8 @@ class CachingAllocator:
 
     def allocate(self, size: int) -> tuple[int, int]:
         """Address and bytes of a block for so many bytes. Raises OutOfMemory."""
+        if not size:
+            return _NO_BLOCK, 0
         size = rounded(size)
         small = size <= SMALL_REQUEST
         free = self._free[small]
@@ -80,6 +85,8 @@ class CachingAllocator:
 
     def free(self, block: int) -> None:
         """Give back the block at this address; it merges with free neighbours."""
+        if block == _NO_BLOCK:
+            return
         freed = self._blocks[block]
         freed.free = True
         after, before = freed.after, freed.before
