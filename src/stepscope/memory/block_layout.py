@@ -6,15 +6,15 @@
   expandable segments) or more than 1 MiB (large pool, requests under max_split_size); else the block is given whole
   (should_split).
 - A freed block merges with free neighbours of its segment (free_block).
+
+What holds under the default settings is stated once, where it is predicted (prediction/caching_allocator.py).
 """
 
 from dataclasses import dataclass
 
+from stepscope.memory.prediction.caching_allocator import SMALL_REQUEST, SMALLEST, rest_is_split_off
+from stepscope.memory.prediction.caching_allocator import rounded as rounded_by_default
 from stepscope.memory.snapshot import Segment, Settings
-
-SMALLEST_BLOCK = 512
-SMALL_REQUEST = 1 << 20
-"""Largest request, rounded, of the small pool; the large pool splits off only more than this."""
 
 BEFORE = -1
 """Index of an event that precedes the history."""
@@ -45,14 +45,12 @@ class Contradiction(Exception):
 
 def rounded(size: int, settings: Settings) -> int:
     """Bytes that a request is rounded up to (round_size, roundup_power2_next_division)."""
-    if size < SMALLEST_BLOCK:
-        return SMALLEST_BLOCK
-    if settings.roundup_power2_divisions:
+    if size >= SMALLEST and settings.roundup_power2_divisions:
         divisions = _divisions(size, settings.roundup_power2_divisions)
-        if divisions > 1 and size > SMALLEST_BLOCK * divisions and size & (size - 1):
+        if divisions > 1 and size > SMALLEST * divisions and size & (size - 1):
             step = (1 << (size.bit_length() - 1)) >> (divisions.bit_length() - 1)
             return -(-size // step) * step if step else 1 << size.bit_length()
-    return -(-size // SMALLEST_BLOCK) * SMALLEST_BLOCK
+    return rounded_by_default(size)
 
 
 def _divisions(size: int, by_mib: dict[str, int]) -> int:
@@ -93,16 +91,13 @@ class Layout:
         end = self.free_from.get(address)
         if end is None:
             raise Contradiction(f"nothing free starts at {address:#x}")
-        need = rounded(size, self.settings) if not self.simple_rounding else max((size + 511) & ~511, SMALLEST_BLOCK)
+        need = rounded_by_default(size) if self.simple_rounding else rounded(size, self.settings)
         rest = end - address - need
         if rest < 0:
             raise Contradiction(f"{need} bytes are taken at {address:#x} where {end - address} are free")
         del self.free_from[address]
-        if self.always_splits or need <= SMALL_REQUEST:
-            splits = rest >= SMALLEST_BLOCK
-        else:
-            splits = rest > SMALL_REQUEST and need < self.split_below
-        if not splits:
+        small = self.always_splits or need <= SMALL_REQUEST
+        if not rest_is_split_off(rest, small) or not (small or need < self.split_below):
             del self.free_to[end]
             return end - address
         self.free_from[address + need] = end

@@ -8,7 +8,8 @@ nothing of that is replayed.
 
 from dataclasses import dataclass, field
 
-from stepscope.memory.block_layout import BEFORE, SMALL_REQUEST, Allocation, Contradiction, Layout, rounded
+from stepscope.memory.block_layout import BEFORE, Allocation, Contradiction, Layout, rounded
+from stepscope.memory.prediction.caching_allocator import SMALL_REQUEST
 from stepscope.memory.snapshot import Segment, Snapshot
 from stepscope.memory.start_layout import (
     GIVES,

@@ -4,7 +4,8 @@ from bisect import bisect_right
 
 import msgspec
 
-from stepscope.memory.block_layout import BEFORE, SMALL_REQUEST, Allocation, Contradiction, rounded
+from stepscope.memory.block_layout import BEFORE, Allocation, Contradiction, rounded
+from stepscope.memory.prediction.caching_allocator import SMALL_REQUEST
 from stepscope.memory.snapshot import Segment, Snapshot
 
 GIVES = frozenset({"segment_alloc", "segment_map"})
