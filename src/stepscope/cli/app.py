@@ -10,7 +10,7 @@ from typing import NoReturn
 import typer
 
 from stepscope import __version__
-from stepscope.cli import device, kernel, ls, memory, models, run, show, study, sweep, table, trace
+from stepscope.cli import device, fit, kernel, ls, memory, models, run, show, study, sweep, table, trace
 from stepscope.core.errors import EXIT_INTERRUPTED, EXIT_WRONG_INPUT, StepscopeError, one_line, printable
 
 _OPTIONAL = {"torch": "pip install 'stepscope[torch]'", "polars": "pip install polars"}
@@ -28,6 +28,7 @@ app.command("sweep")(sweep.sweep)
 app.command("table")(table.table)
 app.command("trace")(trace.trace)
 app.command("memory")(memory.memory)
+app.command("fit")(fit.fit)
 app.command("show")(show.show)
 app.command("ls")(ls.ls)
 app.command("models")(models.models)

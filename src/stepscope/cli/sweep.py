@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from stepscope.studies.sweep_plan import Policy, SweepPlan
 
 
+_UNFIT_NAMED = 6
+"""Cells that are named beforehand as too large; the others are counted."""
+
 _DEFAULTS = {
     "--model": "tiny", "--seq-len": "128", "--batch-size": "4", "--dtype": "fp32", "--phase": "train",
     "--attention": "reference", "--compile": "eager", "--optimizer": "adamw-foreach",
@@ -140,6 +143,7 @@ def measure_and_report(plan: "SweepPlan", policy: "Policy", report: Callable[[li
     from stepscope.studies.sweep import SweepInterrupted, run_sweep
     from stepscope.studies.sweep_plan import BROKEN
 
+    _foretell(plan)
     try:
         with sweep_progress(len(plan.devices)) as tell:
             runs = run_sweep(plan, policy, tell)
@@ -153,6 +157,19 @@ def measure_and_report(plan: "SweepPlan", policy: "Policy", report: Callable[[li
     if broken:
         warn(f"{broken} of {len(runs)} cells ended without a result: the same command with --retry tries them again")
     raise typer.Exit(sweep_exit_code(runs))
+
+
+def _foretell(plan: "SweepPlan") -> None:
+    """A line on the cells that are predicted to run out of memory. They are measured all the same."""
+    from stepscope.report.terminal import cell_name
+    from stepscope.studies.forecast import cells_that_will_not_fit, memory_of
+
+    budget = memory_of(plan)
+    unfit = cells_that_will_not_fit(plan, budget) if budget is not None else []
+    if budget is not None and unfit:
+        named = ", ".join(cell_name(workload) for workload in unfit[:_UNFIT_NAMED])
+        more = f" and {len(unfit) - _UNFIT_NAMED} more" if len(unfit) > _UNFIT_NAMED else ""
+        warn(f"{len(unfit)} of {len(plan.cells)} cells are predicted not to fit into {budget.said}: {named}{more}")
 
 
 def report_sweep(runs: list[Run], json: bool, out: Path | None = None) -> None:

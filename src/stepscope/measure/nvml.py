@@ -5,11 +5,12 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from stepscope.core.environment import GpuReading
+
+if TYPE_CHECKING:
+    import torch  # a sweep asks for the memory of the GPUs without it
 
 _SLOWDOWN_BITS = {
     # nvmlClocksEventReasons. Idle (0x1) and clocks set on purpose (0x2) slow nothing down unexpectedly.
@@ -55,10 +56,24 @@ def driver_version() -> str | None:
         return None if session is None else session[1]("nvmlSystemGetDriverVersion")
 
 
-def read_gpu(device: torch.device) -> GpuReading | None:
+def smallest_gpu() -> tuple[str, int] | None:
+    """Name and bytes of the GPU here that has the least memory; None where there is none, or NVML is missing."""
+    with _session() as session:
+        if session is None:
+            return None
+        _, ask = session
+        handles = [ask("nvmlDeviceGetHandleByIndex", i) for i in range(ask("nvmlDeviceGetCount") or 0)]
+        found = [(ask("nvmlDeviceGetName", handle), ask("nvmlDeviceGetMemoryInfo", handle)) for handle in handles]
+        sizes = [(int(memory.total), str(name)) for name, memory in found if memory is not None]
+    return None if not sizes else (min(sizes)[1], min(sizes)[0])
+
+
+def read_gpu(device: "torch.device") -> GpuReading | None:
     """Clocks, power, temperature and company of a GPU now; None on a CPU or without NVML."""
     if device.type != "cuda":
         return None
+    import torch  # noqa: PLC0415
+
     with _session() as session:
         if session is None:
             return None
@@ -94,5 +109,7 @@ def read_gpu(device: torch.device) -> GpuReading | None:
 
 def _others(pids: list[int]) -> int:
     """Processes besides this one. In a container NVML may show other pids than ours for ourselves."""
+    import torch  # noqa: PLC0415
+
     own = os.getpid() in pids or (bool(pids) and torch.cuda.is_initialized())
     return len(pids) - own

@@ -9,6 +9,7 @@ from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.units import GIB
 from stepscope.core.workload import ATTENTIONS, COMPILES, DTYPES, OPTIMIZERS, PHASES
+from stepscope.memory.prediction.estimate import estimate
 from stepscope.work.transformer import parameter_count
 
 Scalar = str | int | float | None
@@ -108,6 +109,11 @@ def _largest_step(run: Run) -> float | None:
     return max(samples.values_s) if samples and samples.count else None
 
 
+def _prediction_error(run: Run) -> float | None:
+    measured = metrics.peak_bytes(run)
+    return estimate(run.workload).peak_bytes / measured - 1 if measured else None
+
+
 VALUES: dict[str, Value] = {
     "forward": _time("forward"),
     "backward": _time("backward"),
@@ -130,6 +136,8 @@ VALUES: dict[str, Value] = {
         scale=1 / GIB,
         number=lambda run: run.evidence.memory.saved_for_backward if run.evidence.memory else None,
     ),
+    "predicted_peak": Value(unit="GiB", scale=1 / GIB, number=lambda run: estimate(run.workload).peak_bytes),
+    "prediction_error": Value(unit="%", scale=100, number=_prediction_error),
     "compile_time": Value(
         unit="s",
         digits=1,

@@ -72,6 +72,11 @@ def runs_within(workload: Workload, limit_bytes: int) -> str | None:
     return None
 
 
+def paper_model(workload: Workload, device_type: DeviceType) -> PaperModel:
+    """The model on paper as the workload runs it: op by op, or compiled."""
+    return (PaperModel if workload.compile == "eager" else CompiledPaperModel)(workload, device_type)
+
+
 class _PaperStep:
     """Parameters, data and optimizer of a workload on paper, and the phases of its step."""
 
@@ -82,8 +87,7 @@ class _PaperStep:
         self._workload, self._allocator = workload, allocator
         self._on_gpu = device_type == "cuda"
         self._ledger = Ledger(allocator)
-        compiled = workload.compile != "eager"
-        self._model = (CompiledPaperModel if compiled else PaperModel)(workload, device_type)
+        self._model = paper_model(workload, device_type)
         self._resident: list[Storage] = []
         self._peaks: dict[str, tuple[int, list[int]]] = {}
         self._saved = 0

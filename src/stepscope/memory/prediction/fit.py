@@ -78,14 +78,18 @@ def budget_of_memory(memory_bytes: int) -> Budget:
 
 
 def budget_of_device(name: str) -> Budget:
-    """The memory of a device of the datasheets, less what a process holds beyond PyTorch's allocator."""
+    """The memory of a device of the datasheets. Raises InputError for a name that is not one of them."""
     spec = _find_device(name)
     assert spec.memory_bytes is not None
+    return budget_of_total(spec.memory_bytes, f"{spec.name} ({spec.source})")
+
+
+def budget_of_total(total_bytes: int, device_name: str) -> Budget:
+    """All memory of a device, less what a process holds beyond PyTorch's allocator."""
     return Budget(
-        total_bytes=spec.memory_bytes,
-        usable_bytes=max(0, spec.memory_bytes - OUTSIDE_BYTES),
-        said=f"{spec.name}: {format_bytes(spec.memory_bytes)} ({spec.source}), of which "
-        f"{format_bytes(OUTSIDE_BYTES)} go to the CUDA context",
+        total_bytes=total_bytes,
+        usable_bytes=max(0, total_bytes - OUTSIDE_BYTES),
+        said=f"{format_bytes(total_bytes)} of {device_name}, less {format_bytes(OUTSIDE_BYTES)} of CUDA context",
     )
 
 
@@ -298,9 +302,9 @@ def _within(plan: Plan, other: Plan) -> bool:
 def _find_device(name: str) -> DeviceSpec:
     wanted = name.lower().replace("-", " ").split()
     found = [spec for spec in DATASHEET.values() if all(word in spec.name.lower().replace("-", " ") for word in wanted)]
-    exact = [spec for spec in found if spec.name.lower() == name.lower()]
-    if len(exact or found) == 1 and wanted:
-        return (exact or found)[0]
+    found = [spec for spec in found if spec.name.lower() == name.lower()] or found
+    if wanted and len({spec.memory_bytes for spec in found}) == 1:
+        return found[0]  # or another of the same memory: nothing else is asked of it
     known = ", ".join(spec.name for spec in (found if wanted and found else DATASHEET.values()))
     what = "matches several devices" if wanted and found else "is in no datasheet that stepscope has"
     raise InputError(f"--device {name!r} {what}: choose one of {known}; or say --memory, as in --memory 80GiB")

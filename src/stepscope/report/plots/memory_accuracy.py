@@ -8,8 +8,11 @@ import altair as alt
 
 from stepscope.core.errors import InputError, printable
 from stepscope.core.units import GIB
+from stepscope.core.workload import Workload
+from stepscope.memory.prediction.accuracy import Accuracy
 from stepscope.report.plots.axes import log_axis
 from stepscope.report.plots.theme import FAINT, INK, PALETTE, SHAPES
+from stepscope.report.terminal import cell_name
 
 WIDTH, HEIGHT, ERROR_HEIGHT = 620, 460, 190
 BANDS = (0.02, 0.06)
@@ -87,6 +90,30 @@ def draw_memory_accuracy(points: Sequence[AccuracyPoint], *, title: str, subtitl
     )
     heading = alt.TitleParams(printable(title), subtitle=printable(subtitle or summary(points)))
     return alt.vconcat(upper, lower, spacing=26).properties(title=heading)
+
+
+def draw_accuracy_of(accuracy: Accuracy) -> alt.TopLevelMixin:
+    """Stored runs beside their predictions: every run whose peak was measured."""
+    points = [
+        AccuracyPoint(
+            model=comparison.workload.model.name,
+            label=_what_ran(comparison.workload),
+            predicted_bytes=comparison.predicted.peak_bytes,
+            measured_bytes=comparison.measured_peak,
+            cell=cell_name(comparison.workload),
+        )
+        for comparison in accuracy.comparisons
+        if comparison.measured_peak
+    ]
+    return draw_memory_accuracy(points, title="Peak memory, predicted and measured")
+
+
+def _what_ran(workload: Workload) -> str:
+    """Phase and kind of step, in words few enough for shapes."""
+    phase = "inference" if workload.phase == "forward" else "training"
+    compiled = ", compiled" if workload.compile != "eager" else ""
+    checkpointed = ", checkpointed" if workload.checkpointing != "none" else ""
+    return phase + compiled + checkpointed
 
 
 def summary(points: Sequence[AccuracyPoint]) -> str:
