@@ -101,8 +101,8 @@ class _PaperStep:
         for step in range(steps):
             self._peaks, self._saved = {}, 0
             before = self._ledger.total
-            for _ in range(workload.accumulation):
-                self._forward_and_backward(first=step == 0)
+            for micro in range(workload.accumulation):
+                self._forward_and_backward(first=step == 0 and micro == 0)
             if workload.phase == "train":
                 self._optimize(first=step == 0 and steps > 1)
             self._release_gradients()
