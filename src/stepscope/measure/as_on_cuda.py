@@ -1,0 +1,115 @@
+"""Fake tensors on the CPU that are treated as CUDA treats its own.
+
+A PyTorch that was built without CUDA has no autograd for fake CUDA tensors. Fake CPU tensors work everywhere, and
+where an operator's tensors depend on the device it is for two reasons only, both above autograd: which operators
+autocast runs in fp32, and which kernel scaled_dot_product_attention becomes. This mode decides both as CUDA does.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+AttentionBackend = Literal["math", "efficient", "flash", "cudnn"]
+
+# CastPolicy::fp32 and fp32_set_opt_dtype of ATen/autocast_mode.h, by the names that Python gives the operators. Of the
+# 16-bit list, CPU and CUDA differ in recurrent cells alone.
+_IN_FP32 = frozenset({
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt",
+    "sinh", "tan", "pow", "__pow__", "__rpow__", "softplus", "layer_norm", "rms_norm", "group_norm", "nll_loss",
+    "cross_entropy", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "dist", "logsumexp", "prod",
+    "softmax", "log_softmax", "cumprod", "cumsum", "norm", "binary_cross_entropy_with_logits",
+})  # fmt: skip
+_SUMS_INTO_FP32 = frozenset({"sum"})
+"""Reduced in fp32 without a copy of the input in fp32."""
+
+
+class AsOnCuda(TorchFunctionMode):
+    """Inside, autocast("cpu") casts what autocast("cuda") would, and fused attention is CUDA's."""
+
+    def __init__(self, attention: Callable[[Tensor], AttentionBackend]) -> None:
+        """attention: the backend for these queries (B, H, S, D)."""
+        super().__init__()
+        self._attention = attention
+
+    @contextlib.contextmanager
+    def throughout(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Enter the mode in each forward of these modules, in backward too: a checkpoint runs its module again there,
+        and autograd's engine leaves every mode of this kind.
+        """
+        handles: list[RemovableHandle] = []
+        entered: list[bool] = []
+
+        def enter(*_: object) -> None:
+            entered.append(not torch._C._is_torch_function_mode_enabled())
+            if entered[-1]:
+                self.__enter__()
+
+        def leave(*_: object) -> None:
+            if entered.pop():
+                self.__exit__(None, None, None)
+
+        for module in modules:
+            handles.append(module.register_forward_pre_hook(enter))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        if torch.is_autocast_enabled("cpu"):
+            if name in _IN_FP32:
+                args = tuple(_in_fp32(value) for value in args)
+                kwargs = {key: _in_fp32(value) for key, value in kwargs.items()}
+            elif name in _SUMS_INTO_FP32 and kwargs.get("dtype") is None and _is_half(args[0]):
+                kwargs["dtype"] = torch.float32
+        return func(*args, **kwargs)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None
+    ) -> Tensor:
+        """As at::scaled_dot_product_attention does, without mask, dropout or grouped heads."""
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+            query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+        backend = self._attention(query)
+        aten = torch.ops.aten
+        differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        if backend == "efficient":
+            return aten._scaled_dot_product_efficient_attention(
+                query, key, value, None, differentiable, 0.0, is_causal, scale=scale
+            )[0]
+        if backend == "cudnn":
+            return aten._scaled_dot_product_cudnn_attention(
+                query, key, value, None, differentiable, 0.0, is_causal, False, scale=scale
+            )[0]
+        if backend == "flash":
+            head_dim = query.shape[-1]
+            scale = head_dim**-0.5 if scale is None else scale
+            padding = -head_dim % 8
+            if padding:
+                query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
+            out = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False, scale=scale)[0]
+            return out[..., :head_dim] if padding else out
+        return aten._scaled_dot_product_attention_math(query, key, value, is_causal=is_causal, scale=scale)[0]
+
+
+def _is_half(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def _in_fp32(value: Any) -> Any:
+    return value.float() if _is_half(value) else value

@@ -1,0 +1,180 @@
+"""What a step would allocate, seen by running it on fake tensors: shapes, dtypes and lifetimes without memory.
+
+Under PyTorch's `FakeTensorMode` every operator says what it would return, and nothing is computed. `FakeMemory` stands
+above that mode and below autograd, so it sees each operator of forward, backward and optimizer, in order: a storage
+that it has not seen is an allocation, and the storage's end is its release. Nothing about the model is assumed.
+
+What an operator's kernel allocates for itself and releases before it returns stays unseen: the sorted indices of
+embedding's backward, the accumulators of fused attention's. Of what libraries hold, cuBLAS' workspace is counted, one
+for each thread that multiplies matrices; on a GPU autograd runs backward on a thread of its own.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stepscope.core.memory_notes import MemoryCategory
+
+_aten = torch.ops.aten
+_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
+_UNSCALES = _aten._amp_foreach_non_finite_check_and_unscale_.default
+_READS_A_NUMBER = _aten._local_scalar_dense.default
+
+
+@dataclass(slots=True, kw_only=True)
+class Allocation:
+    """One storage, from its first tensor to its last."""
+
+    nbytes: int
+    """As asked for, not rounded."""
+    operator: str
+    """That made it: `aten.mm.default`."""
+    phase: str
+    category: MemoryCategory = "temporaries"
+    on_device: bool = True
+    live: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakePhase:
+    """A phase, as the half-open range of events in it."""
+
+    name: str
+    start: int
+    end: int
+
+
+class FakeMemory(TorchDispatchMode):
+    """Records every allocation and release of what runs inside it; to be entered inside a FakeTensorMode.
+
+    events: i for the allocation of allocations[i], ~i (which is -i - 1) for its release, in the order in which they
+    happen.
+    """
+
+    def __init__(self, *, workspace_bytes: int = 0) -> None:
+        """workspace_bytes: what cuBLAS keeps for each thread that multiplies matrices."""
+        super().__init__()
+        self.allocations: list[Allocation] = []
+        self.events: list[int] = []
+        self.phases: list[FakePhase] = []
+        self._workspace_bytes = workspace_bytes
+        self._threads_with_workspace: set[str] = set()
+        self._index: dict[int, int] = {}  # address of a live storage -> its allocation
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._phase = ""
+        self._weights: set[int] = set()
+        self._recomputed: list[int] = []
+        self._overflow_flags: set[int] = set()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name what runs inside. What it allocated and leaves alive counts as saved for backward after `forward`."""
+        self._phase, start, first = name, len(self.events), len(self.allocations)
+        try:
+            yield
+        finally:
+            self._end_recomputation()
+            self._phase = ""
+        self.phases.append(FakePhase(name=name, start=start, end=len(self.events)))
+        if name == "forward":
+            self._keep(range(first, len(self.allocations)))
+
+    def label(self, tensors: Iterable[Tensor], category: MemoryCategory, *, on_device: bool = True) -> None:
+        """Say what live tensors are. Not on the device: they are the host's, and count nowhere."""
+        for tensor in tensors:
+            index = self._index.get(tensor.untyped_storage()._cdata)
+            if index is None:
+                continue
+            self.allocations[index].category = category
+            self.allocations[index].on_device = on_device
+            if isinstance(tensor, nn.Parameter):
+                self._weights.add(index)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _READS_A_NUMBER:
+            return self._number(args[0])
+        # Inside autograd's engine, and yet with gradients: a checkpoint runs a part of forward again.
+        again = torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0
+        outputs = func(*args, **(kwargs or {}))
+        for tensor in _tensors(outputs):
+            index = self._note(tensor, func)
+            if index is not None:
+                if self._is_cast_copy(tensor, func, args):
+                    self.allocations[index].category = "cast copies"
+                if again:
+                    self._recomputed.append(index)
+                else:
+                    self._end_recomputation()
+        if func in _PRODUCTS:
+            self._workspace()
+        if func is _UNSCALES:
+            self._overflow_flags.add(args[1].untyped_storage()._cdata)
+        return outputs
+
+    def _number(self, tensor: Tensor) -> bool | float:
+        """A fake tensor has no value. What a step asks for: conditions, the count of steps done, and overflow."""
+        if tensor.dtype == torch.bool:
+            return False
+        return 0.0 if tensor.untyped_storage()._cdata in self._overflow_flags else 1.0
+
+    def _note(self, tensor: Tensor, func: Any) -> int | None:
+        """The index of the allocation if this tensor's storage is new, else None."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._index:
+            return None
+        index = self._allocate(storage.nbytes(), func)
+        self._index[key] = index
+        self._references[key] = weakref.ref(storage, lambda _: self._release(key))
+        return index
+
+    def _is_cast_copy(self, tensor: Tensor, func: Any, args: tuple[Any, ...]) -> bool:
+        if func is not _aten._to_copy.default or self._phase not in ("forward", "backward"):
+            return False
+        return tensor.itemsize == 2 and self._index.get(args[0].untyped_storage()._cdata) in self._weights
+
+    def _allocate(self, nbytes: int, func: Any) -> int:
+        self.allocations.append(Allocation(nbytes=nbytes, operator=str(func), phase=self._phase))
+        index = len(self.allocations) - 1
+        self.events.append(index)
+        return index
+
+    def _release(self, key: int) -> None:
+        index = self._index.pop(key)
+        del self._references[key]
+        self.allocations[index].live = False
+        self.events.append(~index)
+
+    def _workspace(self) -> None:
+        thread = "backward" if self._phase == "backward" else "main"
+        if self._workspace_bytes and thread not in self._threads_with_workspace:
+            self._threads_with_workspace.add(thread)
+            self.allocations[self._allocate(self._workspace_bytes, "cuBLAS")].category = "workspaces"
+
+    def _end_recomputation(self) -> None:
+        """What a part of forward that ran again leaves alive, is what it would have kept at first."""
+        if self._recomputed:
+            self._keep(self._recomputed)
+            self._recomputed = []
+
+    def _keep(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            allocation = self.allocations[index]
+            if allocation.live and allocation.category == "temporaries":
+                allocation.category = "saved for backward"
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, (list, tuple)):
+        for output in outputs:
+            yield from _tensors(output)

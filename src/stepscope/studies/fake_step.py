@@ -1,0 +1,209 @@
+"""What would a step take of a GPU's memory? Answered by running it on fake tensors: no GPU, no memory, a few seconds.
+
+This is the second of two predictions that know nothing of each other. `memory/prediction/estimate.py` adds up
+formulas, tensor by tensor; here nobody says what is saved: the step itself runs, with the model's own code and
+PyTorch's autograd, and its allocations are watched (`measure/fake_memory.py`). They then go through the allocator on
+paper.
+
+Compared with runs on an H200 (results/h200: plain, optimizer, tf32, kernels), every phase's peak is within 0.4 %, and
+many are equal to the byte. What differs is the allocator's remainders: a request keeps up to 1 MiB beyond its size, or
+not, by what happens to be free, and that depends on all that ran before.
+"""
+
+import contextlib
+import dataclasses
+import gc
+from collections import Counter
+from collections.abc import Iterator
+
+import msgspec
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from stepscope.core.errors import InputError
+from stepscope.core.evidence import PhaseMemory
+from stepscope.core.memory_notes import MemoryCategory
+from stepscope.core.units import MIB
+from stepscope.core.workload import Workload
+from stepscope.measure.as_on_cuda import AsOnCuda, AttentionBackend
+from stepscope.measure.fake_memory import FakeMemory
+from stepscope.memory.prediction.caching_allocator import CachingAllocator
+from stepscope.models.attention import attention_for
+from stepscope.models.training_step import TrainingStep
+
+CUBLAS_WORKSPACE_BYTES = 32 * MIB
+"""PyTorch's default workspace for each handle of cuBLAS on Hopper (getChosenWorkspaceSize in CUDABlas.cpp)."""
+
+LARGEST_TENSOR = 2**58
+"""Elements; PyTorch counts a tensor's bytes in 63 bits."""
+
+STEPS_BEFORE = 2
+"""Steps before the one that is judged: the first makes the optimizer's state, so the second is the first like all that
+follow."""
+
+
+class FakeEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of one step in the steady state, as the allocator would count it."""
+
+    memory: PhaseMemory
+    peak_phase: str
+    categories: dict[MemoryCategory, int]
+    """Of the bytes at the peak; they add up to it."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.categories.values())
+
+
+def estimate_by_running(workload: Workload, *, workspace_bytes: int = CUBLAS_WORKSPACE_BYTES) -> FakeEstimate:
+    """Run the step on fake tensors and count. Raises InputError for what cannot be run so: compiled steps.
+
+    workspace_bytes: what cuBLAS keeps for each thread that multiplies matrices. Every layer runs: 48 of them take
+    seconds, so nothing is extrapolated from fewer.
+    """
+    if workload.compile != "eager":
+        raise InputError(f"compile {workload.compile} cannot be run on fake tensors: choose eager, or use the formulas")
+    model, tokens = workload.model, workload.tokens
+    if tokens * max(model.heads * workload.seq_len, model.vocabulary, model.d_ff) > LARGEST_TENSOR:
+        raise InputError(
+            "a tensor of this step would be beyond PyTorch's 64-bit sizes: lower the batch or the sequence"
+        )
+    watch = FakeMemory(workspace_bytes=workspace_bytes)
+    as_on_cuda = AsOnCuda(lambda query: attention_backend(workload, query))
+    with contextlib.ExitStack() as modes:
+        modes.enter_context(FakeTensorMode())
+        modes.enter_context(watch)
+        step = _fake_step(workload)
+        _label_residents(step, watch)
+        built = len(watch.events)
+        modes.enter_context(as_on_cuda.throughout([step.forward_module, *step.model.blocks]))
+        for _ in range(STEPS_BEFORE + 1):
+            watch.phases.clear()
+            step.prepare()
+            for phase in step.phases:
+                with watch.phase(phase.name):
+                    phase.run()
+                if phase.name == "backward":
+                    watch.label([p.grad for p in step.model.parameters() if p.grad is not None], "gradients")
+            _label_residents(step, watch)
+        parameter_bytes = sum(p.numel() * p.element_size() for p in step.model.parameters())
+    estimate = _replay(watch, built, parameter_bytes)
+    del step
+    gc.collect()  # a step and its phases refer to each other
+    return estimate
+
+
+def attention_backend(workload: Workload, query: Tensor) -> AttentionBackend:
+    """What scaled_dot_product_attention becomes on a Hopper GPU. Measured (PyTorch 2.11): 16-bit takes cuDNN's."""
+    if workload.attention == "sdpa":
+        return "efficient" if query.dtype == torch.float32 else "cudnn"
+    names: dict[str, AttentionBackend] = {
+        "sdpa-math": "math", "sdpa-efficient": "efficient", "sdpa-flash": "flash", "sdpa-cudnn": "cudnn",
+    }  # fmt: skip
+    return names[workload.attention]
+
+
+def _fake_step(workload: Workload) -> TrainingStep:
+    attention_for(workload.attention, device_type="cuda", dtype=workload.dtype, head_dim=workload.model.head_dim)
+    # What the CPU would refuse is the same to the tensors: TF32 is fp32 in memory, and the backend is decided above.
+    # A module of fake tensors cannot be converted to bf16, but it can be made so.
+    stand_in = msgspec.structs.replace(
+        workload,
+        dtype="fp32" if workload.dtype in ("tf32", "bf16-pure") else workload.dtype,
+        attention="reference" if workload.attention == "reference" else "sdpa",
+    )
+    with _default_dtype(torch.bfloat16 if workload.dtype == "bf16-pure" else torch.float32):
+        step = TrainingStep(stand_in, torch.device("cpu"))
+    # On the CPU the batches are views of one tensor; on a GPU each is a tensor of its own.
+    step.batches = [(tokens.clone(), targets.clone()) for tokens, targets in step.batches]
+    return step
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _label_residents(step: TrainingStep, watch: FakeMemory) -> None:
+    watch.label([*step.model.parameters(), *step.model.buffers()], "parameters")
+    watch.label([tensor for batch in step.batches for tensor in batch], "inputs")
+    if step.optimizer is not None:
+        fused = step.workload.optimizer == "adamw-fused"
+        for state in step.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    # Only the fused kernel reads the count of steps on the device.
+                    watch.label([value], "optimizer state", on_device=fused or name != "step")
+
+
+@dataclasses.dataclass
+class _Moment:
+    """The allocator's count at the highest point of a phase."""
+
+    allocated: int = 0
+    event: int = 0
+
+
+def _replay(watch: FakeMemory, built: int, parameter_bytes: int) -> FakeEstimate:
+    """The events through the allocator, and the figures of the last step's phases; the first `built` made the step."""
+    allocator = CachingAllocator()
+    blocks: dict[int, tuple[int, int]] = {}
+    allocated, counts, reserved = 0, [], []
+    # What came and went while the model was filled is left out: how PyTorch draws numbers in place differs by version.
+    passing = {~event for event in watch.events[:built] if event < 0}
+    for event in watch.events:
+        index = event if event >= 0 else ~event
+        if watch.allocations[index].on_device and index not in passing:
+            if event >= 0:
+                blocks[index] = allocator.allocate(watch.allocations[index].nbytes)
+                allocated += blocks[index][1]
+            else:
+                allocator.free(blocks[index][0])
+                allocated -= blocks[index][1]
+        counts.append(allocated)
+        reserved.append(allocator.reserved)
+    peaks: dict[str, _Moment] = {}
+    saved: list[int] = []
+    for phase in watch.phases:
+        # The event before the phase is what it begins with: nothing in the phase need be higher.
+        event = max(range(phase.start - 1, phase.end), key=counts.__getitem__)
+        if phase.name not in peaks or counts[event] > peaks[phase.name].allocated:
+            peaks[phase.name] = _Moment(allocated=counts[event], event=event)
+        if phase.name == "forward":
+            saved.append(counts[phase.end - 1] - counts[phase.start - 1])
+    start = watch.phases[0].start - 1
+    memory = PhaseMemory(
+        parameter_bytes=parameter_bytes,
+        after_parameters=counts[start],
+        forward_peak=peaks["forward"].allocated,
+        saved_for_backward=max(saved) if "backward" in peaks else None,
+        backward_peak=peaks["backward"].allocated if "backward" in peaks else None,
+        optimizer_peak=peaks["optimizer"].allocated if "optimizer" in peaks else None,
+        reserved_peak=max(reserved[start:]),
+    )
+    peak_phase = max(peaks, key=lambda name: peaks[name].allocated)
+    return FakeEstimate(
+        memory=memory, peak_phase=peak_phase, categories=_categories(watch, blocks, peaks[peak_phase].event)
+    )
+
+
+def _categories(watch: FakeMemory, blocks: dict[int, tuple[int, int]], at: int) -> dict[MemoryCategory, int]:
+    alive: set[int] = set()
+    for event in watch.events[: at + 1]:
+        if event >= 0:
+            alive.add(event)
+        else:
+            alive.remove(~event)
+    categories: Counter[MemoryCategory] = Counter()
+    for index in alive:
+        allocation = watch.allocations[index]
+        if allocation.on_device:
+            categories[allocation.category] += allocation.nbytes
+            categories["rounding"] += blocks[index][1] - allocation.nbytes
+    return dict(categories)
