@@ -98,10 +98,10 @@ def _natural(path: str) -> tuple[tuple[int, str], ...]:
 
 
 def alike(blocks: list[SavedByBlock]) -> list[SavedByBlock]:
-    """Blocks with the same figures and contributors as one, in the order of the first."""
+    """Blocks with the same figures as one, in the order of the first."""
     merged: dict[tuple, SavedByBlock] = {}
     for one in blocks:
-        key = (one.saved_bytes, one.saved_tensors, one.gradient_bytes, one.largest, bool(one.block))
+        key = (one.saved_bytes, one.saved_tensors, one.gradient_bytes, bool(one.block))
         first = merged.get(key)
         merged[key] = one if first is None else replace(first, alike=(*first.alike, one.block))
     return list(merged.values())

@@ -44,13 +44,16 @@ def notes_by_allocation(
 
 
 def _live_at(snapshot: Snapshot, note: TensorNote, candidates: list[tuple[int, Allocation]]) -> int | None:
-    """The allocation that a note is of. Several events share a microsecond: any of its moments will do."""
+    """The allocation that a note is of. Several events share a microsecond: of those that were live in the note's, the
+    one of the same size, still live at its end, and last."""
     first = snapshot.last_event_until(note.at_us - 1)
     last = snapshot.last_event_until(note.at_us)
     fitting = [
-        i for i, a in candidates if a.alloc <= last and (a.free is None or a.free > first) and a.requested >= note.bytes
+        (a.requested == note.bytes, a.free is None or a.free > last, i)
+        for i, a in candidates
+        if a.alloc <= last and (a.free is None or a.free > first) and a.requested >= note.bytes
     ]
-    return fitting[-1] if fitting else None
+    return max(fitting)[-1] if fitting else None
 
 
 def by_evidence(table: pl.DataFrame) -> pl.DataFrame:

@@ -13,6 +13,7 @@ import msgspec
 from stepscope.core.errors import InputError, one_line, printable
 
 NO_STACK = 0
+_LONGEST_NAME = 80
 AUTOGRAD = "autograd"
 """How the site of an allocation begins whose stack has no Python, because autograd's own thread made it."""
 
@@ -51,6 +52,7 @@ _OWN = re.compile(r"(?:^|/)stepscope/(models/)?")
 _NATIVE = re.compile(r"^$|^\?\?$|\.(?:c|cc|cpp|cxx|cu|cuh|h|hpp|so|inl)$|\.so\.")
 _BACKWARD = re.compile(r"autograd::Engine::|Backward\d*(?:::apply|$)|autograd::(?:Node::operator|AccumulateGrad)")
 _NODE = re.compile(r"(?:^|::)(\w+?)Backward\d*(?:::apply|$)")
+_OPERATOR = re.compile(r"^(?:at::_ops::(?=\w+::call)|aten::)(\w+)")
 _WORKSPACE = re.compile(r"CUDABlas(?:Lt)?(?:Workspace|Handle)|[cC]ublas\w*[wW]orkspace")
 
 
@@ -127,7 +129,9 @@ class Stacks:
         try:
             frame = msgspec.convert(raw, Frame)
         except msgspec.ValidationError as fault:
-            message = one_line(fault).replace("`$", "`frames[...]")
+            at = "frames[...]"
+            message = one_line(fault).replace("`$", f"`{at}")
+            message += "" if at in message else f" - at `{at}`"
             raise InputError(f"{self._source}: no memory snapshot that can be read: {message}") from None
         number = self._frame_of.get(frame)
         if number is None:
@@ -142,17 +146,27 @@ class Stacks:
         return [str(self._frames[frame]) for frame in self._stacks[number]]
 
     def _site(self, frames: tuple[int, ...]) -> str:
-        """The line that tells most: the innermost of the user's own code, else of a library, else of PyTorch; for
-        autograd's thread, which has no Python, the operator whose backward runs."""
+        """The line that tells most: the innermost of the user's own code, else of a library, else of PyTorch. Where
+        autograd runs below all Python, or on a thread without, the operator whose backward it is."""
+        first = next((i for i, number in enumerate(frames) if self._frame_signs[number] & Sign.PYTHON), len(frames))
+        node = self._node(frames[:first])
+        if node:
+            return node
         for unwanted in (Sign.LIBRARY, Sign.TORCH, Sign(0)):
             for number in frames:
                 signs = self._frame_signs[number]
                 if signs & Sign.PYTHON and not signs & unwanted:
-                    if signs & Sign.TORCH and (node := self._node(frames)):
-                        return node
                     frame = self._frames[number]
                     return printable(f"{_short(frame.filename)}:{frame.line} {frame.name}")
-        return self._node(frames) or (printable(self._frames[frames[-1]].name[:80]) if frames else "")
+        return self._native(frames)
+
+    def _native(self, frames: tuple[int, ...]) -> str:
+        """Of a stack without Python: the outermost operator, else the outermost frame."""
+        names = [self._frames[number].name for number in frames]
+        operator = next((found[1] for name in reversed(names) if (found := _OPERATOR.search(name))), None)
+        if any(self._frame_signs[number] & Sign.BACKWARD for number in frames):
+            return f"{AUTOGRAD}, {operator}" if operator else AUTOGRAD
+        return printable((operator or names[-1])[:_LONGEST_NAME]) if names else ""
 
     def _node(self, frames: tuple[int, ...]) -> str:
         for number in frames:

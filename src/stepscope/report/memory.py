@@ -36,10 +36,9 @@ def render_memory(explained: Explained, moment: Moment) -> RenderableType:
 
 def _heading(explained: Explained) -> list[Text]:
     snapshot = explained.snapshot
-    device = f"device {snapshot.device}"
-    if snapshot.notes and snapshot.notes.device_name:
-        device += f", {snapshot.notes.device_name}"
-    lines = [Text(printable(f"{snapshot.source}: {device}"), style="bold")]
+    name = snapshot.notes.device_name if snapshot.notes else ""
+    device = f"device {snapshot.device}{f', {name}' if name else ''}" if explained.replay.segments else name
+    lines = [Text(printable(f"{snapshot.source}: {device}".removesuffix(": ")), style="bold")]
     if snapshot.notes and snapshot.notes.workload:
         lines += [Text(describe_model(snapshot.notes.workload)), Text(describe_workload(snapshot.notes.workload))]
     made = explained.allocations["alloc_event"].count()
@@ -69,7 +68,7 @@ def _moment_words(explained: Explained, moment: Moment) -> list[Text]:
             f"{format_share(of_peak)} of the peak of {format_bytes(explained.peak_bytes)}."
         ]
     measured = explained.measured.allocated_peak if explained.measured else None
-    if measured is not None:
+    if measured is not None and explained.replay.segments:
         difference = explained.peak_bytes - measured
         same = "the same to the byte" if not difference else f"{format_count(abs(difference))} bytes "
         same += "" if not difference else "less" if difference > 0 else "more"
@@ -117,7 +116,7 @@ def _phase_table(explained: Explained) -> Table:
 
 
 def _largest_table(moment: Moment) -> Table:
-    table = make_table("allocated at", "tensor", "category", "times", "each", right_from=3)
+    table = make_table("largest alive, allocated at", "tensor", "category", "times", "each", right_from=3)
     keys = ("block", "category", "name", "shape", "dtype", "operator", "site")
     alike_rows = moment.alive.group_by(keys, maintain_order=True).len().head(_LARGEST_SHOWN)
     for row in alike_rows.iter_rows(named=True):
@@ -127,7 +126,7 @@ def _largest_table(moment: Moment) -> Table:
 
 
 def _site_table(moment: Moment) -> Table:
-    table = make_table("allocated at", "alive", "share", "allocations", "mostly", right_from=1)
+    table = make_table("all alive, by line", "bytes", "share", "allocations", "mostly", right_from=1)
     by_site = sites(moment.alive)
     for row in by_site.head(_SITES_SHOWN).iter_rows(named=True):
         table.add_row(
