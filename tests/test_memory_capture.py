@@ -18,6 +18,7 @@ from stepscope.core.portable_paths import portable_path
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_runs
 from stepscope.measure.memory_allocator import MetadataEmitter
+from stepscope.measure.memory_events import ProfilerRecording
 from stepscope.measure.memory_frames import joined_ranges
 from stepscope.measure.memory_history import MEMORY_FILE, capture_memory
 from stepscope.measure.observe import observe_step
@@ -148,8 +149,13 @@ def test_autocast_copies_are_found_in_training_and_inference(tmp_path: Path):
         assert len({note.address for note in notes}) == len(cast)
 
 
-def test_recording_changes_nothing_that_is_recorded(tmp_path: Path):
-    """The same allocations in the same order, whether anything is noted or not."""
+@pytest.mark.parametrize("hooks_on_nodes", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_recording_changes_nothing_that_is_recorded(
+    dtype: str, hooks_on_nodes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The same allocations in the same order, whether anything is noted or not; with the hooks that a GPU's recording
+    gives the nodes of backward too."""
 
     def plain_sizes(step: TrainingStep) -> list[int]:
         from torch._C._profiler import _ExtraFields_Allocation
@@ -168,12 +174,15 @@ def test_recording_changes_nothing_that_is_recorded(tmp_path: Path):
                 found.append((event.start_time_ns, event.extra_fields.alloc_size))
         return [size for _, size in sorted(found)]
 
-    for dtype in ("fp32", "bf16"):
-        step = warmed(dtype=dtype)
-        expected = plain_sizes(step)
-        capture_memory(step, CPU, tmp_path, workload=step.workload)
-        actions = [e for e in events_of(read(tmp_path)) if e["action"] in ("alloc", "free_completed")]
-        assert [e["size"] if e["action"] == "alloc" else -e["size"] for e in actions] == expected
+    told: list[str] = []
+    if hooks_on_nodes:
+        monkeypatch.setattr(ProfilerRecording, "node_emitters", (MetadataEmitter(told.append),))
+    step = warmed(dtype=dtype)
+    expected = plain_sizes(step)
+    capture_memory(step, CPU, tmp_path, workload=step.workload)
+    actions = [e for e in events_of(read(tmp_path)) if e["action"] in ("alloc", "free_completed")]
+    assert [e["size"] if e["action"] == "alloc" else -e["size"] for e in actions] == expected
+    assert ("blocks.1.attention|softmax|ExpBackward0" in told) == hooks_on_nodes
 
 
 def test_events_carry_module_part_and_the_line_of_code(tmp_path: Path):
@@ -353,7 +362,7 @@ def test_the_run_prints_what_filled_its_memory(tmp_path: Path):
     small = ("run", *QUICK, "--steps", "3", "--no-profile", "--memory", "--out", str(tmp_path))
     result = stepscope(*small)
     assert result.returncode == 0, result.stderr
-    assert "The peak: in backward" in result.stdout and "the same to the byte" in result.stdout
+    assert "The peak: in backward" in result.stdout and "saved for backward by" in result.stdout
     fields = json.loads(stepscope(*small, "--json").stdout)
     assert fields["memory"]["peak_bytes"] == fields["evidence"]["memory"]["backward_peak"]
     assert sum(fields["memory"]["categories"].values()) == fields["memory"]["peak_bytes"]
