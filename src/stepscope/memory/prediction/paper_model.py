@@ -191,10 +191,11 @@ class PaperModel:
         size = x.elements * 4
         x = tape.cast(x, 4)
         root = self._reciprocal_root(tape, x)
+        roots_size = root.elements * 4  # `root` itself must not live on in a backward that checkpointing keeps
 
         def of_root(tape: Tape, _: Storage) -> Sequence[Storage]:
             for_root, for_x = tape.storage(size), tape.storage(size)
-            summed = tape.storage(root.elements * 4)
+            summed = tape.storage(roots_size)
             del for_root
             return for_x, summed
 
