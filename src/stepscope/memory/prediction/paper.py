@@ -222,6 +222,21 @@ class Tape:
     def storage(self, size: int) -> Storage:
         return self.ledger.storage(size)
 
+    def output(self, operator: str, size: int) -> Storage:
+        """Memory for an output of an operator; where checkpointing keeps it, the same one when forward runs again."""
+        if operator not in KEPT_OPERATORS:
+            return self.storage(size)
+        if self._rerun is not None and self._rerun.keeps_products:
+            kept = self._rerun.kept.popleft()
+            kept.release()
+            return kept
+        output = self.storage(size)
+        self._take_workspace(operator)
+        if self._segment is not None and self._segment.keeps_products:
+            self._segment.kept.append(output)
+            output.save()
+        return output
+
     def op(
         self,
         operator: str,
@@ -239,7 +254,7 @@ class Tape:
         if self.recording:
             saved = [t.storage for t in saves] + list(also_saves)
             node = self._node(operator, inputs, saved, backward or _like(inputs), saves_output)
-        output = self._output(operator, elements * itemsize)
+        output = self.output(operator, elements * itemsize)
         if node is not None and saves_output and node.segment is None:
             node.saved = [*node.saved, output]
             output.save()
@@ -272,20 +287,6 @@ class Tape:
         root.node = None
         while queue:
             self._run(heapq.heappop(queue)[1], pending, queue)
-
-    def _output(self, operator: str, size: int) -> Storage:
-        if operator not in KEPT_OPERATORS:
-            return self.storage(size)
-        if self._rerun is not None and self._rerun.keeps_products:
-            kept = self._rerun.kept.popleft()
-            kept.release()
-            return kept
-        output = self.storage(size)
-        self._take_workspace(operator)
-        if self._segment is not None and self._segment.keeps_products:
-            self._segment.kept.append(output)
-            output.save()
-        return output
 
     def _take_workspace(self, operator: str) -> None:
         if self.workspace_bytes and operator in PRODUCTS:

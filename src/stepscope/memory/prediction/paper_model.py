@@ -339,7 +339,7 @@ class PaperModel:
 
     def _fused(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One operator that keeps its inputs, its output and the logsumexp of each row."""
-        logsumexp = tape.storage(self.rows * 4)
+        logsumexp = tape.output("Attention", self.rows * 4)
         n, size = q.elements, q.itemsize
 
         def backward(tape: Tape, _: Storage) -> Sequence[Storage]:
