@@ -107,6 +107,37 @@ def test_a_step_that_turns_tf32_on_behind_our_back_is_found(out: Path, monkeypat
     assert "precision-mismatch" in kinds(measured(out, dtype="fp32", model="small", seq_len=128))
 
 
+@pytest.mark.parametrize("attention", ["reference", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"])
+@pytest.mark.parametrize("checkpointing", ["every-1", "every-2", "selective"])
+def test_checkpointing_gives_the_same_gradients_bit_by_bit(gpu: torch.device, attention: Attention, checkpointing: str):
+    plain, ours = (
+        TrainingStep(mini(phase="forward-backward", dtype="bf16", attention=attention, checkpointing=c), gpu)
+        for c in ("none", checkpointing)
+    )
+    for step in (plain, ours):
+        step.prepare()
+        for phase in step.phases:
+            phase.run()
+    for a, b in zip(plain.model.parameters(), ours.model.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+def test_accumulation_in_replayed_graphs_gives_the_whole_batchs_gradients(gpu: torch.device, checkpointing: str):
+    """Gradients live in the graphs' own memory, which the next micro-batch's replay must not overwrite."""
+    sizes: dict[str, Any] = {"model": "tiny", "batch_size": 4, "seq_len": 128, "phase": "forward-backward"}
+    whole = TrainingStep(workload(**sizes), gpu)
+    split = TrainingStep(workload(**sizes, accumulation=4, checkpointing=checkpointing, compile="reduce-overhead"), gpu)
+    for _ in range(4):  # warm-up, recording, replays
+        for step in (whole, split):
+            step.prepare()
+            for phase in step.phases:
+                phase.run()
+        for a, b in zip(split.model.parameters(), whole.model.parameters(), strict=True):
+            assert a.grad is not None and b.grad is not None
+            assert (a.grad - b.grad).abs().max() < 1e-5 * b.grad.abs().max()
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "bf16-pure"])
 def test_low_precision_runs_as_asked(out: Path, dtype: str):
     run = measured(out, dtype=dtype, model="small", seq_len=128)
