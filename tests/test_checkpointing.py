@@ -2,18 +2,22 @@
 
 import gc
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 import torch
 from torch import Tensor
 
+from stepscope.analysis.attribution import attribute
 from stepscope.measure import capture, ranges
 from stepscope.measure.compilation import compile_report, reset_compilation
 from stepscope.measure.device import HostDevice
 from stepscope.models.checkpointing import RECOMPUTATION
 from stepscope.models.training_step import TrainingStep
 from stepscope.models.transformer import Block
+from stepscope.trace.read import read_trace
 from tests.conftest import mini
 from tests.cpu_allocations import allocated_bytes
 from tests.test_capture import Recorder
@@ -179,6 +183,29 @@ def test_ranges_of_backward_stand_round_what_runs_again(checkpointing: str, accu
     assert {names[names.index(RECOMPUTATION) + 1] for names in again if names[-1] != RECOMPUTATION} == {
         f"blocks.{i}" for i in range(LAYERS)
     }
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "every-2"])
+def test_a_real_capture_gives_what_runs_again_its_place(checkpointing: str, tmp_path: Path):
+    step = step_with(checkpointing, accumulation=2)
+    run_step(step)
+    capture.capture_kineto(step, CPU, HostDevice(), tmp_path, steps=2)
+    made = attribute(read_trace(tmp_path / capture.KINETO_FILE))
+    made.self_check()
+    assert made.steps == 2 and made.links_agree == made.links_checked > 0
+    again = made.work.filter(pl.col("role") == "recomputation")
+    if checkpointing == "none":
+        assert not again.height
+        return
+    assert set(again["phase"]) == {"backward"}
+    modules = Counter(str(path) for path in again["module"])
+    assert all(modules[f"blocks.{i}.{part}"] for i in range(LAYERS) for part in ("attention", "feed_forward_norm"))
+    assert not {"head", "norm", "embedding"} & set(modules)
+    # The softmax of every block runs again once. (Selective checkpointing has each operator recorded twice.)
+    exponentials = made.work.filter(pl.col("name").cast(pl.String) == "aten::exp")
+    counts = Counter(exponentials["role"])
+    assert counts["recomputation"] == counts["forward"] >= 2 * LAYERS * step.workload.accumulation
+    assert set(counts) == {"forward", "recomputation"}
 
 
 def test_failing_blocks_leave_no_range_open(monkeypatch: pytest.MonkeyPatch):
