@@ -151,7 +151,11 @@ class RecordingAllocator:
             "device": 0,
             "address": run[0].address,
             "total_size": sum(block.size for block in run),
+            "allocated_size": sum(block.size for block in run if block.state == "active_allocated"),
+            "active_size": sum(block.size for block in run if block.state != "inactive"),
+            "requested_size": sum(block.requested for block in run),
             "stream": run[0].stream,
+            "frames": [],
             "segment_type": "small" if run[0].small else "large",
             "is_expandable": self.expandable,
             "blocks": [

@@ -8,7 +8,7 @@ import polars as pl
 
 from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import MemoryCategory
-from stepscope.memory.block_layout import BEFORE
+from stepscope.memory.block_layout import BEFORE, Contradiction
 from stepscope.memory.explain import Explained, categories_of
 from stepscope.memory.replay import segments_after
 
@@ -129,7 +129,10 @@ def reserved_at(explained: Explained, event: int) -> Reserved | None:
     """What the allocator held after an event; None where the history has no segments, or contradicts them."""
     if not explained.replay.segments:
         return None
-    held = segments_after(explained.replay, explained.snapshot, event)
+    try:
+        held = segments_after(explained.replay, explained.snapshot, event)
+    except Contradiction:
+        return None
     starts = [segment.address for segment in held]
     used = [0] * len(held)
     blocks = explained.allocations.filter(

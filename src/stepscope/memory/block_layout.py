@@ -117,6 +117,8 @@ class Layout:
         if found is None or found[1] < end:
             raise Contradiction(f"{end - start} bytes go back to the driver at {start:#x} that are not free")
         free_start, free_end = found
+        if not expandable and not (found == (start, end) and start in self.walls and end in self.walls):
+            raise Contradiction(f"a segment goes back to the driver at {start:#x} that never came from it")
         del self.free_from[free_start]
         del self.free_to[free_end]
         for left, right in ((free_start, start), (end, free_end)):

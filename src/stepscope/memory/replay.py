@@ -150,7 +150,7 @@ def _differences(snapshot: Snapshot, allocations: list[Allocation], reserved: in
 
 
 def segments_after(replayed: Replay, snapshot: Snapshot, event: int) -> list[Segment]:
-    """The segments after an event, by address; their blocks are not told."""
+    """The segments after an event, by address; their blocks are not told. Raises Contradiction where they overlap."""
     held = {segment.address: segment for segment in replayed.segments}
     for entry in snapshot.events[: event + 1]:
         start, end = entry.addr, entry.addr + entry.size
@@ -158,7 +158,9 @@ def segments_after(replayed: Replay, snapshot: Snapshot, event: int) -> list[Seg
         if entry.action in GIVES:
             pieces = ((start, end),)
         elif entry.action in TAKES:
-            around = next(s for s in held.values() if s.address <= start and end <= s.end)
+            around = next((s for s in held.values() if s.address <= start and end <= s.end), None)
+            if around is None:
+                raise Contradiction(f"a segment goes back to the driver at {start:#x} that never came from it")
             del held[around.address]
             pieces = ((around.address, start), (end, around.end))
         else:

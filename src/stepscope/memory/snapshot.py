@@ -24,6 +24,8 @@ NO_HISTORY_REMEDY = (
 )
 
 _T = TypeVar("_T")
+_MOST_BYTES = 2**61
+"""Sums of sizes are 64-bit integers."""
 _Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Index = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
@@ -163,6 +165,8 @@ def snapshot_from(content: object, source: str, *, device: int | None = None) ->
     devices = tuple(sorted({i for i, length in lengths.items() if length} | {s.device for s in segments}))
     chosen = _choose_device(device, lengths, devices, source)
     events = _convert(traces[chosen], list[Event], source, f"device_traces[{chosen}]")
+    if sum(event.size for event in events) > _MOST_BYTES:
+        raise InputError(f"{source}: no memory snapshot that can be read: its sizes add up to more than any memory")
     before = content.get(SEGMENTS_BEFORE_KEY)
     if before is not None:
         before = _of_device(_convert(before, list[Segment], source, SEGMENTS_BEFORE_KEY), chosen, source)
