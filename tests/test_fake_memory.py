@@ -18,6 +18,7 @@ from stepscope.measure.as_on_cuda import AsOnCuda, AttentionBackend
 from stepscope.measure.fake_memory import FakeMemory
 from stepscope.measure.observe import observe_step
 from stepscope.models.training_step import TrainingStep
+from stepscope.studies.fake_compile import saved_by_compiled_step
 from stepscope.studies.fake_step import estimate_by_running
 from tests.conftest import mini
 
@@ -208,3 +209,29 @@ def test_attention_that_a_gpu_refuses_is_refused():
 def test_sizes_beyond_counting_are_refused():
     with pytest.raises(InputError, match="64-bit"):
         estimate_by_running(mini(seq_len=2**30))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "tolerance"),
+    [
+        ("compile/*-small-b4-s512-fp32-*-compile-default-*", 0.001),
+        # The allocator's remainders are not counted here: up to 1 MiB each, beside tensors of one or two.
+        ("compile/*-small-b4-s512-bf16-*-compile-default-*", 0.03),
+    ],
+)
+def test_what_a_compiled_step_saves_is_what_was_measured_on_a_gpu(pattern: str, tolerance: float):
+    workload, measured = stored(pattern)
+    assert saved_by_compiled_step(workload) == pytest.approx(measured["saved_for_backward"], rel=tolerance)
+
+
+def test_compiling_saves_less_than_eager():
+    for attention in ("reference", "sdpa"):
+        eager = estimate_by_running(mini(attention=attention, seq_len=128)).memory.saved_for_backward
+        compiled = saved_by_compiled_step(mini(attention=attention, seq_len=128, compile="default"))
+        assert eager is not None and 0 < compiled < eager
+
+
+@pytest.mark.parametrize("changes", [{"phase": "forward"}, {"checkpointing": "every-1"}])
+def test_no_cut_is_made_where_there_is_none(changes: dict[str, str]):
+    with pytest.raises(InputError, match="no cut"):
+        saved_by_compiled_step(mini(compile="default", **changes))

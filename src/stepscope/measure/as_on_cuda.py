@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 AttentionBackend = Literal["math", "efficient", "flash", "cudnn"]
@@ -46,7 +46,7 @@ class AsOnCuda(TorchFunctionMode):
         entered: list[bool] = []
 
         def enter(*_: object) -> None:
-            entered.append(not torch._C._is_torch_function_mode_enabled())
+            entered.append(self not in _get_current_function_mode_stack())
             if entered[-1]:
                 self.__enter__()
 

@@ -74,7 +74,7 @@ def estimate_by_running(workload: Workload, *, workspace_bytes: int = CUBLAS_WOR
     with contextlib.ExitStack() as modes:
         modes.enter_context(FakeTensorMode())
         modes.enter_context(watch)
-        step = _fake_step(workload)
+        step = make_fake_step(workload)
         _label_residents(step, watch)
         built = len(watch.events)
         modes.enter_context(as_on_cuda.throughout([step.forward_module, *step.model.blocks]))
@@ -104,7 +104,8 @@ def attention_backend(workload: Workload, query: Tensor) -> AttentionBackend:
     return names[workload.attention]
 
 
-def _fake_step(workload: Workload) -> TrainingStep:
+def make_fake_step(workload: Workload) -> TrainingStep:
+    """The eager step, to be made under FakeTensorMode and FakeMemory. Raises InputError for what no GPU runs."""
     attention_for(workload.attention, device_type="cuda", dtype=workload.dtype, head_dim=workload.model.head_dim)
     # What the CPU would refuse is the same to the tensors: TF32 is fp32 in memory, and the backend is decided above.
     # A module of fake tensors cannot be converted to bf16, but it can be made so.
@@ -112,6 +113,7 @@ def _fake_step(workload: Workload) -> TrainingStep:
         workload,
         dtype="fp32" if workload.dtype in ("tf32", "bf16-pure") else workload.dtype,
         attention="reference" if workload.attention == "reference" else "sdpa",
+        compile="eager",
     )
     with _default_dtype(torch.bfloat16 if workload.dtype == "bf16-pure" else torch.float32):
         step = TrainingStep(stand_in, torch.device("cpu"))
