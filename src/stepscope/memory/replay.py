@@ -14,10 +14,11 @@ from stepscope.memory.snapshot import Segment, Snapshot
 from stepscope.memory.start_layout import (
     GIVES,
     TAKES,
-    add_pieces,
+    add_extent,
     blocks_at_start,
     blocks_of,
     joined_segments,
+    without_extent,
     work_out_start,
 )
 
@@ -153,21 +154,10 @@ def segments_after(replayed: Replay, snapshot: Snapshot, event: int) -> list[Seg
     """The segments after an event, by address; their blocks are not told. Raises Contradiction where they overlap."""
     held = {segment.address: segment for segment in replayed.segments}
     for entry in snapshot.events[: event + 1]:
-        start, end = entry.addr, entry.addr + entry.size
-        expandable = entry.action in {"segment_map", "segment_unmap"}
         if entry.action in GIVES:
-            pieces = ((start, end),)
+            add_extent(held, entry)
         elif entry.action in TAKES:
-            around = next((s for s in held.values() if s.address <= start and end <= s.end), None)
-            if around is None:
-                raise Contradiction(f"a segment goes back to the driver at {start:#x} that never came from it")
-            del held[around.address]
-            pieces = ((around.address, start), (end, around.end))
-        else:
-            continue
-        add_pieces(held, pieces, entry.stream, expandable)
-        if expandable:
-            held = {segment.address: segment for segment in joined_segments(held)}
+            held = without_extent(held, entry.addr, entry.addr + entry.size)
     return joined_segments(held)
 
 

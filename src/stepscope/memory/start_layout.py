@@ -6,7 +6,7 @@ import msgspec
 
 from stepscope.memory.block_layout import BEFORE, Allocation, Contradiction, rounded
 from stepscope.memory.prediction.caching_allocator import SMALL_REQUEST
-from stepscope.memory.snapshot import Segment, Snapshot
+from stepscope.memory.snapshot import Event, Segment, Snapshot
 
 GIVES = frozenset({"segment_alloc", "segment_map"})
 TAKES = frozenset({"segment_free", "segment_unmap"})
@@ -93,28 +93,42 @@ def _segments_at_start(snapshot: Snapshot) -> list[Segment]:
     """The segments of the end with every event on them undone, last first."""
     held = {segment.address: segment for segment in snapshot.segments}
     for event in reversed(snapshot.events):
-        start, end = event.addr, event.addr + event.size
-        expandable = event.action in {"segment_map", "segment_unmap"}
         if event.action in GIVES:
-            around = [s for s in held.values() if s.address <= start and end <= s.end]
-            if not around:
-                raise Contradiction(f"a segment came at {start:#x} that is gone at the end without an event")
-            del held[around[0].address]
-            pieces = ((around[0].address, start), (end, around[0].end))
+            held = without_extent(held, event.addr, event.addr + event.size)
         elif event.action in TAKES:
-            pieces = ((start, end),)
-        else:
-            continue
-        add_pieces(held, pieces, event.stream, expandable)
+            add_extent(held, event)
     return joined_segments(held)
 
 
-def add_pieces(held: dict[int, Segment], pieces: tuple[tuple[int, int], ...], stream: int, expandable: bool) -> None:
-    for left, right in pieces:
+def add_extent(held: dict[int, Segment], event: Event) -> None:
+    """Memory that an event is of, as a segment of its own."""
+    expandable = event.action in {"segment_map", "segment_unmap"}
+    if event.size:
+        held[event.addr] = Segment(
+            address=event.addr, total_size=event.size, blocks=[], stream=event.stream, is_expandable=expandable
+        )
+
+
+def without_extent(held: dict[int, Segment], start: int, end: int) -> dict[int, Segment]:
+    """The segments without a piece of one. Raises Contradiction where it is no piece of any."""
+    around = _segment_round(held, start, end)
+    if around is None:  # pages of an expandable segment may have come one by one
+        held = {segment.address: segment for segment in joined_segments(held)}
+        around = _segment_round(held, start, end)
+    if around is None:
+        raise Contradiction(f"{end - start} bytes of the driver's come or go at {start:#x}, outside of every segment")
+    del held[around.address]
+    for left, right in ((around.address, start), (end, around.end)):
         if left < right:
-            held[left] = Segment(
-                address=left, total_size=right - left, blocks=[], stream=stream, is_expandable=expandable
-            )
+            held[left] = msgspec.structs.replace(around, address=left, total_size=right - left, blocks=[])
+    return held
+
+
+def _segment_round(held: dict[int, Segment], start: int, end: int) -> Segment | None:
+    exactly = held.get(start)
+    if exactly is not None and end <= exactly.end:
+        return exactly
+    return next((s for s in held.values() if s.address <= start and end <= s.end), None)
 
 
 def joined_segments(held: dict[int, Segment]) -> list[Segment]:
