@@ -312,7 +312,7 @@ def test_8_two_graphs_alive():
     kept: list[torch.Tensor | None] = []
 
     def forward_and_keep() -> None:
-        step._forward()
+        step._forward(0)
         kept.append(step.loss)
 
     def backward() -> None:
