@@ -141,8 +141,8 @@ class Transformer(nn.Module):
         self.head = nn.Linear(config.d_model, config.vocabulary, bias=False, device=device)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        x_BSM = self.embedding(tokens_BS)
-        x_BSM = self.run_blocks(self.blocks, x_BSM)
+        # The embedding's output has no name here: it would live on beside the blocks where no graph needs it.
+        x_BSM = self.run_blocks(self.blocks, self.embedding(tokens_BS))
         return self.head(self.norm(x_BSM))
 
     @torch.no_grad()
