@@ -290,8 +290,10 @@ class PaperModel:
         a, p, ss = self.sizes.products, self.sizes.exponentials, self.scores
         scores = self._product(tape, ss, self._contiguous(tape, q), self._contiguous(tape, k))
         scores = tape.op("Mul", ss, a, [scores])
+        _positions = [tape.storage(self.workload.seq_len * 8) for _ in range(2)]
         mask = tape.storage(self.workload.seq_len**2)
         scores = tape.op("MaskedFill", ss, a, [scores], also_saves=[mask])
+        del mask
         _maximum = tape.storage(self.rows * a)
         exponentials = self._exponentials(tape, scores)
         sums = tape.op("Sum", self.rows, p, [exponentials], backward=passes)
@@ -307,6 +309,7 @@ class PaperModel:
             return for_exponentials, summed
 
         weights = tape.op("Div", ss, p, [exponentials, sums], saves=[exponentials, sums], backward=of_quotient)
+        del sums
         cast = tape.cast(weights, a)
         return self._product(tape, v.elements, cast, self._contiguous(tape, v))
 
