@@ -326,18 +326,19 @@ class PaperModel:
 
     def _sdpa_math(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """aten/src/ATen/native/transformers/attention.cpp, `_scaled_dot_product_attention_math`: in fp32, always."""
-        size = self.sizes.products
+        size, ss = self.sizes.products, self.scores
         q, k, v = tape.cast(q, 4), tape.cast(k, 4), tape.cast(v, 4)
-        q = tape.op("Mul", q.elements, 4, [q])
+        queries = tape.op("Mul", q.elements, 4, [q])
         _mask = tape.storage(self.workload.seq_len**2 * 4)
-        k = tape.op("Mul", k.elements, 4, [k])
-        scores = self._product(tape, self.scores, self._contiguous(tape, q), self._contiguous(tape, k))
-        # `_safe_softmax` looks for rows that are masked whole, in a bool for each score.
-        _masked = tape.storage(self.scores)
-        scores = tape.op("Softmax", self.scores, 4, [scores], saves_output=True)
-        del _masked
-        _second_output = tape.storage(self.scores * size if size != 4 else 0)
-        out = self._product(tape, v.elements, scores, self._contiguous(tape, v))
+        keys = tape.op("Mul", k.elements, 4, [k])
+        scores = self._product(tape, ss, self._contiguous(tape, queries), self._contiguous(tape, keys))
+        del keys
+        # `_safe_softmax` looks for rows that are masked whole, in a bool for each score, and sets those to 0 in place.
+        weights = tape.op("Softmax", ss, 4, [scores], saves_output=True)
+        masked, rows = tape.storage(ss), tape.storage(self.rows)
+        del masked, rows, scores
+        _second_output = tape.storage(ss * size if size != 4 else 0)
+        out = self._product(tape, v.elements, weights, self._contiguous(tape, v))
         return tape.cast(out, size)
 
     def _fused(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
