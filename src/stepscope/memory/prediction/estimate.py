@@ -170,12 +170,20 @@ class _PaperStep:
             # torch/optim/adamw.py, `_multi_tensor_adamw`: the square roots of all second moments at once.
             roots = [self._ledger.storage(p.bytes) for p in parameters]
             del roots
-        elif optimizer in ("adamw-loop", "adamw-bf16-state"):
-            # One parameter at a time, in two temporaries: sqrt and quotient; or the moments in fp32.
-            itemsize = 4 if optimizer == "adamw-bf16-state" else self._model.sizes.parameters
+        elif optimizer == "adamw-loop":
+            # `_single_tensor_adamw`: a square root and its quotient, which lives until the next parameter's is there.
+            denominator = None
             for parameter in parameters:
-                pair = [self._ledger.storage(parameter.elements * itemsize) for _ in range(2)]
-                del pair
+                root = self._ledger.storage(parameter.bytes)
+                denominator = self._ledger.storage(parameter.bytes)
+                del root
+            del denominator
+        elif optimizer == "adamw-bf16-state":
+            # models/optimizer.py: one parameter at a time, in fp32; gradients that are not fp32 are copied.
+            copies = 2 if self._model.sizes.parameters == 4 else 3
+            for parameter in parameters:
+                temporaries = [self._ledger.storage(parameter.elements * 4) for _ in range(copies)]
+                del temporaries
         self._end()
 
     def _make_optimizer_state(self) -> None:
