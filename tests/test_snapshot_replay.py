@@ -1,15 +1,20 @@
 """The replay of the caching allocator: every block's size, from events alone, against an allocator that knows them."""
 
+from collections import Counter
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
+import pytest
 from benchmarks.recording_allocator import MIB, RecordingAllocator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.memory.block_layout import BEFORE
+from stepscope.memory.plain_pickle import read_plain_pickle
 from stepscope.memory.replay import Replay, replay, segments_after
 from stepscope.memory.snapshot import snapshot_from
 
+DATA = Path(__file__).parent / "data"
 SIZES = st.one_of(
     st.integers(1, 4096),
     st.integers(MIB - 1024, MIB + 1024),
@@ -63,20 +68,13 @@ def recorded(configuration: dict[str, Any], before: list, steps: list) -> tuple[
 
 
 def peak_of(replayed: Replay) -> int:
-    changes = [0] * (max((a.alloc for a in replayed.allocations), default=0) + 2 + 1_000)
-    allocated = peak = 0
+    """Allocated at most, summed event by event."""
+    changes: Counter[int] = Counter()
     for allocation in replayed.allocations:
-        if allocation.alloc == BEFORE and allocation.free != BEFORE:
-            allocated += allocation.block
-        elif allocation.alloc != BEFORE:
-            changes[allocation.alloc] += allocation.block
-        if allocation.free is not None and allocation.free != BEFORE:
+        changes[allocation.alloc] += allocation.block
+        if allocation.free is not None:
             changes[allocation.free] -= allocation.block
-    peak = allocated
-    for change in changes:
-        allocated += change
-        peak = max(peak, allocated)
-    return peak
+    return max(accumulate(changes[event] for event in sorted(changes)))
 
 
 @settings(deadline=None, max_examples=150)
@@ -117,3 +115,18 @@ def test_a_history_that_lost_its_beginning(configuration: dict, steps: list, los
     }
     assert live == there
     assert not whole or replayed.exact
+
+
+@pytest.mark.parametrize("setting", ["default", "expandable", "roundup", "max_split"])
+@pytest.mark.parametrize("start_known", [True, False])
+def test_the_counters_of_a_gpu(setting: str, start_known: bool):
+    """Histories of PyTorch 2.11 on an H200 (test_snapshot_gpu.py), each with its max_memory_allocated and _reserved."""
+    content: Any = read_plain_pickle(DATA / f"snapshot_{setting}.pickle.gz")
+    allocated, reserved = content["counted"]
+    if not start_known:
+        del content["segments_before"]
+    replayed = replay(snapshot_from(content, setting))
+    assert replayed.faults == [] and replayed.start_known == start_known
+    assert peak_of(replayed) == allocated
+    assert max(count for _, count in replayed.reserved) == reserved
+    assert replayed.exact or not start_known
