@@ -34,6 +34,7 @@ def memory_as_json(explained: Explained, moment: Moment) -> dict[str, Any]:
         "sites": sites(moment.alive).head(SITES).to_dicts(),
         "saved_by_block": [msgspec.to_builtins(block) for block in saved_by_block(explained)],
         "exact": explained.exact_at(moment.event),
+        "unsure_blocks": explained.unsure_at(moment.event),
         "by_notes": explained.noted,
         "notes": list(explained.notes),
         "measured": msgspec.to_builtins(explained.measured),

@@ -21,8 +21,8 @@ from stepscope.core.units import GIB, format_bytes
 LARGEST_BYTES = 16 * GIB
 """Most that is read of one pickle, unpacked: some thirty million events with deep stacks."""
 _GZIP = b"\x1f\x8b"
-_GZIP_MOST = 1032
-"""deflate makes no more than this of a byte."""
+_GZIP_USUAL = 100
+"""Bytes that gzip makes of one: of snapshots some 45, and up to 1032 of what is made for it."""
 _ROOM_BYTES = 4 * GIB
 _ROOM_PER_BYTE = 24
 """Memory that reading may take: plain data in Python takes at most some ten times its pickle."""
@@ -88,7 +88,7 @@ def read_plain_pickle(path: Path) -> object:
             if not head:
                 raise InputError(f"{path}: the file is empty")
             size = path.stat().st_size
-            most = min(LARGEST_BYTES, size * _GZIP_MOST if packed else size)
+            most = min(LARGEST_BYTES, size * _GZIP_USUAL if packed else size)
             with gzip.GzipFile(fileobj=file) if packed else contextlib.nullcontext(file) as stream:
                 reader = io.BufferedReader(_Bounded(stream, LARGEST_BYTES), _BUFFER_BYTES)
                 with without_collector(), _bounded_memory(_ROOM_BYTES + _ROOM_PER_BYTE * most):
