@@ -13,7 +13,12 @@ from stepscope import __version__
 from stepscope.cli import device, fit, kernel, ls, memory, models, run, show, study, sweep, table, trace
 from stepscope.core.errors import EXIT_INTERRUPTED, EXIT_WRONG_INPUT, StepscopeError, one_line, printable
 
-_OPTIONAL = {"torch": "pip install 'stepscope[torch]'", "polars": "pip install polars"}
+_OPTIONAL = {
+    "torch": "pip install 'stepscope[torch]'",
+    "polars": "pip install polars",
+    "altair": "pip install altair",
+    "vl_convert": "pip install vl-convert-python",
+}
 """A machine that only reads needs no torch, a bare GPU machine that only measures no polars."""
 
 app = typer.Typer(
