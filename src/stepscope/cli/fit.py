@@ -53,6 +53,12 @@ def fit(
     against: Annotated[
         list[Path] | None, typer.Option("--against", help="Compare with the measured runs in this folder.")
     ] = None,
+    apart: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--apart", help="With --against: runs shown apart, and not counted (the model was corrected by them)."
+        ),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="With --against, draw it: .svg, .png, .html or .json.")
     ] = None,
@@ -60,10 +66,11 @@ def fit(
 ) -> None:
     """Predict the peak memory of a step, say whether it fits, and what would make it fit. Needs no GPU."""
     if against:
-        _compare(against, plot, json)
+        _compare(against, apart or [], plot, json)
         return
-    if plot is not None:
-        raise InputError("--plot belongs to --against: say which runs to compare with, or leave it out")
+    for option, given in (("--plot", plot), ("--apart", apart)):
+        if given:
+            raise InputError(f"{option} belongs to --against: say which runs to compare with, or leave it out")
 
     def workload(preset: str) -> Workload:
         sizes = {"d_model": d_model, "d_ff": d_ff, "layers": layers, "heads": heads, "vocabulary": vocabulary}
@@ -172,7 +179,7 @@ def _print_largest(workloads: list[Workload], budget: "Budget", json: bool) -> N
     show(render_largest(found, budget.said))
 
 
-def _compare(folders: list[Path], plot: Path | None, json: bool) -> None:
+def _compare(folders: list[Path], apart: list[Path], plot: Path | None, json: bool) -> None:
     from stepscope.core.run_directory import load_runs
     from stepscope.memory.prediction.accuracy import compare
 
@@ -181,9 +188,10 @@ def _compare(folders: list[Path], plot: Path | None, json: bool) -> None:
 
         check_target(plot)
     runs, faults = load_runs(folders)
-    for fault in faults:
+    others, other_faults = load_runs(apart)
+    for fault in [*faults, *other_faults]:
         warn(f"left out: {fault}")
-    accuracy = compare(runs)
+    accuracy = compare(runs, others)
     if not accuracy.comparisons:
         raise InputError(
             f"no run in {', '.join(map(str, folders))} has measured peaks: measure on a GPU, as `stepscope sweep` does"
@@ -210,7 +218,8 @@ def _accuracy_as_json(accuracy: "Accuracy") -> dict[str, object]:
         "verdicts": accuracy.verdicts,
         "verdicts_right": accuracy.right,
         "wrongly_said_to_fit": [comparison.run_id for comparison in accuracy.wrongly_said_to_fit],
-        "comparisons": [
-            {**msgspec.to_builtins(comparison), "error": comparison.error} for comparison in accuracy.comparisons
-        ],
+        **{
+            name: [{**msgspec.to_builtins(comparison), "error": comparison.error} for comparison in comparisons]
+            for name, comparisons in (("comparisons", accuracy.comparisons), ("apart", accuracy.apart))
+        },
     }

@@ -211,7 +211,14 @@ def render_accuracy(accuracy: Accuracy) -> RenderableType:
     table.columns[-1].justify = "left"
     for comparison in accuracy.comparisons:
         table.add_row(*_comparison_row(comparison))
-    return Group(table, *(Text(sentence) for sentence in accuracy_sentences(accuracy)))
+    sentences = [Text(sentence) for sentence in accuracy_sentences(accuracy)]
+    if not accuracy.apart:
+        return Group(table, *sentences)
+    corrected = make_table("apart: corrected by", "measured", "predicted", "error", "verdict", right_from=1)
+    corrected.columns[-1].justify = "left"
+    for comparison in accuracy.apart:
+        corrected.add_row(*_comparison_row(comparison))
+    return Group(table, *sentences, Text(), corrected)
 
 
 def accuracy_sentences(accuracy: Accuracy) -> list[str]:
@@ -220,7 +227,7 @@ def accuracy_sentences(accuracy: Accuracy) -> list[str]:
     worst, median = accuracy.worst, accuracy.median_error
     if worst is not None and median is not None and worst.error is not None:
         sentences.append(
-            f"{len(accuracy.errors)} peaks predicted: the median error is {median * 100:.2f} %, the worst "
+            f"{len(accuracy.errors)} peaks predicted: the median error is {median * 100:.3f} %, the worst "
             f"{worst.error * 100:+.2f} % ({cell_name(worst.workload)})."
         )
     if accuracy.verdicts:

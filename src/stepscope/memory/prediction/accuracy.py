@@ -38,6 +38,8 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     """All comparisons, and how far off they are."""
 
     comparisons: tuple[Comparison, ...]
+    apart: tuple[Comparison, ...] = ()
+    """Runs by which the model on paper was corrected: shown, and never counted."""
 
     @property
     def errors(self) -> list[float]:
@@ -66,9 +68,12 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(c for c in self.comparisons if c.wrongly_said_to_fit)
 
 
-def compare(runs: Sequence[Run]) -> Accuracy:
+def compare(runs: Sequence[Run], apart: Sequence[Run] = ()) -> Accuracy:
     """Every run on a GPU that finished its steps or ran out of memory, beside its prediction."""
-    return Accuracy(comparisons=tuple(_compare(run) for run in runs if _comparable(run)))
+    return Accuracy(
+        comparisons=tuple(_compare(run) for run in runs if _comparable(run)),
+        apart=tuple(_compare(run) for run in apart if _comparable(run)),
+    )
 
 
 def _comparable(run: Run) -> bool:

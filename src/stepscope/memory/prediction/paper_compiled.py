@@ -22,6 +22,10 @@ from stepscope.memory.prediction.paper_model import BlockParameters, PaperModel
 class CompiledPaperModel(PaperModel):
     """The same modules, fused."""
 
+    _scores_buffer: Tensor | None = None
+    _kept_buffers: Sequence[Storage] = ()
+    """Inference: of the sizes of queries, keys and values, kept from block to block to be written again."""
+
     def _norm(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
         root = tape.storage(x.elements // self.d_model * 4)
         return tape.op("Norm", x.elements, self.sizes.products, [x], saves=[x], also_saves=[root])
@@ -35,6 +39,8 @@ class CompiledPaperModel(PaperModel):
 
     def _written_out(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         v = self._contiguous(tape, v)
+        if not tape.recording:
+            return self._in_one_buffer(tape, v)
         scores = self._product(tape, self.scores, q, k)
         maxima, sums = tape.storage(self.rows * scores.itemsize), tape.storage(self.rows * 4)
 
@@ -47,9 +53,31 @@ class CompiledPaperModel(PaperModel):
         )  # fmt: skip
         return self._product(tape, v.elements, weights, v)
 
+    def _in_one_buffer(self, tape: Tape, v: Tensor) -> Tensor:
+        """Inference: softmax is written over the scores, and the buffer is kept for the next block's."""
+        if self._scores_buffer is None:
+            self._scores_buffer = self._product(tape, self.scores, v, v)
+        return self._product(tape, v.elements, self._scores_buffer, v)
+
+    def _feed_forward(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
+        if not tape.recording and not self._kept_buffers:
+            self._kept_buffers = [tape.storage(x.elements * self.sizes.products) for _ in range(3)]
+        return super()._feed_forward(tape, x, block)
+
+    def head(self, tape: Tape, x: Tensor) -> Tensor:
+        """After the last block the buffers are free, and x is as soon as it is normalised."""
+        if tape.recording:
+            return super().head(tape, x)
+        self._scores_buffer, self._kept_buffers = None, ()
+        normal = self._norm(tape, x, self.norm_weight)
+        x.storage = normal.storage
+        return self._linear(tape, normal, self.head_weight, self.d_model)
+
     def _gated(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
         gate = self._linear(tape, x, block.gate, self.d_model)
         up = self._linear(tape, x, block.up, self.d_model)
+        if not tape.recording:
+            return gate  # written over
         return tape.op("SwiGLU", up.elements, up.itemsize, [gate, up], saves=[gate, up])
 
     def _add(self, tape: Tape, x: Tensor, branch: Tensor) -> Tensor:

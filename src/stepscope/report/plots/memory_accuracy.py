@@ -9,7 +9,7 @@ import altair as alt
 from stepscope.core.errors import InputError, printable
 from stepscope.core.units import GIB
 from stepscope.core.workload import Workload
-from stepscope.memory.prediction.accuracy import Accuracy
+from stepscope.memory.prediction.accuracy import Accuracy, Comparison
 from stepscope.report.plots.axes import log_axis
 from stepscope.report.plots.theme import FAINT, INK, PALETTE, SHAPES
 from stepscope.report.terminal import cell_name
@@ -94,18 +94,21 @@ def draw_memory_accuracy(points: Sequence[AccuracyPoint], *, title: str, subtitl
 
 def draw_accuracy_of(accuracy: Accuracy) -> alt.TopLevelMixin:
     """Stored runs beside their predictions: every run whose peak was measured."""
-    points = [
-        AccuracyPoint(
-            model=comparison.workload.model.name,
-            label=_what_ran(comparison.workload),
-            predicted_bytes=comparison.predicted.peak_bytes,
-            measured_bytes=comparison.measured_peak,
-            cell=cell_name(comparison.workload),
-        )
-        for comparison in accuracy.comparisons
-        if comparison.measured_peak
-    ]
+    points = [_point(comparison, "judged") for comparison in accuracy.comparisons if comparison.measured_peak]
+    points += [_point(comparison, "constants") for comparison in accuracy.apart if comparison.measured_peak]
     return draw_memory_accuracy(points, title="Peak memory, predicted and measured")
+
+
+def _point(comparison: Comparison, group: Group) -> AccuracyPoint:
+    assert comparison.measured_peak is not None
+    return AccuracyPoint(
+        model=comparison.workload.model.name,
+        label=_what_ran(comparison.workload),
+        predicted_bytes=comparison.predicted.peak_bytes,
+        measured_bytes=comparison.measured_peak,
+        group=group,
+        cell=cell_name(comparison.workload),
+    )
 
 
 def _what_ran(workload: Workload) -> str:
