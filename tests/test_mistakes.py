@@ -333,6 +333,17 @@ def test_8_two_graphs_alive_by_the_allocators_count():
     assert kinds(make_run(evidence=Evidence(memory=fine))) == {}
 
 
+def test_8_what_the_allocator_rounds_up_is_no_graph():
+    gib = 2**30
+    memory = PhaseMemory(
+        parameter_bytes=gib, after_parameters=5 * gib, requested_before=4 * gib + 64 * 2**20 + 4,
+        resident_expected=4 * gib, saved_for_backward=2**20,
+    )  # fmt: skip
+    assert kinds(make_run(evidence=Evidence(memory=memory))) == {}
+    held = msgspec.structs.replace(memory, requested_before=4 * gib + 200 * 2**20)
+    assert kinds(make_run(evidence=Evidence(memory=held)))["graph-kept-alive"] == "error"
+
+
 def test_17_unknown_peak_gives_no_mfu():
     run = on_gpu(make_run(forward=[0.1] * 9, backward=[0.2] * 9, optimizer=[0.01] * 9))
     assert metrics.mfu_datasheet(run) is not None

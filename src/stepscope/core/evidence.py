@@ -75,6 +75,8 @@ class PhaseMemory(msgspec.Struct, frozen=True, kw_only=True):
     parameter_bytes: int
     after_parameters: int | None = None
     """Allocated when the model, its optimizer state and the batch are in place, before the step."""
+    requested_before: int | None = None
+    """The same without the allocator's rounding and remainders: what the tensors asked for."""
     resident_expected: int | None = None
     """The same by arithmetic: parameters, buffers, optimizer state, batches, and what the process held before."""
     forward_peak: int | None = None

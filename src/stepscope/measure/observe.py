@@ -176,6 +176,7 @@ class PhasePeaks:
         self._step, self._device = step, device
         torch.cuda.synchronize(device)
         self._before = torch.cuda.memory_allocated(device)
+        self._requested_before = torch.cuda.memory_stats(device).get("requested_bytes.all.current")
         self._reserved_before = torch.cuda.memory_reserved(device)
         self._expected = _unique_bytes(_resident_tensors(step)) + held_before_bytes
         self._peaks: dict[str, int] = {}
@@ -207,6 +208,7 @@ class PhasePeaks:
         memory = PhaseMemory(
             parameter_bytes=parameter_bytes(self._step),
             after_parameters=self._before,
+            requested_before=self._requested_before,
             reserved_before=self._reserved_before,
             reserved_peak=self._reserved,
             outside_allocator=_outside_allocator(self._device),

@@ -11,6 +11,9 @@ from stepscope.core.units import format_bytes
 TF32_ERROR = 1e-5
 """Relative error of the fp32 probe above which TF32 ran: true fp32 is near 2e-7, TF32 near 3e-4."""
 
+_WORKSPACES = 96 * 2**20
+"""Libraries keep some memory of their own: cuBLAS 32 MiB for each of a step's two threads, on Hopper."""
+
 
 def precision_mismatch(run: Run) -> Finding | None:
     """[3] The precision that ran, against the precision asked for."""
@@ -180,9 +183,11 @@ def graph_kept_alive(run: Run) -> Finding | None:
     observation, memory = run.evidence.observation, run.evidence.memory
     extra = None
     if memory and memory.after_parameters is not None and memory.resident_expected is not None:
-        surplus = memory.after_parameters - memory.resident_expected
+        # What was asked for tells, where it is known: each of a thousand tensors may hold a remainder of up to 1 MiB.
+        held = memory.requested_before if memory.requested_before is not None else memory.after_parameters
+        surplus = held - memory.resident_expected
         # Allocation sizes round up, and libraries keep workspaces; a graph is as large as what backward needs.
-        if memory.saved_for_backward and surplus > max(0.5 * memory.saved_for_backward, 64 * 2**20):
+        if memory.saved_for_backward and surplus > max(0.5 * memory.saved_for_backward, _WORKSPACES):
             extra = surplus
     if not extra and not (observation and observation.graphs_alive_before):
         return None
