@@ -24,6 +24,9 @@ SAFETY = 0.01
 QUICK_SAFETY = 0.04
 """The same for plans, whose peaks are predicted without the cache's remainders."""
 
+AMPLE, AMPLE_BYTES = 0.15, 256 * MIB
+"""Room beyond a plan's peak, as a share and in all, with which it fits however the cache is cut up."""
+
 MOST_PLANS = 6
 MOST_GPUS = 1024
 
@@ -109,7 +112,7 @@ def fit(workload: Workload, budget: Budget) -> Fit:
 
 def will_fit(workload: Workload, budget: Budget) -> bool:
     """The verdict alone."""
-    return _fails_in(workload, estimate(workload), budget) is None
+    return runs_within(workload, _safe_bytes(budget)) is None
 
 
 def will_surely_fit(workload: Workload, budget: Budget) -> bool:
@@ -118,12 +121,16 @@ def will_surely_fit(workload: Workload, budget: Budget) -> bool:
 
 
 def _fails_in(workload: Workload, predicted: MemoryEstimate, budget: Budget) -> str | None:
-    safe = int(budget.usable_bytes * (1 - SAFETY))
+    safe = _safe_bytes(budget)
     if predicted.reserved_peak is not None and predicted.reserved_peak <= safe:
         return None
     # The cache holds more than is alive, and gives it back when memory runs out: whether that is enough, the allocator
     # says when it is played through with this limit.
     return runs_within(workload, safe)
+
+
+def _safe_bytes(budget: Budget) -> int:
+    return int(budget.usable_bytes * (1 - SAFETY))
 
 
 def _fits_quickly(peak_bytes: int, budget: Budget) -> bool:
@@ -208,8 +215,8 @@ class _Search:
             return found
         for count in range(1, len(self._levers) + 1):
             for together in itertools.combinations(self._levers, count):
-                plan = self._try(together)
-                if plan is not None and not any(_within(earlier, plan) for earlier in found):
+                plan = self._try(together, found)
+                if plan is not None:
                     found.append(plan)
             if len(found) >= 2:
                 break
@@ -264,8 +271,9 @@ class _Search:
                 best.append(tuple(changes))
         return best
 
-    def _try(self, together: tuple[tuple[_Change, ...], ...]) -> Plan | None:
-        """The mildest settings of these levers that fit; None where not even the strongest do."""
+    def _try(self, together: tuple[tuple[_Change, ...], ...], found: list[Plan]) -> Plan | None:
+        """The mildest settings of these levers that fit; None where not even the strongest do, or an earlier plan does
+        with some of them."""
         fields = [field for settings in together for field in settings[0].fields]
         if len(set(fields)) < len(fields):
             return None  # two settings of one option
@@ -274,15 +282,21 @@ class _Search:
             return None
         for chosen in itertools.product(*together):
             workload = self._with(chosen)
-            peak = self._peak(workload)
-            if _fits_quickly(peak, self._budget):
-                return Plan(
-                    change=", ".join(change.change for change in chosen),
-                    options=" ".join(change.options for change in chosen),
-                    peak_bytes=peak,
-                    extra_flops_fraction=recomputed_flops(workload) / self._flops,
-                )
+            plan = Plan(
+                change=", ".join(change.change for change in chosen),
+                options=" ".join(change.options for change in chosen),
+                peak_bytes=self._peak(workload),
+                extra_flops_fraction=recomputed_flops(workload) / self._flops,
+            )
+            if not any(_within(earlier, plan) for earlier in found) and self._fits(workload):
+                return plan
         return None
+
+    def _fits(self, workload: Workload) -> bool:
+        """The quick verdict, and where it is a near thing the whole one: no plan is offered that would not run."""
+        peak, budget = self._peak(workload), self._budget
+        ample = peak * (1 + AMPLE) + AMPLE_BYTES <= budget.usable_bytes
+        return ample or (_fits_quickly(peak, budget) and will_fit(workload, budget))
 
     def _with(self, changes: tuple[_Change, ...]) -> Workload:
         fields = {name: setting for change in changes for name, setting in change.fields.items()}
