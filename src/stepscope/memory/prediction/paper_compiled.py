@@ -28,7 +28,7 @@ class CompiledPaperModel(PaperModel):
 
     def _norm(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
         root = tape.storage(x.elements // self.d_model * 4)
-        return tape.op("Norm", x.elements, self.sizes.products, [x], saves=[x], also_saves=[root])
+        return tape.op("Norm", x.elements, self.sizes.products, [x, weight], saves=[x], also_saves=[root])
 
     def _cast_weight(self, tape: Tape, weight: Parameter) -> Tensor:
         self._casts.clear()  # no cache: a copy lives as long as the product needs it, and backward
