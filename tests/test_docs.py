@@ -1,6 +1,6 @@
 """Every command that the documents show with its output, run again: the output must be the same to the letter.
 
-Commands that read (table, show, ls, models) run on the runs kept in results/. Commands that measure are not run
+Commands that read (table, show, trace, memory...) run on what is kept in results/. Commands that measure are not run
 again; `make run` is held against the run it left. STEPSCOPE_UPDATE_DOCS=1 writes the outputs anew.
 """
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?<=```console\n)\$ (?P<command>.+?)\n(?P<output>.*?)(?=```)", re.DOTALL)
 READS_AGAIN = {"make run": "stepscope show results/cpu/first"}
-VERBS = ("table", "show", "ls", "models", "kernel", "trace")
+VERBS = ("table", "show", "ls", "models", "kernel", "trace", "memory", "fit")
 
 
 def command_for(shown: str) -> list[str] | None:
