@@ -1,0 +1,193 @@
+"""The step on paper beside the step itself, on the CPU: the same tensors kept, the same bytes at every peak.
+
+A change of models/ that is not followed on paper fails here. All tensors of this step are multiples of the 64 bytes to
+which PyTorch's CPU allocator aligns, so predictions are exact but for single numbers: the loss, the count of its
+targets, a factor or -inf that became a tensor.
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stepscope.core.workload import Workload
+from stepscope.measure.memory_history import capture_memory
+from stepscope.memory.prediction.estimate import estimate, paper_model
+from stepscope.memory.prediction.paper import Ledger, Node, RoundingAllocator, Storage, Tape
+from stepscope.models.training_step import TrainingStep
+from tests.conftest import mini
+from tests.cpu_allocations import allocated_bytes
+
+CPU = torch.device("cpu")
+NUMBERS = 160
+"""Bytes that single numbers may make: some of 4 or 8 that are not on paper, some on paper that take 64."""
+LAYERS = 3
+
+
+def three(**changes: Any) -> Workload:
+    return mini(**{"layers": LAYERS, "phase": "forward-backward", **changes})
+
+
+# ---- tensor by tensor
+
+
+def kept_on_paper(workload: Workload) -> Counter[int]:
+    """Bytes of every storage that the graph of the loss keeps."""
+    model = paper_model(workload, "cpu")
+    tape = Tape(Ledger(RoundingAllocator(1)), recording=True)
+    loss = model.loss(tape, model.head(tape, model.run_blocks(tape, model.embedding(tape))))
+    seen: dict[int, Node] = {}
+    storages: dict[int, Storage] = {}
+    waiting = [loss.node]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Node) and id(node) not in seen:
+            seen[id(node)] = node
+            storages |= {id(storage): storage for storage in node.saved}
+            waiting += node.inputs
+    return Counter(storage.bytes for storage in storages.values())
+
+
+def kept_in_truth(workload: Workload) -> Counter[int]:
+    """Bytes of every storage that autograd saves, but for parameters, buffers and batches."""
+    step = TrainingStep(workload, CPU)
+    resident = [*step.model.parameters(), *step.model.buffers(), *(t for batch in step.batches for t in batch)]
+    owned = {tensor.untyped_storage().data_ptr() for tensor in resident}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    step.prepare()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        step.phases[0].run()
+    return Counter(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in owned)
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa-math", "sdpa"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "bf16-pure"])
+def test_autograd_keeps_the_very_tensors_that_are_on_paper(dtype: str, attention: str):
+    """Size by size. Autocast on a CPU leaves exponentials in 16 bits, where a GPU takes them to fp32."""
+    workload = three(dtype=dtype, attention=attention)
+    truth = kept_in_truth(workload)
+    count_of_targets = Counter({4: 1})
+    assert truth - count_of_targets == kept_on_paper(workload)
+    # The count is not on paper, and the loss is, which nothing saves: both have one block of 64 bytes.
+    assert estimate(workload, "cpu").saved_for_backward == sum(-(-size // 64) * 64 * n for size, n in truth.items())
+
+
+# ---- byte by byte
+
+
+@pytest.fixture(autouse=True)
+def _nothing_dies_late() -> Iterator[None]:
+    """What earlier tests left in cycles must not be freed while this one counts."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def measured_peaks(workload: Workload) -> dict[str, int]:
+    """Of the second step, each phase's highest, over what there was before the step; and the largest `saved`."""
+    step = TrainingStep(workload, CPU)
+    peaks: dict[str, int] = {}
+    for _ in range(2):
+        step.prepare()
+        peaks, alive = {}, 0
+        for phase in step.phases:
+            left, peak = allocated_bytes(phase.run)
+            peaks[phase.name] = max(peaks.get(phase.name, 0), alive + peak)
+            alive += left
+            if phase.name == "forward":
+                peaks["saved"] = max(peaks.get("saved", 0), left)
+    return peaks
+
+
+def predicted_peaks(workload: Workload) -> dict[str, int]:
+    predicted = estimate(workload, "cpu")
+    before = predicted.after_parameters
+    peaks = {"forward": predicted.forward_peak - before}
+    if predicted.saved_for_backward is not None and predicted.backward_peak is not None:
+        peaks |= {"saved": predicted.saved_for_backward, "backward": predicted.backward_peak - before}
+    if predicted.optimizer_peak is not None:
+        peaks["optimizer"] = predicted.optimizer_peak - before
+    return peaks
+
+
+def assert_alike(workload: Workload, bytes_off: int = NUMBERS) -> None:
+    measured, predicted = measured_peaks(workload), predicted_peaks(workload)
+    if workload.phase == "forward":
+        measured.pop("saved")  # its logits, which nobody takes
+    off = {name: measured[name] - predicted[name] for name in measured}
+    assert predicted.keys() == measured.keys()
+    assert all(abs(difference) <= bytes_off for difference in off.values()), (workload.key, off)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "every-1", "every-2"])
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_every_phase_has_the_peak_that_is_predicted(dtype: str, attention: str, checkpointing: str):
+    assert_alike(three(dtype=dtype, attention=attention, checkpointing=checkpointing))
+
+
+@pytest.mark.parametrize("changes", [{"seq_len": 64}, {"d_ff": 512}, {"vocabulary": 16}, {"d_model": 64, "heads": 1}])
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+def test_wherever_the_peak_lies(attention: str, changes: dict[str, int]):
+    """In attention, in the feed-forward, at the loss: shapes move it."""
+    for checkpointing in ("none", "every-1"):
+        assert_alike(three(attention=attention, checkpointing=checkpointing, **changes))
+        assert_alike(three(attention=attention, phase="forward", dtype="fp16", **changes))
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "every-1"])
+def test_the_math_backend_of_fused_attention(checkpointing: str):
+    for seq_len in (16, 64):
+        assert_alike(three(attention="sdpa-math", checkpointing=checkpointing, seq_len=seq_len))
+        assert_alike(three(attention="sdpa-math", phase="forward", dtype="fp16", seq_len=seq_len))
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "every-2"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_micro_batches(dtype: str, checkpointing: str):
+    assert_alike(three(dtype=dtype, checkpointing=checkpointing, batch_size=4, accumulation=2))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-foreach", "adamw-fused", "adamw-loop", "adamw-bf16-state"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_optimizers(dtype: str, optimizer: str):
+    """The count of steps, a number for each parameter, is on the host, but for the fused one."""
+    assert_alike(three(dtype=dtype, optimizer=optimizer, phase="train"))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "bf16-pure"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "every-1"])
+def test_in_bf16_a_cpus_products_take_scratch_memory_besides(dtype: str, checkpointing: str):
+    """oneDNN lays operands out anew: what is saved is exact, the peaks are what is predicted or more."""
+    workload = three(dtype=dtype, checkpointing=checkpointing)
+    measured, predicted = measured_peaks(workload), predicted_peaks(workload)
+    assert abs(measured["saved"] - predicted["saved"]) <= NUMBERS
+    for phase in ("forward", "backward"):
+        assert -NUMBERS <= measured[phase] - predicted[phase] <= 0.2 * predicted[phase]
+
+
+@pytest.mark.parametrize("changes", [{}, {"checkpointing": "every-1"}, {"batch_size": 4, "accumulation": 2}])
+def test_a_recorded_step_shows_the_same_peaks(tmp_path: Path, changes: dict[str, Any]):
+    """What `run --memory` measures, and `fit` predicts."""
+    workload = three(phase="train", **changes)
+    step = TrainingStep(workload, CPU)
+    for _ in range(2):
+        step.prepare()
+        for phase in step.phases:
+            phase.run()
+    measured = capture_memory(step, CPU, tmp_path, workload=workload).measured
+    predicted = estimate(workload, "cpu")
+    for name in ("after_parameters", "forward_peak", "saved_for_backward", "backward_peak", "optimizer_peak"):
+        assert abs(getattr(measured, name) - getattr(predicted, name)) <= NUMBERS, name
+    parameters = sum(tensor.nbytes for tensor in step.model.parameters())
+    assert measured.gradient_bytes == predicted.by_phase["optimizer"]["gradients"] == parameters
