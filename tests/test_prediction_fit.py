@@ -1,0 +1,214 @@
+"""Whether a step fits, and what would make it fit: every plan is applied again and judged anew."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from stepscope.core.device_spec import DATASHEET
+from stepscope.core.errors import InputError
+from stepscope.core.model_config import configure
+from stepscope.core.units import GIB, MIB, parse_bytes
+from stepscope.core.workload import Workload
+from stepscope.memory.prediction.estimate import MemoryEstimate, estimate, estimate_quickly, runs_within
+from stepscope.memory.prediction.fit import (
+    OUTSIDE_BYTES,
+    SAFETY,
+    Plan,
+    budget_of_device,
+    budget_of_memory,
+    fit,
+    will_fit,
+    will_surely_fit,
+)
+from stepscope.memory.prediction.sharding import sharded_peak
+from stepscope.work.transformer import step_flops
+from tests.conftest import mini
+
+
+def of(model: str = "small", **changes: Any) -> Workload:
+    return Workload(model=configure(model), **changes)
+
+
+def applied(plan: Plan, workload: Workload) -> Workload:
+    """The workload with the options that a plan gives."""
+    words = plan.options.split()
+    fields: dict[str, Any] = {
+        option.removeprefix("--"): int(setting) if setting.isdigit() else setting
+        for option, setting in zip(words[::2], words[1::2], strict=True)
+    }
+    return msgspec.structs.replace(workload, **fields)
+
+
+# ---- budgets
+
+
+def test_a_budget_for_the_allocator_is_all_usable_and_a_devices_is_not():
+    assert budget_of_memory(80 * GIB).usable_bytes == budget_of_memory(80 * GIB).total_bytes == 80 * GIB
+    h200 = budget_of_device("H200")
+    assert h200.total_bytes == DATASHEET["NVIDIA H200"].memory_bytes == 141 * 10**9
+    assert h200.usable_bytes == 141 * 10**9 - OUTSIDE_BYTES
+    assert "NVIDIA H200" in h200.said and "datasheet" in h200.said
+
+
+@pytest.mark.parametrize(
+    ("name", "full"), [("h200", "NVIDIA H200"), ("a100 sxm4 40gb", "NVIDIA A100-SXM4-40GB"), ("4090", "RTX 4090")]
+)
+def test_devices_are_found_by_words_of_their_name(name: str, full: str):
+    assert full in budget_of_device(name).said
+
+
+@pytest.mark.parametrize("name", ["V100", "a100", "RTX 5090", "", "NVIDIA"])
+def test_a_device_that_could_be_two_or_none_is_refused_with_those_it_could_be(name: str):
+    with pytest.raises(InputError, match=r"--device .* choose one of .*--memory") as refused:
+        budget_of_device(name)
+    assert "\n" not in str(refused.value)
+    assert name != "V100" or ("16GB" in str(refused.value) and "H200" not in str(refused.value))
+
+
+@pytest.mark.parametrize("text", ["0", "0GiB", "-1GiB", "lots", "1e3"])
+def test_a_budget_of_nothing_is_refused(text: str):
+    with pytest.raises(InputError):
+        parse_bytes(text)
+
+
+# ---- verdicts
+
+
+def test_the_verdict_is_that_of_the_allocator_under_the_limit():
+    """Where the cache holds more than is alive, it is played through: what it needs is between the two."""
+    workload = of(seq_len=1024)
+    predicted = estimate(workload)
+    assert predicted.reserved_peak is not None and predicted.peak_bytes < predicted.reserved_peak
+    roomy, narrow = (int(size / (1 - SAFETY)) + 1 for size in (predicted.reserved_peak, predicted.peak_bytes - MIB))
+    assert will_fit(workload, budget_of_memory(roomy)) and not will_fit(workload, budget_of_memory(narrow))
+    verdicts = [
+        will_fit(workload, budget_of_memory(narrow + (roomy - narrow) * i // 20)) for i in range(21)
+    ]  # once it fits, it fits with more
+    assert verdicts == sorted(verdicts)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "share", "phase"),
+    [(128, 0.1, "build"), (1024, 0.6, "forward"), (1024, 0.995, "backward"), (128, 0.97, "optimizer")],
+)
+def test_it_says_in_which_phase_memory_runs_out(seq_len: int, share: float, phase: str):
+    """Short sequences end where the first step makes the optimizer's state."""
+    workload = of(seq_len=seq_len)
+    assert runs_within(workload, int(estimate(workload).peak_bytes * share)) == phase
+
+
+def test_fit_is_consistent_with_itself():
+    workload = of(seq_len=512)
+    for gibibytes in (1, 4, 5, 8):
+        budget = budget_of_memory(gibibytes * GIB)
+        answer = fit(workload, budget)
+        assert answer.fits == (answer.fails_in is None) == will_fit(workload, budget)
+        assert answer.margin_bytes == gibibytes * GIB - answer.estimate.peak_bytes
+        assert sum(answer.categories.values()) == answer.estimate.peak_bytes
+        assert not (answer.fits and answer.plans)
+        assert answer.fits or not will_surely_fit(workload, budget)
+
+
+# ---- plans
+
+
+@pytest.mark.parametrize("share", [0.97, 0.8, 0.6, 0.4])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("model", "seq_len"), [("tiny", 128), ("tiny", 1024), ("small", 1024), ("medium", 512)])
+def test_every_plan_fits_with_the_peak_it_names(model: str, seq_len: int, dtype: str, share: float):
+    workload = of(model, seq_len=seq_len, dtype=dtype)
+    budget = budget_of_memory(int(estimate(workload).peak_bytes * share))
+    answer = fit(workload, budget)
+    assert not answer.fits and len({plan.change for plan in answer.plans}) == len(answer.plans)
+    here = [plan for plan in answer.plans if plan.gpus == 1]
+    for plan in here:
+        changed = applied(plan, workload)
+        assert changed != workload
+        assert estimate_quickly(changed).peak_bytes == plan.peak_bytes <= budget.usable_bytes
+        assert will_fit(changed, budget), plan.change
+    costs = [plan.extra_flops_fraction for plan in here]
+    assert costs == sorted(costs)
+    assert [plan.gpus for plan in answer.plans] == sorted(plan.gpus for plan in answer.plans)
+    for plan in answer.plans:
+        assert plan.peak_bytes <= budget.usable_bytes
+
+
+def test_no_plan_contains_another():
+    answer = fit(of("xl", seq_len=1024), budget_of_memory(40 * GIB))
+    sets = [set(plan.change.split(", ")) for plan in answer.plans]
+    assert len(sets) >= 2
+    assert not any(a < b for a in sets for b in sets)
+
+
+def test_xl_at_1024_in_80_gib():
+    """The cell that ran out of memory: each of the levers alone would have saved it."""
+    plans = fit(of("xl", seq_len=1024), budget_of_memory(80 * GIB)).plans
+    costs = {plan.options: plan.extra_flops_fraction for plan in plans if plan.gpus == 1}
+    free = ["--attention sdpa", "--dtype bf16", "--accumulation 2", "--checkpointing selective"]
+    assert [costs[options] for options in free] == [0.0] * 4
+    # Of a block's forward, all but the last product: 12 d^2 of 16 d^2, and attention's products; of three forwards.
+    assert costs["--checkpointing every-1"] == pytest.approx(0.25, abs=0.01)
+    assert [plan.gpus for plan in plans] == [1] * 5 + [4]
+
+
+def test_what_checkpointing_costs_is_counted_by_hand():
+    workload = of("xl", seq_len=1024)
+    plans = fit(workload, budget_of_memory(80 * GIB)).plans
+    again = next(plan for plan in plans if plan.options == "--checkpointing every-1")
+    tokens, d_model, d_ff, layers, vocabulary, seq_len = 4096, 1600, 6400, 48, 10_000, 1024
+    projections, gate_and_up, down = 4 * d_model**2, 2 * d_model * d_ff, d_model * d_ff
+    attention = seq_len * d_model  # both products, half of the square
+    rerun = 2 * tokens * layers * (projections + gate_and_up + attention)
+    step = 3 * 2 * tokens * (layers * (projections + gate_and_up + down + attention) + d_model * vocabulary)
+    assert step == step_flops(workload)
+    assert again.extra_flops_fraction == pytest.approx(rerun / step)
+
+
+def test_a_model_that_fits_nowhere_has_no_plan():
+    answer = fit(of("10B", seq_len=128, batch_size=1), budget_of_memory(1 * GIB))
+    assert not answer.fits and answer.fails_in == "build" and answer.plans == ()
+
+
+def test_inference_has_no_levers_of_training():
+    workload = of("2.7B", phase="forward", seq_len=2048)
+    peak = estimate(workload).peak_bytes
+    answer = fit(workload, budget_of_memory(int(peak * 0.9)))
+    assert answer.plans
+    for plan in answer.plans:
+        assert not any(word in plan.options for word in ("--optimizer", "--accumulation", "--checkpointing"))
+        assert plan.extra_flops_fraction == 0
+
+
+# ---- sharding
+
+
+def test_a_shard_by_hand():
+    """Two layers of width 32 and feed-forward 64, vocabulary 101: 10,304 elements a block, 6,496 outside of blocks."""
+    block, outside = 4 * 32**2 + 3 * 32 * 64 + 2 * 32, 2 * 101 * 32 + 32
+    assert (block, outside) == (10_304, 6_496)
+    alone = MemoryEstimate(
+        peak_bytes=0, peak_phase="backward", categories={}, after_parameters=0, forward_peak=0,
+        by_phase={
+            "forward": {"parameters": 1000, "optimizer state": 2000, "saved for backward": 300, "inputs": 7},
+            "backward": {"parameters": 1000, "optimizer state": 2000, "gradients": 999, "temporaries": 50},
+            "optimizer": {"parameters": 1000, "optimizer state": 2000, "gradients": 1000, "temporaries": 1000},
+        },
+    )  # fmt: skip
+    gathered = 4 * (2 * block + outside)
+    # 3000 and 3999 bytes over 4 GPUs; in backward the gradients of what is gathered too.
+    assert sharded_peak(mini(), alone, 4) == 2 * gathered + 1000 + 50
+    only_forward = msgspec.structs.replace(alone, by_phase={"forward": alone.by_phase["forward"]})
+    assert sharded_peak(mini(), only_forward, 4) == gathered + 750 + 307
+    assert sharded_peak(mini(dtype="bf16-pure"), only_forward, 4) == gathered // 2 + 750 + 307
+    only_optimizer = msgspec.structs.replace(alone, by_phase={"optimizer": alone.by_phase["optimizer"]})
+    assert sharded_peak(mini(), only_optimizer, 8) == 5000 // 8
+
+
+def test_more_gpus_need_less_each_and_never_less_than_the_activations():
+    workload = of("xl", seq_len=1024)
+    alone = estimate_quickly(workload)
+    peaks = [sharded_peak(workload, alone, 2**n) for n in range(1, 11)]
+    assert peaks == sorted(peaks, reverse=True)
+    kept = alone.by_phase["backward"]["saved for backward"]
+    assert peaks[-1] > kept
