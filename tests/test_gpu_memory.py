@@ -101,10 +101,11 @@ def test_notes_name_parameters_saved_tensors_and_cast_copies(out: Path):
     assert names == {note.name for note in notes.tensors if note.category == "parameters" and "rotary" not in note.name}
     assert {n.name for n in notes.tensors if n.category == "cast copies"} <= names
     assert notes.measured and notes.measured.saved_for_backward
-    saved = sum(storages(notes.tensors, "saved for backward", "cast copies").values())
-    # What the allocator counts is rounded up to 512 bytes a tensor, and holds the loss.
-    tensors = len(storages(notes.tensors, "saved for backward", "cast copies")) + 1
-    assert saved < notes.measured.saved_for_backward <= saved + 512 * tensors
+    sizes = storages(notes.tensors, "saved for backward", "cast copies").values()
+    # What the allocator counts is rounded up to 512 bytes a tensor, and holds the loss; a block above 1 MiB may keep a
+    # remainder of up to another.
+    rounding = 512 * (len(sizes) + 1) + 2**20 * sum(size > 2**20 for size in sizes)
+    assert sum(sizes) < notes.measured.saved_for_backward <= sum(sizes) + rounding
 
 
 def test_what_filled_the_memory_is_kept(out: Path):
