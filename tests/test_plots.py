@@ -286,9 +286,9 @@ def test_accuracy_judges_by_the_cells_that_found_no_constant():
         accuracy("small", 2, 0.01),
         accuracy("small", 4, -0.03, label="inference"),
         accuracy("xl", 60, 0.02),
-        accuracy("xl", 70, 0.5, group="constants"),
+        accuracy("xl", 70, 0.5, group="corrected"),
     ]
-    assert summary(points) == "3 cells judge: median error 2.00 %, worst 3.00 %; 1 that found constants hollow"
+    assert summary(points) == "3 cells judge: median error 2.00 %, worst 3.00 %; 1 that it was corrected by, hollow"
     spec = plot_spec(draw_memory_accuracy(points, title="accuracy"))
     svg = plot_svg(spec)
     for text in ("measured peak (GiB)", "predicted peak (GiB)", "error of the prediction (%)", "±2 %", "±6 %", "small",

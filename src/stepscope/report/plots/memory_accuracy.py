@@ -18,8 +18,8 @@ WIDTH, HEIGHT, ERROR_HEIGHT = 620, 460, 190
 BANDS = (0.02, 0.06)
 """Shares of the measured peak: what the median error is held to, and what the worst is."""
 
-Group = Literal["constants", "judged"]
-"""Whether a cell served to find a constant of the prediction, or judges it. The two are never mixed in one figure."""
+Group = Literal["corrected", "judged"]
+"""Whether the prediction was corrected by a cell, or is judged by it. The two are never mixed in one figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class AccuracyPoint:
 
 
 def draw_memory_accuracy(points: Sequence[AccuracyPoint], *, title: str, subtitle: str = "") -> alt.TopLevelMixin:
-    """Two panels over one logarithmic axis of measured peaks in GiB. Cells that found a constant are hollow.
+    """Two panels over one logarithmic axis of measured peaks in GiB. Cells that the prediction was corrected by are hollow.
 
     Without a subtitle, one says how many cells judge, and their median and worst error.
     Raises InputError where there is nothing to draw, or more models or labels than can be told apart.
@@ -76,7 +76,7 @@ def draw_memory_accuracy(points: Sequence[AccuracyPoint], *, title: str, subtitl
     low, high = min(ends) / 1.25, max(ends) * 1.25
     scale = alt.Scale(type="log", domain=[low, high], nice=False)
     x = alt.X("measured:Q", scale=scale, title="measured peak (GiB)", axis=log_axis(low, high))
-    marks = _marks(models, labels, hollow=any(point.group == "constants" for point in points))
+    marks = _marks(models, labels, hollow=any(point.group == "corrected" for point in points))
     upper = alt.layer(
         *_diagonal(low, high, x, scale),
         _points(data, marks).encode(
@@ -95,7 +95,7 @@ def draw_memory_accuracy(points: Sequence[AccuracyPoint], *, title: str, subtitl
 def draw_accuracy_of(accuracy: Accuracy) -> alt.TopLevelMixin:
     """Stored runs beside their predictions: every run whose peak was measured."""
     points = [_point(comparison, "judged") for comparison in accuracy.comparisons if comparison.measured_peak]
-    points += [_point(comparison, "constants") for comparison in accuracy.apart if comparison.measured_peak]
+    points += [_point(comparison, "corrected") for comparison in accuracy.apart if comparison.measured_peak]
     return draw_memory_accuracy(points, title="Peak memory, predicted and measured")
 
 
@@ -120,10 +120,10 @@ def _what_ran(workload: Workload) -> str:
 
 
 def summary(points: Sequence[AccuracyPoint]) -> str:
-    """How many cells judge the prediction, and their median and worst error; how many found constants."""
+    """How many cells judge the prediction, and their median and worst error; how many it was corrected by."""
     errors = sorted(abs(point.error) for point in points if point.group == "judged")
     apart = len(points) - len(errors)
-    found = f"{apart} that found constants hollow" if apart else ""
+    found = f"{apart} that it was corrected by, hollow" if apart else ""
     if not errors:
         return found
     n = len(errors)
