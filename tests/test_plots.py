@@ -281,7 +281,7 @@ def accuracy(model: str, measured_gib: float, error: float, **changes: Any) -> A
     return AccuracyPoint(model=model, predicted_bytes=round(measured * (1 + error)), measured_bytes=measured, **given)
 
 
-def test_accuracy_judges_by_the_cells_that_found_no_constant():
+def test_accuracy_judges_by_the_cells_that_nothing_was_corrected_by():
     points = [
         accuracy("small", 2, 0.01),
         accuracy("small", 4, -0.03, label="inference"),

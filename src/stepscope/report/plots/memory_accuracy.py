@@ -43,7 +43,7 @@ class AccuracyPoint:
 
 
 def draw_memory_accuracy(points: Sequence[AccuracyPoint], *, title: str, subtitle: str = "") -> alt.TopLevelMixin:
-    """Two panels over one logarithmic axis of measured peaks in GiB. Cells that the prediction was corrected by are hollow.
+    """Two panels over one logarithmic axis of measured peaks in GiB. Cells it was corrected by are hollow.
 
     Without a subtitle, one says how many cells judge, and their median and worst error.
     Raises InputError where there is nothing to draw, or more models or labels than can be told apart.
