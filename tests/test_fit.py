@@ -280,6 +280,11 @@ def test_the_plots_in_the_documents_are_drawn_from_the_runs(tmp_path: Path):
         ("--against tests/golden", "no run in tests/golden"),
         ("--against results/cpu/first", "measure on a GPU"),
         ("--against results/h200/memory-limits --plot fit.txt", ".svg"),
+        ("--memory 8GiB --attention sdpa-flash", "does not run in fp32"),
+        ("--memory 8GiB --layers 100000", "at most"),
+        ("--tensors --sweep --memory 8GiB", "one at a time"),
+        ("--tensors --memory 8GiB", "leave out --memory"),
+        ("--against results/h200/memory --device H100", "leave out --device"),
     ],
 )
 def test_bad_input_is_one_line(options: str, words: str):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from stepscope.analysis.checks import check_run
+from stepscope.core.attention_support import SUPPORT
 from stepscope.core.run import Run, Settings
 from stepscope.core.units import GIB
 from stepscope.core.workload import Attention, Dtype
@@ -186,15 +187,14 @@ def test_a_timer_that_does_not_wait_is_found_for_real(gpu: torch.device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_attention_on_the_gpu_against_float64(name: Attention, dtype: torch.dtype, gpu: torch.device):
-    implementation = IMPLEMENTATIONS[name]
     asked: Dtype = "fp32" if dtype == torch.float32 else "bf16"
-    if asked not in implementation.cuda_dtypes:
+    if asked not in SUPPORT[name].cuda_dtypes:
         pytest.skip(f"{name} does not run in {asked}")
     generator = torch.Generator(device=gpu).manual_seed(0)
     q, k, v = (torch.randn(2, 4, 128, 64, device=gpu, generator=generator).to(dtype) for _ in range(3))
     with matmul_precision("fp32"):
-        out = implementation.function(q, k, v, causal=True)
-    exact = IMPLEMENTATIONS["reference"].function(q.double(), k.double(), v.double(), causal=True)
+        out = IMPLEMENTATIONS[name](q, k, v, causal=True)
+    exact = IMPLEMENTATIONS["reference"](q.double(), k.double(), v.double(), causal=True)
     error = (out.double() - exact).norm() / exact.norm()
     assert error < (1e-5 if dtype == torch.float32 else 1e-2)
 

@@ -6,6 +6,7 @@ import polars as pl
 import pytest
 
 from stepscope.core.memory_notes import TensorNote
+from stepscope.core.units import MIB
 from stepscope.memory.at_moment import moment_at
 from stepscope.memory.blocks import saved_by_block
 from stepscope.memory.explain import Explained, explain
@@ -83,3 +84,12 @@ def _bytes(notes: tuple[TensorNote, ...], category: str, on_device: Explained | 
         known = set(on_device.allocations.filter(pl.col("category") == category)["address"])
         sizes = {address: size for address, size in sizes.items() if address in known}
     return sum(sizes.values())
+
+
+def test_what_a_step_kept_until_memory_ran_out_is_no_workspace():
+    """A forward that never ended: what it made and did not free, it had saved."""
+    (recorded,) = (Path(__file__).parent.parent / "results/h200/memory-recorded").glob("*small-b16*")
+    found = explain(read_snapshot(recorded, device=None))
+    categories = moment_at(found, None).categories
+    assert sum(categories.values()) == found.peak_bytes
+    assert categories["workspaces"] == 64 * MIB and categories["saved for backward"] > 0.85 * found.peak_bytes

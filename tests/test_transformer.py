@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepscope.core.attention_support import SUPPORT
 from stepscope.core.errors import InputError
 from stepscope.core.workload import Attention, Dtype
 from stepscope.measure import ranges
@@ -17,7 +18,7 @@ from stepscope.models.training_step import build_model
 from stepscope.models.transformer import RMSNorm, RotaryEmbedding, SwiGLU, Transformer
 from tests.conftest import mini
 
-CPU = [name for name, implementation in IMPLEMENTATIONS.items() if "cpu" in implementation.device_types]
+CPU = [name for name, support in SUPPORT.items() if "cpu" in support.device_types]
 
 
 def qkv(seq: int, head_dim: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[torch.Tensor]:
@@ -43,7 +44,7 @@ def by_loops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sc
 @pytest.mark.parametrize("name", CPU)
 def test_attention_is_its_definition(name: Attention, causal: bool):
     q, k, v = (t.detach() for t in qkv(7, 4))
-    out = IMPLEMENTATIONS[name].function(q, k, v, causal=causal)
+    out = IMPLEMENTATIONS[name](q, k, v, causal=causal)
     torch.testing.assert_close(out, by_loops(q, k, v, causal, 0.5))
 
 

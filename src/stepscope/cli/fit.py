@@ -65,6 +65,7 @@ def fit(
     json: options.Json = False,
 ) -> None:
     """Predict the peak memory of a step, say whether it fits, and what would make it fit. Needs no GPU."""
+    _check_together({"--tensors": tensors, "--sweep": sweep, "--fake": fake}, memory, device, against)
     if against:
         _compare(against, apart or [], plot, json)
         return
@@ -90,6 +91,16 @@ def fit(
         _answer(workload(model or "small"), _budget(memory, device), fake, json)
 
 
+def _check_together(modes: dict[str, bool], memory: str | None, device: str | None, against: list[Path] | None) -> None:
+    """Raise InputError where options ask for two answers, or one of them would go unread."""
+    asked = [mode for mode, given in modes.items() if given] + (["--against"] if against else [])
+    if len(asked) > 1:
+        raise InputError(f"{' and '.join(asked)} are different questions: ask one at a time")
+    read_nowhere = [option for option, given in (("--memory", memory), ("--device", device)) if given is not None]
+    if asked and asked[0] in ("--tensors", "--against") and read_nowhere:
+        raise InputError(f"{asked[0]} asks for no budget: leave out {' and '.join(read_nowhere)}")
+
+
 def _budget(memory: str | None, device: str | None) -> "Budget":
     from stepscope.memory.prediction.fit import budget_of_device, budget_of_memory
 
@@ -110,7 +121,7 @@ def _answer(workload: Workload, budget: "Budget", fake: bool, json: bool) -> Non
     if json:
         fields = fit_as_json(answer, workload)
         if second is not None:
-            fields["fake"] = msgspec.to_builtins(second)
+            fields["fake"] = {"peak_bytes": second.peak_bytes, **msgspec.to_builtins(second)}
         emit(msgspec.json.format(msgspec.json.encode(fields), indent=1).decode() + "\n")
         return
     from stepscope.report.fit import render_fit

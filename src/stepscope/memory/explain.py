@@ -274,6 +274,7 @@ def _with_notes(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay) -> tu
     notes = [noted.get(i, nothing) for i in range(table.height)]
     there = pl.Series([i in noted for i in range(table.height)], dtype=pl.Boolean)
     crosses = (pl.col("phase") == "forward") & (pl.col("free_phase") == "backward")
+    unfinished = any(event.action == "oom" for event in snapshot.events)
     modules = pl.Series([note.module for note in notes], dtype=pl.String)
     table = table.with_columns(
         category=pl.when(there)
@@ -281,6 +282,11 @@ def _with_notes(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay) -> tu
         .when(crosses)
         .then(pl.lit("saved for backward"))
         .when(pl.col("free_event").is_not_null())
+        .then(pl.lit("temporaries"))
+        # A step that ran out of memory never came to its end: what its forward made, it kept.
+        .when(pl.lit(unfinished) & (pl.col("phase") == "forward"))
+        .then(pl.lit("saved for backward"))
+        .when(pl.lit(unfinished) & (pl.col("phase") != ""))
         .then(pl.lit("temporaries"))
         .otherwise(pl.lit("workspaces")),
         name=pl.Series([note.name for note in notes], dtype=pl.String),
@@ -332,6 +338,6 @@ def _remarks(snapshot: Snapshot, replayed: Replay, phases: tuple[PhaseSpan, ...]
         if event.action == "oom":
             said.append(
                 f"Out of memory: {format_count(event.size)} bytes were asked for when the driver had "
-                f"{format_count(event.device_free)} left."
+                f"{format_count(event.device_free)} left; a limit set for the process is not in the snapshot."
             )
     return said

@@ -4,8 +4,6 @@ Shape legend: B batch, H heads, S query positions, T key positions, D head_dim. 
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stepscope.core.errors import InputError, choose
+from stepscope.core.attention_support import check_attention
 from stepscope.core.workload import Attention, Dtype
 from stepscope.measure.ranges import detail_range
 
@@ -57,58 +55,18 @@ def _sdpa_with(backend: SDPBackend) -> AttentionFunction:
     return attention
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionImplementation:
-    """An attention function and what it runs on."""
-
-    function: AttentionFunction
-    device_types: tuple[str, ...] = ("cpu", "cuda")
-    cuda_dtypes: tuple[Dtype, ...] = ("fp32", "tf32", "bf16", "fp16", "bf16-pure")
-    max_head_dim: int | None = None
-
-
-_HALF: tuple[Dtype, ...] = ("bf16", "fp16", "bf16-pure")
-
-IMPLEMENTATIONS: dict[Attention, AttentionImplementation] = {
-    "reference": AttentionImplementation(function=reference),
-    "sdpa": AttentionImplementation(function=sdpa),
-    "sdpa-math": AttentionImplementation(function=_sdpa_with(SDPBackend.MATH)),
-    "sdpa-efficient": AttentionImplementation(
-        function=_sdpa_with(SDPBackend.EFFICIENT_ATTENTION), device_types=("cuda",)
-    ),
-    "sdpa-flash": AttentionImplementation(
-        function=_sdpa_with(SDPBackend.FLASH_ATTENTION), cuda_dtypes=_HALF, max_head_dim=256
-    ),
-    "sdpa-cudnn": AttentionImplementation(
-        function=_sdpa_with(SDPBackend.CUDNN_ATTENTION),
-        device_types=("cuda",),
-        cuda_dtypes=_HALF,
-        max_head_dim=256,
-    ),
+IMPLEMENTATIONS: dict[Attention, AttentionFunction] = {
+    "reference": reference,
+    "sdpa": sdpa,
+    "sdpa-math": _sdpa_with(SDPBackend.MATH),
+    "sdpa-efficient": _sdpa_with(SDPBackend.EFFICIENT_ATTENTION),
+    "sdpa-flash": _sdpa_with(SDPBackend.FLASH_ATTENTION),
+    "sdpa-cudnn": _sdpa_with(SDPBackend.CUDNN_ATTENTION),
 }
+"""What each runs on is in `core/attention_support.py`."""
 
 
 def attention_for(name: Attention, *, device_type: str, dtype: Dtype, head_dim: int) -> AttentionFunction:
     """The named implementation, or an InputError that says what it lacks and which ones would work."""
-    choose(name, list(IMPLEMENTATIONS), "attention")
-    chosen = IMPLEMENTATIONS[name]
-    fault = _fault(chosen, device_type, dtype, head_dim)
-    if fault is None:
-        return chosen.function
-    others = [n for n, other in IMPLEMENTATIONS.items() if _fault(other, device_type, dtype, head_dim) is None]
-    raise InputError(f"attention {name} {fault}: choose one of {', '.join(others)}")
-
-
-def _fault(implementation: AttentionImplementation, device_type: str, dtype: Dtype, head_dim: int) -> str | None:
-    checks: tuple[tuple[Callable[[], bool], str], ...] = (
-        (lambda: device_type in implementation.device_types, f"does not run on {device_type}"),
-        (
-            lambda: device_type != "cuda" or dtype in implementation.cuda_dtypes,
-            f"does not run in {dtype} (it takes {', '.join(implementation.cuda_dtypes)})",
-        ),
-        (
-            lambda: implementation.max_head_dim is None or head_dim <= implementation.max_head_dim,
-            f"takes head_dim up to {implementation.max_head_dim}, not {head_dim}",
-        ),
-    )
-    return next((sentence for holds, sentence in checks if not holds()), None)
+    check_attention(name, device_type=device_type, dtype=dtype, head_dim=head_dim)
+    return IMPLEMENTATIONS[name]

@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from stepscope.core.attention_support import check_attention
+from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import MemoryCategory
 from stepscope.core.units import MIB
 from stepscope.core.workload import Workload
@@ -26,6 +28,12 @@ DISTINCT_BATCHES = 4
 
 STEPS = 3
 """The first makes the optimizer's state, the second meets the cache that it left; the third is as those after it."""
+
+MANY_LAYERS = 256
+"""From here on, blocks that are alike stand in one piece, as in `estimate_quickly`."""
+
+MOST_LAYERS = 2**15
+"""Beyond it a prediction takes longer than anyone waits, and no such model is."""
 
 DeviceType = Literal["cuda", "cpu"]
 
@@ -73,7 +81,11 @@ def runs_within(workload: Workload, limit_bytes: int) -> str | None:
 
 
 def paper_model(workload: Workload, device_type: DeviceType) -> PaperModel:
-    """The model on paper as the workload runs it: op by op, or compiled."""
+    """The model on paper as the workload runs it: op by op, or compiled. Raises InputError for what would not run."""
+    config = workload.model
+    check_attention(workload.attention, device_type=device_type, dtype=workload.dtype, head_dim=config.head_dim)
+    if config.layers > MOST_LAYERS:
+        raise InputError(f"layers is {config.layers}: memory is predicted for at most {MOST_LAYERS}")
     return (PaperModel if workload.compile == "eager" else CompiledPaperModel)(workload, device_type)
 
 
@@ -88,6 +100,8 @@ class _PaperStep:
         self._on_gpu = device_type == "cuda"
         self._ledger = Ledger(allocator)
         self._model = paper_model(workload, device_type)
+        if workload.model.layers > MANY_LAYERS:
+            self.abridge()
         self._resident: list[Storage] = []
         self._peaks: dict[str, tuple[int, list[int]]] = {}
         self._saved = 0
