@@ -165,6 +165,25 @@ def test_what_checkpointing_costs_is_counted_by_hand():
     assert again.extra_flops_fraction == pytest.approx(rerun / step)
 
 
+def test_a_change_that_adds_to_the_peak_hides_no_other():
+    """Without a graph autocast adds copies of the weights: all changes together do not fit, one of them does."""
+    workload = of("large", seq_len=2048, phase="forward")
+    budget = budget_of_memory(5 * GIB)
+    everything = msgspec.structs.replace(workload, attention="sdpa", dtype="bf16")
+    assert not will_surely_fit(everything, budget)
+    assert fit(workload, budget).plans[0].options == "--attention sdpa"
+
+
+def test_what_the_step_runs_again_already_is_no_cost_of_a_plan():
+    workload = of(seq_len=1024, checkpointing="every-12")
+    plans = fit(workload, budget_of_memory(7 * GIB)).plans
+    costs = {plan.options: plan.extra_flops_fraction for plan in plans if plan.gpus == 1}
+    assert costs["--attention sdpa"] == 0
+    # Each group leaves out its last product, and smaller groups are more: eleven more of them here.
+    left_out = 11 * 2 * workload.tokens * workload.model.d_model * workload.model.d_ff
+    assert costs["--checkpointing every-1"] == pytest.approx(-left_out / step_flops(workload))
+
+
 def test_a_model_that_fits_nowhere_has_no_plan():
     answer = fit(of("10B", seq_len=128, batch_size=1), budget_of_memory(1 * GIB))
     assert not answer.fits and answer.fails_in == "build" and answer.plans == ()

@@ -49,7 +49,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """For the command line; empty for what stepscope does not run yet."""
     peak_bytes: int
     extra_flops_fraction: float
-    """FLOPs run again, as a share of the step's model FLOPs."""
+    """FLOPs that it runs again beyond what the workload does already, as a share of the step's model FLOPs; below zero
+    where it runs fewer again."""
     gpus: int = 1
 
 
@@ -145,34 +146,39 @@ class _Change(msgspec.Struct, frozen=True, kw_only=True):
     fields: dict[str, str | int]
 
 
-def _changes(workload: Workload) -> list[_Change]:
-    """The levers that this workload has left, those that cost nothing first. Several settings of one lever stand
-    next to each other, the mildest first."""
-    written_out = workload.attention in ("reference", "sdpa-math")
-    training = workload.phase != "forward"
-    changes: list[_Change | None] = [
-        _change("fused attention", "--attention", "sdpa") if written_out else None,
-        _change("fused AdamW", "--optimizer", "adamw-fused")
-        if workload.optimizer in ("adamw-foreach", "adamw-loop")
-        else None,
-        _change("bf16 autocast", "--dtype", "bf16") if workload.dtype in ("fp32", "tf32") else None,
-        _change("optimizer state in bf16", "--optimizer", "adamw-bf16-state")
-        if workload.optimizer not in (None, "adamw-bf16-state") and workload.dtype != "bf16-pure"
-        else None,
-    ]
-    if training:
-        changes += [
-            _change(f"{n} micro-batches of {workload.batch_size // n}", "--accumulation", n)
-            for n in range(workload.accumulation + 1, workload.batch_size + 1)
-            if workload.batch_size % n == 0
-        ]
-        if workload.checkpointing == "none":
-            changes.append(_change("checkpointing that keeps matrix products", "--checkpointing", "selective"))
-        if workload.checkpoint_group is None:
-            changes += [
-                _change(_group_words(k), "--checkpointing", f"every-{k}") for k in _group_sizes(workload.model.layers)
-            ]
-    return [change for change in changes if change is not None]
+_Lever = tuple[_Change, ...]
+"""Settings of one lever, the mildest first."""
+
+
+def _levers(workload: Workload) -> list[_Lever]:
+    """The levers that this workload has left, those that cost nothing first. Groups of
+    checkpointed blocks are not among them (`_groups`): of those the search takes the best."""
+    levers: list[_Lever] = []
+    if workload.attention in ("reference", "sdpa-math"):
+        levers.append((_change("fused attention", "--attention", "sdpa"),))
+    if workload.optimizer in ("adamw-foreach", "adamw-loop"):
+        levers.append((_change("fused AdamW", "--optimizer", "adamw-fused"),))
+    if workload.dtype in ("fp32", "tf32"):
+        levers.append((_change("bf16 autocast", "--dtype", "bf16"),))
+    if workload.optimizer not in (None, "adamw-bf16-state") and workload.dtype != "bf16-pure":
+        levers.append((_change("optimizer state in bf16", "--optimizer", "adamw-bf16-state"),))
+    if workload.phase == "forward":
+        return levers
+    batch = workload.batch_size
+    splits = [n for n in range(workload.accumulation + 1, batch + 1) if batch % n == 0]
+    if splits:
+        levers.append(tuple(_change(f"{n} micro-batches of {batch // n}", "--accumulation", n) for n in splits))
+    if workload.checkpointing == "none":
+        levers.append((_change("checkpointing that keeps matrix products", "--checkpointing", "selective"),))
+    return levers
+
+
+def _groups(workload: Workload) -> _Lever:
+    """Checkpointing of whole blocks, in groups that this workload does not have yet."""
+    if workload.phase == "forward":
+        return ()
+    sizes = [k for k in _group_sizes(workload.model.layers) if k != workload.checkpoint_group]
+    return tuple(_change(_group_words(k), "--checkpointing", f"every-{k}") for k in sizes)
 
 
 def _change(words: str, option: str, setting: str | int) -> _Change:
@@ -206,7 +212,10 @@ class _Search:
         self._workload, self._budget = workload, budget
         self._flops = step_flops(workload)
         self._known: dict[Workload, int] = {}
-        self._levers = self._best_of_each()
+        self._levers = _levers(workload)
+        best = self._best_group(_groups(workload))
+        if best is not None:
+            self._levers.append((best,))
 
     def plans(self) -> list[Plan]:
         """Single changes that suffice; where fewer than two do, pairs, triples and so on too, until some suffice."""
@@ -236,17 +245,19 @@ class _Search:
                     change=", ".join([*(change.change for change in changes), words]),
                     options=" ".join(change.options for change in changes),
                     peak_bytes=sharded_peak(workload, alone, gpus),
-                    extra_flops_fraction=recomputed_flops(workload) / self._flops,
+                    extra_flops_fraction=self._extra(workload),
                     gpus=gpus,
                 )
         return None
 
     def _everything_helps(self) -> bool:
-        """Whether the strongest settings of all levers together fit: if not, no choice among them does."""
-        return _fits_quickly(self._peak(self._with(self._strongest())), self._budget)
+        """Whether the strongest settings together fit: if not, no choice among them does."""
+        return self._fits_quickly(self._strongest())
 
     def _strongest(self) -> tuple[_Change, ...]:
-        """The last setting of each lever; of two levers that set one option, the one that leaves less alive."""
+        """The last setting of each lever; of two levers that set one option, the one that leaves less alive. Where they
+        do not fit together, without those that only add to the peak: autocast's copies of weights may outweigh what
+        they halve."""
         chosen: dict[str, _Change] = {}
         for settings in self._levers:
             change = settings[-1]
@@ -254,31 +265,35 @@ class _Search:
                 before = chosen.get(field)
                 if before is None or self._peak(self._with((change,))) <= self._peak(self._with((before,))):
                     chosen[field] = change
-        return tuple(chosen.values())
+        together = tuple(chosen.values())
+        for change in chosen.values():
+            if self._fits_quickly(together):
+                break
+            without = tuple(other for other in together if other is not change)
+            if self._peak(self._with(without)) < self._peak(self._with(together)):
+                together = without
+        return together
 
-    def _best_of_each(self) -> list[tuple[_Change, ...]]:
-        """For each lever its settings worth trying: all micro-batches; of the groups, the one of the lowest peak."""
-        levers: dict[str, list[_Change]] = {}
-        for change in _changes(self._workload):
-            lever = "group" if "every-" in change.options else change.change.split(" of ")[0]
-            lever = "micro-batches" if "micro-batches" in change.change else lever
-            levers.setdefault(lever, []).append(change)
-        best = []
-        for lever, changes in levers.items():
-            if lever == "group":
-                best.append((min(changes, key=lambda c: self._peak(self._with((c,)))),))
-            else:
-                best.append(tuple(changes))
+    def _fits_quickly(self, changes: tuple[_Change, ...]) -> bool:
+        return _fits_quickly(self._peak(self._with(changes)), self._budget)
+
+    def _best_group(self, groups: _Lever) -> _Change | None:
+        """The group of the lowest peak. Larger ones keep fewer inputs and hold more at once, so that the peak falls and
+        then rises: the first that does not lower it ends the search."""
+        best = None
+        for change in groups:
+            if best is not None and self._peak(self._with((change,))) >= self._peak(self._with((best,))):
+                break
+            best = change
         return best
 
-    def _try(self, together: tuple[tuple[_Change, ...], ...], found: list[Plan]) -> Plan | None:
+    def _try(self, together: tuple[_Lever, ...], found: list[Plan]) -> Plan | None:
         """The mildest settings of these levers that fit; None where not even the strongest do, or an earlier plan does
         with some of them."""
         fields = [field for settings in together for field in settings[0].fields]
         if len(set(fields)) < len(fields):
             return None  # two settings of one option
-        strongest = tuple(settings[-1] for settings in together)
-        if not _fits_quickly(self._peak(self._with(strongest)), self._budget):
+        if not self._fits_quickly(tuple(settings[-1] for settings in together)):
             return None
         for chosen in itertools.product(*together):
             workload = self._with(chosen)
@@ -286,7 +301,7 @@ class _Search:
                 change=", ".join(change.change for change in chosen),
                 options=" ".join(change.options for change in chosen),
                 peak_bytes=self._peak(workload),
-                extra_flops_fraction=recomputed_flops(workload) / self._flops,
+                extra_flops_fraction=self._extra(workload),
             )
             if not any(_within(earlier, plan) for earlier in found) and self._fits(workload):
                 return plan
@@ -297,6 +312,9 @@ class _Search:
         peak, budget = self._peak(workload), self._budget
         ample = peak * (1 + AMPLE) + AMPLE_BYTES <= budget.usable_bytes
         return ample or (_fits_quickly(peak, budget) and will_fit(workload, budget))
+
+    def _extra(self, workload: Workload) -> float:
+        return (recomputed_flops(workload) - recomputed_flops(self._workload)) / self._flops
 
     def _with(self, changes: tuple[_Change, ...]) -> Workload:
         fields = {name: setting for change in changes for name, setting in change.fields.items()}
