@@ -1,9 +1,11 @@
 """Whether a step fits, and what would make it fit: every plan is applied again and judged anew."""
 
+import io
 from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from stepscope.core.device_spec import DATASHEET
 from stepscope.core.errors import InputError
@@ -22,6 +24,7 @@ from stepscope.memory.prediction.fit import (
     will_surely_fit,
 )
 from stepscope.memory.prediction.sharding import sharded_peak
+from stepscope.report.fit import render_fit
 from stepscope.work.transformer import step_flops
 from tests.conftest import mini
 
@@ -182,6 +185,23 @@ def test_what_the_step_runs_again_already_is_no_cost_of_a_plan():
     # Each group leaves out its last product, and smaller groups are more: eleven more of them here.
     left_out = 11 * 2 * workload.tokens * workload.model.d_model * workload.model.d_ff
     assert costs["--checkpointing every-1"] == pytest.approx(-left_out / step_flops(workload))
+
+
+def test_more_gpus_stand_beside_no_change_that_suffices_without_them():
+    budget = budget_of_memory(7 * GIB)
+    workload = of(seq_len=1024, checkpointing="every-12")
+    assert any(plan.options == "--attention sdpa" for plan in fit(workload, budget).plans)
+    for plan in fit(workload, budget).plans:
+        assert plan.gpus == 1 or not will_surely_fit(applied(plan, workload), budget)
+
+
+def test_of_cuda_graphs_it_says_what_is_not_predicted():
+    budget = budget_of_memory(80 * GIB)
+    for mode, said in (("default", False), ("reduce-overhead", True), ("max-autotune", True)):
+        workload = of(compile=mode)
+        console = Console(width=200, file=io.StringIO(), record=True)
+        console.print(render_fit(fit(workload, budget), workload))
+        assert ("CUDA graphs hold memory" in console.export_text()) == said
 
 
 def test_a_model_that_fits_nowhere_has_no_plan():

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def fit(
-    model: Annotated[str | None, typer.Option("--model", help="A preset (with --sweep several, or all).")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="A preset; with --sweep several, or none for all.")
+    ] = None,
     seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens in a sequence.")] = 512,
     batch_size: Annotated[int, typer.Option("--batch-size", help="Sequences in a step.")] = 4,
     dtype: Annotated[str, typer.Option("--dtype", help=options.DTYPE_HELP)] = "fp32",

@@ -64,7 +64,7 @@ class TensorNotes:
             self._note(parameter.grad, "gradients", name)
 
     def saved(self, owners: _Owners) -> None:
-        """The loss, and what its graph keeps for backward; each storage once, as the node has it that saved it first."""
+        """The loss, and what its graph keeps for backward; each storage once, by the node that saved it first."""
         loss = self._step.loss
         self._note(loss, "temporaries", "loss")
         if loss is None or loss.grad_fn is None:

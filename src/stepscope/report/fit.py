@@ -11,7 +11,7 @@ from stepscope.core.units import format_bytes, format_share
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.accuracy import Accuracy, Comparison
 from stepscope.memory.prediction.estimate import MemoryEstimate
-from stepscope.memory.prediction.fit import Fit, Plan
+from stepscope.memory.prediction.fit import MOST_GPUS, SAFETY, Fit, Plan
 from stepscope.memory.prediction.kept_tensors import KeptTensor, kept_by_block
 from stepscope.memory.prediction.largest import Largest
 from stepscope.report.terminal import cell_name, describe_model, describe_workload, make_table
@@ -20,6 +20,12 @@ from stepscope.work.transformer import parameter_count
 _SYMBOLS = {
     "batch_size": "B", "seq_len": "S", "d_model": "M", "d_ff": "F", "heads": "H", "head_dim": "D", "bytes": "bytes",
 }  # fmt: skip
+
+_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+_OF_CUDA_GRAPHS = (
+    "CUDA graphs hold memory in a pool of their own, which is not predicted: these figures are those of compile "
+    "default. Leave some per cent more free."
+)
 
 
 def render_fit(answer: Fit, workload: Workload) -> RenderableType:
@@ -37,6 +43,8 @@ def render_fit(answer: Fit, workload: Workload) -> RenderableType:
     reason = _reason(answer.estimate, workload)
     if reason:
         parts += [Text(), Text(reason)]
+    if workload.compile in _WITH_CUDA_GRAPHS:
+        parts += [Text(), Text(_OF_CUDA_GRAPHS, style="yellow")]
     if not answer.fits:
         parts += [Text(), *_plan_parts(answer)]
     return Group(*parts)
@@ -71,8 +79,8 @@ def _verdict(answer: Fit) -> Text:
         return Text(f"It does not fit into {budget.said}: {where}. {peak}: {missing}.", style="bold red")
     cache = f", but not what the allocator caches ({format_bytes(estimate.reserved_peak or 0)} in all)"
     return Text(
-        f"It does not safely fit into {budget.said}: {where}, when 1 % is kept free. {peak}: that alone would "
-        f"fit{cache}.",
+        f"It does not safely fit into {budget.said}: {where}, when {100 * SAFETY:g} % is kept free. {peak}: that "
+        f"alone would fit{cache}.",
         style="bold red",
     )
 
@@ -136,7 +144,7 @@ def _plan_parts(answer: Fit) -> list[RenderableType]:
         return [
             Text(
                 "No change that stepscope knows makes it fit: not all of them together, and not with its state sharded "
-                "over 1024 GPUs. A smaller model, a shorter sequence or more memory is needed.",
+                f"over {MOST_GPUS} GPUs. A smaller model, a shorter sequence or more memory is needed.",
                 style="yellow",
             )
         ]

@@ -1,6 +1,7 @@
 """Whether a step fits into so much memory, and the cheapest changes that would make it fit."""
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import msgspec
@@ -165,7 +166,7 @@ def _levers(workload: Workload) -> list[_Lever]:
     if workload.phase == "forward":
         return levers
     batch = workload.batch_size
-    splits = [n for n in range(workload.accumulation + 1, batch + 1) if batch % n == 0]
+    splits = [n for n in _divisors(batch) if n > workload.accumulation]
     if splits:
         levers.append(tuple(_change(f"{n} micro-batches of {batch // n}", "--accumulation", n) for n in splits))
     if workload.checkpointing == "none":
@@ -184,6 +185,11 @@ def _groups(workload: Workload) -> _Lever:
 def _change(words: str, option: str, setting: str | int) -> _Change:
     field = option.removeprefix("--").replace("-", "_")
     return _Change(change=words, options=f"{option} {setting}", fields={field: setting})
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def _group_words(k: int) -> str:
@@ -234,6 +240,8 @@ class _Search:
     def sharded(self) -> Plan | None:
         """The fewest GPUs, by doubling, that hold the step with its state sharded; alone, or beside other changes."""
         for changes in ((), *((settings[-1],) for settings in self._levers), self._strongest()):
+            if self._fits_quickly(changes):
+                continue  # without more GPUs
             workload = self._with(changes)
             alone = estimate_quickly(workload)
             gpus = 2
