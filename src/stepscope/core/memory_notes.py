@@ -4,7 +4,7 @@ A snapshot knows addresses, sizes and stacks. Only the process that took it know
 notes carry that over, as plain data under the key `stepscope` of the pickled dict.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -36,6 +36,8 @@ MemoryCategory = Literal[
 keeps. cast copies: 16-bit copies of parameters that autocast keeps until it ends. inputs: the batches. temporaries:
 everything that a phase allocates and frees again. workspaces: what libraries hold, and what nothing else explains.
 rounding: what the allocator gives beyond what was asked (to 512 bytes, and remainders too small to split off)."""
+
+CATEGORIES: tuple[MemoryCategory, ...] = get_args(MemoryCategory)
 
 
 class TensorNote(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,15 +1,12 @@
 """What each allocation was there for: as stepscope noted it, or by the evidence that any snapshot carries."""
 
-from typing import get_args
-
 import polars as pl
 
-from stepscope.core.memory_notes import MemoryCategory, MemoryNotes, TensorNote
+from stepscope.core.memory_notes import CATEGORIES, MemoryCategory, MemoryNotes, TensorNote
 from stepscope.memory.block_layout import Allocation
 from stepscope.memory.snapshot import Snapshot
 from stepscope.memory.stacks import Sign
 
-CATEGORIES: tuple[MemoryCategory, ...] = get_args(MemoryCategory)
 ROUNDING: MemoryCategory = "rounding"
 OF_TENSORS = tuple(category for category in CATEGORIES if category != ROUNDING)
 """What an allocation can be; its block's rounding is counted beside it."""

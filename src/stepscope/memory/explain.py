@@ -12,10 +12,10 @@ from functools import cached_property
 import polars as pl
 
 from stepscope.core.evidence import PhaseMemory
-from stepscope.core.memory_notes import MemoryCategory, PhaseSpan, TensorNote
+from stepscope.core.memory_notes import CATEGORIES, MemoryCategory, PhaseSpan, TensorNote
 from stepscope.core.units import format_count
 from stepscope.memory.block_layout import BEFORE
-from stepscope.memory.categories import CATEGORIES, ROUNDING, by_evidence, notes_by_allocation, settle_residents
+from stepscope.memory.categories import ROUNDING, by_evidence, notes_by_allocation, settle_residents
 from stepscope.memory.moments import Place, events_in_ranges, phases_of, place_of, spans_of_events
 from stepscope.memory.plain_pickle import without_collector
 from stepscope.memory.replay import Replay, replay

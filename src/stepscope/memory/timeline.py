@@ -2,8 +2,9 @@
 
 import polars as pl
 
+from stepscope.core.memory_notes import CATEGORIES
 from stepscope.memory.block_layout import BEFORE
-from stepscope.memory.categories import CATEGORIES, OF_TENSORS, ROUNDING
+from stepscope.memory.categories import OF_TENSORS, ROUNDING
 from stepscope.memory.explain import Explained
 
 

@@ -36,7 +36,7 @@ def saved_by_compiled_step(workload: Workload) -> int:
     """Bytes saved for backward, each tensor rounded to 512, without the allocator's remainders.
 
     Raises InputError for inference, and for a checkpointed step (torch.compile traces its recomputation by itself).
-    Measured on an H200 (results/h200/compile), small and large: fp32 0.06 % and 0.001 % more than this; bf16 2.2 % and
+    Measured on an H200 (results/h200/compile), small and large: fp32 0.06 % and 0.001 % more than this; bf16 2.3 % and
     0.15 % more, by the allocator's remainders, which are large beside tensors of one or two MiB.
     """
     if workload.phase == "forward" or workload.checkpointing != "none":

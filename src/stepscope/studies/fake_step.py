@@ -3,7 +3,7 @@
 This is the second of two predictions that know nothing of each other. `memory/prediction/estimate.py` adds up
 formulas, tensor by tensor; here nobody says what is saved: the step itself runs, with the model's own code and
 PyTorch's autograd, and its allocations are watched (`measure/fake_memory.py`). They then go through the allocator on
-paper.
+paper: that, and the size of cuBLAS' workspace, the two have in common.
 
 Compared with runs on an H200 (results/h200: plain, optimizer, tf32, kernels), every phase's peak is within 0.4 %, and
 many are equal to the byte. What differs is the allocator's remainders: a request keeps up to 1 MiB beyond its size, or
@@ -24,16 +24,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import MemoryCategory
-from stepscope.core.units import MIB
 from stepscope.core.workload import Workload
 from stepscope.measure.as_on_cuda import AsOnCuda, AttentionBackend
 from stepscope.measure.fake_memory import FakeMemory
 from stepscope.memory.prediction.caching_allocator import CachingAllocator
+from stepscope.memory.prediction.estimate import WORKSPACE_BYTES
 from stepscope.models.attention import attention_for
 from stepscope.models.training_step import TrainingStep
-
-CUBLAS_WORKSPACE_BYTES = 32 * MIB
-"""PyTorch's default workspace for each handle of cuBLAS on Hopper (getChosenWorkspaceSize in CUDABlas.cpp)."""
 
 LARGEST_TENSOR = 2**58
 """Elements; PyTorch counts a tensor's bytes in 63 bits."""
@@ -56,7 +53,7 @@ class FakeEstimate(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.categories.values())
 
 
-def estimate_by_running(workload: Workload, *, workspace_bytes: int = CUBLAS_WORKSPACE_BYTES) -> FakeEstimate:
+def estimate_by_running(workload: Workload, *, workspace_bytes: int = WORKSPACE_BYTES) -> FakeEstimate:
     """Run the step on fake tensors and count. Raises InputError for what cannot be run so: compiled steps.
 
     workspace_bytes: what cuBLAS keeps for each thread that multiplies matrices. Every layer runs: 48 of them take

@@ -11,11 +11,11 @@ import msgspec
 
 from stepscope.core.attention_support import check_attention
 from stepscope.core.errors import InputError
-from stepscope.core.memory_notes import MemoryCategory
+from stepscope.core.memory_notes import CATEGORIES, MemoryCategory
 from stepscope.core.units import MIB
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.caching_allocator import CachingAllocator, OutOfMemory
-from stepscope.memory.prediction.paper import CATEGORIES, Allocator, Ledger, RoundingAllocator, Storage, Tape, Tensor
+from stepscope.memory.prediction.paper import Allocator, Ledger, RoundingAllocator, Storage, Tape, Tensor
 from stepscope.memory.prediction.paper_compiled import CompiledPaperModel
 from stepscope.memory.prediction.paper_model import PaperModel
 
@@ -34,6 +34,9 @@ MANY_LAYERS = 256
 
 MOST_LAYERS = 2**15
 """Beyond it a prediction takes longer than anyone waits, and no such model is."""
+
+MICRO_BATCHES = 4
+"""Of more, each after the first few meets what the one before it met: playing them too would change no peak."""
 
 DeviceType = Literal["cuda", "cpu"]
 
@@ -71,9 +74,8 @@ def estimate_quickly(workload: Workload) -> MemoryEstimate:
 
 def runs_within(workload: Workload, limit_bytes: int) -> str | None:
     """None if the step runs while the allocator may take no more than this; else the phase in which it fails."""
-    step = _PaperStep.__new__(_PaperStep)
+    step = _PaperStep(workload, "cuda", CachingAllocator(limit_bytes))
     try:
-        step.__init__(workload, "cuda", CachingAllocator(limit_bytes))
         step.run(STEPS)
     except OutOfMemory:
         return step.phase
@@ -105,17 +107,17 @@ class _PaperStep:
         self._resident: list[Storage] = []
         self._peaks: dict[str, tuple[int, list[int]]] = {}
         self._saved = 0
-        self._build()
 
     def run(self, steps: int) -> MemoryEstimate:
-        """Predict from the last of so many steps. Raises OutOfMemory where the allocator has a limit."""
+        """Build, and predict from the last of so many steps. Raises OutOfMemory where the allocator has a limit."""
         workload, before = self._workload, 0
+        self._build()
         if steps == 1 and workload.phase == "train":
             self._make_optimizer_state()
         for step in range(steps):
             self._peaks, self._saved = {}, 0
             before = self._ledger.total
-            for micro in range(workload.accumulation):
+            for micro in range(min(workload.accumulation, MICRO_BATCHES)):
                 self._forward_and_backward(first=step == 0 and micro == 0)
             if workload.phase == "train":
                 self._optimize(first=step == 0 and steps > 1)

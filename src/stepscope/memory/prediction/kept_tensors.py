@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 import msgspec
 
+from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.estimate import paper_model
-from stepscope.memory.prediction.paper import CATEGORIES, Ledger, Node, Parameter, Storage, Tape
+from stepscope.memory.prediction.paper import Ledger, Node, Parameter, Storage, Tape
 
 _CAST = CATEGORIES.index("cast copies")
 

@@ -9,11 +9,10 @@ import contextlib
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, get_args
+from typing import Protocol
 
-from stepscope.core.memory_notes import MemoryCategory
+from stepscope.core.memory_notes import CATEGORIES
 
-CATEGORIES: tuple[MemoryCategory, ...] = get_args(MemoryCategory)
 _INDEX = {category: i for i, category in enumerate(CATEGORIES)}
 _SAVED, _TEMPORARY, _GRADIENT = _INDEX["saved for backward"], _INDEX["temporaries"], _INDEX["gradients"]
 _ROUNDING = _INDEX["rounding"]
@@ -298,7 +297,7 @@ class Tape:
         saves_output: bool,
     ) -> Node | None:  # fmt: skip
         above = [i if isinstance(i, Parameter) else i.node for i in inputs]
-        if all(node is None for node in above):
+        if not any(above):
             return None
         self._number += 1
         saving = bool(saved) or saves_output

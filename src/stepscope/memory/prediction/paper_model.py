@@ -12,7 +12,8 @@ ss = B H S S:
     attention, fused    its output, and the logsumexp               1 r, B H S fp32
     SwiGLU              gate, up, silu(gate), silu(gate) * up       4 f
 
-Whatever the choice of dtype, in fp32 this is 10 r + 4 f + 2 ss elements a block; see docs/memory.md for the sums.
+In fp32 this is 10 r + 4 f + 2 ss elements a block, or 10 r + 4 f + B H S with fused attention; docs/memory.md has the
+sum under autocast too.
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.workload import Workload
-from stepscope.memory.prediction.paper import CATEGORIES, Parameter, Storage, Tape, Tensor, passes, passes_twice
+from stepscope.memory.prediction.paper import Parameter, Storage, Tape, Tensor, passes, passes_twice
 
 _CAST = CATEGORIES.index("cast copies")
 
