@@ -23,6 +23,7 @@ from stepscope.memory.prediction.fit import (
     will_fit,
     will_surely_fit,
 )
+from stepscope.memory.prediction.largest import largest_that_fits
 from stepscope.memory.prediction.sharding import sharded_peak
 from stepscope.report.fit import render_fit
 from stepscope.work.transformer import step_flops
@@ -135,6 +136,45 @@ def test_every_plan_fits_with_the_peak_it_names(model: str, seq_len: int, dtype:
     assert [plan.gpus for plan in answer.plans] == sorted(plan.gpus for plan in answer.plans)
     for plan in answer.plans:
         assert plan.peak_bytes <= budget.usable_bytes
+
+
+def test_a_plan_whose_cache_would_be_cut_up_is_not_offered():
+    """Fused attention alone peaks at 69 of 80 GiB, and its cache needs more than the rest."""
+    workload, budget = of("small", seq_len=395_776, phase="forward"), budget_of_memory(80 * GIB)
+    assert not will_fit(msgspec.structs.replace(workload, attention="sdpa"), budget)
+    plans = fit(workload, budget).plans
+    assert plans and all(will_fit(applied(plan, workload), budget) for plan in plans if plan.gpus == 1)
+
+
+def test_many_micro_batches_peak_as_a_few_do(monkeypatch: pytest.MonkeyPatch):
+    workload = msgspec.structs.replace(mini(), batch_size=2 * 17, accumulation=17)
+    predicted = estimate(workload), estimate_quickly(workload)
+    monkeypatch.setattr("stepscope.memory.prediction.estimate.MICRO_BATCHES", 17)
+    assert (estimate(workload), estimate_quickly(workload)) == predicted
+
+
+@pytest.mark.parametrize(("batch_size", "seq_len"), [(5040, 512), (2**40, 1)])
+def test_a_batch_of_many_divisors_is_answered(batch_size: int, seq_len: int):
+    workload = mini(batch_size=batch_size, seq_len=seq_len, layers=1)
+    answer = fit(workload, budget_of_memory(GIB))
+    assert not answer.fits
+    assert all(will_fit(applied(plan, workload), budget_of_memory(GIB)) for plan in answer.plans if plan.gpus == 1)
+
+
+def test_the_search_for_the_largest_asks_seldom(monkeypatch: pytest.MonkeyPatch):
+    """Where the whole verdict is stricter than the quick one, and where it is milder."""
+    asked: list[int] = []
+
+    def verdict(most: int, workload: Workload) -> bool:
+        asked.append(workload.batch_size)
+        return workload.batch_size <= most
+
+    for quick, whole in ((9_000, 8_123), (8_000, 8_123), (0, 3), (5, 0), (0, 0)):
+        monkeypatch.setattr("stepscope.memory.prediction.largest.will_surely_fit", lambda w, _, q=quick: verdict(q, w))
+        monkeypatch.setattr("stepscope.memory.prediction.largest.will_fit", lambda w, _, h=whole: verdict(h, w))
+        found = largest_that_fits(mini(batch_size=1, seq_len=64), budget_of_memory(GIB))
+        assert found.batch_size == whole
+    assert len(asked) < 500
 
 
 def test_no_plan_contains_another():

@@ -41,15 +41,21 @@ def largest_that_fits(workload: Workload, budget: Budget) -> Largest:
 
 def _largest(sized: Callable[[int], Workload], budget: Budget) -> int:
     """The largest n whose workload fits: found with the quick prediction, and moved by the whole one."""
-    low, high = 0, 1
-    while high < _MOST and will_surely_fit(sized(high), budget):
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if will_surely_fit(sized(middle), budget) else (low, middle)
-    # The quick prediction is the stricter one: some more may fit.
-    while low < _MOST and will_fit(sized(low + 1), budget):
-        low += 1
-    while low > 0 and not will_fit(sized(low), budget):
-        low -= 1
+    found = _climb(0, lambda n: will_surely_fit(sized(n), budget))
+    # Near the limit the cache may be cut up for one size and not for a larger one, so no step down is a long one.
+    stride = max(1, found // 256)
+    while found > 0 and not will_fit(sized(found), budget):
+        found = max(0, found - stride)
+    return _climb(found, lambda n: will_fit(sized(n), budget))
+
+
+def _climb(low: int, fits: Callable[[int], bool]) -> int:
+    """The last n from `low` on that fits, in strides that double and then halve; `low` itself is not asked."""
+    stride = 1
+    while low + stride <= _MOST and fits(low + stride):
+        low, stride = low + stride, 2 * stride
+    while stride > 1:
+        stride //= 2
+        if low + stride <= _MOST and fits(low + stride):
+            low += stride
     return low
