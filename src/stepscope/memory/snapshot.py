@@ -31,6 +31,10 @@ _Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Index = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
 
 
+MOST_EVENTS = 5_000_000
+"""Of a history; a step of a large model makes some ten thousand. Their explanation takes about 5 us and 1 KB each."""
+
+
 class Event(msgspec.Struct, frozen=True, gc=False):
     """One entry of the history. `size` is what was requested; of a segment, what the driver gave or took back."""
 
@@ -164,6 +168,11 @@ def snapshot_from(content: object, source: str, *, device: int | None = None) ->
     lengths = {i: len(_convert(trace, list[Any], source, f"device_traces[{i}]")) for i, trace in enumerate(traces)}
     devices = tuple(sorted({i for i, length in lengths.items() if length} | {s.device for s in segments}))
     chosen = _choose_device(device, lengths, devices, source)
+    if lengths[chosen] > MOST_EVENTS:
+        raise InputError(
+            f"{source}: a history of {lengths[chosen]:,} events is more than the {MOST_EVENTS:,} that are read: "
+            "record fewer steps, or pass max_entries to _record_memory_history"
+        )
     events = _convert(traces[chosen], list[Event], source, f"device_traces[{chosen}]")
     if sum(event.size for event in events) > _MOST_BYTES:
         raise InputError(f"{source}: no memory snapshot that can be read: its sizes add up to more than any memory")

@@ -18,6 +18,10 @@ AUTOGRAD = "autograd"
 """How the site of an allocation begins whose stack has no Python, because autograd's own thread made it."""
 
 
+DEEPEST = 2000
+"""Frames of a stack that are read, innermost first: Python itself stops at a thousand calls unless told otherwise."""
+
+
 class Sign(IntFlag):
     """What a frame gives away about the allocation above it."""
 
@@ -102,6 +106,7 @@ class Stacks:
         """The number of a stack, as the snapshot has it. Raises InputError for what is no list of frames."""
         if not isinstance(frames, (list, tuple)):
             raise InputError(f"{self._source}: no memory snapshot that can be read: `frames` holds no list")
+        frames = frames[:DEEPEST]
         # The frames' own objects live as long as the snapshot, so that an id stays theirs.
         key = tuple(map(id, frames))
         number = self._numbers.get(key)

@@ -109,9 +109,15 @@ def _largest_step(run: Run) -> float | None:
     return max(samples.values_s) if samples and samples.count else None
 
 
+def _predicted_peak(run: Run) -> int:
+    """On the kind of device that it ran on."""
+    on_cpu = run.environment is not None and run.environment.device_type == "cpu"
+    return estimate(run.workload, "cpu" if on_cpu else "cuda").peak_bytes
+
+
 def _prediction_error(run: Run) -> float | None:
     measured = metrics.peak_bytes(run)
-    return estimate(run.workload).peak_bytes / measured - 1 if measured else None
+    return _predicted_peak(run) / measured - 1 if measured else None
 
 
 VALUES: dict[str, Value] = {
@@ -136,7 +142,7 @@ VALUES: dict[str, Value] = {
         scale=1 / GIB,
         number=lambda run: run.evidence.memory.saved_for_backward if run.evidence.memory else None,
     ),
-    "predicted_peak": Value(unit="GiB", scale=1 / GIB, number=lambda run: estimate(run.workload).peak_bytes),
+    "predicted_peak": Value(unit="GiB", scale=1 / GIB, number=_predicted_peak),
     "prediction_error": Value(unit="%", scale=100, number=_prediction_error),
     "compile_time": Value(
         unit="s",

@@ -6,7 +6,7 @@ from stepscope.memory.prediction.estimate import estimate_quickly
 from stepscope.memory.prediction.fit import Budget, budget_of_memory, budget_of_total, will_fit
 from stepscope.studies.sweep_plan import SweepPlan
 
-_FAR_BELOW = 0.8
+_FAR_BELOW = 0.6
 """A peak below this share of the memory needs no closer look."""
 
 
@@ -26,6 +26,6 @@ def cells_that_will_not_fit(plan: SweepPlan, budget: Budget) -> list[Workload]:
 
 
 def _fits(workload: Workload, budget: Budget) -> bool:
-    if estimate_quickly(workload).peak_bytes < _FAR_BELOW * budget.usable_bytes:
+    if workload.phase == "train" and estimate_quickly(workload).peak_bytes < _FAR_BELOW * budget.usable_bytes:
         return True
     return will_fit(workload, budget)
