@@ -1,5 +1,6 @@
 """What several tests share: skips with a reason, a fake clock and device, runs made by hand."""
 
+import gc
 import shutil
 import signal
 from collections.abc import Callable
@@ -8,6 +9,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 
 from stepscope.core.environment import Environment
 from stepscope.core.model_config import configure
@@ -16,6 +19,16 @@ from stepscope.core.run import Run, Settings
 from stepscope.core.samples import Samples
 from stepscope.core.workload import Workload
 from stepscope.work.transformer import phase_work
+
+# On a busy machine examples are slow to come: no fault of what is tested.
+hypothesis_settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow])
+hypothesis_settings.load_profile("busy")
+
+
+def pytest_collection_finish() -> None:
+    # What is loaded by now stays: looking through it for garbage is time lost in every test.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure() -> None:

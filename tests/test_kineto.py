@@ -151,7 +151,7 @@ def test_times_are_exact(tmp_path: Path, ts: str, dur: str, start_ns: int, durat
 
 
 @given(st.lists(st.tuples(st.integers(-(10**12), 2**43 * 1000 - 1), st.integers(0, 10**10)), min_size=1, max_size=30))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_decimals_of_a_clock_are_exact(tmp_path: Path, spans: list[tuple[int, int]]):
     """As Kineto writes them, `%d.%03d`, and as JavaScript does, with no decimals where there are none to say."""
     events = [kernel(f"<{start}>", f"<{duration}>", 1) for start, duration in spans]

@@ -31,7 +31,9 @@ def captures(draw: st.DrawFn) -> Capture:
     return made
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(capture=captures())
 def test_totals_are_those_of_counting_one_by_one(capture: Capture, tmp_path_factory):
     path = Path(tmp_path_factory.mktemp("t")) / "t.sqlite"
