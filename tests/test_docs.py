@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?<=```console\n)\$ (?P<command>.+?)\n(?P<output>.*?)(?=```)", re.DOTALL)
 READS_AGAIN = {"make run": "stepscope show results/cpu/first"}
+BENCHMARKS = ("benchmarks/overhead.py", "benchmarks/trace.py", "benchmarks/snapshot.py")
 VERBS = ("table", "show", "ls", "models", "kernel", "trace", "memory", "fit")
 
 
@@ -25,7 +26,7 @@ def command_for(shown: str) -> list[str] | None:
     words = shlex.split(READS_AGAIN.get(shown, shown), comments=True)
     if words[0] == "stepscope" and (words[1] in VERBS or "--read" in words or "--from" in words):
         return [sys.executable, "-m", *words]
-    if words[0] == "python" and words[1] in ("benchmarks/overhead.py", "benchmarks/trace.py") and words[2] == "--show":
+    if words[0] == "python" and words[1] in BENCHMARKS and words[2] == "--show":
         files = [str(file) for pattern in words[3:] for file in sorted(ROOT.glob(pattern))]
         return [sys.executable, *words[1:3], *files]
     return None
