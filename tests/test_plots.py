@@ -216,7 +216,9 @@ def test_html_needs_no_network_and_its_text_cannot_end_the_script(tmp_path: Path
     assert "@import" not in html
     assert "cdn." not in html
     assert "<title>&lt;/script&gt;" in html
-    spec = json.loads(re.search(r'vegaEmbed\("#plot", (\{.*\}), \{"renderer"', html)[1])  # type: ignore[index]
+    embedded = re.search(r'vegaEmbed\("#plot", (\{.*\}), \{"renderer"', html)
+    assert embedded is not None
+    spec = json.loads(embedded[1])
     assert {param["name"] for param in spec["params"]} == {"moment", "zoom"}
     assert vl_convert.vegalite_to_svg(spec).startswith("<svg"), "what the page holds can be drawn"
 

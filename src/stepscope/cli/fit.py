@@ -9,7 +9,7 @@ import typer
 from stepscope.cli import options
 from stepscope.cli.output import emit, show, stdout_kept_clean, warn
 from stepscope.core.errors import InputError
-from stepscope.core.model_config import PRESETS, configure
+from stepscope.core.model_config import PRESETS
 from stepscope.core.units import parse_bytes
 from stepscope.core.workload import Workload
 
@@ -82,7 +82,7 @@ def fit(
             "compile": compile_mode, "optimizer": optimizer, "checkpointing": checkpointing,
             "accumulation": accumulation,
         }  # fmt: skip
-        return Workload(model=configure(preset, **sizes), **choices)  # type: ignore[arg-type]
+        return options.workload_from(preset, sizes, choices)
 
     if tensors:
         _list_tensors(workload(model or "small"), json)

@@ -1,14 +1,15 @@
 """Options that several verbs share, and what they make."""
 
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import TraceTool
+from stepscope.core.model_config import configure
 from stepscope.core.run import Settings
-from stepscope.core.workload import ATTENTIONS, CHECKPOINTING_CHOICES, COMPILES, DTYPES, OPTIMIZERS, PHASES
+from stepscope.core.workload import ATTENTIONS, CHECKPOINTING_CHOICES, COMPILES, DTYPES, OPTIMIZERS, PHASES, Workload
 from stepscope.studies.request import MemoryRequest, TraceRequest
 from stepscope.studies.request import MemoryStacks as RecordedStacks
 
@@ -94,3 +95,8 @@ def memory_from(asked: bool, stacks: str | None) -> MemoryRequest | None:
             raise InputError("--memory-stacks belongs to --memory: add it, or leave the stacks out")
         return None
     return MemoryRequest(stacks=cast("RecordedStacks", stacks or "python"))  # MemoryRequest refuses others
+
+
+def workload_from(preset: str, sizes: dict[str, int | None], choices: dict[str, Any]) -> Workload:
+    """A preset, what of it is overridden, and the fields of the workload as typed; Workload refuses what is wrong."""
+    return Workload(model=configure(preset, **sizes), **choices)

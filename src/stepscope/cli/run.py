@@ -14,7 +14,6 @@ from stepscope.core.units import parse_bytes, parse_flops_per_s
 
 if TYPE_CHECKING:
     from stepscope.analysis.trace_summary import TraceSummary
-    from stepscope.core.workload import Workload
     from stepscope.memory.explain import Explained
 
 
@@ -64,7 +63,9 @@ def run(
     }  # fmt: skip
     # Which preset stands in for none is known with the device: any with many layers tells whether the rest is sound.
     stand_in = sizes if model is not None or layers is not None else {**sizes, "layers": 1000}
-    workload = _workload("tiny" if model is None else model, seq_len if seq_len is not None else 1, stand_in, choices)
+    options.workload_from(
+        "tiny" if model is None else model, stand_in, {**choices, "seq_len": 1 if seq_len is None else seq_len}
+    )
     settings = options.settings_from(warmup, steps, seconds, no_profile)
     traced = options.trace_from(trace, trace_steps, trace_stacks)
     recorded = options.memory_from(memory, memory_stacks)
@@ -75,11 +76,10 @@ def run(
     from stepscope.studies.step import StepRequest, measure_step
 
     on_gpu = resolve_device(device).type == "cuda"
-    workload = _workload(
+    workload = options.workload_from(
         model if model is not None else "small" if on_gpu else "tiny",
-        seq_len if seq_len is not None else (512 if on_gpu else 128),
         sizes,
-        choices,
+        {**choices, "seq_len": seq_len if seq_len is not None else (512 if on_gpu else 128)},
     )
     request = StepRequest(
         workload=workload, settings=settings, device=device, out=str(out), tag=tag,
@@ -101,13 +101,6 @@ def exit_code(measured: Run) -> int:
     if measured.status != "done":
         return EXIT_DEVICE_FAILED
     return EXIT_CHECK_FAILED if worst(measured.findings) == "error" else EXIT_DONE
-
-
-def _workload(model: str, seq_len: int, sizes: dict[str, int | None], choices: dict[str, object]) -> "Workload":
-    from stepscope.core.model_config import configure
-    from stepscope.core.workload import Workload
-
-    return Workload(model=configure(model, **sizes), seq_len=seq_len, **choices)  # type: ignore[arg-type]
 
 
 def _print(measured: Run, directory: Path, json: bool) -> None:
