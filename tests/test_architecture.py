@@ -15,12 +15,13 @@ ALLOWED = {
     "work": {"core"},
     "measure": {"core", "work"},
     "models": {"core", "work", "measure"},
+    "numerics": {"core", "work", "measure", "models"},
     "trace": {"core", "work"},
     "analysis": {"core", "work", "trace"},
     "memory": {"core", "work"},
-    "studies": {"core", "work", "measure", "models", "trace", "analysis", "memory"},
+    "studies": {"core", "work", "measure", "models", "numerics", "trace", "analysis", "memory"},
     "report": {"core", "work", "trace", "analysis", "memory"},
-    "cli": {"core", "work", "trace", "analysis", "memory", "report", "studies", "measure"},
+    "cli": {"core", "work", "trace", "analysis", "memory", "report", "studies", "measure", "numerics"},
 }
 """Rooms below. Both wings stand on core and work, and never see each other; studies and cli see both."""
 
@@ -29,6 +30,7 @@ LIBRARIES = {
     "work": set(),
     "measure": {"msgspec", "nvtx", "torch"},
     "models": {"torch"},
+    "numerics": {"msgspec", "torch"},
     "trace": {"adbc_driver_sqlite", "msgspec", "polars"},
     "analysis": {"msgspec", "polars"},
     "memory": {"msgspec", "polars"},

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from stepscope.cli import options
+from stepscope.cli import options, study_precision
 from stepscope.cli.output import show
 from stepscope.cli.study_kernels import kernels
 
@@ -45,3 +45,5 @@ def warmup(
 
 
 app.command("kernels")(kernels)
+app.command("formats")(study_precision.formats)
+app.command("accumulation")(study_precision.accumulation)

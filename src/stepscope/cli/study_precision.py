@@ -1,0 +1,81 @@
+"""`stepscope study NAME` for the precision lab: one answer, shown, written as JSON, drawn, or read again."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepscope.cli import options
+from stepscope.cli.output import emit, progress, show, stdout_kept_clean, warn
+from stepscope.core.errors import InputError
+from stepscope.core.experiment import Experiment, decode_experiment, encode_experiment
+from stepscope.studies.request import Tell
+
+Read = Annotated[Path | None, typer.Option("--read", help="Show an answer that --json wrote; nothing is run.")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Draw the curves: .svg, .png, .html or .json.")]
+
+
+def answer(run: Callable[[Tell], Experiment], *, study: str, read: Path | None, plot: Path | None, json: bool) -> None:
+    """Run the experiment, or read one, and show it."""
+    if plot is not None:
+        from stepscope.report.plots.save import check_target
+
+        check_target(plot)
+    if read is None:
+        with stdout_kept_clean(), progress() as tell:
+            found = run(tell)
+    else:
+        found = _read(read, study)
+    if plot is not None:
+        from stepscope.report.experiment import draw_experiment
+        from stepscope.report.plots.save import save_plot
+
+        save_plot(draw_experiment(found), plot)
+        warn(f"plotted in {plot}")
+    if json:
+        emit(encode_experiment(found))
+        return
+    from stepscope.report.experiment import render_experiment
+
+    show(render_experiment(found))
+
+
+def _read(path: Path, study: str) -> Experiment:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+    found = decode_experiment(data, str(path))
+    if found.study != study:
+        raise InputError(f"{path} is of the study {found.study}: read it with `stepscope study {found.study}`")
+    return found
+
+
+def formats(
+    value: Annotated[
+        str | None, typer.Option("--value", help="What does each format make of this number? As in 1e-7.")
+    ] = None,
+    read: Read = None,
+    plot: Plot = None,
+    json: options.Json = False,
+) -> None:
+    """Range, precision and largest integer of every floating format, from its bits."""
+
+    def run(tell: Tell) -> Experiment:
+        from stepscope.numerics.formats import study_formats
+
+        return study_formats(value)
+
+    answer(run, study="formats", read=read, plot=plot, json=json)
+
+
+def accumulation(read: Read = None, plot: Plot = None, json: options.Json = False) -> None:
+    """Sums of many small numbers in every pair of accumulator and addend: where they stop growing, and why."""
+
+    def run(tell: Tell) -> Experiment:
+        from stepscope.numerics.accumulation import study_accumulation
+
+        return study_accumulation(tell)
+
+    answer(run, study="accumulation", read=read, plot=plot, json=json)

@@ -1,0 +1,89 @@
+"""What an experiment of the precision lab found: tables, curves, and sentences made from its own figures."""
+
+import math
+from typing import Any
+
+import msgspec
+
+from stepscope.core.errors import InputError, one_line
+from stepscope.core.finding import Finding
+
+# 1  2026-11  first
+EXPERIMENT_VERSION = 1
+
+Cell = str | int | float | bool | None
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows of one kind."""
+
+    title: str
+    columns: tuple[str, ...]
+    """With their unit, where they have one."""
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """A figure y at x, on a line."""
+
+    line: str
+    x: float
+    y: float
+
+
+class Panel(msgspec.Struct, frozen=True, kw_only=True):
+    """Curves over one axis. None for a scale lets the values choose."""
+
+    x_title: str
+    y_title: str
+    points: tuple[Point, ...]
+    x_log: bool | None = None
+    y_log: bool | None = None
+
+
+class Experiment(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole answer of one study."""
+
+    version: int = EXPERIMENT_VERSION
+    study: str
+    question: str
+    device: str
+    versions: dict[str, str] = {}
+    settings: dict[str, Cell] = {}
+    tables: tuple[Table, ...] = ()
+    panels: tuple[Panel, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    """What follows from the figures; each carries those that it quotes."""
+
+    def table(self, title: str) -> Table:
+        """The table of this title."""
+        return next(table for table in self.tables if table.title == title)
+
+
+def decode_experiment(data: bytes, source: str) -> Experiment:
+    """What `--json` wrote. Raises InputError that names the source."""
+    try:
+        found = msgspec.json.decode(data, type=Experiment)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"{source} holds no answer of `stepscope study --json`: {one_line(error)}") from error
+    if found.version > EXPERIMENT_VERSION:
+        raise InputError(f"{source} is of version {found.version}: this stepscope reads up to {EXPERIMENT_VERSION}")
+    return found
+
+
+def encode_experiment(experiment: Experiment) -> str:
+    """JSON, one document. It has no NaN and no infinity: where a figure is one, its cell says so in a word."""
+    return (
+        msgspec.json.format(msgspec.json.encode(_with_words(msgspec.to_builtins(experiment))), indent=1).decode() + "\n"
+    )
+
+
+def _with_words(value: Any) -> Any:
+    """The same, with `nan`, `inf` and `-inf` as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _with_words(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_words(item) for item in value]
+    return value

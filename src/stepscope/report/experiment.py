@@ -1,0 +1,82 @@
+"""An experiment of the precision lab for the terminal, and its curves."""
+
+import math
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from stepscope.core.errors import InputError, printable
+from stepscope.core.experiment import Cell, Experiment
+from stepscope.core.experiment import Table as Figures
+from stepscope.report.terminal import make_table
+
+if TYPE_CHECKING:
+    import altair as alt
+
+_WIDEST = 60
+
+
+def render_experiment(experiment: Experiment) -> RenderableType:
+    """The question, every table, and what follows."""
+    versions = ", ".join(f"{name} {version}" for name, version in experiment.versions.items())
+    settings = ", ".join(f"{name} {_text(value)}" for name, value in experiment.settings.items())
+    parts: list[RenderableType] = [
+        Text(printable(experiment.question), style="bold"),
+        Text(printable("; ".join(part for part in (experiment.device, versions, settings) if part))),
+    ]
+    for figures in experiment.tables:
+        parts += [Text(), Text(printable(figures.title), style="bold"), _table(figures)]
+    if experiment.findings:
+        parts.append(Text())
+    parts += [Text(printable(finding.sentence)) for finding in experiment.findings]
+    return Group(*parts)
+
+
+def _table(figures: Figures) -> Table:
+    numbers = [all(_is_number(row[i]) for row in figures.rows) for i in range(len(figures.columns))]
+    table = make_table(*figures.columns)
+    for column, right in zip(table.columns, numbers, strict=True):
+        column.justify = "right" if right else "left"
+    for row in figures.rows:
+        table.add_row(*(_text(cell) for cell in row))
+    return table
+
+
+def _is_number(cell: Cell) -> bool:
+    """Or nothing at all, which says nothing against a column of numbers."""
+    return cell is None or (isinstance(cell, (int, float)) and not isinstance(cell, bool))
+
+
+def _text(cell: Cell) -> str:
+    """A figure as exact as it is: floats by the shortest text that reads back the same, cut to eight digits."""
+    if cell is None:
+        return ""
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    if isinstance(cell, int):
+        return f"{cell:,}"
+    if isinstance(cell, float):
+        return repr(cell) if math.isfinite(cell) and len(repr(cell)) <= 9 else f"{cell:.8g}"
+    text = printable(cell)
+    return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
+
+
+def draw_experiment(experiment: Experiment) -> "alt.TopLevelMixin":
+    """Its curves, a panel each. Raises InputError where it has none."""
+    from stepscope.report.plots.series import SeriesPanel, SeriesPoint, draw_series  # noqa: PLC0415
+
+    if not experiment.panels:
+        raise InputError(f"study {experiment.study} has no curves: leave out --plot")
+    first = experiment.panels[0]
+    panels = [
+        SeriesPanel(
+            y_title=panel.y_title,
+            points=tuple(SeriesPoint(x=p.x, y=p.y, line=p.line) for p in panel.points if math.isfinite(p.y)),
+        )
+        for panel in experiment.panels
+    ]
+    return draw_series(
+        panels, x_title=first.x_title, title=experiment.question, x_log=first.x_log, y_log=first.y_log
+    )  # fmt: skip
