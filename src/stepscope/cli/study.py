@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from stepscope.cli import options, study_precision
+from stepscope.cli import options, study_gradients, study_precision
 from stepscope.cli.output import show
 from stepscope.cli.study_kernels import kernels
 
@@ -47,3 +47,4 @@ def warmup(
 app.command("kernels")(kernels)
 app.command("formats")(study_precision.formats)
 app.command("accumulation")(study_precision.accumulation)
+app.command("underflow")(study_gradients.underflow)
