@@ -1,0 +1,71 @@
+"""A result in few bits beside the same in float64: its error, or the word for what became of it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stepscope.core.experiment import Cell
+
+_BITS = {2: torch.int16, 4: torch.int32}
+"""Integers as wide as a number, by its bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a computation."""
+
+    error: float
+    """|found - reference| / |reference| of the worst row, by the Euclidean norm; NaN where a row is not finite."""
+    word: str
+    """`nan`, `inf`; `zero` where a whole row came to nothing; `input overflows` where the format cannot hold what went
+    in; otherwise empty."""
+
+    @property
+    def broken(self) -> bool:
+        return bool(self.word)
+
+    @property
+    def cell(self) -> Cell:
+        """The word, or the error to three digits."""
+        return self.word or float(f"{self.error:.3g}")
+
+
+INPUT_OVERFLOWS = Outcome(error=math.nan, word="input overflows")
+
+
+def outcome(found: Tensor, reference: Tensor) -> Outcome:
+    """Of rows (..., W) against their float64 reference of the same shape."""
+    wide = found.double()
+    if wide.isnan().any():
+        return Outcome(error=math.nan, word="nan")
+    if wide.isinf().any():
+        return Outcome(error=math.nan, word="inf")
+    off, size = (wide - reference).norm(dim=-1), reference.norm(dim=-1)
+    # Where the reference is zero itself, nothing found is no error, and anything else an infinite one.
+    error = torch.where(off == 0, off, off / size).max().item()
+    lost = (wide == 0).all(dim=-1) & (size > 0)
+    return Outcome(error=error, word="zero" if lost.any() else "")
+
+
+def last_number_where(holds: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> float:
+    """The largest number of the format, zero or above, for which `holds` is true.
+
+    `holds` takes a tensor of one number, and is true from zero up to somewhere, and false from there on. Positive
+    numbers are ordered as their bits are (IEEE 754), so that this is a binary search over the bits.
+    """
+    bits = _BITS[dtype.itemsize]
+    low, high = 0, int(torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(bits).item())
+    while low < high:
+        middle = (low + high + 1) // 2
+        number = torch.tensor(middle, dtype=bits, device=device).view(dtype)
+        low, high = (middle, high) if bool(holds(number)) else (low, middle - 1)
+    return torch.tensor(low, dtype=bits).view(dtype).item()
+
+
+def next_number(value: float, dtype: torch.dtype) -> float:
+    """The next larger number of the format, for a number of it that is zero or above."""
+    bits = torch.tensor(value, dtype=dtype).view(_BITS[dtype.itemsize])
+    return (bits + 1).view(dtype).item()

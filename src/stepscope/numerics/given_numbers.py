@@ -1,0 +1,45 @@
+"""Numbers that a user writes in a row, as in `0.5,1,2`."""
+
+import math
+
+from stepscope.core.errors import InputError
+
+
+def finite_numbers(text: str, option: str) -> tuple[float, ...]:
+    """A comma-separated list of finite numbers. Raises InputError for anything else in it, nothing included."""
+    words = [word.strip() for word in text.split(",")]
+    numbers = []
+    for word in words:
+        try:
+            number = float(word)
+        except ValueError:
+            raise InputError(f"{option} holds {word!r}, which is no number: write numbers, as in 0.5,1,2") from None
+        if not math.isfinite(number):
+            raise InputError(f"{option} holds {word!r}, which is not finite: leave it out")
+        numbers.append(number)
+    return tuple(numbers)
+
+
+def positive_numbers(text: str, option: str) -> tuple[float, ...]:
+    """The same of numbers above zero, ascending, each once."""
+    numbers = finite_numbers(text, option)
+    if min(numbers) <= 0:
+        raise InputError(f"{option} holds {min(numbers):g}: write numbers above zero")
+    return tuple(sorted(set(numbers)))
+
+
+def positive_number(text: str, option: str) -> float:
+    """The same of exactly one."""
+    number, *more = positive_numbers(text, option)
+    if more:
+        raise InputError(f"{option} holds {1 + len(more)} numbers: write one")
+    return number
+
+
+def positive_integers(text: str, option: str, *, limit: int) -> tuple[int, ...]:
+    """The same of whole numbers up to a limit."""
+    numbers = positive_numbers(text, option)
+    for number in numbers:
+        if number != int(number) or number > limit:
+            raise InputError(f"{option} holds {number:g}: write whole numbers from 1 to {limit:,}")
+    return tuple(int(number) for number in numbers)
