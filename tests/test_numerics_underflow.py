@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepscope.core.experiment import decode_experiment
@@ -51,6 +51,7 @@ def test_a_tie_beyond_the_largest_goes_to_the_even_neighbour():
     assert shares_of([ascending(61440.0)], FORMATS["fp8-e5m2"]).overflows == 1
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.floats(width=32, min_value=2.0**-149, max_value=2.0**20), min_size=1, max_size=30),
     st.sampled_from(COMPARED),
@@ -66,6 +67,7 @@ def test_what_becomes_zero_or_overflows_is_what_pytorch_casts(values: list[float
     assert found.becomes_zero <= found.below_subnormal <= found.below_normal
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(width=32, min_value=2.0**-149, max_value=2.0**100), max_size=40))
 def test_exponents_are_floors_of_the_logarithm(values: list[float]):
     counts = exponents(ascending(*values))

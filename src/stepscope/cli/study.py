@@ -47,4 +47,7 @@ def warmup(
 app.command("kernels")(kernels)
 app.command("formats")(study_precision.formats)
 app.command("accumulation")(study_precision.accumulation)
+app.command("normalisation")(study_precision.normalisation)
+app.command("softmax")(study_precision.softmax)
 app.command("underflow")(study_gradients.underflow)
+app.command("scaling")(study_gradients.scaling)

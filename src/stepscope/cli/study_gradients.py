@@ -6,6 +6,7 @@ import typer
 
 from stepscope.cli import options
 from stepscope.cli.study_precision import Plot, Read, answer
+from stepscope.cli.sweep import numbers
 from stepscope.core.experiment import Experiment
 from stepscope.core.model_config import configure
 from stepscope.studies.request import Tell
@@ -44,3 +45,28 @@ def underflow(
         )
 
     answer(run, study="underflow", read=read, plot=plot, json=json)
+
+
+def scaling(
+    steps: Annotated[int, typer.Option("--steps", help="Training steps.")] = 200,
+    growth_interval: Annotated[
+        int, typer.Option("--growth-interval", help="Steps without an overflow until the scale grows.")
+    ] = 20,
+    overflow_at: Annotated[
+        str | None, typer.Option("--overflow-at", help="Steps that are made to overflow, as in 7,8,60.")
+    ] = None,
+    device: options.Device = "auto",
+    seed: options.Seed = 0,
+    read: Read = None,
+    plot: Plot = None,
+    json: options.Json = False,
+) -> None:
+    """A dynamic loss scale over a run that overflows on purpose, step by step beside torch.amp.GradScaler."""
+    planted = None if overflow_at is None else tuple(numbers(overflow_at, "--overflow-at"))
+
+    def run(tell: Tell) -> Experiment:
+        from stepscope.numerics.loss_scaling import study_scaling
+
+        return study_scaling(steps=steps, growth_interval=growth_interval, planted=planted, device=device, seed=seed)
+
+    answer(run, study="scaling", read=read, plot=plot, json=json)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -79,3 +79,62 @@ def accumulation(read: Read = None, plot: Plot = None, json: options.Json = Fals
         return study_accumulation(tell)
 
     answer(run, study="accumulation", read=read, plot=plot, json=json)
+
+
+def normalisation(
+    scales: Annotated[
+        str | None, typer.Option("--scales", help="Standard deviations of the input, as in 0.1,10,300.")
+    ] = None,
+    widths: Annotated[str | None, typer.Option("--widths", help="Numbers in a row, as in 256,4096.")] = None,
+    epsilon: Annotated[str | None, typer.Option("--epsilon", help="Added under the root; 1e-5 if left out.")] = None,
+    device: options.Device = "cpu",
+    read: Read = None,
+    plot: Plot = None,
+    json: options.Json = False,
+) -> None:
+    """RMSNorm and LayerNorm in fp16, bf16 and fp32: where squares overflow and epsilon vanishes, and the safe way."""
+
+    def run(tell: Tell) -> Experiment:
+        from stepscope.numerics.given_numbers import positive_integers, positive_number, positive_numbers
+
+        given: dict[str, Any] = {}
+        if scales is not None:
+            given["scales"] = positive_numbers(scales, "--scales")
+        if widths is not None:
+            given["widths"] = positive_integers(widths, "--widths", limit=65_536)
+        if epsilon is not None:
+            given["epsilon"] = positive_number(epsilon, "--epsilon")
+        from stepscope.numerics.normalisation import study_normalisation
+
+        return study_normalisation(tell, device=device, **given)
+
+    answer(run, study="normalisation", read=read, plot=plot, json=json)
+
+
+def softmax(
+    row: Annotated[
+        str | None, typer.Option("--row", help="What does each softmax make of these numbers? As in 10,11.5,89.")
+    ] = None,
+    scales: Annotated[
+        str | None, typer.Option("--scales", help="Standard deviations of the inputs, as in 1,4,64.")
+    ] = None,
+    device: options.Device = "cpu",
+    read: Read = None,
+    plot: Plot = None,
+    json: options.Json = False,
+) -> None:
+    """Softmax, naive, safe and online, and attention's scores: where each overflows as its inputs grow."""
+
+    def run(tell: Tell) -> Experiment:
+        from stepscope.numerics.given_numbers import finite_numbers, positive_numbers
+
+        given: dict[str, Any] = {}
+        if row is not None:
+            given["row"] = finite_numbers(row, "--row")
+        if scales is not None:
+            given["scales"] = positive_numbers(scales, "--scales")
+        from stepscope.numerics.softmax import study_softmax
+
+        return study_softmax(tell, device=device, **given)
+
+    answer(run, study="softmax", read=read, plot=plot, json=json)

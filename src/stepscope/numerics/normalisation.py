@@ -241,7 +241,7 @@ def _scale_panel(cases: list[NormCase], norm: str) -> Panel:
         points=tuple(
             Point(line=f"{case.format}, {case.way}", x=case.scale, y=case.output.error)
             for case in cases
-            if case.output.error > 0 and case.way in ((MEAN,) if case.format == "fp32" else (SUM, MEAN, UPCAST))
+            if case.output.error > 0 and case.way in {"fp32": (MEAN,)}.get(case.format, (SUM, MEAN, UPCAST))
         ),
         x_log=True,
         y_log=True,

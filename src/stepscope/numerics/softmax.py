@@ -251,7 +251,7 @@ def _row_table(row: Sequence[float], device: torch.device) -> Table:
 def _softmax_panel(cases: list[SoftmaxCase]) -> Panel:
     """What is not finite has no place on the axis: a line ends where its softmax breaks."""
     return Panel(
-        x_title="standard deviation of the inputs",
+        x_title="standard deviation of the input",
         y_title="relative error of softmax",
         points=tuple(
             Point(line=f"{case.format}, {case.way}", x=case.scale, y=case.result.error)
@@ -266,7 +266,7 @@ def _softmax_panel(cases: list[SoftmaxCase]) -> Panel:
 def _attention_panel(cases: list[AttentionCase], head_dim: int) -> Panel:
     """Of the 16-bit formats, with the safe softmax."""
     return Panel(
-        x_title="standard deviation of the inputs",
+        x_title="standard deviation of q and k",
         y_title=f"relative error of attention, head_dim {head_dim}",
         points=tuple(
             Point(line=f"{case.format}, {case.division}", x=case.scale, y=case.result.error)

@@ -172,9 +172,9 @@ def _division(cases: list[AttentionCase]) -> Iterator[Finding]:
         kind="attention-division",
         severity="note",
         sentence=f"In {plain.format} with head_dim {plain.head_dim}, q and k of standard deviation {plain.scale:g}: "
-        f"the largest score is {plain.largest_score:.4g}, where numbers are {spacing:.3g} apart, and the output is off by "
-        f"{error:.2g}; divided by sqrt(head_dim) the largest score is {beside.largest_score:.4g} and the output off by "
-        f"{divided_error:.2g}.",
+        f"the largest score is {plain.largest_score:.4g}, where numbers are {spacing:.3g} apart, and the output is off "
+        f"by {error:.2g}; divided by sqrt(head_dim) the largest score is {beside.largest_score:.4g} and the "
+        f"output off by {divided_error:.2g}.",
         evidence={
             "scale": plain.scale, "largest_score": plain.largest_score, "spacing": spacing, "error": error,
             "divided_score": beside.largest_score, "divided_error": divided_error,
@@ -186,10 +186,11 @@ def _division(cases: list[AttentionCase]) -> Iterator[Finding]:
         yield Finding(
             kind="attention-saturated",
             severity="note",
-            sentence=f"The division does not always lessen the error: in {plain.format} with head_dim {plain.head_dim}, "
-            f"at a standard deviation of {plain.scale:g}, the output is off by {error:.2g} without it and by "
-            f"{divided_error:.2g} with it. There softmax gives one key {plain.largest_weight:.4g} of the weight on "
-            f"average without it, {beside.largest_weight:.4g} with it: a weight near 1 hardly heeds how scores are rounded.",
+            sentence=f"The division does not always lessen the error: in {plain.format} with head_dim "
+            f"{plain.head_dim}, at a standard deviation of {plain.scale:g}, the output is off by {error:.2g} without it "
+            f"and by {divided_error:.2g} with it. There softmax gives one key {plain.largest_weight:.4g} of the weight on "
+            f"average without it, {beside.largest_weight:.4g} with it: a weight near 1 hardly heeds "
+            f"how scores are rounded.",
             evidence={
                 "scale": plain.scale, "error": error, "divided_error": divided_error,
                 "largest_weight": plain.largest_weight, "divided_largest_weight": beside.largest_weight,
