@@ -64,19 +64,28 @@ def _text(cell: Cell) -> str:
 
 
 def draw_experiment(experiment: Experiment) -> "alt.TopLevelMixin":
-    """Its curves, a panel each. Raises InputError where it has none."""
+    """Its curves, a panel each; panels over one axis stand side by side and share their colours.
+
+    Raises InputError where there are none.
+    """
+    import altair as alt  # noqa: PLC0415
+
     from stepscope.report.plots.series import SeriesPanel, SeriesPoint, draw_series  # noqa: PLC0415
 
     if not experiment.panels:
         raise InputError(f"study {experiment.study} has no curves: leave out --plot")
-    first = experiment.panels[0]
-    panels = [
-        SeriesPanel(
-            y_title=panel.y_title,
-            points=tuple(SeriesPoint(x=p.x, y=p.y, line=p.line) for p in panel.points if math.isfinite(p.y)),
+    over: dict[tuple[str, bool | None, bool | None], list[SeriesPanel]] = {}
+    for panel in experiment.panels:
+        points = tuple(SeriesPoint(x=p.x, y=p.y, line=p.line) for p in panel.points if math.isfinite(p.y))
+        over.setdefault((panel.x_title, panel.x_log, panel.y_log), []).append(
+            SeriesPanel(y_title=panel.y_title, points=points)
         )
-        for panel in experiment.panels
+    # Where nothing was finite there is no row to draw, unless nothing was finite anywhere.
+    drawn = {axes: panels for axes, panels in over.items() if any(panel.points for panel in panels)} or over
+    rows = [
+        draw_series(panels, x_title=x_title, title="" if i else experiment.question, x_log=x_log, y_log=y_log)
+        for i, ((x_title, x_log, y_log), panels) in enumerate(drawn.items())
     ]
-    return draw_series(
-        panels, x_title=first.x_title, title=experiment.question, x_log=first.x_log, y_log=first.y_log
-    )  # fmt: skip
+    if len(rows) == 1:
+        return rows[0]
+    return alt.vconcat(*rows).resolve_scale(color="independent", fill="independent")

@@ -53,7 +53,7 @@ def draw_series(
     y_log: bool | None = None,
     slopes: bool = False,
     slopes_from: float = 0.0,
-) -> alt.TopLevelMixin:
+) -> alt.ConcatChart:
     """Panels over one axis of x, at most two abreast.
 
     x_log, y_log: None chooses a logarithmic axis for values that span decades. slopes: a straight line fitted on
