@@ -186,11 +186,11 @@ def _division(cases: list[AttentionCase]) -> Iterator[Finding]:
         yield Finding(
             kind="attention-saturated",
             severity="note",
-            sentence=f"The division does not always lessen the error: in {plain.format} with head_dim "
-            f"{plain.head_dim}, at a standard deviation of {plain.scale:g}, the output is off by {error:.2g} without it "
-            f"and by {divided_error:.2g} with it. There softmax gives one key {plain.largest_weight:.4g} of the weight on "
-            f"average without it, {beside.largest_weight:.4g} with it: a weight near 1 hardly heeds "
-            f"how scores are rounded.",
+            sentence="The division does not always lessen the error: "
+            f"in {plain.format} with head_dim {plain.head_dim}, at a standard deviation of {plain.scale:g}, the output "
+            f"is off by {error:.2g} without it and by {divided_error:.2g} with it. There softmax gives one key "
+            f"{plain.largest_weight:.4g} of the weight on average without it, {beside.largest_weight:.4g} with it: "
+            "a weight near 1 hardly heeds how scores are rounded.",
             evidence={
                 "scale": plain.scale, "error": error, "divided_error": divided_error,
                 "largest_weight": plain.largest_weight, "divided_largest_weight": beside.largest_weight,
