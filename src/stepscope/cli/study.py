@@ -7,6 +7,7 @@ import typer
 
 from stepscope.cli import options, study_gradients, study_precision
 from stepscope.cli.output import show
+from stepscope.cli.study_autocast import autocast
 from stepscope.cli.study_kernels import kernels
 
 app = typer.Typer(help="Studies: one question each.", no_args_is_help=True, rich_markup_mode=None)
@@ -51,3 +52,4 @@ app.command("normalisation")(study_precision.normalisation)
 app.command("softmax")(study_precision.softmax)
 app.command("underflow")(study_gradients.underflow)
 app.command("scaling")(study_gradients.scaling)
+app.command("autocast")(autocast)
