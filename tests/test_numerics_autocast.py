@@ -240,6 +240,7 @@ instance = Loss()
 number = 3
 def uneven(): return Uneven(), {"x": torch.randn(8, 4), "ids": torch.arange(3)}, square
 def pair(): return nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), torch.ones(1, 4)
+def infinite(): return nn.Linear(4, 2), torch.ones(3, 4), lambda y: y.sum() / 0
 def no_loss(): return nn.Linear(4, 2), torch.ones(3, 4)
 def count(): return nn.Linear(4, 2), torch.ones(3, 4), lambda y: y.argmax()
 def text(): return nn.Linear(4, 2), torch.ones(3, 4), "mse"
@@ -284,6 +285,11 @@ def test_an_uneven_model_of_ones_own(own: str):
 def test_forward_may_return_the_loss(own: str, factory: str):
     rows = tree(study_autocast(own=f"{own}:{factory}", device="cpu"))
     assert str(rows["loss"]["kind"]).startswith("returned by ")
+
+
+def test_a_loss_that_is_no_number_is_said(own: str):
+    found = study_autocast(own=f"{own}:infinite", device="cpu")
+    assert [finding.severity for finding in found.findings if finding.kind == "loss"] == ["warning"]
 
 
 @pytest.mark.parametrize(

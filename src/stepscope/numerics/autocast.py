@@ -15,6 +15,7 @@ from stepscope.numerics.autocast_findings import (
     activations_found,
     caching_found,
     differences_found,
+    loss_found,
     normalisations_found,
     parameters_found,
     treated_found,
@@ -72,6 +73,7 @@ def study_autocast(model: str = TOY, own: str | None = None, dtype: str = "bf16"
         ),
         findings=(
             parameters_found(recording),
+            *loss_found(looked_at, recording),
             *activations_found(looked_at, recording, dtype),
             *normalisations_found(looked_at, recording, operators, where, low),
             caching_found(recording, repeats, dtype),

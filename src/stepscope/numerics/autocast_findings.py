@@ -1,5 +1,6 @@
 """What follows from the dtypes that were seen under autocast, in sentences made of them."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,8 +18,8 @@ from stepscope.numerics.subject import Subject
 _WORDS: dict[Treatment, str] = {
     "sent down": "sent down to 16 bits",
     "kept up": "kept up in fp32",
-    "promotes": "promoted where its inputs differ",
-    "as its inputs": "left in the dtype of its inputs",
+    "promotes": "promoted where inputs differ",
+    "as its inputs": "left in the dtype of the inputs",
     "refuses": "refused",
 }
 
@@ -43,9 +44,21 @@ def parameters_found(recording: Recording) -> Finding:
             **{f"parameters_{name}": number for name, number in inside.items()},
             **{f"gradients_{name}": number for name, number in gradients.items()},
             "gradients_none": without,
-            "loss": recording.loss_value,
+            "loss": str(recording.loss_value),
         },
     )
+
+
+def loss_found(looked_at: Subject, recording: Recording) -> Iterator[Finding]:
+    """A loss that is no number."""
+    if not math.isfinite(recording.loss_value):
+        yield Finding(
+            kind="loss",
+            severity="warning",
+            sentence=f"The loss of {looked_at.name} is {recording.loss_value}: its dtypes stand, its gradients mean "
+            "nothing.",
+            evidence={"loss": str(recording.loss_value)},
+        )
 
 
 def activations_found(looked_at: Subject, recording: Recording, dtype: str) -> Iterator[Finding]:
@@ -68,7 +81,7 @@ def activations_found(looked_at: Subject, recording: Recording, dtype: str) -> I
         severity="note",
         sentence=f"{low} of the {len(ran)} modules that ran gave {dtype}, and to {back} of them the gradient came back "
         f"in {dtype}, whatever the parameters' gradients are. In {dtype} the smallest normal number is "
-        f"{f.smallest_normal:.2g}, and below half of {smallest:.2g} everything is zero; {means}.",
+        f"{f.smallest_normal:.2g}, and up to half of {smallest:.2g} a number becomes zero; {means}.",
         evidence={
             "modules": len(ran), "low_outputs": low, "low_gradients": back, "smallest_normal": f.smallest_normal,
             "smallest_subnormal": smallest,
