@@ -1,0 +1,103 @@
+"""Sums of many small numbers: the known results to the last digit, by arithmetic alone, and where they stop."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepscope.core.experiment import Experiment, Table
+from stepscope.core.float_format import FORMATS
+from stepscope.numerics.accumulation import SUMS, study_accumulation
+
+KNOWN = {
+    ("1,000 x 0.01", "fp32", "fp32"): 10.000133514404297,
+    ("1,000 x 0.01", "fp16", "fp16"): 9.953125,
+    ("1,000 x 0.01", "fp32", "fp16"): 10.00213623046875,
+    ("1,000 x 0.01", "bf16", "bf16"): 4.0,
+    ("1,000 x 0.01", "fp32", "bf16"): 10.009765625,
+    ("10,000 x 0.001", "fp32", "fp32"): 10.000411033630371,
+    ("10,000 x 0.001", "fp16", "fp16"): 4.0,
+    ("10,000 x 0.001", "bf16", "bf16"): 0.5,
+}
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "stepscope", "study", "accumulation", *arguments],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found() -> Experiment:
+    return study_accumulation()
+
+
+def rows(table: Table) -> list[dict[str, Any]]:
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+
+
+def test_the_command_gives_the_known_results_and_reads_them_again(tmp_path: Path):
+    written = run("--json")
+    assert (written.returncode, written.stderr) == (0, "")
+    tables = {table["title"]: table for table in json.loads(written.stdout)["tables"]}
+    got = {
+        (title, row[0], row[1]): row[3]
+        for title, table in tables.items()
+        for row in table["rows"]
+        if row[2] == "in turn"
+    }
+    assert {key: got[key] for key in KNOWN} == KNOWN
+    kept = tmp_path / "sums.json"
+    kept.write_text(written.stdout)
+    again = run("--read", str(kept), "--json", "--plot", str(tmp_path / "sums.svg"))
+    assert again.stdout == written.stdout and (tmp_path / "sums.svg").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("count", "each"), SUMS)
+@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
+def test_arithmetic_alone_gives_the_same_sums(found: Experiment, count: int, each: float, name: str):
+    """Rounding every partial sum by the format's bits, and no PyTorch: Python's floats hold each sum of two exactly."""
+    form = FORMATS[name]
+    small, total, last = form.round(each), 0.0, 0
+    for i in range(1, count + 1):
+        longer = form.round(total + small)
+        last = i if longer != total else last
+        total = longer
+    table = rows(found.table(f"{count:,} x {each}"))
+    row = next(r for r in table if (r["accumulator"], r["addend"], r["method"]) == (name, name, "in turn"))
+    assert row["result"] == total
+    assert row["stopped after"] == (last if last < count else None)
+
+
+def test_where_a_sum_stops_the_addend_is_half_a_unit_or_less(found: Experiment):
+    stopped = [finding for finding in found.findings if finding.kind == "sum-stops"]
+    assert {finding.evidence["result"] for finding in stopped} == {4.0, 0.5}
+    for finding in stopped:
+        assert finding.evidence["addend"] <= finding.evidence["half_unit"]  # type: ignore[operator]
+        assert f"{finding.evidence['stopped_after']:,} addends" in finding.sentence
+
+
+@pytest.mark.parametrize(("count", "each"), SUMS)
+@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
+def test_kahan_is_right_to_the_unit_in_the_last_place(found: Experiment, count: int, each: float, name: str):
+    """Of what was added, which is the addend as the format holds it; pairwise is nearer to it than in turn."""
+    form = FORMATS[name]
+    true = count * form.round(each)
+    table = rows(found.table(f"{count:,} x {each}"))
+    result = {r["method"]: r["result"] for r in table if (r["accumulator"], r["addend"]) == (name, name)}
+    assert abs(result["Kahan"] - true) <= form.spacing(true)
+    assert abs(result["pairwise"] - true) <= abs(result["in turn"] - true)
+    # Higham 1993: pairwise, an error of at most log2(n) half spacings of the sum, relative.
+    assert abs(result["pairwise"] - true) <= math.ceil(math.log2(count)) * form.epsilon / 2 * true
+
+
+def test_addends_of_eight_bits_are_widened_first(found: Experiment):
+    """0.01 in e4m3 is 5 x 2^-9; 1,000 of it make 9.765625, which fp32 adds up without an error."""
+    for row in rows(found.table("1,000 x 0.01")):
+        if (row["accumulator"], row["addend"]) == ("fp32", "fp8-e4m3"):
+            assert row["result"] == 1000 * 5 * 2.0**-9

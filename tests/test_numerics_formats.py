@@ -1,0 +1,171 @@
+"""Formats from their bits: against torch.finfo, against PyTorch's own rounding of any number, and by hand."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from stepscope.core.errors import InputError
+from stepscope.core.experiment import decode_experiment, encode_experiment
+from stepscope.core.float_format import FORMATS, float_format
+from stepscope.numerics.formats import study_formats
+
+DTYPES = {
+    "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+    "fp8-e5m2": torch.float8_e5m2, "fp8-e4m3": torch.float8_e4m3fn,
+}  # fmt: skip
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def formats(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "stepscope", "study", "formats", *arguments],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_properties_are_those_of_torch(name: str):
+    ours, theirs = FORMATS[name], torch.finfo(DTYPES[name])
+    assert ours.stored_bits == theirs.bits
+    assert ours.largest == theirs.max
+    assert ours.epsilon == theirs.eps
+    assert ours.smallest_normal == theirs.smallest_normal
+    # The number after zero is the pattern 0...01.
+    first = torch.tensor(1, dtype=INTEGERS[theirs.bits // 8]).view(DTYPES[name])
+    assert ours.smallest_subnormal == first.double().item()
+
+
+def test_tf32_is_fp32_with_the_significand_of_fp16():
+    tf32 = FORMATS["tf32"]
+    assert (tf32.epsilon, tf32.largest_exponent) == (FORMATS["fp16"].epsilon, FORMATS["fp32"].largest_exponent)
+    assert tf32.largest == (2 - 2.0**-10) * 2.0**127
+    assert tf32.round(1 + 2.0**-11) == 1.0, "a tie goes to the even neighbour"
+    assert tf32.round(1 + 3 * 2.0**-11) == 1 + 2.0**-9
+
+
+def same(ours: float, theirs: float) -> bool:
+    """NaN is NaN; zeros have signs."""
+    if math.isnan(ours) or math.isnan(theirs):
+        return math.isnan(ours) and math.isnan(theirs)
+    return ours == theirs and math.copysign(1, ours) == math.copysign(1, theirs)
+
+
+@given(st.floats())
+@example(3.4028235677973366e38)  # half a spacing beyond the largest: the first that becomes infinite
+@example(-(2.0**-150))  # half the smallest subnormal: a tie, to zero
+def test_fp32_rounds_as_torch(value: float):
+    assert same(FORMATS["fp32"].round(value), torch.tensor(value, dtype=torch.float64).to(torch.float32).item())
+
+
+# Of 32 bits: PyTorch rounds a float64 to fp32 first, and rounding twice is not rounding once.
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8-e5m2"])
+@given(value=st.floats(width=32))
+@example(value=65519.99609375)
+@example(value=65520.0)
+@example(value=-(2.0**-25))
+@example(value=1 + 2.0**-8)
+@example(value=1 + 2.0**-11)
+def test_sixteen_bits_and_e5m2_round_as_torch(name: str, value: float):
+    assert same(FORMATS[name].round(value), torch.tensor(value, dtype=torch.float32).to(DTYPES[name]).float().item())
+
+
+@given(st.floats(-448, 448, width=32))  # beyond the largest, versions of PyTorch differ: NaN, or the largest
+@example(0.0009765625)  # half the smallest subnormal
+@example(447.9999694824219)
+def test_e4m3_rounds_as_torch_within_its_range(value: float):
+    theirs = torch.tensor(value, dtype=torch.float32).to(torch.float8_e4m3fn).float().item()
+    assert same(FORMATS["fp8-e4m3"].round(value), theirs)
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+@given(value=st.floats(allow_nan=False, allow_infinity=False))
+def test_rounding_is_to_the_nearest_and_keeps_what_the_format_holds(name: str, value: float):
+    form = FORMATS[name]
+    rounded = form.round(value)
+    if math.isfinite(rounded):
+        assert abs(rounded - value) <= form.spacing(value) / 2
+        assert form.round(rounded) == rounded
+    else:
+        assert abs(value) > form.largest
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_every_integer_up_to_the_largest_and_not_the_next(name: str):
+    form = FORMATS[name]
+    last = form.largest_integer
+    for whole in (1, 3, last // 2 + 1, last - 1, last):
+        assert form.round(float(whole)) == whole
+    # 2^53 + 1 is no float at all: Python holds no such number to ask about.
+    assert name == "fp64" or form.round(float(last + 1)) != last + 1
+
+
+def test_by_hand():
+    fp16, e4m3 = FORMATS["fp16"], FORMATS["fp8-e4m3"]
+    assert (fp16.largest, fp16.smallest_normal, fp16.smallest_subnormal) == (65504, 2.0**-14, 2.0**-24)
+    assert (e4m3.largest, e4m3.smallest_normal, e4m3.smallest_subnormal) == (448, 2.0**-6, 2.0**-9)
+    assert fp16.exp_overflows_above == pytest.approx(11.0899, abs=1e-4)
+    assert fp16.spacing(4.0) == 2.0**-8 and fp16.spacing(3.999) == 2.0**-9 and fp16.spacing(0.0) == 2.0**-24
+    with pytest.raises(InputError, match="unknown format 'fp12': choose one of fp64, fp32"):
+        float_format("fp12")
+
+
+def test_what_becomes_of_a_small_number():
+    """1e-7 is between zero and fp16's first two numbers, 2^-24 and 2^-23."""
+    found = study_formats("1e-7")
+    rows = {row[0]: dict(zip(found.tables[1].columns, row, strict=True)) for row in found.tables[1].rows}
+    assert rows["fp16"]["becomes"] == 2.0**-23 and rows["fp16"]["what happened"] == "subnormal: fewer digits"
+    assert rows["bf16"]["becomes"] == torch.tensor(1e-7).bfloat16().item()
+    assert rows["fp64"]["what happened"] == "exact"
+    assert rows["fp8-e4m3"]["becomes"] == 0 and rows["fp8-e4m3"]["what happened"] == "vanishes"
+    assert found.findings[-1].sentence == "1e-07 vanishes in fp8-e5m2, fp8-e4m3, is exact in fp64."
+
+
+def test_json_is_one_document_without_nan_and_reads_back():
+    """1e6 is NaN in e4m3, infinite in fp16: words in JSON, which has neither."""
+
+    def refuse(constant: str) -> Any:
+        raise AssertionError(f"{constant} is no JSON")
+
+    found = study_formats("1e6")
+    text = encode_experiment(found)
+    rows = {row[0]: row for row in json.loads(text, parse_constant=refuse)["tables"][1]["rows"]}
+    assert rows["fp16"][1] == "inf" and rows["fp8-e4m3"][1] == "nan"
+    assert encode_experiment(decode_experiment(text.encode(), "here")) == text
+
+
+def test_the_verb_writes_json_and_reads_it_again(tmp_path: Path):
+    written = formats("--value", "1e-7", "--json")
+    assert (written.returncode, written.stderr) == (0, "")
+    kept = tmp_path / "formats.json"
+    kept.write_text(written.stdout)
+    assert formats("--read", str(kept), "--json").stdout == written.stdout
+    assert formats("--read", str(kept)).stdout == formats("--value", "1e-7").stdout
+
+
+def test_bad_input_is_one_line(tmp_path: Path):
+    (tmp_path / "other.json").write_text(encode_experiment(study_formats()).replace('"formats"', '"softmax"'))
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "later.json").write_text(encode_experiment(study_formats()).replace('"version": 1', '"version": 99'))
+    for arguments, word in (
+        (["--value", "a lot"], "--value 'a lot' is no number"),
+        (["--value", "nan"], "--value 'nan' is not finite"),
+        (["--value", "-inf"], "--value '-inf' is not finite"),
+        (["--value", ""], "--value '' is no number"),
+        (["--read", str(tmp_path / "none.json")], "cannot read"),
+        (["--read", str(tmp_path / "broken.json")], "holds no answer of `stepscope study --json`"),
+        (["--read", str(tmp_path / "other.json")], "is of the study softmax"),
+        (["--read", str(tmp_path / "later.json")], "is of version 99"),
+        (["--plot", str(tmp_path / "plot.svg")], "has no curves: leave out --plot"),
+        (["--plot", str(tmp_path / "plot.txt")], "end its name in one of"),
+    ):
+        done = formats(*arguments)
+        assert (done.returncode, done.stdout) == (2, ""), arguments
+        assert word in done.stderr and done.stderr.count("\n") == 1, done.stderr
