@@ -52,7 +52,7 @@ class AdamWBf16State(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         state["step"] += 1
         square = state["exp_avg_sq"].float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        _round_stochastically(square, into=state["exp_avg_sq"])
+        round_stochastically(square, into=state["exp_avg_sq"])
         denominator = square.div_(1 - beta2 ** state["step"]).sqrt_().add_(group["eps"])
         average = state["exp_avg"].float().lerp_(gradient, 1 - beta1)
         state["exp_avg"].copy_(average)
@@ -60,7 +60,7 @@ class AdamWBf16State(torch.optim.Optimizer):
         parameter.addcdiv_(average, denominator, value=-lr / (1 - beta1 ** state["step"]))
 
 
-def _round_stochastically(values: Tensor, *, into: Tensor) -> None:
+def round_stochastically(values: Tensor, *, into: Tensor) -> None:
     """Write fp32 values to a bf16 tensor, up or down at random so that the expected value is exact.
 
     bf16 is the upper half of fp32's bits: a random lower half is added, and the lower half of the sum dropped.
