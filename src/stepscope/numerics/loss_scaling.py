@@ -21,7 +21,7 @@ from stepscope.core.finding import Finding
 from stepscope.core.float_format import FORMATS
 from stepscope.core.model_config import whole_number
 from stepscope.measure.device import resolve_device
-from stepscope.numerics.setting import device_name, versions
+from stepscope.numerics.setting import device_name, one_thread, versions
 
 INITIAL_SCALE = 2.0**16
 GROWTH_FACTOR, BACKOFF_FACTOR = 2.0, 0.5
@@ -129,7 +129,8 @@ def study_scaling(
     for step in planted:
         whole_number(step, "a planted overflow's step", 1, steps)
     on = resolve_device(device)
-    trace, same_parameters = _trace(steps, growth_interval, frozenset(planted), on, seed)
+    with one_thread():
+        trace, same_parameters = _trace(steps, growth_interval, frozenset(planted), on, seed)
     return Experiment(
         study="scaling",
         question="How does a dynamic loss scale find its way, and is ours that of torch.amp.GradScaler?",
@@ -231,7 +232,6 @@ def _panel(trace: list[_Step]) -> Panel:
     """Every step's scale in both runs: where they are the same, one line lies on the other."""
     points = [Point(line="GradScaler", x=float(step.number), y=step.torch_scale) for step in trace]
     points += [Point(line="ours", x=float(step.number), y=step.scale) for step in trace]
-    points += [Point(line="skipped", x=float(step.number), y=step.scale) for step in trace if not step.taken]
     return Panel(x_title="step", y_title="loss scale", points=tuple(points), x_log=False, y_log=True)
 
 
