@@ -6,7 +6,8 @@ import typer
 
 from stepscope.cli import options
 from stepscope.cli.study_precision import Plot, Read, answer
-from stepscope.cli.sweep import numbers
+from stepscope.cli.sweep import numbers, words
+from stepscope.core.errors import InputError
 from stepscope.core.experiment import Experiment
 from stepscope.core.model_config import configure
 from stepscope.studies.request import Tell
@@ -70,3 +71,49 @@ def scaling(
         return study_scaling(steps=steps, growth_interval=growth_interval, planted=planted, device=device, seed=seed)
 
     answer(run, study="scaling", read=read, plot=plot, json=json)
+
+
+def swallowed(
+    steps: Annotated[int, typer.Option("--steps", help="Training steps of each run.")] = 40,
+    learning_rates: Annotated[
+        str, typer.Option("--learning-rates", help="Shares of swallowed updates at each of these.")
+    ] = "1e-5,1e-4,1e-3,1e-2",
+    remedies_at: Annotated[float, typer.Option("--remedies-at", help="The learning rate of the remedies.")] = 1e-4,
+    model: Model = "tiny",
+    d_model: options.DModel = 64,
+    d_ff: options.DFf = 256,
+    layers: options.Layers = 2,
+    vocabulary: options.Vocabulary = 256,
+    batch_size: BatchSize = 4,
+    seq_len: SeqLen = 32,
+    device: options.Device = "auto",
+    seed: options.Seed = 0,
+    read: Read = None,
+    plot: Plot = None,
+    json: options.Json = False,
+) -> None:
+    """Updates that bf16 parameters round to nothing; and master weights, stochastic rounding, Kahan beside fp32."""
+    rates = _rates(learning_rates)
+
+    def run(tell: Tell) -> Experiment:
+        from stepscope.numerics.swallowed_updates import study_swallowed
+
+        return study_swallowed(
+            model=configure(model, d_model=d_model, d_ff=d_ff, layers=layers, vocabulary=vocabulary),
+            steps=steps,
+            learning_rates=rates,
+            remedies_at=remedies_at,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            device=device,
+            seed=seed,
+        )
+
+    answer(run, study="swallowed", read=read, plot=plot, json=json)
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(word) for word in words(text, "--learning-rates"))
+    except ValueError:
+        raise InputError(f"cannot read --learning-rates {text!r}: write numbers, as in 1e-4,1e-3") from None
