@@ -58,6 +58,17 @@ def test_the_command_gives_the_known_results_and_reads_them_again(tmp_path: Path
     assert again.stdout == written.stdout and (tmp_path / "sums.svg").stat().st_size > 1000
 
 
+def test_only_shows_the_tables_named_or_the_sentences(tmp_path: Path):
+    kept = tmp_path / "sums.json"
+    kept.write_text(run("--json").stdout)
+    shorter = run("--read", str(kept), "--only", "1,000 X 0.01")
+    assert shorter.stdout.startswith("1,000 x 0.01\n") and "10,000 x" not in shorter.stdout
+    sentences = run("--read", str(kept), "--only", "findings")
+    assert sentences.stdout.startswith("In bf16 the sum of") and "accumulator" not in sentences.stdout.splitlines()[0]
+    wrong = run("--read", str(kept), "--only", "products")
+    assert wrong.returncode == 2 and "'1,000 x 0.01', '10,000 x 0.001'" in wrong.stderr
+
+
 @pytest.mark.parametrize(("count", "each"), SUMS)
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
 def test_arithmetic_alone_gives_the_same_sums(found: Experiment, count: int, each: float, name: str):

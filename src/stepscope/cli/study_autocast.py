@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from stepscope.cli import options
-from stepscope.cli.study_precision import Read, answer
+from stepscope.cli.study_precision import Only, Read, answer
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Experiment
 from stepscope.studies.request import Tell
@@ -24,6 +24,7 @@ def autocast(
     dtype: Annotated[str, typer.Option("--dtype", help="fp16 or bf16.")] = "bf16",
     device: options.Device = "auto",
     read: Read = None,
+    only: Only = None,
     json: options.Json = False,
 ) -> None:
     """The dtype of every parameter, input, output, loss and gradient; what autocast does with each operator."""
@@ -35,4 +36,4 @@ def autocast(
 
         return study_autocast(model or "toy", module, dtype, device)
 
-    answer(run, study="autocast", read=read, plot=None, json=json)
+    answer(run, study="autocast", read=read, plot=None, json=json, only=only)

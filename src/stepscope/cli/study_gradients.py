@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from stepscope.cli import options
-from stepscope.cli.study_precision import Plot, Read, answer
+from stepscope.cli.study_precision import Only, Plot, Read, answer
 from stepscope.cli.sweep import numbers, words
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Experiment
@@ -28,6 +28,7 @@ def underflow(
     device: options.Device = "auto",
     seed: options.Seed = 0,
     read: Read = None,
+    only: Only = None,
     plot: Plot = None,
     json: options.Json = False,
 ) -> None:
@@ -45,7 +46,7 @@ def underflow(
             seed=seed,
         )
 
-    answer(run, study="underflow", read=read, plot=plot, json=json)
+    answer(run, study="underflow", read=read, plot=plot, json=json, only=only)
 
 
 def scaling(
@@ -59,6 +60,7 @@ def scaling(
     device: options.Device = "auto",
     seed: options.Seed = 0,
     read: Read = None,
+    only: Only = None,
     plot: Plot = None,
     json: options.Json = False,
 ) -> None:
@@ -70,7 +72,7 @@ def scaling(
 
         return study_scaling(steps=steps, growth_interval=growth_interval, planted=planted, device=device, seed=seed)
 
-    answer(run, study="scaling", read=read, plot=plot, json=json)
+    answer(run, study="scaling", read=read, plot=plot, json=json, only=only)
 
 
 def swallowed(
@@ -89,6 +91,7 @@ def swallowed(
     device: options.Device = "auto",
     seed: options.Seed = 0,
     read: Read = None,
+    only: Only = None,
     plot: Plot = None,
     json: options.Json = False,
 ) -> None:
@@ -109,7 +112,7 @@ def swallowed(
             seed=seed,
         )
 
-    answer(run, study="swallowed", read=read, plot=plot, json=json)
+    answer(run, study="swallowed", read=read, plot=plot, json=json, only=only)
 
 
 def _rates(text: str) -> tuple[float, ...]:

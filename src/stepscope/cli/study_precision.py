@@ -13,11 +13,23 @@ from stepscope.core.experiment import Experiment, decode_experiment, encode_expe
 from stepscope.studies.request import Tell
 
 Read = Annotated[Path | None, typer.Option("--read", help="Show an answer that --json wrote; nothing is run.")]
+Only = Annotated[
+    str | None,
+    typer.Option("--only", help="Show the tables whose title contains this; `findings` for the sentences alone."),
+]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Draw the curves: .svg, .png, .html or .json.")]
 
 
-def answer(run: Callable[[Tell], Experiment], *, study: str, read: Path | None, plot: Path | None, json: bool) -> None:
-    """Run the experiment, or read one, and show it."""
+def answer(
+    run: Callable[[Tell], Experiment],
+    *,
+    study: str,
+    read: Path | None,
+    plot: Path | None,
+    json: bool,
+    only: str | None = None,
+) -> None:
+    """Run the experiment, or read one, and show it, or the part of it that `only` names."""
     if plot is not None:
         from stepscope.report.plots.save import check_target
 
@@ -36,9 +48,9 @@ def answer(run: Callable[[Tell], Experiment], *, study: str, read: Path | None, 
     if json:
         emit(encode_experiment(found))
         return
-    from stepscope.report.experiment import render_experiment
+    from stepscope.report.experiment import render_experiment, render_part
 
-    show(render_experiment(found))
+    show(render_experiment(found) if only is None else render_part(found, only))
 
 
 def _read(path: Path, study: str) -> Experiment:
@@ -57,6 +69,7 @@ def formats(
         str | None, typer.Option("--value", help="What does each format make of this number? As in 1e-7.")
     ] = None,
     read: Read = None,
+    only: Only = None,
     plot: Plot = None,
     json: options.Json = False,
 ) -> None:
@@ -67,10 +80,10 @@ def formats(
 
         return study_formats(value)
 
-    answer(run, study="formats", read=read, plot=plot, json=json)
+    answer(run, study="formats", read=read, plot=plot, json=json, only=only)
 
 
-def accumulation(read: Read = None, plot: Plot = None, json: options.Json = False) -> None:
+def accumulation(read: Read = None, only: Only = None, plot: Plot = None, json: options.Json = False) -> None:
     """Sums of many small numbers in every pair of accumulator and addend: where they stop growing, and why."""
 
     def run(tell: Tell) -> Experiment:
@@ -78,7 +91,7 @@ def accumulation(read: Read = None, plot: Plot = None, json: options.Json = Fals
 
         return study_accumulation(tell)
 
-    answer(run, study="accumulation", read=read, plot=plot, json=json)
+    answer(run, study="accumulation", read=read, plot=plot, json=json, only=only)
 
 
 def normalisation(
@@ -89,6 +102,7 @@ def normalisation(
     epsilon: Annotated[str | None, typer.Option("--epsilon", help="Added under the root; 1e-5 if left out.")] = None,
     device: options.Device = "cpu",
     read: Read = None,
+    only: Only = None,
     plot: Plot = None,
     json: options.Json = False,
 ) -> None:
@@ -108,7 +122,7 @@ def normalisation(
 
         return study_normalisation(tell, device=device, **given)
 
-    answer(run, study="normalisation", read=read, plot=plot, json=json)
+    answer(run, study="normalisation", read=read, plot=plot, json=json, only=only)
 
 
 def softmax(
@@ -120,6 +134,7 @@ def softmax(
     ] = None,
     device: options.Device = "cpu",
     read: Read = None,
+    only: Only = None,
     plot: Plot = None,
     json: options.Json = False,
 ) -> None:
@@ -137,4 +152,4 @@ def softmax(
 
         return study_softmax(tell, device=device, **given)
 
-    answer(run, study="softmax", read=read, plot=plot, json=json)
+    answer(run, study="softmax", read=read, plot=plot, json=json, only=only)

@@ -21,8 +21,9 @@ SUMS = ((1_000, 0.01), (10_000, 0.001))
 """How many addends, and which."""
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-FLOAT8: dict[str, torch.dtype] = {"fp8-e4m3": torch.float8_e4m3fn, "fp8-e5m2": torch.float8_e5m2}
-"""Storage only: PyTorch adds them in no arithmetic of their own, so they are addends and not accumulators."""
+ADDENDS = (*DTYPES, "tf32", "fp8-e4m3", "fp8-e5m2")
+"""TF32 and the formats of 8 bits exist as what a matrix unit reads, not as what it adds in: they are addends, and no
+accumulators. PyTorch has no arithmetic in them; their number is rounded from its bits, and held in fp32, exactly."""
 
 _CURVE_POINTS = 200
 
@@ -50,7 +51,7 @@ def study_accumulation(tell: Callable[..., None] | None = None) -> Experiment:
     """Every pair of accumulator and addend, for each of SUMS; the remedies in each accumulator."""
     sums: list[_Sum] = []
     for count, each in SUMS:
-        for accumulator, addend in itertools.product(DTYPES, {**DTYPES, **FLOAT8}):
+        for accumulator, addend in itertools.product(DTYPES, ADDENDS):
             sums.append(_in_turn(accumulator, addend, count, each))
         for dtype in DTYPES:
             sums += [_kahan(dtype, count, each), _pairwise(dtype, count, each)]
@@ -91,9 +92,7 @@ def study_accumulation(tell: Callable[..., None] | None = None) -> Experiment:
 
 def _in_turn(accumulator: str, addend: str, count: int, each: float) -> _Sum:
     total = torch.tensor(0.0, dtype=DTYPES[accumulator])
-    # An addend of 8 bits is widened to the accumulator's format, which holds it exactly.
-    small = torch.tensor(each, dtype={**DTYPES, **FLOAT8}[addend])
-    small = small.to(DTYPES[accumulator]) if addend in FLOAT8 else small
+    small = torch.tensor(FORMATS[addend].round(each), dtype=DTYPES.get(addend, torch.float32))
     curve, last, stopped = [], 0.0, 0
     every = max(1, count // _CURVE_POINTS)
     for i in range(1, count + 1):

@@ -81,8 +81,8 @@ def _range_against_precision() -> Finding:
         severity="note",
         sentence=f"Of the two formats of 16 bits bf16 reaches {bf16.largest:.4g} in steps of {bf16.epsilon:.3g} "
         f"relative to the number, fp16 {fp16.largest:.5g} in steps of {fp16.epsilon:.3g}: "
-        f"{bf16.epsilon / fp16.epsilon:.0f} times finer. The smallest number above zero is {bf16.smallest_subnormal:.3g} in bf16, "
-        f"{fp16.smallest_subnormal:.3g} in fp16.",
+        f"{bf16.epsilon / fp16.epsilon:.0f} times finer. The smallest number above zero is "
+        f"{bf16.smallest_subnormal:.3g} in bf16, {fp16.smallest_subnormal:.3g} in fp16.",
         evidence={
             "bf16_largest": bf16.largest, "fp16_largest": fp16.largest,
             "bf16_epsilon": bf16.epsilon, "fp16_epsilon": fp16.epsilon,

@@ -27,11 +27,35 @@ def render_experiment(experiment: Experiment) -> RenderableType:
         Text(printable("; ".join(part for part in (experiment.device, versions, settings) if part))),
     ]
     for figures in experiment.tables:
-        parts += [Text(), Text(printable(figures.title), style="bold"), _table(figures)]
+        parts += [Text(), *_titled(figures)]
     if experiment.findings:
         parts.append(Text())
-    parts += [Text(printable(finding.sentence)) for finding in experiment.findings]
+    return Group(*parts, *_sentences(experiment))
+
+
+def render_part(experiment: Experiment, only: str) -> RenderableType:
+    """The tables whose title contains `only`, or the sentences for `findings`.
+
+    Raises InputError, with the titles, where it names no table.
+    """
+    if only == "findings":
+        return Group(*_sentences(experiment))
+    chosen = [figures for figures in experiment.tables if only.casefold() in figures.title.casefold()]
+    if not chosen:
+        titles = ", ".join(repr(figures.title) for figures in experiment.tables)
+        raise InputError(f"no table's title contains --only {only!r}: there are {titles}, and findings")
+    parts: list[RenderableType] = []
+    for figures in chosen:
+        parts += [*([Text()] if parts else []), *_titled(figures)]
     return Group(*parts)
+
+
+def _titled(figures: Figures) -> tuple[RenderableType, RenderableType]:
+    return Text(printable(figures.title), style="bold"), _table(figures)
+
+
+def _sentences(experiment: Experiment) -> list[Text]:
+    return [Text(printable(finding.sentence)) for finding in experiment.findings]
 
 
 def _table(figures: Figures) -> Table:
