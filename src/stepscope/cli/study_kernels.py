@@ -133,7 +133,7 @@ def _cell(run: Run, directory: Path, tool: str, keep: bool) -> "list[StudiedCell
     from stepscope.report.kernel_study import StudiedCell
 
     try:
-        digests: dict[str, TraceDigest | None] = {name: _digest(run, directory, name, keep) for name in TRACE_TOOLS}
+        digests: dict[str, TraceDigest | None] = {name: digest_beside(run, directory, name, keep) for name in TRACE_TOOLS}
     except InputError as error:
         warn(f"left out: {error}")
         return []
@@ -141,7 +141,7 @@ def _cell(run: Run, directory: Path, tool: str, keep: bool) -> "list[StudiedCell
     return [StudiedCell(run=run, digest=wanted, other=next(iter(digests.values())))] if wanted else []
 
 
-def _digest(run: Run, directory: Path, tool: str, keep: bool) -> "TraceDigest | None":
+def digest_beside(run: Run, directory: Path, tool: str, keep: bool) -> "TraceDigest | None":
     """Of the capture if it is there, or what was kept of it."""
     from stepscope.analysis.trace_checks import check_trace
     from stepscope.analysis.trace_digest import digest_of, load_digest, save_digest
