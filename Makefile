@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Tests side by side, a file to a process; several files start and kill measurements of their own.
+WORKERS ?= 2
 
 .PHONY: run test lint nsys clean
 
@@ -10,7 +12,7 @@ run: $(INSTALLED)  ## Measure one training step here, and show it.
 	$(BIN)/stepscope run --tag first
 
 test: lint  ## Lint, types and tests.
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

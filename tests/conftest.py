@@ -1,6 +1,7 @@
 """What several tests share: skips with a reason, a fake clock and device, runs made by hand."""
 
 import gc
+import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -20,9 +21,15 @@ from stepscope.core.samples import Samples
 from stepscope.core.workload import Workload
 from stepscope.work.transformer import phase_work
 
-# On a busy machine examples are slow to come: no fault of what is tested.
-hypothesis_settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow])
+# On a busy machine examples are slow to come, and slow to run: no fault of what is tested.
+hypothesis_settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow], deadline=None)
 hypothesis_settings.load_profile("busy")
+
+
+# Where tests run side by side, each has a core: PyTorch's threads wait by spinning, ten times slower when they compete.
+# Set before anything imports torch; the processes that tests start inherit it.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_finish() -> None:

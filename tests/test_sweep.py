@@ -233,7 +233,10 @@ def test_ctrl_c_keeps_what_the_running_cell_has(tmp_path: Path, out: Path):
     recipe.write_text(RECIPE)
     command = [sys.executable, "-m", "stepscope", "sweep", str(recipe), "--out", str(out), "--devices", "cpu"]
     process = subprocess.Popen(
-        [*command, "--steps", "10000000", "--no-profile"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--warmup", "1", "--steps", "10000000", "--no-profile"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     wait_for(lambda: "unfinished" in ended(out).values())
     time.sleep(4.0)  # nothing tells from outside how many steps were measured; the assertion below does

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import torch
 
 import stepscope
+from stepscope.measure.environment import cpu_name
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def versions() -> dict[str, str]:
