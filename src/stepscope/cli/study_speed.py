@@ -1,5 +1,7 @@
 """`stepscope study speed`: forward and backward in fp32, TF32 and bf16, measured and captured here, or before."""
 
+import functools
+import importlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -120,20 +122,26 @@ def _experiment(cells: "list[TimedCell]", dtypes: str | None, lacking: tuple[str
 
 def _unread(cells: "list[TimedCell]") -> int:
     """Captures that nothing here can read."""
-    return 0 if _polars_here() else sum("kineto" in cell.run.artifacts for cell in cells)
+    return 0 if _reads_captures() else sum("kineto" in cell.run.artifacts for cell in cells)
 
 
-def _polars_here() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("polars") is not None
+@functools.cache
+def _reads_captures() -> bool:
+    """A machine that only measures has no polars."""
+    try:
+        importlib.import_module("stepscope.analysis.trace_digest")
+    except ModuleNotFoundError as error:
+        if error.name != "polars":
+            raise
+        return False
+    return True
 
 
 def _cell(run: Run, directory: Path, keep: bool) -> "TimedCell":
     """The run with what its capture says; without that where polars is not installed, or the capture cannot be read."""
     from stepscope.analysis.precision_speed import TimedCell
 
-    if run.status != "done" or not _polars_here():
+    if run.status != "done" or not _reads_captures():
         return TimedCell(run=run)
     from stepscope.cli.study_kernels import digest_beside
 
