@@ -10,10 +10,11 @@ import typer
 
 from stepscope.cli import options
 from stepscope.cli.output import warn
-from stepscope.cli.study_precision import Plot, answer
+from stepscope.cli.study_precision import Only, Plot, answer
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Experiment
 from stepscope.core.run import Run
+from stepscope.studies.request import Tell
 
 if TYPE_CHECKING:
     from stepscope.analysis.precision_speed import TimedCell
@@ -51,6 +52,7 @@ def speed(
     keep: Annotated[
         bool, typer.Option("--keep-digests", help="Write each capture's tables beside its run, as trace-kineto.json.")
     ] = False,
+    only: Only = None,
     plot: Plot = None,
     json: options.Json = False,
 ) -> None:
@@ -68,7 +70,11 @@ def speed(
                 f"{file} is a finished answer: {', '.join(chosen)} would choose among the runs of a folder"
             )
         wanted = _wanted(models, seq_len, batch_size, dtypes)
-        answer(lambda _: _experiment(_stored(read, keep, wanted), dtypes), study=STUDY, read=file, plot=plot, json=json)
+
+        def stored(_: Tell) -> Experiment:
+            return _experiment(_stored(read, keep, wanted), dtypes)
+
+        answer(stored, study=STUDY, read=file, plot=plot, json=json, only=only)
         return
     from stepscope.cli.sweep import measure_and_report, numbers, words
     from stepscope.core.model_config import configure
@@ -94,7 +100,7 @@ def speed(
 
     def report(runs: list[Run]) -> None:
         cells = [_cell(run, out / run.id, keep) for run in runs]
-        answer(lambda _: _experiment(cells, dtypes, lacking), study=STUDY, read=None, plot=plot, json=json)
+        answer(lambda _: _experiment(cells, dtypes, lacking), study=STUDY, read=None, plot=plot, json=json, only=only)
         if _unread(cells):
             warn(f"the captures lie in {out}: `stepscope study speed --read {out}` answers from them where polars is")
 
