@@ -133,7 +133,9 @@ def _cell(run: Run, directory: Path, tool: str, keep: bool) -> "list[StudiedCell
     from stepscope.report.kernel_study import StudiedCell
 
     try:
-        digests: dict[str, TraceDigest | None] = {name: digest_beside(run, directory, name, keep) for name in TRACE_TOOLS}
+        digests: dict[str, TraceDigest | None] = {
+            name: digest_beside(run, directory, name, keep) for name in TRACE_TOOLS
+        }
     except InputError as error:
         warn(f"left out: {error}")
         return []
