@@ -9,6 +9,7 @@ from stepscope.cli import options, study_gradients, study_precision
 from stepscope.cli.output import show
 from stepscope.cli.study_autocast import autocast
 from stepscope.cli.study_kernels import kernels
+from stepscope.cli.study_quality import quality
 from stepscope.cli.study_speed import speed
 
 app = typer.Typer(help="Studies: one question each.", no_args_is_help=True, rich_markup_mode=None)
@@ -56,3 +57,4 @@ app.command("scaling")(study_gradients.scaling)
 app.command("swallowed")(study_gradients.swallowed)
 app.command("autocast")(autocast)
 app.command("speed")(speed)
+app.command("quality")(quality)

@@ -1,0 +1,276 @@
+"""What the runs of `quality.py` come to, in sentences made from their figures."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from stepscope.core.finding import Finding
+
+_BYTES_ALIKE = math.log(256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One run beside the others."""
+
+    name: str
+    of_starts: bool
+    """Whether it is fp32 from the parameters of another seed: a yardstick."""
+    losses: list[float]
+    """Smoothed; fewer than steps where the run was stopped since nothing was finite any more."""
+    validation_loss: float
+    departs: int | None
+    not_finite_from: int | None
+    skipped_steps: int | None
+    zero_gradients: float | None
+    swallowed: float | None
+
+    def at(self, step: int) -> float | None:
+        """The smoothed loss at a step, counted from 1; None where the run had been stopped."""
+        return self.losses[step - 1] if step <= len(self.losses) else None
+
+    def above(self, reference: "Outcome", step: int) -> float | None:
+        own, other = self.at(step), reference.at(step)
+        return None if own is None or other is None else own - other
+
+    @property
+    def last(self) -> float:
+        """Smoothed loss at the end; NaN where it was lost on the way."""
+        return math.nan if self.not_finite_from is not None else self.losses[-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcomes:
+    """All runs of a study."""
+
+    reference: Outcome
+    others: tuple[Outcome, ...]
+    apart: list[float] | None
+    """`quality_departure.starts_apart` at each step; None where there is nothing to compare."""
+    steps: int
+    window: int
+    reach: int
+    seed: int
+    unigram_loss: float
+
+    @property
+    def all(self) -> tuple[Outcome, ...]:
+        return (self.reference, *self.others)
+
+    @property
+    def starts(self) -> tuple[Outcome, ...]:
+        return tuple(each for each in self.others if each.of_starts)
+
+    @property
+    def variants(self) -> tuple[Outcome, ...]:
+        return tuple(each for each in self.others if not each.of_starts)
+
+    @property
+    def learned(self) -> bool:
+        """Whether fp32 knows more of the held-out text than how often each byte occurs."""
+        return self.reference.validation_loss < self.unigram_loss
+
+    @property
+    def starts_validation(self) -> float:
+        """The most that two fp32 runs differ in validation loss."""
+        losses = [each.validation_loss for each in (self.reference, *self.starts)]
+        return max(losses) - min(losses)
+
+
+def quality_findings(
+    outcomes: Outcomes, *, left_out: dict[str, str], interrupted: str | None, planned: int
+) -> Iterator[Finding]:
+    """left_out: variants that do not run here, and why. interrupted: the run in which the user stopped the study."""
+    if interrupted is not None:
+        yield Finding(
+            kind="interrupted",
+            severity="warning",
+            sentence=f"Interrupted in {interrupted}: {len(outcomes.all)} of {planned} runs ended, and only they are "
+            "here.",
+            evidence={"runs": len(outcomes.all), "planned": planned, "interrupted": interrupted},
+        )
+    yield _learned(outcomes)
+    if outcomes.apart is None:
+        yield _no_yardstick(outcomes)
+    else:
+        yield _yardstick(outcomes)
+        for each in outcomes.variants:
+            yield _beside(each, outcomes)
+        yield from _within(outcomes)
+        if outcomes.learned:
+            yield from _against_wisdom(outcomes)
+    for name, reason in left_out.items():
+        yield Finding(
+            kind="not-run", severity="note", sentence=f"{name} was not run: {reason}.", evidence={"run": name}
+        )
+
+
+def _learned(outcomes: Outcomes) -> Finding:
+    reference, unigram, learned = outcomes.reference, outcomes.unigram_loss, outcomes.learned
+    judged = (
+        "so it has learned more than how often each byte occurs"
+        if learned
+        else "so it has not even learned how often each byte occurs, and its curves say little"
+    )
+    return Finding(
+        kind="reference-learned",
+        severity="note" if learned else "warning",
+        sentence=f"fp32 ends at {reference.validation_loss:.4g} nats a byte on held-out text, where equal chances for "
+        f"all bytes give {_BYTES_ALIKE:.4g} and their frequencies {unigram:.4g}: {judged}.",
+        remedy="" if learned else "train longer (--steps), or at another learning rate (--lr)",
+        evidence={"validation_loss": reference.validation_loss, "unigram_loss": unigram},
+    )
+
+
+def _no_yardstick(outcomes: Outcomes) -> Finding:
+    failed = [each.name for each in (outcomes.reference, *outcomes.starts) if each.not_finite_from is not None]
+    why = f"the loss of {_listed(failed)} does not stay finite" if failed else "no run from another start ended"
+    return Finding(
+        kind="no-yardstick",
+        severity="warning",
+        sentence=f"No departure is told: {why}, so there is nothing to hold a difference against.",
+        remedy="choose a lower learning rate (--lr)" if failed else "let the study run on",
+        evidence={"runs": len(outcomes.all)},
+    )
+
+
+def _yardstick(outcomes: Outcomes) -> Finding:
+    assert outcomes.apart is not None
+    seeds = ", ".join(str(outcomes.seed + i) for i in range(len(outcomes.starts) + 1))
+    return Finding(
+        kind="starts-apart",
+        severity="note",
+        sentence=f"fp32 from the parameters of seeds {seeds}, over the same batches, ends up to "
+        f"{outcomes.apart[-1]:.2g} nats apart in training (smoothed over {outcomes.window} steps, within the last "
+        f"{outcomes.reach + 1}) and {outcomes.starts_validation:.2g} in validation. A run departs at the first step "
+        "from which on its smoothed loss is farther from fp32's than these are from each other within "
+        f"{outcomes.reach} steps of there, for {outcomes.reach} steps or more and to the end; or from which on its "
+        "loss is not finite.",
+        evidence={
+            "training": outcomes.apart[-1], "validation": outcomes.starts_validation, "window": outcomes.window,
+            "reach": outcomes.reach,
+        },
+    )  # fmt: skip
+
+
+def _beside(each: Outcome, outcomes: Outcomes) -> Finding:
+    evidence: dict[str, float | int | str | None] = {
+        "run": each.name, "departs": each.departs, "training_loss": each.last,
+        "validation_loss": each.validation_loss, "not_finite_from": each.not_finite_from,
+        "skipped_steps": each.skipped_steps, "zero_gradients": each.zero_gradients, "swallowed": each.swallowed,
+    }  # fmt: skip
+    if each.not_finite_from is not None:
+        return Finding(
+            kind="run-lost",
+            severity="note",
+            sentence=f"{each.name} departs at step {each.departs}; from step {each.not_finite_from} on its loss is not "
+            f"finite{_known(each)}.",
+            evidence=evidence,
+        )
+    training = each.last - outcomes.reference.last
+    validation = each.validation_loss - outcomes.reference.validation_loss
+    ends = (
+        f"it ends {_signed(training)} fp32 in training, {_signed(validation)} it in validation "
+        f"({_times(validation, outcomes.starts_validation)} what starts change){_known(each)}"
+    )
+    departs = "does not depart from fp32" if each.departs is None else f"departs from fp32 at step {each.departs}"
+    return Finding(
+        kind="run-beside-fp32" if each.departs is None else "run-departs",
+        severity="note",
+        sentence=f"{each.name} {departs}: {ends}.",
+        evidence=evidence,
+    )
+
+
+def _signed(difference: float) -> str:
+    return f"{abs(difference):.2g} {'above' if difference >= 0 else 'below'}"
+
+
+def _times(difference: float, yardstick: float) -> str:
+    return f"{abs(difference) / yardstick:.2g} times" if yardstick else "more than"
+
+
+def _known(each: Outcome) -> str:
+    """What else was counted of a run."""
+    said = []
+    if each.skipped_steps is not None:
+        said.append(f"{each.skipped_steps} steps were skipped")
+    if each.swallowed is not None:
+        said.append(f"{100 * each.swallowed:.3g} % of its last updates changed nothing")
+    return "; " + ", ".join(said) if said else ""
+
+
+def _within(outcomes: Outcomes) -> Iterator[Finding]:
+    """Where no run at all departs, that is the answer."""
+    if not outcomes.variants or any(each.departs is not None for each in outcomes.variants):
+        return
+    farthest = max(outcomes.variants, key=lambda each: abs(each.validation_loss - outcomes.reference.validation_loss))
+    difference = farthest.validation_loss - outcomes.reference.validation_loss
+    yield Finding(
+        kind="nothing-beyond-the-start",
+        severity="note",
+        sentence=f"None of {len(outcomes.variants)} runs departs: at this size and length no precision changes the "
+        f"training more than another start does. Farthest in validation is {farthest.name}, {_signed(difference)} "
+        "fp32.",
+        evidence={"runs": len(outcomes.variants), "farthest": farthest.name, "difference": difference},
+    )
+
+
+def _against_wisdom(outcomes: Outcomes) -> Iterator[Finding]:
+    """What is commonly said, held against the figures; nothing where they agree."""
+    runs = {each.name: each for each in outcomes.variants}
+    reference = outcomes.reference
+    unscaled = runs.get("fp16-unscaled")
+    if unscaled is not None and unscaled.departs is None and unscaled.zero_gradients is not None:
+        zeros, usual = 100 * unscaled.zero_gradients, 100 * (reference.zero_gradients or 0.0)
+        yield Finding(
+            kind="wisdom-contradicted",
+            severity="note",
+            sentence="fp16 is said to need a loss scale. Here it trains as well without: "
+            f"{zeros:.3g} % of the gradients' elements, the embedding's left out, are zero at the end, where in fp32 "
+            f"{usual:.3g} % are, and what is lost does not show in the loss.",
+            evidence={"run": unscaled.name, "zero_gradients": zeros, "zero_gradients_fp32": usual},
+        )
+    nearest = runs.get("bf16-pure")
+    if nearest is not None and nearest.departs is None and nearest.swallowed is not None:
+        yield Finding(
+            kind="wisdom-contradicted",
+            severity="note",
+            sentence="Parameters in bf16 are said to need a remedy. Here they train as well rounded to nearest, though "
+            f"{100 * nearest.swallowed:.3g} % of the last updates change nothing.",
+            evidence={"run": nearest.name, "swallowed": nearest.swallowed},
+        )
+    for name in ("tf32", "bf16", "fp16"):
+        mixed = runs.get(name)
+        if mixed is not None and mixed.departs is not None:
+            yield Finding(
+                kind="wisdom-contradicted",
+                severity="note",
+                sentence=f"{name} is said to train as fp32 does. Here it departs at step {mixed.departs}.",
+                evidence={"run": name, "departs": mixed.departs},
+            )
+    yield from _remedies(runs)
+
+
+def _remedies(runs: dict[str, Outcome]) -> Iterator[Finding]:
+    """Which remedies keep bf16 parameters with fp32, where without one they depart."""
+    nearest = runs.get("bf16-pure")
+    remedies = [each for name, each in runs.items() if name.startswith("bf16-pure-")]
+    if nearest is None or nearest.departs is None or not remedies:
+        return
+    kept = [each.name for each in remedies if each.departs is None]
+    lost = [each.name for each in remedies if each.departs is not None]
+    said = f"{_listed(kept)} {'does' if len(kept) == 1 else 'do'} not" if kept else "no remedy keeps it"
+    but = f"; {_listed(lost)} {'departs' if len(lost) == 1 else 'depart'} too" if lost and kept else ""
+    yield Finding(
+        kind="bf16-remedies",
+        severity="note",
+        sentence=f"Where bf16-pure departs from fp32, {said}{but}.",
+        evidence={each.name: each.departs for each in (nearest, *remedies)},
+    )
+
+
+def _listed(names: list[str]) -> str:
+    """a; a and b; a, b and c."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
