@@ -1,7 +1,8 @@
 """Every command that the documents show with its output, run again: the output must be the same to the letter.
 
-Commands that read (table, show, trace, memory...) run on what is kept in results/. Commands that measure are not run
-again; `make run` is held against the run it left. STEPSCOPE_UPDATE_DOCS=1 writes the outputs anew.
+Commands that read (table, show, trace, memory...) run on what is kept in results/, and studies whose figures are those
+of arithmetic on any machine run whole. Commands that measure are not run again; `make run` is held against the run it
+left. STEPSCOPE_UPDATE_DOCS=1 writes the outputs anew.
 """
 
 import os
@@ -18,6 +19,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?<=```console\n)\$ (?P<command>.+?)\n(?P<output>.*?)(?=```)", re.DOTALL)
 READS_AGAIN = {"make run": "stepscope show results/cpu/first"}
 BENCHMARKS = ("benchmarks/overhead.py", "benchmarks/trace.py", "benchmarks/snapshot.py")
+STUDIES_OF_ARITHMETIC = ("formats", "accumulation")
 VERBS = ("table", "show", "ls", "models", "kernel", "trace", "memory", "fit")
 
 
@@ -25,6 +27,8 @@ def command_for(shown: str) -> list[str] | None:
     """What to run for a command as shown, or None for one that measures."""
     words = shlex.split(READS_AGAIN.get(shown, shown), comments=True)
     if words[0] == "stepscope" and (words[1] in VERBS or "--read" in words or "--from" in words):
+        return [sys.executable, "-m", *words]
+    if words[:2] == ["stepscope", "study"] and words[2] in STUDIES_OF_ARITHMETIC:
         return [sys.executable, "-m", *words]
     if words[0] == "python" and words[1] in BENCHMARKS and words[2] == "--show":
         files = [str(file) for pattern in words[3:] for file in sorted(ROOT.glob(pattern))]
