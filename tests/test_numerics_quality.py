@@ -21,6 +21,7 @@ from stepscope.numerics import quality
 from stepscope.numerics.bundled_text import WORKS, BundledText, bundled_text
 from stepscope.numerics.quality import ABOVE, BY_STEP, RUNS, SIZES, study_quality
 from stepscope.numerics.quality_departure import departure, not_finite_from, smoothed, starts_apart
+from stepscope.numerics.quality_findings import Outcome, Outcomes, quality_findings
 from stepscope.numerics.quality_training import (
     VARIANTS,
     Trained,
@@ -302,6 +303,52 @@ def test_sentences_agree_with_the_table(found: Experiment):
             assert finding.kind == "run-beside-fp32" and "does not depart" in finding.sentence
         else:
             assert finding.evidence["departs"] == departs_at and str(departs_at) in finding.sentence
+
+
+def made(name: str, *, last: float, validation: float, departs: int | None = None, start: bool = False) -> Outcome:
+    return Outcome(
+        name=name,
+        of_starts=start,
+        losses=[3.0, last],
+        validation_loss=validation,
+        departs=departs,
+        not_finite_from=None,
+        skipped_steps=None,
+        zero_gradients=None,
+        swallowed=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("last", "validation", "departs", "said"),
+    [
+        (1.2, 1.4, 2, True),
+        (1.2, 1.4, None, False),  # it does not depart
+        (0.9, 1.4, 2, False),  # it departs by fitting the training text better
+        (1.2, 1.48, 2, False),  # another start changes as much
+        (1.2, 1.6, 2, False),  # it is worse
+    ],
+)
+def test_worse_in_training_and_better_on_other_text_is_said(
+    last: float, validation: float, departs: int | None, said: bool
+):
+    outcomes = Outcomes(
+        reference=made("fp32", last=1.0, validation=1.5),
+        others=(
+            made("fp32, start of seed 1", last=1.01, validation=1.52, start=True),
+            made("bf16-pure", last=last, validation=validation, departs=departs),
+        ),
+        apart=[0.0, 0.05],
+        steps=2,
+        window=1,
+        reach=0,
+        seed=0,
+        unigram_loss=3.0,
+    )
+    found = quality_findings(outcomes, left_out={}, interrupted=None, planned=3)
+    sentences = [f.sentence for f in found if f.sentence.startswith("Lost precision is said to cost quality")]
+    assert len(sentences) == said
+    assert not said or "ends 0.1 below it on held-out text: there fp32 loses 1.5 for 1 in training" in sentences[0]
 
 
 def test_a_rate_that_breaks_fp32_says_so_and_names_no_departure():

@@ -249,7 +249,33 @@ def _against_wisdom(outcomes: Outcomes) -> Iterator[Finding]:
                 sentence=f"{name} is said to train as fp32 does. Here it departs at step {mixed.departs}.",
                 evidence={"run": name, "departs": mixed.departs},
             )
+    yield from _better_on_other_text(outcomes)
     yield from _remedies(runs)
+
+
+def _better_on_other_text(outcomes: Outcomes) -> Iterator[Finding]:
+    """Runs that fit the text they train on less than fp32, and other text better, by more than another start does."""
+    reference = outcomes.reference
+    for each in outcomes.variants:
+        gained = reference.validation_loss - each.validation_loss
+        memorised = reference.validation_loss - reference.last
+        if each.departs is None or not each.last > reference.last:
+            continue
+        if not memorised > gained > outcomes.starts_validation:
+            continue
+        yield Finding(
+            kind="wisdom-contradicted",
+            severity="note",
+            sentence=f"Lost precision is said to cost quality. Here {each.name} departs above fp32 in training and "
+            f"ends {gained:.2g} below it on held-out text: there fp32 loses {reference.validation_loss:.4g} for "
+            f"{reference.last:.4g} in training, {each.name} {each.validation_loss:.4g} for {each.last:.4g}. Where "
+            "fp32 knows its training text so much better than other text, less exact updates may even help.",
+            evidence={
+                "run": each.name, "gained": gained, "validation_loss": each.validation_loss,
+                "training_loss": each.last, "fp32_validation_loss": reference.validation_loss,
+                "fp32_training_loss": reference.last,
+            },
+        )  # fmt: skip
 
 
 def _remedies(runs: dict[str, Outcome]) -> Iterator[Finding]:
