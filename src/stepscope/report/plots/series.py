@@ -116,7 +116,8 @@ def fitted_power(points: Sequence[SeriesPoint]) -> tuple[float, float] | None:
 
 def _x_axis(xs: list[float], title: str, *, log: bool) -> alt.X:
     """Ticks stand at the values themselves where these are few: measured lengths are powers of two, or chosen."""
-    scale = alt.Scale(type="log", base=2, nice=False, padding=14) if log else alt.Scale(zero=False, nice=False, padding=14)
+    kind: dict[str, Any] = {"type": "log", "base": 2} if log else {"zero": False}
+    scale = alt.Scale(**kind, nice=False, padding=14)
     ticks: dict[str, Any] = {"values": xs} if len(xs) <= 12 else {}
     axis = alt.Axis(format=NUMBER, labelOverlap="greedy", grid=False, **ticks)
     return alt.X("x:Q", title=title, scale=scale, axis=axis)
