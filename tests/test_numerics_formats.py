@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,19 @@ def test_what_becomes_of_a_small_number():
     rows = {row[0]: dict(zip(found.tables[1].columns, row, strict=True)) for row in found.tables[1].rows}
     assert rows["fp16"]["becomes"] == 2.0**-23 and rows["fp16"]["what happened"] == "subnormal: fewer digits"
     assert rows["bf16"]["becomes"] == torch.tensor(1e-7).bfloat16().item()
-    assert rows["fp64"]["what happened"] == "exact"
+    assert rows["fp64"]["what happened"] == "rounded"
     assert rows["fp8-e4m3"]["becomes"] == 0 and rows["fp8-e4m3"]["what happened"] == "vanishes"
-    assert found.findings[-1].sentence == "1e-07 vanishes in fp8-e5m2, fp8-e4m3, is exact in fp64."
+    assert found.findings[-1].sentence == "1e-7 vanishes in fp8-e5m2, fp8-e4m3, is exact in none."
+
+
+def test_a_tenth_is_exact_in_no_format_and_a_half_in_all():
+    """fp64 has 0.1 as 3602879701896397 / 2^55."""
+    fp64 = study_formats("0.1").tables[1].rows[0]
+    assert fp64[1] == 0.1 and fp64[5] == "rounded"
+    assert fp64[2] == float(Fraction(3602879701896397, 2**55) - Fraction(1, 10))
+    assert study_formats("0.1").findings[-1].sentence == "0.1 is exact in none."
+    assert {row[5] for row in study_formats("-0.5").tables[1].rows} == {"exact"}
+    assert {row[5] for row in study_formats("-0.0").tables[1].rows} == {"exact"}
 
 
 def test_json_is_one_document_without_nan_and_reads_back():
@@ -158,6 +169,9 @@ def test_bad_input_is_one_line(tmp_path: Path):
         (["--value", "a lot"], "--value 'a lot' is no number"),
         (["--value", "nan"], "--value 'nan' is not finite"),
         (["--value", "-inf"], "--value '-inf' is not finite"),
+        (["--value", "1e400"], "--value '1e400' is beyond the largest number of fp64"),
+        (["--value", "1e-999999999999"], "--value '1e-999999999999' is zero in fp64"),
+        (["--value", "0." + "1" * 5000], "--value has 5,002 characters"),
         (["--value", ""], "--value '' is no number"),
         (["--read", str(tmp_path / "none.json")], "cannot read"),
         (["--read", str(tmp_path / "broken.json")], "holds no answer of `stepscope study --json`"),
