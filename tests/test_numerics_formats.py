@@ -164,6 +164,9 @@ def test_the_verb_writes_json_and_reads_it_again(tmp_path: Path):
 def test_bad_input_is_one_line(tmp_path: Path):
     (tmp_path / "other.json").write_text(encode_experiment(study_formats()).replace('"formats"', '"softmax"'))
     (tmp_path / "broken.json").write_text("{")
+    uneven = {"title": "Formats", "columns": ["a", "b"], "rows": [[1]]}
+    one = json.loads(encode_experiment(study_formats()))
+    (tmp_path / "uneven.json").write_text(json.dumps({**one, "tables": [uneven]}))
     (tmp_path / "later.json").write_text(encode_experiment(study_formats()).replace('"version": 1', '"version": 99'))
     for arguments, word in (
         (["--value", "a lot"], "--value 'a lot' is no number"),
@@ -176,6 +179,7 @@ def test_bad_input_is_one_line(tmp_path: Path):
         (["--read", str(tmp_path / "none.json")], "cannot read"),
         (["--read", str(tmp_path / "broken.json")], "holds no answer of `stepscope study --json`"),
         (["--read", str(tmp_path / "other.json")], "is of the study softmax"),
+        (["--read", str(tmp_path / "uneven.json")], "is damaged: the table 'Formats' has a row"),
         (["--read", str(tmp_path / "later.json")], "is of version 99"),
         (["--plot", str(tmp_path / "plot.svg")], "has no curves: leave out --plot"),
         (["--plot", str(tmp_path / "plot.txt")], "end its name in one of"),

@@ -68,6 +68,12 @@ def decode_experiment(data: bytes, source: str) -> Experiment:
         raise InputError(f"{source} holds no answer of `stepscope study --json`: {one_line(error)}") from error
     if found.version > EXPERIMENT_VERSION:
         raise InputError(f"{source} is of version {found.version}: this stepscope reads up to {EXPERIMENT_VERSION}")
+    for table in found.tables:
+        if any(len(row) != len(table.columns) for row in table.rows):
+            raise InputError(
+                f"{source} is damaged: the table {table.title!r} has a row that is not of its "
+                f"{len(table.columns)} columns; write it again with --json"
+            )
     return found
 
 
