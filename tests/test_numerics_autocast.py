@@ -232,6 +232,15 @@ class Frozen(Loss):
         super().__init__()
         self.requires_grad_(False)
 
+class Late(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+    def forward(self, x):
+        if not hasattr(self, "late"):
+            self.late = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        return self.late(self.norm(x)).sum()
+
 class Broken(nn.Module):
     def forward(self, x):
         raise ValueError("no way\\nat all")
@@ -241,6 +250,8 @@ number = 3
 def uneven(): return Uneven(), {"x": torch.randn(8, 4), "ids": torch.arange(3)}, square
 def pair(): return nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), torch.ones(1, 4)
 def infinite(): return nn.Linear(4, 2), torch.ones(3, 4), lambda y: y.sum() / 0
+def late(): return Late(), torch.ones(3, 4)
+def scripted(): return torch.jit.trace(nn.Linear(4, 2), torch.ones(3, 4)), torch.ones(3, 4), square
 def no_loss(): return nn.Linear(4, 2), torch.ones(3, 4)
 def count(): return nn.Linear(4, 2), torch.ones(3, 4), lambda y: y.argmax()
 def text(): return nn.Linear(4, 2), torch.ones(3, 4), "mse"
@@ -287,6 +298,13 @@ def test_forward_may_return_the_loss(own: str, factory: str):
     assert str(rows["loss"]["kind"]).startswith("returned by ")
 
 
+def test_a_module_that_forward_makes_is_shown_without_what_hooks_would_have_seen(own: str):
+    rows = tree(study_autocast(own=f"{own}:late", device="cpu"))
+    assert rows["norm"]["calls"] == 1
+    assert (rows["late.0"]["kind"], rows["late.0"]["calls"], rows["late.0"]["output"]) == ("Linear", None, "")
+    assert (rows["late.0.weight"]["dtype"], rows["late.0.weight"]["gradient"]) == ("fp32", "fp32")
+
+
 def test_a_loss_that_is_no_number_is_said(own: str):
     found = study_autocast(own=f"{own}:infinite", device="cpu")
     assert [finding.severity for finding in found.findings if finding.kind == "loss"] == ["warning"]
@@ -298,6 +316,7 @@ def test_a_loss_that_is_no_number_is_said(own: str):
         ("no_loss", r"has no loss: forward returned a tensor \(3, 2\)"),
         ("count", r"has no loss: its loss function returned a tensor \(\) of torch.int64"),
         ("Frozen", "a loss without gradients"),
+        ("scripted", "compiled by torch.jit, which takes no hooks"),
         ("text", "the loss is str, which cannot be called"),
         ("loss_fails", "the loss of .* fails: AttributeError"),
         ("broken", "fails in forward: ValueError: no way"),

@@ -63,7 +63,7 @@ def loss_found(looked_at: Subject, recording: Recording) -> Iterator[Finding]:
 
 def activations_found(looked_at: Subject, recording: Recording, dtype: str) -> Iterator[Finding]:
     """What dtype gradients have on their way back."""
-    ran = [recording.seen[id(part)] for part in looked_at.module.modules() if recording.seen[id(part)].calls]
+    ran = [seen for seen in recording.seen.values() if seen.calls]
     low = sum(dtype in of.outputs for of in ran)
     back = sum(dtype in of.gradients for of in ran)
     if not back:
@@ -103,8 +103,9 @@ def normalisations_found(
     """What became of each kind of normalisation, and why it may matter."""
     found: dict[type[nn.Module], list[tuple[str, Seen]]] = {}
     for path, part in looked_at.module.named_modules():
-        if "Norm" in type(part).__name__ and recording.seen[id(part)].calls:
-            found.setdefault(type(part), []).append((path or type(part).__name__, recording.seen[id(part)]))
+        seen = recording.seen.get(id(part), Seen())
+        if "Norm" in type(part).__name__ and seen.calls:
+            found.setdefault(type(part), []).append((path or type(part).__name__, seen))
     other = "cpu" if device.type == "cuda" else "cuda"
     for kind, modules in found.items():
         first, seen = modules[0]

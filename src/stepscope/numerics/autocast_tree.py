@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from stepscope.core.experiment import Cell, Table
 from stepscope.numerics.autocast_operators import dtype_name
-from stepscope.numerics.autocast_recording import Recording
+from stepscope.numerics.autocast_recording import Recording, Seen
 from stepscope.numerics.subject import Subject
 
 Row = tuple[Cell, ...]
@@ -36,7 +36,8 @@ class _Tree:
             yield (indent + label, f"the same as {self._shown[id(module)]}", None, None, None, None, None)
             return
         self._shown[id(module)] = path or "the whole"
-        seen = self._recording.seen[id(module)]
+        # One that forward made only then had no hooks.
+        seen = self._recording.seen.get(id(module), Seen())
         yield (
             indent + label, type(module).__name__, seen.calls or None, None,
             ", ".join(seen.inputs), ", ".join(seen.outputs), ", ".join(seen.gradients),

@@ -138,6 +138,10 @@ def _own(spelled: str, device: torch.device) -> Subject:
         with _said_of(f"--module {spelled} fails"):
             found = found()
     module, inputs, loss = _parts(found, spelled)
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        raise InputError(
+            f"--module {spelled} is compiled by torch.jit, which takes no hooks: give the module before that"
+        )
     args, kwargs = _arguments(inputs)
     with _said_of(f"--module {spelled} cannot be moved to {device}"):
         module = module.to(device)
