@@ -136,7 +136,10 @@ def test_bad_input_is_one_line():
         assert word in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("options", [{"steps": 0}, {"growth_interval": 0}, {"planted": (0,)}, {"device": "tpu"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"steps": 0}, {"growth_interval": 0}, {"planted": (0,)}, {"device": "tpu"}, {"seed": -1}, {"seed": 10**23}],
+)
 def test_questions_that_cannot_be_answered(options: dict[str, Any]):
     with pytest.raises(InputError):
         study_scaling(**options)

@@ -19,7 +19,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.experiment import Cell, Experiment, Panel, Point, Table
 from stepscope.core.finding import Finding
 from stepscope.core.float_format import FORMATS
-from stepscope.core.model_config import whole_number
+from stepscope.core.model_config import LARGEST, whole_number
 from stepscope.measure.device import resolve_device
 from stepscope.numerics.setting import device_name, one_thread, versions
 
@@ -124,6 +124,7 @@ def study_scaling(
     planted: steps, counted from 1, that are made to overflow; None takes those of PLANTED that there are.
     """
     whole_number(steps, "steps", 1, 100_000)
+    whole_number(seed, "seed", 0, LARGEST)
     if planted is None:
         planted = tuple(step for step in PLANTED if step <= steps)
     for step in planted:
