@@ -72,6 +72,8 @@ def study_normalisation(
     """
     if not (math.isfinite(epsilon) and epsilon > 0):
         raise InputError(f"epsilon is {epsilon:g}: give a finite number above zero, as in 1e-5")
+    if epsilon > FORMATS["fp16"].largest:
+        raise InputError(f"epsilon is {epsilon:g}, and fp16 ends at {FORMATS['fp16'].largest:g}: choose one as 1e-5")
     where = resolve_device(device)
     scales, widths = sorted(scales), sorted(widths)
     middle = widths[len(widths) // 2]
