@@ -176,6 +176,8 @@ def test_inputs_beyond_a_format_are_said_to_be():
     table = cells(study_normalisation(scales=(1e6, 1e-30), widths=(8, 16)).tables[1])
     assert table["fp16", UPCAST]["1e+06"] == "input overflows" and table["bf16", UPCAST]["1e+06"] < 0.004
     assert table["fp16", MEAN]["1e-30"] == 0.0, "nothing but zeros goes in, and comes out"
+    beyond = study_normalisation(scales=(1e6,), widths=(8,)).findings
+    assert not {"squares-vanish", "epsilon-vanishes"} & {finding.kind for finding in beyond}
 
 
 def test_the_verb(tmp_path: Path):
@@ -208,3 +210,5 @@ def test_bad_input():
             app(["study", "normalisation", *arguments], standalone_mode=False)
     with pytest.raises(InputError, match="epsilon is nan: give a finite number above zero"):
         study_normalisation(epsilon=math.nan)
+    with pytest.raises(InputError, match=r"epsilon is 1e\+06, and fp16 ends at 65504"):
+        study_normalisation(epsilon=1e6)

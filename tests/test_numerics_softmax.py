@@ -170,6 +170,8 @@ def test_sentences_quote_the_run(found: Experiment):
         if finding.kind == "attention-division" and "bf16 with head_dim 64" in finding.sentence:
             assert finding.evidence["scale"] == 1.0
             assert float(f"{finding.evidence['error']:.3g}") == errors[64, "bf16", NOT_DIVIDED, SAFE]["1"]
+    beyond = study_softmax(scales=(1e6,), head_dims=(4,))
+    assert not any("fp16" in f.sentence for f in beyond.findings if f.kind == "attention-breaks"), "no input of it is"
     calm = study_softmax(scales=(0.5,), head_dims=(4,))
     assert not {"naive-softmax", "attention-breaks"} & {finding.kind for finding in calm.findings}
 

@@ -136,7 +136,7 @@ def _epsilon(found: NormLimits) -> Finding:
 
 def _small(cases: list[NormCase]) -> Iterator[Finding]:
     """Small inputs in fp16: the largest epsilon with which the norm still holds, and the first with which it breaks."""
-    own = [case for case in cases if case.format == "fp16"]
+    own = [case for case in cases if case.format == "fp16" and case.output.word != INPUT_OVERFLOWS.word]
     naive = [case for case in own if case.way == MEAN]
     safe = {case.epsilon: case for case in own if case.way == UPCAST}
     broken = next((case for case in naive if case.output.broken), None)

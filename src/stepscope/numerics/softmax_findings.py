@@ -129,6 +129,9 @@ def _remedies(cases: list[SoftmaxCase]) -> Iterator[Finding]:
 
 def _attention(cases: list[AttentionCase]) -> Iterator[Finding]:
     """Of one head_dim and format: where each breaks, and what the division saves of the error before that."""
+    cases = [case for case in cases if case.result.word != INPUT_OVERFLOWS.word]
+    if not cases:
+        return
     first = cases[0]
     breaks = {}
     for division in (NOT_DIVIDED, AFTER, BEFORE):
