@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from stepscope.core.experiment import Experiment, Table
+from stepscope.core.errors import InputError
+from stepscope.core.experiment import Experiment, Table, decode_experiment, encode_experiment
 from stepscope.core.float_format import FORMATS
 from stepscope.numerics.accumulation import SUMS, study_accumulation
 
@@ -67,6 +68,14 @@ def test_only_shows_the_tables_named_or_the_sentences(tmp_path: Path):
     assert sentences.stdout.startswith("In bf16 the sum of") and "accumulator" not in sentences.stdout.splitlines()[0]
     wrong = run("--read", str(kept), "--only", "products")
     assert wrong.returncode == 2 and "'1,000 x 0.01', '10,000 x 0.001'" in wrong.stderr
+    for arguments, says in (((), "names no table"), (("--json",), "--json writes the whole answer")):
+        refused = run("--read", str(kept), "--only", "", *arguments)
+        assert (refused.returncode, refused.stdout) == (2, "") and says in refused.stderr
+
+
+def test_an_answer_of_a_version_that_never_was_is_refused():
+    with pytest.raises(InputError, match="of version 0, which never was"):
+        decode_experiment(encode_experiment(study_accumulation()).replace('"version": 1', '"version": 0').encode(), "x")
 
 
 @pytest.mark.parametrize(("count", "each"), SUMS)

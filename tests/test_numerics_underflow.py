@@ -154,6 +154,7 @@ def test_bad_input_is_one_line():
     for arguments, word in (
         (("--format", "fp12"), "unknown format 'fp12'"),
         (("--model", "huge"), "unknown model 'huge'"),
+        (("--seq-len", "100000000"), "tokens, and there are"),
     ):
         done = study(*arguments)
         assert (done.returncode, done.stdout) == (2, ""), arguments

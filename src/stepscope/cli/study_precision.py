@@ -30,6 +30,8 @@ def answer(
     only: str | None = None,
 ) -> None:
     """Run the experiment, or read one, and show it, or the part of it that `only` names."""
+    if json and only is not None:
+        raise InputError("--json writes the whole answer: leave out --only")
     if plot is not None:
         from stepscope.report.plots.save import check_target
 

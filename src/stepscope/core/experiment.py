@@ -66,6 +66,8 @@ def decode_experiment(data: bytes, source: str) -> Experiment:
         found = msgspec.json.decode(data, type=Experiment)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{source} holds no answer of `stepscope study --json`: {one_line(error)}") from error
+    if found.version < 1:
+        raise InputError(f"{source} is of version {found.version}, which never was: it holds no answer of a study")
     if found.version > EXPERIMENT_VERSION:
         raise InputError(f"{source} is of version {found.version}: this stepscope reads up to {EXPERIMENT_VERSION}")
     for table in found.tables:

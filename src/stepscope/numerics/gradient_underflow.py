@@ -25,11 +25,15 @@ from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.workload import Dtype, Workload
 from stepscope.measure.device import resolve_device
 from stepscope.models.training_step import TrainingStep
+from stepscope.numerics.room import check_room
 from stepscope.numerics.setting import device_name, versions
 
 COMPARED = ("fp16", "bf16", "fp8-e5m2", "fp8-e4m3")
 SCALES = (0, 10, 16)
 """Loss scales, as powers of two: none, a small one, and the one that torch.amp.GradScaler begins with."""
+
+_STEP_BYTES = 4 + 4 + 8
+"""Of a parameter, its gradient, and the gradient's magnitude in double precision."""
 
 _LARGEST_SCALE = 100
 """The loss is fp32, and so must be its product with the scale."""
@@ -91,6 +95,7 @@ def study_underflow(
         phase="forward-backward",
         seed=seed,
     )
+    check_room(workload, on, bytes_per_parameter=_STEP_BYTES)
     found = gradients_of(workload, on)
     everything = [each.magnitudes for each in found if each.magnitudes.numel()]
     largest = max(float(values[-1]) for values in everything)

@@ -240,17 +240,23 @@ def _scales(scales: list[float]) -> str:
     return f"a scale of {scales[0]:g}" if len(scales) == 1 else f"scales from {scales[0]:g} to {scales[-1]:g}"
 
 
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
 def _findings(trace: list[_Step], growth_interval: int, same_parameters: bool) -> Iterator[Finding]:
     skipped = [step for step in trace if not step.taken]
     own = [step for step in skipped if not step.planted]
     grown = sum(step.next_scale > step.scale for step in trace)
     planted = len(skipped) - len(own)
+    grew = "The scale never grew"
+    if grown:
+        grew = f"The scale grew {_times(grown)}, after {growth_interval} steps without an overflow each time"
     yield Finding(
         kind="loss-scale-trace",
         severity="note",
-        sentence=f"Of {len(trace)} steps {len(skipped)} were skipped: {planted} with a planted overflow, {len(own)} "
-        f"because the scale itself was too large. It grew {grown} times, after {growth_interval} steps without an "
-        f"overflow each time, and ends at {trace[-1].next_scale:g}.",
+        sentence=f"Skipped: {len(skipped)} of {len(trace)} steps, {planted} with a planted overflow, {len(own)} "
+        f"because the scale itself was too large. {grew}, and ends at {trace[-1].next_scale:g}.",
         evidence={
             "skipped": len(skipped), "planted": planted, "own": len(own), "grown": grown,
             "last_scale": trace[-1].next_scale,
@@ -261,8 +267,8 @@ def _findings(trace: list[_Step], growth_interval: int, same_parameters: bool) -
         yield Finding(
             kind="loss-scale-ceiling",
             severity="note",
-            sentence=f"Where nothing was planted the gradients overflowed fp16 at {_scales(scales)}, {len(own)} times "
-            f"in {len(trace) - planted} steps: that is the price of finding the scale by trying.",
+            sentence=f"Where nothing was planted the gradients overflowed fp16 at {_scales(scales)}, "
+            f"{_times(len(own))} in {len(trace) - planted} steps: that is the price of finding the scale by trying.",
             evidence={"lowest_overflowing_scale": scales[0], "highest_overflowing_scale": scales[-1]},
         )
     different = [step.number for step in trace if not step.same]

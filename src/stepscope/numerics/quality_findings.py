@@ -107,11 +107,11 @@ def quality_findings(
 
 def _learned(outcomes: Outcomes) -> Finding:
     reference, unigram, learned = outcomes.reference, outcomes.unigram_loss, outcomes.learned
-    judged = (
-        "so it has learned more than how often each byte occurs"
-        if learned
-        else "so it has not even learned how often each byte occurs, and its curves say little"
-    )
+    judged = "so it has learned more than how often each byte occurs"
+    if not learned:
+        judged = "so it has not even learned how often each byte occurs, and its curves say little"
+    if not math.isfinite(reference.validation_loss):
+        judged = "so it has learned nothing, and there is nothing to compare with"
     return Finding(
         kind="reference-learned",
         severity="note" if learned else "warning",

@@ -11,7 +11,6 @@ inputs: one tensor, a tuple of positional arguments, or a dict of keyword argume
 
 import contextlib
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,8 +25,8 @@ from stepscope.core.errors import DeviceError, InputError, choose, one_line
 from stepscope.core.model_config import PRESETS, configure
 from stepscope.core.workload import Workload
 from stepscope.models.training_step import build_model
+from stepscope.numerics.room import check_room
 from stepscope.numerics.toy import ToyModel
-from stepscope.work.transformer import parameter_count
 
 TOY = "toy"
 TOY_BATCH, TOY_IN, TOY_OUT = 8, 20, 5
@@ -100,7 +99,7 @@ def subject(model: str, own: str | None, device: torch.device, seed: int = 0) ->
 
 def _transformer(preset: str, device: torch.device, seed: int) -> Subject:
     workload = Workload(model=configure(preset), batch_size=SEQUENCES, seq_len=TOKENS, seed=seed)
-    _check_room(workload, device)
+    check_room(workload, device, bytes_per_parameter=_STEP_BYTES)
     tokens_BS, targets_BS = torch.randint(workload.model.vocabulary, (2, SEQUENCES, TOKENS)).to(device)
 
     def cross_entropy(logits_BSV: Tensor) -> Tensor:
@@ -108,20 +107,6 @@ def _transformer(preset: str, device: torch.device, seed: int) -> Subject:
         return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
 
     return Subject(name=preset, module=build_model(workload, device), args=(tokens_BS,), loss=cross_entropy)
-
-
-def _check_room(workload: Workload, device: torch.device) -> None:
-    """Linux ends a process that takes more memory than there is; better one line before."""
-    need = parameter_count(workload.model) * _STEP_BYTES
-    if device.type == "cuda":
-        room = torch.cuda.mem_get_info(device)[0]
-    else:
-        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if need > room:
-        raise InputError(
-            f"model {workload.model.name} needs {need / 1e9:.1f} GB for parameters, gradients and copies, and there "
-            f"are {room / 1e9:.1f} GB: choose a smaller preset, which has the same modules"
-        )
 
 
 def _own(spelled: str, device: torch.device) -> Subject:

@@ -390,8 +390,8 @@ def _compared(outcomes: list[_Outcome], rate: float) -> Iterator[Finding]:
     yield Finding(
         kind="updates-ranked",
         severity="note",
-        sentence=f"By the parameters {near.name} ends nearest to the fp32 run and {far.name} farthest; by the loss "
-        f"{ahead.name} nearest and {behind.name} farthest. Of the updates rounded at random "
+        sentence=f'By the parameters "{near.name}" ends nearest to the fp32 run and "{far.name}" farthest; by the loss '
+        f'"{ahead.name}" nearest and "{behind.name}" farthest. Of the updates rounded at random '
         f"{100 * random.swallowed:.3g} % change nothing, and all together go {100 * random.progress:.4g} % of the way "
         "along what was wanted: what takes the parameters away from the fp32 run is noise.",
         evidence={each.name: each.distance for each in others},

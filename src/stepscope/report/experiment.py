@@ -38,12 +38,12 @@ def render_part(experiment: Experiment, only: str) -> RenderableType:
 
     Raises InputError, with the titles, where it names no table.
     """
-    if only == "findings":
+    if only.casefold() == "findings":
         return Group(*_sentences(experiment))
-    chosen = [figures for figures in experiment.tables if only.casefold() in figures.title.casefold()]
+    chosen = [figures for figures in experiment.tables if only and only.casefold() in figures.title.casefold()]
     if not chosen:
         titles = ", ".join(repr(figures.title) for figures in experiment.tables)
-        raise InputError(f"no table's title contains --only {only!r}: there are {titles}, and findings")
+        raise InputError(f"--only {only!r} names no table: there are {titles}, and findings")
     parts: list[RenderableType] = []
     for figures in chosen:
         parts += [*([Text()] if parts else []), *_titled(figures)]
