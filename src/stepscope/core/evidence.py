@@ -108,9 +108,14 @@ class CompileReport(msgspec.Struct, frozen=True, kw_only=True):
     graph_breaks: int
     graph_break_reasons: tuple[str, ...] = ()
     recompiles: int
+    recompile_reasons: tuple[str, ...] = ()
+    """The guards that failed, each once; empty where dynamo keeps none."""
     limit_hit: bool
     compile_s: float | None = None
     """Time dynamo and the backend spent compiling, as dynamo reports it."""
+    cached_graphs: int | None = None
+    """Graphs whose code came from torch's caches on disk: `compile_s` is then not that of compiling. None in runs from
+    before this was counted."""
 
 
 class Capture(msgspec.Struct, frozen=True, kw_only=True):
