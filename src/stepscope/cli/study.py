@@ -8,6 +8,7 @@ import typer
 from stepscope.cli import options, study_gradients, study_precision
 from stepscope.cli.output import show
 from stepscope.cli.study_autocast import autocast
+from stepscope.cli.study_compile import compiled
 from stepscope.cli.study_kernels import kernels
 from stepscope.cli.study_quality import quality
 from stepscope.cli.study_speed import speed
@@ -48,6 +49,7 @@ def warmup(
 
 
 app.command("kernels")(kernels)
+app.command("compile")(compiled)
 app.command("formats")(study_precision.formats)
 app.command("accumulation")(study_precision.accumulation)
 app.command("normalisation")(study_precision.normalisation)
