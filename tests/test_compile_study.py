@@ -198,7 +198,7 @@ def test_a_gain_is_that_of_its_parts():
         "in 1 of 1 cells: they take 1.000 to 1.000 times as long as before, in 1 of" in found["products-same"].sentence
     )
     assert found["optimizer-eager"].evidence["share"] == pytest.approx(0.2)
-    assert "No fallback to eager in 1 of 1 compiled cells: all 1 frames" in found["no-fallback"].sentence
+    assert "No fallback to eager in 1 of 1 compiled cells: each of the 1 frames" in found["no-fallback"].sentence
     assert (
         "launches 30 kernels that the compiler generated; no eager step has one"
         in found["compiled-object-ran"].sentence

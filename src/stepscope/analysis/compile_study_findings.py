@@ -59,8 +59,8 @@ def _what_ran(study: CompileStudy) -> Iterator[Finding]:
         frames = sum(report.frames_compiled for _, report in reported)
         yield _finding(
             "no-fallback",
-            f"No fallback to eager in {len(reported)} of {len(study.pairs)} compiled cells: all {frames} frames that "
-            "dynamo saw were compiled, without graph break, recompilation or limit, each cell in a process of its own.",
+            f"No fallback to eager in {len(reported)} of {len(study.pairs)} compiled cells: each of the {frames} "
+            "frames that dynamo saw was compiled, without graph break, recompilation or limit, in a process of its own.",
             {"cells": len(reported), "frames": frames},
         )
     counts = [pair.other.generated for pair, _ in reported if pair.other.on_gpu and pair.other.generated]
@@ -70,8 +70,8 @@ def _what_ran(study: CompileStudy) -> Iterator[Finding]:
         span = f"{min(counts):,.0f}" if min(counts) == max(counts) else f"{min(counts):,.0f} to {max(counts):,.0f}"
         yield _finding(
             "compiled-object-ran",
-            f"What was timed is what torch.compile returned: a step of {len(counts)} compiled cells launches {span} "
-            f"kernels that the compiler generated; {eager}.",
+            f"What was timed is what torch.compile returned: in {len(counts)} of {len(study.pairs)} compiled cells a "
+            f"step launches {span} kernels that the compiler generated; {eager}.",
             {"least": min(counts), "most": max(counts), "eager_with_generated": len(strangers)},
             "warning" if strangers else "note",
         )
