@@ -60,7 +60,7 @@ def _what_ran(study: CompileStudy) -> Iterator[Finding]:
         yield _finding(
             "no-fallback",
             f"No fallback to eager in {len(reported)} of {len(study.pairs)} compiled cells: each of the {frames} "
-            "frames that dynamo saw was compiled, without graph break, recompilation or limit, in a process of its own.",
+            "frames that dynamo saw was compiled, with no graph break, recompilation or limit, in its own process.",
             {"cells": len(reported), "frames": frames},
         )
     counts = [pair.other.generated for pair, _ in reported if pair.other.on_gpu and pair.other.generated]
