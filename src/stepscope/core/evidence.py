@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from stepscope.core.samples import Samples
+from stepscope.core.workload import Attention
 
 TraceTool = Literal["kineto", "nsys"]
 TRACE_TOOLS: tuple[TraceTool, ...] = ("kineto", "nsys")
@@ -149,6 +150,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     memory: PhaseMemory | None = None
     profile: ProfiledStep | None = None
     compilation: CompileReport | None = None
+    attention: Attention | None = None
+    """What `auto` picked; None where the workload names its attention."""
     captures: tuple[Capture, ...] = ()
     """One for each profiler that took a trace, or should have."""
     notes: tuple[str, ...] = ()
