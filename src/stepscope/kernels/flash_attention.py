@@ -85,13 +85,17 @@ def _backward(
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_()
     gradient, out = _dense(gradient), _dense(out)
-    targets = tuple(d if d.stride(-1) == 1 else torch.empty(d.shape, dtype=d.dtype, device=d.device) for d in (dq, dk, dv))
+    targets = tuple(
+        d if d.stride(-1) == 1 else torch.empty(d.shape, dtype=d.dtype, device=d.device) for d in (dq, dk, dv)
+    )
     if logsumexp_gradient is not None:
         logsumexp_gradient = logsumexp_gradient.contiguous()
-    launch.launch_backward(
-        gradient, logsumexp_gradient, _dense(q), _dense(k), _dense(v), out, logsumexp, *targets, causal=causal, scale=scale, window=window,
-        precision=tuning.precision_for(q), configuration=tuning.backward_configuration(q, causal=causal),
+    configuration = tuning.backward_configuration(q, causal=causal)
+    backward = launch.Backward(
+        gradient, _dense(q), _dense(k), _dense(v), out, logsumexp, *targets, causal=causal, scale=scale, window=window,
+        precision=tuning.precision_for(q), tma=configuration.tma,
     )  # fmt: skip
+    launch.run_backward(backward, configuration, logsumexp_gradient)
     for gradient_of, target in zip((dq, dk, dv), targets, strict=True):
         if target is not gradient_of:
             gradient_of.copy_(target)
@@ -178,11 +182,11 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> 
     if q.shape[2] == 0 or k.shape[2] == 0:
         raise InputError(f"attention flash: an empty sequence (queries {q.shape[2]}, keys {k.shape[2]})")
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise InputError(
-            f"attention flash takes fp32, fp16 or bf16, one for all, not {q.dtype}, {k.dtype}, {v.dtype}"
-        )
+        raise InputError(f"attention flash takes fp32, fp16 or bf16, one for all, not {q.dtype}, {k.dtype}, {v.dtype}")
     if k.device != q.device or v.device != q.device:
-        raise InputError(f"attention flash: q, k and v lie on {q.device}, {k.device} and {v.device}; move them together")
+        raise InputError(
+            f"attention flash: q, k and v lie on {q.device}, {k.device} and {v.device}; move them together"
+        )
     if window is not None and window < 1:
         raise InputError(f"attention flash takes a window of 1 or more, not {window}")
 

@@ -49,9 +49,7 @@ def preprocess_kernel(
     )
     delta = tl.sum(out.to(tl.float32) * gradient.to(tl.float32), 1)
     query = first + tl.arange(0, BLOCK_M)
-    logsumexp = tl.load(
-        LOGSUMEXP + long(batch_head) * queries + query, mask=query < queries, other=float("-inf")
-    )
+    logsumexp = tl.load(LOGSUMEXP + long(batch_head) * queries + query, mask=query < queries, other=float("-inf"))
     if HAS_LOGSUMEXP_GRADIENT:
         # The logsumexp's derivative by the scores is P: it joins dP - delta inside the bracket of dS.
         offset = long(batch_head) * queries + query
@@ -248,7 +246,9 @@ def _query_gradients(
     k_offset = batch_long * k_batch + kv_head * k_head
     v_offset = batch_long * v_batch + kv_head * v_head
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    begin, full_begin, full_end, end = keys_visited(first_query, queries, keys, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    begin, full_begin, full_end, end = keys_visited(
+        first_query, queries, keys, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
+    )
     if WINDOW:
         dq = _visit_keys(
             dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,

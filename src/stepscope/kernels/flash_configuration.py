@@ -97,7 +97,9 @@ def default_forward(problem: Problem) -> ForwardConfiguration:
     if problem.bytes_per_element == 4:
         if problem.head_dim <= 64:
             return ForwardConfiguration(tiles=tiles(64, 32, 4, 2), tma=tma)
-        return ForwardConfiguration(tiles=tiles(32, 32, 4, 2) if problem.head_dim <= 128 else tiles(32, 16, 4, 1), tma=tma)
+        return ForwardConfiguration(
+            tiles=tiles(32, 32, 4, 2) if problem.head_dim <= 128 else tiles(32, 16, 4, 1), tma=tma
+        )
     if problem.capability[0] != 9:
         if problem.head_dim <= 128:
             return ForwardConfiguration(tiles=tiles(128, 64 if problem.head_dim <= 64 else 32, 4, 3), tma=False)

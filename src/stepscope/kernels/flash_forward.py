@@ -96,7 +96,9 @@ def _attend_tile(
     total = tl.zeros([BLOCK_M], tl.float32)
     output = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    begin, full_begin, full_end, end = keys_visited(first_query, queries, keys, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    begin, full_begin, full_end, end = keys_visited(
+        first_query, queries, keys, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
+    )
     if WINDOW:
         output, total, maximum = _visit_keys(
             output, total, maximum, q, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,

@@ -4,7 +4,7 @@ q, out and the gradients are (B, H, S, D), k and v (B, H', T, D) with H a multip
 dense (stride 1); every other stride is honoured.
 """
 
-import math
+from typing import Any
 
 import torch
 import triton
@@ -50,6 +50,11 @@ def _described(tensor: Tensor, rows: int, block_d: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, block_d])
 
 
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: int) -> object:
+    """Run a kernel. Returns what Triton compiled, None in its interpreter."""
+    return kernel[grid](*arguments, **options)
+
+
 def _options(tiles: Tiles) -> dict[str, int]:
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     if tiles.max_registers is not None:
@@ -78,7 +83,7 @@ def launch_forward(
     window: int | None,
     precision: Precision,
     configuration: ForwardConfiguration,
-) -> None:
+) -> object:
     """Fill `out` and `logsumexp` ((B, H, S) fp32, contiguous)."""
     batches, heads, queries, head_dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
@@ -88,7 +93,9 @@ def launch_forward(
     programs = triton.cdiv(queries, tiles.block_m) * batches * heads
     if configuration.persistent and not interpreted():
         programs = min(programs, torch.cuda.get_device_properties(q.device).multi_processor_count)
-    forward_kernel[(programs,)](
+    return launch(
+        forward_kernel,
+        (programs,),
         _described(q, tiles.block_m, block_d) if tma else q,
         _described(k, tiles.block_n, block_d) if tma else k,
         _described(v, tiles.block_n, block_d) if tma else v,
@@ -124,114 +131,147 @@ def launch_forward(
     )
 
 
-def launch_backward(
-    gradient: Tensor,
-    logsumexp_gradient: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    window: int | None,
-    precision: Precision,
-    configuration: BackwardConfiguration,
-) -> None:
-    """Fill dq, dk and dv. The gradient of the logsumexp, where there is one, is (B, H, S) fp32, contiguous."""
-    batches, heads, queries, head_dim = q.shape
-    kv_heads, keys = k.shape[1], k.shape[2]
-    block_d = block_d_of(head_dim)
-    group = heads // kv_heads
-    padded = triton.cdiv(queries, _PADDING) * _PADDING
-    statistics = torch.empty((2 * batches * heads, padded), dtype=torch.float32, device=q.device)
-    preprocess_kernel[(triton.cdiv(padded, _PREPROCESS_ROWS), batches * heads)](
-        out,
-        gradient,
-        logsumexp,
-        logsumexp if logsumexp_gradient is None else logsumexp_gradient,
-        statistics,
-        *out.stride()[:3],
-        *gradient.stride()[:3],
-        batches,
-        heads,
-        queries,
-        padded,
-        head_dim,
-        block_d,
-        _PREPROCESS_ROWS,
-        logsumexp_gradient is not None,
-        num_warps=4,
-    )
-    tma = configuration.tma and describable(q, k, v, gradient)
-    inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *gradient.stride()[:3])
-    sizes = (batches, kv_heads, queries, keys, window or 0, padded)
-    scales = (scale, scale * LOG2E)
+class Backward:
+    """One backward pass: its tensors, and the kernels that can make it up, each a method that launches one."""
 
-    def operands(tiles: Tiles) -> tuple[Tensor | TensorDescriptor, ...]:
-        if not tma:
-            return q, k, v, gradient
+    def __init__(
+        self,
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        window: int | None,
+        precision: Precision,
+        tma: bool,
+    ) -> None:
+        """Nothing is launched yet; dq, dk and dv are to be filled."""
+        self.gradient, self.q, self.k, self.v, self.out, self.logsumexp = gradient, q, k, v, out, logsumexp
+        self.dq, self.dk, self.dv = dq, dk, dv
+        self.scale = scale
+        self.batches, self.heads, self.queries, self.head_dim = q.shape
+        self.kv_heads, self.keys = k.shape[1], k.shape[2]
+        self.block_d = block_d_of(self.head_dim)
+        self.tma = tma and describable(q, k, v, gradient)
+        self.padded = triton.cdiv(self.queries, _PADDING) * _PADDING
+        rows = 2 * self.batches * self.heads
+        self.statistics = torch.empty((rows, self.padded), dtype=torch.float32, device=q.device)
+        self._inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *gradient.stride()[:3])
+        self._sizes = (self.batches, self.kv_heads, self.queries, self.keys, window or 0, self.padded)
+        self._mask = (causal, window is not None)
+        self._loading = (_precision(precision, q), self.tma)
+
+    def preprocess(self, logsumexp_gradient: Tensor | None = None) -> object:
+        """Row statistics, which every other kernel reads. The gradient of the logsumexp is (B, H, S) fp32, contiguous."""
+        return launch(
+            preprocess_kernel, (triton.cdiv(self.padded, _PREPROCESS_ROWS), self.batches * self.heads),
+            self.out, self.gradient, self.logsumexp,
+            self.logsumexp if logsumexp_gradient is None else logsumexp_gradient, self.statistics,
+            *self.out.stride()[:3], *self.gradient.stride()[:3],
+            self.batches, self.heads, self.queries, self.padded,
+            self.head_dim, self.block_d, _PREPROCESS_ROWS, logsumexp_gradient is not None,
+            num_warps=4,
+        )  # fmt: skip
+
+    def over_keys(self, tiles: Tiles, *, accumulated: Tensor | None = None, tma_reduce: bool = False) -> object:
+        """dK and dV; with `accumulated` ((B, H, S, D) fp32, contiguous, zeros) also dQ / scale, added up there."""
+        fused = accumulated is not None
+        sums = self.dq if accumulated is None else accumulated
+        tma_reduce = tma_reduce and fused and self.tma and describable(sums) and not interpreted()
+        target = _described(sums, tiles.block_m, self.block_d) if tma_reduce else sums
+        return launch(
+            key_gradients_kernel, (triton.cdiv(self.keys, tiles.block_n) * self.batches * self.kv_heads,),
+            *self._operands(tiles), target, self.dk, self.dv, self._statistics(tiles),
+            self.scale, self.scale * LOG2E, *self._inputs,
+            *sums.stride()[:3], *self.dk.stride()[:3], *self.dv.stride()[:3], *self._sizes,
+            *self._shape(tiles), *self._mask, *self._even(tiles), *self._loading, fused, tma_reduce,
+            **_options(tiles),
+        )  # fmt: skip
+
+    def finish(self, accumulated: Tensor) -> object:
+        """dQ from what `over_keys` accumulated."""
+        return launch(
+            finish_queries_kernel, (triton.cdiv(self.queries, _PREPROCESS_ROWS), self.batches * self.heads),
+            accumulated, self.dq, self.scale, *self.dq.stride()[:3], self.heads, self.queries,
+            self.head_dim, self.block_d, _PREPROCESS_ROWS,
+            num_warps=4,
+        )  # fmt: skip
+
+    def accumulator(self) -> Tensor:
+        """Zeros for `over_keys` to add to."""
+        shape = (self.batches, self.heads, self.queries, self.head_dim)
+        return torch.zeros(shape, dtype=torch.float32, device=self.q.device)
+
+    def over_queries(self, tiles: Tiles) -> object:
+        """dQ."""
+        return launch(
+            query_gradients_kernel, (triton.cdiv(self.queries, tiles.block_m) * self.batches * self.heads,),
+            *self._operands(tiles), self.dq, self.statistics, self.scale, self.scale * LOG2E,
+            *self._inputs, *self.dq.stride()[:3], *self._sizes,
+            *self._shape(tiles), *self._mask, *self._even(tiles), *self._loading,
+            **_options(tiles),
+        )  # fmt: skip
+
+    def joint(self, keys: Tiles, queries: Tiles) -> object:
+        """dK, dV and dQ in one launch."""
+        key_programs = triton.cdiv(self.keys, keys.block_n) * self.batches * self.kv_heads
+        query_programs = triton.cdiv(self.queries, queries.block_m) * self.batches * self.heads
+        return launch(
+            joint_kernel, (key_programs + query_programs,),
+            *self._operands(keys), *self._operands(queries), self.dq, self.dk, self.dv,
+            self._statistics(keys), self.statistics, self.scale, self.scale * LOG2E, *self._inputs,
+            *self.dq.stride()[:3], *self.dk.stride()[:3], *self.dv.stride()[:3], *self._sizes,
+            *self._shape(keys), queries.block_m, queries.block_n, *self._mask,
+            *self._even(keys), *self._even(queries), *self._loading,
+            **_options(keys),
+        )  # fmt: skip
+
+    def _operands(self, tiles: Tiles) -> tuple[Tensor | TensorDescriptor, ...]:
+        if not self.tma:
+            return self.q, self.k, self.v, self.gradient
         return (
-            _described(q, tiles.block_m, block_d),
-            _described(k, tiles.block_n, block_d),
-            _described(v, tiles.block_n, block_d),
-            _described(gradient, tiles.block_m, block_d),
+            _described(self.q, tiles.block_m, self.block_d),
+            _described(self.k, tiles.block_n, self.block_d),
+            _described(self.v, tiles.block_n, self.block_d),
+            _described(self.gradient, tiles.block_m, self.block_d),
         )
 
-    def fixed(tiles: Tiles) -> tuple[object, ...]:
-        even = (queries % tiles.block_m == 0, keys % tiles.block_n == 0)
-        return group, head_dim, block_d, tiles.block_m, tiles.block_n, causal, window is not None, *even, _precision(precision, q), tma
+    def _statistics(self, tiles: Tiles) -> Tensor | TensorDescriptor:
+        if not self.tma:
+            return self.statistics
+        return TensorDescriptor(self.statistics, list(self.statistics.shape), [self.padded, 1], [1, tiles.block_m])
 
-    over_keys = configuration.keys
-    described_statistics = (
-        TensorDescriptor(statistics, list(statistics.shape), [padded, 1], [1, over_keys.block_m]) if tma else statistics
-    )
-    key_programs = triton.cdiv(keys, over_keys.block_n) * batches * kv_heads
-    if configuration.way == "joint":
-        over_queries = _required(configuration)
-        even2 = (queries % over_queries.block_m == 0, keys % over_queries.block_n == 0)
-        first = fixed(over_keys)
-        joint_kernel[(key_programs + triton.cdiv(queries, over_queries.block_m) * batches * heads,)](
-            *operands(over_keys), *operands(over_queries), dq, dk, dv, described_statistics, statistics, *scales,
-            *inputs, *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], *sizes,
-            *first[:5], over_queries.block_m, over_queries.block_n, *first[5:9], *even2, first[9], tma,
-            **_options(over_keys),
-        )  # fmt: skip
-        return
-    fused = configuration.way == "fused"
-    target, accumulated = dq, dq
-    tma_reduce = fused and tma and configuration.tma_reduce and head_dim % 4 == 0 and not interpreted()
-    if fused:
-        accumulated = torch.zeros((batches, heads, queries, head_dim), dtype=torch.float32, device=q.device)
-        target = _described(accumulated, over_keys.block_m, block_d) if tma_reduce else accumulated
-    key_gradients_kernel[(key_programs,)](
-        *operands(over_keys), target, dk, dv, described_statistics, *scales,
-        *inputs, *accumulated.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], *sizes,
-        *fixed(over_keys), fused, tma_reduce,
-        **_options(over_keys),
-    )  # fmt: skip
-    if fused:
-        finish_queries_kernel[(triton.cdiv(queries, _PREPROCESS_ROWS), batches * heads)](
-            accumulated, dq, scale, *dq.stride()[:3], heads, queries, head_dim, block_d, _PREPROCESS_ROWS, num_warps=4
-        )  # fmt: skip
-        return
-    over_queries = _required(configuration)
-    query_gradients_kernel[(triton.cdiv(queries, over_queries.block_m) * batches * heads,)](
-        *operands(over_queries), dq, statistics, *scales, *inputs, *dq.stride()[:3], *sizes, *fixed(over_queries),
-        **_options(over_queries),
-    )  # fmt: skip
+    def _shape(self, tiles: Tiles) -> tuple[int, ...]:
+        return self.heads // self.kv_heads, self.head_dim, self.block_d, tiles.block_m, tiles.block_n
+
+    def _even(self, tiles: Tiles) -> tuple[bool, bool]:
+        return self.queries % tiles.block_m == 0, self.keys % tiles.block_n == 0
+
+
+def run_backward(
+    backward: Backward, configuration: BackwardConfiguration, logsumexp_gradient: Tensor | None = None
+) -> None:
+    """Launch what the configuration says."""
+    backward.preprocess(logsumexp_gradient)
+    if configuration.way == "fused":
+        accumulated = backward.accumulator()
+        backward.over_keys(configuration.keys, accumulated=accumulated, tma_reduce=configuration.tma_reduce)
+        backward.finish(accumulated)
+    elif configuration.way == "joint":
+        backward.joint(configuration.keys, _required(configuration))
+    else:
+        backward.over_keys(configuration.keys)
+        backward.over_queries(_required(configuration))
 
 
 def _required(configuration: BackwardConfiguration) -> Tiles:
     if configuration.queries is None:
         raise ValueError(f"{configuration.way} needs tiles for the kernel over queries: {configuration}")
     return configuration.queries
-
-
-def default_scale(head_dim: int) -> float:
-    """1 / sqrt(D)."""
-    return 1 / math.sqrt(head_dim)

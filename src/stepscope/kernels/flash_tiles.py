@@ -53,9 +53,7 @@ def load_tile(
         elif HEAD_DIM == BLOCK_D:
             return tl.load(pointers, mask=(first + row < limit)[:, None], other=0.0)
         else:
-            return tl.load(
-                pointers, mask=(first + row < limit)[:, None] & (column < HEAD_DIM)[None, :], other=0.0
-            )
+            return tl.load(pointers, mask=(first + row < limit)[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit
