@@ -173,7 +173,7 @@ class Bench:
         self.truth: dict[str, Any] | None = None
         self.allowed: dict[str, float] = {}
 
-    def runner(self, task: dict[str, Any]) -> Any:
+    def runner(self, task: dict[str, Any]) -> Any:  # noqa: PLR0911
         """A function that runs the task's kernel once."""
         from stepscope.kernels.flash_configuration import ForwardConfiguration, tiles  # noqa: PLC0415
         from stepscope.kernels.flash_launch import Backward, launch_forward  # noqa: PLC0415

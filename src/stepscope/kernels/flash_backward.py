@@ -70,8 +70,8 @@ def _load_statistic(STATISTICS, row, first_query, padded, BLOCK_M: tl.constexpr,
 
 @triton.jit
 def _visit_queries(
-    dk, dv, k, v, Q, GRADIENT, DQ, STATISTICS, statistics_row, q_offset, g_offset, dq_offset, batch, head, q_row, g_row, dq_row,
-    key, begin, end, queries, keys, window, padded, rows, scale_log2,
+    dk, dv, k, v, Q, GRADIENT, DQ, STATISTICS, statistics_row, q_offset, g_offset, dq_offset, batch, head,
+    q_row, g_row, dq_row, key, begin, end, queries, keys, window, padded, rows, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr, EVEN_QUERIES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr,
     TMA_REDUCE: tl.constexpr,
@@ -157,7 +157,8 @@ def _key_gradients(
         if CAUSAL or WINDOW or (FUSED and not EVEN_KEYS):
             dk, dv = _visit_queries(
                 dk, dv, k, v, Q, GRADIENT, DQ, STATISTICS, statistics_row, q_offset, g_offset, dq_offset, batch, head,
-                q_row, g_row, dq_row, key, begin, tl.minimum(full_begin, end), queries, keys, window, padded, rows, scale_log2,
+                q_row, g_row, dq_row, key, begin, tl.minimum(full_begin, end), queries, keys, window, padded, rows,
+                scale_log2,
                 HEAD_DIM, BLOCK_D, BLOCK_M, CAUSAL, WINDOW, True, EVEN_QUERIES, PRECISION, TMA, FUSED, TMA_REDUCE,
             )  # fmt: skip
         dk, dv = _visit_queries(

@@ -85,49 +85,38 @@ def tiles(block_m: int, block_n: int, num_warps: int, num_stages: int) -> Tiles:
     return Tiles(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
 
 
-INTERPRETED_FORWARD = ForwardConfiguration(tiles=tiles(32, 16, 4, 1), tma=False)
-INTERPRETED_BACKWARD = BackwardConfiguration(keys=tiles(16, 32, 4, 1), queries=tiles(32, 16, 4, 1), tma=False)
-
-
 def default_forward(problem: Problem) -> ForwardConfiguration:
     """A forward configuration that compiles without spilling registers; untuned until measured."""
+    hopper = problem.capability[0] == 9
     if problem.capability == (0, 0):
-        return INTERPRETED_FORWARD
-    tma = problem.capability >= (9, 0)
-    if problem.bytes_per_element == 4:
-        if problem.head_dim <= 64:
-            return ForwardConfiguration(tiles=tiles(64, 32, 4, 2), tma=tma)
-        return ForwardConfiguration(
-            tiles=tiles(32, 32, 4, 2) if problem.head_dim <= 128 else tiles(32, 16, 4, 1), tma=tma
-        )
-    if problem.capability[0] != 9:
-        if problem.head_dim <= 128:
-            return ForwardConfiguration(tiles=tiles(128, 64 if problem.head_dim <= 64 else 32, 4, 3), tma=False)
-        return ForwardConfiguration(tiles=tiles(64, 32, 4, 2), tma=False)
-    if problem.head_dim <= 64:
-        return ForwardConfiguration(tiles=tiles(128, 64, 4, 3), tma=tma)
-    if problem.head_dim <= 128:
-        return ForwardConfiguration(tiles=tiles(128, 128, 8, 2), tma=tma)
-    return ForwardConfiguration(tiles=tiles(128, 64, 8, 2), tma=tma)
+        chosen = tiles(32, 16, 4, 1)
+    elif problem.bytes_per_element == 4:
+        chosen = _by_head_dim(problem, tiles(64, 32, 4, 2), tiles(32, 32, 4, 2), tiles(32, 16, 4, 1))
+    elif hopper:
+        chosen = _by_head_dim(problem, tiles(128, 64, 4, 3), tiles(128, 128, 8, 2), tiles(128, 64, 8, 2))
+    else:
+        chosen = _by_head_dim(problem, tiles(128, 64, 4, 3), tiles(128, 32, 4, 3), tiles(64, 32, 4, 2))
+    return ForwardConfiguration(tiles=chosen, tma=problem.capability >= (9, 0))
 
 
 def default_backward(problem: Problem) -> BackwardConfiguration:
     """A backward configuration that compiles without spilling registers; untuned until measured."""
+    hopper = problem.capability[0] == 9
     if problem.capability == (0, 0):
-        return INTERPRETED_BACKWARD
-    tma = problem.capability >= (9, 0)
-    if problem.bytes_per_element == 4:
-        if problem.head_dim <= 64:
-            return BackwardConfiguration(keys=tiles(32, 64, 8, 1), queries=tiles(64, 32, 8, 1), tma=tma)
-        if problem.head_dim <= 128:
-            return BackwardConfiguration(keys=tiles(32, 32, 8, 1), queries=tiles(32, 32, 8, 1), tma=tma)
-        return BackwardConfiguration(keys=tiles(16, 32, 8, 1), queries=tiles(32, 16, 8, 1), tma=tma)
-    if problem.capability[0] != 9:
-        if problem.head_dim <= 64:
-            return BackwardConfiguration(keys=tiles(32, 128, 4, 3), queries=tiles(128, 32, 4, 3), tma=False)
-        return BackwardConfiguration(keys=tiles(32, 64, 4, 2), queries=tiles(64, 32, 4, 2), tma=False)
+        keys, queries = tiles(16, 32, 4, 1), tiles(32, 16, 4, 1)
+    elif problem.bytes_per_element == 4:
+        keys = _by_head_dim(problem, tiles(32, 64, 8, 1), tiles(32, 32, 8, 1), tiles(16, 32, 8, 1))
+        queries = _by_head_dim(problem, tiles(64, 32, 8, 1), tiles(32, 32, 8, 1), tiles(32, 16, 8, 1))
+    elif hopper:
+        keys = _by_head_dim(problem, tiles(64, 128, 8, 2), tiles(64, 128, 8, 2), tiles(32, 64, 8, 2))
+        queries = _by_head_dim(problem, tiles(128, 64, 4, 2), tiles(128, 64, 8, 2), tiles(64, 32, 8, 2))
+    else:
+        keys = _by_head_dim(problem, tiles(32, 128, 4, 3), tiles(32, 64, 4, 2), tiles(32, 32, 4, 1))
+        queries = _by_head_dim(problem, tiles(128, 32, 4, 3), tiles(64, 32, 4, 2), tiles(32, 32, 4, 1))
+    return BackwardConfiguration(keys=keys, queries=queries, tma=problem.capability >= (9, 0))
+
+
+def _by_head_dim(problem: Problem, up_to_64: Tiles, up_to_128: Tiles, larger: Tiles) -> Tiles:
     if problem.head_dim <= 64:
-        return BackwardConfiguration(keys=tiles(64, 128, 8, 2), queries=tiles(128, 64, 4, 2), tma=tma)
-    if problem.head_dim <= 128:
-        return BackwardConfiguration(keys=tiles(64, 128, 8, 2), queries=tiles(128, 64, 8, 2), tma=tma)
-    return BackwardConfiguration(keys=tiles(32, 64, 8, 2), queries=tiles(64, 32, 8, 2), tma=tma)
+        return up_to_64
+    return up_to_128 if problem.head_dim <= 128 else larger

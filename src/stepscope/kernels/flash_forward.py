@@ -140,8 +140,8 @@ def forward_kernel(
 ):  # fmt: skip
     """One program a tile of queries of one head, or, PERSISTENT, one program a multiprocessor and tile after tile.
 
-    LOGSUMEXP is (B, H, S) fp32, contiguous. Strides are in elements; the head dimension is dense. Where TMA is set, Q, K
-    and V are tensor descriptors of (B, H, rows, D) with blocks (1, 1, BLOCK_M or BLOCK_N, BLOCK_D).
+    LOGSUMEXP is (B, H, S) fp32, contiguous. Strides are in elements; the head dimension is dense. Where TMA is set, Q,
+    K and V are tensor descriptors of (B, H, rows, D) with blocks (1, 1, BLOCK_M or BLOCK_N, BLOCK_D).
     """
     if PERSISTENT:
         tiles = tl.cdiv(queries, BLOCK_M) * batches * heads

@@ -22,7 +22,7 @@ from stepscope.kernels.flash_configuration import BackwardConfiguration, Forward
 from stepscope.kernels.flash_forward import forward_kernel
 
 LOG2E = 1.4426950408889634
-_PADDING = 256
+PADDING = 256
 """Row statistics are padded to a multiple of this, the largest tile of queries."""
 _PREPROCESS_ROWS = 64
 
@@ -160,7 +160,7 @@ class Backward:
         self.kv_heads, self.keys = k.shape[1], k.shape[2]
         self.block_d = block_d_of(self.head_dim)
         self.tma = tma and describable(q, k, v, gradient)
-        self.padded = triton.cdiv(self.queries, _PADDING) * _PADDING
+        self.padded = triton.cdiv(self.queries, PADDING) * PADDING
         rows = 2 * self.batches * self.heads
         self.statistics = torch.empty((rows, self.padded), dtype=torch.float32, device=q.device)
         self._inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *gradient.stride()[:3])
@@ -169,7 +169,7 @@ class Backward:
         self._loading = (_precision(precision, q), self.tma)
 
     def preprocess(self, logsumexp_gradient: Tensor | None = None) -> object:
-        """Row statistics, which every other kernel reads. The gradient of the logsumexp is (B, H, S) fp32, contiguous."""
+        """Row statistics, which every other kernel reads. The logsumexp's gradient is (B, H, S) fp32, contiguous."""
         return launch(
             preprocess_kernel, (triton.cdiv(self.padded, _PREPROCESS_ROWS), self.batches * self.heads),
             self.out, self.gradient, self.logsumexp,

@@ -1,4 +1,4 @@
-"""Which configuration a call of the FlashAttention kernels gets: forced, tuned before and kept on disk, or the default."""
+"""Which configuration a call of the FlashAttention kernels gets: forced, tuned before and kept, or the default."""
 
 import contextlib
 import functools
@@ -30,7 +30,7 @@ def forced(
     precision: Precision | None = None,
 ) -> Iterator[None]:
     """Inside, every call takes these configurations; None leaves a kernel's choice alone."""
-    global _forced_forward, _forced_backward, _forced_precision  # noqa: PLW0603
+    global _forced_forward, _forced_backward, _forced_precision
     before = _forced_forward, _forced_backward, _forced_precision
     _forced_forward, _forced_backward, _forced_precision = (
         forward or _forced_forward,
@@ -82,8 +82,10 @@ def backward_configuration(q: Tensor, *, causal: bool) -> BackwardConfiguration:
 
 
 def precision_for(q: Tensor) -> Precision:
-    """How fp32 operands are multiplied: as the process allows its other products. Half precisions are multiplied exactly
-    whatever this says."""
+    """How fp32 operands are multiplied: as the process allows its other products.
+
+    Half precisions are multiplied exactly whatever this says.
+    """
     if q.dtype != torch.float32:
         return "ieee"
     if _forced_precision is not None:
