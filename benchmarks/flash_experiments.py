@@ -23,15 +23,17 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, ClassVar
 
-Shape = tuple[int, int, int, int, bool]
-"""batch, heads, sequence, head_dim, causal."""
+Shape = tuple[int, int, int, int, bool, str]
+"""batch, heads, sequence, head_dim, causal, dtype."""
 SHAPES: list[Shape] = [
-    (1, 16, 16384, 64, True),
-    (1, 16, 16384, 128, True),
-    (2, 16, 8192, 128, False),
-    (4, 12, 1024, 64, True),
-    (2, 16, 8192, 64, False),
-    (4, 16, 2048, 128, True),
+    (1, 16, 16384, 64, True, "bfloat16"),
+    (1, 16, 16384, 128, True, "bfloat16"),
+    (2, 16, 8192, 128, False, "bfloat16"),
+    (4, 12, 1024, 64, True, "bfloat16"),
+    (2, 16, 8192, 64, False, "bfloat16"),
+    (4, 16, 2048, 128, True, "bfloat16"),
+    (8, 1, 4096, 64, True, "float32"),
+    (8, 1, 4096, 128, True, "float32"),
 ]
 KINDS = ("forward", "keys", "queries", "fused", "joint")
 RESERVE_S = 35
@@ -101,14 +103,35 @@ def fused_list(head_dim: int) -> list[dict[str, Any]]:
     return [{"tile": tile, "tma": True, "tma_reduce": reduce} for tile in tiles for reduce in (True, False)]
 
 
+def rivals(dtype: str) -> tuple[str, ...]:
+    """PyTorch's own; the first is what results are compared with."""
+    return ("sdpa-efficient",) if dtype == "float32" else ("sdpa-flash", "sdpa-cudnn")
+
+
+def fp32_lists(head_dim: int) -> dict[str, list[dict[str, Any]]]:
+    """For fp32: on the tensor cores as three products of TF32 each, or exactly, without them."""
+    cores: list[Tile] = [(64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2), (128, 32, 8, 2), (32, 32, 4, 2)]
+    exact: list[Tile] = [(32, 32, 4, 1), (64, 32, 8, 1), (32, 64, 8, 1)]
+    both = [{"tile": t, "tma": tma, "precision": "tf32x3"} for t in cores for tma in (False, True)]
+    both[1:1] = [{"tile": t, "tma": False, "precision": "ieee"} for t in exact]
+    swapped = [{**c, "tile": (c["tile"][1], c["tile"][0], *c["tile"][2:])} for c in both]
+    return {"forward": both if head_dim <= 64 else both[4:] + both[:4], "keys": swapped, "queries": both, "fused": []}
+
+
 def tasks_for(shapes: list[int], kinds: list[str]) -> list[dict[str, Any]]:
     """Breadth first: the first configuration of every kind and shape before the second of any."""
     ranked = []
     for place, shape in enumerate(shapes):
-        _, _, _, head_dim, causal = SHAPES[shape]
-        lists = {"forward": forward_list(head_dim, causal), "keys": keys_list(head_dim),
-                 "queries": queries_list(head_dim), "fused": fused_list(head_dim)}  # fmt: skip
-        ranked += [(-1, place, {"shape": shape, "kind": name}) for name in ("sdpa-flash", "sdpa-cudnn", "preprocess")]
+        _, _, _, head_dim, causal, dtype = SHAPES[shape]
+        lists = {
+            "forward": forward_list(head_dim, causal),
+            "keys": keys_list(head_dim),
+            "queries": queries_list(head_dim),
+            "fused": fused_list(head_dim),
+        }
+        if dtype == "float32":
+            lists = fp32_lists(head_dim)
+        ranked += [(-1, place, {"shape": shape, "kind": name}) for name in (*rivals(dtype), "preprocess")]
         for kind, configurations in lists.items():
             if kind in kinds:
                 ranked += [
@@ -124,6 +147,7 @@ def label(task: dict[str, Any]) -> str:
         return str(task["kind"])
     block_m, block_n, warps, stages = task["tile"]
     flags = [name for name in ("tma", "warp_specialize", "persistent", "tma_reduce") if task.get(name)]
+    flags += [task["precision"]] if "precision" in task else []
     flags += ["heads-first"] if task.get("rows_first") is False else []
     second = " + {}x{} w{} s{}".format(*task["tile2"]) if "tile2" in task else ""
     return f"{task['kind']} {block_m}x{block_n} w{warps} s{stages}{second} {' '.join(flags)}"
@@ -158,8 +182,9 @@ class Bench:
         import torch  # noqa: PLC0415
 
         self.torch = torch
-        dtype, device = torch.bfloat16, device_type()
-        batch, heads, sequence, head_dim, self.causal = shape
+        batch, heads, sequence, head_dim, self.causal, dtype_name = shape
+        self.rival = rivals(dtype_name)[0]
+        dtype, device = getattr(torch, dtype_name), device_type()
         size = (batch, heads, sequence, head_dim)
         torch.manual_seed(0)
         self.q, self.k, self.v, self.gradient = (
@@ -221,7 +246,11 @@ class Bench:
         """Forward, and forward and backward, of PyTorch's."""
         from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: PLC0415
 
-        backend = SDPBackend.FLASH_ATTENTION if kind == "sdpa-flash" else SDPBackend.CUDNN_ATTENTION
+        backend = {
+            "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+            "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+            "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+        }[kind]
         inputs = [t.detach().requires_grad_() for t in (self.q, self.k, self.v)]
 
         def forward() -> Any:
@@ -261,12 +290,22 @@ class Bench:
         else:
             self.truth = sdpa
             # Two roundings to bf16, of numbers whose largest is near the tensor's maximum, and two sums' errors.
-            self.allowed = {n: 0.02 * t.abs().max().item() for n, t in sdpa.items()}
-            flash = (torch.ops.aten._scaled_dot_product_flash_attention if self.q.is_cuda else
-                     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)  # fmt: skip
-            self.logsumexp_truth = flash(self.q, self.k, self.v, 0.0, self.causal)[1]
+            share = 0.02 if self.q.element_size() == 2 else 2e-5
+            self.allowed = {n: share * t.abs().max().item() for n, t in sdpa.items()}
+            self.logsumexp_truth = self.logsumexp_of_sdpa()
         self.out.copy_(self.truth["out"])
         self.logsumexp.copy_(self.logsumexp_truth)
+
+    def logsumexp_of_sdpa(self) -> Any:
+        """(B, H, S) fp32, as PyTorch's own kernels save it."""
+        aten = self.torch.ops.aten
+        if self.rival == "sdpa-efficient":
+            return aten._scaled_dot_product_efficient_attention(self.q, self.k, self.v, None, True, 0.0, self.causal)[
+                1
+            ][..., : self.q.shape[2]]
+        if self.q.is_cuda:
+            return aten._scaled_dot_product_flash_attention(self.q, self.k, self.v, 0.0, self.causal)[1]
+        return aten._scaled_dot_product_flash_attention_for_cpu(self.q, self.k, self.v, 0.0, self.causal)[1]
 
     def check(self, task: dict[str, Any]) -> tuple[Any, float]:
         """Run once into poisoned outputs. Returns what was compiled, and the worst error over what is allowed."""
@@ -292,8 +331,8 @@ class Bench:
 
 def short(shape: Shape) -> Shape:
     """The same to Triton's compiler, and small enough for float64."""
-    batch, heads, sequence, head_dim, causal = shape
-    return batch, heads, min(sequence, 1024), head_dim, causal
+    batch, heads, sequence, head_dim, causal, dtype = shape
+    return batch, heads, min(sequence, 1024), head_dim, causal, dtype
 
 
 def compile_ahead(task: dict[str, Any]) -> None:
@@ -303,9 +342,9 @@ def compile_ahead(task: dict[str, Any]) -> None:
     if flash_launch.interpreted():
         return
     flash_launch.launch = lambda kernel, grid, *arguments, **options: kernel.warmup(*arguments, grid=grid, **options)
-    batch, heads, _, head_dim, causal = SHAPES[task["shape"]]
+    batch, heads, _, head_dim, causal, dtype = SHAPES[task["shape"]]
     # Long enough that every tile divides it, as it does the shape's own.
-    Bench((batch, heads, 1024, head_dim, causal), empty=True).runner(task)()
+    Bench((batch, heads, 1024, head_dim, causal, dtype), empty=True).runner(task)()
 
 
 def work(deadline: float) -> None:
@@ -382,7 +421,7 @@ def time_total(bench: Bench, task: dict[str, Any]) -> dict[str, Any]:
         out.backward(bench.gradient)
         return out.detach(), *(t.grad for t in inputs)
 
-    with flash_tuning.forced(forward=forward, backward=backward):
+    with flash_tuning.forced(forward=forward, backward=backward, precision=f.get("precision")):
         assert bench.truth is not None
         results = both()
         worst = max(
@@ -515,9 +554,9 @@ class Experiments:
 def print_table(results: list[dict[str, Any]], rows_each: int) -> None:
     """The fastest of every kind, and in a line how the others failed."""
     for shape in sorted({r["task"]["shape"] for r in results if "shape" in r["task"]}):
-        print(f"\n== {SHAPES[shape]} bf16: median ms")
+        print(f"\n== {shape}: {SHAPES[shape]}: median ms")
         mine = [r for r in results if r["task"].get("shape") == shape]
-        for kind in ("sdpa-flash", "sdpa-cudnn", "preprocess", *KINDS, "total"):
+        for kind in (*rivals(SHAPES[shape][5]), "preprocess", *KINDS, "total"):
             rows = sorted((r for r in mine if r["task"]["kind"] == kind and "ms" in r), key=lambda r: r["ms"])
             for r in rows[:rows_each]:
                 total = f" f+b {r['total_ms']:.3f}" if "total_ms" in r else ""
@@ -544,7 +583,6 @@ def collect(run: Experiments, tasks: list[dict[str, Any]], processes: int) -> No
     compiling = {pool.submit(compile_ahead, task): task for task in tasks if not task["kind"].startswith("sdpa")}
     for task in [task for task in tasks if task["kind"].startswith("sdpa")]:
         run.run(task)
-    run.run({"kind": "host"})
     try:
         for future in as_completed(compiling, timeout=max(0.1, run.left_s - RESERVE_S)):
             failure = future.exception()
@@ -580,6 +618,7 @@ def main() -> None:
     tasks = tasks_for(arguments.shapes, arguments.only)
     try:
         collect(run, tasks, arguments.processes)
+        run.run({"kind": "host"})  # now that no compiler keeps the host busy
         reached = {json.dumps(r["task"]) for r in run.results}
         for ways in (("apart", "fused"), ("joint",)):
             for shape in arguments.shapes:
