@@ -67,6 +67,8 @@ class Sight:
             after = min(after, rows.stop)
         elif self.window is not None:
             after = min(after, rows.stop - 1 + self.window)
+        if first >= after:
+            return iter(())
         return _tiles(first // KEY_TILE * KEY_TILE, after, KEY_TILE)
 
     def sees_all(self, rows: slice, columns: slice) -> bool:
@@ -91,7 +93,7 @@ class FlashAttentionTiled(torch.autograd.Function):
     """`apply(q, k, v, is_causal=False, scale=None, window=None)` on (..., seq, head_dim), leading dimensions alike."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917  (`apply` gives all by position)
+    def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None,
         window: int | None = None,
     ) -> Tensor:  # fmt: skip
