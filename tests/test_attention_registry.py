@@ -274,8 +274,7 @@ def test_flash_says_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch):
 def test_every_name_is_known_without_torch():
     code = (
         "import sys; from stepscope.core.attention_support import SUPPORT, is_predicted; "
-        "from stepscope.core.run import Settings
-from stepscope.core.workload import ATTENTIONS; assert set(ATTENTIONS) == {*SUPPORT, 'auto'}; "
+        "from stepscope.core.workload import ATTENTIONS; assert set(ATTENTIONS) == {*SUPPORT, 'auto'}; "
         "assert 'torch' not in sys.modules and 'triton' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
