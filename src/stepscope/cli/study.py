@@ -7,6 +7,7 @@ import typer
 
 from stepscope.cli import options, study_gradients, study_precision
 from stepscope.cli.output import show
+from stepscope.cli.study_attention import attention
 from stepscope.cli.study_autocast import autocast
 from stepscope.cli.study_compile import compiled
 from stepscope.cli.study_kernels import kernels
@@ -60,3 +61,4 @@ app.command("swallowed")(study_gradients.swallowed)
 app.command("autocast")(autocast)
 app.command("speed")(speed)
 app.command("quality")(quality)
+app.command("attention")(attention)
