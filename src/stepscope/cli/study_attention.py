@@ -27,7 +27,6 @@ def judge(
     from stepscope.core.run_directory import write_atomically
     from stepscope.measure.device import resolve_device
     from stepscope.measure.environment import read_environment
-    from stepscope.models.attention_gate import few_shapes, gate_shapes
     from stepscope.report.attention_gate import render_gate
     from stepscope.studies.attention_matrix import (
         GATE_DTYPES,
@@ -35,6 +34,7 @@ def judge(
         gate_dtypes_of,
         implementations_of,
         judge_matrix,
+        shapes_of,
     )
 
     names = implementations_of(words(implementations, "--implementations") if implementations else list(SUPPORT))
@@ -52,7 +52,7 @@ def judge(
         matrix = judge_matrix(
             names,
             dtypes=wanted,
-            shapes=gate_shapes() if every_shape else few_shapes(),
+            shapes=shapes_of(every_shape),
             device=str(found),
             workers=usual_workers(found.type) if workers is None else workers,
             seconds=_GATE_SECONDS if seconds is None else seconds,

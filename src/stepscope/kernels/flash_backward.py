@@ -9,8 +9,9 @@ From dO, with c = scale * log2(e) and the forward's logsumexp L (in base 2 here)
 
 (Dao 2023, arXiv:2307.08691, algorithm 2.) Three ways to sum it up:
 
-    apart   a kernel over tiles of keys for dK and dV, another over tiles of queries for dQ. Scores and dP are computed
-            in both, 7 matrix products instead of 5, and every sum has one owner: no atomics, bit for bit repeatable.
+    apart   a kernel over tiles of queries for dQ, which also leaves delta behind, then one over tiles of keys for dK
+            and dV. Scores and dP are computed in both, 7 matrix products instead of 5, and every sum has one owner: no
+            atomics, bit for bit repeatable.
     joint   the same two, in one launch, so that the ends of the two overlap.
     fused   over tiles of keys only, 5 products; dQ is added up in fp32 by atomics, whose order differs between runs.
 
@@ -27,37 +28,49 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _row_statistics(
+    OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, gradient, o_offset, o_row, batch_head, first, queries, padded, rows,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, EVEN_QUERIES: tl.constexpr,
+    HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
+):  # fmt: skip
+    """Of one tile: the logsumexp in base 2 and delta, also written to STATISTICS (2, rows, padded) fp32.
+
+    Rows that saw nothing, and rows between `queries` and `padded`, get the logsumexp +inf: their weights are then zero
+    without a mask.
+    """
+    out = load_tile(OUT, o_offset, 0, 0, first, queries, o_row, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, False)
+    delta = tl.sum(out.to(tl.float32) * gradient.to(tl.float32), 1)
+    query = first + tl.arange(0, BLOCK_M)
+    offset = long(batch_head) * queries + query
+    logsumexp = tl.load(LOGSUMEXP + offset, mask=query < queries, other=float("-inf"))
+    if HAS_LOGSUMEXP_GRADIENT:
+        # The logsumexp's derivative by the scores is P: it joins dP - delta inside the bracket of dS.
+        delta -= tl.load(LOGSUMEXP_GRADIENT + offset, mask=query < queries, other=0.0)
+    base_2 = tl.where(logsumexp == float("-inf"), float("inf"), logsumexp * LOG2E)
+    row = STATISTICS + long(batch_head) * padded + query
+    tl.store(row, base_2, mask=query < padded)
+    tl.store(row + long(rows) * padded, delta, mask=query < padded)
+    return base_2, delta
+
+
+@triton.jit
 def preprocess_kernel(
     OUT, GRADIENT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS,
     o_batch, o_head, o_row, g_batch, g_head, g_row, batches, heads, queries, padded,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """STATISTICS (2, B * H, padded) fp32: the logsumexp in base 2, and delta.
-
-    Rows that saw nothing, and rows between `queries` and `padded`, get the logsumexp +inf: their weights are then zero
-    without a mask.
-    """
+    """STATISTICS (2, B * H, padded) fp32: the logsumexp in base 2, and delta."""
     batch_head = tl.program_id(1)
     first = tl.program_id(0) * BLOCK_M
     batch = long(batch_head // heads)
     head = batch_head % heads
-    out = load_tile(
-        OUT, batch * o_batch + head * o_head, 0, 0, first, queries, o_row, BLOCK_M, HEAD_DIM, BLOCK_D, False, False
-    )
     gradient = load_tile(
         GRADIENT, batch * g_batch + head * g_head, 0, 0, first, queries, g_row, BLOCK_M, HEAD_DIM, BLOCK_D, False, False
     )
-    delta = tl.sum(out.to(tl.float32) * gradient.to(tl.float32), 1)
-    query = first + tl.arange(0, BLOCK_M)
-    logsumexp = tl.load(LOGSUMEXP + long(batch_head) * queries + query, mask=query < queries, other=float("-inf"))
-    if HAS_LOGSUMEXP_GRADIENT:
-        # The logsumexp's derivative by the scores is P: it joins dP - delta inside the bracket of dS.
-        offset = long(batch_head) * queries + query
-        delta -= tl.load(LOGSUMEXP_GRADIENT + offset, mask=query < queries, other=0.0)
-    base_2 = tl.where(logsumexp == float("-inf"), float("inf"), logsumexp * LOG2E)
-    row = STATISTICS + long(batch_head) * padded + query
-    tl.store(row, base_2, mask=query < padded)
-    tl.store(row + long(batches) * heads * padded, delta, mask=query < padded)
+    _row_statistics(
+        OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, gradient, batch * o_batch + head * o_head, o_row, batch_head,
+        first, queries, padded, batches * heads, HEAD_DIM, BLOCK_D, BLOCK_M, False, HAS_LOGSUMEXP_GRADIENT,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -212,15 +225,16 @@ def _visit_keys(
 
 @triton.jit
 def _query_gradients(
-    tile, Q, K, V, GRADIENT, DQ, STATISTICS, scale, scale_log2,
+    tile, Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, scale, scale_log2,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-    dq_batch, dq_head, dq_row,
+    o_batch, o_head, o_row, dq_batch, dq_head, dq_row,
     batches, kv_heads, queries, keys, window, padded,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, PREPARE: tl.constexpr, HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    row_tiles = tl.cdiv(queries, BLOCK_M)
+    # Whoever prepares the statistics writes those of the rows between the sequence and `padded` too.
+    row_tiles = tl.cdiv(padded if PREPARE else queries, BLOCK_M)
     row_tile = tile % row_tiles
     batch_head = tile // row_tiles
     if CAUSAL:
@@ -241,9 +255,16 @@ def _query_gradients(
         GRADIENT, batch_long * g_batch + head * g_head, batch, head, first_query, queries, g_row,
         BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA,
     )  # fmt: skip
-    statistics = STATISTICS + long(batch_head) * padded + query
-    logsumexp = tl.load(statistics)
-    delta = tl.load(statistics + long(batches) * heads * padded)
+    if PREPARE:
+        logsumexp, delta = _row_statistics(
+            OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, gradient, batch_long * o_batch + head * o_head, o_row,
+            batch_head, first_query, queries, padded, batches * heads, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_QUERIES,
+            HAS_LOGSUMEXP_GRADIENT,
+        )  # fmt: skip
+    else:
+        statistics = STATISTICS + long(batch_head) * padded + query
+        logsumexp = tl.load(statistics)
+        delta = tl.load(statistics + long(batches) * heads * padded)
     k_offset = batch_long * k_batch + kv_head * k_head
     v_offset = batch_long * v_batch + kv_head * v_head
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -298,20 +319,21 @@ def key_gradients_kernel(
 
 @triton.jit
 def query_gradients_kernel(
-    Q, K, V, GRADIENT, DQ, STATISTICS, scale, scale_log2,
+    Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, scale, scale_log2,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-    dq_batch, dq_head, dq_row,
+    o_batch, o_head, o_row, dq_batch, dq_head, dq_row,
     batches, kv_heads, queries, keys, window, padded,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, PREPARE: tl.constexpr, HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """dQ, a program a tile of queries."""
+    """dQ, a program a tile of queries. PREPARE also computes STATISTICS, for `key_gradients_kernel` after it."""
     _query_gradients(
-        tl.program_id(0), Q, K, V, GRADIENT, DQ, STATISTICS, scale, scale_log2,
+        tl.program_id(0), Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, scale, scale_log2,
         q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-        dq_batch, dq_head, dq_row, batches, kv_heads, queries, keys, window, padded,
+        o_batch, o_head, o_row, dq_batch, dq_head, dq_row, batches, kv_heads, queries, keys, window, padded,
         GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS, PRECISION, TMA,
+        PREPARE, HAS_LOGSUMEXP_GRADIENT,
     )  # fmt: skip
 
 
@@ -340,10 +362,12 @@ def joint_kernel(
         )  # fmt: skip
     else:
         _query_gradients(
-            program - key_programs, Q2, K2, V2, GRADIENT2, DQ, STATISTICS2, scale, scale_log2,
+            program - key_programs, Q2, K2, V2, GRADIENT2, DQ, STATISTICS2, STATISTICS2, DQ, STATISTICS2,
+            scale, scale_log2,
             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-            dq_batch, dq_head, dq_row, batches, kv_heads, queries, keys, window, padded,
+            0, 0, 0, dq_batch, dq_head, dq_row, batches, kv_heads, queries, keys, window, padded,
             GROUP, HEAD_DIM, BLOCK_D, BLOCK_M2, BLOCK_N2, CAUSAL, WINDOW, EVEN_QUERIES2, EVEN_KEYS2, PRECISION, TMA,
+            False, False,
         )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ q, out and the gradients are (B, H, S, D), k and v (B, H', T, D) with H a multip
 dense (stride 1); every other stride is honoured.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -50,6 +50,12 @@ def _described(tensor: Tensor, rows: int, block_d: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, block_d])
 
 
+class Launcher(Protocol):
+    """What runs a kernel."""
+
+    def __call__(self, kernel: Any, grid: tuple[int, ...], *arguments: object, **options: int) -> object: ...
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: int) -> object:
     """Run a kernel. Returns what Triton compiled, None in its interpreter."""
     return kernel[grid](*arguments, **options)
@@ -83,6 +89,7 @@ def launch_forward(
     window: int | None,
     precision: Precision,
     configuration: ForwardConfiguration,
+    launcher: Launcher = launch,
 ) -> object:
     """Fill `out` and `logsumexp` ((B, H, S) fp32, contiguous)."""
     batches, heads, queries, head_dim = q.shape
@@ -93,7 +100,7 @@ def launch_forward(
     programs = triton.cdiv(queries, tiles.block_m) * batches * heads
     if configuration.persistent and not interpreted():
         programs = min(programs, torch.cuda.get_device_properties(q.device).multi_processor_count)
-    return launch(
+    return launcher(
         forward_kernel,
         (programs,),
         _described(q, tiles.block_m, block_d) if tma else q,
@@ -151,8 +158,13 @@ class Backward:
         window: int | None,
         precision: Precision,
         tma: bool,
+        padding: int = PADDING,
+        launcher: Launcher = launch,
     ) -> None:
-        """Nothing is launched yet; dq, dk and dv are to be filled."""
+        """Nothing is launched yet; dq, dk and dv are to be filled.
+
+        Row statistics are padded to a multiple of `padding`, which every tile of queries must divide.
+        """
         self.gradient, self.q, self.k, self.v, self.out, self.logsumexp = gradient, q, k, v, out, logsumexp
         self.dq, self.dk, self.dv = dq, dk, dv
         self.scale = scale
@@ -160,7 +172,8 @@ class Backward:
         self.kv_heads, self.keys = k.shape[1], k.shape[2]
         self.block_d = block_d_of(self.head_dim)
         self.tma = tma and describable(q, k, v, gradient)
-        self.padded = triton.cdiv(self.queries, PADDING) * PADDING
+        self.launch = launcher
+        self.padded = triton.cdiv(self.queries, padding) * padding
         rows = 2 * self.batches * self.heads
         self.statistics = torch.empty((rows, self.padded), dtype=torch.float32, device=q.device)
         self._inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *gradient.stride()[:3])
@@ -170,7 +183,7 @@ class Backward:
 
     def preprocess(self, logsumexp_gradient: Tensor | None = None) -> object:
         """Row statistics, which every other kernel reads. The logsumexp's gradient is (B, H, S) fp32, contiguous."""
-        return launch(
+        return self.launch(
             preprocess_kernel, (triton.cdiv(self.padded, _PREPROCESS_ROWS), self.batches * self.heads),
             self.out, self.gradient, self.logsumexp,
             self.logsumexp if logsumexp_gradient is None else logsumexp_gradient, self.statistics,
@@ -186,7 +199,7 @@ class Backward:
         sums = self.dq if accumulated is None else accumulated
         tma_reduce = tma_reduce and fused and self.tma and describable(sums) and not interpreted()
         target = _described(sums, tiles.block_m, self.block_d) if tma_reduce else sums
-        return launch(
+        return self.launch(
             key_gradients_kernel, (triton.cdiv(self.keys, tiles.block_n) * self.batches * self.kv_heads,),
             *self._operands(tiles), target, self.dk, self.dv, self._statistics(tiles),
             self.scale, self.scale * LOG2E, *self._inputs,
@@ -197,7 +210,7 @@ class Backward:
 
     def finish(self, accumulated: Tensor) -> object:
         """dQ from what `over_keys` accumulated."""
-        return launch(
+        return self.launch(
             finish_queries_kernel, (triton.cdiv(self.queries, _PREPROCESS_ROWS), self.batches * self.heads),
             accumulated, self.dq, self.scale, *self.dq.stride()[:3], self.heads, self.queries,
             self.head_dim, self.block_d, _PREPROCESS_ROWS,
@@ -209,13 +222,19 @@ class Backward:
         shape = (self.batches, self.heads, self.queries, self.head_dim)
         return torch.zeros(shape, dtype=torch.float32, device=self.q.device)
 
-    def over_queries(self, tiles: Tiles) -> object:
-        """dQ."""
-        return launch(
-            query_gradients_kernel, (triton.cdiv(self.queries, tiles.block_m) * self.batches * self.heads,),
-            *self._operands(tiles), self.dq, self.statistics, self.scale, self.scale * LOG2E,
-            *self._inputs, *self.dq.stride()[:3], *self._sizes,
+    def over_queries(
+        self, tiles: Tiles, *, prepare: bool = False, logsumexp_gradient: Tensor | None = None
+    ) -> object:
+        """dQ; where it is to `prepare`, the row statistics too, as `preprocess` would have."""
+        rows = self.padded if prepare else self.queries
+        return self.launch(
+            query_gradients_kernel, (triton.cdiv(rows, tiles.block_m) * self.batches * self.heads,),
+            *self._operands(tiles), self.out, self.logsumexp,
+            self.logsumexp if logsumexp_gradient is None else logsumexp_gradient,
+            self.dq, self.statistics, self.scale, self.scale * LOG2E,
+            *self._inputs, *self.out.stride()[:3], *self.dq.stride()[:3], *self._sizes,
             *self._shape(tiles), *self._mask, *self._even(tiles), *self._loading,
+            prepare, logsumexp_gradient is not None,
             **_options(tiles),
         )  # fmt: skip
 
@@ -223,7 +242,7 @@ class Backward:
         """dK, dV and dQ in one launch."""
         key_programs = triton.cdiv(self.keys, keys.block_n) * self.batches * self.kv_heads
         query_programs = triton.cdiv(self.queries, queries.block_m) * self.batches * self.heads
-        return launch(
+        return self.launch(
             joint_kernel, (key_programs + query_programs,),
             *self._operands(keys), *self._operands(queries), self.dq, self.dk, self.dv,
             self._statistics(keys), self.statistics, self.scale, self.scale * LOG2E, *self._inputs,
@@ -259,16 +278,17 @@ def run_backward(
     backward: Backward, configuration: BackwardConfiguration, logsumexp_gradient: Tensor | None = None
 ) -> None:
     """Launch what the configuration says."""
+    if configuration.way == "apart":
+        backward.over_queries(_required(configuration), prepare=True, logsumexp_gradient=logsumexp_gradient)
+        backward.over_keys(configuration.keys)
+        return
     backward.preprocess(logsumexp_gradient)
-    if configuration.way == "fused":
+    if configuration.way == "joint":
+        backward.joint(configuration.keys, _required(configuration))
+    else:
         accumulated = backward.accumulator()
         backward.over_keys(configuration.keys, accumulated=accumulated, tma_reduce=configuration.tma_reduce)
         backward.finish(accumulated)
-    elif configuration.way == "joint":
-        backward.joint(configuration.keys, _required(configuration))
-    else:
-        backward.over_keys(configuration.keys)
-        backward.over_queries(_required(configuration))
 
 
 def _required(configuration: BackwardConfiguration) -> Tiles:

@@ -8,15 +8,11 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
-from torch._dynamo import config as dynamo_config
 
 from stepscope.core.attention_support import AttentionCall, TensorDtype, find_fault
 from stepscope.core.attention_timing import (
@@ -35,15 +31,12 @@ from stepscope.core.workload import Attention
 from stepscope.measure.device import timing_device
 from stepscope.measure.environment import read_environment
 from stepscope.measure.precision import matmul_precision
-from stepscope.measure.saved_tensors import saved_tensors
 from stepscope.measure.timer import Measurement, Phase, StepFailed, measure
 from stepscope.models.attention import AttentionFunction, fault_of_device, implementation
 from stepscope.models.attention_gate import check_attention_matrix
-from stepscope.models.attention_inputs import TORCH_DTYPES
+from stepscope.studies.attention_pass import AttentionPass, CallInputs, compile_attention, saved_storages
 from stepscope.studies.device_failure import is_out_of_memory, let_go
 
-_SHAPES = 1024
-"""Shapes that torch.compile is asked for before dynamo gives up on a function (its default is 8)."""
 _TRIAL = Settings(warmup_floor=1, warmup_cap=1, steps_floor=3, steps_cap=3, seconds=0)
 """Passes that tell how long the host needs to issue one."""
 _LEAD = 2.0
@@ -53,56 +46,6 @@ _MOST_JUDGED_SCORES = {"cuda": 1 << 33, "cpu": 1 << 22}
 """Of a shape that the gate makes in float64 too."""
 
 Functions = dict[Attention, AttentionFunction]
-
-
-class _Pass:
-    """Forward and backward of one call as a subject of `measure`."""
-
-    def __init__(self, function: AttentionFunction, shape: AttentionShape, inputs: "_Inputs") -> None:
-        self._function, self._shape, self._inputs = function, shape, inputs
-        self.out: Tensor | None = None
-        self._gradients: tuple[Tensor, ...] = ()
-        self.lead: Callable[[], object] | None = None
-
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        return self._inputs.leaves
-
-    @property
-    def phases(self) -> Sequence[Phase]:
-        lead = [Phase(name="lead", run=self.lead)] if self.lead is not None else []
-        return (*lead, Phase(name="forward", run=self.forward), Phase(name="backward", run=self.backward))
-
-    def prepare(self) -> None:
-        self.out, self._gradients = None, ()
-
-    def forward(self) -> None:
-        self.out = self._function(*self._inputs.leaves, causal=self._shape.causal, window=self._shape.window)
-
-    def backward(self) -> None:
-        assert self.out is not None
-        # Not `.backward()`, which would add to what a pass before left, or copy.
-        self._gradients = torch.autograd.grad(self.out, self._inputs.leaves, self._inputs.gradient)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Inputs:
-    """Random numbers of one shape: q, k and v, and the output's gradient."""
-
-    leaves: tuple[Tensor, Tensor, Tensor]
-    gradient: Tensor
-
-    @classmethod
-    def draw(cls, shape: AttentionShape, dtype: TensorDtype, device: torch.device) -> "_Inputs":
-        generator = torch.Generator(device).manual_seed(0)
-
-        def normal(heads: int, length: int) -> Tensor:
-            size = (shape.batch, heads, length, shape.head_dim)
-            return torch.randn(size, generator=generator, device=device, dtype=TORCH_DTYPES[dtype])
-
-        q = normal(shape.heads, shape.queries).requires_grad_()
-        k, v = (normal(shape.key_heads, shape.keys).requires_grad_() for _ in range(2))
-        return cls(leaves=(q, k, v), gradient=normal(shape.heads, shape.queries))
 
 
 class AttentionCalls:
@@ -174,19 +117,19 @@ class AttentionCalls:
             return
         shape, dtype = cells[0].shape, cells[0].dtype
         try:
-            inputs = _Inputs.draw(shape, dtype, self.device)
+            inputs = CallInputs.draw(shape, dtype, self.device)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             rows.update({cell: _fallen(cell, error, "the inputs") for cell in right})
             let_go(error)
             return
-        passes: dict[AttentionCell, _Pass] = {}
+        passes: dict[AttentionCell, AttentionPass] = {}
         memories: dict[AttentionCell, CallMemory] = {}
         for cell in right:
             if self.over:
                 break
-            made = _Pass(self._function(cell), shape, inputs)
+            made = AttentionPass(self._function(cell), shape, inputs)
             try:
                 memories[cell] = self._try(made, cell)
             except Exception as error:  # whatever it raises is its own row
@@ -255,12 +198,12 @@ class AttentionCalls:
         if cell.compile == "none":
             return function
         if cell.implementation not in self._compiled:
-            self._compiled[cell.implementation] = _compile(function)
+            self._compiled[cell.implementation] = compile_attention(function)
         return self._compiled[cell.implementation]
 
     # ---- memory
 
-    def _try(self, made: _Pass, cell: AttentionCell) -> CallMemory:
+    def _try(self, made: AttentionPass, cell: AttentionCell) -> CallMemory:
         """A pass that compiles and chooses kernels, then one whose memory is looked at."""
         made.prepare()
         made.forward()
@@ -293,7 +236,7 @@ class AttentionCalls:
     # ---- time
 
     def _time(
-        self, passes: dict[AttentionCell, _Pass], rows: dict[AttentionCell, AttentionTiming]
+        self, passes: dict[AttentionCell, AttentionPass], rows: dict[AttentionCell, AttentionTiming]
     ) -> dict[AttentionCell, tuple[Measurement, Launches]]:
         """In turns. One that fails gets its row, and the others begin again without it."""
         while passes:
@@ -314,7 +257,7 @@ class AttentionCalls:
             return {cell: (found[name], self._came_out(found[name])) for name, cell in names.items()}
         return {}
 
-    def _hide_launches(self, passes: dict[AttentionCell, _Pass]) -> None:
+    def _hide_launches(self, passes: dict[AttentionCell, AttentionPass]) -> None:
         """Give each pass a lead: the L2 cache overwritten until the host has had time to issue the pass."""
         for cell, made in passes.items():
             made.lead = None
@@ -390,28 +333,6 @@ def settings_for(seconds: float, steps: int | None = None) -> Settings:
     )
 
 
-def saved_storages(out: Tensor, inputs: Sequence[Tensor]) -> dict[int, int]:
-    """Bytes of every storage, by its address, that autograd keeps for the backward of `out`, but those of `inputs`."""
-    if out.grad_fn is None:
-        return {}
-    own = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-    storages = [saved.tensor.untyped_storage() for saved in saved_tensors(out.grad_fn)]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr() not in own}
-
-
-def call_once(
-    name: Attention, compile: CallCompile, shape: AttentionShape, dtype: TensorDtype, device: torch.device
-) -> None:
-    """One pass, so that what it compiles lies in the caches on disk."""
-    with matmul_precision("fp32"):
-        function = implementation(name) if compile == "none" else _compile(implementation(name))
-        made = _Pass(function, shape, _Inputs.draw(shape, dtype, device))
-        made.forward()
-        made.backward()
-        made.prepare()
-    timing_device(device).synchronize()
-
-
 def start_timings(
     device: torch.device, *, seconds: float, launches: Launches, preset: str = "", interleaved: bool = True
 ) -> AttentionTimings:
@@ -441,23 +362,6 @@ def odd_shape(shape: AttentionShape) -> AttentionShape:
     """A small one like it for the gate: the same head_dim, mask and grouping, and lengths that no tile divides."""
     group = shape.heads // shape.key_heads
     return msgspec.structs.replace(shape, batch=2, heads=2 * group, key_heads=2, queries=203, keys=203)
-
-
-def _compile(function: AttentionFunction) -> AttentionFunction:
-    # Static shapes: what is compared is a kernel for this shape. fullgraph: an error where it would run uncompiled.
-    compiled: Any = torch.compile(function, dynamic=False, fullgraph=True)
-
-    def call(*tensors: Tensor, **options: Any) -> Tensor:
-        with _any_number_of_shapes():
-            return compiled(*tensors, **options)
-
-    return call
-
-
-def _any_number_of_shapes() -> AbstractContextManager[Any]:
-    if dynamo_config.recompile_limit >= _SHAPES:
-        return nullcontext()
-    return dynamo_config.patch(recompile_limit=_SHAPES, accumulated_recompile_limit=_SHAPES)
 
 
 def _fallen(cell: AttentionCell, error: BaseException, during: str) -> AttentionTiming:

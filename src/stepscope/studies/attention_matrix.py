@@ -52,6 +52,13 @@ def gate_dtypes_of(names: Sequence[str]) -> tuple[TensorDtype, ...]:
     return tuple(dict.fromkeys(known[choose(name, GATE_DTYPES, "dtype")] for name in names))
 
 
+def shapes_of(every: bool) -> tuple[AttentionShape, ...]:
+    """The gate's shapes: every length with every head_dim, or each of them once."""
+    from stepscope.models.attention_gate import few_shapes, gate_shapes  # noqa: PLC0415
+
+    return gate_shapes() if every else few_shapes()
+
+
 def judge_matrix(
     names: Sequence[Attention],
     *,

@@ -141,7 +141,7 @@ def perform(task: WorkerTask) -> WorkerAnswer:
 
     from stepscope.measure.device import resolve_device  # noqa: PLC0415
     from stepscope.models.attention_gate import check_attention_matrix  # noqa: PLC0415
-    from stepscope.studies.attention_calls import call_once  # noqa: PLC0415
+    from stepscope.studies.attention_pass import call_once  # noqa: PLC0415
 
     device = resolve_device(task.device)
     try:
