@@ -103,9 +103,6 @@ def race(arguments: argparse.Namespace) -> AttentionTimings:
             names = tuple(name for name in names if name in arguments.only)
         groups.append([AttentionCell(implementation=name, dtype=dtype, shape=shape) for name in names])
     workers = arguments.workers if arguments.workers is not None else (os.cpu_count() or 1) - 2 if on_gpu else 0
-    shapes = {
-        id(group): (odd_shape(group[0].shape), *judged_shape(group[0].shape, device)) for group in groups if group
-    }
     if workers > 0:
         compile_ahead(groups, str(device), workers, began_s + COMPILING * arguments.seconds)
     timings = start_timings(device, seconds=arguments.cell_seconds, launches="hidden")
@@ -113,7 +110,8 @@ def race(arguments: argparse.Namespace) -> AttentionTimings:
     for group in groups:
         if not group:
             continue
-        rows = calls.measure_group(group, shapes[id(group)])
+        judged = (odd_shape(group[0].shape), *judged_shape(group[0].shape, device))
+        rows = calls.measure_group(group, lambda _, judged=judged: judged)
         timings = with_timing(timings, rows)
         keep(timings, arguments.json)
         told = ", ".join(f"{row.cell.implementation} {brief(row)}" for row in rows)

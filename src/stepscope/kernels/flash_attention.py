@@ -37,13 +37,13 @@ _library.define(
 
 
 @functools.cache
-def _launching() -> tuple["ModuleType", "ModuleType"]:
+def _launching() -> tuple["ModuleType", "ModuleType", "ModuleType"]:
     """The modules that need Triton, imported by the first call."""
     try:
-        from stepscope.kernels import flash_launch, flash_tuning  # noqa: PLC0415
+        from stepscope.kernels import flash_launch, flash_replay, flash_tuning  # noqa: PLC0415
     except ImportError as error:
         raise InputError(f"flash attention needs Triton 3.6 or later ({error}): choose another attention") from error
-    return flash_launch, flash_tuning
+    return flash_launch, flash_replay, flash_tuning
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -51,18 +51,31 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def _dense_target(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _layout(tensors: tuple[Tensor, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(t.stride() for t in tensors)
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
-    launch, tuning = _launching()
+    launch, replay, tuning = _launching()
     out = torch.empty_like(q)
     logsumexp = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if q.numel() == 0:
         return out, logsumexp
-    q, k, v = _dense(q), _dense(k), _dense(v)
-    target = out if out.stride(-1) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    launch.launch_forward(
-        q, k, v, target, logsumexp, causal=causal, scale=scale, window=window,
-        precision=tuning.precision_for(q), configuration=tuning.forward_configuration(q, causal=causal),
-    )  # fmt: skip
+    target = _dense_target(out)
+
+    def call(tensors: tuple[Tensor, ...], launcher: Any) -> None:
+        launch.launch_forward(
+            *tensors, causal=causal, scale=scale, window=window, precision=tuning.precision_for(q),
+            configuration=tuning.forward_configuration(q, causal=causal), launcher=launcher,
+        )  # fmt: skip
+
+    tensors = (_dense(q), _dense(k), _dense(v), target, logsumexp)
+    key = ("forward", q.shape, k.shape, _layout(tensors), q.dtype, q.device, causal, scale, window, tuning.state(q))
+    replay.run(key, tensors, call)
     if target is not out:
         out.copy_(target)
     return out, logsumexp
@@ -80,22 +93,28 @@ def _backward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    launch, tuning = _launching()
+    launch, replay, tuning = _launching()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_()
-    gradient, out = _dense(gradient), _dense(out)
-    targets = tuple(
-        d if d.stride(-1) == 1 else torch.empty(d.shape, dtype=d.dtype, device=d.device) for d in (dq, dk, dv)
-    )
-    if logsumexp_gradient is not None:
-        logsumexp_gradient = logsumexp_gradient.contiguous()
+    targets = (_dense_target(dq), _dense_target(dk), _dense_target(dv))
     configuration = tuning.backward_configuration(q, causal=causal)
-    backward = launch.Backward(
-        gradient, _dense(q), _dense(k), _dense(v), out, logsumexp, *targets, causal=causal, scale=scale, window=window,
-        precision=tuning.precision_for(q), tma=configuration.tma,
+    tensors = (
+        _dense(gradient), _dense(q), _dense(k), _dense(v), _dense(out), logsumexp, *targets,
+        launch.statistics_for(q, configuration),
     )  # fmt: skip
-    launch.run_backward(backward, configuration, logsumexp_gradient)
+    if logsumexp_gradient is not None:
+        tensors = (*tensors, logsumexp_gradient.contiguous())
+
+    def call(tensors: tuple[Tensor, ...], launcher: Any) -> None:
+        backward = launch.Backward(
+            *tensors[:10], causal=causal, scale=scale, window=window, precision=tuning.precision_for(q),
+            tma=configuration.tma, launcher=launcher,
+        )  # fmt: skip
+        launch.run_backward(backward, configuration, *tensors[10:])
+
+    key = ("backward", q.shape, k.shape, _layout(tensors), q.dtype, q.device, causal, scale, window, tuning.state(q))
+    replay.run(key, tensors, call)
     for gradient_of, target in zip((dq, dk, dv), targets, strict=True):
         if target is not gradient_of:
             gradient_of.copy_(target)
@@ -197,7 +216,52 @@ def flash_attention(
     """softmax(q k^T * scale) v, scale 1 / sqrt(D) unless given; see the module for what causal and window hide."""
     check_inputs(q, k, v, window)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window)[0]
+    if _watched(q, k, v):
+        return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window)[0]
+    return _Direct.apply(q, k, v, causal, scale, window)
+
+
+def _watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether somebody must see an operator: a compiler, a mode (fake tensors, a counter, a policy of checkpointing), a
+    transformation, a profiler, a subclass. Otherwise its layers in Python, several times a launch, are left out.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd._profiler_enabled()
+        or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _gradients(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool, scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    # With gradients enabled this backward is itself to be differentiated: the operator says that it cannot be.
+    if torch.is_grad_enabled() or _watched(q, k, v) or type(gradient) is not Tensor:
+        return torch.ops.stepscope.flash_attention_backward(
+            gradient, None, q, k, v, out, logsumexp, causal, scale, window
+        )
+    return _backward(gradient, None, q, k, v, out, logsumexp, causal, scale, window)
+
+
+class _Direct(torch.autograd.Function):
+    """The operator without its layers."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None) -> Tensor:
+        out, logsumexp = _forward(q, k, v, causal, scale, window)
+        ctx.save_for_backward(q, k, v, out, logsumexp)
+        ctx.options = causal, scale, window
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return *_gradients(gradients[0], *ctx.saved_tensors, *ctx.options), None, None, None
 
 
 class FlashAttention(torch.autograd.Function):
@@ -209,7 +273,8 @@ class FlashAttention(torch.autograd.Function):
         check_inputs(q4, k4, v4)
         ctx.is_causal = is_causal
         ctx.scale = 1 / math.sqrt(q.shape[-1])
-        out, logsumexp = torch.ops.stepscope.flash_attention_forward(q4, k4, v4, is_causal, ctx.scale, None)
+        run = torch.ops.stepscope.flash_attention_forward if _watched(q, k, v) else _forward
+        out, logsumexp = run(q4, k4, v4, is_causal, ctx.scale, None)
         out = out.reshape(q.shape)
         ctx.save_for_backward(q, k, v, out, logsumexp.reshape(q.shape[:-1]))
         return out
@@ -218,8 +283,8 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, logsumexp = ctx.saved_tensors
         q4 = _four_dimensional(q)
-        dq, dk, dv = torch.ops.stepscope.flash_attention_backward(
-            gradients[0].reshape(q4.shape), None, q4, _four_dimensional(k), _four_dimensional(v), out.reshape(q4.shape),
+        dq, dk, dv = _gradients(
+            gradients[0].reshape(q4.shape), q4, _four_dimensional(k), _four_dimensional(v), out.reshape(q4.shape),
             logsumexp.reshape(q4.shape[:3]), ctx.is_causal, ctx.scale, None,
         )  # fmt: skip
         return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape), None

@@ -4,8 +4,6 @@ q, out and the gradients are (B, H, S, D), k and v (B, H', T, D) with H a multip
 dense (stride 1); every other stride is honoured.
 """
 
-from typing import Any, Protocol
-
 import torch
 import triton
 from torch import Tensor
@@ -20,6 +18,7 @@ from stepscope.kernels.flash_backward import (
 )
 from stepscope.kernels.flash_configuration import BackwardConfiguration, ForwardConfiguration, Precision, Tiles
 from stepscope.kernels.flash_forward import forward_kernel
+from stepscope.kernels.flash_replay import Launcher, launch
 
 LOG2E = 1.4426950408889634
 PADDING = 256
@@ -48,17 +47,6 @@ def _described(tensor: Tensor, rows: int, block_d: int) -> TensorDescriptor:
     step = 16 // tensor.element_size()
     strides = [stride if size > 1 else step for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, block_d])
-
-
-class Launcher(Protocol):
-    """What runs a kernel."""
-
-    def __call__(self, kernel: Any, grid: tuple[int, ...], *arguments: object, **options: int) -> object: ...
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: int) -> object:
-    """Run a kernel. Returns what Triton compiled, None in its interpreter."""
-    return kernel[grid](*arguments, **options)
 
 
 def _options(tiles: Tiles) -> dict[str, int]:
@@ -138,6 +126,15 @@ def launch_forward(
     )
 
 
+def statistics_for(q: Tensor, configuration: BackwardConfiguration | None = None) -> Tensor:
+    """Room for the row statistics of a backward pass: (2 B H, S padded to what every tile of queries divides) fp32."""
+    padding = PADDING
+    if configuration is not None and configuration.queries is not None:
+        padding = max(configuration.keys.block_m, configuration.queries.block_m)
+    padded = triton.cdiv(q.shape[2], padding) * padding
+    return torch.empty((2 * q.shape[0] * q.shape[1], padded), dtype=torch.float32, device=q.device)
+
+
 class Backward:
     """One backward pass: its tensors, and the kernels that can make it up, each a method that launches one."""
 
@@ -152,19 +149,16 @@ class Backward:
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
+        statistics: Tensor,
         *,
         causal: bool,
         scale: float,
         window: int | None,
         precision: Precision,
         tma: bool,
-        padding: int = PADDING,
         launcher: Launcher = launch,
     ) -> None:
-        """Nothing is launched yet; dq, dk and dv are to be filled.
-
-        Row statistics are padded to a multiple of `padding`, which every tile of queries must divide.
-        """
+        """Nothing is launched yet; dq, dk, dv and the statistics (`statistics_for`) are to be filled."""
         self.gradient, self.q, self.k, self.v, self.out, self.logsumexp = gradient, q, k, v, out, logsumexp
         self.dq, self.dk, self.dv = dq, dk, dv
         self.scale = scale
@@ -173,9 +167,8 @@ class Backward:
         self.block_d = block_d_of(self.head_dim)
         self.tma = tma and describable(q, k, v, gradient)
         self.launch = launcher
-        self.padded = triton.cdiv(self.queries, padding) * padding
-        rows = 2 * self.batches * self.heads
-        self.statistics = torch.empty((rows, self.padded), dtype=torch.float32, device=q.device)
+        self.statistics = statistics
+        self.padded = statistics.shape[1]
         self._inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *gradient.stride()[:3])
         self._sizes = (self.batches, self.kv_heads, self.queries, self.keys, window or 0, self.padded)
         self._mask = (causal, window is not None)
@@ -222,18 +215,18 @@ class Backward:
         shape = (self.batches, self.heads, self.queries, self.head_dim)
         return torch.zeros(shape, dtype=torch.float32, device=self.q.device)
 
-    def over_queries(
-        self, tiles: Tiles, *, prepare: bool = False, logsumexp_gradient: Tensor | None = None
-    ) -> object:
+    def over_queries(self, tiles: Tiles, *, prepare: bool = False, logsumexp_gradient: Tensor | None = None) -> object:
         """dQ; where it is to `prepare`, the row statistics too, as `preprocess` would have."""
         rows = self.padded if prepare else self.queries
+        even_queries, even_keys = self._even(tiles)
         return self.launch(
             query_gradients_kernel, (triton.cdiv(rows, tiles.block_m) * self.batches * self.heads,),
             *self._operands(tiles), self.out, self.logsumexp,
             self.logsumexp if logsumexp_gradient is None else logsumexp_gradient,
             self.dq, self.statistics, self.scale, self.scale * LOG2E,
             *self._inputs, *self.out.stride()[:3], *self.dq.stride()[:3], *self._sizes,
-            *self._shape(tiles), *self._mask, *self._even(tiles), *self._loading,
+            *self._shape(tiles), *self._mask,
+            even_queries and rows == self.queries, even_keys, *self._loading,
             prepare, logsumexp_gradient is not None,
             **_options(tiles),
         )  # fmt: skip

@@ -43,6 +43,11 @@ def forced(
         _forced_forward, _forced_backward, _forced_precision = before
 
 
+def state(q: Tensor) -> tuple[ForwardConfiguration | None, BackwardConfiguration | None, Precision]:
+    """What choices depend on besides shapes, dtypes and devices."""
+    return _forced_forward, _forced_backward, precision_for(q)
+
+
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
     if interpreted() or device.type != "cuda":

@@ -46,6 +46,8 @@ _MOST_JUDGED_SCORES = {"cuda": 1 << 33, "cpu": 1 << 22}
 """Of a shape that the gate makes in float64 too."""
 
 Functions = dict[Attention, AttentionFunction]
+GateShapes = Callable[[AttentionCell], Sequence[AttentionShape]]
+"""On which calls the gate judges a cell."""
 
 
 class AttentionCalls:
@@ -79,10 +81,8 @@ class AttentionCalls:
 
     # ---- one group
 
-    def measure_group(
-        self, cells: Sequence[AttentionCell], gate_shapes: Sequence[AttentionShape]
-    ) -> list[AttentionTiming]:
-        """The cells, all of one shape and dtype, in their order: judged on `gate_shapes`, then measured in turns.
+    def measure_group(self, cells: Sequence[AttentionCell], gate_shapes: GateShapes) -> list[AttentionTiming]:
+        """The cells, all of one shape and dtype, in their order: judged on `gate_shapes` of it, then measured in turns.
 
         Ctrl-C leaves what is measured, and sets `interrupted`.
         """
@@ -99,7 +99,7 @@ class AttentionCalls:
         return [rows.get(cell) or AttentionTiming(cell=cell, outcome=word, reason=reason) for cell in cells]
 
     def _measure_group(
-        self, cells: Sequence[AttentionCell], gate_shapes: Sequence[AttentionShape],
+        self, cells: Sequence[AttentionCell], gate_shapes: GateShapes,
         rows: dict[AttentionCell, AttentionTiming],
     ) -> None:  # fmt: skip
         right: dict[AttentionCell, int] = {}
@@ -108,7 +108,7 @@ class AttentionCalls:
                 return
             fault = self._fault(cell)
             row = AttentionTiming(cell=cell, outcome="not supported", reason=fault) if fault else None
-            row = row or self._gate(cell, gate_shapes)
+            row = row or self._gate(cell, gate_shapes(cell))
             if row.outcome == "measured":
                 right[cell] = row.checked
             else:

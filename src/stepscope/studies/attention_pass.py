@@ -75,11 +75,14 @@ class CallInputs:
 
 
 def saved_storages(out: Tensor, inputs: Sequence[Tensor]) -> dict[int, int]:
-    """Bytes of every storage, by its address, that autograd keeps for the backward of `out`, but those of `inputs`."""
+    """Bytes of every storage, by its address, that autograd keeps for the backward of `out`, but those of `inputs`.
+
+    Numbers that autograd wraps as tensors without a dimension (the scale, say) are left out: they lie on the host.
+    """
     if out.grad_fn is None:
         return {}
     own = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-    storages = [saved.tensor.untyped_storage() for saved in saved_tensors(out.grad_fn)]
+    storages = [saved.tensor.untyped_storage() for saved in saved_tensors(out.grad_fn) if saved.tensor.ndim]
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr() not in own}
 
 

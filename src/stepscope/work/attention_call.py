@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from stepscope.core.attention_timing import BYTES, AttentionCell
 from stepscope.core.attention_verdict import AttentionShape
-from stepscope.core.workload import Attention
 from stepscope.work.operations import AttentionSizes, attention_backward_flops, attention_flops
 
 BACKWARD_OVER_FORWARD = 2.5
@@ -43,60 +42,62 @@ class SavedOnPaper:
     terms: str
 
 
-_FUSED: tuple[Attention, ...] = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex", "flash", "flash-tiled")
 _BLOCK_OF_ROWS = 32
-"""To a multiple of which the memory-efficient kernel fills its rows' logsumexp (kAlignLSE)."""
+"""To a multiple of which PyTorch's memory-efficient kernel fills its rows' logsumexp (kAlignLSE)."""
 _EIGHT = 8
 """To a multiple of which PyTorch's FlashAttention fills head_dim."""
 
 
-def saved_on_paper(cell: AttentionCell, device_type: str) -> SavedOnPaper | None:
-    """By formula; None where there is none: compiled, what is saved is the compiler's choice.
+def saved_on_paper(cell: AttentionCell, device_type: str) -> SavedOnPaper | None:  # noqa: PLR0911  (one for each)
+    """By formula. None where there is none: compiled, it is the compiler's choice; `sdpa` on a GPU, PyTorch's.
 
-    reference, unsafe: exp of the scores, and their quotient by its row's sum, each B H S T; the sums, B H S; the mask,
-    S T bytes. (Forward's scores are not saved: exp's derivative is its result, and the maximum is detached.)
-    chunked: nothing, each chunk is made again. Fused: the output, B H S D, and the logsumexp in fp32, B H S.
+    reference, unsafe  exp of the scores and their quotient by its row's sum, each B H S T; the sums, B H S; the mask,
+                       S T bytes. Not the scores: exp's derivative is its result, and the maximum is detached.
+    chunked            nothing: each chunk is made again
+    sdpa-math          scaled q and k, the softmax's result; in 16 bits all of it in fp32, and v too
+                       (aten/src/ATen/native/transformers/attention.cpp)
+    fused              the output, B H S D, and the logsumexp, B H S in fp32
+
+    Keys and values of fewer heads are repeated first, and kept so, by all but the fused ones.
     """
     shape, e = cell.shape, BYTES[cell.dtype]
     if cell.compile != "none" or shape.window is not None:
         return None
-    rows = shape.batch * shape.heads * shape.queries
-    scores = rows * shape.keys
-    repeated = 0
-    if shape.key_heads != shape.heads:
-        repeated = 2 * shape.batch * shape.heads * shape.keys * shape.head_dim * e
-    name = cell.implementation
-    more = " + 2 B H T D e" if repeated else ""
-    if name in ("reference", "unsafe"):
-        mask = shape.queries * shape.keys if shape.causal else 0
-        terms = "2 B H S T e + B H S e" + (" + S T" if mask else "") + more
-        return SavedOnPaper(bytes=2 * scores * e + rows * e + mask + repeated, terms=terms)
-    if name == "chunked":
-        return SavedOnPaper(bytes=0, terms="0")
-    if name in _FUSED:
-        return _fused(cell, device_type, rows, repeated)
-    return None
+    heads = shape.batch * shape.heads
+    rows, grouped = heads * shape.queries, shape.key_heads != shape.heads
+    repeated, repeats = (2 * heads * shape.keys * shape.head_dim * e, " + 2 B H T D e") if grouped else (0, "")
+    fused, logsumexp = rows * shape.head_dim * e, 4 * rows
+    match cell.implementation:
+        case "reference" | "unsafe":
+            mask = shape.queries * shape.keys if shape.causal else 0
+            terms = "2 B H S T e + B H S e" + (" + S T" if mask else "") + repeats
+            return SavedOnPaper(bytes=2 * rows * shape.keys * e + rows * e + mask + repeated, terms=terms)
+        case "chunked":
+            return SavedOnPaper(bytes=0, terms="0")
+        case "sdpa-math":
+            return _math(cell, rows, grouped)
+        case "flash-tiled":
+            wide = rows * (max(e, 4) - 4)
+            terms = f"B H S D e + {max(e, 4)} B H S" + repeats
+            return SavedOnPaper(bytes=fused + logsumexp + wide + repeated, terms=terms)
+        case "sdpa-efficient":
+            filled = 4 * heads * -(-shape.queries // _BLOCK_OF_ROWS) * _BLOCK_OF_ROWS
+            terms = "B H S D e + 4 B H S, S filled to 32" + repeats
+            return SavedOnPaper(bytes=fused + filled + repeated, terms=terms)
+        case "sdpa" if device_type != "cpu":
+            return None
+        case "sdpa-flash" | "sdpa-cudnn" if device_type != "cpu" and (grouped or shape.head_dim % _EIGHT):
+            return None  # copies of q, k and v, filled or repeated, as the release has it
+        case _:
+            wide = rows * (max(e, 4) - 4)
+            return SavedOnPaper(bytes=fused + logsumexp + wide, terms=f"B H S D e + {max(e, 4)} B H S")
 
 
-def _fused(cell: AttentionCell, device_type: str, rows: int, repeated: int) -> SavedOnPaper | None:
-    shape, e, name = cell.shape, BYTES[cell.dtype], cell.implementation
-    grouped = repeated > 0
-    if name == "flash-tiled":
-        wide = max(e, 4)
-        terms = "B H S D e + B H S max(4, e)" + (" + 2 B H T D e" if grouped else "")
-        return SavedOnPaper(bytes=rows * shape.head_dim * e + rows * wide + repeated, terms=terms)
-    if name == "sdpa-efficient":
-        filled = shape.batch * shape.heads * _up(shape.queries, _BLOCK_OF_ROWS)
-        terms = "B H S D e + 4 B H S, S filled to 32" + (" + 2 B H T D e" if grouped else "")
-        return SavedOnPaper(bytes=rows * shape.head_dim * e + 4 * filled + repeated, terms=terms)
-    if (
-        name == "sdpa-flash"
-        and (shape.head_dim % _EIGHT or device_type == "cpu")
-        and (grouped or (device_type != "cpu" and shape.head_dim % _EIGHT))
-    ):
-        return None  # copies of q, k and v, filled or repeated, as the release has it
-    return SavedOnPaper(bytes=rows * shape.head_dim * e + 4 * rows, terms="B H S D e + 4 B H S")
-
-
-def _up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
+def _math(cell: AttentionCell, rows: int, grouped: bool) -> SavedOnPaper:
+    shape, e = cell.shape, BYTES[cell.dtype]
+    wide = max(e, 4)
+    keys = shape.batch * shape.heads * shape.keys * shape.head_dim
+    own_values = grouped or wide != e
+    size = (rows * shape.head_dim + keys + rows * shape.keys + (keys if own_values else 0)) * wide
+    terms = f"{wide} B H (S T + S D + {'2 ' if own_values else ''}T D)"
+    return SavedOnPaper(bytes=size, terms=terms)
