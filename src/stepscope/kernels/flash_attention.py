@@ -55,10 +55,6 @@ def _dense_target(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def _layout(tensors: tuple[Tensor, ...]) -> tuple[tuple[int, ...], ...]:
-    return tuple(t.stride() for t in tensors)
-
-
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
     launch, replay, tuning = _launching()
     out = torch.empty_like(q)
@@ -74,7 +70,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window
         )  # fmt: skip
 
     tensors = (_dense(q), _dense(k), _dense(v), target, logsumexp)
-    key = ("forward", q.shape, k.shape, _layout(tensors), q.dtype, q.device, causal, scale, window, tuning.state(q))
+    # The strides of what was allocated here follow from these.
+    strides = q.stride(), tensors[1].stride(), tensors[2].stride()
+    key = ("forward", q.shape, k.shape, strides, q.dtype, q.device, causal, scale, window, tuning.state(q))
     replay.run(key, tensors, call)
     if target is not out:
         out.copy_(target)
@@ -113,7 +111,8 @@ def _backward(
         )  # fmt: skip
         launch.run_backward(backward, configuration, *tensors[10:])
 
-    key = ("backward", q.shape, k.shape, _layout(tensors), q.dtype, q.device, causal, scale, window, tuning.state(q))
+    strides = tensors[0].stride(), q.stride(), k.stride(), v.stride(), tensors[4].stride(), len(tensors)
+    key = ("backward", q.shape, k.shape, strides, q.dtype, q.device, causal, scale, window, tuning.state(q))
     replay.run(key, tensors, call)
     for gradient_of, target in zip((dq, dk, dv), targets, strict=True):
         if target is not gradient_of:

@@ -60,6 +60,10 @@ def _precision(precision: Precision, operand: Tensor) -> str:
     return "upcast" if operand.dtype == torch.bfloat16 and interpreted() else precision
 
 
+def _tiles_of(length: int, block: int) -> int:
+    return -(-length // block)
+
+
 def block_d_of(head_dim: int) -> int:
     """The tile's columns: the power of two from 16 up that holds head_dim."""
     return max(16, 1 << (head_dim - 1).bit_length())
@@ -85,7 +89,7 @@ def launch_forward(
     tiles = configuration.tiles
     block_d = block_d_of(head_dim)
     tma = configuration.tma and describable(q, k, v)
-    programs = triton.cdiv(queries, tiles.block_m) * batches * heads
+    programs = _tiles_of(queries, tiles.block_m) * batches * heads
     if configuration.persistent and not interpreted():
         programs = min(programs, torch.cuda.get_device_properties(q.device).multi_processor_count)
     return launcher(
@@ -131,7 +135,7 @@ def statistics_for(q: Tensor, configuration: BackwardConfiguration | None = None
     padding = PADDING
     if configuration is not None and configuration.queries is not None:
         padding = max(configuration.keys.block_m, configuration.queries.block_m)
-    padded = triton.cdiv(q.shape[2], padding) * padding
+    padded = _tiles_of(q.shape[2], padding) * padding
     return torch.empty((2 * q.shape[0] * q.shape[1], padded), dtype=torch.float32, device=q.device)
 
 
@@ -177,7 +181,7 @@ class Backward:
     def preprocess(self, logsumexp_gradient: Tensor | None = None) -> object:
         """Row statistics, which every other kernel reads. The logsumexp's gradient is (B, H, S) fp32, contiguous."""
         return self.launch(
-            preprocess_kernel, (triton.cdiv(self.padded, _PREPROCESS_ROWS), self.batches * self.heads),
+            preprocess_kernel, (_tiles_of(self.padded, _PREPROCESS_ROWS), self.batches * self.heads),
             self.out, self.gradient, self.logsumexp,
             self.logsumexp if logsumexp_gradient is None else logsumexp_gradient, self.statistics,
             *self.out.stride()[:3], *self.gradient.stride()[:3],
@@ -193,7 +197,7 @@ class Backward:
         tma_reduce = tma_reduce and fused and self.tma and describable(sums) and not interpreted()
         target = _described(sums, tiles.block_m, self.block_d) if tma_reduce else sums
         return self.launch(
-            key_gradients_kernel, (triton.cdiv(self.keys, tiles.block_n) * self.batches * self.kv_heads,),
+            key_gradients_kernel, (_tiles_of(self.keys, tiles.block_n) * self.batches * self.kv_heads,),
             *self._operands(tiles), target, self.dk, self.dv, self._statistics(tiles),
             self.scale, self.scale * LOG2E, *self._inputs,
             *sums.stride()[:3], *self.dk.stride()[:3], *self.dv.stride()[:3], *self._sizes,
@@ -204,7 +208,7 @@ class Backward:
     def finish(self, accumulated: Tensor) -> object:
         """dQ from what `over_keys` accumulated."""
         return self.launch(
-            finish_queries_kernel, (triton.cdiv(self.queries, _PREPROCESS_ROWS), self.batches * self.heads),
+            finish_queries_kernel, (_tiles_of(self.queries, _PREPROCESS_ROWS), self.batches * self.heads),
             accumulated, self.dq, self.scale, *self.dq.stride()[:3], self.heads, self.queries,
             self.head_dim, self.block_d, _PREPROCESS_ROWS,
             num_warps=4,
@@ -220,7 +224,7 @@ class Backward:
         rows = self.padded if prepare else self.queries
         even_queries, even_keys = self._even(tiles)
         return self.launch(
-            query_gradients_kernel, (triton.cdiv(rows, tiles.block_m) * self.batches * self.heads,),
+            query_gradients_kernel, (_tiles_of(rows, tiles.block_m) * self.batches * self.heads,),
             *self._operands(tiles), self.out, self.logsumexp,
             self.logsumexp if logsumexp_gradient is None else logsumexp_gradient,
             self.dq, self.statistics, self.scale, self.scale * LOG2E,
@@ -233,8 +237,8 @@ class Backward:
 
     def joint(self, keys: Tiles, queries: Tiles) -> object:
         """dK, dV and dQ in one launch."""
-        key_programs = triton.cdiv(self.keys, keys.block_n) * self.batches * self.kv_heads
-        query_programs = triton.cdiv(self.queries, queries.block_m) * self.batches * self.heads
+        key_programs = _tiles_of(self.keys, keys.block_n) * self.batches * self.kv_heads
+        query_programs = _tiles_of(self.queries, queries.block_m) * self.batches * self.heads
         return self.launch(
             joint_kernel, (key_programs + query_programs,),
             *self._operands(keys), *self._operands(queries), self.dq, self.dk, self.dv,
