@@ -1,4 +1,4 @@
-"""The grid of `stepscope study attention`: sequence x head_dim x implementation x dtype, its defaults, and its measuring."""
+"""The grid of `stepscope study attention`, sequence x head_dim x implementation x dtype: its defaults, and its way."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -77,6 +77,12 @@ def compiles_of(names: Sequence[str]) -> tuple[CallCompile, ...]:
     """Checked names of `--compile`."""
     known: dict[str, CallCompile] = {name: name for name in CALL_COMPILES}
     return tuple(dict.fromkeys(known[choose(name, CALL_COMPILES, "compile")] for name in names))
+
+
+def launches_of(name: str) -> Launches:
+    """A checked name of `--launches`."""
+    known: dict[str, Launches] = {"hidden": "hidden", "shown": "shown"}
+    return known[choose(name, list(known), "launches")]
 
 
 def grid_groups(
@@ -167,6 +173,7 @@ def measure_grid(
     """
     from stepscope.measure.ceilings import ceilings_for  # noqa: PLC0415
     from stepscope.measure.device import resolve_device  # noqa: PLC0415
+    from stepscope.measure.timer import StepFailed  # noqa: PLC0415
     from stepscope.studies.attention_calls import (  # noqa: PLC0415
         AttentionCalls,
         judged_shape,
@@ -201,17 +208,21 @@ def measure_grid(
             tell(Stage(name="measure", detail=f"{group[0].shape}, {group[0].dtype}", fraction=i / len(groups)))
             timings = with_timing(timings, calls.measure_group(group, gate_shapes))
             on_rows(timings)
-        dtypes = list(dict.fromkeys(row.cell.dtype for row in timings.timings if row.both))
-        if ceilings and dtypes and not calls.over and deadline_s - time.monotonic() > _CEILING_S * len(dtypes):
+    except KeyboardInterrupt:
+        return timings, True
+    dtypes = list(dict.fromkeys(row.cell.dtype for row in timings.timings if row.both))
+    if ceilings and dtypes and not calls.over and deadline_s - time.monotonic() > _CEILING_S * len(dtypes):
+        try:
             rates = ceilings_for(
                 found, [PRODUCTS[dtype] for dtype in dtypes], lambda what: tell(Stage(name="ceiling", detail=what))
             )
-            timings = msgspec.structs.replace(timings, ceilings={d: c.rate for d, c in rates.matmul.items()})
-            on_rows(timings)
-    except KeyboardInterrupt:
-        return timings, True
-    except RuntimeError as error:  # the ceilings failed: the rows are whole
-        tell(Stage(name="ceiling", detail=f"not measured: {one_line(error)}"))
+        except KeyboardInterrupt:
+            return timings, True
+        except (StepFailed, RuntimeError) as error:  # the rows are whole all the same
+            tell(Stage(name="ceiling", detail=f"not measured: {one_line(error)}"))
+            return timings, False
+        timings = msgspec.structs.replace(timings, ceilings={d: c.rate for d, c in rates.matmul.items()})
+        on_rows(timings)
     return timings, calls.interrupted
 
 

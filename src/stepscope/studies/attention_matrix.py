@@ -7,7 +7,7 @@ import msgspec
 
 from stepscope.core.attention_support import SUPPORT, TensorDtype
 from stepscope.core.attention_verdict import AttentionShape, AttentionVerdict, GateReport
-from stepscope.core.errors import InputError, choose
+from stepscope.core.errors import InputError, choose, one_line
 from stepscope.core.workload import Attention
 from stepscope.studies.attention_workers import WorkerAnswer, WorkerTask, lost, work_through
 
@@ -25,6 +25,7 @@ class GateMatrix(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = "attention-gate"
     version: int = GATE_VERSION
     device: str
+    device_name: str = ""
     versions: dict[str, str] = {}
     seed: int = 0
     reports: tuple[GateReport, ...] = ()
@@ -35,6 +36,22 @@ class GateMatrix(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def reached(self) -> int:
         return sum(len(report.verdicts) for report in self.reports)
+
+
+def encode_matrix(matrix: GateMatrix) -> bytes:
+    """JSON, one document."""
+    return msgspec.json.format(msgspec.json.encode(matrix), indent=1) + b"\n"
+
+
+def decode_matrix(data: bytes, source: str) -> GateMatrix:
+    """What `encode_matrix` wrote. Raises InputError that names the source."""
+    try:
+        found = msgspec.json.decode(data, type=GateMatrix)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"{source} holds no verdicts of the gate: {one_line(error)}") from error
+    if found.version > GATE_VERSION:
+        raise InputError(f"{source} is of version {found.version}: this stepscope reads up to {GATE_VERSION}")
+    return found
 
 
 def implementations_of(names: Sequence[str]) -> tuple[Attention, ...]:
@@ -69,6 +86,7 @@ def judge_matrix(
     seconds: float,
     seed: int = 0,
     repeat: bool = True,
+    device_name: str = "",
     versions: dict[str, str] | None = None,
     on_answer: Callable[[GateMatrix], None] = lambda _: None,
 ) -> GateMatrix:
@@ -83,7 +101,14 @@ def judge_matrix(
         for dtype in dtypes
     ]
     verdicts: dict[Attention, list[AttentionVerdict]] = {name: [] for name in names}
-    matrix = GateMatrix(device=device, versions=versions or {}, seed=seed, calls=len(names) * len(dtypes) * len(shapes))
+    calls = len(names) * len(dtypes) * len(shapes)
+    matrix = GateMatrix(
+        device=device,
+        device_name=device_name,
+        versions=versions or {},
+        seed=seed,
+        calls=len(names) * len(dtypes) * len(shapes),
+    )
 
     def told(task: WorkerTask, answer: WorkerAnswer) -> None:
         nonlocal matrix
