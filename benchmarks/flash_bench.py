@@ -156,11 +156,11 @@ class Bench:
             "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
             "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
         }[kind]
-        inputs = [t.detach().requires_grad_() for t in (self.q, self.k, self.v)]
+        inputs = q, k, v = [t.detach().requires_grad_() for t in (self.q, self.k, self.v)]
 
         def forward() -> Any:
             with sdpa_kernel(backend):
-                return self.torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=self.causal)
+                return self.torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
 
         def both() -> Any:
             for tensor in inputs:
@@ -174,7 +174,7 @@ class Bench:
     def prepare_truth(self, *, exact: bool) -> None:
         """What the kernels should give: float64 attention, or PyTorch's flash attention on a shape too long for it."""
         torch = self.torch
-        sdpa = dict(
+        sdpa: dict[str, Any] = dict(
             zip(
                 ("out", "dq", "dk", "dv"),
                 self.sdpa("sdpa-flash" if self.q.element_size() == 2 else "sdpa-efficient")[1](),
@@ -190,15 +190,16 @@ class Bench:
             self.logsumexp_truth = torch.logsumexp(scores, -1).detach()
             out = torch.softmax(scores, -1) @ v
             out.backward(self.gradient.double())
-            self.truth = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
-            self.allowed = {n: 2 * (sdpa[n].double() - t).abs().max().item() for n, t in self.truth.items()}
+            truth: dict[str, Any] = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+            self.truth = truth
+            self.allowed = {n: 2 * (sdpa[n].double() - t).abs().max().item() for n, t in truth.items()}
         else:
-            self.truth = sdpa
+            self.truth = truth = sdpa
             # Two roundings to bf16, of numbers whose largest is near the tensor's maximum, and two sums' errors.
             share = 0.02 if self.q.element_size() == 2 else 2e-5
             self.allowed = {n: share * t.abs().max().item() for n, t in sdpa.items()}
             self.logsumexp_truth = self.logsumexp_of_sdpa()
-        self.out.copy_(self.truth["out"])
+        self.out.copy_(truth["out"])
         self.logsumexp.copy_(self.logsumexp_truth)
 
     def logsumexp_of_sdpa(self) -> Any:
@@ -343,7 +344,7 @@ def time_host() -> dict[str, Any]:
     size = (1, 2, 64, 64)
     q, k, v = (torch.randn(size, device=device_type(), dtype=torch.bfloat16).requires_grad_() for _ in range(3))
     gradient = torch.randn_like(q)
-    plain = [t.detach() for t in (q, k, v)]
+    q0, k0, v0 = (t.detach() for t in (q, k, v))
 
     class Nothing(torch.autograd.Function):
         """What autograd itself costs: three inputs, one output, no kernel."""
@@ -380,10 +381,10 @@ def time_host() -> dict[str, Any]:
             add(name, lambda: flash_attention(q, k, v, causal=True))
             add(f"{name}, the operator", operator)
             add(f"{name}, FlashAttention", lambda: FlashAttention.apply(q, k, v, True))
-            found[f"{name}, launch alone"] = host_us(lambda: _forward(*plain, True, 0.125, None))
+            found[f"{name}, launch alone"] = host_us(lambda: _forward(q0, k0, v0, True, 0.125, None))
     add("sdpa", lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
     add("nothing", lambda: Nothing.apply(q, k, v))
-    found["empty_like"] = host_us(lambda: torch.empty_like(plain[0]))
+    found["empty_like"] = host_us(lambda: torch.empty_like(q0))
     return found
 
 

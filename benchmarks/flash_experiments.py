@@ -78,7 +78,7 @@ def configurations(lists: dict[int, list[tuple[Tile, str]]], head_dim: int) -> l
 
 
 def fp32_lists(head_dim: int) -> dict[str, list[dict[str, Any]]]:
-    """For fp32, on the tensor cores as three products of TF32 each: exactly, without them, takes three times as long."""
+    """For fp32, on the tensor cores as three products of TF32 each; exactly, without them, takes thrice as long."""
     forward: list[tuple[Tile, bool]] = [
         ((128, 64, 8, 2), True), ((64, 64, 4, 2), True), ((128, 64, 8, 3), True), ((128, 32, 8, 3), True),
     ]  # fmt: skip

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch.utils.flop_counter import register_flop_formula
 
 from stepscope.core.errors import InputError
@@ -228,7 +229,7 @@ def _watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
-        or torch.autograd._profiler_enabled()
+        or _profiler_enabled()
         or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
     )
 

@@ -26,7 +26,7 @@ _Operand = tuple[int, int, dict[str, Any] | None]
 class Launcher(Protocol):
     """What runs a kernel and returns what Triton compiled, None in its interpreter."""
 
-    def __call__(self, kernel: Any, grid: tuple[int, ...], *arguments: object, **options: int) -> object: ...
+    def __call__(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: int) -> Any: ...
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: int) -> object:
@@ -44,7 +44,7 @@ class Recording:
         self._steps: list[tuple[Callable[..., object], list[object], list[_Operand]]] = []
         self._repeatable = True
 
-    def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: object, **options: int) -> object:
+    def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: int) -> Any:
         """Run a kernel and remember how."""
         compiled = kernel[grid](*arguments, **options)
         if compiled is None or not all(type(a) in _FIXED or self._is_known(a) for a in arguments):
@@ -63,7 +63,7 @@ class Recording:
         self._steps.append((compiled[(*grid, 1, 1)[:3]], template, operands))
         return compiled
 
-    def _is_known(self, argument: object) -> bool:
+    def _is_known(self, argument: Any) -> bool:
         base = argument.base if isinstance(argument, TensorDescriptor) else argument
         return id(base) in self._place_of and hasattr(argument, "__dict__")
 
