@@ -36,7 +36,7 @@ def _gate(study: AttentionStudy) -> Iterator[Finding]:
             kind="gate",
             severity="note",
             sentence=f"Before it was timed, each of {len(lines)} implementations was right beside float64 attention "
-            f"in its dtype and head_dim, output and gradients, on at least {least} calls.",
+            f"in its dtype and head_dim, output and gradients, on {least} call{'s' if least > 1 else ''} or more.",
             evidence={"implementations": len(lines), "calls": least},
         )
     for line in dict.fromkeys(row.cell.line for row in wrong):
@@ -122,12 +122,11 @@ def _compiled(study: AttentionStudy) -> Iterator[Finding]:
             for c in of_line
             if (row := c.other.at(longest)) and (base := c.base.at(longest)) and row.memory and base.memory
         ]
-        memory = f", holding {min(held):.3g} to {max(held):.3g} times the memory before backward" if held else ""
-        span = f"{values[0]:.3g}" if len(values) == 1 else f"{min(values):.3g} to {max(values):.3g}"
+        memory = f", holding {_span(held)} times the memory before backward" if held else ""
         yield Finding(
             kind="compiled",
             severity="note",
-            sentence=f"Compiled, {line} is {span} times as fast at sequence {longest:,} ({dtype}){memory}.",
+            sentence=f"Compiled, {line} is {_span(values)} times as fast at sequence {longest:,} ({dtype}){memory}.",
             evidence={"sequence": longest, "least": min(values), "most": max(values)},
         )
 

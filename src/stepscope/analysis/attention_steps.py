@@ -111,7 +111,7 @@ def group_cells(found: Iterable[StepCell]) -> tuple[list[StepGroup], list[StepCe
 
 
 def answer_steps(found: Iterable[StepCell], *, unread: int = 0) -> Experiment:
-    """The whole answer. `unread`: captures that no one could read here. Raises InputError where nothing was measured."""
+    """The whole answer. `unread`: captures that nothing here reads. Raises InputError where nothing was measured."""
     groups, missing = group_cells(found)
     if not groups:
         why = f": {missing[0].name} with {missing[0].attention} {_why(missing[0])}" if missing else ""

@@ -107,7 +107,7 @@ def judge_matrix(
         device_name=device_name,
         versions=versions or {},
         seed=seed,
-        calls=len(names) * len(dtypes) * len(shapes),
+        calls=calls,
     )
 
     def told(task: WorkerTask, answer: WorkerAnswer) -> None:

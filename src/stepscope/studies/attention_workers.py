@@ -153,9 +153,11 @@ def perform(task: WorkerTask) -> WorkerAnswer:
             task.names, device=device, dtypes=(task.dtype,), shapes=(task.shape,), seed=task.seed, repeat=task.repeat
         )
     except Exception as error:  # the next task may go well
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
         return WorkerAnswer(error=f"{type(error).__name__}: {one_line(error)}")
+    finally:
+        if device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # a device that failed says so in the next task
+                torch.cuda.empty_cache()  # the other processes need it
     return WorkerAnswer(reports=reports)
 
 
