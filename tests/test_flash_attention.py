@@ -280,6 +280,37 @@ def test_fake_tensors_and_the_flop_counter_see_it():
     assert counter.get_total_flops() == 14 * 2 * 4 * 128 * 128 * 64
 
 
+def test_a_call_repeated_on_other_tensors_is_no_other_call():
+    """Launches are recorded: whether tensors were one and the same, or lay askew in memory, must not be."""
+    one, other, third, gradient = inputs(q_shape=(1, 2, 32, 16), dtype=torch.float16, seed=1)
+    askew = [torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in (one, other, third, gradient)]
+    for tensors in ([one, one, one, one], [one, other, third, gradient], [other, one, one, third], askew):
+        assert_as_good_as_written_out(tensors, causal=True)
+        leaves = [t.detach().requires_grad_() for t in tensors[:3]]
+        flash_attention(leaves[0], leaves[1], leaves[2], causal=True).backward(tensors[3])
+        expected = ours(tensors, causal=True)
+        for name, leaf in zip(("dq", "dk", "dv"), leaves, strict=True):
+            assert leaf.grad is not None and torch.equal(leaf.grad, expected[name]), name
+
+
+def test_an_eager_call_is_seen_by_who_counts_and_profiles():
+    q, k, v, gradient = (t.requires_grad_() for t in inputs(q_shape=(1, 2, 32, 16)))
+    with FlopCounterMode(display=False) as counter:
+        flash_attention(q, k, v, causal=True).backward(gradient)
+    assert counter.get_total_flops() == 14 * 2 * 32 * 32 * 16
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        flash_attention(q, k, v, causal=True).backward(gradient)
+    names = {event.key for event in profile.key_averages()}
+    assert {"stepscope::flash_attention_forward", "stepscope::flash_attention_backward"} <= names
+
+
+def test_a_second_derivative_is_refused_and_not_zero():
+    q, k, v, _ = (t.requires_grad_() for t in inputs(q_shape=(1, 1, 20, 16)))
+    (dq,) = torch.autograd.grad(flash_attention(q, k, v, causal=True).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(dq.sum(), q)
+
+
 @pytest.mark.parametrize(
     ("q_shape", "k_shape", "options", "says"),
     [

@@ -170,6 +170,13 @@ torch.library.register_autograd(
 )
 
 
+def _refuse(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    raise NotImplementedError("attention flash has no second derivative: choose another attention")
+
+
+torch.library.register_autograd("stepscope::flash_attention_backward", _refuse, lib=_library)
+
+
 @register_flop_formula(torch.ops.stepscope.flash_attention_forward)
 def _forward_flops(q_shape: Any, k_shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
     """Two products of 2 B H S T D; the full square, as PyTorch counts its own attention."""

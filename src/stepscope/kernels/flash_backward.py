@@ -277,17 +277,17 @@ def _query_gradients(
             query, begin, tl.minimum(full_begin, end), keys, window, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, True, EVEN_KEYS, PRECISION, TMA,
         )  # fmt: skip
-    dq = _visit_keys(
-        dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-        query, full_begin, full_end, keys, window, scale_log2,
-        HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, False, EVEN_KEYS, PRECISION, TMA,
-    )  # fmt: skip
     if CAUSAL or WINDOW or not EVEN_KEYS:
         dq = _visit_keys(
             dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
             query, full_end, end, keys, window, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, True, EVEN_KEYS, PRECISION, TMA,
         )  # fmt: skip
+    dq = _visit_keys(
+        dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
+        query, full_begin, full_end, keys, window, scale_log2,
+        HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, False, EVEN_KEYS, PRECISION, TMA,
+    )  # fmt: skip
     store_tile(
         DQ, batch_long * dq_batch + head * dq_head, dq * scale, first_query, queries, dq_row,
         BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES,

@@ -105,17 +105,17 @@ def _attend_tile(
             query, begin, tl.minimum(full_begin, end), keys, window, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, True, EVEN_KEYS, PRECISION, TMA, False,
         )  # fmt: skip
-    output, total, maximum = _visit_keys(
-        output, total, maximum, q, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-        query, full_begin, full_end, keys, window, scale_log2,
-        HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, False, EVEN_KEYS, PRECISION, TMA, WARP_SPECIALIZE,
-    )  # fmt: skip
     if CAUSAL or WINDOW or not EVEN_KEYS:
         output, total, maximum = _visit_keys(
             output, total, maximum, q, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
             query, full_end, end, keys, window, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, True, EVEN_KEYS, PRECISION, TMA, False,
         )  # fmt: skip
+    output, total, maximum = _visit_keys(
+        output, total, maximum, q, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
+        query, full_begin, full_end, keys, window, scale_log2,
+        HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, False, EVEN_KEYS, PRECISION, TMA, WARP_SPECIALIZE,
+    )  # fmt: skip
 
     # A row that saw no key has total 0 and maximum -inf: zeros, and -inf + log2(1) = -inf.
     divisor = tl.where(total == 0.0, 1.0, total)

@@ -5,8 +5,10 @@ Scores are S x T (query positions x key positions). A query i sees a key j when
     causal:            j <= i            (top-left alignment, as `is_causal` of PyTorch has it)
     window w:          i - j < w, and without causal also j - i < w
 
-Every visit is three loops: masked tiles, tiles where every pair is visible, masked tiles again. Only masked tiles pay
-for comparisons; tiles where nothing is visible are never loaded.
+A visit is up to three loops: masked tiles on either side, and the tiles between them, where every pair is visible. Only
+masked tiles pay for comparisons; tiles where nothing is visible are never loaded. The loop that may well be empty comes
+last: ptxas lets matrix products run ahead of one another only where no path around a loop puts constants into their
+sums (its warning C7515).
 """
 
 import triton
@@ -132,8 +134,7 @@ def queries_visiting(
     end = queries
     full_end = queries
     if not CAUSAL and not WINDOW:
-        # Otherwise there is a way around the loop, where zeros are put into registers that matrix products may still be
-        # writing to, and ptxas makes each of them wait for the one before (its warning C7515).
+        # There is no way around the loop: see the module.
         tl.assume(queries > 0)
     if CAUSAL:
         begin = first_key // BLOCK_M * BLOCK_M
