@@ -14,6 +14,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -225,7 +226,7 @@ def render_markdown(timings: AttentionTimings) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Print the result; with --json also keep it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
@@ -236,7 +237,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, help="processes that compile ahead (all cores but two; none on a CPU)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     try:
         if arguments.show:
             kept = [decode_timings(path.read_bytes(), str(path)) for path in arguments.show]

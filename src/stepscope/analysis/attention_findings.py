@@ -44,7 +44,7 @@ def _gate(study: AttentionStudy) -> Iterator[Finding]:
         yield Finding(
             kind="refused",
             severity="error",
-            sentence=f"No time of {line} is shown in {len(of_line)} cells: {of_line[0].reason}.",
+            sentence=f"No time of {line} is shown in {_cells(len(of_line))}: {of_line[0].reason}.",
             evidence={"cells": len(of_line)},
         )
 
@@ -152,6 +152,10 @@ def _powers(study: AttentionStudy) -> Iterator[Finding]:
                 )
 
 
+def _cells(count: int) -> str:
+    return f"{count} cell{'' if count == 1 else 's'}"
+
+
 def _span(powers: Sequence[float]) -> str:
     low, high = f"{min(powers):.2f}", f"{max(powers):.2f}"
     return low if low == high else f"{low} to {high}"
@@ -210,8 +214,8 @@ def _shown(study: AttentionStudy) -> Iterator[Finding]:
         yield Finding(
             kind="launches",
             severity="warning",
-            sentence=f"In {len(rows)} cells the host was slower than the lead it was given, so that launches may be in "
-            f"their times: {rows[0].cell} first.",
+            sentence=f"In {_cells(len(rows))} the host was slower than the lead it was given, so that launches may be "
+            f"in the times: {rows[0].cell} first.",
             evidence={"cells": len(rows)},
         )
 
@@ -222,7 +226,7 @@ def _unfinished(study: AttentionStudy) -> Iterator[Finding]:
         yield Finding(
             kind="unfinished",
             severity="warning",
-            sentence=f"{len(rows)} of {sum(len(curve.rows) for curve in study.curves)} cells were not measured before "
+            sentence=f"Of {sum(len(curve.rows) for curve in study.curves)} cells {len(rows)} had not been measured at "
             f"the end: {rows[0].cell} first.",
             evidence={"cells": len(rows)},
         )
@@ -231,7 +235,7 @@ def _unfinished(study: AttentionStudy) -> Iterator[Finding]:
         yield Finding(
             kind="failed",
             severity="error",
-            sentence=f"{len(failed)} cells failed: {failed[0].cell} {failed[0].reason}.",
+            sentence=f"In {_cells(len(failed))} it failed: {failed[0].cell} {failed[0].reason}.",
             evidence={"cells": len(failed)},
         )
 

@@ -44,6 +44,8 @@ _LEAD = 2.0
 _MOST_FILLS = 400
 _MOST_JUDGED_SCORES = {"cuda": 1 << 33, "cpu": 1 << 22}
 """Of a shape that the gate makes in float64 too."""
+_FEWEST_JUDGED = 1024
+"""Numbers of its output: of fewer, sdpa may be right by chance, and nobody may be off twice as far."""
 
 Functions = dict[Attention, AttentionFunction]
 GateShapes = Callable[[AttentionCell], Sequence[AttentionShape]]
@@ -96,6 +98,7 @@ class AttentionCalls:
             self._clean_up()
         word: CallOutcome = "interrupted" if self.interrupted else "not reached"
         reason = f"the device failed before: {self.broken}" if self.broken else ""
+        reason = reason or ("" if self.interrupted else "the time was over")
         return [rows.get(cell) or AttentionTiming(cell=cell, outcome=word, reason=reason) for cell in cells]
 
     def _measure_group(
@@ -134,6 +137,7 @@ class AttentionCalls:
                 memories[cell] = self._try(made, cell)
             except Exception as error:  # whatever it raises is its own row
                 rows[cell] = _fallen(cell, error, "a first pass")
+                made.prepare()
                 let_go(error)
                 self._clean_up()
                 continue
@@ -251,7 +255,7 @@ class AttentionCalls:
                 cell, cause = names[failure.subject], failure.__cause__ or failure
                 rows[cell] = _fallen(cell, cause, f"{failure.stage}, {failure.phase or 'step'}")
                 let_go(failure)
-                del passes[cell]
+                passes.pop(cell).prepare()
                 self._clean_up()
                 continue
             return {cell: (found[name], self._came_out(found[name])) for name, cell in names.items()}
@@ -353,9 +357,10 @@ def with_timing(timings: AttentionTimings, rows: Sequence[AttentionTiming]) -> A
 
 
 def judged_shape(shape: AttentionShape, device: torch.device) -> tuple[AttentionShape, ...]:
-    """The shape itself for the gate, where attention in float64 is quickly made of it."""
-    scores = shape.batch * shape.heads * shape.queries * shape.keys
-    return (shape,) if scores <= _MOST_JUDGED_SCORES[device.type] else ()
+    """The shape itself for the gate, where attention in float64 is quickly made of it, and errors are no chance."""
+    rows = shape.batch * shape.heads * shape.queries
+    few = rows * shape.head_dim < _FEWEST_JUDGED
+    return (shape,) if not few and rows * shape.keys <= _MOST_JUDGED_SCORES[device.type] else ()
 
 
 def odd_shape(shape: AttentionShape) -> AttentionShape:

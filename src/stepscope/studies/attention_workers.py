@@ -54,6 +54,8 @@ def work_through(tasks: Sequence[WorkerTask], *, workers: int, deadline_s: float
 
     What is not done at `deadline_s` (of `time.monotonic`) is left. However this ends, the processes end with it.
     """
+    if time.monotonic() >= deadline_s:
+        return
     waiting: queue.SimpleQueue[WorkerTask] = queue.SimpleQueue()
     for task in tasks:
         waiting.put(task)
@@ -64,7 +66,7 @@ def work_through(tasks: Sequence[WorkerTask], *, workers: int, deadline_s: float
             worker.start()
         for _ in tasks:
             try:
-                told(*answers.get(timeout=max(0.0, deadline_s - time.monotonic())))
+                told(*answers.get(timeout=min(threading.TIMEOUT_MAX, max(0.0, deadline_s - time.monotonic()))))
             except queue.Empty:
                 return
     finally:
