@@ -238,11 +238,12 @@ def _pair(group: StepGroup, cell: StepCell) -> Iterator[Finding]:
         if (before := median_s(base.run, phase)) and (after := median_s(cell.run, phase))
         and abs(after - before) >= _LEAST * base_s
     ]  # fmt: skip
+    named = f": {', '.join(phases)}" if phases else ""
     yield Finding(
         kind="faster" if ratio.value > 1 else "slower",
         severity="note",
         sentence=f"{cell.name}: with {cell.attention} the step is {ratio.value:.3g}{bounds} times as fast as with "
-        f"{base.attention}, {format_milliseconds(base_s)} to {format_milliseconds(step_s)} ms{': ' if phases else ''}{', '.join(phases)}.",
+        f"{base.attention}, {format_milliseconds(base_s)} to {format_milliseconds(step_s)} ms{named}.",
         evidence={"speed-up": ratio.value, "step_s": step_s, "base_s": base_s},
     )
     moves = [(f, change) for f, change in group.moves(cell)[:_MOVES] if abs(change) >= _LEAST * base_s]
