@@ -48,6 +48,7 @@ _FEWEST_JUDGED = 1024
 """Numbers of its output: of fewer, sdpa may be right by chance, and nobody may be off twice as far."""
 
 Functions = dict[Attention, AttentionFunction]
+_Key = tuple[Attention, CallCompile, TensorDtype, AttentionShape]
 GateShapes = Callable[[AttentionCell], Sequence[AttentionShape]]
 """On which calls the gate judges a cell."""
 
@@ -71,7 +72,7 @@ class AttentionCalls:
         self._deadline_s, self._now = deadline_s, clock
         self._functions = functions or {}
         self._compiled: Functions = {}
-        self._judged: dict[tuple[Attention, CallCompile, TensorDtype, AttentionShape], AttentionVerdict] = {}
+        self._judged: dict[_Key, AttentionVerdict] = {}
         self._settings = settings_for(seconds, steps)
         self._buffer: Tensor | None = None
         self._fill_s = math.inf
@@ -106,10 +107,11 @@ class AttentionCalls:
         rows: dict[AttentionCell, AttentionTiming],
     ) -> None:  # fmt: skip
         right: dict[AttentionCell, int] = {}
-        for cell in cells:
+        faults = {cell: self._fault(cell) for cell in cells}
+        self._judge_together([cell for cell in cells if not faults[cell]], gate_shapes)
+        for cell, fault in faults.items():
             if self.over:
                 return
-            fault = self._fault(cell)
             row = AttentionTiming(cell=cell, outcome="not supported", reason=fault) if fault else None
             row = row or self._gate(cell, gate_shapes(cell))
             if row.outcome == "measured":
@@ -167,19 +169,49 @@ class AttentionCalls:
         )  # fmt: skip
         return find_fault(cell.implementation, call, here=fault_of_device)
 
+    def _judge_together(self, cells: Sequence[AttentionCell], gate_shapes: GateShapes) -> None:
+        """Several on the same numbers: those in float64 are made once. What does not fit is left to `_gate`."""
+        together: dict[tuple[CallCompile, TensorDtype, AttentionShape], list[AttentionCell]] = {}
+        for cell in cells:
+            for shape in gate_shapes(cell):
+                if self._key(cell, shape) not in self._judged:
+                    together.setdefault((cell.compile, cell.dtype, shape), []).append(cell)
+        for (_, dtype, shape), group in together.items():
+            if self.over:
+                return
+            try:
+                reports = check_attention_matrix(
+                    [cell.implementation for cell in group], device=self.device, dtypes=(dtype,), shapes=(shape,),
+                    functions=self._to_be_judged(group),
+                )  # fmt: skip
+            except torch.OutOfMemoryError as error:
+                let_go(error)
+                self._clean_up()
+                continue
+            for cell, report in zip(group, reports, strict=True):
+                self._judged[self._key(cell, shape)] = report.verdicts[0]
+
+    def _key(self, cell: AttentionCell, shape: AttentionShape) -> "_Key":
+        return cell.implementation, cell.compile, cell.dtype, shape
+
+    def _to_be_judged(self, cells: Sequence[AttentionCell]) -> Functions:
+        """In place of what their names stand for."""
+        return {
+            cell.implementation: self._function(cell)
+            for cell in cells
+            if cell.compile != "none" or cell.implementation in self._functions
+        }
+
     def _gate(self, cell: AttentionCell, shapes: Sequence[AttentionShape]) -> AttentionTiming:
         """`measured` where it may be; otherwise the row that says why not."""
         judged: list[AttentionVerdict] = []
         for shape in shapes:
-            key = (cell.implementation, cell.compile, cell.dtype, shape)
+            key = self._key(cell, shape)
             if key not in self._judged:
-                functions: Functions = {}
-                if cell.compile != "none" or cell.implementation in self._functions:
-                    functions = {cell.implementation: self._function(cell)}
                 try:
                     (report,) = check_attention_matrix(
                         (cell.implementation,), device=self.device, dtypes=(cell.dtype,), shapes=(shape,),
-                        functions=functions,
+                        functions=self._to_be_judged([cell]),
                     )  # fmt: skip
                 except torch.OutOfMemoryError as error:
                     let_go(error)
