@@ -39,7 +39,9 @@ def median_ms(run: Any, warmup_ms: int, repeat_ms: int) -> float:
     if device_type() == "cuda":
         from triton.testing import do_bench  # noqa: PLC0415
 
-        return do_bench(run, warmup=warmup_ms, rep=repeat_ms, return_mode="median")
+        median = do_bench(run, warmup=warmup_ms, rep=repeat_ms, return_mode="median")
+        assert isinstance(median, float)
+        return median
     started = time.perf_counter()
     run()
     return (time.perf_counter() - started) * 1e3

@@ -12,13 +12,15 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 
 from stepscope.core.errors import InputError
 from stepscope.kernels import flash_attention as flash
-from stepscope.kernels import flash_launch, flash_tuning
+from stepscope.kernels import flash_tuning
 from stepscope.kernels.flash_attention import FlashAttention, flash_attention
 from stepscope.kernels.flash_configuration import (
+    LARGEST_TILE,
     BackwardConfiguration,
     ForwardConfiguration,
     Problem,
     Tiles,
+    Way,
     default_backward,
     default_forward,
     tiles,
@@ -32,7 +34,7 @@ the difference of two equal sums, and exactly zero only if both were summed in o
 
 @pytest.fixture(autouse=True)
 def _interpreter_with_new_numpy(monkeypatch: pytest.MonkeyPatch):
-    """Triton 3.6's interpreter makes ints of arrays of one element, which numpy 2.4 refuses."""
+    """Triton 3.6's interpreter makes ints of arrays of one element, which numpy 2.4 refuses; 3.7's no longer does."""
     if DEVICE == "cpu":
         from triton.runtime import interpreter
 
@@ -113,7 +115,7 @@ def assert_as_good_as_written_out(tensors: list[Tensor], **options: Any) -> None
 
 
 SMALL = tiles(16, 16, 4, 1)
-WAYS = {
+WAYS: dict[str, tuple[ForwardConfiguration, Way, bool]] = {
     "pointers": (ForwardConfiguration(tiles=tiles(32, 16, 4, 1), tma=False), "apart", False),
     "descriptors": (ForwardConfiguration(tiles=tiles(32, 16, 4, 1), rows_first=False), "apart", True),
     "joint": (ForwardConfiguration(tiles=tiles(16, 32, 4, 1), tma=False, persistent=True), "joint", True),
@@ -234,6 +236,7 @@ def test_the_function_takes_any_leading_dimensions_and_saves_the_logsumexp():
         torch.testing.assert_close(saved[0].flatten(), truth["logsumexp"].float().flatten())
         out.backward(gradient)
         for got, name in ((out, "out"), (q.grad, "dq"), (k.grad, "dk"), (v.grad, "dv")):
+            assert got is not None
             torch.testing.assert_close(got.flatten(), truth[name].float().flatten(), rtol=1e-4, atol=1e-5)
 
 
@@ -345,7 +348,7 @@ def test_defaults_are_tiles_that_triton_takes(capability: tuple[int, int], bytes
         for each in chosen:
             assert each is not None
             for block in (each.block_m, each.block_n):
-                assert 16 <= block <= flash_launch.PADDING and block & (block - 1) == 0
+                assert 16 <= block <= LARGEST_TILE and block & (block - 1) == 0
         assert backward.deterministic, "the default repeats itself bit for bit"
         assert problem.capability >= (9, 0) or not backward.tma
     assert flash.MAX_HEAD_DIM == 256

@@ -89,7 +89,7 @@ def _visit_queries(
     MASKED: tl.constexpr, EVEN_QUERIES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr,
     TMA_REDUCE: tl.constexpr,
 ):  # fmt: skip
-    for first_query in tl.range(begin, end, BLOCK_M):
+    for first_query in tl.range(begin, end, BLOCK_M):  # pyright: ignore[reportGeneralTypeIssues]
         query = first_query + tl.arange(0, BLOCK_M)
         q = load_tile(
             Q, q_offset, batch, head, first_query, queries, q_row, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA
@@ -202,7 +202,7 @@ def _visit_keys(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr, EVEN_KEYS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    for first_key in tl.range(begin, end, BLOCK_N):
+    for first_key in tl.range(begin, end, BLOCK_N):  # pyright: ignore[reportGeneralTypeIssues]
         k = load_tile(
             K, k_offset, batch, kv_head, first_key, keys, k_row,
             BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA,

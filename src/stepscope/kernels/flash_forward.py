@@ -28,7 +28,7 @@ def _visit_keys(
     MASKED: tl.constexpr, EVEN_KEYS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
-    for first_key in tl.range(begin, end, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
+    for first_key in tl.range(begin, end, BLOCK_N, warp_specialize=WARP_SPECIALIZE):  # pyright: ignore
         k = load_tile(
             K, k_offset, batch, kv_head, first_key, keys, k_stride,
             BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA,
@@ -145,7 +145,7 @@ def forward_kernel(
     """
     if PERSISTENT:
         tiles = tl.cdiv(queries, BLOCK_M) * batches * heads
-        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):  # pyright: ignore[reportGeneralTypeIssues]
             _attend_tile(
                 tile, Q, K, V, OUT, LOGSUMEXP, scale_log2,
                 q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,

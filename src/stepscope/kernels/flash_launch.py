@@ -5,8 +5,8 @@ dense (stride 1); every other stride is honoured.
 """
 
 import torch
-import triton
 from torch import Tensor
+from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stepscope.kernels.flash_backward import (
@@ -16,19 +16,23 @@ from stepscope.kernels.flash_backward import (
     preprocess_kernel,
     query_gradients_kernel,
 )
-from stepscope.kernels.flash_configuration import BackwardConfiguration, ForwardConfiguration, Precision, Tiles
+from stepscope.kernels.flash_configuration import (
+    LARGEST_TILE,
+    BackwardConfiguration,
+    ForwardConfiguration,
+    Precision,
+    Tiles,
+)
 from stepscope.kernels.flash_forward import forward_kernel
 from stepscope.kernels.flash_replay import Launcher, launch
 
 LOG2E = 1.4426950408889634
-PADDING = 256
-"""Row statistics are padded to a multiple of this, the largest tile of queries."""
 _PREPROCESS_ROWS = 64
 
 
 def interpreted() -> bool:
     """Whether Triton runs its kernels in Python, on CPU tensors."""
-    return bool(triton.knobs.runtime.interpret)
+    return bool(knobs.runtime.interpret)
 
 
 def describable(*tensors: Tensor) -> bool:
@@ -132,7 +136,7 @@ def launch_forward(
 
 def statistics_for(q: Tensor, configuration: BackwardConfiguration | None = None) -> Tensor:
     """Room for the row statistics of a backward pass: (2 B H, S padded to what every tile of queries divides) fp32."""
-    padding = PADDING
+    padding = LARGEST_TILE
     if configuration is not None and configuration.queries is not None:
         padding = max(configuration.keys.block_m, configuration.queries.block_m)
     padded = _tiles_of(q.shape[2], padding) * padding

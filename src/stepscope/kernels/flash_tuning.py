@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from stepscope.kernels import flash_replay
 from stepscope.kernels.flash_configuration import (
     BackwardConfiguration,
     ForwardConfiguration,
@@ -15,6 +16,7 @@ from stepscope.kernels.flash_configuration import (
     default_backward,
     default_forward,
 )
+from stepscope.kernels.flash_kept import device_name, kept_choices
 from stepscope.kernels.flash_launch import interpreted
 
 _forced_forward: ForwardConfiguration | None = None
@@ -63,36 +65,46 @@ def problem_of(q: Tensor, *, causal: bool) -> Problem:
         bytes_per_element=q.element_size(),
         causal=causal,
         log2_queries=(q.shape[2] - 1).bit_length(),
+        precision=precision_for(q),
     )
 
 
 @functools.cache
-def _forward_choice(problem: Problem) -> ForwardConfiguration:
-    return default_forward(problem)
+def _choice(problem: Problem, device: torch.device) -> tuple[ForwardConfiguration, BackwardConfiguration]:
+    kept = kept_choices(device_name(device)).get(problem) if problem.capability != (0, 0) else None
+    if kept is None:
+        return default_forward(problem), default_backward(problem)
+    return kept.forward, kept.backward
 
 
-@functools.cache
-def _backward_choice(problem: Problem) -> BackwardConfiguration:
-    return default_backward(problem)
+def forget() -> None:
+    """Choose again, and read again what is kept: after tuning."""
+    _choice.cache_clear()
+    kept_choices.cache_clear()
+    flash_replay.forget()
 
 
 def forward_configuration(q: Tensor, *, causal: bool) -> ForwardConfiguration:
     """The forward kernel's configuration for this call."""
-    return _forced_forward or _forward_choice(problem_of(q, causal=causal))
+    return _forced_forward or _choice(problem_of(q, causal=causal), q.device)[0]
 
 
 def backward_configuration(q: Tensor, *, causal: bool) -> BackwardConfiguration:
     """The backward kernels' configuration for this call."""
-    return _forced_backward or _backward_choice(problem_of(q, causal=causal))
+    return _forced_backward or _choice(problem_of(q, causal=causal), q.device)[1]
 
 
 def precision_for(q: Tensor) -> Precision:
-    """How fp32 operands are multiplied: as the process allows its other products.
+    """How fp32 operands are multiplied: in TF32 where the process allows its other products that.
 
-    Half precisions are multiplied exactly whatever this says.
+    Otherwise as exactly as PyTorch's own attention is: on Hopper as three products of TF32 on the tensor cores, as far
+    as results/h200/attention/flash-experiments.json found the error allowed, elsewhere in fp32. Half precisions are
+    multiplied exactly whatever this says.
     """
     if q.dtype != torch.float32:
         return "ieee"
     if _forced_precision is not None:
         return _forced_precision
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    if torch.backends.cuda.matmul.allow_tf32:
+        return "tf32"
+    return "tf32x3" if _capability(q.device)[0] == 9 and q.shape[3] <= 128 else "ieee"
