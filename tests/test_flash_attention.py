@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 
 from stepscope.core.errors import InputError
 from stepscope.kernels import flash_attention as flash
-from stepscope.kernels import flash_tuning
+from stepscope.kernels import flash_launch, flash_tuning
 from stepscope.kernels.flash_attention import FlashAttention, flash_attention
 from stepscope.kernels.flash_configuration import (
     LARGEST_TILE,
@@ -352,3 +352,14 @@ def test_defaults_are_tiles_that_triton_takes(capability: tuple[int, int], bytes
         assert backward.deterministic, "the default repeats itself bit for bit"
         assert problem.capability >= (9, 0) or not backward.tma
     assert flash.MAX_HEAD_DIM == 256
+
+
+def test_the_kernels_are_known_as_attention_by_their_names():
+    """As a trace has them: the names of the functions."""
+    from stepscope.analysis.families import classify
+
+    kernels = {
+        name for name, value in vars(flash_launch).items() if hasattr(value, "fn") and hasattr(value, "arg_names")
+    }
+    assert len(kernels) == 6
+    assert {classify(name) for name in kernels} == {"attention (fused)"}

@@ -54,7 +54,7 @@ def _row_statistics(
 
 
 @triton.jit
-def preprocess_kernel(
+def flash_row_statistics(
     OUT, GRADIENT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS,
     o_batch, o_head, o_row, g_batch, g_head, g_row, batches, heads, queries, padded,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
@@ -295,7 +295,7 @@ def _query_gradients(
 
 
 @triton.jit
-def key_gradients_kernel(
+def flash_key_gradients(
     Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, scale, scale_log2,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
@@ -318,7 +318,7 @@ def key_gradients_kernel(
 
 
 @triton.jit
-def query_gradients_kernel(
+def flash_query_gradients(
     Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, scale, scale_log2,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     o_batch, o_head, o_row, dq_batch, dq_head, dq_row,
@@ -327,7 +327,7 @@ def query_gradients_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, PREPARE: tl.constexpr, HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """dQ, a program a tile of queries. PREPARE also computes STATISTICS, for `key_gradients_kernel` after it."""
+    """dQ, a program a tile of queries. PREPARE also computes STATISTICS, for `flash_key_gradients` after it."""
     _query_gradients(
         tl.program_id(0), Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, scale, scale_log2,
         q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
@@ -338,7 +338,7 @@ def query_gradients_kernel(
 
 
 @triton.jit
-def joint_kernel(
+def flash_joint_gradients(
     Q, K, V, GRADIENT, Q2, K2, V2, GRADIENT2, DQ, DK, DV, STATISTICS, STATISTICS2, scale, scale_log2,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
@@ -372,7 +372,7 @@ def joint_kernel(
 
 
 @triton.jit
-def finish_queries_kernel(
+def flash_finish_queries(
     ACCUMULATED, DQ, scale, dq_batch, dq_head, dq_row, heads, queries,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip

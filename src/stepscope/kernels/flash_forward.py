@@ -129,7 +129,7 @@ def _attend_tile(
 
 
 @triton.jit
-def forward_kernel(
+def flash_forward(
     Q, K, V, OUT, LOGSUMEXP, scale_log2,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     batches, heads, queries, keys, window,

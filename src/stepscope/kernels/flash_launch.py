@@ -10,11 +10,11 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stepscope.kernels.flash_backward import (
-    finish_queries_kernel,
-    joint_kernel,
-    key_gradients_kernel,
-    preprocess_kernel,
-    query_gradients_kernel,
+    flash_finish_queries,
+    flash_joint_gradients,
+    flash_key_gradients,
+    flash_query_gradients,
+    flash_row_statistics,
 )
 from stepscope.kernels.flash_configuration import (
     LARGEST_TILE,
@@ -23,7 +23,7 @@ from stepscope.kernels.flash_configuration import (
     Precision,
     Tiles,
 )
-from stepscope.kernels.flash_forward import forward_kernel
+from stepscope.kernels.flash_forward import flash_forward
 from stepscope.kernels.flash_replay import Launcher, launch
 
 LOG2E = 1.4426950408889634
@@ -97,7 +97,7 @@ def launch_forward(
     if configuration.persistent and not interpreted():
         programs = min(programs, torch.cuda.get_device_properties(q.device).multi_processor_count)
     return launcher(
-        forward_kernel,
+        flash_forward,
         (programs,),
         _described(q, tiles.block_m, block_d) if tma else q,
         _described(k, tiles.block_n, block_d) if tma else k,
@@ -185,7 +185,7 @@ class Backward:
     def preprocess(self, logsumexp_gradient: Tensor | None = None) -> object:
         """Row statistics, which every other kernel reads. The logsumexp's gradient is (B, H, S) fp32, contiguous."""
         return self.launch(
-            preprocess_kernel, (_tiles_of(self.padded, _PREPROCESS_ROWS), self.batches * self.heads),
+            flash_row_statistics, (_tiles_of(self.padded, _PREPROCESS_ROWS), self.batches * self.heads),
             self.out, self.gradient, self.logsumexp,
             self.logsumexp if logsumexp_gradient is None else logsumexp_gradient, self.statistics,
             *self.out.stride()[:3], *self.gradient.stride()[:3],
@@ -201,7 +201,7 @@ class Backward:
         tma_reduce = tma_reduce and fused and self.tma and describable(sums) and not interpreted()
         target = _described(sums, tiles.block_m, self.block_d) if tma_reduce else sums
         return self.launch(
-            key_gradients_kernel, (_tiles_of(self.keys, tiles.block_n) * self.batches * self.kv_heads,),
+            flash_key_gradients, (_tiles_of(self.keys, tiles.block_n) * self.batches * self.kv_heads,),
             *self._operands(tiles), target, self.dk, self.dv, self._statistics(tiles),
             self.scale, self.scale * LOG2E, *self._inputs,
             *sums.stride()[:3], *self.dk.stride()[:3], *self.dv.stride()[:3], *self._sizes,
@@ -212,7 +212,7 @@ class Backward:
     def finish(self, accumulated: Tensor) -> object:
         """dQ from what `over_keys` accumulated."""
         return self.launch(
-            finish_queries_kernel, (_tiles_of(self.queries, _PREPROCESS_ROWS), self.batches * self.heads),
+            flash_finish_queries, (_tiles_of(self.queries, _PREPROCESS_ROWS), self.batches * self.heads),
             accumulated, self.dq, self.scale, *self.dq.stride()[:3], self.heads, self.queries,
             self.head_dim, self.block_d, _PREPROCESS_ROWS,
             num_warps=4,
@@ -228,7 +228,7 @@ class Backward:
         rows = self.padded if prepare else self.queries
         even_queries, even_keys = self._even(tiles)
         return self.launch(
-            query_gradients_kernel, (_tiles_of(rows, tiles.block_m) * self.batches * self.heads,),
+            flash_query_gradients, (_tiles_of(rows, tiles.block_m) * self.batches * self.heads,),
             *self._operands(tiles), self.out, self.logsumexp,
             self.logsumexp if logsumexp_gradient is None else logsumexp_gradient,
             self.dq, self.statistics, self.scale, self.scale * LOG2E,
@@ -244,7 +244,7 @@ class Backward:
         key_programs = _tiles_of(self.keys, keys.block_n) * self.batches * self.kv_heads
         query_programs = _tiles_of(self.queries, queries.block_m) * self.batches * self.heads
         return self.launch(
-            joint_kernel, (key_programs + query_programs,),
+            flash_joint_gradients, (key_programs + query_programs,),
             *self._operands(keys), *self._operands(queries), self.dq, self.dk, self.dv,
             self._statistics(keys), self.statistics, self.scale, self.scale * LOG2E, *self._inputs,
             *self.dq.stride()[:3], *self.dk.stride()[:3], *self.dv.stride()[:3], *self._sizes,
