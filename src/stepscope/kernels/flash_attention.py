@@ -225,7 +225,7 @@ def flash_attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     if _watched(q, k, v):
         return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window)[0]
-    return _Direct.apply(q, k, v, causal, scale, window)
+    return _Direct.apply(q, k, v, (causal, scale, window))
 
 
 def _watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -257,18 +257,18 @@ def _gradients(
 
 
 class _Direct(torch.autograd.Function):
-    """The operator without its layers."""
+    """The operator without its layers. Options come as one: each argument costs the host time on both ways."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None) -> Tensor:
-        out, logsumexp = _forward(q, k, v, causal, scale, window)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[bool, float, int | None]) -> Tensor:
+        out, logsumexp = _forward(q, k, v, *options)
         ctx.save_for_backward(q, k, v, out, logsumexp)
-        ctx.options = causal, scale, window
+        ctx.options = options
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradients(gradients[0], *ctx.saved_tensors, *ctx.options), None, None, None
+        return *_gradients(gradients[0], *ctx.saved_tensors, *ctx.options), None
 
 
 class FlashAttention(torch.autograd.Function):

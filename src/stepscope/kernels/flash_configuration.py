@@ -125,7 +125,7 @@ def default_forward(problem: Problem) -> ForwardConfiguration:
         chosen = tiles(128, 64, 8, 2)
     else:
         chosen = _by_head_dim(problem, tiles(128, 64, 4, 3), tiles(128, 32, 4, 3), tiles(64, 32, 4, 2))
-    return ForwardConfiguration(tiles=chosen, tma=problem.capability >= (9, 0))
+    return ForwardConfiguration(tiles=chosen, tma=_described(problem))
 
 
 def default_backward(problem: Problem) -> BackwardConfiguration:
@@ -142,7 +142,12 @@ def default_backward(problem: Problem) -> BackwardConfiguration:
     else:
         keys = _by_head_dim(problem, tiles(32, 128, 4, 3), tiles(32, 64, 4, 2), tiles(32, 32, 4, 1))
         queries = _by_head_dim(problem, tiles(128, 32, 4, 3), tiles(64, 32, 4, 2), tiles(32, 32, 4, 1))
-    return BackwardConfiguration(keys=keys, queries=queries, tma=problem.capability >= (9, 0))
+    return BackwardConfiguration(keys=keys, queries=queries, tma=_described(problem))
+
+
+def _described(problem: Problem) -> bool:
+    # Compiled for sm_90, exact products of fp32 spill far more registers by descriptors than by pointers.
+    return problem.capability >= (9, 0) and problem.bytes_per_element == 2
 
 
 # On Hopper up to head_dim 128: the fastest of results/h200/attention/flash-experiments.json, kernel by kernel. Measured
@@ -156,7 +161,8 @@ _LONG_LOG2 = 13
 def _hopper_forward(problem: Problem) -> ForwardConfiguration:
     if problem.bytes_per_element == 4:
         if problem.precision == "ieee":
-            return ForwardConfiguration(tiles=_by_head_dim(problem, tiles(64, 32, 4, 2), tiles(32, 32, 4, 2)))
+            chosen = _by_head_dim(problem, tiles(64, 32, 4, 2), tiles(32, 32, 4, 2))
+            return ForwardConfiguration(tiles=chosen, tma=False)
         return ForwardConfiguration(tiles=_by_head_dim(problem, tiles(128, 64, 8, 3), tiles(128, 64, 8, 2)))
     if problem.head_dim > 64:
         long = problem.causal and problem.log2_queries >= _LONG_LOG2
@@ -171,7 +177,7 @@ def _hopper_backward(problem: Problem) -> BackwardConfiguration:
         if problem.precision == "ieee":
             keys = _by_head_dim(problem, tiles(32, 64, 8, 1), tiles(32, 32, 8, 1))
             queries = _by_head_dim(problem, tiles(64, 32, 8, 1), tiles(32, 32, 8, 1))
-            return BackwardConfiguration(keys=keys, queries=queries)
+            return BackwardConfiguration(keys=keys, queries=queries, tma=False)
         keys = _by_head_dim(problem, tiles(64, 128, 8, 2), tiles(32, 32, 4, 2))
         queries = _by_head_dim(problem, tiles(128, 64, 8, 2), tiles(32, 32, 4, 2))
         return BackwardConfiguration(way="joint", keys=keys, queries=queries, tma=False)

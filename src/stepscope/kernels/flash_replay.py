@@ -73,8 +73,8 @@ class Recording:
         self._place_of = {}
         return self._repeatable
 
-    def repeat(self, tensors: tuple[Tensor, ...], addresses: list[int]) -> None:
-        """The same launches on other tensors, in the order of the first."""
+    def repeat(self, tensors: tuple[Tensor, ...], addresses: list[int], stream: int | None) -> None:
+        """The same launches on other tensors, in the order of the first, on a stream that is looked up once."""
         for run, template, operands in self._steps:
             arguments = template.copy()
             for at, place, descriptor in operands:
@@ -84,7 +84,7 @@ class Recording:
                     described = TensorDescriptor.__new__(TensorDescriptor)
                     described.__dict__.update(descriptor, base=tensors[place])
                     arguments[at] = described
-            run(*arguments)
+            run(*arguments, stream=stream)
 
 
 _FIXED = {int, float, bool, str, type(None)}
@@ -118,7 +118,9 @@ def _run_here(key: Hashable, tensors: tuple[Tensor, ...], call: _Call) -> None:
         return
     recording = _recordings.get(key)
     if recording is not None:
-        recording.repeat(tensors, addresses)
+        device = tensors[0].device.index
+        stream = None if device is None else torch._C._cuda_getCurrentRawStream(device)
+        recording.repeat(tensors, addresses, stream)
         return
     recording = Recording(tensors)
     call(recording.seen, recording.launch)

@@ -57,21 +57,32 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+_Class = tuple[torch.device, int, int, bool, int, Precision]
+
+
+def _class_of(q: Tensor, causal: bool) -> _Class:
+    """What a `Problem` is made of: quicker to make and to look up, each call."""
+    shape = q.shape
+    return q.device, shape[3], q.element_size(), causal, (shape[2] - 1).bit_length(), precision_for(q)
+
+
 def problem_of(q: Tensor, *, causal: bool) -> Problem:
     """The class of problems a call belongs to."""
+    return _problem(_class_of(q, causal))
+
+
+def _problem(of: _Class) -> Problem:
+    device, head_dim, bytes_per_element, causal, log2_queries, precision = of
     return Problem(
-        capability=_capability(q.device),
-        head_dim=q.shape[3],
-        bytes_per_element=q.element_size(),
-        causal=causal,
-        log2_queries=(q.shape[2] - 1).bit_length(),
-        precision=precision_for(q),
-    )
+        capability=_capability(device), head_dim=head_dim, bytes_per_element=bytes_per_element, causal=causal,
+        log2_queries=log2_queries, precision=precision,
+    )  # fmt: skip
 
 
 @functools.cache
-def _choice(problem: Problem, device: torch.device) -> tuple[ForwardConfiguration, BackwardConfiguration]:
-    kept = kept_choices(device_name(device)).get(problem) if problem.capability != (0, 0) else None
+def _choice(of: _Class) -> tuple[ForwardConfiguration, BackwardConfiguration]:
+    problem = _problem(of)
+    kept = kept_choices(device_name(of[0])).get(problem) if problem.capability != (0, 0) else None
     if kept is None:
         return default_forward(problem), default_backward(problem)
     return kept.forward, kept.backward
@@ -86,12 +97,12 @@ def forget() -> None:
 
 def forward_configuration(q: Tensor, *, causal: bool) -> ForwardConfiguration:
     """The forward kernel's configuration for this call."""
-    return _forced_forward or _choice(problem_of(q, causal=causal), q.device)[0]
+    return _forced_forward or _choice(_class_of(q, causal))[0]
 
 
 def backward_configuration(q: Tensor, *, causal: bool) -> BackwardConfiguration:
     """The backward kernels' configuration for this call."""
-    return _forced_backward or _choice(problem_of(q, causal=causal), q.device)[1]
+    return _forced_backward or _choice(_class_of(q, causal))[1]
 
 
 def precision_for(q: Tensor) -> Precision:
