@@ -2,8 +2,8 @@
 
     python benchmarks/flash_tune.py 1,16,16384,128 4,12,1024,64 [--dtype bf16] [--full] [--seconds 60]
 
-Each shape is batch,heads,sequence,head_dim. Without shapes, what was kept before is printed. Calls take the choices from
-then on; they lie in $STEPSCOPE_CACHE, else in stepscope/ in the user's directory of caches.
+Each shape is batch,heads,sequence,head_dim. Without shapes, what was kept before is printed. Calls take the choices
+from then on; they lie in $STEPSCOPE_CACHE, else in stepscope/ in the user's directory of caches.
 """
 
 import argparse
