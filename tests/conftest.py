@@ -21,6 +21,10 @@ from stepscope.core.samples import Samples
 from stepscope.core.workload import Workload
 from stepscope.work.transformer import phase_work
 
+if not Path("/dev/nvidiactl").exists():
+    # Without a GPU Triton's kernels run in its interpreter. Triton reads this when imported, which PyTorch may do.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # On a busy machine examples are slow to come, and slow to run: no fault of what is tested.
 hypothesis_settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow], deadline=None)
 hypothesis_settings.load_profile("busy")

@@ -27,6 +27,9 @@ BY_HAND: dict[str, tuple[int, int, int]] = {
     "_efficient_attention_forward": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 4, ROWS * 4),
     "_cudnn_attention_forward": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 2, ROWS * 2),
     # Five products; do, q, k, v, o and a log-sum-exp a row read, dq, dk, dv written.
+    "stepscope::flash_attention_forward": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 2, ROWS * 2),
+    "stepscope::flash_attention_backward":
+        (SQUARE * 5 * 2 * 64 // 2, 5 * ROWS * 2 + ROWS // 64 * 4, 3 * ROWS * 2),
     "_scaled_dot_product_flash_attention_backward":
         (SQUARE * 5 * 2 * 64 // 2, 5 * ROWS * 2 + ROWS // 64 * 4, 3 * ROWS * 2),
     "_scaled_dot_product_flash_attention_for_cpu_backward":

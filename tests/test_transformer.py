@@ -18,7 +18,7 @@ from stepscope.models.training_step import build_model
 from stepscope.models.transformer import RMSNorm, RotaryEmbedding, SwiGLU, Transformer
 from tests.conftest import mini
 
-CPU = [name for name, support in SUPPORT.items() if "cpu" in support.device_types]
+CPU = [name for name in IMPLEMENTATIONS if "cpu" in SUPPORT[name].device_types]
 
 
 def qkv(seq: int, head_dim: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[torch.Tensor]:
@@ -160,8 +160,9 @@ def test_a_model_on_meta_takes_no_memory_and_knows_its_shapes():
 def test_an_attention_that_cannot_run_names_those_that_can(
     name: Attention, device_type: str, dtype: Dtype, head_dim: int, says: str
 ):
+    workload = mini(attention=name, dtype=dtype, d_model=head_dim, heads=1)
     with pytest.raises(InputError, match=says) as caught:
-        attention_for(name, device_type=device_type, dtype=dtype, head_dim=head_dim)
+        attention_for(workload, device_type)
     assert "reference, sdpa" in str(caught.value)
 
 

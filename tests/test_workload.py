@@ -66,7 +66,7 @@ def test_the_optimizer_splits_no_cells_without_a_train_phase():
     ("field", "value"),
     [
         ("seq_len", 0), ("batch_size", -1), ("seq_len", "128"), ("dtype", "fp64"), ("phase", "backward"),
-        ("attention", "flash"), ("compile", "fast"), ("optimizer", "sgd"),
+        ("attention", "flash9"), ("compile", "fast"), ("optimizer", "sgd"),
         ("checkpointing", "every-0"), ("checkpointing", "every-02"), ("checkpointing", "every-5"),
         ("checkpointing", "selective-2"), ("checkpointing", 1), ("accumulation", 0), ("accumulation", "2"),
         ("accumulation", 3),

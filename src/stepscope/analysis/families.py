@@ -57,8 +57,8 @@ def rule_of(name: str) -> Rule | None:
 
 
 _OPERATOR = re.compile(
-    r"(?:aten|c10d|_c10d_functional|prims|autograd|torch|profiler|mkl|mkldnn|gloo|mpi)::|(?:nccl|gloo|mpi):|Optimizer\.|"
-    r"record_param_comms|\w+Backward\d*$"
+    r"(?:aten|stepscope|c10d|_c10d_functional|prims|autograd|torch|profiler|mkl|mkldnn|gloo|mpi)::|(?:nccl|gloo|mpi):|"
+    r"Optimizer\.|record_param_comms|\w+Backward\d*$"
 )
 _BACKWARD = re.compile(r"(\w+?)Backward\d*$")
 

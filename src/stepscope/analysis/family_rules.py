@@ -63,6 +63,8 @@ KERNEL_RULES = Rulebook((
          example="void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, false, false, "
                  "cutlass::bfloat16_t, Flash_kernel_traits<64, 128, 128, 4, cutlass::bfloat16_t> >, false, true, false>"
                  "(pytorch_flash::Flash_fwd_params)"),
+    Rule(family="attention (fused)", function=r"^flash_(?:forward|row_statistics|(?:key|query|joint)_gradients|"
+         r"finish_queries)$", example="flash_key_gradients"),  # stepscope's own
     Rule(family="attention (fused)", function=r"^cudnn\w*(?:_sdpa_|_flash_|_mha_)|^cudnn::fusion::(?:compute_dot_do_o|"
          r"convert_dq)",
          example="cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_cga1x1x1_kernel0_0"),
@@ -156,6 +158,8 @@ OPERATOR_RULES = Rulebook((
          r"^aten::_amp_(?:foreach|update)", example="aten::_fused_adamw_"),
     Rule(family="attention (fused)", function=r"scaled_dot_product|_flash_attention|_efficient_attention|"
          r"_cudnn_attention|flex_attention", example="aten::_scaled_dot_product_flash_attention"),
+    Rule(family="attention (fused)", function=r"^stepscope::flash_attention_",
+         example="stepscope::flash_attention_backward"),
     Rule(family="matrix multiplication", function=r"^aten::(?:_?(?:addmm|mm|bmm|baddbmm|addbmm|matmul|linear|addmv|mv|"
          r"dot|vdot|einsum|_scaled_mm|_scaled_grouped_mm|_grouped_mm|_int_mm|addmm_activation|linear_backward|"
          r"mkldnn_linear|bilinear|chain_matmul|outer))_?$|^mkl(?:dnn)?::_?\w*linear", example="aten::addmm"),

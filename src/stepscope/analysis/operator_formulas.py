@@ -68,16 +68,18 @@ def attention_backward(
     *,
     heads_at: int = 1,
     bias: int | None = None,
+    operands: int = 1,
     out: int = 4,
     sums: int = 5,
     ragged: int | None = None,
 ) -> Work:
-    grad, q, k, v = (_dense(call, index) for index in (0, 1, 2, 3))
+    """`operands`: where q is, k and v after it; `out`, `sums`: the output and the log-sum-exp."""
+    grad, q, k, v = (_dense(call, index) for index in (0, operands, operands + 1, operands + 2))
     mask = _mask_bytes(call, bias, ragged)
     flops = operations.attention_backward_flops(_sizes(q, k, v, heads_at), _convention(q, k, heads_at, mask, causal))
-    operands = q.bytes + k.bytes + v.bytes
-    read = grad.bytes + operands + call.tensor(out).bytes + call.tensor(sums).bytes + mask
-    return Work(flops=flops, bytes_read=read, bytes_written=operands)
+    operand_bytes = q.bytes + k.bytes + v.bytes
+    read = grad.bytes + operand_bytes + call.tensor(out).bytes + call.tensor(sums).bytes + mask
+    return Work(flops=flops, bytes_read=read, bytes_written=operand_bytes)
 
 
 def _dense(call: OperatorCall, index: int) -> Tensor:

@@ -30,15 +30,16 @@ class OperatorRule:
     example: Example
 
 
-def _aten(names: str) -> tuple[str, ...]:
-    return tuple(f"aten::{name}" for name in names.split())
+def _named(name: str) -> str:
+    """An operator of PyTorch's, unless the name says whose it is."""
+    return name if "::" in name else f"aten::{name}"
 
 
 def _rule(name: str, operators: str, work: Formula, *, example: tuple[str, str, str]) -> OperatorRule:
     operator, shapes, dtypes = example
     return OperatorRule(
-        name=name, operators=_aten(operators), work=work,
-        example=Example(operator=f"aten::{operator}", shapes=shapes, dtypes=dtypes),
+        name=name, operators=tuple(map(_named, operators.split())), work=work,
+        example=Example(operator=_named(operator), shapes=shapes, dtypes=dtypes),
     )  # fmt: skip
 
 
@@ -83,6 +84,15 @@ OPERATOR_WORK_RULES: tuple[OperatorRule, ...] = (
     _rule("attention", "_cudnn_attention_forward", partial(formulas.attention, bias=3, ragged=4),
           example=("_cudnn_attention_forward", f"[{_QKV}, [], [], [], []]",
                    f'[{_BF16}, {_BF16}, {_BF16}, "", "", "", "Scalar"]')),
+    # A window, which shapes do not tell, is counted as none.
+    _rule("attention", "stepscope::flash_attention_forward", formulas.attention,
+          example=("stepscope::flash_attention_forward", f"[{_QKV}, [], [], []]",
+                   f'[{_BF16}, {_BF16}, {_BF16}, "Scalar", "Scalar", ""]')),
+    _rule("attention backward", "stepscope::flash_attention_backward",
+          partial(formulas.attention_backward, operands=2, out=5, sums=6),
+          example=("stepscope::flash_attention_backward",
+                   f"[[2, 12, 512, 64], [], {_QKV}, [2, 12, 512, 64], [2, 12, 512], [], [], []]",
+                   f'[{_BF16}, "", {_BF16}, {_BF16}, {_BF16}, {_BF16}, "float", "Scalar", "Scalar", ""]')),
     _rule("attention backward", "_scaled_dot_product_flash_attention_backward",
           partial(formulas.attention_backward, ragged=6),
           example=("_scaled_dot_product_flash_attention_backward",

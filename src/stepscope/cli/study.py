@@ -7,7 +7,9 @@ import typer
 
 from stepscope.cli import options, study_gradients, study_precision
 from stepscope.cli.output import show
+from stepscope.cli.study_attention import attention
 from stepscope.cli.study_autocast import autocast
+from stepscope.cli.study_compile import compiled
 from stepscope.cli.study_kernels import kernels
 from stepscope.cli.study_quality import quality
 from stepscope.cli.study_speed import speed
@@ -48,6 +50,7 @@ def warmup(
 
 
 app.command("kernels")(kernels)
+app.command("compile")(compiled)
 app.command("formats")(study_precision.formats)
 app.command("accumulation")(study_precision.accumulation)
 app.command("normalisation")(study_precision.normalisation)
@@ -58,3 +61,4 @@ app.command("swallowed")(study_gradients.swallowed)
 app.command("autocast")(autocast)
 app.command("speed")(speed)
 app.command("quality")(quality)
+app.command("attention")(attention)

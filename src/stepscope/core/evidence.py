@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from stepscope.core.samples import Samples
+from stepscope.core.workload import Attention
 
 TraceTool = Literal["kineto", "nsys"]
 TRACE_TOOLS: tuple[TraceTool, ...] = ("kineto", "nsys")
@@ -108,9 +109,14 @@ class CompileReport(msgspec.Struct, frozen=True, kw_only=True):
     graph_breaks: int
     graph_break_reasons: tuple[str, ...] = ()
     recompiles: int
+    recompile_reasons: tuple[str, ...] = ()
+    """The guards that failed, each once; empty where dynamo keeps none."""
     limit_hit: bool
     compile_s: float | None = None
     """Time dynamo and the backend spent compiling, as dynamo reports it."""
+    cached_graphs: int | None = None
+    """Graphs whose code came from torch's caches on disk: `compile_s` is then not that of compiling. None in runs from
+    before this was counted."""
 
 
 class Capture(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,6 +150,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     memory: PhaseMemory | None = None
     profile: ProfiledStep | None = None
     compilation: CompileReport | None = None
+    attention: Attention | None = None
+    """What `auto` picked; None where the workload names its attention."""
     captures: tuple[Capture, ...] = ()
     """One for each profiler that took a trace, or should have."""
     notes: tuple[str, ...] = ()

@@ -16,8 +16,14 @@ fp32 parameters (fp16 with gradient scaling). bf16-pure: parameters, gradients a
 Phase = Literal["forward", "forward-backward", "train"]
 """forward: inference under no_grad, logits only. forward-backward: loss and gradients. train: and the optimizer."""
 
-Attention = Literal["reference", "sdpa", "sdpa-math", "sdpa-efficient", "sdpa-flash", "sdpa-cudnn"]
-"""reference: written out. sdpa: PyTorch chooses the backend (the run names it). sdpa-*: that backend or an error."""
+Attention = Literal[
+    "reference", "sdpa", "sdpa-math", "sdpa-efficient", "sdpa-flash", "sdpa-cudnn",
+    "unsafe", "chunked", "flex", "flash-tiled", "flash", "auto",
+]  # fmt: skip
+"""reference: written out. sdpa: PyTorch chooses the backend (the run names it). sdpa-*: that backend or an error.
+unsafe: written out, without the maximum that keeps exp from overflowing. chunked: written out for a chunk of queries at
+a time. flex: PyTorch's FlexAttention, compiled. flash-tiled: FlashAttention-2 tile by tile in PyTorch. flash: the same
+in Triton. auto: the first of `attention_support.PREFERRED` that runs (the run names it)."""
 
 Compile = Literal["eager", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 """eager, or a mode of torch.compile."""

@@ -79,9 +79,11 @@ class AsOnCuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
         """As at::scaled_dot_product_attention does, without mask, dropout or grouped heads."""
+        assert not enable_gqa
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
             query, key, value = (tensor.to(dtype) for tensor in (query, key, value))

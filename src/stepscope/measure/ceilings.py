@@ -1,6 +1,5 @@
 """The rates this device really reaches: matrix products by dtype, and a copy. The denominator of an honest MFU."""
 
-import os
 import re
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
@@ -9,6 +8,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from stepscope.core.cache_directory import cache_directory, replace_file
 from stepscope.core.device_spec import Ceiling, Ceilings
 from stepscope.core.errors import one_line
 from stepscope.core.run import Settings
@@ -109,15 +109,7 @@ def load_ceilings(device: torch.device) -> Ceilings | None:
 def store_ceilings(ceilings: Ceilings) -> Path | None:
     """Keep the ceilings for later runs; None where there is no place to keep them."""
     path = _store_path(ceilings.device_name)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_bytes(msgspec.json.encode(ceilings))
-        temporary.replace(path)
-    except OSError:
-        path.with_suffix(f".{os.getpid()}.tmp").unlink(missing_ok=True)
-        return None
-    return path
+    return path if replace_file(path, msgspec.json.encode(ceilings)) else None
 
 
 def _matmul_ceiling(device: torch.device, dtype: Dtype, tell: Callable[[str], None]) -> Ceiling:
@@ -187,8 +179,5 @@ def _device_name(device: torch.device) -> str:
 
 
 def _store_path(device_name: str) -> Path:
-    base = os.environ.get("STEPSCOPE_CACHE") or Path(
-        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "stepscope"
-    )
     slug = re.sub(r"[^A-Za-z0-9.+-]+", "_", f"{device_name}-torch{torch.__version__}")
-    return Path(base) / f"ceilings-{slug}.json"
+    return cache_directory() / f"ceilings-{slug}.json"

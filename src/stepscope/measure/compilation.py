@@ -24,6 +24,9 @@ def compile_report() -> CompileReport:
     # A compile id reads frame/attempt: attempt 1 and later of a frame are recompilations.
     forward_ids = {m.compile_id for m in metrics if m.compile_id and not m.compile_id.startswith("!")}
     recompiles = {i for i in forward_ids if "/" in i and i.rpartition("/")[2].split("_")[0] not in ("0", "")}
+    reasons = [_first_line(m.recompile_reason) for m in metrics if getattr(m, "recompile_reason", None)]
+    # A graph of autograd's that is found brings its inductor graphs along, which may be counted by themselves too.
+    cached = max(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"])
     seconds = [m.entire_frame_compile_time_s for m in metrics if m.entire_frame_compile_time_s]
     return CompileReport(
         frames_total=counters["frames"]["total"],
@@ -32,8 +35,10 @@ def compile_report() -> CompileReport:
         graph_breaks=sum(breaks.values()),
         graph_break_reasons=tuple(breaks),
         recompiles=len(recompiles),
+        recompile_reasons=tuple(dict.fromkeys(reasons)),
         limit_hit=any(phrase in str(reason).lower() for reason in refusals for phrase in _LIMIT_PHRASES),
         compile_s=sum(seconds) if seconds else None,
+        cached_graphs=cached,
     )
 
 

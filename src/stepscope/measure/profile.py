@@ -11,7 +11,7 @@ from stepscope.measure.device import Device
 from stepscope.measure.timer import Subject, measure
 
 KERNEL_NAME_LIMIT = 240
-_ATTENTION_OPERATOR = "_scaled_dot_product"
+_ATTENTION_OPERATORS = ("_scaled_dot_product", "stepscope::flash_attention", "flex_attention")
 _ONE_STEP = Settings(warmup_floor=0, warmup_cap=0, steps_floor=1, steps_cap=1, seconds=0)
 
 
@@ -27,7 +27,7 @@ def profile_step(subject: Subject, device: torch.device, timing: Device) -> Prof
     step_s, profiler = _profiled(subject, timing, activities)
     events = profiler.events() or []
     operators = tuple(
-        sorted({event.name for event in events if event.name.removeprefix("aten::").startswith(_ATTENTION_OPERATOR)})
+        sorted({event.name for event in events if event.name.removeprefix("aten::").startswith(_ATTENTION_OPERATORS)})
     )
     if device.type == "cuda":
         on_device = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+import stepscope.kernels.flash_attention  # noqa: F401  (its operators are named below)
 from stepscope.core.workload import Workload
 from stepscope.measure.ranges import detail_range
 
@@ -29,6 +30,7 @@ KEPT_OPERATORS = [
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.stepscope.flash_attention_forward.default,
 ]
 """What `selective` keeps the outputs of: matrix products (a Linear is one) and fused attention. Each output is kept,
 also the last product's of a block, which backward never asks for."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from stepscope.core.errors import InputError
 from stepscope.core.workload import Dtype, Workload
 from stepscope.measure.timer import Phase
-from stepscope.models.attention import attention_for
+from stepscope.models.attention import attention_for, chosen_attention
 from stepscope.models.checkpointing import block_runner
 from stepscope.models.optimizer import AdamWBf16State
 from stepscope.models.transformer import Transformer
@@ -119,7 +119,7 @@ class TrainingStep:
 
 def check_supported(workload: Workload, device: torch.device) -> None:
     """Raise InputError for a workload that this device or build cannot run as asked."""
-    attention_for(workload.attention, device_type=device.type, dtype=workload.dtype, head_dim=workload.model.head_dim)
+    chosen_attention(workload, device.type)
     if workload.dtype == "tf32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         raise InputError(f"dtype tf32 needs an NVIDIA GPU from Ampere on, not {device.type}: choose fp32 or bf16")
     if workload.optimizer == "adamw-fused" and device.type not in ("cuda", "cpu"):
@@ -131,12 +131,7 @@ def build_model(workload: Workload, device: torch.device | str) -> Transformer:
     model = Transformer(
         workload.model,
         max_seq_len=workload.seq_len,
-        attention=attention_for(
-            workload.attention,
-            device_type="cpu" if str(device) == "meta" else torch.device(device).type,
-            dtype=workload.dtype,
-            head_dim=workload.model.head_dim,
-        ),
+        attention=attention_for(workload, "cpu" if str(device) == "meta" else torch.device(device).type),
         run_blocks=block_runner(workload),
         device=device,
     )

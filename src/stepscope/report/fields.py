@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from stepscope.analysis import metrics
+from stepscope.core.attention_support import is_predicted
 from stepscope.core.model_config import PRESETS
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
@@ -109,15 +110,18 @@ def _largest_step(run: Run) -> float | None:
     return max(samples.values_s) if samples and samples.count else None
 
 
-def _predicted_peak(run: Run) -> int:
+def _predicted_peak(run: Run) -> int | None:
     """On the kind of device that it ran on."""
+    if not is_predicted(run.workload):
+        return None
     on_cpu = run.environment is not None and run.environment.device_type == "cpu"
     return estimate(run.workload, "cpu" if on_cpu else "cuda").peak_bytes
 
 
 def _prediction_error(run: Run) -> float | None:
     measured = metrics.peak_bytes(run)
-    return _predicted_peak(run) / measured - 1 if measured else None
+    predicted = _predicted_peak(run)
+    return predicted / measured - 1 if measured and predicted is not None else None
 
 
 VALUES: dict[str, Value] = {

@@ -249,6 +249,8 @@ def _rates(run: Run) -> list[Text]:
             f"{format_seconds(run.evidence.profile.step_s)} ({slowdown:.2f}x)."
         )
     lines += [line for capture in run.evidence.captures if (line := _capture_line(capture, samples.median_s))]
+    if run.evidence.attention:
+        lines.append(f"Attention auto picked {run.evidence.attention}.")
     if run.evidence.profile and run.evidence.profile.attention_operators:
         lines.append(f"Attention ran as {', '.join(run.evidence.profile.attention_operators)}.")
     return [Text(line) for line in lines]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from stepscope.core.attention_support import predicted_attention
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import MemoryCategory
@@ -29,7 +30,6 @@ from stepscope.measure.as_on_cuda import AsOnCuda, AttentionBackend
 from stepscope.measure.fake_memory import FakeMemory
 from stepscope.memory.prediction.caching_allocator import CachingAllocator
 from stepscope.memory.prediction.estimate import WORKSPACE_BYTES
-from stepscope.models.attention import attention_for
 from stepscope.models.training_step import TrainingStep
 
 LARGEST_TENSOR = 2**58
@@ -93,23 +93,26 @@ def estimate_by_running(workload: Workload, *, workspace_bytes: int = WORKSPACE_
 
 def attention_backend(workload: Workload, query: Tensor) -> AttentionBackend:
     """What scaled_dot_product_attention becomes on a Hopper GPU. Measured (PyTorch 2.11): 16-bit takes cuDNN's."""
-    if workload.attention == "sdpa":
+    attention = predicted_attention(workload, "cuda")
+    if attention == "sdpa":
         return "efficient" if query.dtype == torch.float32 else "cudnn"
+    # Our own keeps and makes what PyTorch's of the same algorithm does.
     names: dict[str, AttentionBackend] = {
         "sdpa-math": "math", "sdpa-efficient": "efficient", "sdpa-flash": "flash", "sdpa-cudnn": "cudnn",
+        "flash": "flash",
     }  # fmt: skip
-    return names[workload.attention]
+    return names[attention]
 
 
 def make_fake_step(workload: Workload) -> TrainingStep:
     """The eager step, to be made under FakeTensorMode and FakeMemory. Raises InputError for what no GPU runs."""
-    attention_for(workload.attention, device_type="cuda", dtype=workload.dtype, head_dim=workload.model.head_dim)
+    attention = predicted_attention(workload, "cuda")
     # What the CPU would refuse is the same to the tensors: TF32 is fp32 in memory, and the backend is decided above.
     # A module of fake tensors cannot be converted to bf16, but it can be made so.
     stand_in = msgspec.structs.replace(
         workload,
         dtype="fp32" if workload.dtype in ("tf32", "bf16-pure") else workload.dtype,
-        attention="reference" if workload.attention == "reference" else "sdpa",
+        attention=attention if attention in ("reference", "unsafe") else "sdpa",
         compile="eager",
     )
     with _default_dtype(torch.bfloat16 if workload.dtype == "bf16-pure" else torch.float32):

@@ -1,5 +1,6 @@
 """Which cells of a sweep will run out of memory, said before the first of them runs."""
 
+from stepscope.core.attention_support import is_predicted
 from stepscope.core.workload import Workload
 from stepscope.measure.nvml import smallest_gpu
 from stepscope.memory.prediction.estimate import estimate_quickly
@@ -21,8 +22,8 @@ def memory_of(plan: SweepPlan) -> Budget | None:
 
 
 def cells_that_will_not_fit(plan: SweepPlan, budget: Budget) -> list[Workload]:
-    """The workloads, in the order of the plan, whose step needs more than the budget."""
-    return [cell.workload for cell in plan.cells if not _fits(cell.workload, budget)]
+    """The workloads, in the order of the plan, whose step needs more than the budget, as far as that is predicted."""
+    return [cell.workload for cell in plan.cells if is_predicted(cell.workload) and not _fits(cell.workload, budget)]
 
 
 def _fits(workload: Workload, budget: Budget) -> bool:

@@ -35,6 +35,7 @@ from stepscope.measure.observe import observe_step
 from stepscope.measure.precision import matmul_precision, probe_relative_error, with_kernels
 from stepscope.measure.profile import profile_step
 from stepscope.measure.timer import Measurement, Progress, StepFailed, measure
+from stepscope.models.attention import chosen_attention
 from stepscope.models.training_step import TrainingStep, check_supported
 from stepscope.studies.device_failure import failing_module, is_out_of_memory, let_go, portable_traceback
 from stepscope.studies.nsys_trace import trace_under_nsys
@@ -148,6 +149,8 @@ class _StepStudy:
             reset_compilation()
         self._held_before_bytes = self._allocated_bytes()
         self._step = TrainingStep(self._request.workload, self._device)
+        if self._request.workload.attention == "auto":
+            self._set_evidence(attention=chosen_attention(self._request.workload, self._device.type))
 
     def _measure(self) -> None:
         assert self._step is not None

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from stepscope.core.attention_support import is_predicted
 from stepscope.core.run import Run
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.estimate import MemoryEstimate, estimate
@@ -79,7 +80,9 @@ def compare(runs: Sequence[Run], apart: Sequence[Run] = ()) -> Accuracy:
 def _comparable(run: Run) -> bool:
     on_gpu = run.environment is not None and run.environment.device_type == "cuda"
     measured = run.evidence.memory is not None and run.evidence.memory.allocated_peak is not None
-    return on_gpu and (run.status == "out-of-memory" or (run.status == "done" and measured))
+    return (
+        is_predicted(run.workload) and on_gpu and (run.status == "out-of-memory" or (run.status == "done" and measured))
+    )
 
 
 def _compare(run: Run) -> Comparison:

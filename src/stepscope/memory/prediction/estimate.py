@@ -9,7 +9,6 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.core.attention_support import check_attention
 from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import CATEGORIES, MemoryCategory
 from stepscope.core.units import MIB
@@ -90,7 +89,6 @@ def runs_within(workload: Workload, limit_bytes: int) -> str | None:
 def paper_model(workload: Workload, device_type: DeviceType) -> PaperModel:
     """The model on paper as the workload runs it: op by op, or compiled. Raises InputError for what would not run."""
     config = workload.model
-    check_attention(workload.attention, device_type=device_type, dtype=workload.dtype, head_dim=config.head_dim)
     if config.layers > MOST_LAYERS:
         raise InputError(f"layers is {config.layers}: memory is predicted for at most {MOST_LAYERS}")
     return (PaperModel if workload.compile == "eager" else CompiledPaperModel)(workload, device_type)

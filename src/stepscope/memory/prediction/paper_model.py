@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from stepscope.core.attention_support import WRITTEN_OUT, predicted_attention
 from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.paper import Parameter, Storage, Tape, Tensor, passes, passes_twice
@@ -70,6 +71,7 @@ class PaperModel:
 
     def __init__(self, workload: Workload, device_type: str = "cuda") -> None:
         self.workload = workload
+        self.attention = predicted_attention(workload, device_type)
         self.sizes = item_sizes(workload, device_type)
         config = workload.model
         self.d_model, self.d_ff = config.d_model, config.d_ff
@@ -264,9 +266,9 @@ class PaperModel:
         q = self._rotary(tape, self._project(tape, x, block.query))
         k = self._rotary(tape, self._project(tape, x, block.key))
         v = self._project(tape, x, block.value)
-        if self.workload.attention == "reference":
+        if self.attention in ("reference", "unsafe"):
             out = self._written_out(tape, q, k, v)
-        elif self.workload.attention == "sdpa-math":
+        elif self.attention == "sdpa-math":
             out = self._sdpa_math(tape, q, k, v)
         else:
             out = self._fused(tape, q, k, v)
@@ -285,10 +287,10 @@ class PaperModel:
 
     @property
     def fused(self) -> bool:
-        return self.workload.attention not in ("reference", "sdpa-math")
+        return self.attention not in WRITTEN_OUT
 
     def _written_out(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """models/attention.py `reference`."""
+        """models/attention.py `reference`, and `unsafe`."""
         a, p, ss = self.sizes.products, self.sizes.exponentials, self.scores
         scores = self._product(tape, ss, self._contiguous(tape, q), self._contiguous(tape, k))
         scores = tape.op("Mul", ss, a, [scores])
@@ -296,7 +298,7 @@ class PaperModel:
         mask = tape.storage(self.workload.seq_len**2)
         scores = tape.op("MaskedFill", ss, a, [scores], also_saves=[mask])
         del mask
-        _maximum = tape.storage(self.rows * a)
+        _maximum = None if self.attention == "unsafe" else tape.storage(self.rows * a)
         exponentials = self._exponentials(tape, scores)
         sums = tape.op("Sum", self.rows, p, [exponentials], backward=passes)
 
@@ -317,7 +319,7 @@ class PaperModel:
 
     def _exponentials(self, tape: Tape, scores: Tensor) -> Tensor:
         a, p, ss = self.sizes.products, self.sizes.exponentials, self.scores
-        shifted = tape.op("Sub", ss, a, [scores], backward=passes)
+        shifted = scores if self.attention == "unsafe" else tape.op("Sub", ss, a, [scores], backward=passes)
         return tape.op("Exp", ss, p, [tape.cast(shifted, p)], saves_output=True)
 
     def _product(self, tape: Tape, elements: int, a: Tensor, b: Tensor) -> Tensor:
@@ -350,6 +352,11 @@ class PaperModel:
 
         def backward(tape: Tape, _: Storage) -> Sequence[Storage]:
             for_q, for_k, for_v = (tape.storage(n * size) for _ in range(3))
+            if self.attention == "flash":
+                # The logsumexp and D of each row, each head's rows padded; dQ is summed up in registers.
+                padded = -(-self.workload.seq_len // _FLASH_ROWS) * _FLASH_ROWS
+                _statistics = tape.storage(self.rows // self.workload.seq_len * padded * 2 * 4)
+                return for_q, for_k, for_v
             _delta = tape.storage(self.rows * 4)
             # Gradients of the queries are added up in fp32, over blocks of keys.
             _accumulated = tape.storage(n * 4 if size != 4 else 0)
@@ -384,5 +391,7 @@ class PaperModel:
         )  # fmt: skip
 
 
+_FLASH_ROWS = 256
+"""Rows to whose multiple kernels/flash_launch.py pads."""
 _EMBEDDING_SORTS_FROM = 3072
 """Tokens beyond which the embedding's backward on a GPU sorts them (aten/src/ATen/native/cuda/Embedding.cu)."""

@@ -1,0 +1,261 @@
+"""How fast is attention beside what PyTorch offers? Forward and backward of `flash` and its rivals, in one run.
+
+    python benchmarks/attention.py [--seconds 100] [--json FILE] [--only flash sdpa-cudnn] [--shape 4,12,1024,64,causal]
+    python benchmarks/attention.py --show FILE...        # a table of results kept with --json
+
+Each implementation is first held against float64 attention, on a small call with odd lengths and on the very shape
+that is timed: one that is further off than twice PyTorch's own gets no time. Then the implementations of a shape take
+turns, pass by pass, on the same random numbers; before each pass the L2 cache is overwritten, for as long as the host
+needs to issue the pass, so that times are the device's own. Medians with 95 % intervals, by events in the stream. With
+--json the results are kept as they come; when the seconds are over, the rest is not measured and said to be so.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from stepscope.core.attention_support import TensorDtype
+from stepscope.core.attention_timing import (
+    PRODUCTS,
+    AttentionCell,
+    AttentionTiming,
+    AttentionTimings,
+    decode_timings,
+    encode_timings,
+)
+from stepscope.core.attention_verdict import AttentionShape
+from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, InputError, StepscopeError
+from stepscope.core.run_directory import write_atomically
+from stepscope.core.samples import Samples
+from stepscope.core.workload import Attention
+from stepscope.report.terminal import describe_environment
+from stepscope.work.attention_call import CONVENTION, backward_flops, forward_flops
+
+OURS: Attention = "flash"
+RIVALS: dict[TensorDtype, tuple[Attention, ...]] = {
+    "bf16": ("sdpa-flash", "sdpa-cudnn", "flex"),
+    "fp16": ("sdpa-flash", "sdpa-cudnn", "flex"),
+    "fp32": ("sdpa-efficient", "flex"),
+}
+SHAPES = (
+    "1,16,16384,64,causal",
+    "1,16,16384,128,causal",
+    "2,16,8192,128,full",
+    "4,12,1024,64,causal",
+    "2,16,8192,64,full",
+    "4,16,2048,128,causal",
+    "8,1,4096,64,causal,fp32",
+    "8,1,16384,128,causal,fp32",
+)
+SHAPES_ON_CPU = ("1,2,128,64,causal,fp32", "1,2,128,32,full,bf16")
+COMPILING = 0.45
+"""Of the seconds, at most, for compiling ahead."""
+CEILING_S = 6.0
+"""For each dtype, if so much is left at the end."""
+
+
+def parse_shape(text: str) -> tuple[AttentionShape, TensorDtype]:
+    """`1,16,16384,64,causal,bf16`: batch, heads, sequence, head_dim, causal or full, and a dtype (bf16 without one)."""
+    words = [word.strip() for word in text.split(",")]
+    masks = {"causal": True, "full": False}
+    dtypes: dict[str, TensorDtype] = {name: name for name in RIVALS}
+    try:
+        batch, heads, sequence, head_dim = (int(word) for word in words[:4])
+        causal = masks[words[4]]
+        dtype = dtypes[words[5]] if len(words) > 5 else "bf16"
+    except (ValueError, KeyError, IndexError):
+        raise InputError(f"cannot read --shape {text!r}: write batch,heads,seq,head_dim,causal|full[,dtype]") from None
+    if min(batch, heads, sequence, head_dim) < 1 or len(words) > 6:
+        raise InputError(f"cannot read --shape {text!r}: write sizes above zero, as in {SHAPES[0]}")
+    shape = AttentionShape(
+        batch=batch, heads=heads, key_heads=heads, queries=sequence, keys=sequence, head_dim=head_dim, causal=causal
+    )
+    return shape, dtype
+
+
+def race(arguments: argparse.Namespace) -> AttentionTimings:
+    """Measure every shape; what there is is kept after each."""
+    import torch  # noqa: PLC0415
+
+    from stepscope.measure.ceilings import ceilings_for  # noqa: PLC0415
+    from stepscope.measure.device import resolve_device  # noqa: PLC0415
+    from stepscope.studies.attention_calls import (  # noqa: PLC0415
+        AttentionCalls,
+        judged_shape,
+        odd_shape,
+        start_timings,
+        with_timing,
+    )
+
+    began_s = time.monotonic()
+    deadline_s = began_s + arguments.seconds
+    device = resolve_device(arguments.device)
+    on_gpu = device.type == "cuda"
+    groups: list[list[AttentionCell]] = []
+    for text in arguments.shape or (SHAPES if on_gpu else SHAPES_ON_CPU):
+        shape, dtype = parse_shape(text)
+        names: tuple[Attention, ...] = (OURS, *RIVALS[dtype])
+        if arguments.only:
+            names = tuple(name for name in names if name in arguments.only)
+        groups.append([AttentionCell(implementation=name, dtype=dtype, shape=shape) for name in names])
+    workers = arguments.workers if arguments.workers is not None else (os.cpu_count() or 1) - 2 if on_gpu else 0
+    if workers > 0:
+        compile_ahead(groups, str(device), workers, began_s + COMPILING * arguments.seconds)
+    timings = start_timings(device, seconds=arguments.cell_seconds, launches="hidden")
+    calls = AttentionCalls(device, seconds=arguments.cell_seconds, deadline_s=deadline_s)
+    for group in groups:
+        if not group:
+            continue
+        judged = (odd_shape(group[0].shape), *judged_shape(group[0].shape, device))
+        rows = calls.measure_group(group, lambda _, judged=judged: judged)
+        timings = with_timing(timings, rows)
+        keep(timings, arguments.json)
+        told = ", ".join(f"{row.cell.implementation} {brief(row)}" for row in rows)
+        sys.stderr.write(f"{time.monotonic() - began_s:5.1f} s  {group[0].shape}, {group[0].dtype}: {told}\n")
+    dtypes = list(dict.fromkeys(row.cell.dtype for row in timings.timings if row.both))
+    if dtypes and not calls.over and deadline_s - time.monotonic() > CEILING_S * len(dtypes):
+        try:
+            found = ceilings_for(torch.device(device), [PRODUCTS[dtype] for dtype in dtypes], keep=False)
+        except KeyboardInterrupt:
+            return timings
+        rates = {dtype: ceiling.rate for dtype, ceiling in found.matmul.items()}
+        timings = msgspec.structs.replace(timings, ceilings=rates)
+        keep(timings, arguments.json)
+    return timings
+
+
+def compile_ahead(groups: list[list[AttentionCell]], device: str, workers: int, deadline_s: float) -> None:
+    """Have every kernel compiled into the caches on disk by several processes; what is late is compiled when needed."""
+    from stepscope.studies.attention_calls import odd_shape  # noqa: PLC0415
+    from stepscope.studies.attention_workers import WorkerAnswer, WorkerTask, work_through  # noqa: PLC0415
+
+    tasks = [
+        WorkerTask(kind="compile", names=(cell.implementation,), dtype=cell.dtype, shape=shape, device=device)
+        for cells in groups
+        for cell in cells
+        if cell.implementation in (OURS, "flex")
+        for shape in (cell.shape, odd_shape(cell.shape))
+    ]
+
+    def told(task: WorkerTask, answer: WorkerAnswer) -> None:
+        if answer.error:
+            sys.stderr.write(f"compiling {task.names[0]} ({task.shape}) in {task.dtype}: {answer.error}\n")
+
+    work_through(list(dict.fromkeys(tasks)), workers=workers, deadline_s=deadline_s, told=told)
+
+
+def keep(timings: AttentionTimings, file: Path | None) -> None:
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(encode_timings(timings), file)
+
+
+def brief(row: AttentionTiming) -> str:
+    """Forward and backward in ms, or what became of it."""
+    both = row.both
+    return f"{(both.median_s or 0) * 1e3:.3f} ms" if both else f"{row.outcome} ({row.reason})"
+
+
+HEADS = (
+    "batch, heads, seq, head_dim", "dtype", "implementation", "forward ms", "95 %", "forward+backward ms", "95 %",
+    "TFLOP/s forward", "TFLOP/s both", "of the ceiling", "over flash",
+)  # fmt: skip
+
+
+def rows_of(timings: AttentionTimings) -> list[tuple[str, ...]]:
+    """A row for each cell in the order of measuring. `over flash`: its forward+backward over ours."""
+    ours = {(r.cell.shape, r.cell.dtype): r.both for r in timings.timings if r.cell.implementation == OURS}
+    rows: list[tuple[str, ...]] = []
+    for row in timings.timings:
+        cell, both = row.cell, row.both
+        name = (str(cell.shape), cell.dtype, cell.line)
+        if both is None or row.forward is None or not both.median_s or not row.forward.median_s:
+            rows.append((*name, row.outcome, *[""] * 7))
+            continue
+        flops = forward_flops(cell.shape) + backward_flops(cell.shape)
+        rate = flops / both.median_s
+        ceiling = timings.ceilings.get(PRODUCTS[cell.dtype])
+        own = ours.get((cell.shape, cell.dtype))
+        ratio = own.speedup_over(both) if own else None
+        rows.append(
+            (
+                *name,
+                f"{row.forward.median_s * 1e3:.3f}",
+                interval_of(row.forward),
+                f"{both.median_s * 1e3:.3f}",
+                interval_of(both),
+                f"{forward_flops(cell.shape) / row.forward.median_s / 1e12:.4g}",
+                f"{rate / 1e12:.4g}",
+                f"{rate / ceiling * 100:.0f} %" if ceiling else "",
+                f"{ratio.value:.2f}" if ratio else "",
+            )
+        )
+    return rows
+
+
+def interval_of(samples: Samples) -> str:
+    """In ms."""
+    interval = samples.interval()
+    return f"{interval.low * 1e3:.3f} to {interval.high * 1e3:.3f}" if interval else ""
+
+
+def render_markdown(timings: AttentionTimings) -> str:
+    """The result as a Markdown table, and what must be said of it."""
+    lines = [describe_environment(timings.environment), ""]
+    lines += ["| " + " | ".join(row) + " |" for row in (HEADS, ("---",) * len(HEADS), *rows_of(timings))]
+    lines += ["", f"- {timings.created}; {timings.seconds:g} s a cell, those of a shape in turns; random data."]
+    shown = [str(row.cell) for row in timings.timings if row.launches == "shown"]
+    if timings.launches == "hidden":
+        lines.append("- Before each pass the L2 cache is overwritten while the host issues the pass.")
+        lines += [f"- The launches of {name} show all the same." for name in shown]
+    lines.append(f"- TFLOP/s: {CONVENTION}.")
+    if timings.ceilings:
+        rates = ", ".join(f"{dtype} {rate / 1e12:.4g} TFLOP/s" for dtype, rate in timings.ceilings.items())
+        lines.append(f"- Ceilings, the best matrix product measured here: {rates}.")
+    checked = [row.checked for row in timings.timings if row.both]
+    if checked:
+        lines.append(
+            f"- Each time is of an implementation that the gate saw right, on {min(checked)} to {max(checked)} calls."
+        )
+    lines += [f"- {row.cell}: {row.outcome}; {row.reason}" for row in timings.timings if row.reason]
+    return "\n".join(lines) + "\n"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print the result; with --json also keep it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--seconds", type=float, default=100, help="for all of it")
+    parser.add_argument("--cell-seconds", type=float, default=0.4, help="for each implementation on each shape")
+    parser.add_argument("--shape", action="append", help="as 1,16,16384,64,causal,bf16; may be repeated")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these implementations")
+    parser.add_argument("--workers", type=int, help="processes that compile ahead (all cores but two; none on a CPU)")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
+    arguments = parser.parse_args(words)
+    try:
+        if arguments.show:
+            kept = [decode_timings(path.read_bytes(), str(path)) for path in arguments.show]
+            sys.stdout.write("\n".join(render_markdown(timings) for timings in kept))
+            return 0
+        timings = race(arguments)
+    except StepscopeError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    except OSError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(render_markdown(timings))
+    outcomes = {row.outcome for row in timings.timings}
+    if "interrupted" in outcomes:
+        return EXIT_INTERRUPTED
+    return EXIT_CHECK_FAILED if "wrong" in outcomes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

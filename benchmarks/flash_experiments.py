@@ -1,0 +1,317 @@
+"""Which configuration of the FlashAttention kernels is fastest? Each checked, then timed, beside PyTorch's.
+
+    python benchmarks/flash_experiments.py [--seconds 170] [--json FILE] [--only forward keys ...] [--shapes 0 1 ...]
+
+Kernels are compiled ahead by a pool of processes. One process owns the GPU and is started again when a configuration
+kills or hangs it. Every configuration is first compared with float64 attention on a shorter sequence and with PyTorch's
+flash attention on the shape itself: a wrong one gets no time. Times are medians of `triton.testing.do_bench` (CUDA
+events; the L2 cache is overwritten before each call). The list is worked through breadth first, and the budget of
+seconds is kept: what is not reached is named.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from flash_bench import SHAPES, compile_ahead, rivals, work
+
+KINDS = ("forward", "keys", "queries", "fused", "joint")
+RESERVE_S = 35
+"""Kept for the whole passes of the best."""
+TASK_PATIENCE_S = 40
+"""A task that answers nothing for so long has hung: its process is killed."""
+
+Tile = tuple[int, int, int, int]
+"""block_m, block_n, num_warps, num_stages."""
+
+
+def _options(tile: Tile, flags: str = "") -> dict[str, Any]:
+    """One configuration: flags are `p` for pointers, `h` for heads first, and `rN` for a cap on registers."""
+    found: dict[str, Any] = {"tile": tile, "tma": True}
+    for flag in flags.split():
+        if flag == "p":
+            found["tma"] = False
+        elif flag == "h":
+            found["rows_first"] = False
+        else:
+            found["tile_registers"] = int(flag.removeprefix("r"))
+    return found
+
+
+FORWARD = {
+    64: [((64, 128, 4, 2), ""), ((64, 128, 4, 3), ""), ((64, 64, 4, 3), ""), ((64, 128, 4, 2), "h"),
+         ((64, 64, 4, 2), "r96"), ((64, 64, 4, 2), "p"), ((64, 64, 4, 3), "p"), ((128, 128, 8, 3), ""),
+         ((64, 128, 4, 2), "r152"), ((64, 256, 4, 1), "")],
+    128: [((64, 64, 4, 3), ""), ((128, 64, 8, 3), ""), ((128, 64, 8, 4), ""), ((64, 64, 4, 3), "h"),
+          ((128, 128, 8, 2), "h"), ((128, 64, 8, 3), "p"), ((128, 64, 8, 3), "h"),
+          ((64, 32, 4, 4), ""), ((64, 128, 4, 1), "")],
+}  # fmt: skip
+"""By head_dim, most promising first."""
+KEYS = {
+    64: [((128, 64, 4, 2), ""), ((64, 64, 4, 2), "r168"), ((64, 64, 4, 3), "r168"), ((64, 64, 4, 3), ""),
+         ((64, 64, 4, 2), "p"), ((128, 64, 4, 1), ""), ((64, 128, 8, 4), ""), ((32, 64, 4, 4), ""),
+         ((128, 128, 8, 3), "")],
+    128: [((64, 64, 4, 2), ""), ((64, 128, 8, 2), ""), ((64, 128, 8, 3), ""), ((64, 64, 4, 2), "p"),
+          ((32, 64, 4, 4), ""), ((32, 128, 8, 4), ""), ((128, 64, 4, 1), "")],
+}  # fmt: skip
+QUERIES = {
+    64: [((128, 64, 8, 3), ""), ((64, 64, 4, 2), ""), ((64, 64, 4, 3), ""), ((64, 64, 4, 2), "p"),
+         ((128, 64, 8, 4), ""), ((64, 64, 4, 4), ""), ((64, 128, 4, 2), "r168"), ((128, 128, 8, 3), "")],
+    128: [((64, 64, 4, 2), ""), ((128, 64, 8, 3), ""), ((128, 32, 8, 4), ""), ((64, 32, 4, 4), ""),
+          ((128, 32, 8, 5), ""), ((64, 64, 4, 2), "p")],
+}  # fmt: skip
+FUSED = {64: [((64, 64, 4, 2), "")], 128: [((64, 128, 8, 2), "")]}
+
+
+def configurations(lists: dict[int, list[tuple[Tile, str]]], head_dim: int) -> list[dict[str, Any]]:
+    """One kernel's configurations for a head dimension."""
+    return [_options(tile, flags) for tile, flags in lists[64 if head_dim <= 64 else 128]]
+
+
+def fp32_lists(head_dim: int) -> dict[str, list[dict[str, Any]]]:
+    """For fp32, on the tensor cores as three products of TF32 each; exactly, without them, takes thrice as long."""
+    forward: list[tuple[Tile, bool]] = [
+        ((128, 64, 8, 2), True), ((64, 64, 4, 2), True), ((128, 64, 8, 3), True), ((128, 32, 8, 3), True),
+    ]  # fmt: skip
+    keys: list[tuple[Tile, bool]] = [
+        ((64, 128, 8, 2), False), ((32, 32, 4, 2), False), ((32, 128, 8, 2), False), ((32, 64, 8, 2), False),
+        ((64, 64, 8, 2), False), ((32, 64, 4, 3), False),
+    ]  # fmt: skip
+    queries: list[tuple[Tile, bool]] = [
+        ((128, 64, 8, 2), False), ((128, 64, 8, 2), True), ((64, 32, 4, 2), True), ((128, 32, 8, 2), True),
+        ((64, 32, 8, 2), False), ((32, 32, 4, 2), False),
+    ]  # fmt: skip
+    if head_dim > 64:
+        forward = [((64, 32, 8, 2), True), ((64, 32, 4, 2), True), ((128, 32, 8, 2), True), *forward[:2]]
+        keys = [((32, 32, 8, 2), False), ((32, 32, 4, 2), False), ((32, 64, 8, 1), False), ((16, 64, 4, 2), False)]
+        queries = [((32, 32, 8, 2), False), ((64, 32, 8, 2), True), ((32, 32, 4, 2), False), ((64, 16, 4, 2), False)]
+    lists = {"forward": forward, "keys": keys, "queries": queries}
+    return {kind: [{"tile": t, "tma": tma, "precision": "tf32x3"} for t, tma in found] for kind, found in lists.items()}
+
+
+def tasks_for(shapes: list[int], kinds: list[str]) -> list[dict[str, Any]]:
+    """Breadth first: the first configuration of every kind and shape before the second of any."""
+    ranked = []
+    for place, shape in enumerate(shapes):
+        _, _, _, head_dim, _, dtype = SHAPES[shape]
+        lists = {
+            "forward": configurations(FORWARD, head_dim),
+            "keys": configurations(KEYS, head_dim),
+            "queries": configurations(QUERIES, head_dim),
+            "fused": [{**c, "tma_reduce": head_dim > 64} for c in configurations(FUSED, head_dim)],
+        }
+        if dtype == "float32":
+            lists = fp32_lists(head_dim)
+        ranked += [(-1, place, {"shape": shape, "kind": name}) for name in (*rivals(dtype), "preprocess")]
+        for kind, listed in lists.items():
+            if kind in kinds:
+                ranked += [
+                    (rank, place, {"shape": shape, "kind": kind, **configuration})
+                    for rank, configuration in enumerate(listed)
+                ]
+    return [task for _, _, task in sorted(ranked, key=lambda entry: entry[:2])]
+
+
+def label(task: dict[str, Any]) -> str:
+    """One task, short."""
+    if "tile" not in task:
+        return str(task["kind"])
+    block_m, block_n, warps, stages = task["tile"]
+    flags = [name for name in ("tma", "warp_specialize", "persistent", "tma_reduce") if task.get(name)]
+    flags += [f"r{task['tile_registers']}"] if "tile_registers" in task else []
+    flags += [task["precision"]] if "precision" in task else []
+    flags += ["heads-first"] if task.get("rows_first") is False else []
+    second = " + {}x{} w{} s{}".format(*task["tile2"]) if "tile2" in task else ""
+    return f"{task['kind']} {block_m}x{block_n} w{warps} s{stages}{second} {' '.join(flags)}"
+
+
+class Worker:
+    """The GPU's process, and a thread that reads its answers."""
+
+    def __init__(self, deadline: float) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", str(deadline)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+        )  # fmt: skip
+        self.answers: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.answers.put(line)
+        self.answers.put(None)
+
+    def ask(self, task: dict[str, Any], patience_s: float) -> dict[str, Any] | None:
+        """The answer; None where the process died or hung."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(task) + "\n")
+            self.process.stdin.flush()
+            while True:
+                line = self.answers.get(timeout=patience_s)
+                if line is None:
+                    return None
+                if line.startswith("{"):
+                    return json.loads(line)
+        except (queue.Empty, BrokenPipeError, json.JSONDecodeError):
+            return None
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class Experiments:
+    """The whole run: results as they come, within the budget."""
+
+    def __init__(self, seconds: float) -> None:
+        self.deadline = time.time() + seconds
+        self.results: list[dict[str, Any]] = []
+        self.worker: Worker | None = None
+
+    @property
+    def left_s(self) -> float:
+        return self.deadline - time.time()
+
+    def run(self, task: dict[str, Any]) -> dict[str, Any]:
+        if self.worker is None:
+            self.worker = Worker(self.deadline)
+        answer = self.worker.ask(task, max(0.1, min(TASK_PATIENCE_S, self.left_s)))
+        if answer is None or self.worker.process.poll() is not None:
+            self.worker.end()
+            self.worker = None
+        if answer is None:
+            answer = {"task": task, "error": "its process died or hung"}
+        self.results.append(answer)
+        return answer
+
+    def best_with(self, shape: int, kind: str, tma: bool | None) -> dict[str, Any] | None:
+        """The task of the fastest, among those that load through descriptors, or do not, or either."""
+        found = [
+            r for r in self.results
+            if r["task"]["kind"] == kind and r["task"].get("shape") == shape and "ms" in r
+            and tma in (None, r["task"]["tma"])
+        ]  # fmt: skip
+        return min(found, key=lambda r: r["ms"])["task"] if found else None
+
+    def total(self, shape: int, way: str, *, tma: bool | None = None) -> None:
+        """Whole passes of the best forward and the best backward of one way."""
+        forward, keys, queries = (self.best_with(shape, kind, tma) for kind in ("forward", "keys", "queries"))
+        fused = self.best_with(shape, "fused", tma)
+        if self.left_s < 2 or forward is None:
+            return
+        if way == "fused" and fused is not None:
+            backward = {name: fused[name] for name in ("tile", "tma", "tma_reduce")}
+        elif way != "fused" and keys is not None and queries is not None:
+            backward = {"tile": keys["tile"], "tile2": queries["tile"], "tma": keys["tma"] and queries["tma"]}
+            if "tile_registers" in keys:
+                backward["tile_registers"] = keys["tile_registers"]
+            if "tile_registers" in queries:
+                backward["tile2_registers"] = queries["tile_registers"]
+        else:
+            return
+        self.run({"shape": shape, "kind": "total", "forward": forward, "backward": {"way": way, **backward}})
+
+
+def print_table(results: list[dict[str, Any]], rows_each: int) -> None:
+    """The fastest of every kind, and in a line how the others failed."""
+    for shape in sorted({r["task"]["shape"] for r in results if "shape" in r["task"]}):
+        print(f"\n== {shape}: {SHAPES[shape]}: median ms")
+        mine = [r for r in results if r["task"].get("shape") == shape]
+        for kind in (*rivals(SHAPES[shape][5]), "preprocess", *KINDS, "total"):
+            rows = sorted((r for r in mine if r["task"]["kind"] == kind and "ms" in r), key=lambda r: r["ms"])
+            for r in rows[:rows_each]:
+                total = f" f+b {r['total_ms']:.3f}" if "total_ms" in r else ""
+                code = f" r{r['regs']} spill{r['spills']} sm{r['shared'] // 1024}K" if "regs" in r else ""
+                error = f" e{r['of_allowed']}" if "of_allowed" in r else ""
+                name = label(r["task"])
+                if kind == "total":
+                    backward = r["task"]["backward"]
+                    name = f"{label(r['task']['forward'])} | {label({'kind': backward['way'], **backward})}"
+                print(f"{r['ms']:.3f}{total} {name}{code}{error}")
+            errors: dict[str, int] = {}
+            for r in mine:
+                if r["task"]["kind"] == kind and "ms" not in r:
+                    reason = str(r.get("error"))[:70]
+                    errors[reason] = errors.get(reason, 0) + 1
+            for reason, count in errors.items():
+                print(f"    {kind}: {count} x {reason}")
+
+
+def collect(run: Experiments, tasks: list[dict[str, Any]], processes: int) -> None:
+    """Compile ahead, and measure what is compiled, until the budget is nearly spent."""
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, mp_context=spawn)
+    compiling = {pool.submit(compile_ahead, task): task for task in tasks if not task["kind"].startswith("sdpa")}
+    for task in [task for task in tasks if task["kind"].startswith("sdpa")]:
+        run.run(task)
+    try:
+        for future in as_completed(compiling, timeout=max(0.1, run.left_s - RESERVE_S)):
+            failure = future.exception()
+            if failure is not None:
+                reason = f"compiling: {type(failure).__name__} {' '.join(str(failure).split())[:160]}"
+                run.results.append({"task": compiling[future], "error": reason})
+            elif run.left_s > RESERVE_S:
+                run.run(compiling[future])
+    except TimeoutError:
+        pass
+    finally:
+        workers = list((getattr(pool, "_processes", None) or {}).values())
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            worker.kill()
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=170)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--shapes", nargs="+", type=int, default=list(range(len(SHAPES))))
+    parser.add_argument("--rows", type=int, default=4, help="configurations of a kind to print")
+    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--worker", type=float, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        work(arguments.worker)
+        return
+    run = Experiments(arguments.seconds)
+    tasks = tasks_for(arguments.shapes, arguments.only)
+    try:
+        collect(run, tasks, arguments.processes)
+        run.run({"kind": "host"})  # now that no compiler keeps the host busy
+        reached = {json.dumps(r["task"]) for r in run.results}
+        for shape in arguments.shapes:
+            run.total(shape, "apart")
+        for shape in arguments.shapes:
+            run.total(shape, "joint" if SHAPES[shape][5] == "float32" else "fused")
+            if SHAPES[shape][2] <= 1024:
+                run.total(shape, "apart", tma=False)
+                run.total(shape, "joint")
+    finally:
+        if run.worker is not None:
+            run.worker.end()
+        if arguments.json:
+            arguments.json.write_text(json.dumps(run.results, indent=1))
+    print_table(run.results, arguments.rows)
+    print("\nmicroseconds of the host:")
+    for result in run.results:
+        if result["task"]["kind"] == "host":
+            print("\n".join(f"{us:8} {name}" for name, us in result.items() if name != "task"))
+    missed = [label(task) for task in tasks if json.dumps(task) not in reached]
+    print(f"not reached in {arguments.seconds:.0f} s: {len(missed)} of {len(tasks)}")
+
+
+if __name__ == "__main__":
+    main()

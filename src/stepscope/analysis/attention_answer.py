@@ -1,0 +1,280 @@
+"""The answer to "what does each attention cost": tables by sequence and implementation, curves, and what follows."""
+
+from collections.abc import Callable
+
+from stepscope.analysis.attention_findings import attention_findings
+from stepscope.analysis.attention_study import AttentionStudy, Curve, arrange, both_s, flops_per_s
+from stepscope.core.attention_timing import AttentionTiming, AttentionTimings
+from stepscope.core.errors import InputError
+from stepscope.core.experiment import Cell, Experiment, Panel, Point, Table
+from stepscope.core.samples import Samples
+from stepscope.core.units import GIB, MIB
+from stepscope.work.attention_call import forward_flops
+
+STUDY = "attention"
+QUESTION = "What does each attention cost as the sequence grows: time, memory, and the share of the device it reaches?"
+BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, CELLS, COMPILED, MISSING = (
+    "Forward and backward, ms",
+    "Forward, ms",
+    "Backward, ms",
+    "Memory before backward, MiB",
+    "Peak memory, MiB",
+    "TFLOP/s of forward and backward",
+    "Powers of the sequence, fitted over the longest",
+    "Saved for backward: by formula, and measured",
+    "Every cell",
+    "Eager beside compiled: the seeds' table",
+    "Without a time",
+)
+PHASES = ("forward", "backward")
+_WORDS = {"out of memory": "OOM", "wrong": "WRONG"}
+
+
+def answer_attention(timings: AttentionTimings) -> Experiment:
+    """The whole answer. Raises InputError where not one cell was asked for."""
+    if not timings.timings:
+        raise InputError("no call of attention was measured: give it more time")
+    study = arrange(timings)
+    environment = timings.environment
+    tables = (
+        _compiled(study),
+        _by_sequence(study, BOTH, lambda row: _ms(row.both)),
+        _by_sequence(study, FORWARD, lambda row: _ms(row.forward)),
+        _by_sequence(study, BACKWARD, lambda row: _ms(row.backward)),
+        _by_sequence(study, HELD, lambda row: _mib(row.memory.before_backward_bytes) if row.memory else None),
+        _by_sequence(study, PEAK, lambda row: _mib(row.memory.peak_bytes) if row.memory else None),
+        _by_sequence(study, RATES, lambda row: _tera(flops_per_s(row))),
+        _slopes(study),
+        _saved(study),
+        _cells(study),
+        _missing(study),
+    )
+    return Experiment(
+        study=STUDY,
+        question=QUESTION,
+        device=environment.device_name,
+        versions=dict(environment.versions),
+        settings=_settings(timings),
+        tables=tuple(table for table in tables if table.rows),
+        panels=_panels(study),
+        findings=tuple(attention_findings(study)),
+    )
+
+
+def _settings(timings: AttentionTimings) -> dict[str, Cell]:
+    shape = timings.timings[0].cell.shape
+    settings: dict[str, Cell] = {"batch": shape.batch, "heads": shape.heads}
+    if shape.key_heads != shape.heads:
+        settings["key and value heads"] = shape.key_heads
+    settings["mask"] = "causal" if shape.causal else "full"
+    settings["seconds a cell"] = timings.seconds
+    hidden = timings.launches == "hidden"
+    settings["L2 cache"] = "overwritten before each pass" if hidden else "as the pass before left it"
+    if timings.environment.l2_bytes:
+        settings["L2 MiB"] = _digits(timings.environment.l2_bytes / MIB)
+    settings["launches"] = timings.launches
+    settings["data"] = "random"
+    return settings
+
+
+def _by_sequence(study: AttentionStudy, title: str, figure: Callable[[AttentionTiming], float | None]) -> Table:
+    """A row for each dtype, head_dim and sequence, a column for each implementation."""
+    lines = list(dict.fromkeys(curve.line for curve in study.curves))
+    rows: list[tuple[Cell, ...]] = []
+    for dtype, head_dim, curves in _groups(study):
+        for length in sorted({row.cell.shape.queries for curve in curves for row in curve.rows}):
+            found: list[Cell] = []
+            for line in lines:
+                curve = next((c for c in curves if c.line == line), None)
+                row = next((r for r in curve.rows if r.cell.shape.queries == length), None) if curve else None
+                found.append(_figure_or_word(row, figure))
+            rows.append((dtype, head_dim, length, *found))
+    # A figure that nobody has is no table: a CPU counts no peak.
+    if not any(isinstance(cell, float) for row in rows for cell in row[3:]):
+        rows = []
+    return Table(title=title, columns=("dtype", "head_dim", "seq", *lines), rows=tuple(rows))
+
+
+def _figure_or_word(row: AttentionTiming | None, figure: Callable[[AttentionTiming], float | None]) -> Cell:
+    if row is None:
+        return None
+    return figure(row) if both_s(row) is not None else _WORDS.get(row.outcome, row.outcome)
+
+
+def _groups(study: AttentionStudy) -> list[tuple[str, int, list[Curve]]]:
+    groups: dict[tuple[str, int], list[Curve]] = {}
+    for curve in study.curves:
+        groups.setdefault((curve.dtype, curve.head_dim), []).append(curve)
+    return [(dtype, head_dim, curves) for (dtype, head_dim), curves in groups.items()]
+
+
+def _compiled(study: AttentionStudy) -> Table:
+    """As the write-ups have it: head_dim is their d_model, where there are no heads."""
+    rows: list[tuple[Cell, ...]] = []
+    for eager in study.curves:
+        compiled = study.same(eager, f"{eager.line}, compiled")
+        if compiled is None:
+            continue
+        for row in eager.rows:
+            length = row.cell.shape.queries
+            other = next((r for r in compiled.rows if r.cell.shape.queries == length), None)
+            pair = (row, other)
+            times = [_figure_or_word(r, lambda r, p=p: _ms(getattr(r, p))) for r in pair for p in PHASES]
+            held = [_gib(r.memory.before_backward_bytes) if r and r.memory else None for r in pair]
+            ratio = other.both.speedup_over(row.both) if other and other.both and row.both else None
+            rows.append(
+                (
+                    eager.line,
+                    eager.dtype,
+                    length,
+                    eager.head_dim,
+                    *times,
+                    _digits(ratio.value) if ratio else None,
+                    *held,
+                )
+            )  # fmt: skip
+    heads = (
+        "eager forward ms", "eager backward ms", "compiled forward ms", "compiled backward ms", "speed-up",
+        "eager GiB before backward", "compiled GiB",
+    )  # fmt: skip
+    return Table(title=COMPILED, columns=("implementation", "dtype", "seq_len", "d_model", *heads), rows=tuple(rows))
+
+
+def _slopes(study: AttentionStudy) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for curve in study.curves:
+        slopes = curve.slopes
+        some = next((slope for slope in slopes.values() if slope), None)
+        if some is not None:
+            powers = [round(slope.power, 2) if slope else None for slope in slopes.values()]
+            rows.append((curve.dtype, curve.head_dim, curve.line, *powers, ", ".join(f"{s:,}" for s in some.sequences)))
+    heads = ("dtype", "head_dim", "implementation", "time", "memory before backward", "peak memory", "over sequences")
+    return Table(title=SLOPES, columns=heads, rows=tuple(rows))
+
+
+def _saved(study: AttentionStudy) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for curve in study.curves:
+        for row in curve.rows:
+            if row.memory is None:
+                continue
+            paper = study.paper(row)
+            measured = row.memory.saved_bytes
+            off = (measured / paper.bytes - 1) * 100 if paper and paper.bytes else None
+            rows.append(
+                (
+                    curve.dtype, curve.head_dim, row.cell.shape.queries, curve.line,
+                    paper.terms if paper else "", _mib(paper.bytes) if paper else None, _mib(measured),
+                    round(off, 2) if off is not None else None,
+                )
+            )  # fmt: skip
+    heads = ("dtype", "head_dim", "seq", "implementation", "formula", "by formula MiB", "measured MiB", "off %")
+    return Table(title=SAVED, columns=heads, rows=tuple(rows))
+
+
+def _cells(study: AttentionStudy) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    l2_bytes = study.timings.environment.l2_bytes
+    for curve in study.curves:
+        for row in curve.measured:
+            forward, both, shape = row.forward, row.both, row.cell.shape
+            forward_s = forward.median_s if forward else None
+            share = study.share(row)
+            rows.append(
+                (
+                    str(shape), curve.dtype, curve.line, both.count if both else None, row.checked,
+                    *_with_interval(forward), *_with_interval(row.backward), *_with_interval(both),
+                    _tera(forward_flops(shape) / forward_s if forward_s else None), _tera(flops_per_s(row)),
+                    round(share * 100, 1) if share is not None else None,
+                    _digits(row.cell.working_set_bytes / l2_bytes) if l2_bytes else None,
+                    row.launches,
+                )
+            )  # fmt: skip
+    heads = (
+        "batch, heads, seq, head_dim", "dtype", "implementation", "passes", "gate's calls",
+        "forward ms", "from", "to", "backward ms", "from", "to", "both ms", "from", "to",
+        "TFLOP/s forward", "TFLOP/s both", "of the ceiling %", "working set / L2", "launches",
+    )  # fmt: skip
+    return Table(title=CELLS, columns=heads, rows=tuple(rows))
+
+
+def _missing(study: AttentionStudy) -> Table:
+    """Cells of one reason together."""
+    found: dict[tuple[str, str, str], list[AttentionTiming]] = {}
+    for curve in study.curves:
+        for row in curve.rows:
+            if both_s(row) is None:
+                found.setdefault((curve.line, row.outcome, row.reason), []).append(row)
+    rows = tuple(
+        (line, outcome, len(cells), ", ".join(dict.fromkeys(_where(cell) for cell in cells)), reason)
+        for (line, outcome, reason), cells in found.items()
+    )
+    return Table(title=MISSING, columns=("implementation", "what", "cells", "where", "why"), rows=rows)
+
+
+def _where(row: AttentionTiming) -> str:
+    return f"{row.cell.dtype} d{row.cell.shape.head_dim} s{row.cell.shape.queries}"
+
+
+def _panels(study: AttentionStudy) -> tuple[Panel, ...]:
+    """Time and memory over the sequence, for each dtype and head_dim; a line's name carries its powers."""
+    panels: list[Panel] = []
+    for dtype, head_dim, curves in _groups(study):
+        times: list[Point] = []
+        bytes_: list[Point] = []
+        for curve in curves:
+            line = _line(curve)
+            for row in curve.measured:
+                x, seconds = float(row.cell.shape.queries), both_s(row)
+                if seconds is not None:
+                    times.append(Point(line=line, x=x, y=_digits(seconds * 1e3) or 0.0))
+                if row.memory is not None:
+                    bytes_.append(Point(line=line, x=x, y=_mib(row.memory.before_backward_bytes) or 0.0))
+        x_title = f"sequence length ({dtype}, head_dim {head_dim})"
+        panels += [
+            Panel(x_title=x_title, y_title=title, points=tuple(points), x_log=True, y_log=True)
+            for title, points in (("forward and backward, ms", times), ("memory before backward, MiB", bytes_))
+            if points
+        ]
+    return tuple(panels)
+
+
+def _line(curve: Curve) -> str:
+    slopes = curve.slopes
+    powers = [
+        f"{what} S^{slope.power:.1f}"
+        for what, slope in (("time", slopes["time"]), ("memory", slopes["before backward"]))
+        if slope
+    ]
+    return f"{curve.line}: {', '.join(powers)}" if powers else curve.line
+
+
+def _with_interval(samples: Samples | None) -> tuple[float | None, float | None, float | None]:
+    interval = samples.interval() if samples else None
+    low, high = (interval.low, interval.high) if interval else (None, None)
+    return _ms(samples), _milli(low), _milli(high)
+
+
+def _ms(samples: Samples | None) -> float | None:
+    return _milli(samples.median_s) if samples else None
+
+
+def _milli(seconds: float | None) -> float | None:
+    return None if seconds is None else _digits(seconds * 1e3)
+
+
+def _mib(count: float | None) -> float | None:
+    return None if count is None else _digits(count / MIB)
+
+
+def _gib(count: float | None) -> float | None:
+    return None if count is None else _digits(count / GIB)
+
+
+def _tera(rate: float | None) -> float | None:
+    return None if rate is None else _digits(rate / 1e12)
+
+
+def _digits(value: float | None) -> float | None:
+    """Four significant digits."""
+    return None if value is None else float(f"{value:.4g}")

@@ -1,0 +1,134 @@
+"""Calls of attention, measured: what was called, what became of it, its times and its memory."""
+
+from typing import Literal, get_args
+
+import msgspec
+
+from stepscope.core.attention_support import TensorDtype
+from stepscope.core.attention_verdict import AttentionShape
+from stepscope.core.environment import Environment
+from stepscope.core.errors import InputError, one_line
+from stepscope.core.samples import Samples
+from stepscope.core.workload import Attention, Dtype
+
+# 1  2026-11  first
+TIMINGS_VERSION = 1
+
+CallCompile = Literal["none", "default"]
+"""Called as it is, or through torch.compile."""
+CALL_COMPILES: tuple[CallCompile, ...] = get_args(CallCompile)
+
+Launches = Literal["hidden", "shown"]
+"""hidden: before each pass the device is kept busy, by overwriting its L2 cache, until the host has issued the pass, so
+that the times are the device's own. shown: a pass begins on an idle device, and a short one takes as long as its
+launches; the L2 cache is as the pass before left it."""
+
+CallOutcome = Literal[
+    "measured", "wrong", "not supported", "out of memory", "failed", "interrupted", "not reached"
+]  # fmt: skip
+"""wrong: it did not pass the gate, and gets no time."""
+
+BYTES: dict[TensorDtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+"""Of a number."""
+PRODUCTS: dict[str, Dtype] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+"""Whose ceiling its matrix products are set beside. fp32 is true fp32: TF32 is off."""
+
+
+class AttentionCell(msgspec.Struct, frozen=True, kw_only=True):
+    """One implementation on one shape."""
+
+    implementation: Attention
+    dtype: TensorDtype
+    shape: AttentionShape
+    compile: CallCompile = "none"
+
+    @property
+    def line(self) -> str:
+        """The implementation, and whether it is compiled."""
+        return self.implementation if self.compile == "none" else f"{self.implementation}, compiled"
+
+    @property
+    def input_bytes(self) -> int:
+        """Of q, k, v and the output's gradient."""
+        shape = self.shape
+        rows = 2 * shape.heads * shape.queries + 2 * shape.key_heads * shape.keys
+        return shape.batch * rows * shape.head_dim * BYTES[self.dtype]
+
+    @property
+    def working_set_bytes(self) -> int:
+        """What forward and backward of a fused kernel read and write: those, the output and the three gradients."""
+        return 2 * self.input_bytes
+
+    def __str__(self) -> str:
+        return f"{self.line} ({self.shape}) in {self.dtype}"
+
+
+class CallMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one call."""
+
+    saved_bytes: int
+    """What autograd keeps for backward beside q, k and v, the output too where it keeps it: distinct storages."""
+    before_backward_bytes: int
+    """Alive between forward and backward: q, k, v, the output's gradient, the output, and what is saved."""
+    peak_bytes: int | None = None
+    """The most that was alive in forward and backward, the same inputs counted; None where no allocator counts."""
+
+
+class AttentionTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one cell."""
+
+    cell: AttentionCell
+    outcome: CallOutcome
+    reason: str = ""
+    checked: int = 0
+    """Calls on which the gate saw it right before it was timed."""
+    forward: Samples | None = None
+    """With what backward needs being saved."""
+    backward: Samples | None = None
+    host: Samples | None = None
+    """What the host needed to issue the pass."""
+    launches: Launches | None = None
+    """As it came out: asked to be hidden, they may show all the same."""
+    memory: CallMemory | None = None
+
+    @property
+    def both(self) -> Samples | None:
+        """Forward and backward, pass by pass."""
+        if self.forward is None or self.backward is None or not self.forward.count:
+            return None
+        return self.forward.plus(self.backward)
+
+
+class AttentionTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole measurement, as it is kept."""
+
+    kind: Literal["attention-timings"] = "attention-timings"
+    version: int = TIMINGS_VERSION
+    created: str
+    environment: Environment
+    seconds: float
+    """For which each cell was measured."""
+    launches: Launches
+    """As asked for."""
+    interleaved: bool = True
+    """Whether implementations of one shape took turns, pass by pass."""
+    ceilings: dict[str, float] = {}
+    """FLOP/s of the best matrix product on this device, by dtype."""
+    timings: tuple[AttentionTiming, ...] = ()
+    preset: str = ""
+
+
+def encode_timings(timings: AttentionTimings) -> bytes:
+    """JSON, one document."""
+    return msgspec.json.format(msgspec.json.encode(timings), indent=1) + b"\n"
+
+
+def decode_timings(data: bytes, source: str) -> AttentionTimings:
+    """What `encode_timings` wrote. Raises InputError that names the source."""
+    try:
+        found = msgspec.json.decode(data, type=AttentionTimings)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"{source} holds no timings of attention: {one_line(error)}") from error
+    if found.version > TIMINGS_VERSION:
+        raise InputError(f"{source} is of version {found.version}: this stepscope reads up to {TIMINGS_VERSION}")
+    return found

@@ -1,0 +1,125 @@
+"""What the gate says of an implementation of attention: an error for each tensor, a verdict for each case."""
+
+from typing import Literal
+
+import msgspec
+
+from stepscope.core.attention_support import TensorDtype
+from stepscope.core.errors import EXIT_CHECK_FAILED, StepscopeError
+from stepscope.core.workload import Attention
+
+Layout = Literal["contiguous", "transposed", "strided"]
+"""Of queries, keys, values and the output's gradient. transposed: (batch, seq, heads, head_dim) seen as (batch, heads,
+seq, head_dim), as a model's are. strided: every second number of each row besides."""
+
+Outcome = Literal["passed", "failed", "not supported"]
+
+
+class GateFailure(StepscopeError):
+    """An implementation that computes something else than attention: no time of it means anything."""
+
+    exit_code = EXIT_CHECK_FAILED
+
+
+class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes and mask of one call."""
+
+    batch: int
+    heads: int
+    key_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    causal: bool
+    window: int | None = None
+    layout: Layout = "contiguous"
+
+    def __str__(self) -> str:
+        grouped = f" over {self.key_heads}" if self.key_heads != self.heads else ""
+        keys = f" x {self.keys}" if self.keys != self.queries else ""
+        words = [
+            f"{self.batch}, {self.heads}{grouped}, {self.queries}{keys}, {self.head_dim}",
+            "causal" if self.causal else "full",
+            *([f"window {self.window}"] if self.window is not None else []),
+            *([self.layout] if self.layout != "contiguous" else []),
+        ]
+        return ", ".join(words)
+
+
+class TensorError(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the output or a gradient, beside the same in float64."""
+
+    tensor: Literal["out", "dq", "dk", "dv"]
+    error: float | None
+    """|found - exact| / |exact|; None where something is not finite."""
+    allowed: float
+    sdpa: float
+    """The error of PyTorch's scaled_dot_product_attention in the same dtype, on the same inputs."""
+    row_error: float | None
+    """The largest |found - exact| of a row, over the root of the mean square |exact| of rows."""
+    row_allowed: float
+
+    @property
+    def passed(self) -> bool:
+        whole = self.error is not None and self.error <= self.allowed
+        return whole and self.row_error is not None and self.row_error <= self.row_allowed
+
+
+class AttentionVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """One implementation on one call."""
+
+    dtype: TensorDtype
+    shape: AttentionShape
+    outcome: Outcome
+    errors: tuple[TensorError, ...] = ()
+    """The output's, and where there is a backward those of the three gradients."""
+    repeats: bool | None = None
+    """Whether a second run gave the same bits; None where there was none."""
+    reason: str = ""
+    """Why it is not supported, or failed without an answer."""
+
+    @property
+    def sentence(self) -> str:
+        """What is wrong, in one line."""
+        where = f"({self.shape}) in {self.dtype}"
+        if self.reason:
+            return f"{where}: {self.reason}"
+        wrong: list[str] = []
+        for each in self.errors:
+            if each.error is None:
+                wrong.append(f"{each.tensor} is not finite")
+            elif each.error > each.allowed:
+                wrong.append(f"{each.tensor} is off by {each.error:.2g} where {each.allowed:.2g} is allowed")
+            elif not each.passed:
+                wrong.append(f"a row of {each.tensor} is off by {each.row_error:.2g} where {each.row_allowed:.2g} is")
+        return f"{where}: {'; '.join(wrong) or self.outcome}"
+
+
+class GateReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One implementation on every call that it was asked for."""
+
+    implementation: Attention
+    device: str
+    seed: int
+    verdicts: tuple[AttentionVerdict, ...]
+
+    @property
+    def failures(self) -> tuple[AttentionVerdict, ...]:
+        return tuple(verdict for verdict in self.verdicts if verdict.outcome == "failed")
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was computed, and all of that is right."""
+        return not self.failures and any(verdict.outcome == "passed" for verdict in self.verdicts)
+
+    def require(self) -> None:
+        """Raise GateFailure unless it passed: to be called before any of its times is shown."""
+        if self.passed:
+            return
+        if not self.failures:
+            why = next((verdict.sentence for verdict in self.verdicts), "it was asked for nothing")
+            raise GateFailure(f"attention {self.implementation} was not seen to be right: {why}")
+        raise GateFailure(
+            f"attention {self.implementation} is wrong in {len(self.failures)} of {len(self.verdicts)} cases, "
+            f"so that no time of it is shown: {self.failures[0].sentence}"
+        )

@@ -1,0 +1,1 @@
+"""Attention as kernels: FlashAttention-2 in Triton, and the same tile by tile in PyTorch."""

@@ -1,0 +1,309 @@
+"""FlashAttention-2 as PyTorch sees it: operators with fake kernels, autograd and a FLOP formula; and a Function.
+
+    flash_attention(q, k, v, causal=..., scale=None, window=None) -> out        (B, H, S, D)
+    FlashAttention.apply(q, k, v, is_causal=False) -> out                       (..., S, D)
+
+A query i sees a key j when, causal, j <= i (top-left alignment where S and T differ, as `is_causal` of PyTorch's
+scaled_dot_product_attention has it), and, with a window w, i - j < w, without causal also j - i < w. A row that sees no
+key gives zeros, logsumexp -inf, and no gradient.
+
+Forward and backward are deterministic, unless a `fused` backward is chosen, which adds dQ up by atomics.
+"""
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _profiler_enabled
+from torch.utils.flop_counter import register_flop_formula
+
+from stepscope.core.errors import InputError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+_library = torch.library.Library("stepscope", "FRAGMENT")
+_library.define(
+    "flash_attention_forward(Tensor q, Tensor k, Tensor v, bool causal, float scale, int? window) -> (Tensor, Tensor)"
+)
+_library.define(
+    "flash_attention_backward(Tensor gradient, Tensor? logsumexp_gradient, Tensor q, Tensor k, Tensor v, Tensor out,"
+    " Tensor logsumexp, bool causal, float scale, int? window) -> (Tensor, Tensor, Tensor)"
+)
+
+
+@functools.cache
+def _launching() -> tuple["ModuleType", "ModuleType", "ModuleType"]:
+    """The modules that need Triton, imported by the first call."""
+    try:
+        from stepscope.kernels import flash_launch, flash_replay, flash_tuning  # noqa: PLC0415
+    except ImportError as error:
+        raise InputError(f"flash attention needs Triton 3.6 or later ({error}): choose another attention") from error
+    return flash_launch, flash_replay, flash_tuning
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The kernels address the head dimension without a stride."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _dense_target(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+    launch, replay, tuning = _launching()
+    out = torch.empty_like(q)
+    logsumexp = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if q.numel() == 0:
+        return out, logsumexp
+    target = _dense_target(out)
+
+    def call(tensors: tuple[Tensor, ...], launcher: Any) -> None:
+        launch.launch_forward(
+            *tensors, causal=causal, scale=scale, window=window, precision=tuning.precision_for(q),
+            configuration=tuning.forward_configuration(q, causal=causal), launcher=launcher,
+        )  # fmt: skip
+
+    tensors = (_dense(q), _dense(k), _dense(v), target, logsumexp)
+    # The strides of what was allocated here follow from these.
+    strides = q.stride(), tensors[1].stride(), tensors[2].stride()
+    key = ("forward", q.shape, k.shape, strides, q.dtype, q.device, causal, scale, window, tuning.state(q))
+    replay.run(key, tensors, call)
+    if target is not out:
+        out.copy_(target)
+    return out, logsumexp
+
+
+def _backward(
+    gradient: Tensor,
+    logsumexp_gradient: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    causal: bool,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    launch, replay, tuning = _launching()
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if q.numel() == 0:
+        return dq, dk.zero_(), dv.zero_()
+    targets = (_dense_target(dq), _dense_target(dk), _dense_target(dv))
+    configuration = tuning.backward_configuration(q, causal=causal)
+    tensors = (
+        _dense(gradient), _dense(q), _dense(k), _dense(v), _dense(out), logsumexp, *targets,
+        launch.statistics_for(q, configuration),
+    )  # fmt: skip
+    if logsumexp_gradient is not None:
+        tensors = (*tensors, logsumexp_gradient.contiguous())
+
+    def call(tensors: tuple[Tensor, ...], launcher: Any) -> None:
+        backward = launch.Backward(
+            *tensors[:10], causal=causal, scale=scale, window=window, precision=tuning.precision_for(q),
+            tma=configuration.tma, launcher=launcher,
+        )  # fmt: skip
+        launch.run_backward(backward, configuration, *tensors[10:])
+
+    strides = tensors[0].stride(), q.stride(), k.stride(), v.stride(), tensors[4].stride(), len(tensors)
+    key = ("backward", q.shape, k.shape, strides, q.dtype, q.device, causal, scale, window, tuning.state(q))
+    replay.run(key, tensors, call)
+    for gradient_of, target in zip((dq, dk, dv), targets, strict=True):
+        if target is not gradient_of:
+            gradient_of.copy_(target)
+    return dq, dk, dv
+
+
+_library.impl("flash_attention_forward", _forward, "CompositeExplicitAutograd")
+_library.impl("flash_attention_backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("stepscope::flash_attention_forward", lib=_library)
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+
+
+@torch.library.register_fake("stepscope::flash_attention_backward", lib=_library)
+def _fake_backward(
+    gradient: Tensor,
+    logsumexp_gradient: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    causal: bool,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.causal, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, gradient: Tensor | None, logsumexp_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+    if gradient is None:
+        if logsumexp_gradient is None:
+            return (None,) * 6
+        gradient = torch.zeros_like(ctx.saved_tensors[3])
+    gradients = torch.ops.stepscope.flash_attention_backward(
+        gradient, logsumexp_gradient, *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.window
+    )
+    return *gradients, None, None, None
+
+
+torch.library.register_autograd(
+    "stepscope::flash_attention_forward", _autograd, setup_context=_setup_context, lib=_library
+)
+
+
+def _refuse(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    raise NotImplementedError("attention flash has no second derivative: choose another attention")
+
+
+torch.library.register_autograd("stepscope::flash_attention_backward", _refuse, lib=_library)
+
+
+@register_flop_formula(torch.ops.stepscope.flash_attention_forward)
+def _forward_flops(q_shape: Any, k_shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Two products of 2 B H S T D; the full square, as PyTorch counts its own attention."""
+    batches, heads, queries, head_dim = q_shape
+    return 4 * batches * heads * queries * k_shape[2] * head_dim
+
+
+@register_flop_formula(torch.ops.stepscope.flash_attention_backward)
+def _backward_flops(_: Any, __: Any, q_shape: Any, k_shape: Any, *___: Any, out_shape: Any = None, **____: Any) -> int:
+    """Five products, the scores computed again among them, as PyTorch counts it."""
+    batches, heads, queries, head_dim = q_shape
+    return 10 * batches * heads * queries * k_shape[2] * head_dim
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> None:
+    """Raise an InputError, one line, for what the kernels do not take. Cheap: shapes, dtypes and devices only."""
+    if q.dim() != 4 or k.dim() != 4 or v.shape != k.shape:
+        raise InputError(
+            f"attention flash takes q (B, H, S, D) and k, v (B, H', T, D), "
+            f"not {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise InputError(
+            f"attention flash: q {tuple(q.shape)} and k {tuple(k.shape)} must agree in batch and head_dim, "
+            "and the heads of k must divide those of q"
+        )
+    if not 1 <= q.shape[3] <= MAX_HEAD_DIM:
+        raise InputError(f"attention flash takes head_dim up to {MAX_HEAD_DIM}, not {q.shape[3]}")
+    if q.shape[2] == 0 or k.shape[2] == 0:
+        raise InputError(f"attention flash: an empty sequence (queries {q.shape[2]}, keys {k.shape[2]})")
+    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise InputError(f"attention flash takes fp32, fp16 or bf16, one for all, not {q.dtype}, {k.dtype}, {v.dtype}")
+    if k.device != q.device or v.device != q.device:
+        raise InputError(
+            f"attention flash: q, k and v lie on {q.device}, {k.device} and {v.device}; move them together"
+        )
+    if window is not None and window < 1:
+        raise InputError(f"attention flash takes a window of 1 or more, not {window}")
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
+) -> Tensor:
+    """softmax(q k^T * scale) v, scale 1 / sqrt(D) unless given; see the module for what causal and window hide."""
+    check_inputs(q, k, v, window)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    if _watched(q, k, v):
+        return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window)[0]
+    return _Direct.apply(q, k, v, (causal, scale, window))
+
+
+def _watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether somebody must see an operator: a compiler, a mode (fake tensors, a counter, a policy of checkpointing), a
+    transformation, a profiler, a subclass. Otherwise its layers in Python, several times a launch, are left out.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or _profiler_enabled()
+        or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _gradients(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool, scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    # With gradients enabled this backward is itself to be differentiated: the operator says that it cannot be.
+    if torch.is_grad_enabled() or _watched(q, k, v) or type(gradient) is not Tensor:
+        return torch.ops.stepscope.flash_attention_backward(
+            gradient, None, q, k, v, out, logsumexp, causal, scale, window
+        )
+    return _backward(gradient, None, q, k, v, out, logsumexp, causal, scale, window)
+
+
+class _Direct(torch.autograd.Function):
+    """The operator without its layers. Options come as one: each argument costs the host time on both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[bool, float, int | None]) -> Tensor:
+        out, logsumexp = _forward(q, k, v, *options)
+        ctx.save_for_backward(q, k, v, out, logsumexp)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return *_gradients(gradients[0], *ctx.saved_tensors, *ctx.options), None
+
+
+class FlashAttention(torch.autograd.Function):
+    """`apply(q, k, v, is_causal=False)` on (..., seq, head_dim); saves q, k, v, out and the logsumexp (..., seq)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        q4, k4, v4 = _four_dimensional(q), _four_dimensional(k), _four_dimensional(v)
+        check_inputs(q4, k4, v4)
+        ctx.is_causal = is_causal
+        ctx.scale = 1 / math.sqrt(q.shape[-1])
+        run = torch.ops.stepscope.flash_attention_forward if _watched(q, k, v) else _forward
+        out, logsumexp = run(q4, k4, v4, is_causal, ctx.scale, None)
+        out = out.reshape(q.shape)
+        ctx.save_for_backward(q, k, v, out, logsumexp.reshape(q.shape[:-1]))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, logsumexp = ctx.saved_tensors
+        q4 = _four_dimensional(q)
+        dq, dk, dv = _gradients(
+            gradients[0].reshape(q4.shape), q4, _four_dimensional(k), _four_dimensional(v), out.reshape(q4.shape),
+            logsumexp.reshape(q4.shape[:3]), ctx.is_causal, ctx.scale, None,
+        )  # fmt: skip
+        return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape), None
+
+
+def _four_dimensional(tensor: Tensor) -> Tensor:
+    """(..., S, D) as (B, H, S, D): the leading dimensions but the last of them are the batch."""
+    if tensor.dim() < 2:
+        raise InputError(f"attention flash takes (..., seq, head_dim), not {tuple(tensor.shape)}")
+    if tensor.dim() == 4:
+        return tensor
+    *batches, rows, columns = tensor.shape
+    if not batches:
+        return tensor[None, None]
+    return tensor.reshape(math.prod(batches[:-1]), batches[-1], rows, columns)

@@ -1,0 +1,390 @@
+"""FlashAttention-2's backward pass in Triton.
+
+From dO, with c = scale * log2(e) and the forward's logsumexp L (in base 2 here), tile by tile
+
+    P  = 2^(c Q K^T - L)          delta = rowsum(dO * O)
+    dV = P^T dO
+    dP = dO V^T                   dS = P * (dP - delta)
+    dK = scale dS^T Q             dQ = scale dS K
+
+(Dao 2023, arXiv:2307.08691, algorithm 2.) Three ways to sum it up:
+
+    apart   a kernel over tiles of queries for dQ, which also leaves delta behind, then one over tiles of keys for dK
+            and dV. Scores and dP are computed in both, 7 matrix products instead of 5, and every sum has one owner: no
+            atomics, bit for bit repeatable.
+    joint   the same two, in one launch, so that the ends of the two overlap.
+    fused   over tiles of keys only, 5 products; dQ is added up in fp32 by atomics, whose order differs between runs.
+
+The kernel over keys computes the transposed S^T = K Q^T and dP^T = V dO^T: the weights then come out of one product in
+the layout in which the next reads its left operand from registers.
+"""
+
+import triton
+import triton.language as tl
+
+from stepscope.kernels.flash_tiles import keys_visited, load_tile, long, product, queries_visiting, store_tile, visible
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _row_statistics(
+    OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, gradient, o_offset, o_row, batch_head, first, queries, padded, rows,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, EVEN_QUERIES: tl.constexpr,
+    HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
+):  # fmt: skip
+    """Of one tile: the logsumexp in base 2 and delta, also written to STATISTICS (2, rows, padded) fp32.
+
+    Rows that saw nothing, and rows between `queries` and `padded`, get the logsumexp +inf: their weights are then zero
+    without a mask.
+    """
+    out = load_tile(OUT, o_offset, 0, 0, first, queries, o_row, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, False)
+    delta = tl.sum(out.to(tl.float32) * gradient.to(tl.float32), 1)
+    query = first + tl.arange(0, BLOCK_M)
+    offset = long(batch_head) * queries + query
+    logsumexp = tl.load(LOGSUMEXP + offset, mask=query < queries, other=float("-inf"))
+    if HAS_LOGSUMEXP_GRADIENT:
+        # The logsumexp's derivative by the scores is P: it joins dP - delta inside the bracket of dS.
+        delta -= tl.load(LOGSUMEXP_GRADIENT + offset, mask=query < queries, other=0.0)
+    base_2 = tl.where(logsumexp == float("-inf"), float("inf"), logsumexp * LOG2E)
+    row = STATISTICS + long(batch_head) * padded + query
+    tl.store(row, base_2, mask=query < padded)
+    tl.store(row + long(rows) * padded, delta, mask=query < padded)
+    return base_2, delta
+
+
+@triton.jit
+def flash_row_statistics(
+    OUT, GRADIENT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS,
+    o_batch, o_head, o_row, g_batch, g_head, g_row, batches, heads, queries, padded,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
+):  # fmt: skip
+    """STATISTICS (2, B * H, padded) fp32: the logsumexp in base 2, and delta."""
+    batch_head = tl.program_id(1)
+    first = tl.program_id(0) * BLOCK_M
+    batch = long(batch_head // heads)
+    head = batch_head % heads
+    gradient = load_tile(
+        GRADIENT, batch * g_batch + head * g_head, 0, 0, first, queries, g_row, BLOCK_M, HEAD_DIM, BLOCK_D, False, False
+    )
+    _row_statistics(
+        OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, gradient, batch * o_batch + head * o_head, o_row, batch_head,
+        first, queries, padded, batches * heads, HEAD_DIM, BLOCK_D, BLOCK_M, False, HAS_LOGSUMEXP_GRADIENT,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_statistic(STATISTICS, row, first_query, padded, BLOCK_M: tl.constexpr, TMA: tl.constexpr):
+    if TMA:
+        return STATISTICS.load([row, first_query]).reshape(BLOCK_M)
+    else:
+        return tl.load(STATISTICS + long(row) * padded + first_query + tl.arange(0, BLOCK_M))
+
+
+@triton.jit
+def _visit_queries(
+    dk, dv, k, v, Q, GRADIENT, DQ, STATISTICS, statistics_row, q_offset, g_offset, dq_offset, batch, head,
+    q_row, g_row, dq_row, key, begin, end, queries, keys, window, padded, rows, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    MASKED: tl.constexpr, EVEN_QUERIES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr,
+    TMA_REDUCE: tl.constexpr,
+):  # fmt: skip
+    for first_query in tl.range(begin, end, BLOCK_M):  # pyright: ignore[reportGeneralTypeIssues]
+        query = first_query + tl.arange(0, BLOCK_M)
+        q = load_tile(
+            Q, q_offset, batch, head, first_query, queries, q_row, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA
+        )
+        scores_transposed = product(k, tl.trans(q), None, PRECISION)
+        logsumexp = _load_statistic(STATISTICS, statistics_row, first_query, padded, BLOCK_M, TMA)
+        weights_transposed = tl.math.exp2(scores_transposed * scale_log2 - logsumexp[None, :])
+        if MASKED:
+            seen = visible(query[None, :], key[:, None], keys, window, CAUSAL, WINDOW)
+            weights_transposed = tl.where(seen, weights_transposed, 0.0)
+        gradient = load_tile(
+            GRADIENT, g_offset, batch, head, first_query, queries, g_row,
+            BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA,
+        )  # fmt: skip
+        dv = product(weights_transposed.to(gradient.dtype), gradient, dv, PRECISION)
+        dp_transposed = product(v, tl.trans(gradient), None, PRECISION)
+        delta = _load_statistic(STATISTICS, statistics_row + rows, first_query, padded, BLOCK_M, TMA)
+        ds_transposed = (weights_transposed * (dp_transposed - delta[None, :])).to(q.dtype)
+        dk = product(ds_transposed, q, dk, PRECISION)
+        if FUSED:
+            dq = product(tl.trans(ds_transposed), k, None, PRECISION)
+            if TMA_REDUCE:
+                DQ.atomic_add([batch, head, first_query, 0], dq.reshape(1, 1, BLOCK_M, BLOCK_D))
+            else:
+                column = tl.arange(0, BLOCK_D)
+                pointers = DQ + (dq_offset + long(first_query) * dq_row)
+                pointers = pointers + tl.arange(0, BLOCK_M)[:, None] * dq_row + column[None, :]
+                inside = (query < queries)[:, None] & (column < HEAD_DIM)[None, :]
+                tl.atomic_add(pointers, dq, mask=inside, sem="relaxed")
+    return dk, dv
+
+
+@triton.jit
+def _key_gradients(
+    tile, Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, scale, scale_log2,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
+    batches, kv_heads, queries, keys, window, padded,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr, TMA_REDUCE: tl.constexpr,
+):  # fmt: skip
+    # Under a causal mask the first keys are seen by the most queries: heavy tiles come first as they are.
+    key_tiles = tl.cdiv(keys, BLOCK_N)
+    key_tile = tile % key_tiles
+    batch_head = tile // key_tiles
+    batch = batch_head // kv_heads
+    kv_head = batch_head % kv_heads
+    batch_long = long(batch)
+    rows = batches * kv_heads * GROUP
+    first_key = key_tile * BLOCK_N
+    key = first_key + tl.arange(0, BLOCK_N)
+
+    k = load_tile(
+        K, batch_long * k_batch + kv_head * k_head, batch, kv_head, first_key, keys, k_row,
+        BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS, TMA,
+    )  # fmt: skip
+    v = load_tile(
+        V, batch_long * v_batch + kv_head * v_head, batch, kv_head, first_key, keys, v_row,
+        BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS, TMA,
+    )  # fmt: skip
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    begin, full_begin, full_end, end = queries_visiting(
+        first_key, queries, keys, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
+    )
+    if FUSED and not EVEN_KEYS and first_key + BLOCK_N > keys:
+        # Keys beyond the sequence would reach dQ as 0 * inf where their weights overflow.
+        full_begin = tl.cdiv(end, BLOCK_M) * BLOCK_M
+        full_end = full_begin
+
+    for member in range(GROUP):
+        head = kv_head * GROUP + member
+        q_offset = batch_long * q_batch + head * q_head
+        g_offset = batch_long * g_batch + head * g_head
+        dq_offset = batch_long * dq_batch + head * dq_head
+        statistics_row = batch * kv_heads * GROUP + head
+        if CAUSAL or WINDOW or (FUSED and not EVEN_KEYS):
+            dk, dv = _visit_queries(
+                dk, dv, k, v, Q, GRADIENT, DQ, STATISTICS, statistics_row, q_offset, g_offset, dq_offset, batch, head,
+                q_row, g_row, dq_row, key, begin, tl.minimum(full_begin, end), queries, keys, window, padded, rows,
+                scale_log2,
+                HEAD_DIM, BLOCK_D, BLOCK_M, CAUSAL, WINDOW, True, EVEN_QUERIES, PRECISION, TMA, FUSED, TMA_REDUCE,
+            )  # fmt: skip
+        dk, dv = _visit_queries(
+            dk, dv, k, v, Q, GRADIENT, DQ, STATISTICS, statistics_row, q_offset, g_offset, dq_offset, batch, head,
+            q_row, g_row, dq_row, key, full_begin, full_end, queries, keys, window, padded, rows, scale_log2,
+            HEAD_DIM, BLOCK_D, BLOCK_M, CAUSAL, WINDOW, False, EVEN_QUERIES, PRECISION, TMA, FUSED, TMA_REDUCE,
+        )  # fmt: skip
+        if WINDOW:
+            dk, dv = _visit_queries(
+                dk, dv, k, v, Q, GRADIENT, DQ, STATISTICS, statistics_row, q_offset, g_offset, dq_offset, batch, head,
+                q_row, g_row, dq_row, key, full_end, end, queries, keys, window, padded, rows, scale_log2,
+                HEAD_DIM, BLOCK_D, BLOCK_M, CAUSAL, WINDOW, True, EVEN_QUERIES, PRECISION, TMA, FUSED, TMA_REDUCE,
+            )  # fmt: skip
+    store_tile(
+        DV, batch_long * dv_batch + kv_head * dv_head, dv, first_key, keys, dv_row,
+        BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS,
+    )  # fmt: skip
+    store_tile(
+        DK, batch_long * dk_batch + kv_head * dk_head, dk * scale, first_key, keys, dk_row,
+        BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _visit_keys(
+    dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
+    query, begin, end, keys, window, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    MASKED: tl.constexpr, EVEN_KEYS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    for first_key in tl.range(begin, end, BLOCK_N):  # pyright: ignore[reportGeneralTypeIssues]
+        k = load_tile(
+            K, k_offset, batch, kv_head, first_key, keys, k_row,
+            BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA,
+        )  # fmt: skip
+        scores = product(q, tl.trans(k), None, PRECISION)
+        weights = tl.math.exp2(scores * scale_log2 - logsumexp[:, None])
+        if MASKED:
+            key = first_key + tl.arange(0, BLOCK_N)
+            seen = visible(query[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
+            weights = tl.where(seen, weights, 0.0)
+        v = load_tile(
+            V, v_offset, batch, kv_head, first_key, keys, v_row,
+            BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA,
+        )  # fmt: skip
+        dp = product(gradient, tl.trans(v), None, PRECISION)
+        ds = (weights * (dp - delta[:, None])).to(k.dtype)
+        dq = product(ds, k, dq, PRECISION)
+    return dq
+
+
+@triton.jit
+def _query_gradients(
+    tile, Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, scale, scale_log2,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    o_batch, o_head, o_row, dq_batch, dq_head, dq_row,
+    batches, kv_heads, queries, keys, window, padded,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, PREPARE: tl.constexpr, HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
+):  # fmt: skip
+    # Whoever prepares the statistics writes those of the rows between the sequence and `padded` too.
+    row_tiles = tl.cdiv(padded if PREPARE else queries, BLOCK_M)
+    row_tile = tile % row_tiles
+    batch_head = tile // row_tiles
+    if CAUSAL:
+        row_tile = row_tiles - 1 - row_tile
+    heads = kv_heads * GROUP
+    batch = batch_head // heads
+    head = batch_head % heads
+    kv_head = head // GROUP
+    batch_long = long(batch)
+    first_query = row_tile * BLOCK_M
+    query = first_query + tl.arange(0, BLOCK_M)
+
+    q = load_tile(
+        Q, batch_long * q_batch + head * q_head, batch, head, first_query, queries, q_row,
+        BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA,
+    )  # fmt: skip
+    gradient = load_tile(
+        GRADIENT, batch_long * g_batch + head * g_head, batch, head, first_query, queries, g_row,
+        BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA,
+    )  # fmt: skip
+    if PREPARE:
+        logsumexp, delta = _row_statistics(
+            OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, gradient, batch_long * o_batch + head * o_head, o_row,
+            batch_head, first_query, queries, padded, batches * heads, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_QUERIES,
+            HAS_LOGSUMEXP_GRADIENT,
+        )  # fmt: skip
+    else:
+        statistics = STATISTICS + long(batch_head) * padded + query
+        logsumexp = tl.load(statistics)
+        delta = tl.load(statistics + long(batches) * heads * padded)
+    k_offset = batch_long * k_batch + kv_head * k_head
+    v_offset = batch_long * v_batch + kv_head * v_head
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    begin, full_begin, full_end, end = keys_visited(
+        first_query, queries, keys, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
+    )
+    if WINDOW:
+        dq = _visit_keys(
+            dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
+            query, begin, tl.minimum(full_begin, end), keys, window, scale_log2,
+            HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, True, EVEN_KEYS, PRECISION, TMA,
+        )  # fmt: skip
+    if CAUSAL or WINDOW or not EVEN_KEYS:
+        dq = _visit_keys(
+            dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
+            query, full_end, end, keys, window, scale_log2,
+            HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, True, EVEN_KEYS, PRECISION, TMA,
+        )  # fmt: skip
+    dq = _visit_keys(
+        dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
+        query, full_begin, full_end, keys, window, scale_log2,
+        HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, False, EVEN_KEYS, PRECISION, TMA,
+    )  # fmt: skip
+    store_tile(
+        DQ, batch_long * dq_batch + head * dq_head, dq * scale, first_query, queries, dq_row,
+        BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES,
+    )  # fmt: skip
+
+
+@triton.jit
+def flash_key_gradients(
+    Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, scale, scale_log2,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
+    batches, kv_heads, queries, keys, window, padded,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr, TMA_REDUCE: tl.constexpr,
+):  # fmt: skip
+    """dK and dV, a program a tile of keys; all query heads of its group pass by in order.
+
+    FUSED also adds dQ / scale into DQ (fp32, zero before) by atomics, through a pointer or, TMA_REDUCE, a descriptor.
+    """
+    _key_gradients(
+        tl.program_id(0), Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, scale, scale_log2,
+        q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+        dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
+        batches, kv_heads, queries, keys, window, padded, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
+        CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS, PRECISION, TMA, FUSED, TMA_REDUCE,
+    )  # fmt: skip
+
+
+@triton.jit
+def flash_query_gradients(
+    Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, scale, scale_log2,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    o_batch, o_head, o_row, dq_batch, dq_head, dq_row,
+    batches, kv_heads, queries, keys, window, padded,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, PREPARE: tl.constexpr, HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
+):  # fmt: skip
+    """dQ, a program a tile of queries. PREPARE also computes STATISTICS, for `flash_key_gradients` after it."""
+    _query_gradients(
+        tl.program_id(0), Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, scale, scale_log2,
+        q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+        o_batch, o_head, o_row, dq_batch, dq_head, dq_row, batches, kv_heads, queries, keys, window, padded,
+        GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS, PRECISION, TMA,
+        PREPARE, HAS_LOGSUMEXP_GRADIENT,
+    )  # fmt: skip
+
+
+@triton.jit
+def flash_joint_gradients(
+    Q, K, V, GRADIENT, Q2, K2, V2, GRADIENT2, DQ, DK, DV, STATISTICS, STATISTICS2, scale, scale_log2,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
+    batches, kv_heads, queries, keys, window, padded,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M2: tl.constexpr, BLOCK_N2: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
+    EVEN_QUERIES2: tl.constexpr, EVEN_KEYS2: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Both of the above in one launch: programs of keys first. Q2 to GRADIENT2 are
+    descriptors of the second's tiles, STATISTICS2 a pointer."""
+    key_programs = tl.cdiv(keys, BLOCK_N) * batches * kv_heads
+    program = tl.program_id(0)
+    if program < key_programs:
+        _key_gradients(
+            program, Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, scale, scale_log2,
+            q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+            dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
+            batches, kv_heads, queries, keys, window, padded, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
+            CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS, PRECISION, TMA, False, False,
+        )  # fmt: skip
+    else:
+        _query_gradients(
+            program - key_programs, Q2, K2, V2, GRADIENT2, DQ, STATISTICS2, STATISTICS2, DQ, STATISTICS2,
+            scale, scale_log2,
+            q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+            0, 0, 0, dq_batch, dq_head, dq_row, batches, kv_heads, queries, keys, window, padded,
+            GROUP, HEAD_DIM, BLOCK_D, BLOCK_M2, BLOCK_N2, CAUSAL, WINDOW, EVEN_QUERIES2, EVEN_KEYS2, PRECISION, TMA,
+            False, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def flash_finish_queries(
+    ACCUMULATED, DQ, scale, dq_batch, dq_head, dq_row, heads, queries,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """The fused kernel's dQ: ACCUMULATED (B, H, S, D) fp32, contiguous, times scale, in the gradient's dtype."""
+    batch_head = tl.program_id(1)
+    first = tl.program_id(0) * BLOCK_M
+    batch = long(batch_head // heads)
+    head = batch_head % heads
+    tile = load_tile(
+        ACCUMULATED, long(batch_head) * queries * HEAD_DIM, 0, 0, first, queries, HEAD_DIM,
+        BLOCK_M, HEAD_DIM, BLOCK_D, False, False,
+    )  # fmt: skip
+    store_tile(
+        DQ, batch * dq_batch + head * dq_head, tile * scale, first, queries, dq_row, BLOCK_M, HEAD_DIM, BLOCK_D, False
+    )

@@ -1,0 +1,198 @@
+"""What can be chosen about the FlashAttention kernels, and what is chosen where nothing was measured."""
+
+from typing import Literal
+
+import msgspec
+
+Way = Literal["apart", "joint", "fused"]
+Precision = Literal["ieee", "tf32", "tf32x3"]
+
+LARGEST_TILE = 256
+"""Rows of a tile; row statistics are padded to a multiple of it."""
+
+
+class Tiles(msgspec.Struct, frozen=True, kw_only=True):
+    """One kernel's tile of scores and how it is compiled."""
+
+    block_m: int
+    """Queries of a tile, a power of two, 16 or more."""
+    block_n: int
+    """Keys of a tile, likewise."""
+    num_warps: int
+    num_stages: int
+    """Depth of the software pipeline: tiles in flight."""
+    max_registers: int | None = None
+    """A cap on registers of a thread, where one more block on a multiprocessor is worth the spills."""
+
+    def __post_init__(self) -> None:
+        """What a file may say is checked here too."""
+        for block in (self.block_m, self.block_n):
+            if not 16 <= block <= LARGEST_TILE or block & (block - 1):
+                raise ValueError(f"a tile has a power of two of 16 to {LARGEST_TILE} rows, not {block}")
+        if self.num_warps not in {1, 2, 4, 8, 16} or not 1 <= self.num_stages <= 8:
+            raise ValueError(f"a tile has 1 to 16 warps and 1 to 8 stages, not {self.num_warps} and {self.num_stages}")
+        if self.max_registers is not None and not 24 <= self.max_registers <= 255:
+            raise ValueError(f"a thread has 24 to 255 registers, not {self.max_registers}")
+
+    def __str__(self) -> str:
+        cap = "" if self.max_registers is None else f" r{self.max_registers}"
+        return f"{self.block_m}x{self.block_n} w{self.num_warps} s{self.num_stages}{cap}"
+
+
+class ForwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
+    """The forward kernel."""
+
+    tiles: Tiles
+    tma: bool = True
+    """Load through tensor descriptors where strides and the device allow it."""
+    warp_specialize: bool = False
+    persistent: bool = False
+    rows_first: bool = True
+    """Tiles of one head after another, so that its keys stay in L2; otherwise the heads take turns."""
+
+    def __str__(self) -> str:
+        flags = [name for name, on in (("tma", self.tma), ("ws", self.warp_specialize), ("persistent", self.persistent),
+                                       ("heads-first", not self.rows_first)) if on]  # fmt: skip
+        return " ".join([str(self.tiles), *flags])
+
+
+class BackwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
+    """The backward kernels."""
+
+    way: Way = "apart"
+    keys: Tiles
+    """The kernel over tiles of keys."""
+    queries: Tiles | None = None
+    """The kernel over tiles of queries; not where it is `fused`. A `joint` launch takes num_warps and num_stages of
+    `keys`."""
+    tma: bool = True
+    tma_reduce: bool = False
+    """`fused`: add dQ up through the tensor-memory accelerator and not with atomic instructions."""
+
+    def __post_init__(self) -> None:
+        if self.way != "fused" and self.queries is None:
+            raise ValueError(f"{self.way} needs tiles for the kernel over queries")
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether two runs agree bit for bit: every sum in one program, in one order."""
+        return self.way != "fused"
+
+    def __str__(self) -> str:
+        parts = [self.way, f"keys {self.keys}"]
+        if self.queries is not None:
+            parts.append(f"queries {self.queries}")
+        parts += [name for name, on in (("tma", self.tma), ("tma-reduce", self.tma_reduce)) if on]
+        return " ".join(parts)
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """What a choice depends on: a class of calls."""
+
+    capability: tuple[int, int]
+    """Of the device; (0, 0) in Triton's interpreter."""
+    head_dim: int
+    bytes_per_element: int
+    causal: bool
+    log2_queries: int
+    """Rounded up."""
+    precision: Precision = "ieee"
+    """How fp32 is multiplied; half precisions are always "ieee"."""
+
+    def __str__(self) -> str:
+        major, minor = self.capability
+        dtype = f"fp32 {self.precision}" if self.bytes_per_element == 4 else "16 bits"
+        mask = "causal" if self.causal else "full"
+        return f"sm_{major}{minor} head_dim {self.head_dim} {dtype} {mask} up to {2**self.log2_queries} queries"
+
+
+def tiles(block_m: int, block_n: int, num_warps: int, num_stages: int, max_registers: int | None = None) -> Tiles:
+    """Tiles written short."""
+    return Tiles(
+        block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages, max_registers=max_registers
+    )
+
+
+def default_forward(problem: Problem) -> ForwardConfiguration:
+    """What is taken where nothing was tuned."""
+    if problem.capability[0] == 9 and problem.head_dim <= 128:
+        return _hopper_forward(problem)
+    if problem.capability == (0, 0):
+        chosen = tiles(32, 16, 4, 1)
+    elif problem.bytes_per_element == 4:
+        chosen = _by_head_dim(problem, tiles(64, 32, 4, 2), tiles(32, 32, 4, 2), tiles(32, 16, 4, 1))
+    elif problem.capability[0] == 9:
+        chosen = tiles(128, 64, 8, 2)
+    else:
+        chosen = _by_head_dim(problem, tiles(128, 64, 4, 3), tiles(128, 32, 4, 3), tiles(64, 32, 4, 2))
+    return ForwardConfiguration(tiles=chosen, tma=_described(problem))
+
+
+def default_backward(problem: Problem) -> BackwardConfiguration:
+    """What is taken where nothing was tuned."""
+    if problem.capability[0] == 9 and problem.head_dim <= 128:
+        return _hopper_backward(problem)
+    if problem.capability == (0, 0):
+        keys, queries = tiles(16, 32, 4, 1), tiles(32, 16, 4, 1)
+    elif problem.bytes_per_element == 4:
+        keys = _by_head_dim(problem, tiles(32, 64, 8, 1), tiles(32, 32, 8, 1), tiles(16, 32, 8, 1))
+        queries = _by_head_dim(problem, tiles(64, 32, 8, 1), tiles(32, 32, 8, 1), tiles(32, 16, 8, 1))
+    elif problem.capability[0] == 9:
+        keys, queries = tiles(32, 64, 8, 2), tiles(64, 32, 8, 2)
+    else:
+        keys = _by_head_dim(problem, tiles(32, 128, 4, 3), tiles(32, 64, 4, 2), tiles(32, 32, 4, 1))
+        queries = _by_head_dim(problem, tiles(128, 32, 4, 3), tiles(64, 32, 4, 2), tiles(32, 32, 4, 1))
+    return BackwardConfiguration(keys=keys, queries=queries, tma=_described(problem))
+
+
+def _described(problem: Problem) -> bool:
+    # Compiled for sm_90, exact products of fp32 spill far more registers by descriptors than by pointers.
+    return problem.capability >= (9, 0) and problem.bytes_per_element == 2
+
+
+# On Hopper up to head_dim 128: the fastest of results/h200/attention/flash-experiments.json, kernel by kernel. Measured
+# there in bf16 at 1024 (head_dim 64), 2048 (128), 8192 and 16384 positions; in fp32 at 4096.
+
+_SHORT_LOG2 = 10
+"""Up to here a pass at head_dim 64 waits for its host, and pointers cost the host less than descriptors."""
+_LONG_LOG2 = 13
+
+
+def _hopper_forward(problem: Problem) -> ForwardConfiguration:
+    if problem.bytes_per_element == 4:
+        if problem.precision == "ieee":
+            chosen = _by_head_dim(problem, tiles(64, 32, 4, 2), tiles(32, 32, 4, 2))
+            return ForwardConfiguration(tiles=chosen, tma=False)
+        return ForwardConfiguration(tiles=_by_head_dim(problem, tiles(128, 64, 8, 3), tiles(128, 64, 8, 2)))
+    if problem.head_dim > 64:
+        long = problem.causal and problem.log2_queries >= _LONG_LOG2
+        return ForwardConfiguration(tiles=tiles(64, 64, 4, 3) if long else tiles(64, 128, 4, 1))
+    if problem.log2_queries <= _SHORT_LOG2:
+        return ForwardConfiguration(tiles=tiles(64, 64, 4, 3), tma=False)
+    return ForwardConfiguration(tiles=tiles(64, 128, 4, 2))
+
+
+def _hopper_backward(problem: Problem) -> BackwardConfiguration:
+    if problem.bytes_per_element == 4:
+        if problem.precision == "ieee":
+            keys = _by_head_dim(problem, tiles(32, 64, 8, 1), tiles(32, 32, 8, 1))
+            queries = _by_head_dim(problem, tiles(64, 32, 8, 1), tiles(32, 32, 8, 1))
+            return BackwardConfiguration(keys=keys, queries=queries, tma=False)
+        keys = _by_head_dim(problem, tiles(64, 128, 8, 2), tiles(32, 32, 4, 2))
+        queries = _by_head_dim(problem, tiles(128, 64, 8, 2), tiles(32, 32, 4, 2))
+        return BackwardConfiguration(way="joint", keys=keys, queries=queries, tma=False)
+    if problem.head_dim > 64:
+        keys = tiles(64, 64, 4, 2) if problem.causal else tiles(64, 128, 8, 3)
+        return BackwardConfiguration(keys=keys, queries=tiles(64, 64, 4, 2))
+    if problem.log2_queries <= _SHORT_LOG2:
+        return BackwardConfiguration(keys=tiles(128, 64, 4, 2), queries=tiles(64, 64, 4, 2), tma=False)
+    # Without its cap the kernel over keys takes 170 registers where positions are hidden: two blocks of 4 warps share
+    # a multiprocessor's 65536. With 168, three do.
+    keys = tiles(64, 64, 4, 2, 168) if problem.causal else tiles(64, 64, 4, 3)
+    return BackwardConfiguration(keys=keys, queries=tiles(128, 64, 8, 3))
+
+
+def _by_head_dim(problem: Problem, up_to_64: Tiles, up_to_128: Tiles, larger: Tiles | None = None) -> Tiles:
+    if problem.head_dim <= 64:
+        return up_to_64
+    return up_to_128 if problem.head_dim <= 128 or larger is None else larger

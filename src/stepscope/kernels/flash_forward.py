@@ -1,0 +1,163 @@
+"""FlashAttention-2's forward pass in Triton.
+
+For one tile of queries Q_i the keys pass by in tiles; with c = scale * log2(e), row by row
+
+    m'  = max(m, max_j(c q k_j))            the running maximum, in base 2
+    p_j = 2^(c q k_j - m')                  no exponent above zero
+    l'  = l 2^(m - m') + sum_j p_j
+    o'  = o 2^(m - m') + sum_j p_j v_j
+
+and at the end out = o / l, logsumexp = (m + log2 l) ln 2. (Dao 2023, arXiv:2307.08691, algorithm 1.) The scores exist
+one tile at a time, in registers. Folding log2(e) into the scale makes each exponential one multiply-add and one
+instruction of the special-function unit.
+"""
+
+import triton
+import triton.language as tl
+
+from stepscope.kernels.flash_tiles import keys_visited, load_tile, long, product, store_tile, visible
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _visit_keys(
+    output, total, maximum, q, K, V, k_offset, v_offset, batch, kv_head, k_stride, v_stride,
+    queries_of_tile, begin, end, keys, window, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    MASKED: tl.constexpr, EVEN_KEYS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+):  # fmt: skip
+    for first_key in tl.range(begin, end, BLOCK_N, warp_specialize=WARP_SPECIALIZE):  # pyright: ignore
+        k = load_tile(
+            K, k_offset, batch, kv_head, first_key, keys, k_stride,
+            BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA,
+        )  # fmt: skip
+        scores = product(q, tl.trans(k), None, PRECISION)
+        if MASKED:
+            key = first_key + tl.arange(0, BLOCK_N)
+            seen = visible(queries_of_tile[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale_log2)
+        shift = new_maximum
+        if WINDOW:
+            # A row that has seen no key yet has the maximum -inf, and -inf - -inf is no number.
+            shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.math.exp2(scores * scale_log2 - shift[:, None])
+        decay = tl.math.exp2(maximum - shift)
+        total = total * decay + tl.sum(weights, 1)
+        output = output * decay[:, None]
+        v = load_tile(
+            V, v_offset, batch, kv_head, first_key, keys, v_stride,
+            BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA,
+        )  # fmt: skip
+        output = product(weights.to(v.dtype), v, output, PRECISION)
+        maximum = new_maximum
+    return output, total, maximum
+
+
+@triton.jit
+def _attend_tile(
+    tile, Q, K, V, OUT, LOGSUMEXP, scale_log2,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    batches, heads, queries, keys, window,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
+    NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
+):  # fmt: skip
+    row_tiles = tl.cdiv(queries, BLOCK_M)
+    if ROWS_FIRST:
+        row_tile = tile % row_tiles
+        batch_head = tile // row_tiles
+    else:
+        row_tile = tile // (batches * heads)
+        batch_head = tile % (batches * heads)
+    if CAUSAL:
+        # The last tile of queries visits the most keys: heavy tiles first, so that light ones fill the gaps at the end.
+        row_tile = row_tiles - 1 - row_tile
+    batch = batch_head // heads
+    head = batch_head % heads
+    kv_head = head // GROUP
+    first_query = row_tile * BLOCK_M
+    batch_long = long(batch)
+
+    q = load_tile(
+        Q, batch_long * q_batch + head * q_head, batch, head, first_query, queries, q_row,
+        BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA,
+    )  # fmt: skip
+    if NEGATE:
+        # The running maximum takes a scale that is not negative.
+        q = -q
+    k_offset = batch_long * k_batch + kv_head * k_head
+    v_offset = batch_long * v_batch + kv_head * v_head
+    query = first_query + tl.arange(0, BLOCK_M)
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    output = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    begin, full_begin, full_end, end = keys_visited(
+        first_query, queries, keys, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
+    )
+    if WINDOW:
+        output, total, maximum = _visit_keys(
+            output, total, maximum, q, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
+            query, begin, tl.minimum(full_begin, end), keys, window, scale_log2,
+            HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, True, EVEN_KEYS, PRECISION, TMA, False,
+        )  # fmt: skip
+    if CAUSAL or WINDOW or not EVEN_KEYS:
+        output, total, maximum = _visit_keys(
+            output, total, maximum, q, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
+            query, full_end, end, keys, window, scale_log2,
+            HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, True, EVEN_KEYS, PRECISION, TMA, False,
+        )  # fmt: skip
+    output, total, maximum = _visit_keys(
+        output, total, maximum, q, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
+        query, full_begin, full_end, keys, window, scale_log2,
+        HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, False, EVEN_KEYS, PRECISION, TMA, WARP_SPECIALIZE,
+    )  # fmt: skip
+
+    # A row that saw no key has total 0 and maximum -inf: zeros, and -inf + log2(1) = -inf.
+    divisor = tl.where(total == 0.0, 1.0, total)
+    output = output / divisor[:, None]
+    logsumexp = (maximum + tl.math.log2(divisor)) * LN2
+    store_tile(
+        OUT, batch_long * o_batch + head * o_head, output, first_query, queries, o_row,
+        BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES,
+    )  # fmt: skip
+    tl.store(LOGSUMEXP + long(batch_head) * queries + query, logsumexp, mask=query < queries)
+
+
+@triton.jit
+def flash_forward(
+    Q, K, V, OUT, LOGSUMEXP, scale_log2,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    batches, heads, queries, keys, window,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
+    NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+    ROWS_FIRST: tl.constexpr, PERSISTENT: tl.constexpr,
+):  # fmt: skip
+    """One program a tile of queries of one head, or, PERSISTENT, one program a multiprocessor and tile after tile.
+
+    LOGSUMEXP is (B, H, S) fp32, contiguous. Strides are in elements; the head dimension is dense. Where TMA is set, Q,
+    K and V are tensor descriptors of (B, H, rows, D) with blocks (1, 1, BLOCK_M or BLOCK_N, BLOCK_D).
+    """
+    if PERSISTENT:
+        tiles = tl.cdiv(queries, BLOCK_M) * batches * heads
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):  # pyright: ignore[reportGeneralTypeIssues]
+            _attend_tile(
+                tile, Q, K, V, OUT, LOGSUMEXP, scale_log2,
+                q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+                batches, heads, queries, keys, window,
+                GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS,
+                NEGATE, PRECISION, TMA, WARP_SPECIALIZE, ROWS_FIRST,
+            )  # fmt: skip
+    else:
+        _attend_tile(
+            tl.program_id(0), Q, K, V, OUT, LOGSUMEXP, scale_log2,
+            q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+            batches, heads, queries, keys, window,
+            GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS,
+            NEGATE, PRECISION, TMA, WARP_SPECIALIZE, ROWS_FIRST,
+        )  # fmt: skip

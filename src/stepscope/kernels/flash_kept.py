@@ -1,0 +1,87 @@
+"""What tuning the FlashAttention kernels chose, kept on disk: a file a device and version of Triton."""
+
+import functools
+import re
+import warnings
+from pathlib import Path
+
+import msgspec
+import torch
+import triton
+
+from stepscope.core.cache_directory import cache_directory, replace_file
+from stepscope.core.errors import one_line
+from stepscope.kernels.flash_configuration import BackwardConfiguration, ForwardConfiguration, Problem
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fastest correct configurations found for a class of calls, and what they took beside the defaults."""
+
+    problem: Problem
+    batch_heads: int
+    """Batch x heads it was tuned with."""
+    forward: ForwardConfiguration
+    backward: BackwardConfiguration
+    forward_ms: float | None = None
+    """Medians; None where the budget ended before."""
+    backward_ms: float | None = None
+    default_forward_ms: float | None = None
+    """None also where the default failed or was wrong."""
+    default_backward_ms: float | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{self.problem}, tuned at batch x heads {self.batch_heads}"]
+        for name, chosen, ms, default_ms in (
+            ("forward", self.forward, self.forward_ms, self.default_forward_ms),
+            ("backward", self.backward, self.backward_ms, self.default_backward_ms),
+        ):
+            measured = "default, not measured" if ms is None else f"{ms:.3f} ms"
+            beside = "" if default_ms is None else f" (the default {default_ms:.3f})"
+            lines.append(f"  {name:8} {chosen}: {measured}{beside}")
+        return "\n".join(lines)
+
+
+class Choices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file."""
+
+    device_name: str
+    triton_version: str
+    choices: tuple[Choice, ...]
+
+
+def device_name(device: torch.device) -> str:
+    """As NVIDIA names it; "cpu" for Triton's interpreter."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def kept_path(name: str) -> Path:
+    """Where the choices for a device of this name are kept."""
+    slug = re.sub(r"[^A-Za-z0-9.+-]+", "_", f"{name}-triton{triton.__version__}")
+    return cache_directory() / f"flash-attention-{slug}.json"
+
+
+@functools.cache
+def kept_choices(name: str) -> dict[Problem, Choice]:
+    """By problem; read once. A file that cannot be read is one warning, and is as none."""
+    path = kept_path(name)
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Choices)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        warnings.warn(
+            f"flash attention: what was tuned, {path}, cannot be read ({one_line(error)}): the defaults are taken; "
+            "delete the file or tune again",
+            stacklevel=2,
+        )
+        return {}
+    return {choice.problem: choice for choice in found.choices}
+
+
+def keep(name: str, choice: Choice) -> Path | None:
+    """Add the choice to those kept, in place of one for the same problem; None where there is no place to keep it."""
+    kept_choices.cache_clear()
+    choices = kept_choices(name) | {choice.problem: choice}
+    content = Choices(device_name=name, triton_version=triton.__version__, choices=tuple(choices.values()))
+    path = kept_path(name)
+    return path if replace_file(path, msgspec.json.format(msgspec.json.encode(content))) else None

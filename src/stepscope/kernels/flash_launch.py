@@ -1,0 +1,298 @@
+"""Launching the FlashAttention kernels: strides or descriptors, grids, buffers.
+
+q, out and the gradients are (B, H, S, D), k and v (B, H', T, D) with H a multiple of H'. The head dimension must be
+dense (stride 1); every other stride is honoured.
+"""
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from stepscope.kernels.flash_backward import (
+    flash_finish_queries,
+    flash_joint_gradients,
+    flash_key_gradients,
+    flash_query_gradients,
+    flash_row_statistics,
+)
+from stepscope.kernels.flash_configuration import (
+    LARGEST_TILE,
+    BackwardConfiguration,
+    ForwardConfiguration,
+    Precision,
+    Tiles,
+)
+from stepscope.kernels.flash_forward import flash_forward
+from stepscope.kernels.flash_replay import Launcher, launch
+
+LOG2E = 1.4426950408889634
+_PREPROCESS_ROWS = 64
+
+
+def interpreted() -> bool:
+    """Whether Triton runs its kernels in Python, on CPU tensors."""
+    return bool(knobs.runtime.interpret)
+
+
+def describable(*tensors: Tensor) -> bool:
+    """Whether the tensor-memory accelerator can address these: 16-byte steps, nothing broadcast."""
+    for tensor in tensors:
+        if tensor.data_ptr() % 16 or tensor.numel() == 0:
+            return False
+        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+            if size > 1 and (stride == 0 or stride * tensor.element_size() % 16):
+                return False
+    return True
+
+
+def _described(tensor: Tensor, rows: int, block_d: int) -> TensorDescriptor:
+    # The stride of a dimension of one element may be anything, and descriptors check it.
+    step = 16 // tensor.element_size()
+    strides = [stride if size > 1 else step for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, block_d])
+
+
+def _options(tiles: Tiles) -> dict[str, int]:
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    if tiles.max_registers is not None:
+        options["maxnreg"] = tiles.max_registers
+    return options
+
+
+def _precision(precision: Precision, operand: Tensor) -> str:
+    return "upcast" if operand.dtype == torch.bfloat16 and interpreted() else precision
+
+
+def _tiles_of(length: int, block: int) -> int:
+    return -(-length // block)
+
+
+def block_d_of(head_dim: int) -> int:
+    """The tile's columns: the power of two from 16 up that holds head_dim."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def launch_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    precision: Precision,
+    configuration: ForwardConfiguration,
+    launcher: Launcher = launch,
+) -> object:
+    """Fill `out` and `logsumexp` ((B, H, S) fp32, contiguous)."""
+    batches, heads, queries, head_dim = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+    tiles = configuration.tiles
+    block_d = block_d_of(head_dim)
+    tma = configuration.tma and describable(q, k, v)
+    programs = _tiles_of(queries, tiles.block_m) * batches * heads
+    if configuration.persistent and not interpreted():
+        programs = min(programs, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    return launcher(
+        flash_forward,
+        (programs,),
+        _described(q, tiles.block_m, block_d) if tma else q,
+        _described(k, tiles.block_n, block_d) if tma else k,
+        _described(v, tiles.block_n, block_d) if tma else v,
+        out,
+        logsumexp,
+        # Not zero, which would make NaN of a hidden score, -inf; this small it changes nothing.
+        max(abs(scale) * LOG2E, 2.0**-100),
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *out.stride()[:3],
+        batches,
+        heads,
+        queries,
+        keys,
+        window or 0,
+        heads // kv_heads,
+        head_dim,
+        block_d,
+        tiles.block_m,
+        tiles.block_n,
+        causal,
+        window is not None,
+        queries % tiles.block_m == 0,
+        keys % tiles.block_n == 0,
+        scale < 0,
+        _precision(precision, q),
+        tma,
+        configuration.warp_specialize,
+        configuration.rows_first,
+        configuration.persistent,
+        **_options(tiles),
+    )
+
+
+def statistics_for(q: Tensor, configuration: BackwardConfiguration | None = None) -> Tensor:
+    """Room for the row statistics of a backward pass: (2 B H, S padded to what every tile of queries divides) fp32."""
+    padding = LARGEST_TILE
+    if configuration is not None and configuration.queries is not None:
+        padding = max(configuration.keys.block_m, configuration.queries.block_m)
+    padded = _tiles_of(q.shape[2], padding) * padding
+    return torch.empty((2 * q.shape[0] * q.shape[1], padded), dtype=torch.float32, device=q.device)
+
+
+class Backward:
+    """One backward pass: its tensors, and the kernels that can make it up, each a method that launches one."""
+
+    def __init__(
+        self,
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        statistics: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        window: int | None,
+        precision: Precision,
+        tma: bool,
+        launcher: Launcher = launch,
+    ) -> None:
+        """Nothing is launched yet; dq, dk, dv and the statistics (`statistics_for`) are to be filled."""
+        self.gradient, self.q, self.k, self.v, self.out, self.logsumexp = gradient, q, k, v, out, logsumexp
+        self.dq, self.dk, self.dv = dq, dk, dv
+        self.scale = scale
+        self.batches, self.heads, self.queries, self.head_dim = q.shape
+        self.kv_heads, self.keys = k.shape[1], k.shape[2]
+        self.block_d = block_d_of(self.head_dim)
+        self.tma = tma and describable(q, k, v, gradient)
+        self.launch = launcher
+        self.statistics = statistics
+        self.padded = statistics.shape[1]
+        self._inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *gradient.stride()[:3])
+        self._sizes = (self.batches, self.kv_heads, self.queries, self.keys, window or 0, self.padded)
+        self._mask = (causal, window is not None)
+        self._loading = (_precision(precision, q), self.tma)
+
+    def preprocess(self, logsumexp_gradient: Tensor | None = None) -> object:
+        """Row statistics, which every other kernel reads. The logsumexp's gradient is (B, H, S) fp32, contiguous."""
+        return self.launch(
+            flash_row_statistics, (_tiles_of(self.padded, _PREPROCESS_ROWS), self.batches * self.heads),
+            self.out, self.gradient, self.logsumexp,
+            self.logsumexp if logsumexp_gradient is None else logsumexp_gradient, self.statistics,
+            *self.out.stride()[:3], *self.gradient.stride()[:3],
+            self.batches, self.heads, self.queries, self.padded,
+            self.head_dim, self.block_d, _PREPROCESS_ROWS, logsumexp_gradient is not None,
+            num_warps=4,
+        )  # fmt: skip
+
+    def over_keys(self, tiles: Tiles, *, accumulated: Tensor | None = None, tma_reduce: bool = False) -> object:
+        """dK and dV; with `accumulated` ((B, H, S, D) fp32, contiguous, zeros) also dQ / scale, added up there."""
+        fused = accumulated is not None
+        sums = self.dq if accumulated is None else accumulated
+        tma_reduce = tma_reduce and fused and self.tma and describable(sums) and not interpreted()
+        target = _described(sums, tiles.block_m, self.block_d) if tma_reduce else sums
+        return self.launch(
+            flash_key_gradients, (_tiles_of(self.keys, tiles.block_n) * self.batches * self.kv_heads,),
+            *self._operands(tiles), target, self.dk, self.dv, self._statistics(tiles),
+            self.scale, self.scale * LOG2E, *self._inputs,
+            *sums.stride()[:3], *self.dk.stride()[:3], *self.dv.stride()[:3], *self._sizes,
+            *self._shape(tiles), *self._mask, *self._even(tiles), *self._loading, fused, tma_reduce,
+            **_options(tiles),
+        )  # fmt: skip
+
+    def finish(self, accumulated: Tensor) -> object:
+        """dQ from what `over_keys` accumulated."""
+        return self.launch(
+            flash_finish_queries, (_tiles_of(self.queries, _PREPROCESS_ROWS), self.batches * self.heads),
+            accumulated, self.dq, self.scale, *self.dq.stride()[:3], self.heads, self.queries,
+            self.head_dim, self.block_d, _PREPROCESS_ROWS,
+            num_warps=4,
+        )  # fmt: skip
+
+    def accumulator(self) -> Tensor:
+        """Zeros for `over_keys` to add to."""
+        shape = (self.batches, self.heads, self.queries, self.head_dim)
+        return torch.zeros(shape, dtype=torch.float32, device=self.q.device)
+
+    def over_queries(self, tiles: Tiles, *, prepare: bool = False, logsumexp_gradient: Tensor | None = None) -> object:
+        """dQ; where it is to `prepare`, the row statistics too, as `preprocess` would have."""
+        rows = self.padded if prepare else self.queries
+        even_queries, even_keys = self._even(tiles)
+        return self.launch(
+            flash_query_gradients, (_tiles_of(rows, tiles.block_m) * self.batches * self.heads,),
+            *self._operands(tiles), self.out, self.logsumexp,
+            self.logsumexp if logsumexp_gradient is None else logsumexp_gradient,
+            self.dq, self.statistics, self.scale, self.scale * LOG2E,
+            *self._inputs, *self.out.stride()[:3], *self.dq.stride()[:3], *self._sizes,
+            *self._shape(tiles), *self._mask,
+            even_queries and rows == self.queries, even_keys, *self._loading,
+            prepare, logsumexp_gradient is not None,
+            **_options(tiles),
+        )  # fmt: skip
+
+    def joint(self, keys: Tiles, queries: Tiles) -> object:
+        """dK, dV and dQ in one launch."""
+        key_programs = _tiles_of(self.keys, keys.block_n) * self.batches * self.kv_heads
+        query_programs = _tiles_of(self.queries, queries.block_m) * self.batches * self.heads
+        return self.launch(
+            flash_joint_gradients, (key_programs + query_programs,),
+            *self._operands(keys), *self._operands(queries), self.dq, self.dk, self.dv,
+            self._statistics(keys), self.statistics, self.scale, self.scale * LOG2E, *self._inputs,
+            *self.dq.stride()[:3], *self.dk.stride()[:3], *self.dv.stride()[:3], *self._sizes,
+            *self._shape(keys), queries.block_m, queries.block_n, *self._mask,
+            *self._even(keys), *self._even(queries), *self._loading,
+            **_options(keys),
+        )  # fmt: skip
+
+    def _operands(self, tiles: Tiles) -> tuple[Tensor | TensorDescriptor, ...]:
+        if not self.tma:
+            return self.q, self.k, self.v, self.gradient
+        return (
+            _described(self.q, tiles.block_m, self.block_d),
+            _described(self.k, tiles.block_n, self.block_d),
+            _described(self.v, tiles.block_n, self.block_d),
+            _described(self.gradient, tiles.block_m, self.block_d),
+        )
+
+    def _statistics(self, tiles: Tiles) -> Tensor | TensorDescriptor:
+        if not self.tma:
+            return self.statistics
+        return TensorDescriptor(self.statistics, list(self.statistics.shape), [self.padded, 1], [1, tiles.block_m])
+
+    def _shape(self, tiles: Tiles) -> tuple[int, ...]:
+        return self.heads // self.kv_heads, self.head_dim, self.block_d, tiles.block_m, tiles.block_n
+
+    def _even(self, tiles: Tiles) -> tuple[bool, bool]:
+        return self.queries % tiles.block_m == 0, self.keys % tiles.block_n == 0
+
+
+def run_backward(
+    backward: Backward, configuration: BackwardConfiguration, logsumexp_gradient: Tensor | None = None
+) -> None:
+    """Launch what the configuration says."""
+    if configuration.way == "apart":
+        backward.over_queries(_required(configuration), prepare=True, logsumexp_gradient=logsumexp_gradient)
+        backward.over_keys(configuration.keys)
+        return
+    backward.preprocess(logsumexp_gradient)
+    if configuration.way == "joint":
+        backward.joint(configuration.keys, _required(configuration))
+    else:
+        accumulated = backward.accumulator()
+        backward.over_keys(configuration.keys, accumulated=accumulated, tma_reduce=configuration.tma_reduce)
+        backward.finish(accumulated)
+
+
+def _required(configuration: BackwardConfiguration) -> Tiles:
+    if configuration.queries is None:
+        raise ValueError(f"{configuration.way} needs tiles for the kernel over queries: {configuration}")
+    return configuration.queries

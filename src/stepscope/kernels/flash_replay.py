@@ -1,0 +1,130 @@
+"""Launching the FlashAttention kernels again as they were launched before, on other tensors.
+
+What a launch costs the host is mostly finding out again what it found out before: the grid, some forty arguments and
+how each of them specialises the kernel, which compiled kernel that is. A recording keeps all of it but the tensors'
+addresses. It holds as long as shapes, strides, dtypes, device and every option are the same, which its key says, and as
+long as every address is a multiple of 16 bytes, which is asked each time.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+ALIGNMENT_BYTES = 16
+"""Triton compiles a kernel apart for addresses that are a multiple of this."""
+_MOST = 512
+"""Recordings kept: sequence lengths may differ from call to call without end."""
+
+_Call = Callable[[tuple[Tensor, ...], "Launcher"], None]
+_Operand = tuple[int, int, dict[str, Any] | None]
+"""Where in the arguments, which tensor, and, of a descriptor, what is the same each time."""
+
+
+class Launcher(Protocol):
+    """What runs a kernel and returns what Triton compiled, None in its interpreter."""
+
+    def __call__(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: int) -> Any: ...
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: int) -> object:
+    """Run a kernel the plain way."""
+    return kernel[grid](*arguments, **options)
+
+
+class Recording:
+    """The launches of one call: `launch` is given to whoever launches, then `repeat` does the same on other tensors."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        """The call must be made on `seen`: the same tensors, each an object of its own though two were one."""
+        self.seen = tuple(t.detach() for t in tensors)
+        self._place_of = {id(t): place for place, t in enumerate(self.seen)}
+        self._steps: list[tuple[Callable[..., object], list[object], list[_Operand]]] = []
+        self._repeatable = True
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: int) -> Any:
+        """Run a kernel and remember how."""
+        compiled = kernel[grid](*arguments, **options)
+        if compiled is None or not all(type(a) in _FIXED or self._is_known(a) for a in arguments):
+            self._repeatable = False
+            return compiled
+        operands: list[_Operand] = []
+        template = list(arguments)
+        for at, argument in enumerate(arguments):
+            if isinstance(argument, Tensor):
+                operands.append((at, self._place_of[id(argument)], None))
+                template[at] = None
+            elif isinstance(argument, TensorDescriptor):
+                same = {name: value for name, value in vars(argument).items() if name != "base"}
+                operands.append((at, self._place_of[id(argument.base)], same))
+                template[at] = None
+        self._steps.append((compiled[(*grid, 1, 1)[:3]], template, operands))
+        return compiled
+
+    def _is_known(self, argument: Any) -> bool:
+        base = argument.base if isinstance(argument, TensorDescriptor) else argument
+        return id(base) in self._place_of and hasattr(argument, "__dict__")
+
+    def finish(self) -> bool:
+        """Let go of the tensors. Returns whether the call can be repeated: not what allocates between its launches."""
+        self.seen = ()
+        self._place_of = {}
+        return self._repeatable
+
+    def repeat(self, tensors: tuple[Tensor, ...], addresses: list[int], stream: int | None) -> None:
+        """The same launches on other tensors, in the order of the first, on a stream that is looked up once."""
+        for run, template, operands in self._steps:
+            arguments = template.copy()
+            for at, place, descriptor in operands:
+                if descriptor is None:
+                    arguments[at] = addresses[place]
+                else:
+                    described = TensorDescriptor.__new__(TensorDescriptor)
+                    described.__dict__.update(descriptor, base=tensors[place])
+                    arguments[at] = described
+            run(*arguments, stream=stream)
+
+
+_FIXED = {int, float, bool, str, type(None)}
+_recordings: dict[Hashable, Recording] = {}
+
+
+def forget() -> None:
+    """Drop all recordings, as when other configurations are chosen."""
+    _recordings.clear()
+
+
+def run(key: Hashable, tensors: tuple[Tensor, ...], call: _Call) -> None:
+    """`call(tensors, launcher)`, or, where it was recorded under the key, its launches again.
+
+    The key must say all that the launches depend on besides the tensors' addresses.
+    """
+    device = tensors[0].device
+    if device.type != "cuda":
+        call(tensors, launch)
+    elif device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _run_here(key, tensors, call)
+    else:
+        _run_here(key, tensors, call)
+
+
+def _run_here(key: Hashable, tensors: tuple[Tensor, ...], call: _Call) -> None:
+    addresses = [t.data_ptr() for t in tensors]
+    if any(address % ALIGNMENT_BYTES for address in addresses):
+        call(tensors, launch)
+        return
+    recording = _recordings.get(key)
+    if recording is not None:
+        device = tensors[0].device.index
+        stream = None if device is None else torch._C._cuda_getCurrentRawStream(device)
+        recording.repeat(tensors, addresses, stream)
+        return
+    recording = Recording(tensors)
+    call(recording.seen, recording.launch)
+    if recording.finish():
+        if len(_recordings) >= _MOST:
+            forget()
+        _recordings[key] = recording

@@ -1,0 +1,151 @@
+"""What the FlashAttention kernels share: which tiles a row or column of the scores visits, and how a tile is loaded.
+
+Scores are S x T (query positions x key positions). A query i sees a key j when
+
+    causal:            j <= i            (top-left alignment, as `is_causal` of PyTorch has it)
+    window w:          i - j < w, and without causal also j - i < w
+
+A visit is up to three loops: masked tiles on either side, and the tiles between them, where every pair is visible. Only
+masked tiles pay for comparisons; tiles where nothing is visible are never loaded. The loop that may well be empty comes
+last: ptxas lets matrix products run ahead of one another only where no path around a loop puts constants into their
+sums (its warning C7515).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def long(number):
+    """A 64-bit scalar. Triton makes constants of arguments that are 1, and its interpreter ints of loop counters."""
+    return tl.full([], 0, tl.int64) + number
+
+
+@triton.jit
+def product(left, right, accumulator, PRECISION: tl.constexpr):
+    """left @ right + accumulator in fp32. PRECISION is Triton's input_precision, or "upcast" for its interpreter, which
+    takes the bits of bf16 for integers: products of bf16 numbers are exact in fp32."""
+    if PRECISION == "upcast":
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), accumulator, input_precision="ieee")
+    else:
+        return tl.dot(left, right, accumulator, input_precision=PRECISION)
+
+
+@triton.jit
+def load_tile(
+    source, offset, batch, head, first, limit, stride,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows [first, first + ROWS) of one head, (ROWS, BLOCK_D), zero beyond `limit` and HEAD_DIM.
+
+    source: a pointer (offset in elements to the head's first row), or, with TMA, a (B, H, rows, D) tensor descriptor.
+    """
+    if TMA:
+        return source.load([batch, head, first, 0]).reshape(ROWS, BLOCK_D)
+    else:
+        row = tl.arange(0, ROWS)
+        column = tl.arange(0, BLOCK_D)
+        # 64 bits once per tile: a head of many long rows passes 2^31 elements, the tile itself does not.
+        start = source + (offset + long(first) * stride)
+        pointers = start + row[:, None] * stride + column[None, :]
+        if EVEN and HEAD_DIM == BLOCK_D:
+            return tl.load(pointers)
+        elif EVEN:
+            return tl.load(pointers, mask=(column < HEAD_DIM)[None, :], other=0.0)
+        elif HEAD_DIM == BLOCK_D:
+            return tl.load(pointers, mask=(first + row < limit)[:, None], other=0.0)
+        else:
+            return tl.load(pointers, mask=(first + row < limit)[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(
+    target, offset, tile, first, limit, stride,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The inverse of `load_tile`, through a pointer; converts to the target's dtype."""
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_D)
+    pointers = target + (offset + long(first) * stride) + row[:, None] * stride + column[None, :]
+    value = tile.to(target.dtype.element_ty)
+    if EVEN and HEAD_DIM == BLOCK_D:
+        tl.store(pointers, value)
+    else:
+        tl.store(pointers, value, mask=(first + row < limit)[:, None] & (column < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def visible(query, key, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """True where a query sees a key; query and key broadcast against each other."""
+    seen = key < keys
+    if CAUSAL:
+        seen = seen & (key <= query)
+    if WINDOW:
+        seen = seen & (query - key < window)
+        if not CAUSAL:
+            seen = seen & (key - query < window)
+    return seen
+
+
+@triton.jit
+def keys_visited(
+    first_query, queries, keys, window,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """For the queries of one tile: (begin, full_begin, full_end, end) of keys, multiples of BLOCK_N but for `end`.
+
+    Visit [begin, full_begin) masked, [full_begin, full_end) unmasked, [full_end, end) masked. Without WINDOW the first
+    is empty, and begin = 0.
+    """
+    last_query = tl.minimum(first_query + BLOCK_M, queries) - 1
+    begin = 0
+    full_begin = 0
+    end = keys
+    full_end = keys
+    if CAUSAL:
+        end = tl.minimum(keys, last_query + 1)
+        full_end = tl.minimum(keys, first_query + 1)
+    if WINDOW:
+        begin = tl.maximum(0, first_query - window + 1) // BLOCK_N * BLOCK_N
+        full_begin = tl.cdiv(tl.maximum(0, last_query - window + 1), BLOCK_N) * BLOCK_N
+        if not CAUSAL:
+            end = tl.minimum(keys, last_query + window)
+            full_end = tl.minimum(keys, first_query + window)
+        full_begin = tl.minimum(full_begin, tl.cdiv(end, BLOCK_N) * BLOCK_N)
+    full_end = full_end // BLOCK_N * BLOCK_N
+    if WINDOW:
+        full_end = tl.maximum(full_begin, full_end)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def queries_visiting(
+    first_key, queries, keys, window,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """For the keys of one tile: (begin, full_begin, full_end, end) of queries, as `keys_visited` has it for keys.
+
+    Queries beyond the sequence need no mask (their logsumexp is read as infinite, so their weights are zero): without
+    WINDOW full_end = end.
+    """
+    last_key = tl.minimum(first_key + BLOCK_N, keys) - 1
+    begin = 0
+    full_begin = 0
+    end = queries
+    full_end = queries
+    if not CAUSAL and not WINDOW:
+        # There is no way around the loop: see the module.
+        tl.assume(queries > 0)
+    if CAUSAL:
+        begin = first_key // BLOCK_M * BLOCK_M
+        full_begin = tl.cdiv(last_key, BLOCK_M) * BLOCK_M
+    if WINDOW:
+        if not CAUSAL:
+            begin = tl.maximum(0, first_key - window + 1) // BLOCK_M * BLOCK_M
+            full_begin = tl.cdiv(tl.maximum(0, last_key - window + 1), BLOCK_M) * BLOCK_M
+        end = tl.minimum(queries, last_key + window)
+        if first_key + window < queries:
+            full_end = (first_key + window) // BLOCK_M * BLOCK_M
+    full_begin = tl.minimum(full_begin, tl.cdiv(end, BLOCK_M) * BLOCK_M)
+    full_end = tl.maximum(full_begin, full_end)
+    return begin, full_begin, full_end, end

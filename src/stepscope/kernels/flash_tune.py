@@ -1,0 +1,317 @@
+"""Tuning the FlashAttention kernels for one class of calls: a bounded list, a bounded time, a choice that is kept.
+
+    tune(q, k, v, causal=True, seconds=60)        prints as the configurations chosen and what they took
+
+The forward kernel first, then the two kernels of a backward pass one by one, then whole backward passes made of the
+fastest of each. The configuration that would be taken anyway is the first of every list, so that a short budget never
+chooses worse than none. Whatever is wrong, or does not compile, gets no time.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+from triton.testing import do_bench
+
+from stepscope.core.errors import InputError
+from stepscope.kernels import flash_tuning
+from stepscope.kernels.flash_attention import check_inputs
+from stepscope.kernels.flash_configuration import (
+    BackwardConfiguration,
+    ForwardConfiguration,
+    Precision,
+    Problem,
+    Tiles,
+    default_backward,
+    default_forward,
+    tiles,
+)
+from stepscope.kernels.flash_kept import Choice, device_name, keep
+from stepscope.kernels.flash_launch import Backward, launch_forward, run_backward, statistics_for
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the two kernels of a backward pass."""
+
+    kernel: Literal["keys", "queries"]
+    tiles: Tiles
+    tma: bool
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.tiles}{' tma' if self.tma else ''}"
+
+
+Candidate = ForwardConfiguration | BackwardConfiguration | Part
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a candidate."""
+
+    ms: float
+    """Median."""
+    of_allowed: float
+    """Its largest error as a share of what is allowed: above 1, or NaN, is wrong."""
+
+
+class Measure(Protocol):
+    """Runs a candidate. Raises a RuntimeError or ValueError where it does not compile or run."""
+
+    def __call__(self, candidate: Candidate) -> Trial: ...
+
+
+_SHAPES: dict[str, dict[int, tuple[tuple[int, int, int, int, bool], ...]]] = {
+    "forward": {
+        64: ((64, 128, 4, 2, True), (64, 64, 4, 3, False), (64, 128, 4, 3, True), (64, 64, 4, 2, True),
+             (128, 64, 4, 3, False), (128, 128, 8, 2, True)),
+        128: ((64, 128, 4, 1, True), (64, 64, 4, 3, True), (128, 64, 8, 3, False), (128, 64, 8, 3, True),
+              (128, 32, 4, 3, False)),
+        256: ((64, 64, 4, 2, True), (128, 64, 8, 2, True), (64, 32, 4, 2, False)),
+    },
+    "keys": {
+        64: ((64, 64, 4, 3, True), (128, 64, 4, 2, True), (128, 64, 4, 2, False), (64, 64, 4, 2, False),
+             (32, 128, 4, 3, False)),
+        128: ((64, 64, 4, 2, True), (64, 128, 8, 3, True), (64, 64, 4, 2, False), (64, 128, 8, 2, False),
+              (32, 64, 4, 2, False)),
+        256: ((32, 64, 8, 2, True), (32, 64, 4, 1, False), (32, 32, 4, 1, False)),
+    },
+    "queries": {
+        64: ((128, 64, 8, 3, True), (64, 64, 4, 2, True), (64, 64, 4, 2, False), (64, 64, 4, 3, True),
+             (128, 32, 4, 3, False)),
+        128: ((64, 64, 4, 2, True), (128, 64, 8, 3, True), (64, 64, 4, 2, False), (64, 32, 4, 2, False)),
+        256: ((64, 32, 8, 2, True), (32, 64, 4, 1, False), (32, 32, 4, 1, False)),
+    },
+}  # fmt: skip
+"""block_m, block_n, num_warps, num_stages, tma; by the head dimensions up to."""
+_SHAPES_FP32: dict[str, tuple[tuple[int, int, int, int, bool], ...]] = {
+    "forward": ((128, 64, 8, 2, True), (64, 64, 4, 2, True), (64, 32, 4, 2, True), (64, 32, 4, 2, False),
+                (32, 32, 4, 2, False)),
+    "keys": ((64, 128, 8, 2, False), (32, 32, 4, 2, False), (32, 128, 8, 2, False), (32, 32, 8, 1, False)),
+    "queries": ((128, 64, 8, 2, False), (32, 32, 4, 2, False), (64, 32, 4, 2, True), (32, 32, 8, 1, False)),
+}  # fmt: skip
+
+
+def _listed(problem: Problem, kernel: str) -> list[tuple[Tiles, bool]]:
+    if problem.bytes_per_element == 4:
+        shapes = _SHAPES_FP32[kernel]
+    else:
+        shapes = _SHAPES[kernel][next(limit for limit in (64, 128, 256) if problem.head_dim <= limit)]
+    described = problem.capability >= (9, 0)
+    found = [(tiles(*shape[:4]), shape[4]) for shape in shapes if described or not shape[4]]
+    if kernel == "keys" and problem.capability[0] == 9 and problem.head_dim <= 64 and problem.bytes_per_element == 2:
+        found.insert(0, (tiles(64, 64, 4, 2, 168), True))
+    return found
+
+
+def forward_candidates(problem: Problem) -> list[ForwardConfiguration]:
+    """The default first, without repetition; ten at most."""
+    listed = [ForwardConfiguration(tiles=each, tma=tma) for each, tma in _listed(problem, "forward")]
+    return list(dict.fromkeys([default_forward(problem), *listed]))
+
+
+def part_candidates(problem: Problem, kernel: Literal["keys", "queries"]) -> list[Part]:
+    """Likewise, of one kernel of the backward pass."""
+    default = default_backward(problem)
+    chosen = default.keys if kernel == "keys" else default.queries
+    first = [] if chosen is None else [Part(kernel=kernel, tiles=chosen, tma=default.tma)]
+    listed = [Part(kernel=kernel, tiles=each, tma=tma) for each, tma in _listed(problem, kernel)]
+    return list(dict.fromkeys([*first, *listed]))
+
+
+class Search:
+    """Candidates measured until the budget of seconds is spent; the one being measured then is finished."""
+
+    def __init__(self, measure: Measure, seconds: float, now: Callable[[], float], tell: Callable[[str], None]) -> None:
+        self.measure, self.now, self.tell = measure, now, tell
+        self.deadline = now() + seconds
+        self.trials: dict[Candidate, float] = {}
+        """Milliseconds of what was right."""
+
+    def try_all(self, candidates: list[Candidate]) -> None:
+        for candidate in candidates:
+            if self.now() >= self.deadline:
+                return
+            try:
+                trial = self.measure(candidate)
+            except (RuntimeError, ValueError) as error:  # Triton's errors are of both kinds
+                self.tell(f"{candidate}: {type(error).__name__}")
+                continue
+            if trial.of_allowed <= 1:
+                self.trials[candidate] = trial.ms
+                self.tell(f"{candidate}: {trial.ms:.3f} ms")
+            else:
+                self.tell(f"{candidate}: wrong, {trial.of_allowed:.2f} of the error allowed")
+
+    def fastest(self, candidates: list[Candidate]) -> Candidate | None:
+        right = [candidate for candidate in candidates if candidate in self.trials]
+        return min(right, key=lambda candidate: self.trials[candidate], default=None)
+
+
+def search(
+    problem: Problem,
+    measure: Measure,
+    *,
+    batch_heads: int,
+    seconds: float,
+    now: Callable[[], float] = time.monotonic,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Choice:
+    """The fastest correct configurations of a problem, by `measure`. Half the budget is the forward pass's at most."""
+    trying = Search(measure, seconds / 2, now, tell)
+    started = trying.deadline - seconds / 2
+    forwards: list[Candidate] = [*forward_candidates(problem)]
+    trying.try_all(forwards)
+    trying.deadline = started + seconds
+    default = default_backward(problem)
+    parts: list[Candidate] = [*part_candidates(problem, "keys"), *part_candidates(problem, "queries")]
+    trying.try_all([default])
+    # What the passes below need comes first: both kernels in turn.
+    keys = [part for part in parts if isinstance(part, Part) and part.kernel == "keys"]
+    queries = [part for part in parts if isinstance(part, Part) and part.kernel == "queries"]
+    in_turn: list[Candidate] = [
+        part for at in range(max(len(keys), len(queries))) for part in (*keys[at : at + 1], *queries[at : at + 1])
+    ]
+    passes_reserve = (trying.deadline - trying.now()) / 4
+    trying.deadline -= passes_reserve
+    trying.try_all(in_turn)
+    trying.deadline += passes_reserve
+    passes: list[Candidate] = [each for each in _passes(trying, parts) if each != default]
+    trying.try_all(passes)
+
+    forward = trying.fastest(forwards)
+    backward = trying.fastest([default, *passes])
+    return Choice(
+        problem=problem,
+        batch_heads=batch_heads,
+        forward=forward if isinstance(forward, ForwardConfiguration) else default_forward(problem),
+        backward=backward if isinstance(backward, BackwardConfiguration) else default,
+        forward_ms=None if forward is None else trying.trials[forward],
+        backward_ms=None if backward is None else trying.trials[backward],
+        default_forward_ms=trying.trials.get(default_forward(problem)),
+        default_backward_ms=trying.trials.get(default),
+    )
+
+
+def _passes(trying: Search, parts: list[Candidate]) -> list[BackwardConfiguration]:
+    """Whole passes of the fastest kernels: by descriptors and by pointers, apart and joint."""
+    found = []
+    for tma in (True, False):
+        best = [
+            trying.fastest([p for p in parts if isinstance(p, Part) and p.kernel == kernel and p.tma == tma])
+            for kernel in ("keys", "queries")
+        ]
+        keys, queries = best
+        if isinstance(keys, Part) and isinstance(queries, Part):
+            found.append(BackwardConfiguration(way="apart", keys=keys.tiles, queries=queries.tiles, tma=tma))
+            found.append(BackwardConfiguration(way="joint", keys=keys.tiles, queries=queries.tiles, tma=tma))
+    return found
+
+
+class OnDevice:
+    """Measures on the tensors of a call: results against PyTorch's own attention, then the median of `do_bench`."""
+
+    WARMUP_MS, REPEAT_MS = 10, 50
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, problem: Problem) -> None:
+        self.q, self.k, self.v = (t.detach() for t in (q, k, v))
+        self.causal = causal
+        self.precision: Precision = problem.precision
+        self.scale = q.shape[3] ** -0.5
+        leaves = [t.clone().requires_grad_() for t in (self.q, self.k, self.v)]
+        self.gradient = torch.randn_like(self.q)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            leaves[0], leaves[1], leaves[2], is_causal=causal, enable_gqa=k.shape[1] != q.shape[1]
+        )
+        out.backward(self.gradient)
+        self.truth = {"out": out.detach()} | {
+            name: leaf.grad for name, leaf in zip(("dq", "dk", "dv"), leaves, strict=True) if leaf.grad is not None
+        }
+        # Two roundings of numbers whose largest is near the tensor's maximum, and two sums' errors.
+        share = {torch.float32: 2e-5, torch.float16: 0.005, torch.bfloat16: 0.02}[q.dtype]
+        if problem.precision == "tf32":
+            share = 0.01
+        self.allowed = {name: share * float(t.abs().max()) for name, t in self.truth.items()}
+        self.results = {name: torch.empty_like(t) for name, t in self.truth.items()}
+        self.logsumexp = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        self._has_forward = False
+
+    def __call__(self, candidate: Candidate) -> Trial:
+        """Compile, run into poisoned results, compare, then time."""
+        if isinstance(candidate, ForwardConfiguration):
+            run, names = self._forward(candidate), ("out",)
+        else:
+            if not self._has_forward:
+                raise RuntimeError("no forward configuration was right: backward has nothing to go by")
+            run, names = self._backward(candidate)
+        for name in names:
+            self.results[name].fill_(float("nan"))
+        run()
+        worst = 0.0
+        for name in names:
+            error = float((self.results[name] - self.truth[name]).abs().max()) / self.allowed[name]
+            worst = error if not error <= worst else worst
+        if not worst <= 1:
+            return Trial(ms=float("inf"), of_allowed=worst)
+        if isinstance(candidate, ForwardConfiguration) and not self._has_forward:
+            self._has_forward = True
+            self.out = self.results["out"].clone()
+            self.saved_logsumexp = self.logsumexp.clone()
+        return Trial(ms=_median_ms(run, self.WARMUP_MS, self.REPEAT_MS), of_allowed=worst)
+
+    def _forward(self, configuration: ForwardConfiguration) -> Callable[[], object]:
+        return lambda: launch_forward(
+            self.q, self.k, self.v, self.results["out"], self.logsumexp, causal=self.causal, scale=self.scale,
+            window=None, precision=self.precision, configuration=configuration,
+        )  # fmt: skip
+
+    def _backward(self, candidate: BackwardConfiguration | Part) -> tuple[Callable[[], object], tuple[str, ...]]:
+        backward = Backward(
+            self.gradient, self.q, self.k, self.v, self.out, self.saved_logsumexp,
+            self.results["dq"], self.results["dk"], self.results["dv"], statistics_for(self.q),
+            causal=self.causal, scale=self.scale, window=None, precision=self.precision, tma=candidate.tma,
+        )  # fmt: skip
+        if isinstance(candidate, BackwardConfiguration):
+            return lambda: run_backward(backward, candidate), ("dq", "dk", "dv")
+        if candidate.kernel == "queries":
+            return lambda: backward.over_queries(candidate.tiles, prepare=True), ("dq",)
+        backward.preprocess()
+        return lambda: backward.over_keys(candidate.tiles), ("dk", "dv")
+
+
+def _median_ms(run: Callable[[], object], warmup_ms: int, repeat_ms: int) -> float:
+    median = do_bench(run, warmup=warmup_ms, rep=repeat_ms, return_mode="median")
+    assert isinstance(median, float)
+    return median
+
+
+def tune(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    seconds: float = 60.0,
+    measure: Measure | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Choice:
+    """Choose for calls like this one, keep the choice on disk, and take it from now on.
+
+    q (B, H, S, D), k and v (B, H', T, D). Calls of the same head_dim, width of dtype, mask and number of queries up to
+    the next power of two take it. `measure` is for who measures otherwise.
+    """
+    check_inputs(q, k, v)
+    if seconds <= 0:
+        raise InputError(f"tuning takes a budget above zero seconds, not {seconds:g}")
+    if measure is None and q.device.type != "cuda":
+        raise InputError(f"tuning flash attention measures on an NVIDIA GPU, and these tensors lie on {q.device}")
+    problem = flash_tuning.problem_of(q, causal=causal)
+    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+        measure = measure or OnDevice(q, k, v, causal=causal, problem=problem)
+        choice = search(problem, measure, batch_heads=q.shape[0] * q.shape[1], seconds=seconds, tell=tell)
+    if choice.forward_ms is not None or choice.backward_ms is not None:
+        keep(device_name(q.device), choice)
+        flash_tuning.forget()
+    return choice

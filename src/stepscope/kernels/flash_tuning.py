@@ -1,0 +1,121 @@
+"""Which configuration a call of the FlashAttention kernels gets: forced, tuned before and kept, or the default."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from stepscope.kernels import flash_replay
+from stepscope.kernels.flash_configuration import (
+    BackwardConfiguration,
+    ForwardConfiguration,
+    Precision,
+    Problem,
+    default_backward,
+    default_forward,
+)
+from stepscope.kernels.flash_kept import device_name, kept_choices
+from stepscope.kernels.flash_launch import interpreted
+
+_forced_forward: ForwardConfiguration | None = None
+_forced_backward: BackwardConfiguration | None = None
+_forced_precision: Precision | None = None
+
+
+@contextlib.contextmanager
+def forced(
+    *,
+    forward: ForwardConfiguration | None = None,
+    backward: BackwardConfiguration | None = None,
+    precision: Precision | None = None,
+) -> Iterator[None]:
+    """Inside, every call takes these configurations; None leaves a kernel's choice alone."""
+    global _forced_forward, _forced_backward, _forced_precision
+    before = _forced_forward, _forced_backward, _forced_precision
+    _forced_forward, _forced_backward, _forced_precision = (
+        forward or _forced_forward,
+        backward or _forced_backward,
+        precision or _forced_precision,
+    )
+    try:
+        yield
+    finally:
+        _forced_forward, _forced_backward, _forced_precision = before
+
+
+def state(q: Tensor) -> tuple[ForwardConfiguration | None, BackwardConfiguration | None, Precision]:
+    """What choices depend on besides shapes, dtypes and devices."""
+    return _forced_forward, _forced_backward, precision_for(q)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    if interpreted() or device.type != "cuda":
+        return (0, 0)
+    return torch.cuda.get_device_capability(device)
+
+
+_Class = tuple[torch.device, int, int, bool, int, Precision]
+
+
+def _class_of(q: Tensor, causal: bool) -> _Class:
+    """What a `Problem` is made of: quicker to make and to look up, each call."""
+    shape = q.shape
+    return q.device, shape[3], q.element_size(), causal, (shape[2] - 1).bit_length(), precision_for(q)
+
+
+def problem_of(q: Tensor, *, causal: bool) -> Problem:
+    """The class of problems a call belongs to."""
+    return _problem(_class_of(q, causal))
+
+
+def _problem(of: _Class) -> Problem:
+    device, head_dim, bytes_per_element, causal, log2_queries, precision = of
+    return Problem(
+        capability=_capability(device), head_dim=head_dim, bytes_per_element=bytes_per_element, causal=causal,
+        log2_queries=log2_queries, precision=precision,
+    )  # fmt: skip
+
+
+@functools.cache
+def _choice(of: _Class) -> tuple[ForwardConfiguration, BackwardConfiguration]:
+    problem = _problem(of)
+    kept = kept_choices(device_name(of[0])).get(problem) if problem.capability != (0, 0) else None
+    if kept is None:
+        return default_forward(problem), default_backward(problem)
+    return kept.forward, kept.backward
+
+
+def forget() -> None:
+    """Choose again, and read again what is kept: after tuning."""
+    _choice.cache_clear()
+    kept_choices.cache_clear()
+    flash_replay.forget()
+
+
+def forward_configuration(q: Tensor, *, causal: bool) -> ForwardConfiguration:
+    """The forward kernel's configuration for this call."""
+    return _forced_forward or _choice(_class_of(q, causal))[0]
+
+
+def backward_configuration(q: Tensor, *, causal: bool) -> BackwardConfiguration:
+    """The backward kernels' configuration for this call."""
+    return _forced_backward or _choice(_class_of(q, causal))[1]
+
+
+def precision_for(q: Tensor) -> Precision:
+    """How fp32 operands are multiplied: in TF32 where the process allows its other products that.
+
+    Otherwise as exactly as PyTorch's own attention is: on Hopper as three products of TF32 on the tensor cores, as far
+    as results/h200/attention/flash-experiments.json found the error allowed, elsewhere in fp32. Half precisions are
+    multiplied exactly whatever this says.
+    """
+    if q.dtype != torch.float32:
+        return "ieee"
+    if _forced_precision is not None:
+        return _forced_precision
+    if torch.backends.cuda.matmul.allow_tf32:
+        return "tf32"
+    return "tf32x3" if _capability(q.device)[0] == 9 and q.shape[3] <= 128 else "ieee"

@@ -1,0 +1,52 @@
+"""PyTorch's FlexAttention: the mask is a function of positions, and its kernel is compiled for it."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo import config as dynamo_config
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from stepscope.models.attention import blind_queries, with_zeros
+
+_SHAPES = 1024
+"""Shapes that it is compiled for before dynamo gives up on it (its default is 8). Uncompiled, flex_attention holds all
+S x T scores, and is another implementation.
+"""
+
+
+def flex(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
+) -> Tensor:
+    """flex_attention, compiled on CUDA; on a CPU as PyTorch runs it there, forward alone, with all scores at once.
+
+    The block mask, which says what tiles have anything to compute, is made once for each pair of lengths.
+    """
+    blind = blind_queries(q, k, window)
+    if blind:
+        return with_zeros(flex, blind, q, k, v, causal=causal, scale=scale, window=window)
+    mask = _block_mask(q.shape[-2], k.shape[-2], causal, window, q.device) if causal or window is not None else None
+    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if q.device.type != "cuda" or torch.compiler.is_compiling():
+        return flex_attention(q, k, v, **options)
+    with dynamo_config.patch(recompile_limit=_SHAPES, accumulated_recompile_limit=_SHAPES):
+        return _compiled()(q, k, v, **options)
+
+
+@cache
+def _compiled() -> Any:
+    # Static shapes: a kernel for any shape would not be the one that is compared. fullgraph: raises where it would run
+    # uncompiled.
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+@cache
+def _block_mask(queries: int, keys: int, causal: bool, window: int | None, device: torch.device) -> BlockMask:
+    def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if window is None:
+            return key <= query
+        near = query - key < window
+        return near & (key <= query) if causal else near & (key - query < window)
+
+    return create_block_mask(seen, None, None, queries, keys, device=device)

@@ -1,0 +1,83 @@
+"""The gate's verdicts for the terminal: how close each implementation comes, and what is wrong where."""
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from stepscope.core.attention_verdict import AttentionVerdict, GateReport
+from stepscope.core.errors import printable
+from stepscope.report.terminal import make_table
+
+_TENSORS = ("out", "dq", "dk", "dv")
+_FAILURES = 12
+"""Shown of one implementation."""
+
+
+def render_gate(reports: Sequence[GateReport]) -> RenderableType:
+    """A line for each implementation and dtype, then every failure, then what was not asked of whom and why."""
+    where = ", ".join(dict.fromkeys(f"{report.device}, seed {report.seed}" for report in reports))
+    parts: list[RenderableType] = [
+        Text(f"Attention beside float64 ({where}): the worst error, as a share of what is allowed", "bold"),
+        _table(reports),
+    ]
+    for report in reports:
+        shown = report.failures[:_FAILURES]
+        parts += [Text(printable(f"{report.implementation} fails {each.sentence}")) for each in shown]
+        if len(report.failures) > len(shown):
+            parts.append(Text(f"{report.implementation} fails {len(report.failures) - len(shown)} more."))
+    parts += [Text(printable(line), style="dim") for report in reports for line in _not_supported(report)]
+    return Group(*parts)
+
+
+def _table(reports: Sequence[GateReport]) -> Table:
+    table = make_table(
+        "implementation", "dtype", "verdict", "same bits again", "passed", "failed", "not supported", *_TENSORS,
+        right_from=4,
+    )  # fmt: skip
+    for report in reports:
+        for dtype in dict.fromkeys(verdict.dtype for verdict in report.verdicts):
+            verdicts = [verdict for verdict in report.verdicts if verdict.dtype == dtype]
+            outcomes = [verdict.outcome for verdict in verdicts]
+            counts = [outcomes.count(outcome) for outcome in ("passed", "failed", "not supported")]
+            table.add_row(
+                report.implementation, dtype, _verdict(*counts[:2]), _repeats(verdicts), *map(str, counts),
+                *(_worst(verdicts, tensor) for tensor in _TENSORS),
+            )  # fmt: skip
+    return table
+
+
+def _verdict(passed: int, failed: int) -> str:
+    if failed:
+        return "WRONG"
+    return "right" if passed else "not run"
+
+
+def _repeats(verdicts: Sequence[AttentionVerdict]) -> str:
+    """Over those that were run twice."""
+    seen = [verdict.repeats for verdict in verdicts if verdict.repeats is not None]
+    if not seen:
+        return ""
+    return "yes" if all(seen) else f"no, in {seen.count(False)} of {len(seen)}"
+
+
+def _worst(verdicts: Sequence[AttentionVerdict], tensor: str) -> str:
+    """Of this tensor, as a whole or in its worst row."""
+    errors = [error for verdict in verdicts for error in verdict.errors if error.tensor == tensor]
+    if any(error.error is None for error in errors):
+        return "not finite"
+    shares = [error.error / error.allowed for error in errors if error.error is not None]
+    shares += [error.row_error / error.row_allowed for error in errors if error.row_error is not None]
+    return f"{max(shares):.2f}" if shares else ""
+
+
+def _not_supported(report: GateReport) -> list[str]:
+    reasons: dict[str, int] = {}
+    for verdict in report.verdicts:
+        if verdict.outcome == "not supported":
+            reasons[verdict.reason] = reasons.get(verdict.reason, 0) + 1
+    return [
+        f"{report.implementation} {reason}: {count} of {len(report.verdicts)} calls"
+        for reason, count in reasons.items()
+    ]

@@ -1,0 +1,251 @@
+"""The grid of `stepscope study attention`, sequence x head_dim x implementation x dtype: its defaults, and its way."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from stepscope.core.attention_support import SUPPORT, TensorDtype
+from stepscope.core.attention_timing import (
+    CALL_COMPILES,
+    PRODUCTS,
+    AttentionCell,
+    AttentionTimings,
+    CallCompile,
+    Launches,
+)
+from stepscope.core.attention_verdict import AttentionShape
+from stepscope.core.errors import InputError, choose, one_line
+from stepscope.core.workload import Attention
+from stepscope.studies.attention_matrix import gate_dtypes_of, implementations_of
+from stepscope.studies.attention_workers import WorkerAnswer, WorkerTask, work_through
+from stepscope.studies.request import Stage, Tell
+
+LONGEST = 1 << 24
+WIDEST = 1 << 12
+"""A head_dim beyond it is a slip."""
+_COMPILING = 0.5
+"""Of the budget, at most, for compiling ahead."""
+_COMPILING_S = 300.0
+"""Without a budget."""
+_CEILING_S = 6.0
+"""For each dtype, if so much of the budget is left."""
+
+
+class GridSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """What is measured, in words of the command line."""
+
+    seq_len: str
+    head_dim: str
+    implementations: str
+    dtypes: str
+    batch_size: int
+    heads: int
+    causal: bool
+    compile: str = "none"
+    launches: Launches = "hidden"
+    seconds: float
+
+
+ON_GPU = GridSizes(
+    seq_len="256,1024,4096,16384,32768,65536", head_dim="64,128",
+    implementations="reference,chunked,sdpa-math,sdpa-efficient,sdpa-flash,sdpa-cudnn,flex,flash",
+    dtypes="bf16", batch_size=1, heads=16, causal=True, seconds=0.3,
+)  # fmt: skip
+ON_CPU = GridSizes(
+    seq_len="64,128,256,512", head_dim="32", implementations="reference,chunked,sdpa,flash-tiled", dtypes="fp32",
+    batch_size=1, heads=2, causal=True, seconds=0.05,
+)  # fmt: skip
+PRESETS = {
+    "seeds": GridSizes(
+        seq_len="256,1024,4096,8192,16384", head_dim="16,32,64,128", implementations="reference", dtypes="fp32",
+        batch_size=8, heads=1, causal=False, compile="none,default", launches="shown", seconds=0.5,
+    ),
+}  # fmt: skip
+"""seeds: attention written out, batch 8, no heads, fp32, eager beside compiled, each pass on a device that waits."""
+
+
+def sizes_for(device_type: str, preset: str | None) -> GridSizes:
+    """The defaults of a preset, of a `cpu`, or of anything else."""
+    if preset is not None:
+        return PRESETS[choose(preset, tuple(PRESETS), "preset")]
+    return ON_CPU if device_type == "cpu" else ON_GPU
+
+
+def compiles_of(names: Sequence[str]) -> tuple[CallCompile, ...]:
+    """Checked names of `--compile`."""
+    known: dict[str, CallCompile] = {name: name for name in CALL_COMPILES}
+    return tuple(dict.fromkeys(known[choose(name, CALL_COMPILES, "compile")] for name in names))
+
+
+def launches_of(name: str) -> Launches:
+    """A checked name of `--launches`."""
+    known: dict[str, Launches] = {"hidden": "hidden", "shown": "shown"}
+    return known[choose(name, list(known), "launches")]
+
+
+def grid_groups(
+    *,
+    seq_lens: Sequence[int],
+    head_dims: Sequence[int],
+    implementations: Sequence[str],
+    dtypes: Sequence[str],
+    batch_size: int,
+    heads: int,
+    key_heads: int | None,
+    causal: bool,
+    compiles: Sequence[CallCompile],
+) -> list[list[AttentionCell]]:
+    """Cells of one shape and dtype together, short sequences first. Raises InputError for what no call can be."""
+    key_heads = heads if key_heads is None else key_heads
+    for option, value, most in (
+        *(("--seq-len", length, LONGEST) for length in seq_lens),
+        *(("--head-dim", width, WIDEST) for width in head_dims),
+        ("--batch-size", batch_size, LONGEST),
+        ("--heads", heads, LONGEST),
+        ("--kv-heads", key_heads, LONGEST),
+    ):
+        if not 1 <= value <= most:
+            empty = ", which is an empty tensor" if value == 0 else ""
+            raise InputError(f"{option} is {value}{empty}: it must be 1 to {most:,}")
+    if heads % key_heads:
+        raise InputError(f"--kv-heads {key_heads} does not divide --heads {heads}: each serves as many query heads")
+    names, wanted = implementations_of(implementations), gate_dtypes_of(dtypes)
+    return [
+        [
+            AttentionCell(
+                implementation=name,
+                dtype=dtype,
+                compile=mode,
+                shape=AttentionShape(
+                    batch=batch_size, heads=heads, key_heads=key_heads, queries=length, keys=length,
+                    head_dim=head_dim, causal=causal,
+                ),
+            )
+            for name in names
+            for mode in compiles
+        ]
+        for dtype in wanted
+        for head_dim in dict.fromkeys(head_dims)
+        for length in sorted(dict.fromkeys(seq_lens))
+    ]  # fmt: skip
+
+
+def check_runnable(groups: Sequence[Sequence[AttentionCell]], device_type: str) -> None:
+    """Raises InputError where none of the cells runs here, as the first of them says."""
+    from stepscope.core.attention_support import AttentionCall, find_fault  # noqa: PLC0415
+    from stepscope.models.attention import fault_of_device  # noqa: PLC0415
+
+    def call(cell: AttentionCell, dtype: TensorDtype | None = None) -> AttentionCall:
+        shape = cell.shape
+        return AttentionCall(
+            device_type=device_type, dtype=dtype or cell.dtype, head_dim=shape.head_dim, queries=shape.queries,
+            keys=shape.keys, heads=shape.heads, key_heads=shape.key_heads,
+        )  # fmt: skip
+
+    cells = [cell for group in groups for cell in group]
+    faults = {cell: find_fault(cell.implementation, call(cell), here=fault_of_device) for cell in cells}
+    if all(faults.values()):
+        cell = cells[0]
+        others = [n for n in SUPPORT if n != "unsafe" and find_fault(n, call(cell), here=fault_of_device) is None]
+        raise InputError(f"attention {cell.implementation} {faults[cell]}: choose one of {', '.join(others)}")
+
+
+def measure_grid(
+    groups: Sequence[Sequence[AttentionCell]],
+    *,
+    device: str,
+    seconds: float,
+    steps: int | None,
+    launches: Launches,
+    budget_s: float | None,
+    workers: int,
+    preset: str = "",
+    ceilings: bool = True,
+    functions: dict[Attention, Any] | None = None,
+    tell: Tell = lambda _: None,
+    on_rows: Callable[[AttentionTimings], None] = lambda _: None,
+) -> tuple[AttentionTimings, bool]:
+    """Every group, in one process; on_rows gets what there is after each. And whether Ctrl-C ended it.
+
+    functions: measured in place of the implementations of these names. workers: processes that compile ahead, 0 none.
+    """
+    from stepscope.measure.ceilings import ceilings_for  # noqa: PLC0415
+    from stepscope.measure.device import resolve_device  # noqa: PLC0415
+    from stepscope.measure.timer import StepFailed  # noqa: PLC0415
+    from stepscope.studies.attention_calls import (  # noqa: PLC0415
+        AttentionCalls,
+        judged_shape,
+        odd_shape,
+        start_timings,
+        with_timing,
+    )
+
+    began_s = time.monotonic()
+    found = resolve_device(device)
+    timings = start_timings(found, seconds=seconds, launches=launches, preset=preset)
+    deadline_s = began_s + (float("inf") if budget_s is None else budget_s)
+    smallest: dict[tuple[int, str], AttentionShape] = {}
+    for group in groups:
+        smallest.setdefault((group[0].shape.head_dim, group[0].dtype), group[0].shape)
+
+    def gate_shapes(cell: AttentionCell) -> tuple[AttentionShape, ...]:
+        own = judged_shape(smallest[cell.shape.head_dim, cell.dtype], found)
+        # Each shape is compiled anew: the odd one is for what is not compiled.
+        compiled = cell.compile != "none" or cell.implementation == "flex"
+        return own if compiled and own else (odd_shape(cell.shape), *own)
+
+    calls = AttentionCalls(
+        found, seconds=seconds, steps=steps, launches=launches, deadline_s=deadline_s, functions=functions
+    )
+    try:
+        if workers > 0 and found.type == "cuda":
+            tell(Stage(name="compile", detail=f"ahead, {workers} processes"))
+            latest_s = _COMPILING_S if budget_s is None else _COMPILING * budget_s
+            _compile_ahead(groups, gate_shapes, str(found), workers, began_s + latest_s)
+        for i, group in enumerate(groups):
+            tell(Stage(name="measure", detail=f"{group[0].shape}, {group[0].dtype}", fraction=i / len(groups)))
+            timings = with_timing(timings, calls.measure_group(group, gate_shapes))
+            on_rows(timings)
+    except KeyboardInterrupt:
+        return timings, True
+    dtypes = list(dict.fromkeys(row.cell.dtype for row in timings.timings if row.both))
+    if ceilings and dtypes and not calls.over and deadline_s - time.monotonic() > _CEILING_S * len(dtypes):
+        try:
+            rates = ceilings_for(
+                found, [PRODUCTS[dtype] for dtype in dtypes], lambda what: tell(Stage(name="ceiling", detail=what))
+            )
+        except KeyboardInterrupt:
+            return timings, True
+        except (StepFailed, RuntimeError) as error:  # the rows are whole all the same
+            tell(Stage(name="ceiling", detail=f"not measured: {one_line(error)}"))
+            return timings, False
+        timings = msgspec.structs.replace(timings, ceilings={d: c.rate for d, c in rates.matmul.items()})
+        on_rows(timings)
+    return timings, calls.interrupted
+
+
+def _compile_ahead(
+    groups: Sequence[Sequence[AttentionCell]],
+    gate_shapes: Callable[[AttentionCell], tuple[AttentionShape, ...]],
+    device: str,
+    workers: int,
+    deadline_s: float,
+) -> None:
+    """Kernels into the caches on disk, several at once. One that cannot be compiled says so when it is measured."""
+    tasks = [
+        WorkerTask(
+            kind="compile", names=(cell.implementation,), dtype=cell.dtype, shape=shape, device=device,
+            compile=cell.compile,
+        )
+        for group in groups
+        for cell in group
+        if cell.compile != "none" or cell.implementation in ("flash", "flex")
+        for shape in (cell.shape, *gate_shapes(cell))
+    ]  # fmt: skip
+
+    def told(_task: WorkerTask, _answer: WorkerAnswer) -> None:
+        pass
+
+    work_through(list(dict.fromkeys(tasks)), workers=workers, deadline_s=deadline_s, told=told)

@@ -1,0 +1,116 @@
+"""One pass of attention, forward and backward: its inputs, its phases, what it saves, and compiling it."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo import config as dynamo_config
+
+from stepscope.core.attention_support import TensorDtype
+from stepscope.core.attention_timing import CallCompile
+from stepscope.core.attention_verdict import AttentionShape
+from stepscope.core.workload import Attention
+from stepscope.measure.device import timing_device
+from stepscope.measure.precision import matmul_precision
+from stepscope.measure.saved_tensors import saved_tensors
+from stepscope.measure.timer import Phase
+from stepscope.models.attention import AttentionFunction, implementation
+from stepscope.models.attention_inputs import TORCH_DTYPES
+
+_SHAPES = 1024
+"""Shapes that torch.compile is asked for before dynamo gives up on a function (its default is 8)."""
+
+
+class AttentionPass:
+    """Forward and backward of one call as a subject of `measure`."""
+
+    def __init__(self, function: AttentionFunction, shape: AttentionShape, inputs: "CallInputs") -> None:
+        self._function, self._shape, self._inputs = function, shape, inputs
+        self.out: Tensor | None = None
+        self._gradients: tuple[Tensor, ...] = ()
+        self.lead: Callable[[], object] | None = None
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        return self._inputs.leaves
+
+    @property
+    def phases(self) -> Sequence[Phase]:
+        lead = [Phase(name="lead", run=self.lead)] if self.lead is not None else []
+        return (*lead, Phase(name="forward", run=self.forward), Phase(name="backward", run=self.backward))
+
+    def prepare(self) -> None:
+        self.out, self._gradients = None, ()
+
+    def forward(self) -> None:
+        self.out = self._function(*self._inputs.leaves, causal=self._shape.causal, window=self._shape.window)
+
+    def backward(self) -> None:
+        assert self.out is not None
+        # Not `.backward()`, which would add to what a pass before left, or copy.
+        self._gradients = torch.autograd.grad(self.out, self._inputs.leaves, self._inputs.gradient)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallInputs:
+    """Random numbers of one shape: q, k and v, and the output's gradient."""
+
+    leaves: tuple[Tensor, Tensor, Tensor]
+    gradient: Tensor
+
+    @classmethod
+    def draw(cls, shape: AttentionShape, dtype: TensorDtype, device: torch.device) -> "CallInputs":
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(heads: int, length: int) -> Tensor:
+            size = (shape.batch, heads, length, shape.head_dim)
+            return torch.randn(size, generator=generator, device=device, dtype=TORCH_DTYPES[dtype])
+
+        q = normal(shape.heads, shape.queries).requires_grad_()
+        k, v = (normal(shape.key_heads, shape.keys).requires_grad_() for _ in range(2))
+        return cls(leaves=(q, k, v), gradient=normal(shape.heads, shape.queries))
+
+
+def saved_storages(out: Tensor, inputs: Sequence[Tensor]) -> dict[int, int]:
+    """Bytes of every storage, by its address, that autograd keeps for the backward of `out`, but those of `inputs`.
+
+    Numbers that autograd wraps as tensors without a dimension (the scale, say) are left out: they lie on the host.
+    """
+    if out.grad_fn is None:
+        return {}
+    own = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    storages = [saved.tensor.untyped_storage() for saved in saved_tensors(out.grad_fn) if saved.tensor.ndim]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr() not in own}
+
+
+def compile_attention(function: AttentionFunction) -> AttentionFunction:
+    # Static shapes: what is compared is a kernel for this shape. fullgraph: an error where it would run uncompiled.
+    compiled: Any = torch.compile(function, dynamic=False, fullgraph=True)
+
+    def call(*tensors: Tensor, **options: Any) -> Tensor:
+        with _any_number_of_shapes():
+            return compiled(*tensors, **options)
+
+    return call
+
+
+def _any_number_of_shapes() -> AbstractContextManager[Any]:
+    if dynamo_config.recompile_limit >= _SHAPES:
+        return nullcontext()
+    return dynamo_config.patch(recompile_limit=_SHAPES, accumulated_recompile_limit=_SHAPES)
+
+
+def call_once(
+    name: Attention, compile: CallCompile, shape: AttentionShape, dtype: TensorDtype, device: torch.device
+) -> None:
+    """One pass, so that what it compiles lies in the caches on disk."""
+    with matmul_precision("fp32"):
+        function = implementation(name) if compile == "none" else compile_attention(implementation(name))
+        made = AttentionPass(function, shape, CallInputs.draw(shape, dtype, device))
+        made.forward()
+        made.backward()
+        made.prepare()
+    timing_device(device).synchronize()

@@ -1,0 +1,90 @@
+"""What does torch.compile give? Forward and the full step of some models, eager and in modes of torch.compile."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from stepscope.core.errors import InputError, choose
+from stepscope.core.model_config import ModelConfig
+from stepscope.core.run import Settings
+from stepscope.core.workload import COMPILES
+from stepscope.studies.grid import grid
+from stepscope.studies.sweep_plan import Cell, order_cells
+
+BASELINE = "eager"
+MODES: tuple[str, ...] = tuple(mode for mode in COMPILES if mode != BASELINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is measured where the user says nothing."""
+
+    models: str
+    seq_len: str
+    batch_size: int
+    dtypes: str
+    phases: str = "forward,train"
+
+
+ON_GPU = Sizes(models="small,large,2.7B", seq_len="512", batch_size=4, dtypes="bf16")
+ON_CPU = Sizes(models="tiny", seq_len="32", batch_size=1, dtypes="fp32")
+"""Two minutes on two cores, nearly all of it a C++ compiler's."""
+
+
+def sizes_for(device_type: str) -> Sizes:
+    """The defaults of a `cpu`, or of anything else."""
+    return ON_CPU if device_type == "cpu" else ON_GPU
+
+
+def check_modes(modes: Sequence[str]) -> tuple[str, ...]:
+    """The modes to set beside eager. Raises InputError for one that there is not."""
+    if BASELINE in modes:
+        raise InputError(f"--modes names what is set beside {BASELINE}, which is always measured: leave it out")
+    for mode in modes:
+        choose(mode, MODES, "compile mode")
+    return tuple(modes)
+
+
+def compile_cells(
+    *,
+    models: Sequence[ModelConfig],
+    seq_lens: Sequence[int],
+    batch_size: int,
+    dtypes: Sequence[str],
+    phases: Sequence[str],
+    modes: Sequence[str],
+    attentions: Sequence[str],
+    settings: Settings,
+) -> tuple[Cell, ...]:
+    """Each combination eager and in every mode, small models first."""
+    workloads = grid(
+        model=models,
+        seq_len=list(seq_lens),
+        batch_size=[batch_size],
+        dtype=list(dtypes),
+        phase=list(phases),
+        attention=list(attentions),
+        compile=[BASELINE, *modes],
+    )
+    return order_cells([Cell(workload=workload, settings=settings) for workload in workloads])
+
+
+@contextlib.contextmanager
+def cold_caches() -> Iterator[None]:
+    """Processes started in here compile from nothing, and what they leave on disk goes at the end.
+
+    torch.compile finds code that an earlier process generated, on disk: the time of compiling would be that of reading.
+    """
+    with tempfile.TemporaryDirectory(prefix="stepscope-inductor-", ignore_cleanup_errors=True) as folder:
+        wanted = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_CACHE_DIR": folder}
+        before = {name: os.environ.get(name) for name in wanted}
+        os.environ.update(wanted)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value

@@ -1,0 +1,208 @@
+"""Tuning the FlashAttention kernels, with hand-made times: what is chosen, kept, read again and ignored."""
+
+import itertools
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
+
+from stepscope.core.errors import InputError
+from stepscope.kernels import flash_kept, flash_tuning
+from stepscope.kernels.flash_configuration import (
+    BackwardConfiguration,
+    ForwardConfiguration,
+    Problem,
+    default_backward,
+    default_forward,
+    tiles,
+)
+from stepscope.kernels.flash_tune import Candidate, Part, Trial, forward_candidates, part_candidates, search, tune
+from stepscope.measure.precision import matmul_precision
+
+HOPPER = Problem(capability=(9, 0), head_dim=128, bytes_per_element=2, causal=True, log2_queries=14)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path))
+    # As on a Hopper: the interpreter's own configurations are not tuned.
+    monkeypatch.setattr(flash_tuning, "_capability", lambda device: (9, 0))
+    flash_tuning.forget()
+    yield
+    monkeypatch.undo()
+    flash_tuning.forget()
+
+
+def times(of: Callable[[Candidate], float], wrong: Callable[[Candidate], bool] = lambda _: False):
+    """A measure that runs nothing."""
+    return lambda candidate: Trial(ms=of(candidate), of_allowed=1.5 if wrong(candidate) else 0.5)
+
+
+def call(head_dim: int = 128, queries: int = 64) -> list[torch.Tensor]:
+    return [torch.zeros(1, 2, queries, head_dim, dtype=torch.bfloat16) for _ in range(3)]
+
+
+def test_the_fastest_correct_one_wins():
+    fastest, second = ForwardConfiguration(tiles=tiles(128, 64, 8, 3)), ForwardConfiguration(tiles=tiles(64, 128, 4, 1))
+    known: dict[Candidate, float] = {fastest: 1.0, second: 2.0}
+    choice = search(
+        HOPPER,
+        times(lambda c: known.get(c, 3.0), wrong=lambda c: c == fastest),
+        batch_heads=16,
+        seconds=60,
+    )
+    assert (choice.forward, choice.forward_ms) == (second, 2.0)
+    assert choice.default_forward_ms == 3.0
+    # Nothing was faster than the default backward pass: a tie is not a reason to leave it.
+    assert choice.backward == default_backward(HOPPER)
+
+
+def test_a_backward_pass_is_made_of_the_fastest_kernels():
+    """By pointers over keys 64x128 takes 1 and over queries 64x32 takes 2; a joint pass of them, 2.5."""
+    keys = Part(kernel="keys", tiles=tiles(64, 128, 8, 2), tma=False)
+    queries = Part(kernel="queries", tiles=tiles(64, 32, 4, 2), tma=False)
+    seen: list[Candidate] = []
+
+    def of(candidate: Candidate) -> float:
+        seen.append(candidate)
+        if isinstance(candidate, BackwardConfiguration):
+            best = candidate.keys == keys.tiles and candidate.queries == queries.tiles
+            return (2.5 if candidate.way == "joint" else 3.0) if best else 4.0
+        return {keys: 1.0, queries: 2.0}.get(candidate, 5.0) if isinstance(candidate, Part) else 1.0
+
+    choice = search(HOPPER, times(of), batch_heads=16, seconds=60)
+    assert choice.backward == BackwardConfiguration(way="joint", keys=keys.tiles, queries=queries.tiles, tma=False)
+    assert (choice.backward_ms, choice.default_backward_ms) == (2.5, 4.0)
+    assert len(seen) == len(set(seen)), "nothing is measured twice"
+
+
+def test_what_fails_to_compile_or_gives_nan_is_passed_over():
+    def measure(candidate: Candidate) -> Trial:
+        if isinstance(candidate, ForwardConfiguration) and candidate != default_forward(HOPPER):
+            raise RuntimeError("out of resource: shared memory")
+        return Trial(ms=1.0, of_allowed=float("nan") if isinstance(candidate, BackwardConfiguration) else 0.1)
+
+    told: list[str] = []
+    choice = search(HOPPER, measure, batch_heads=16, seconds=60, tell=told.append)
+    assert (choice.forward, choice.forward_ms) == (default_forward(HOPPER), 1.0)
+    assert (choice.backward, choice.backward_ms) == (default_backward(HOPPER), None)
+    assert any("RuntimeError" in line for line in told) and any("wrong" in line for line in told)
+
+
+@pytest.mark.parametrize("seconds", [1, 7, 20, 60])
+def test_the_budget_is_kept(seconds: int):
+    """Each candidate takes 3 s: none begins after the budget, and the default is measured first."""
+    clock = [100.0]
+    begun: list[tuple[float, Candidate]] = []
+
+    def measure(candidate: Candidate) -> Trial:
+        begun.append((clock[0] - 100, candidate))
+        clock[0] += 3
+        return Trial(ms=1.0 / len(begun), of_allowed=0.1)
+
+    search(HOPPER, measure, batch_heads=16, seconds=seconds, now=lambda: clock[0])
+    assert all(at < seconds for at, _ in begun) and begun[0] == (0, default_forward(HOPPER))
+    if seconds >= 7:
+        kinds = {type(candidate) for _, candidate in begun}
+        assert kinds >= {ForwardConfiguration, BackwardConfiguration}, "the forward pass leaves time for backward"
+    if seconds >= 60:
+        whole = [c for _, c in begun if isinstance(c, BackwardConfiguration)]
+        assert len(whole) > 1, "the kernels' own times leave time for whole passes"
+
+
+def test_the_lists_are_bounded_and_begin_with_the_default():
+    capabilities, widths, head_dims = [(8, 0), (8, 9), (9, 0), (10, 0)], [2, 4], [16, 64, 80, 128, 200, 256]
+    for capability, width, head_dim in itertools.product(capabilities, widths, head_dims):
+        problem = Problem(
+            capability=capability, head_dim=head_dim, bytes_per_element=width, causal=True, log2_queries=12
+        )
+        forwards, keys, queries = (
+            forward_candidates(problem), part_candidates(problem, "keys"), part_candidates(problem, "queries")
+        )  # fmt: skip
+        assert forwards[0] == default_forward(problem) and keys[0].tiles == default_backward(problem).keys
+        assert max(len(forwards), len(keys), len(queries)) <= 10
+        assert all(capability >= (9, 0) or not each.tma for each in (*forwards, *keys, *queries))
+
+
+def test_a_choice_is_kept_taken_and_read_again():
+    """Calls up to the next power of two take it, others the default; another process reads the file."""
+    chosen = ForwardConfiguration(tiles=tiles(128, 64, 8, 3))
+    q, k, v = call(queries=50)
+    assert flash_tuning.forward_configuration(q, causal=True) != chosen
+    choice = tune(q, k, v, causal=True, measure=times(lambda c: 1.0 if c == chosen else 2.0))
+    assert choice.forward == chosen
+    for _ in range(2):
+        assert flash_tuning.forward_configuration(call(queries=64)[0], causal=True) == chosen
+        assert flash_tuning.forward_configuration(call(queries=65)[0], causal=True) != chosen
+        assert flash_tuning.forward_configuration(q, causal=False) != chosen
+        assert flash_tuning.forward_configuration(call(head_dim=64)[0], causal=True) != chosen
+        flash_tuning.forget()  # what a new process knows
+    assert "128x64 w8 s3 tma: 1.000 ms (the default 2.000)" in str(choice)
+
+    tune(q, k, v, causal=False, measure=times(lambda c: 1.0))
+    assert set(flash_kept.kept_choices("cpu")) == {choice.problem, flash_tuning.problem_of(q, causal=False)}
+    tune(q, k, v, causal=True, measure=times(lambda c: 1.0))
+    assert len(flash_kept.kept_choices("cpu")) == 2, "tuned again, replaced"
+    assert flash_tuning.forward_configuration(q, causal=True) != chosen
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", '{"device_name": "cpu", "triton_version": "3", "choices": [{"problem": 1}]}',
+     '{"choices": 3, "more": 4}', "[" * 100_000],
+)  # fmt: skip
+def test_a_damaged_file_is_one_clear_warning_and_ignored(content: str):
+    path = flash_kept.kept_path("cpu")
+    path.write_text(content)
+    q, _, _ = call()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for causal in (True, False, True):
+            problem = flash_tuning.problem_of(q, causal=causal)
+            assert flash_tuning.forward_configuration(q, causal=causal) == default_forward(problem)
+            assert flash_tuning.backward_configuration(q, causal=causal) == default_backward(problem)
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    assert str(path) in message and "tune again" in message and "\n" not in message
+
+
+def test_tiles_that_no_kernel_takes_are_damage():
+    q, k, v = call()
+    tune(q, k, v, causal=True, measure=times(lambda c: 1.0))
+    path = flash_kept.kept_path("cpu")
+    path.write_text(path.read_text().replace('"block_m": 64', '"block_m": 48'))
+    flash_tuning.forget()
+    with pytest.warns(UserWarning, match="power of two"):
+        assert flash_tuning.forward_configuration(q, causal=True).tiles.block_m == 64
+
+
+def test_without_a_place_to_keep_it_the_choice_is_still_returned(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "file" / "under"))
+    q, k, v = call()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert tune(q, k, v, causal=True, measure=times(lambda c: 1.0)).forward_ms == 1.0
+
+
+def test_wrong_input_to_tuning_is_one_clear_error():
+    q, k, v = call()
+    with pytest.raises(InputError, match="NVIDIA GPU"):
+        tune(q, k, v, causal=True)
+    with pytest.raises(InputError, match="budget above zero"):
+        tune(q, k, v, causal=True, seconds=0)
+
+
+def test_fp32_is_three_products_of_tf32_only_where_that_was_found_exact_enough(monkeypatch: pytest.MonkeyPatch):
+    def precision(head_dim: int, dtype: torch.dtype = torch.float32) -> str:
+        return flash_tuning.precision_for(torch.zeros(1, 1, 16, head_dim, dtype=dtype))
+
+    assert (precision(64), precision(128), precision(256)) == ("tf32x3", "tf32x3", "ieee")
+    assert precision(64, torch.bfloat16) == "ieee"
+    monkeypatch.setattr(flash_tuning, "_capability", lambda device: (8, 0))
+    assert precision(64) == "ieee"
+    with matmul_precision("tf32"):
+        assert precision(64) == "tf32"
