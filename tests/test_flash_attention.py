@@ -349,3 +349,13 @@ def test_defaults_are_tiles_that_triton_takes(capability: tuple[int, int], bytes
         assert backward.deterministic, "the default repeats itself bit for bit"
         assert problem.capability >= (9, 0) or not backward.tma
     assert flash.MAX_HEAD_DIM == 256
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [((4, 8, 16), (2, 8, 16)), ((2, 3, 2, 8, 16), (3, 2, 2, 8, 16)), ((1, 2, 8, 16), (2, 8, 16))],
+)
+def test_the_function_pairs_no_leading_dimensions_that_differ(queries: tuple[int, ...], keys: tuple[int, ...]):
+    """Batches are no grouped heads: in four dimensions alone it is said which the heads are."""
+    with pytest.raises(InputError, match="attention flash takes .* of the same leading dimensions"):
+        FlashAttention.apply(torch.zeros(queries), torch.zeros(keys), torch.zeros(keys))
