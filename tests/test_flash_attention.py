@@ -357,5 +357,5 @@ def test_defaults_are_tiles_that_triton_takes(capability: tuple[int, int], bytes
 )
 def test_the_function_pairs_no_leading_dimensions_that_differ(queries: tuple[int, ...], keys: tuple[int, ...]):
     """Batches are no grouped heads: in four dimensions alone it is said which the heads are."""
-    with pytest.raises(InputError, match="attention flash takes .* of the same leading dimensions"):
+    with pytest.raises(InputError, match=r"attention flash takes .* of the same leading dimensions"):
         FlashAttention.apply(torch.zeros(queries), torch.zeros(keys), torch.zeros(keys))
