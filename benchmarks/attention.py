@@ -29,7 +29,7 @@ from stepscope.core.attention_timing import (
     encode_timings,
 )
 from stepscope.core.attention_verdict import AttentionShape
-from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, InputError, StepscopeError
+from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, InputError, StepscopeError, choose
 from stepscope.core.run_directory import write_atomically
 from stepscope.core.samples import Samples
 from stepscope.core.workload import Attention
@@ -96,6 +96,8 @@ def race(arguments: argparse.Namespace) -> AttentionTimings:
     deadline_s = began_s + arguments.seconds
     device = resolve_device(arguments.device)
     on_gpu = device.type == "cuda"
+    for name in arguments.only or ():
+        choose(name, (OURS, *dict.fromkeys(rival for rivals in RIVALS.values() for rival in rivals)), "name of --only")
     groups: list[list[AttentionCell]] = []
     for text in arguments.shape or (SHAPES if on_gpu else SHAPES_ON_CPU):
         shape, dtype = parse_shape(text)

@@ -117,11 +117,43 @@ def test_the_shapes_have_everything_that_is_odd():
         assert {shape.causal for shape in some} == {True, False}
         assert any(shape.keys < shape.queries for shape in some) and any(shape.keys > shape.queries for shape in some)
         assert any(shape.key_heads < shape.heads for shape in some) and any(shape.window for shape in some)
+        hiding = [s for s in some if s.window is not None and (s.queries if s.causal else s.keys) > s.window]
+        assert {s.causal for s in hiding} == {True, False}
+        assert any(s.key_heads < s.heads for s in hiding) and any(s.window != 1 for s in hiding)
+        assert any(s.causal and s.keys < s.queries for s in some)
     for shape in shapes:  # what is exact zero would say nothing: no shape is nothing else
         assert shape.window is None or shape.queries < shape.keys + shape.window or shape.queries > 1
 
 
 # ---- what is wrong does not
+
+
+def test_a_call_that_writes_to_its_inputs_does_not_pass_nor_spoils_them_for_others():
+    def scales_in_place(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, **_: object):
+        out = sdpa(q, k, v, causal=causal, window=window)
+        q.data.mul_(2)
+        return out
+
+    mistaken, right = check_attention_matrix(
+        ("flash-tiled", "sdpa"),
+        device=CPU,
+        dtypes=("fp32",),
+        shapes=few_shapes()[:3],
+        functions={"flash-tiled": scales_in_place},
+    )
+    assert {verdict.reason for verdict in mistaken.verdicts} == {"it writes to q, which are the caller's"}
+    right.require()
+
+
+@pytest.mark.parametrize("other", [1, -1])
+def test_a_window_of_another_size_does_not_pass(other: int):
+    def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, **_: object):
+        return sdpa(q, k, v, causal=causal, window=None if window is None else max(1, window + other))
+
+    report = check_attention_implementation(
+        "flash-tiled", device=CPU, dtypes=("bf16",), shapes=few_shapes(), function=attention
+    )
+    assert any(verdict.outcome == "failed" for verdict in report.verdicts)
 
 
 def tiles_of_the_first_half(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **_: object) -> Tensor:

@@ -63,3 +63,9 @@ def test_a_race_on_a_cpu_is_kept_and_shown(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().out == told and told.count("\n| ") == 4
     assert main([*command, "--shape", "1,2"]) == 2
     assert capsys.readouterr().err.startswith("cannot read --shape '1,2'")
+
+
+def test_a_name_that_no_race_has_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert main(["--device", "cpu", "--only", "nope"]) == 2
+    found = capsys.readouterr()
+    assert not found.out and "unknown name of --only 'nope': choose one of flash, sdpa-flash" in found.err

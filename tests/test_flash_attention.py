@@ -363,3 +363,13 @@ def test_the_kernels_are_known_as_attention_by_their_names():
     }
     assert len(kernels) == 6
     assert {classify(name) for name in kernels} == {"attention (fused)"}
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [((4, 8, 16), (2, 8, 16)), ((2, 3, 2, 8, 16), (3, 2, 2, 8, 16)), ((1, 2, 8, 16), (2, 8, 16))],
+)
+def test_the_function_pairs_no_leading_dimensions_that_differ(queries: tuple[int, ...], keys: tuple[int, ...]):
+    """Batches are no grouped heads: in four dimensions alone it is said which the heads are."""
+    with pytest.raises(InputError, match=r"attention flash takes .* of the same leading dimensions"):
+        FlashAttention.apply(torch.zeros(queries), torch.zeros(keys), torch.zeros(keys))

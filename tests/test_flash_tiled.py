@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from stepscope.core.errors import InputError
 from stepscope.kernels.flash_tiled import KEY_TILE, QUERY_TILE, FlashAttentionTiled, Sight, flash_tiled
 from stepscope.models.attention import reference
 from stepscope.models.training_step import TrainingStep
@@ -130,3 +131,31 @@ def test_it_trains_the_model_as_the_reference_does(dtype: str):
         assert step.loss is not None
         losses.append(float(step.loss))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5 if dtype == "fp32" else 2e-3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        (((3, 2, 4, 8), (2, 3, 4, 8), (2, 3, 4, 8)), "the same leading dimensions"),
+        (((4, 4, 8), (1, 4, 8), (1, 4, 8)), "the same leading dimensions"),
+        (((4, 8), (4, 16), (4, 16)), "k, v"),
+        (((4, 8), (4, 8), (3, 8)), "k, v"),
+        (((8,), (8,), (8,)), "k, v"),
+        (((4, 8), (0, 8), (0, 8)), "empty sequence"),
+        (((4, 0), (4, 0), (4, 0)), "empty sequence or head"),
+    ],
+)
+def test_what_the_loops_would_broadcast_or_stumble_over_is_refused(sizes: tuple[tuple[int, ...], ...], says: str):
+    with pytest.raises(InputError, match=f"attention flash-tiled .*{says}"):
+        FlashAttentionTiled.apply(*(torch.zeros(size) for size in sizes))
+
+
+def test_several_dtypes_or_whole_numbers_are_refused():
+    q = torch.zeros(4, 8)
+    for others in ((q.half(), q.half()), (q, q.double())):
+        with pytest.raises(InputError, match="one floating dtype on one device"):
+            FlashAttentionTiled.apply(q, *others)
+    with pytest.raises(InputError, match="one floating dtype"):
+        FlashAttentionTiled.apply(*(torch.zeros(4, 8, dtype=torch.int64) for _ in range(3)))
+    with pytest.raises(InputError, match="a window of 1 or more, not 0"):
+        FlashAttentionTiled.apply(q, q, q, False, None, 0)

@@ -134,10 +134,8 @@ def timing(
 ) -> AttentionTiming:  # fmt: skip
     """Measured in no time at all, five passes each a little longer."""
     fields = {key: changes.pop(key) for key in ("compile", "dtype") if key in changes}
-    cell = msgspec.convert(
-        {"implementation": name, "dtype": "bf16", **fields, "shape": square(seq, heads=16, key_heads=16, head_dim=64)},
-        AttentionCell,
-    )
+    shape = square(seq, heads=16, key_heads=16, head_dim=changes.pop("head_dim", 64))
+    cell = msgspec.convert({"implementation": name, "dtype": "bf16", **fields, "shape": shape}, AttentionCell)
     if "outcome" in changes:
         return AttentionTiming(cell=cell, **changes)
 
@@ -234,6 +232,36 @@ def test_every_sentence_follows_from_its_figures():
     off = msgspec.structs.replace(STORY, timings=(timing("flash", 1024, 1, 1, saved=2 * fused_saved(1024)),))
     sentence = next(f.sentence for f in answer_attention(off).findings if f.kind == "saved bytes")
     assert "in 0 of 1 cells" in sentence and "100.0 %" in sentence
+
+
+def test_no_crossover_is_read_from_noise_or_from_an_order_that_changes_twice():
+    def crossover(*milliseconds: tuple[int, float], passes: int = 5) -> tuple[int, int] | None:
+        rows = [timing("flash", seq, ms / 3, 2 * ms / 3, saved=1) for seq, ms in milliseconds]
+        rows += [timing("reference", seq, 1, 2, saved=1) for seq, _ in milliseconds]
+
+        def first(samples: Samples | None) -> Samples | None:
+            return samples and msgspec.structs.replace(samples, values_s=samples.values_s[:passes])
+
+        cut = [msgspec.structs.replace(row, forward=first(row.forward), backward=first(row.backward)) for row in rows]
+        flash, naive = arrange(timings_by_hand(*cut)).curves
+        return Contest(base=naive, other=flash).crossover
+
+    assert crossover((64, 4), (128, 4), (256, 2), (512, 2)) == (128, 256)
+    assert crossover((64, 4), (128, 3), (256, 2)) == (64, 256)  # 128 is neither
+    assert crossover((64, 2), (128, 4), (256, 2)) is None
+    assert crossover((64, 4), (128, 2), (256, 3)) is None
+    assert crossover((64, 4), (128, 2), passes=3) is None  # no intervals
+
+
+def test_where_memory_runs_out_and_where_it_still_fits_is_of_one_head_dim():
+    rows = (
+        timing("reference", 1024, 1, 2, saved=1, head_dim=64, peak=MIB),
+        timing("reference", 4096, outcome="out of memory", reason="", head_dim=64),
+        timing("reference", 4096, 1, 2, saved=1, head_dim=16, peak=2 * MIB),
+        timing("reference", 16384, outcome="out of memory", reason="", head_dim=16),
+    )
+    (sentence,) = (f.sentence for f in answer_attention(timings_by_hand(*rows)).findings if f.kind == "out of memory")
+    assert "at sequence 4,096 (bf16, head_dim 64); at 1,024 it still fits" in sentence
 
 
 def test_text_of_the_answer():

@@ -50,24 +50,29 @@ def _gate(study: AttentionStudy) -> Iterator[Finding]:
 
 
 def _memory_runs_out(study: AttentionStudy) -> Iterator[Finding]:
-    """For each line the shortest sequence that did not fit, over head_dims, and the longest that did."""
+    """For each line the shortest sequence that did not fit, and the longest that did with the same head_dim."""
     for dtype, line, curves in _by_line(study):
-        fell = [curve.out_of_memory_at for curve in curves if curve.out_of_memory_at is not None]
+        fell = [(at, curve) for curve in curves if (at := curve.out_of_memory_at) is not None]
         if not fell:
             continue
-        fits = [row for curve in curves for row in curve.measured if row.memory is not None]
-        last = max(fits, key=lambda row: (row.cell.shape.queries, row.cell.shape.head_dim), default=None)
+        shortest, first = min(fell, key=lambda each: (each[0], each[1].head_dim))
         held = ""
+        last = max(
+            (row for row in first.measured if row.memory is not None and row.cell.shape.queries < shortest),
+            key=lambda row: row.cell.shape.queries,
+            default=None,
+        )
         if last is not None and last.memory is not None:
             peak = last.memory.peak_bytes or last.memory.before_backward_bytes
             held = f"; at {last.cell.shape.queries:,} it still fits, with {format_bytes(peak)} at its peak"
         memory = study.timings.environment.memory_bytes
         of = f" of {format_bytes(memory)}" if memory else ""
+        where = f"{dtype}, head_dim {first.head_dim}" if len(curves) > 1 else dtype
         yield Finding(
             kind="out of memory",
             severity="note",
-            sentence=f"{line} runs out of memory{of} at sequence {min(fell):,} ({dtype}){held}.",
-            evidence={"sequence": min(fell), "memory": memory},
+            sentence=f"{line} runs out of memory{of} at sequence {shortest:,} ({where}){held}.",
+            evidence={"sequence": shortest, "memory": memory},
         )
 
 

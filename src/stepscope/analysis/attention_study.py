@@ -90,11 +90,17 @@ class Contest:
 
     @property
     def crossover(self) -> tuple[int, int] | None:
-        """(the longest sequence at which it is slower, the next, from which on it is always faster)."""
-        lengths = sorted(self.ratios)
-        slower = [length for length in lengths if self.ratios[length].value < 1]
-        after = [length for length in lengths if not slower or length > slower[-1]]
-        return (slower[-1], after[0]) if slower and after else None
+        """(the longest sequence at which it is slower, the next, from which on it is always faster).
+
+        By their intervals, and there is none where it is faster at a shorter one: noise is no order that changes.
+        """
+        slower = [length for length, ratio in self.ratios.items() if ratio.interval and ratio.interval.high < 1]
+        faster = [length for length, ratio in self.ratios.items() if ratio.interval and ratio.interval.low > 1]
+        if not slower or not faster or min(faster) < max(slower):
+            return None
+        undecided = [length for length in self.ratios if length not in (*slower, *faster)]
+        after = [length for length in faster if length > max(undecided, default=0)]
+        return (max(slower), min(after)) if after else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -277,6 +277,12 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         q4, k4, v4 = _four_dimensional(q), _four_dimensional(k), _four_dimensional(v)
+        # In any other number of dimensions none of them is said to be the heads, of which keys may have fewer.
+        if not q.dim() == k.dim() == v.dim() or (q.dim() != 4 and not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]):
+            raise InputError(
+                "attention flash takes q, k and v (..., seq, head_dim) of the same leading dimensions, "
+                f"not {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+            )
         check_inputs(q4, k4, v4)
         ctx.is_causal = is_causal
         ctx.scale = 1 / math.sqrt(q.shape[-1])

@@ -40,6 +40,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from stepscope.core.errors import InputError
+
 QUERY_TILE = 64
 KEY_TILE = 64
 
@@ -97,6 +99,7 @@ class FlashAttentionTiled(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None,
         window: int | None = None,
     ) -> Tensor:  # fmt: skip
+        _check_inputs(q, k, v, window)
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         sight = Sight(queries=q.shape[-2], keys=k.shape[-2], causal=is_causal, window=window)
         with torch.autocast(q.device.type, enabled=False):  # which would take the products to 16 bits
@@ -111,6 +114,23 @@ class FlashAttentionTiled(torch.autograd.Function):
         with torch.autocast(gradient.device.type, enabled=False):
             gradients = _backward(ctx.saved_tensors, gradient, ctx.sight, ctx.scale)
         return *gradients, None, None, None
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> None:
+    """Raise an InputError, one line, for what the loops would broadcast, cut off or stumble over."""
+    shapes = f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+    if q.dim() < 2 or k.shape != v.shape or q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
+        raise InputError(
+            "attention flash-tiled takes q (..., S, D) and k, v (..., T, D) of the same leading dimensions, "
+            f"not {shapes}"
+        )
+    if 0 in (*q.shape[-2:], k.shape[-2]):
+        raise InputError(f"attention flash-tiled has nothing to do on an empty sequence or head ({shapes})")
+    if not (q.is_floating_point() and q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+        kinds = ", ".join(f"{str(t.dtype).removeprefix('torch.')} on {t.device}" for t in (q, k, v))
+        raise InputError(f"attention flash-tiled takes q, k and v of one floating dtype on one device, not {kinds}")
+    if window is not None and window < 1:
+        raise InputError(f"attention flash-tiled takes a window of 1 or more, not {window}")
 
 
 def flash_tiled(
