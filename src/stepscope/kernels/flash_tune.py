@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 import msgspec
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 from triton.testing import do_bench
 
 from stepscope.core.errors import InputError
@@ -58,7 +59,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measure(Protocol):
-    """Runs a candidate. Raises a RuntimeError or ValueError where it does not compile or run."""
+    """Runs a candidate. Raises a TritonError, RuntimeError or ValueError where it does not compile or run."""
 
     def __call__(self, candidate: Candidate) -> Trial: ...
 
@@ -136,7 +137,7 @@ class Search:
                 return
             try:
                 trial = self.measure(candidate)
-            except (RuntimeError, ValueError) as error:  # Triton's errors are of both kinds
+            except (TritonError, RuntimeError, ValueError) as error:  # compiling raises any of them
                 self.tell(f"{candidate}: {type(error).__name__}")
                 continue
             if trial.of_allowed <= 1:
