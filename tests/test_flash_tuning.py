@@ -9,8 +9,10 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
+from triton.runtime.errors import OutOfResources
+
 from stepscope.core.errors import InputError
-from stepscope.kernels import flash_kept, flash_tuning
+from stepscope.kernels import flash_kept, flash_tune, flash_tuning
 from stepscope.kernels.flash_configuration import (
     BackwardConfiguration,
     ForwardConfiguration,
@@ -82,14 +84,14 @@ def test_a_backward_pass_is_made_of_the_fastest_kernels():
 def test_what_fails_to_compile_or_gives_nan_is_passed_over():
     def measure(candidate: Candidate) -> Trial:
         if isinstance(candidate, ForwardConfiguration) and candidate != default_forward(HOPPER):
-            raise RuntimeError("out of resource: shared memory")
+            raise OutOfResources(300_000, 232_448, "shared memory")
         return Trial(ms=1.0, of_allowed=float("nan") if isinstance(candidate, BackwardConfiguration) else 0.1)
 
     told: list[str] = []
     choice = search(HOPPER, measure, batch_heads=16, seconds=60, tell=told.append)
     assert (choice.forward, choice.forward_ms) == (default_forward(HOPPER), 1.0)
     assert (choice.backward, choice.backward_ms) == (default_backward(HOPPER), None)
-    assert any("RuntimeError" in line for line in told) and any("wrong" in line for line in told)
+    assert any("OutOfResources" in line for line in told) and any("wrong" in line for line in told)
 
 
 @pytest.mark.parametrize("seconds", [1, 7, 20, 60])
@@ -194,6 +196,29 @@ def test_wrong_input_to_tuning_is_one_clear_error():
         tune(q, k, v, causal=True)
     with pytest.raises(InputError, match="budget above zero"):
         tune(q, k, v, causal=True, seconds=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_candidates_are_run_into_poison_and_compared(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    """Everything but the clock, with grouped heads: right by far, and wrong where the truth is another."""
+    monkeypatch.setattr(flash_tuning, "_capability", lambda device: (0, 0))
+    monkeypatch.setattr(flash_tune, "_median_ms", lambda run, warmup_ms, repeat_ms: 1.0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q = torch.randn(1, 2, 40, 16, device=device).to(dtype)
+    k, v = (torch.randn(1, 1, 40, 16, device=device).to(dtype) for _ in range(2))
+    problem = flash_tuning.problem_of(q, causal=True)
+    measure = flash_tune.OnDevice(q, k, v, causal=True, problem=problem)
+    with pytest.raises(RuntimeError, match="nothing to go by"):
+        measure(default_backward(problem))
+    joint = BackwardConfiguration(way="joint", keys=tiles(16, 32, 4, 1), queries=tiles(32, 16, 4, 1), tma=False)
+    parts = [Part(kernel=kernel, tiles=tiles(16, 16, 4, 1), tma=False) for kernel in ("keys", "queries")]
+    candidates: list[Candidate] = [default_forward(problem), default_backward(problem), joint, *parts]
+    for candidate in candidates:
+        trial = measure(candidate)
+        assert trial.ms == 1.0 and 0 < trial.of_allowed < 1, candidate
+    for true in measure.truth.values():
+        true.add_(0.5)
+    assert all(measure(candidate).of_allowed > 1 for candidate in candidates)
 
 
 def test_fp32_is_three_products_of_tf32_only_where_that_was_found_exact_enough(monkeypatch: pytest.MonkeyPatch):

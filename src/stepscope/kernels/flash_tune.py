@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 import msgspec
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 from triton.testing import do_bench
 
 from stepscope.core.errors import InputError
@@ -58,7 +59,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measure(Protocol):
-    """Runs a candidate. Raises a RuntimeError or ValueError where it does not compile or run."""
+    """Runs a candidate. Raises a TritonError, RuntimeError or ValueError where it does not compile or run."""
 
     def __call__(self, candidate: Candidate) -> Trial: ...
 
@@ -86,19 +87,26 @@ _SHAPES: dict[str, dict[int, tuple[tuple[int, int, int, int, bool], ...]]] = {
     },
 }  # fmt: skip
 """block_m, block_n, num_warps, num_stages, tma; by the head dimensions up to."""
-_SHAPES_FP32: dict[str, tuple[tuple[int, int, int, int, bool], ...]] = {
-    "forward": ((128, 64, 8, 2, True), (64, 64, 4, 2, True), (64, 32, 4, 2, True), (64, 32, 4, 2, False),
-                (32, 32, 4, 2, False)),
-    "keys": ((64, 128, 8, 2, False), (32, 32, 4, 2, False), (32, 128, 8, 2, False), (32, 32, 8, 1, False)),
-    "queries": ((128, 64, 8, 2, False), (32, 32, 4, 2, False), (64, 32, 4, 2, True), (32, 32, 8, 1, False)),
+_SHAPES_FP32: dict[str, dict[int, tuple[tuple[int, int, int, int, bool], ...]]] = {
+    "forward": {
+        64: ((128, 64, 8, 2, True), (64, 64, 4, 2, True), (64, 32, 4, 2, True), (64, 32, 4, 2, False),
+             (32, 32, 4, 2, False)),
+        256: ((128, 64, 8, 2, True), (64, 32, 4, 2, False), (32, 32, 4, 2, False), (32, 32, 4, 1, False)),
+    },
+    "keys": {
+        64: ((64, 128, 8, 2, False), (32, 32, 4, 2, False), (32, 128, 8, 2, False), (32, 32, 8, 1, False)),
+        256: ((32, 32, 4, 2, False), (32, 32, 8, 1, False)),
+    },
+    "queries": {
+        64: ((128, 64, 8, 2, False), (32, 32, 4, 2, False), (64, 32, 4, 2, True), (32, 32, 8, 1, False)),
+        256: ((32, 32, 4, 2, False), (32, 32, 8, 1, False)),
+    },
 }  # fmt: skip
 
 
 def _listed(problem: Problem, kernel: str) -> list[tuple[Tiles, bool]]:
-    if problem.bytes_per_element == 4:
-        shapes = _SHAPES_FP32[kernel]
-    else:
-        shapes = _SHAPES[kernel][next(limit for limit in (64, 128, 256) if problem.head_dim <= limit)]
+    lists = (_SHAPES_FP32 if problem.bytes_per_element == 4 else _SHAPES)[kernel]
+    shapes = next(shapes for limit, shapes in lists.items() if problem.head_dim <= limit)
     described = problem.capability >= (9, 0)
     found = [(tiles(*shape[:4]), shape[4]) for shape in shapes if described or not shape[4]]
     if kernel == "keys" and problem.capability[0] == 9 and problem.head_dim <= 64 and problem.bytes_per_element == 2:
@@ -136,7 +144,7 @@ class Search:
                 return
             try:
                 trial = self.measure(candidate)
-            except (RuntimeError, ValueError) as error:  # Triton's errors are of both kinds
+            except (TritonError, RuntimeError, ValueError) as error:  # compiling raises any of them
                 self.tell(f"{candidate}: {type(error).__name__}")
                 continue
             if trial.of_allowed <= 1:
