@@ -90,11 +90,12 @@ def test_every_implementation_is_attention(name: Attention, data: st.DataObject)
     heads, key_heads = data.draw(st.sampled_from([(1, 1), (4, 4), (4, 2), (3, 1)]))
     queries, keys = data.draw(st.integers(1, 150)), data.draw(st.integers(1, 150))
     window = data.draw(st.none() | st.integers(1, 160)) if name != "sdpa-flash" else None
-    causal, scale = data.draw(st.booleans()), data.draw(st.sampled_from([None, 0.2]))
+    causal, scale = data.draw(st.booleans()), data.draw(st.sampled_from([None, 0.2, 0.0, -0.3]))
     head_dim = data.draw(st.sampled_from([2, 5, 16]))
     inputs = call_tensors(heads, key_heads, queries, keys, head_dim, transposed=data.draw(st.booleans()))
     out = attend(name, *inputs, causal=causal, scale=scale, window=window)
-    exact = by_definition(*inputs, causal=causal, scale=scale or head_dim**-0.5, window=window)
+    scale = head_dim**-0.5 if scale is None else scale
+    exact = by_definition(*inputs, causal=causal, scale=scale, window=window)
     gradient = torch.randn(exact.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found = torch.autograd.grad(out, inputs, gradient)
     wanted = torch.autograd.grad(exact, inputs, gradient)
@@ -396,3 +397,14 @@ def test_unsafe_is_not_predicted_compiled():
     with pytest.raises(InputError, match="a compiled step with attention unsafe is not predicted"):
         predicted_attention(mini(attention="unsafe", compile="default"), "cuda")
     assert set(PREDICTED) == set(SUPPORT) - {"chunked", "flash-tiled", "flex"}
+
+
+@pytest.mark.parametrize("name", ["sdpa", "sdpa-flash", "sdpa-math"])
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_a_scale_that_is_not_positive_makes_no_nan_where_causal(name: Attention, scale: float):
+    inputs = call_tensors(4, 2, 40, 40, 16)
+    out = attend(name, *inputs, causal=True, scale=scale)
+    exact = by_definition(*inputs, causal=True, scale=scale, window=None)
+    assert torch.allclose(out, exact, atol=1e-11)
+    for a, b in zip(*(torch.autograd.grad(o.square().sum(), inputs) for o in (out, exact)), strict=True):
+        assert torch.allclose(a, b, atol=1e-10)

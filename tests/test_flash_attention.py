@@ -151,9 +151,10 @@ def test_half_precisions(dtype: torch.dtype, causal: bool):
     assert_as_good_as_written_out(inputs(q_shape=(1, 2, 40, 32), dtype=dtype), causal=causal)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [-0.7, 0.0, 3.0])
-def test_any_scale(scale: float):
-    assert_as_good_as_written_out(inputs(q_shape=(1, 1, 37, 16)), causal=True, scale=scale)
+def test_any_scale(scale: float, dtype: torch.dtype):
+    assert_as_good_as_written_out(inputs(q_shape=(1, 1, 37, 16), dtype=dtype), causal=True, scale=scale)
 
 
 def test_scores_far_from_zero_neither_overflow_nor_vanish():

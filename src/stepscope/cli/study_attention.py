@@ -88,7 +88,10 @@ def show_matrix(matrix: "GateMatrix", json: bool) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in matrix.versions.items())
     show(f"{matrix.device_name}; {versions}")
     show(render_gate(matrix.reports))
-    show(f"{matrix.reached} of {matrix.calls} calls were judged")
+    verdicts = [verdict for report in matrix.reports for verdict in report.verdicts]
+    unsupported = sum(verdict.outcome == "not supported" for verdict in verdicts)
+    besides = f", and {unsupported} are not supported" if unsupported else ""
+    show(f"{matrix.reached - unsupported} of {matrix.calls} calls were judged{besides}")
 
 
 def usual_workers(device_type: str) -> int:

@@ -87,8 +87,9 @@ def _attend_tile(
         BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA,
     )  # fmt: skip
     if NEGATE:
-        # The running maximum takes a scale that is not negative.
-        q = -q
+        # The running maximum takes a scale that is not negative. In fp32, since Triton's interpreter takes the bits of
+        # bf16 for integers; nothing is rounded.
+        q = (-q.to(tl.float32)).to(q.dtype)
     k_offset = batch_long * k_batch + kv_head * k_head
     v_offset = batch_long * v_batch + kv_head * v_head
     query = first_query + tl.arange(0, BLOCK_M)

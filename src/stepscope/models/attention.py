@@ -185,6 +185,9 @@ def sdpa(
         return with_zeros(sdpa, blind, q, k, v, causal=causal, scale=scale, window=window)
     # The fused backends read rows of D numbers that lie side by side.
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
+    if scale is not None and scale <= 0:
+        # Its CPU kernel scales what the mask has made -inf: NaN of 0 * -inf, and infinity of a negative scale.
+        q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     grouped = q.shape[1] != k.shape[1]
     if window is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
