@@ -292,15 +292,15 @@ def test_one_wrong_row_among_many_is_seen():
     assert not out.passed and "a row of out is off by" in failure.sentence
 
 
-def test_memory_that_is_not_written_holds_nan():
-    """Where the kernel leaves its output as it came."""
+def test_memory_that_is_not_written_is_no_answer():
+    """Where the kernel leaves its output as it came: NaN, or on a host what another allocation left there."""
 
     def empty(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
         return torch.empty_like(q) + 0 * (q.sum() + k.sum() + v.sum())
 
     (verdict,) = judged(empty, square(64), dtype="fp32").verdicts
-    assert verdict.errors[0].error is None
-    assert "out is not finite" in verdict.sentence
+    assert verdict.outcome == "failed" and not verdict.errors[0].passed
+    assert "out is not finite" in verdict.sentence or "out is off by" in verdict.sentence
 
 
 def test_an_implementation_that_changes_from_run_to_run_is_said_to():
