@@ -98,7 +98,8 @@ def test_where_a_sum_stops_the_addend_is_half_a_unit_or_less(found: Experiment):
     stopped = [finding for finding in found.findings if finding.kind == "sum-stops"]
     assert {finding.evidence["result"] for finding in stopped} == {4.0, 0.5}
     for finding in stopped:
-        assert finding.evidence["addend"] <= finding.evidence["half_unit"]  # type: ignore[operator]
+        addend, half_unit = finding.evidence["addend"], finding.evidence["half_unit"]
+        assert isinstance(addend, float) and isinstance(half_unit, float) and addend <= half_unit
         assert f"{finding.evidence['stopped_after']:,} addends" in finding.sentence
 
 

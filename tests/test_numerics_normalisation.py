@@ -33,7 +33,7 @@ def row_of(value: float, width: int, dtype: torch.dtype = torch.float16) -> Tens
 
 def cells(table: Table) -> dict[tuple[Any, Any], dict[str, Any]]:
     """By format and way; then by scale, width or epsilon."""
-    return {row[:2]: dict(zip(table.columns[2:], row[2:], strict=True)) for row in table.rows}  # type: ignore[misc]
+    return {(row[0], row[1]): dict(zip(table.columns[2:], row[2:], strict=True)) for row in table.rows}
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import msgspec
 
 from stepscope.analysis.checks.computation import compile_fallback, compile_not_used
 from stepscope.analysis.families import classify
-from stepscope.analysis.metrics import median_s
+from stepscope.analysis.metrics import median_s, memory_change
 from stepscope.core.finding import Finding
 from stepscope.core.run import Run
 from stepscope.core.samples import Interval, Ratio, Samples
@@ -320,13 +320,7 @@ class Pair:
 
     def memory_change(self, field: str) -> float | None:
         """By which share of the eager bytes this figure of PhaseMemory is larger; None where one is not known."""
-        base, other = memory_of(self.base.run, field), memory_of(self.other.run, field)
-        return other / base - 1 if base and other is not None else None
-
-
-def memory_of(run: Run, field: str) -> int | None:
-    """A figure of PhaseMemory, None where nobody counted."""
-    return getattr(run.evidence.memory, field) if run.evidence.memory else None
+        return memory_change(self.base.run, self.other.run, field)
 
 
 @dataclass(frozen=True, kw_only=True)

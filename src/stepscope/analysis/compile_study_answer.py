@@ -7,9 +7,9 @@ from stepscope.analysis.compile_study import (
     CompileCell,
     CompileStudy,
     Pair,
-    memory_of,
 )
 from stepscope.analysis.compile_study_findings import compile_findings
+from stepscope.analysis.metrics import memory_of
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Cell, Experiment, Panel, Point, Table
 from stepscope.core.samples import Samples

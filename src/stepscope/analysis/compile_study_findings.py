@@ -14,9 +14,8 @@ from stepscope.analysis.compile_study import (
     Kernels,
     Pair,
     Payback,
-    memory_of,
 )
-from stepscope.analysis.metrics import median_s
+from stepscope.analysis.metrics import median_s, memory_of
 from stepscope.core.finding import Finding, Severity
 from stepscope.core.units import format_bytes, format_seconds, format_share
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from stepscope.analysis.metrics import samples_of
+from stepscope.analysis.metrics import memory_change, samples_of
 from stepscope.core.run import Run
 from stepscope.core.samples import Ratio, Samples
 from stepscope.work.transformer import parameter_count
@@ -241,13 +241,7 @@ class Pair:
 
     def memory_change(self, field: str) -> float | None:
         """By which share of fp32's bytes this figure of PhaseMemory is larger; None where one of them is not known."""
-        base, other = memory_of(self.base.run, field), memory_of(self.other.run, field)
-        return other / base - 1 if base and other is not None else None
-
-
-def memory_of(run: Run, field: str) -> int | None:
-    """A figure of PhaseMemory, None where nobody counted."""
-    return getattr(run.evidence.memory, field) if run.evidence.memory else None
+        return memory_change(self.base.run, self.other.run, field)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from stepscope.analysis.metrics import median_s
-from stepscope.analysis.precision_speed import BASELINE, SpeedStudy, TimedCell, memory_of
+from stepscope.analysis.metrics import median_s, memory_of
+from stepscope.analysis.precision_speed import BASELINE, SpeedStudy, TimedCell
 from stepscope.analysis.precision_speed_findings import speed_findings
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Cell, Experiment, Panel, Point, Table

@@ -3,8 +3,8 @@
 import itertools
 from collections.abc import Iterator, Sequence
 
-from stepscope.analysis.metrics import launch_bound_share, median_s
-from stepscope.analysis.precision_speed import Amdahl, Pair, SpeedStudy, memory_of
+from stepscope.analysis.metrics import launch_bound_share, median_s, memory_of
+from stepscope.analysis.precision_speed import Amdahl, Pair, SpeedStudy
 from stepscope.core.finding import Finding
 from stepscope.core.samples import Ratio
 from stepscope.core.units import format_bytes, format_seconds, format_share

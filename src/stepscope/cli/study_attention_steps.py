@@ -1,14 +1,13 @@
 """`stepscope study attention --model`: a whole training step with each attention, measured and captured, or read."""
 
-import functools
-import importlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepscope.cli import options
+from stepscope.cli.captured_runs import captured, stored_runs, unread
 from stepscope.cli.output import warn
-from stepscope.core.errors import InputError, choose
+from stepscope.core.errors import choose
 from stepscope.core.experiment import Experiment
 from stepscope.core.run import Run
 
@@ -54,7 +53,7 @@ def measure_steps(
     def report(runs: list[Run]) -> None:
         cells = [_cell(run, out / run.id, keep) for run in runs]
         shown(lambda _: _experiment(cells))
-        if _unread(cells):
+        if unread(cell.run for cell in cells):
             warn(f"the captures lie in {out}: `stepscope study attention --read {out}` answers where polars is")
 
     measure_and_report(plan, Policy(), report)
@@ -62,53 +61,17 @@ def measure_steps(
 
 def read_steps(places: Iterable[Path], keep: bool, shown: Shown) -> None:
     """Answer from folders of runs."""
-    from stepscope.core.run_directory import find_run_files, load_run
-
-    cells: list[StepCell] = []
-    for file in dict.fromkeys(file.resolve() for place in places for file in find_run_files(place)):
-        try:
-            run = load_run(file)
-        except InputError as error:
-            warn(f"left out: {error}")
-            continue
-        if run.workload.phase != "forward":
-            cells.append(_cell(run, file.parent, keep))
+    cells = [_cell(run, directory, keep) for run, directory in stored_runs(places) if run.workload.phase != "forward"]
     shown(lambda _: _experiment(cells))
 
 
 def _experiment(cells: "list[StepCell]") -> Experiment:
     from stepscope.analysis.attention_steps import answer_steps
 
-    return answer_steps(cells, unread=_unread(cells))
-
-
-def _unread(cells: "list[StepCell]") -> int:
-    """Captures that nothing here can read."""
-    return 0 if _reads_captures() else sum("kineto" in cell.run.artifacts for cell in cells)
-
-
-@functools.cache
-def _reads_captures() -> bool:
-    """A machine that only measures has no polars."""
-    try:
-        importlib.import_module("stepscope.analysis.trace_digest")
-    except ModuleNotFoundError as error:
-        if error.name != "polars":
-            raise
-        return False
-    return True
+    return answer_steps(cells, unread=unread(cell.run for cell in cells))
 
 
 def _cell(run: Run, directory: Path, keep: bool) -> "StepCell":
-    """The run with what its capture says; without that where polars is not installed, or the capture cannot be read."""
     from stepscope.analysis.attention_steps import StepCell
 
-    if run.status != "done" or not _reads_captures():
-        return StepCell(run=run)
-    from stepscope.cli.study_kernels import digest_beside
-
-    try:
-        return StepCell(run=run, digest=digest_beside(run, directory, "kineto", keep))
-    except InputError as error:
-        warn(f"its capture is left out: {error}")
-        return StepCell(run=run)
+    return StepCell(run=run, digest=captured(run, directory, keep))

@@ -1,7 +1,6 @@
 """`stepscope study compile`: the whole model, eager against compiled, measured and captured here, or before."""
 
 import functools
-import importlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepscope.cli import options
+from stepscope.cli.captured_runs import captured, stored_runs, unread
 from stepscope.cli.output import warn
 from stepscope.cli.study_precision import Only, Plot, answer
 from stepscope.core.errors import InputError
@@ -113,7 +113,7 @@ def compiled(
     def report(runs: list[Run]) -> None:
         cells = [_cell(run, out / run.id, keep) for run in runs]
         shown(lambda _: _experiment(cells), read=None)
-        if _unread(cells):
+        if unread(cell.run for cell in cells):
             warn(f"the captures lie in {out}: `stepscope study compile --read {out}` answers from them where polars is")
 
     with cold_caches():
@@ -133,39 +133,13 @@ def _experiment(cells: "list[CompileCell]") -> Experiment:
     from stepscope.analysis.compile_study import pair_up
     from stepscope.analysis.compile_study_answer import answer_compile
 
-    return answer_compile(pair_up(cells), unread=_unread(cells))
-
-
-def _unread(cells: "list[CompileCell]") -> int:
-    """Captures that nothing here can read."""
-    return 0 if _reads_captures() else sum("kineto" in cell.run.artifacts for cell in cells)
-
-
-@functools.cache
-def _reads_captures() -> bool:
-    """A machine that only measures has no polars."""
-    try:
-        importlib.import_module("stepscope.analysis.trace_digest")
-    except ModuleNotFoundError as error:
-        if error.name != "polars":
-            raise
-        return False
-    return True
+    return answer_compile(pair_up(cells), unread=unread(cell.run for cell in cells))
 
 
 def _cell(run: Run, directory: Path, keep: bool) -> "CompileCell":
-    """The run with what its capture says; without that where polars is not installed, or the capture cannot be read."""
     from stepscope.analysis.compile_study import CompileCell
 
-    if run.status != "done" or not _reads_captures():
-        return CompileCell(run=run)
-    from stepscope.cli.study_kernels import digest_beside
-
-    try:
-        return CompileCell(run=run, digest=digest_beside(run, directory, "kineto", keep))
-    except InputError as error:
-        warn(f"its capture is left out: {error}")
-        return CompileCell(run=run)
+    return CompileCell(run=run, digest=captured(run, directory, keep))
 
 
 def _wanted(given: dict[str, str | int | None]) -> dict[str, list[object]]:
@@ -198,21 +172,9 @@ def _wanted(given: dict[str, str | int | None]) -> dict[str, list[object]]:
 
 
 def _stored(places: Iterable[Path], keep: bool, wanted: dict[str, list[object]]) -> "list[CompileCell]":
-    from stepscope.core.run_directory import find_run_files, load_run
-
     found = []
-    files: dict[Path, None] = {}
-    for place in places:
-        if not place.is_dir():
-            raise InputError(f"no runs at {place}: it is no folder")
-        files.update(dict.fromkeys(file.resolve() for file in find_run_files(place)))
-    for file in files:
-        try:
-            run = load_run(file)
-        except InputError as error:
-            warn(f"left out: {error}")
-            continue
+    for run, directory in stored_runs(places):
         fields = {**run.workload.identity, "model": run.workload.model.name}
         if all(fields[field] in values for field, values in wanted.items()):
-            found.append(_cell(run, file.parent, keep))
+            found.append(_cell(run, directory, keep))
     return found

@@ -1,7 +1,5 @@
 """`stepscope study speed`: forward and backward in fp32, TF32 and bf16, measured and captured here, or before."""
 
-import functools
-import importlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepscope.cli import options
+from stepscope.cli.captured_runs import captured, stored_runs, unread
 from stepscope.cli.output import warn
 from stepscope.cli.study_precision import Only, Plot, answer
 from stepscope.core.errors import InputError
@@ -101,7 +100,7 @@ def speed(
     def report(runs: list[Run]) -> None:
         cells = [_cell(run, out / run.id, keep) for run in runs]
         answer(lambda _: _experiment(cells, dtypes, lacking), study=STUDY, read=None, plot=plot, json=json, only=only)
-        if _unread(cells):
+        if unread(cell.run for cell in cells):
             warn(f"the captures lie in {out}: `stepscope study speed --read {out}` answers from them where polars is")
 
     measure_and_report(plan, Policy(), report)
@@ -123,39 +122,13 @@ def _experiment(cells: "list[TimedCell]", dtypes: str | None, lacking: tuple[str
     from stepscope.core.workload import DTYPES
 
     order = words(dtypes, "--dtypes") if dtypes else DTYPES
-    return answer_speed(pair_up(cells, order), lacking=lacking, unread=_unread(cells))
-
-
-def _unread(cells: "list[TimedCell]") -> int:
-    """Captures that nothing here can read."""
-    return 0 if _reads_captures() else sum("kineto" in cell.run.artifacts for cell in cells)
-
-
-@functools.cache
-def _reads_captures() -> bool:
-    """A machine that only measures has no polars."""
-    try:
-        importlib.import_module("stepscope.analysis.trace_digest")
-    except ModuleNotFoundError as error:
-        if error.name != "polars":
-            raise
-        return False
-    return True
+    return answer_speed(pair_up(cells, order), lacking=lacking, unread=unread(cell.run for cell in cells))
 
 
 def _cell(run: Run, directory: Path, keep: bool) -> "TimedCell":
-    """The run with what its capture says; without that where polars is not installed, or the capture cannot be read."""
     from stepscope.analysis.precision_speed import TimedCell
 
-    if run.status != "done" or not _reads_captures():
-        return TimedCell(run=run)
-    from stepscope.cli.study_kernels import digest_beside
-
-    try:
-        return TimedCell(run=run, digest=digest_beside(run, directory, "kineto", keep))
-    except InputError as error:
-        warn(f"its capture is left out: {error}")
-        return TimedCell(run=run)
+    return TimedCell(run=run, digest=captured(run, directory, keep))
 
 
 def _wanted(
@@ -179,20 +152,8 @@ def _wanted(
 
 
 def _stored(places: Iterable[Path], keep: bool, wanted: dict[str, list[object]]) -> "list[TimedCell]":
-    from stepscope.core.run_directory import find_run_files, load_run
-
     found = []
-    files: dict[Path, None] = {}
-    for place in places:
-        if not place.is_dir():
-            raise InputError(f"no runs at {place}: it is no folder")
-        files.update(dict.fromkeys(file.resolve() for file in find_run_files(place)))
-    for file in files:
-        try:
-            run = load_run(file)
-        except InputError as error:
-            warn(f"left out: {error}")
-            continue
+    for run, directory in stored_runs(places):
         workload = run.workload
         fields = {
             "model": workload.model.name,
@@ -201,5 +162,5 @@ def _stored(places: Iterable[Path], keep: bool, wanted: dict[str, list[object]])
             "dtype": workload.dtype,
         }
         if workload.phase != "forward" and all(fields[field] in values for field, values in wanted.items()):
-            found.append(_cell(run, file.parent, keep))
+            found.append(_cell(run, directory, keep))
     return found

@@ -123,7 +123,7 @@ class AttentionCalls:
         shape, dtype = cells[0].shape, cells[0].dtype
         try:
             inputs = CallInputs.draw(shape, dtype, self.device)
-        except Exception as error:
+        except Exception as error:  # each backend has an error of its own for memory that ran out
             if not is_out_of_memory(error):
                 raise
             rows.update({cell: _fallen(cell, error, "the inputs") for cell in right})
