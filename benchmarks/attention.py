@@ -32,6 +32,7 @@ from stepscope.core.attention_verdict import AttentionShape
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, InputError, StepscopeError, choose
 from stepscope.core.run_directory import write_atomically
 from stepscope.core.samples import Samples
+from stepscope.core.units import parse_seconds
 from stepscope.core.workload import Attention
 from stepscope.report.terminal import describe_environment
 from stepscope.work.attention_call import CONVENTION, backward_flops, forward_flops
@@ -232,15 +233,22 @@ def main(words: Sequence[str] | None = None) -> int:
     """Print the result; with --json also keep it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--seconds", type=float, default=100, help="for all of it")
-    parser.add_argument("--cell-seconds", type=float, default=0.4, help="for each implementation on each shape")
+    parser.add_argument(
+        "--seconds", type=lambda text: parse_seconds(text, "--seconds"), default=100, help="for all of it"
+    )
+    parser.add_argument(
+        "--cell-seconds", type=lambda text: parse_seconds(text, "--cell-seconds", zero=True), default=0.4,
+        help="for each implementation on each shape",
+    )  # fmt: skip
     parser.add_argument("--shape", action="append", help="as 1,16,16384,64,causal,bf16; may be repeated")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these implementations")
     parser.add_argument("--workers", type=int, help="processes that compile ahead (all cores but two; none on a CPU)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
-    arguments = parser.parse_args(words)
     try:
+        arguments = parser.parse_args(words)
+        if arguments.workers is not None and arguments.workers < 0:
+            raise InputError(f"--workers is {arguments.workers}: write 0, for none, or more")
         if arguments.show:
             kept = [decode_timings(path.read_bytes(), str(path)) for path in arguments.show]
             sys.stdout.write("\n".join(render_markdown(timings) for timings in kept))

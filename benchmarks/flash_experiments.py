@@ -18,11 +18,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 from flash_bench import SHAPES, compile_ahead, rivals, work
+from stepscope.core.errors import InputError, StepscopeError
+from stepscope.core.units import parse_seconds
 
 KINDS = ("forward", "keys", "queries", "fused", "joint")
 RESERVE_S = 35
@@ -272,20 +275,40 @@ def collect(run: Experiments, tasks: list[dict[str, Any]], processes: int) -> No
             worker.kill()
 
 
-def main() -> None:
-    """Parse, measure, print."""
+def given(words: Sequence[str] | None) -> argparse.Namespace:
+    """What was asked for, or an InputError for what nothing can be made of."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=170)
+    parser.add_argument("--seconds", type=lambda text: parse_seconds(text, "--seconds"), default=170)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--shapes", nargs="+", type=int, default=list(range(len(SHAPES))))
     parser.add_argument("--rows", type=int, default=4, help="configurations of a kind to print")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--worker", type=float, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
+    for shape in arguments.shapes:
+        if not 0 <= shape < len(SHAPES):
+            raise InputError(f"--shapes has {shape}: the shapes are 0 to {len(SHAPES) - 1}")
+    if arguments.processes < 1:
+        raise InputError(f"--processes is {arguments.processes}: write 1 or more")
+    return arguments
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Parse, measure, print."""
+    try:
+        arguments = given(words)
+    except StepscopeError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
     if arguments.worker is not None:
         work(arguments.worker)
-        return
+        return 0
+    import torch  # noqa: PLC0415
+
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        print("no NVIDIA GPU on this machine: TRITON_INTERPRET=1 tries this script out without one", file=sys.stderr)
+        return 2
     run = Experiments(arguments.seconds)
     tasks = tasks_for(arguments.shapes, arguments.only)
     try:
@@ -311,7 +334,8 @@ def main() -> None:
             print("\n".join(f"{us:8} {name}" for name, us in result.items() if name != "task"))
     missed = [label(task) for task in tasks if json.dumps(task) not in reached]
     print(f"not reached in {arguments.seconds:.0f} s: {len(missed)} of {len(tasks)}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,28 +8,39 @@ from then on; they lie in $STEPSCOPE_CACHE, else in stepscope/ in the user's dir
 
 import argparse
 import sys
+from collections.abc import Sequence
+
+from stepscope.core.errors import InputError, StepscopeError
+from stepscope.core.units import parse_seconds
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def main() -> int:
+def parse_shape(text: str) -> tuple[int, ...]:
+    """`1,16,16384,128`: batch, heads, sequence, head_dim."""
+    sizes = text.split(",")
+    if len(sizes) != 4 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise InputError(f"a shape is batch,heads,sequence,head_dim, as in 1,16,16384,128, not {text!r}")
+    return tuple(map(int, sizes))
+
+
+def main(words: Sequence[str] | None = None) -> int:
     """Parse, tune, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--full", action="store_true", help="not causal")
-    parser.add_argument("--seconds", type=float, default=60, help="of each shape")
-    arguments = parser.parse_args()
-    shapes = []
-    for text in arguments.shapes:
-        sizes = text.split(",")
-        if len(sizes) != 4 or not all(size.isdecimal() and int(size) for size in sizes):
-            parser.error(f"a shape is batch,heads,sequence,head_dim, not {text}")
-        shapes.append(tuple(map(int, sizes)))
+    parser.add_argument(
+        "--seconds", type=lambda text: parse_seconds(text, "--seconds"), default=60, help="of each shape"
+    )
+    try:
+        arguments = parser.parse_args(words)
+        shapes = [parse_shape(text) for text in arguments.shapes]
+    except StepscopeError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
 
     import torch  # noqa: PLC0415
-
-    from stepscope.core.errors import StepscopeError  # noqa: PLC0415
 
     if not torch.cuda.is_available():
         print("no NVIDIA GPU on this machine: there is nothing to tune", file=sys.stderr)

@@ -1,14 +1,19 @@
 """benchmarks/attention.py: shapes as written, a race on a CPU, no time for a wrong one, the table of what is kept."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+from benchmarks import flash_tune
 from benchmarks.attention import HEADS, SHAPES, main, parse_shape, render_markdown, rows_of
 
 from stepscope.core.attention_timing import decode_timings
 from stepscope.core.errors import InputError
 from tests.test_study_attention import STORY, timing, timings_by_hand
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_shapes_are_read_as_they_are_written():
@@ -69,3 +74,34 @@ def test_a_name_that_no_race_has_is_refused(capsys: pytest.CaptureFixture[str]):
     assert main(["--device", "cpu", "--only", "nope"]) == 2
     found = capsys.readouterr()
     assert not found.out and "unknown name of --only 'nope': choose one of flash, sdpa-flash" in found.err
+
+
+@pytest.mark.parametrize("given", ["-1", "0", "nan", "inf", "soon", "1e30"])
+@pytest.mark.parametrize("benchmark", ["attention.py", "flash_tune.py", "flash_experiments.py"])
+def test_seconds_that_nothing_can_be_measured_in_are_refused_in_a_line(benchmark: str, given: str):
+    """As scripts: nothing heavy is imported before the answer."""
+    found = subprocess.run(
+        [sys.executable, f"benchmarks/{benchmark}", "--seconds", given],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 2 and not found.stdout
+    assert found.stderr == f"--seconds is {given!r}: write seconds, above 0 to 10,000,000, as in --seconds 90\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "said"),
+    [
+        ("--cell-seconds", "-1", "--cell-seconds is '-1': write seconds, 0 to"),
+        ("--workers", "-2", "--workers is -2: write 0"),
+    ],
+)
+def test_other_numbers_are_refused_too(option: str, given: str, said: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["--device", "cpu", option, given]) == 2
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_shapes_of_tuning_are_read_as_they_are_written():
+    assert flash_tune.parse_shape("1,16,16384,128") == (1, 16, 16384, 128)
+    for bad in ("1,2,3", "1,2,3,0", "1,2,3,-4", "a,b,c,d", ""):
+        with pytest.raises(InputError, match="a shape is batch,heads,sequence,head_dim"):
+            flash_tune.parse_shape(bad)

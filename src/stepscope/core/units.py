@@ -1,5 +1,6 @@
 """Quantities are stored in seconds, bytes and FLOPs, and formatted only here, at the edge."""
 
+import math
 import re
 
 from stepscope.core.errors import InputError
@@ -64,6 +65,22 @@ def parse_bytes(text: str) -> int:
     if not 1 <= size < 2**60:
         raise InputError(f"the size {text[:40]!r} is out of range: it must be above zero and below 1 EiB")
     return int(size)
+
+
+MOST_SECONDS = 1e7
+"""A hundred days and more: beyond is a slip, and waiting so long overflows."""
+
+
+def parse_seconds(text: str, option: str, *, zero: bool = False) -> float:
+    """`90`, `0.5`: a span of time that was given as `option`; zero only where it means something."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (seconds > 0 or (zero and seconds == 0)) or seconds > MOST_SECONDS:
+        least = "0" if zero else "above 0"
+        raise InputError(f"{option} is {text[:40]!r}: write seconds, {least} to {MOST_SECONDS:,.0f}, as in {option} 90")
+    return seconds
 
 
 def parse_flops_per_s(text: str) -> float:
