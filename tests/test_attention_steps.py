@@ -7,17 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from stepscope.analysis.attention_steps import (
-    FAMILIES,
-    MEMORY,
-    MISSING,
-    MOVED,
-    TIMES,
-    StepCell,
-    answer_steps,
-    group_cells,
-)
-from stepscope.analysis.trace_digest import FamilyRow, TraceDigest
+from stepscope.analysis.attention_steps import StepCell, group_cells
+from stepscope.analysis.attention_steps_answer import FAMILIES, MEMORY, MISSING, MOVED, TIMES, answer_steps
+from stepscope.analysis.trace_digest import FamilyRow, PlaceRow, TraceDigest, load_digest
 from stepscope.cli.app import app
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence, PhaseMemory
@@ -34,15 +26,18 @@ MS = 1_000_000
 GIB = 2**30
 
 
-def stepped(attention: str, forward_ms: float, backward_ms: float, peak: float, saved: float, **changes: Any) -> Run:
-    """Six steps with an optimizer of 8 ms; memory in GiB."""
+def stepped(
+    attention: str, forward_ms: float, backward_ms: float, peak: float, saved: float, *, optimizer_ms: float = 8,
+    **changes: Any,
+) -> Run:  # fmt: skip
+    """Six steps; memory in GiB."""
     memory = PhaseMemory(
         parameter_bytes=GIB, forward_peak=round(peak * GIB), saved_for_backward=round(saved * GIB),
         backward_peak=round((peak - 1) * GIB),
     )  # fmt: skip
     run = make_run(
         workload(attention=attention, dtype="bf16", seq_len=1024),
-        forward=[forward_ms * 1e-3] * 6, backward=[backward_ms * 1e-3] * 6, optimizer=[8e-3] * 6,
+        forward=[forward_ms * 1e-3] * 6, backward=[backward_ms * 1e-3] * 6, optimizer=[optimizer_ms * 1e-3] * 6,
         evidence=Evidence(memory=memory), **changes,
     )  # fmt: skip
     assert run.environment is not None
@@ -50,8 +45,10 @@ def stepped(attention: str, forward_ms: float, backward_ms: float, peak: float, 
     return msgspec.structs.replace(run, environment=environment)
 
 
-def digest(**families_ms: float) -> TraceDigest:
-    """Half of each family in forward, half in backward."""
+def digest(inside: dict[str, float] | None = None, **families_ms: float) -> TraceDigest:
+    """Half of each family in forward, half in backward; `inside`, the part of it in attention itself, the rest in
+    attention's projections.
+    """
     rows = tuple(
         FamilyRow(family=family, phase=phase, calls=1, busy_ns=ms * MS / 2)
         for family, ms in families_ms.items()
@@ -63,6 +60,15 @@ def digest(**families_ms: float) -> TraceDigest:
         "copies": 0, "copies_ns": 0, "gemm_fraction": 0.5, "phases": (), "families": rows, "top": (),
         "top_without_products": (), "attention": (), "findings": (),
     }  # fmt: skip
+    if inside is not None:
+        fields["places"] = tuple(
+            PlaceRow(module=module, family=family, busy_ns=ms * MS)
+            for family, whole in families_ms.items()
+            for module, ms in (
+                ("blocks.*.attention", inside.get(family, 0.0)),
+                ("blocks.*.attention.query", whole - inside.get(family, 0.0)),
+            )
+        )
     return TraceDigest(**fields)
 
 
@@ -114,8 +120,82 @@ def test_tables_and_sentences():
     found = {finding.kind: finding.sentence for finding in answer.findings}
     assert "is 2 (2 to 2) times as fast as with reference" in found["faster"]
     assert "7.00 GiB less is saved for backward" in found["memory"] and "18.00 GiB to 10.00 GiB" in found["memory"]
-    assert found["moved"].endswith("softmax -30.00 ms, products -20.00 ms, copies -10.00 ms, attention +6.00 ms.")
+    assert "moves by -54.00 ms in families that attention has a part in: softmax -30.00 ms, products" in found["moved"]
+    assert "kernels fill 100.0 of 128.0 ms with reference, 46.00 of 64.00 ms with flash" in found["launch-bound"]
     assert "2 captures were not read" in found["unread"] and "unsafe ran out of memory" in found["out of memory"]
+
+
+def said(*cells: StepCell) -> dict[str, str]:
+    return {finding.kind: finding.sentence for finding in answer_steps(cells).findings}
+
+
+def test_what_attention_moved_stands_apart_from_what_moved_elsewhere():
+    base = StepCell(run=stepped("reference", 40, 80, 18, 11), digest=digest({"softmax": 30}, softmax=32, products=60))
+    ours = StepCell(run=stepped("flash", 20, 36, 10, 4), digest=digest({"fused": 6}, softmax=3, products=57, fused=6))
+    (group,), _ = group_cells([base, ours])
+    assert dict(group.moves_inside(ours)) == pytest.approx({"softmax": -0.030, "fused": 0.006, "products": 0})
+    assert ours.outside_s == pytest.approx(0.060) and base.outside_s == pytest.approx(0.062)
+    moved = said(base, ours)["moved"]
+    assert moved.endswith(
+        "by -24.00 ms in attention itself: softmax -30.00 ms, fused +6.00 ms; in all else, where both do the same, by "
+        "-2.00 ms."
+    )
+    (softmax, *_), table = answer_steps([base, ours]).table(MOVED).rows, answer_steps([base, ours]).table(FAMILIES)
+    assert softmax[2:] == ("softmax", -29.0, -30.0, 1.0)
+    assert [row[1:] for row in table.rows[-3:]] == [
+        ("in attention itself", 30.0, 6.0), ("in all else", 62.0, 60.0), ("all kernels", 92.0, 66.0),
+    ]  # fmt: skip
+
+
+def test_noise_is_not_credited_to_attention():
+    """What moves in attention is smaller than what moves where both do the same."""
+    base = StepCell(run=stepped("reference", 40, 80, 18, 11), digest=digest({"softmax": 2}, softmax=2, products=60))
+    ours = StepCell(run=stepped("flash", 38, 80, 10, 4), digest=digest({"fused": 1}, fused=1, products=63))
+    found = said(base, ours)
+    assert "moved" not in found
+    assert found["not distinguishable"].endswith(
+        "by -1.00 ms in attention itself, and by +3.00 ms in all else, where both do the same: what attention moves is "
+        "not distinguishable from noise."
+    )
+
+
+def test_a_step_is_faster_by_more_than_the_optimizer_differs_or_not_at_all():
+    base = StepCell(run=stepped("reference", 40, 80, 18, 11))
+    gained = StepCell(run=stepped("flash", 30, 80, 10, 4, optimizer_ms=8.1))
+    (group,), _ = group_cells([base, gained])
+    assert group.noise == pytest.approx(0.0125) and not group.why_alike(gained, base)
+    assert "faster" in said(base, gained)
+    noisy = StepCell(run=stepped("flash", 32, 80, 10, 4, optimizer_ms=10))  # the step -4.7 %, the optimizer +25 %
+    found = said(base, noisy)
+    assert "faster" not in found and "slower" not in found
+    assert (
+        "the steps differ by 4.7 %, and the optimizer, which runs no attention, by up to 25.0 %"
+        in (found["not distinguishable"])
+    )
+
+
+def test_overlapping_intervals_are_not_told_apart():
+    def run(attention: str, forward_ms: list[float]) -> Run:
+        return make_run(
+            workload(attention=attention), forward=[ms * 1e-3 for ms in forward_ms], backward=[0.08] * 6,
+            optimizer=[0.008] * 6,
+        )  # fmt: skip
+
+    base, ours = run("reference", [40, 48, 42, 47, 44, 41]), run("flash", [39, 47, 40, 46, 43, 42])
+    sentence = said(StepCell(run=base), StepCell(run=ours))["not distinguishable"]
+    assert "of their ratio" in sentence and sentence.endswith("holds 1.")
+
+
+def test_the_fastest_is_named_with_those_it_is_not_told_apart_from():
+    three = [
+        StepCell(run=stepped("reference", 40, 80, 18, 11)),
+        StepCell(run=stepped("flash", 20, 36, 10, 4)),
+        StepCell(run=stepped("sdpa", 20, 38, 10, 4, optimizer_ms=8.4)),
+    ]
+    assert said(*three)["fastest"].endswith(
+        "the shortest of 3 steps is that with flash, 64.00 ms, not distinguishable from sdpa."
+    )
+    assert "fastest" not in said(*three[:2])
 
 
 def test_text_of_the_answer():
@@ -161,5 +241,14 @@ def test_a_step_is_measured_kept_and_read_again(tmp_path: Path, capfd: pytest.Ca
     first = capfd.readouterr().out
     assert TIMES in first and FAMILIES in first
     assert [run.workload.attention for run in load_runs([out])[0]] == ["sdpa"]
-    app(["study", "attention", "--read", str(out)], standalone_mode=False)
+    app(["study", "attention", "--read", str(out), "--keep-digests"], standalone_mode=False)
     assert capfd.readouterr().out == first
+    (file,) = out.glob("*/trace-kineto.json")
+    kept = load_digest(file.parent)
+    assert kept is not None and kept.steps == 5
+    modules = {place.module for place in kept.places}
+    assert {"blocks.*.attention", "blocks.*.attention.query", "embedding"} <= modules
+    by_family = {row.family: 0.0 for row in kept.families}
+    for row in (*kept.families, *kept.places):
+        by_family[row.family] += row.busy_ns * (1 if hasattr(row, "phase") else -1)
+    assert by_family == pytest.approx(dict.fromkeys(by_family, 0.0), abs=1), "places make up the families"

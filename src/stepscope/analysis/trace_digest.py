@@ -27,6 +27,14 @@ class FamilyRow(msgspec.Struct, frozen=True, kw_only=True):
     busy_ns: float
 
 
+class PlaceRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One kernel family within one module, those of all layers together (`blocks.*.attention`), per step."""
+
+    module: str
+    family: str
+    busy_ns: float
+
+
 class RoofRow(msgspec.Struct, frozen=True, kw_only=True):
     """One kernel family against the device's peaks, per step; None where work or peak is not known.
 
@@ -62,6 +70,8 @@ class TraceDigest(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
     roofs: tuple[RoofRow, ...] = ()
     """Empty where the capture holds no operators with shapes."""
+    places: tuple[PlaceRow, ...] = ()
+    """Empty in digests that were kept before there were any, and where no kernel has a module."""
 
     def phase(self, name: str) -> PhaseSummary | None:
         """The phase of that name, or None."""
@@ -90,6 +100,7 @@ def digest_of(summary: TraceSummary, findings: tuple[Finding, ...]) -> TraceDige
         attention=summary.attention,
         findings=findings,
         roofs=_roofs(summary),
+        places=tuple(PlaceRow(**row) for row in summary.places.iter_rows(named=True)) if summary.has_modules else (),
     )
 
 

@@ -26,6 +26,9 @@ OUTSIDE = "outside"
 """The phase of what was launched outside the three phases, or by no call that was recorded."""
 
 
+_LAYERS_TOGETHER = pl.col("module").cast(pl.String).fill_null("?").str.replace_all(r"(^|\.)\d+(\.|$)", "${1}*${2}")
+
+
 class PhaseSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One phase of the step. Times and counts are per step.
 
@@ -210,9 +213,8 @@ class TraceSummary:
 
         The module is the innermost whose range was open; the rest of a phase is the model itself, module "".
         """
-        pattern = pl.col("module").cast(pl.String).fill_null("?").str.replace_all(r"(^|\.)\d+(\.|$)", "${1}*${2}")
         return (
-            self._kernels.with_columns(pattern.alias("pattern"))
+            self._kernels.with_columns(_LAYERS_TOGETHER.alias("pattern"))
             .group_by("pattern", "phase")
             .agg(
                 pl.col("module").n_unique().alias("layers"),
@@ -221,6 +223,15 @@ class TraceSummary:
             )
             .rename({"pattern": "module"})
             .sort("busy_ns", "module", "phase", descending=[True, False, False])
+        )
+
+    @cached_property
+    def places(self) -> pl.DataFrame:
+        """Per module, named as `modules` has it, and family: busy_ns per step (columns module, family, busy_ns)."""
+        return (
+            self._kernels.group_by(_LAYERS_TOGETHER.alias("module"), pl.col("family").cast(pl.String))
+            .agg((pl.col("duration_ns").sum() / self.steps).alias("busy_ns"))
+            .sort("busy_ns", "module", "family", descending=[True, False, False])
         )
 
     @property

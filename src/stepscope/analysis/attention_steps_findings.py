@@ -1,0 +1,175 @@
+"""What follows from a model's steps with each attention, in sentences made of the figures."""
+
+from collections.abc import Iterator, Sequence
+
+from stepscope.analysis.attention_steps import LEAST, OUTSIDE_FAMILIES, OUTSIDE_PHASE, StepCell, StepGroup
+from stepscope.analysis.metrics import PHASE_NAMES, median_s, peak_bytes
+from stepscope.core.finding import Finding
+from stepscope.core.units import format_bytes, format_milliseconds
+
+_MOVES = 4
+"""Named in a sentence."""
+_FILLED = 0.9
+"""Of the step, by kernels: where they fill less, the device waits for the host."""
+
+
+def steps_findings(groups: Sequence[StepGroup], missing: Sequence[StepCell], unread: int) -> Iterator[Finding]:
+    """Cell by cell beside the first of its group, then of each group, then of what is missing."""
+    for group in groups:
+        for cell in group.cells[1:]:
+            yield from _step(group, cell)
+            yield from _kernels(group, cell)
+            yield from _saved(group, cell)
+        yield from _fastest(group)
+        yield from _waits(group)
+    for cell in missing:
+        if cell.run.status == "out-of-memory":
+            yield Finding(
+                kind="out of memory",
+                severity="note",
+                sentence=f"{cell.name} with {cell.attention} ran out of memory.",
+            )
+    if unread:
+        yield Finding(
+            kind="unread",
+            severity="warning",
+            sentence=f"{unread} captures were not read, since polars is not installed here: the families are missing.",
+            evidence={"captures": unread},
+        )
+
+
+def _step(group: StepGroup, cell: StepCell) -> Iterator[Finding]:
+    """How many times as fast, or why that cannot be said."""
+    ratio, base = group.speed_up(cell), group.base
+    step_s, base_s = median_s(cell.run, "step"), median_s(base.run, "step")
+    if ratio is None or not step_s or not base_s:
+        return
+    evidence = {"speed-up": ratio.value, "step_s": step_s, "base_s": base_s, "noise": group.noise}
+    alike = group.why_alike(cell, base)
+    if alike:
+        yield Finding(
+            kind="not distinguishable",
+            severity="note",
+            sentence=f"{cell.name}: with {cell.attention} a step takes {format_milliseconds(step_s)} ms and with "
+            f"{base.attention} {format_milliseconds(base_s)}, which is not distinguishable: {alike}.",
+            evidence=evidence,
+        )
+        return
+    bounds = f" ({ratio.interval.low:.3g} to {ratio.interval.high:.3g})" if ratio.interval else ""
+    phases = [
+        f"{phase} {_signed(after - before)}"
+        for phase in PHASE_NAMES
+        if (before := median_s(base.run, phase)) and (after := median_s(cell.run, phase))
+        and abs(after - before) >= LEAST * base_s
+    ]  # fmt: skip
+    named = f": {', '.join(phases)}" if phases else ""
+    if any(phase.startswith(OUTSIDE_PHASE) for phase in phases):
+        named += f"; no attention runs in the {OUTSIDE_PHASE}, so that much is noise"
+    yield Finding(
+        kind="faster" if ratio.value > 1 else "slower",
+        severity="note",
+        sentence=f"{cell.name}: with {cell.attention} the step is {ratio.value:.3g}{bounds} times as fast as with "
+        f"{base.attention}, {format_milliseconds(base_s)} to {format_milliseconds(step_s)} ms{named}.",
+        evidence=evidence,
+    )
+
+
+def _kernels(group: StepGroup, cell: StepCell) -> Iterator[Finding]:
+    """What moved in attention, and beside it what moved where attention is not."""
+    base_s = median_s(group.base.run, "step") or 0.0
+    all_moves, moves = group.moves(cell), group.moves_inside(cell)
+    if not all_moves:
+        return
+    if moves:
+        outside_s, own, rest = cell.outside_s - group.base.outside_s, "in attention itself", "in all else"
+    else:  # a capture that does not say which kernels are attention's own
+        moves = [move for move in all_moves if move[0] not in OUTSIDE_FAMILIES]
+        outside_s = sum(s for family, s in all_moves if family in OUTSIDE_FAMILIES)
+        own, rest = "in families that attention has a part in", "in the other families"
+    named = [(family, s) for family, s in moves if abs(s) >= LEAST * base_s][:_MOVES]
+    change_s = sum(s for _, s in moves)
+    start = f"{cell.name}, from {group.base.attention} to {cell.attention}, kernel time of a step moves by"
+    evidence = {**dict(named), "attention": change_s, "elsewhere": outside_s}
+    if not named and abs(outside_s) < LEAST * base_s:
+        return
+    largest = max((abs(s) for _, s in named), default=0.0)
+    if max(largest, abs(change_s)) <= abs(outside_s):
+        yield Finding(
+            kind="not distinguishable",
+            severity="note",
+            sentence=f"{start} {_signed(change_s)} {own}, and by {_signed(outside_s)} {rest}, "
+            "where both do the same: what attention moves is not distinguishable from noise.",
+            evidence=evidence,
+        )
+        return
+    families = ", ".join(f"{family} {_signed(s)}" for family, s in named)
+    yield Finding(
+        kind="moved",
+        severity="note",
+        sentence=f"{start} {_signed(change_s)} {own}: {families}; {rest}, where both do the same, by "
+        f"{_signed(outside_s)}.",
+        evidence=evidence,
+    )
+
+
+def _saved(group: StepGroup, cell: StepCell) -> Iterator[Finding]:
+    memory, of_base = cell.run.evidence.memory, group.base.run.evidence.memory
+    if not memory or not of_base or memory.saved_for_backward is None or not of_base.saved_for_backward:
+        return
+    change = of_base.saved_for_backward - memory.saved_for_backward
+    peaks = (peak_bytes(group.base.run), peak_bytes(cell.run))
+    peak = ""
+    if peaks[0] is not None and peaks[1] is not None:
+        peak = f"; the peak goes from {format_bytes(peaks[0])} to {format_bytes(peaks[1])}"
+    yield Finding(
+        kind="memory",
+        severity="note",
+        sentence=f"{cell.name}: with {cell.attention} {format_bytes(abs(change))} "
+        f"{'less' if change >= 0 else 'more'} is saved for backward than with {group.base.attention}, "
+        f"{format_bytes(memory.saved_for_backward)}{peak}.",
+        evidence={"saved": memory.saved_for_backward, "saved of the first": of_base.saved_for_backward},
+    )
+
+
+def _fastest(group: StepGroup) -> Iterator[Finding]:
+    """Of three or more, and which of the others it is not told apart from."""
+    if len(group.cells) < 3:
+        return
+    best = min(group.cells, key=lambda cell: median_s(cell.run, "step") or 0.0)
+    step_s = median_s(best.run, "step") or 0.0
+    alike = [cell.attention for cell in group.cells if cell is not best and group.why_alike(best, cell)]
+    rest = f", not distinguishable from {', '.join(alike)}" if alike else ""
+    yield Finding(
+        kind="fastest",
+        severity="note",
+        sentence=f"{best.name}: the shortest of {len(group.cells)} steps is that with {best.attention}, "
+        f"{format_milliseconds(step_s)} ms{rest}.",
+        evidence={"step_s": step_s, "alike": len(alike)},
+    )
+
+
+def _waits(group: StepGroup) -> Iterator[Finding]:
+    """On a GPU: steps that kernels do not fill are as long as the host takes, whatever the attention."""
+    waiting: list[str] = []
+    least = 1.0
+    for cell in group.cells:
+        environment, step_s = cell.run.environment, median_s(cell.run, "step")
+        if environment is None or environment.device_type == "cpu" or not step_s or not cell.families:
+            continue
+        busy_s = sum(cell.families.values())
+        if busy_s < _FILLED * step_s:
+            waiting.append(f"{format_milliseconds(busy_s)} of {format_milliseconds(step_s)} ms with {cell.attention}")
+            least = min(least, busy_s / step_s)
+    if waiting:
+        yield Finding(
+            kind="launch-bound",
+            severity="note",
+            sentence=f"{group.base.name}: kernels fill {', '.join(waiting)}; for the rest the device waits for the "
+            "host, which no attention shortens: compare their kernel time.",
+            evidence={"least share": least},
+        )
+
+
+def _signed(seconds: float) -> str:
+    """A change in ms."""
+    return f"{'+' if seconds > 0 else ''}{format_milliseconds(seconds)} ms"
