@@ -1,0 +1,521 @@
+"""FlashAttention's forward pass for Hopper, in Gluon: who waits for what is written out, not left to a compiler.
+
+The mathematics is `flash_forward`'s; what differs is who does what when (Shah et al. 2024, FlashAttention-3,
+arXiv:2407.08608, sections 3.1 and 3.2). A program has one tile of queries and two kinds of warps:
+
+    producer      one warp with few registers: loads Q once, then the tiles of K and of V, each into a ring of STAGES
+                  buffers in shared memory, through the tensor-memory accelerator
+    consumers     each of four or eight warps with a part of the tile's rows: products, exponentials, sums
+
+A consumer lets its products run while it works on exponentials. In step i it begins S_i = Q K_i^T, then
+O += P_{i-1} V_{i-1}, waits for the first of the two only, and turns S_i into P_i while the second still runs. With
+TURNS, consumers hand the tensor cores to one another besides: one takes its exponentials while the other multiplies.
+
+Barriers (`mbarrier`, in shared memory). A barrier counts arrivals; when its count is full, a phase is complete, and
+phases alternate between parities 0 and 1. Waiting for a parity returns when the latest complete phase has it; on a
+fresh barrier, waiting for parity 1 returns at once. Tile i of K lies in buffer i % STAGES, and uses it as the
+(i // STAGES)th; so, for K and for V alike:
+
+    full[s]    1 arrival a phase: the producer's, which also says how many bytes will come; the phase is complete when
+               they have. Use u of the buffer completes phase u: consumers wait for parity u & 1.
+    empty[s]   1 arrival of each consumer a phase, when its product from the buffer has ended. Use u of the buffer may
+               be loaded when use u - 1 was released, which completes phase u - 1: the producer waits for parity
+               (u & 1) ^ 1, and for u = 0 gets past the fresh barrier.
+    queries    1 arrival, 1 phase: all of Q has come.
+    turn[c]    1 arrival a phase. Consumer c may begin products. At its wait w (0, 1, ...), consumer 0 needs the phase
+               w - 1 (its first turn is its own: parity (w & 1) ^ 1), another one phase w (parity w & 1): consumer c
+               arrives at turn[c + 1] in its turn w, the last consumer at turn[0]. All take the same number of turns.
+
+No wait is ever two phases behind: a consumer does not release a buffer before it has waited for it to be full, and the
+producer does not load one before all have released it; a turn is given only by who has had it. Every consumer passes
+every tile of keys that any row of the program sees, so that all counts are the same.
+
+The first tile of keys is always visited apart, with whatever comparisons its mask needs: it fills the pipeline. It is
+the one on the diagonal nearest the first row, which all rows see a key of, so that no maximum is -inf from there on.
+"""
+
+# Gluon's functions are not Python's, though written alike.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
+
+import msgspec
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from stepscope.kernels.flash_launch import LOG2E, describable
+from stepscope.kernels.flash_replay import Launcher
+from stepscope.kernels.flash_replay import launch as launch_plainly
+
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _visit(place, masked_begin, tiles):
+    """The tile of keys that comes in this place: those with a mask first, then those from the beginning."""
+    tile = place + masked_begin
+    return gl.where(tile >= tiles, tile - tiles, tile)
+
+
+@gluon.jit
+def _produce(
+    Q, K, V, buffers, barriers, place, kv_head,
+    CONSUMERS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    q_tiles, k_tiles, v_tiles = buffers
+    q_full, k_full, k_empty, v_full, v_empty, _turns = barriers
+    batch, head, first_query, masked_begin, tiles = place
+    HEAD_DIM: gl.constexpr = k_tiles.shape[4]
+    TILE_BYTES: gl.constexpr = BLOCK_N * HEAD_DIM * 2
+    mbarrier.expect(q_full, CONSUMERS * ROWS * HEAD_DIM * 2)
+    for c in gl.static_range(CONSUMERS):
+        tma.async_copy_global_to_shared(Q, [batch, head, first_query + c * ROWS, 0], q_full, q_tiles.index(c))
+    for i in range(tiles):
+        buffer = i % STAGES
+        parity = (i // STAGES) & 1
+        first_key = _visit(i, masked_begin, tiles) * BLOCK_N
+        mbarrier.wait(k_empty.index(buffer), parity ^ 1)
+        mbarrier.expect(k_full.index(buffer), TILE_BYTES)
+        tma.async_copy_global_to_shared(K, [batch, kv_head, first_key, 0], k_full.index(buffer), k_tiles.index(buffer))
+        mbarrier.wait(v_empty.index(buffer), parity ^ 1)
+        mbarrier.expect(v_full.index(buffer), TILE_BYTES)
+        tma.async_copy_global_to_shared(V, [batch, kv_head, first_key, 0], v_full.index(buffer), v_tiles.index(buffer))
+
+
+@gluon.jit
+def _hide(scores, first_row, first_key, keys, CAUSAL: gl.constexpr):
+    """Scores of keys that a row does not see become -inf."""
+    ROWS: gl.constexpr = scores.shape[0]
+    BLOCK_N: gl.constexpr = scores.shape[1]
+    LAYOUT: gl.constexpr = scores.type.layout
+    column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+    # One comparison an element: a row sees what comes before some column.
+    behind = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, LAYOUT)) + (keys - first_key)
+    if CAUSAL:
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) + first_row
+        behind = gl.minimum(behind, row + (1 - first_key))
+    return gl.where(column[None, :] < behind[:, None], scores, float("-inf"))
+
+
+@gluon.jit
+def _share(weights):
+    """Sums over the columns that one thread has, (rows, 4): four threads share a row, and add up at the end only."""
+    ROWS: gl.constexpr = weights.shape[0]
+    COLUMNS: gl.constexpr = weights.shape[1]
+    return gl.sum(gl.sum(gl.reshape(weights, [ROWS, COLUMNS // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _soften(scores, maximum, total, scale_log2):
+    """A tile of scores to weights: (weights, decay of what was summed before, maximum, total)."""
+    new_maximum = gl.maximum(maximum, gl.max(scores, 1) * scale_log2)
+    weights = gl.exp2(scores * scale_log2 - new_maximum[:, None])
+    decay = gl.exp2(maximum - new_maximum)
+    share = _share(weights)
+    total = total * gl.convert_layout(decay, gl.SliceLayout(1, share.type.layout), assert_trivial=True)[:, None] + share
+    return weights, decay, new_maximum, total
+
+
+@gluon.jit
+def _as_operand(weights, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """Weights as the left operand of the product with V: the same registers, half of them."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
+    return gl.convert_layout(weights.to(dtype), OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _step(
+    i, output, weights, maximum, total, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
+    first_row, masked_begin, tiles, keys, scale_log2,
+    INDEX: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, MASKED: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr,
+    SCORES: gl.constexpr, OUTPUT: gl.constexpr,
+):  # fmt: skip
+    """Scores and weights of place i, and the output of place i - 1, whose weights are given: as the product's operand,
+    or, LATE, in fp32, to be rounded while the product for the scores runs."""
+    ROWS: gl.constexpr = q.shape[0]
+    HEAD_DIM: gl.constexpr = q.shape[1]
+    buffer = i % STAGES
+    before = (i - 1) % STAGES
+    mbarrier.wait(k_full.index(buffer), (i // STAGES) & 1)
+    if TURNS:
+        # Turn i - 1 of this consumer: see the module on parities.
+        mbarrier.wait(turns.index(INDEX), ((i - 1) & 1) ^ (1 if INDEX == 0 else 0))
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    k = k_tiles.index(buffer).reshape([BLOCK_N, HEAD_DIM]).permute([1, 0])
+    scores = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+    v = v_tiles.index(before).reshape([BLOCK_N, HEAD_DIM])
+    if LATE:
+        weights = _as_operand(weights, v_tiles.dtype, OUTPUT)
+    output = warpgroup_mma(weights, v, output, is_async=True)
+    if TURNS:
+        mbarrier.arrive(turns.index((INDEX + 1) % CONSUMERS))
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    mbarrier.arrive(k_empty.index(buffer))
+    if MASKED:
+        scores = _hide(scores, first_row, _visit(i, masked_begin, tiles) * BLOCK_N, keys, CAUSAL)
+    next_weights, decay, maximum, total = _soften(scores, maximum, total, scale_log2)
+    # Tile i of V, for the next step. Here, because ptxas moves the wait for the product before all that does not need it,
+    # exponentials too, unless there is a loop between them, as a barrier's is. It needs a second buffer: the one that
+    # the product still reads is released below.
+    mbarrier.wait(v_full.index(buffer), (i // STAGES) & 1)
+    output, weights = warpgroup_mma_wait(0, deps=[output, weights])
+    mbarrier.arrive(v_empty.index(before))
+    decay = gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT), assert_trivial=True)
+    output = output * decay[:, None]
+    if not LATE:
+        next_weights = _as_operand(next_weights, v_tiles.dtype, OUTPUT)
+    return output, next_weights, maximum, total
+
+
+@gluon.jit
+def _plain_step(
+    i, output, maximum, total, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
+    first_row, masked_begin, tiles, keys, scale_log2,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    SCORES: gl.constexpr, OUTPUT: gl.constexpr,
+):  # fmt: skip
+    """Place i from scores to output, nothing begun before it is needed."""
+    ROWS: gl.constexpr = q.shape[0]
+    HEAD_DIM: gl.constexpr = q.shape[1]
+    buffer = i % STAGES
+    parity = (i // STAGES) & 1
+    mbarrier.wait(k_full.index(buffer), parity)
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    k = k_tiles.index(buffer).reshape([BLOCK_N, HEAD_DIM]).permute([1, 0])
+    scores = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(k_empty.index(buffer))
+    if MASKED:
+        scores = _hide(scores, first_row, _visit(i, masked_begin, tiles) * BLOCK_N, keys, CAUSAL)
+    weights, decay, maximum, total = _soften(scores, maximum, total, scale_log2)
+    decay = gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT), assert_trivial=True)
+    output = output * decay[:, None]
+    mbarrier.wait(v_full.index(buffer), parity)
+    v = v_tiles.index(buffer).reshape([BLOCK_N, HEAD_DIM])
+    operand = _as_operand(weights, v_tiles.dtype, OUTPUT)
+    output = warpgroup_mma(operand, v, output, is_async=True)
+    output, operand = warpgroup_mma_wait(0, deps=[output, operand])
+    mbarrier.arrive(v_empty.index(buffer))
+    return output, maximum, total
+
+
+@gluon.jit
+def _consume(
+    OUT, LOGSUMEXP, buffers, barriers, place, sizes, scale_log2,
+    INDEX: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    FIRST_MASKED: gl.constexpr, MORE_MASKED: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr,
+    LATE: gl.constexpr,
+):  # fmt: skip
+    q_tiles, k_tiles, v_tiles = buffers
+    q_full, k_full, k_empty, v_full, v_empty, turns = barriers
+    batch, head, first_query, masked_begin, tiles = place
+    heads, queries, keys = sizes
+    ROWS: gl.constexpr = q_tiles.shape[3]
+    HEAD_DIM: gl.constexpr = q_tiles.shape[4]
+    WARPS: gl.constexpr = ROWS // 16
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEAD_DIM, 16])
+
+    first_row = first_query + INDEX * ROWS
+    q_tile = q_tiles.index(INDEX)
+    q = q_tile.reshape([ROWS, HEAD_DIM])
+    maximum = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    total = _share(gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES))
+    output = gl.zeros([ROWS, HEAD_DIM], gl.float32, OUTPUT)
+    more_masked_end = gl.maximum(1, tiles - masked_begin)
+
+    mbarrier.wait(q_full, 0)
+    if OVERLAP:
+        mbarrier.wait(k_full.index(0), 0)
+        nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+        k = k_tiles.index(0).reshape([BLOCK_N, HEAD_DIM]).permute([1, 0])
+        scores = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(k_empty.index(0))
+        if FIRST_MASKED:
+            scores = _hide(scores, first_row, _visit(0, masked_begin, tiles) * BLOCK_N, keys, CAUSAL)
+        weights, _decay, maximum, total = _soften(scores, maximum, total, scale_log2)
+        if not LATE:
+            weights = _as_operand(weights, v_tiles.dtype, OUTPUT)
+        mbarrier.wait(v_full.index(0), 0)
+        begin = 1
+        if MORE_MASKED:
+            for i in range(1, more_masked_end):
+                output, weights, maximum, total = _step(
+                    i, output, weights, maximum, total, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
+                    first_row, masked_begin, tiles, keys, scale_log2,
+                    INDEX, CONSUMERS, BLOCK_N, STAGES, CAUSAL, True, TURNS, LATE, SCORES, OUTPUT,
+                )  # fmt: skip
+            begin = more_masked_end
+        for i in range(begin, tiles):
+            output, weights, maximum, total = _step(
+                i, output, weights, maximum, total, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
+                first_row, masked_begin, tiles, keys, scale_log2,
+                INDEX, CONSUMERS, BLOCK_N, STAGES, CAUSAL, False, TURNS, LATE, SCORES, OUTPUT,
+            )  # fmt: skip
+        last = tiles - 1
+        v = v_tiles.index(last % STAGES).reshape([BLOCK_N, HEAD_DIM])
+        if LATE:
+            weights = _as_operand(weights, v_tiles.dtype, OUTPUT)
+        output = warpgroup_mma(weights, v, output, is_async=True)
+        output, weights = warpgroup_mma_wait(0, deps=[output, weights])
+    else:
+        output, maximum, total = _plain_step(
+            0, output, maximum, total, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
+            first_row, masked_begin, tiles, keys, scale_log2,
+            BLOCK_N, STAGES, CAUSAL, FIRST_MASKED, SCORES, OUTPUT,
+        )  # fmt: skip
+        begin = 1
+        if MORE_MASKED:
+            for i in range(1, more_masked_end):
+                output, maximum, total = _plain_step(
+                    i, output, maximum, total, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
+                    first_row, masked_begin, tiles, keys, scale_log2,
+                    BLOCK_N, STAGES, CAUSAL, True, SCORES, OUTPUT,
+                )  # fmt: skip
+            begin = more_masked_end
+        for i in range(begin, tiles):
+            output, maximum, total = _plain_step(
+                i, output, maximum, total, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
+                first_row, masked_begin, tiles, keys, scale_log2,
+                BLOCK_N, STAGES, CAUSAL, False, SCORES, OUTPUT,
+            )  # fmt: skip
+
+    total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SCORES), assert_trivial=True)
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    logsumexp = (maximum + gl.log2(total)) * LN2
+    gl.store(LOGSUMEXP + (batch * heads + head).to(gl.int64) * queries + row, logsumexp, mask=row < queries)
+    divisor = gl.convert_layout(total, gl.SliceLayout(1, OUTPUT), assert_trivial=True)
+    # The queries' place is free: all products with them have ended.
+    q.store((output / divisor[:, None]).to(q_tiles.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(OUT, [batch, head, first_row, 0], q_tile)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "queries", "keys"])
+def hopper_forward(
+    Q, K, V, OUT, LOGSUMEXP, scale_log2, heads, queries, keys,
+    GROUP: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr,
+    EVEN_KEYS: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr, ROWS_FIRST: gl.constexpr,
+    REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One program a tile of queries of one head, all of its consumers' rows together.
+
+    Q, K, V and OUT are tensor descriptors of (B, H, rows, D) with blocks (1, 1, rows of a consumer or BLOCK_N, D);
+    LOGSUMEXP is (B, H, S) fp32, contiguous.
+    """
+    gl.static_assert(CONSUMERS <= 3)
+    ROWS: gl.constexpr = Q.block_shape[2]
+    HEAD_DIM: gl.constexpr = Q.block_shape[3]
+    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
+    row_tiles = gl.cdiv(queries, BLOCK_M)
+    batch_heads = gl.num_programs(0) // row_tiles
+    if ROWS_FIRST:
+        row_tile = gl.program_id(0) % row_tiles
+        batch_head = gl.program_id(0) // row_tiles
+    else:
+        row_tile = gl.program_id(0) // batch_heads
+        batch_head = gl.program_id(0) % batch_heads
+    if CAUSAL:
+        # The last tile of queries visits the most keys: heavy tiles first, so that light ones fill the gaps at the end.
+        row_tile = row_tiles - 1 - row_tile
+    batch = batch_head // heads
+    head = batch_head % heads
+    first_query = row_tile * BLOCK_M
+    end = keys
+    full_end = keys
+    if CAUSAL:
+        end = gl.minimum(keys, gl.minimum(first_query + BLOCK_M, queries))
+        full_end = gl.minimum(keys, first_query + 1)
+    tiles = gl.cdiv(end, BLOCK_N)
+    masked_begin = full_end // BLOCK_N
+
+    q_tiles = gl.allocate_shared_memory(Q.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], Q.layout)
+    k_tiles = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], K.layout)
+    v_tiles = gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], V.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(s), count=1)
+        mbarrier.init(k_empty.index(s), count=CONSUMERS)
+        mbarrier.init(v_full.index(s), count=1)
+        mbarrier.init(v_empty.index(s), count=CONSUMERS)
+    for c in gl.static_range(CONSUMERS):
+        mbarrier.init(turns.index(c), count=1)
+    fence_async_shared()
+
+    # A tile of keys holds all of the diagonal that a tile of queries meets if it begins wherever one of those may.
+    MORE_MASKED: gl.constexpr = CAUSAL and BLOCK_N % BLOCK_M != 0
+    FIRST_MASKED: gl.constexpr = CAUSAL or not EVEN_KEYS
+    WARPS: gl.constexpr = ROWS // 16
+    buffers = (q_tiles, k_tiles, v_tiles)
+    barriers = (q_full, k_full, k_empty, v_full, v_empty, turns)
+    place = (batch, head, first_query, masked_begin, tiles)
+    sizes = (heads, queries, keys)
+    kv_head = head // GROUP
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (OUT, LOGSUMEXP, buffers, barriers, place, sizes, scale_log2, 0, CONSUMERS, BLOCK_N, STAGES,
+                            CAUSAL, FIRST_MASKED, MORE_MASKED, OVERLAP, TURNS, LATE)),
+                (_produce, (Q, K, V, buffers, barriers, place, kv_head, CONSUMERS, ROWS, BLOCK_N, STAGES)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )  # fmt: skip
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (OUT, LOGSUMEXP, buffers, barriers, place, sizes, scale_log2, 0, CONSUMERS, BLOCK_N, STAGES,
+                            CAUSAL, FIRST_MASKED, MORE_MASKED, OVERLAP, TURNS, LATE)),
+                (_consume, (OUT, LOGSUMEXP, buffers, barriers, place, sizes, scale_log2, 1, CONSUMERS, BLOCK_N, STAGES,
+                            CAUSAL, FIRST_MASKED, MORE_MASKED, OVERLAP, TURNS, LATE)),
+                (_produce, (Q, K, V, buffers, barriers, place, kv_head, CONSUMERS, ROWS, BLOCK_N, STAGES)),
+            ],
+            [WARPS, 1],
+            [REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (OUT, LOGSUMEXP, buffers, barriers, place, sizes, scale_log2, 0, CONSUMERS, BLOCK_N, STAGES,
+                            CAUSAL, FIRST_MASKED, MORE_MASKED, OVERLAP, TURNS, LATE)),
+                (_consume, (OUT, LOGSUMEXP, buffers, barriers, place, sizes, scale_log2, 1, CONSUMERS, BLOCK_N, STAGES,
+                            CAUSAL, FIRST_MASKED, MORE_MASKED, OVERLAP, TURNS, LATE)),
+                (_consume, (OUT, LOGSUMEXP, buffers, barriers, place, sizes, scale_log2, 2, CONSUMERS, BLOCK_N, STAGES,
+                            CAUSAL, FIRST_MASKED, MORE_MASKED, OVERLAP, TURNS, LATE)),
+                (_produce, (Q, K, V, buffers, barriers, place, kv_head, CONSUMERS, ROWS, BLOCK_N, STAGES)),
+            ],
+            [WARPS, WARPS, 1],
+            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+
+
+class HopperConfiguration(msgspec.Struct, frozen=True, kw_only=True):
+    """What can be chosen about the kernel."""
+
+    rows: int = 64
+    """Queries of a consumer: 64 (four warps) or 128 (eight)."""
+    consumers: int = 2
+    """1 to 3; eight warps only alone."""
+    block_n: int = 128
+    """Keys of a tile: a power of two from 16 to 256."""
+    stages: int = 2
+    """Buffers for K, and for V: two or more."""
+    overlap: bool = True
+    """Begin the next scores before the product with the weights at hand; otherwise one after the other."""
+    turns: bool = False
+    """Consumers take turns at the tensor cores."""
+    late: bool = False
+    """Round weights while the next scores are computed; takes registers."""
+    rows_first: bool = True
+    """Tiles of one head after another, so that its keys stay in L2; otherwise the heads take turns."""
+    max_registers: int | None = None
+    """Of a thread at the start; less than fits lets more than one program on a multiprocessor."""
+
+    def __post_init__(self) -> None:
+        if self.rows not in {64, 128} or not 1 <= self.consumers <= (3 if self.rows == 64 else 1):
+            raise ValueError(f"1 to 3 consumers have 64 rows each, one has 128, not {self.consumers} with {self.rows}")
+        if not 16 <= self.block_n <= 256 or self.block_n & (self.block_n - 1) or not 2 <= self.stages <= 8:
+            raise ValueError(
+                f"tiles have a power of two of 16 to 256 keys, in 2 to 8 stages, not {self.block_n} and {self.stages}"
+            )
+
+    def __str__(self) -> str:
+        flags = [name for name, on in (("overlap", self.overlap), ("turns", self.turns), ("late", self.late),
+                                       ("heads-first", not self.rows_first)) if on]  # fmt: skip
+        cap = [] if self.max_registers is None else [f"r{self.max_registers}"]
+        return " ".join([f"{self.consumers}x{self.rows}x{self.block_n} s{self.stages}", *cap, *flags])
+
+
+PRODUCER_REGISTERS = 24
+_WORKER_REGISTERS = {1: 240, 2: 240, 3: 160}
+"""Of a consumer's thread beside the first consumer, which gets what is left of 65536: 240, or 168 of three."""
+
+
+def takes(*tensors: Tensor, scale: float, window: int | None) -> bool:
+    """Whether the kernel can take this call. `tensors` are q, k, v and out."""
+    q = tensors[0]
+    return (
+        q.device.type == "cuda"
+        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        and q.dtype in {torch.float16, torch.bfloat16}
+        and q.shape[-1] in {64, 128}
+        and window is None
+        and scale > 0.0
+        and describable(*tensors)
+    )
+
+
+def _described(tensor: Tensor, rows: int) -> TensorDescriptor:
+    # The stride of a dimension of one element may be anything, and descriptors check it.
+    step = 16 // tensor.element_size()
+    strides = [stride if size > 1 else step for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
+    block = [1, 1, rows, tensor.shape[-1]]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16)
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    configuration: HopperConfiguration,
+    launcher: Launcher = launch_plainly,
+) -> object:
+    """Fill `out` (B, H, S, D) and `logsumexp` ((B, H, S) fp32, contiguous) for a call that the kernel `takes`."""
+    batches, heads, queries, _ = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+    chosen = configuration
+    block_m = chosen.rows * chosen.consumers
+    options = {"num_warps": chosen.rows // 16}
+    if chosen.max_registers is not None:
+        options["maxnreg"] = chosen.max_registers
+    return launcher(
+        hopper_forward,
+        (-(-queries // block_m) * batches * heads,),
+        _described(q, chosen.rows),
+        _described(k, chosen.block_n),
+        _described(v, chosen.block_n),
+        _described(out, chosen.rows),
+        logsumexp,
+        # Not zero, which would make NaN of a hidden score, -inf; this small it changes nothing.
+        max(scale * LOG2E, 2.0**-100),
+        heads,
+        queries,
+        keys,
+        heads // kv_heads,
+        chosen.block_n,
+        chosen.stages,
+        chosen.consumers,
+        causal,
+        causal or keys % chosen.block_n == 0,
+        chosen.overlap,
+        chosen.turns and chosen.consumers > 1,
+        chosen.late,
+        chosen.rows_first,
+        _WORKER_REGISTERS[chosen.consumers],
+        PRODUCER_REGISTERS,
+        **options,
+    )
