@@ -164,9 +164,9 @@ def _step(
     if MASKED:
         scores = _hide(scores, first_row, _visit(i, masked_begin, tiles) * BLOCK_N, keys, CAUSAL)
     next_weights, decay, maximum, total = _soften(scores, maximum, total, scale_log2)
-    # Tile i of V, for the next step. Here, because ptxas moves the wait for the product before all that does not need it,
-    # exponentials too, unless there is a loop between them, as a barrier's is. It needs a second buffer: the one that
-    # the product still reads is released below.
+    # Tile i of V, for the next step. Here, because ptxas moves the wait for the product before all that does not need
+    # it, exponentials too, unless there is a loop between them, as a barrier's is. It needs a second buffer: the one
+    # that the product still reads is released below.
     mbarrier.wait(v_full.index(buffer), (i // STAGES) & 1)
     output, weights = warpgroup_mma_wait(0, deps=[output, weights])
     mbarrier.arrive(v_empty.index(before))
