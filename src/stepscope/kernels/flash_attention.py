@@ -5,7 +5,7 @@
 
 A query i sees a key j when, causal, j <= i (top-left alignment where S and T differ, as `is_causal` of PyTorch's
 scaled_dot_product_attention has it), and, with a window w, i - j < w, without causal also j - i < w. A row that sees no
-key gives zeros, logsumexp -inf, and no gradient.
+key gives zeros, logsumexp -inf, and no gradient. Under autocast both run in autocast's dtype, as PyTorch's does.
 
 Forward and backward are deterministic, unless a `fused` backward is chosen, which adds dQ up by atomics.
 """
@@ -20,6 +20,8 @@ from torch._C._autograd import _profiler_enabled
 from torch.utils.flop_counter import register_flop_formula
 
 from stepscope.core.errors import InputError
+from stepscope.kernels.autocast_inputs import as_autocast
+from stepscope.kernels.function_transforms import refuse_transforms, transformed_by_func
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -221,9 +223,12 @@ def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
 ) -> Tensor:
     """softmax(q k^T * scale) v, scale 1 / sqrt(D) unless given; see the module for what causal and window hide."""
+    q, k, v = as_autocast(q, k, v)
     check_inputs(q, k, v, window)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     if _watched(q, k, v):
+        if transformed_by_func():
+            return _transforms().transformed(q, k, v, causal, scale, window)
         return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window)[0]
     return _Direct.apply(q, k, v, (causal, scale, window))
 
@@ -239,6 +244,13 @@ def _watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
         or _profiler_enabled()
         or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
     )
+
+
+@functools.cache
+def _transforms() -> "ModuleType":
+    from stepscope.kernels import flash_transforms  # noqa: PLC0415  (seldom needed)
+
+    return flash_transforms
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -272,10 +284,20 @@ class _Direct(torch.autograd.Function):
 
 
 class FlashAttention(torch.autograd.Function):
-    """`apply(q, k, v, is_causal=False)` on (..., seq, head_dim); saves q, k, v, out and the logsumexp (..., seq)."""
+    """`apply(q, k, v, is_causal=False)` on (..., seq, head_dim); saves q, k, v, out and the logsumexp (..., seq).
+
+    torch.func transforms `flash_attention` alone: the context of this one is set in its forward.
+    """
+
+    @classmethod
+    def apply(cls, *args: Any, **options: Any) -> Any:
+        """As of any Function."""
+        refuse_transforms("FlashAttention.apply", "flash_attention")
+        return super().apply(*args, **options)
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        q, k, v = as_autocast(q, k, v)  # autograd casts the gradients back
         q4, k4, v4 = _four_dimensional(q), _four_dimensional(k), _four_dimensional(v)
         # In any other number of dimensions none of them is said to be the heads, of which keys may have fewer.
         if not q.dim() == k.dim() == v.dim() or (q.dim() != 4 and not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]):

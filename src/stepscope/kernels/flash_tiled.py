@@ -41,6 +41,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stepscope.core.errors import InputError
+from stepscope.kernels.autocast_inputs import as_autocast
+from stepscope.kernels.function_transforms import refuse_transforms
 
 QUERY_TILE = 64
 KEY_TILE = 64
@@ -94,15 +96,22 @@ class Sight:
 class FlashAttentionTiled(torch.autograd.Function):
     """`apply(q, k, v, is_causal=False, scale=None, window=None)` on (..., seq, head_dim), leading dimensions alike."""
 
+    @classmethod
+    def apply(cls, *args: Any, **options: Any) -> Any:
+        """As of any Function."""
+        refuse_transforms("attention flash-tiled", "attention flash, or reference")
+        return super().apply(*args, **options)
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None,
         window: int | None = None,
     ) -> Tensor:  # fmt: skip
+        q, k, v = as_autocast(q, k, v)  # autograd casts the gradients back
         _check_inputs(q, k, v, window)
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         sight = Sight(queries=q.shape[-2], keys=k.shape[-2], causal=is_causal, window=window)
-        with torch.autocast(q.device.type, enabled=False):  # which would take the products to 16 bits
+        with torch.autocast(q.device.type, enabled=False):  # which would take the sums to 16 bits too
             out, logsumexp = _forward(q, k, v, sight, scale)
         ctx.save_for_backward(q, k, v, out, logsumexp)
         ctx.sight, ctx.scale = sight, scale

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._dynamo import config as dynamo_config
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from stepscope.kernels.autocast_inputs import as_autocast
 from stepscope.models.attention import blind_queries, with_zeros
 
 _SHAPES = 1024
@@ -23,9 +24,13 @@ def flex(
 
     The block mask, which says what tiles have anything to compute, is made once for each pair of lengths.
     """
+    q, k, v = as_autocast(q, k, v)
     blind = blind_queries(q, k, window)
     if blind:
         return with_zeros(flex, blind, q, k, v, causal=causal, scale=scale, window=window)
+    # Its kernels mean to read any strides, and some read rows of D numbers side by side all the same: on an H200 PyTorch
+    # 2.11 made other numbers of every second one of a row (head_dim 256, 63 queries, 16 bits).
+    q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
     mask = _block_mask(q.shape[-2], k.shape[-2], causal, window, q.device) if causal or window is not None else None
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if q.device.type != "cuda" or torch.compiler.is_compiling():

@@ -1,0 +1,24 @@
+"""What autocast makes of queries, keys and values: what it makes of those of PyTorch's scaled_dot_product_attention.
+
+That function is on autocast's list for the lower precision, on CUDA and on a CPU: under autocast every floating tensor
+of the device but fp64 is cast to autocast's dtype first, so that its output has that dtype too. A function of one's own
+is on no list: called with fp32 it would stay in fp32, beside a `reference` whose products go to 16 bits.
+"""
+
+import torch
+from torch import Tensor
+
+
+def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same tensors where autocast is off for their device; the casts are differentiable."""
+    device_type = q.device.type
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device_type)
+    q, k, v = (
+        tensor.to(dtype)
+        if tensor.is_floating_point() and tensor.dtype != torch.float64 and tensor.device.type == device_type
+        else tensor
+        for tensor in (q, k, v)
+    )
+    return q, k, v

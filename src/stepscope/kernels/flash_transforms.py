@@ -1,0 +1,97 @@
+"""FlashAttention under torch.func: `grad`, `vjp`, `vmap` and what is made of them (`jacrev`, gradients of each sample).
+
+These transform a Function only if it sets its context apart from its forward, and only operators that have a rule for
+`vmap`, which here folds the mapped dimension into the batch. What has none, forward mode and a second derivative, is
+refused in a line. Calls that nothing transforms do not come here.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepscope.core.errors import InputError
+
+_SUPPORTED = "attention flash supports torch.func's grad, vjp, vmap and jacrev"
+
+_library = torch.library.Library("stepscope", "FRAGMENT")
+
+
+def transformed(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None) -> Tensor:
+    """What `flash_attention` is, of (B, H, S, D), where transformations of torch.func are active."""
+    out, _ = _Forward.apply(q, k, v, causal, scale, window)
+    return out
+
+
+class _Forward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, *options = inputs
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.options = options
+        ctx.mark_non_differentiable(output[1])  # the logsumexp is not given out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return *_Backward.apply(gradients[0], *ctx.saved_tensors, *ctx.options), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise InputError(f"{_SUPPORTED}, not forward mode (jvp, jacfwd, hessian): take attention reference")
+
+
+class _Backward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gradient: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.ops.stepscope.flash_attention_backward(gradient, None, *rest)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        raise InputError(f"{_SUPPORTED}, but has no second derivative: take attention reference")
+
+
+def _folded(size: int, in_dims: Sequence[int | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Each with the mapped dimension, of that size, in its first, the batch."""
+    found: list[Tensor | None] = []
+    for dim, tensor in zip(in_dims, tensors, strict=True):
+        if tensor is None:
+            found.append(None)
+            continue
+        whole = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        found.append(whole.flatten(0, 1))
+    return found
+
+
+def _unfolded(size: int, outputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    return tuple(out.unflatten(0, (size, -1)) for out in outputs), (0,) * len(outputs)
+
+
+def _forward_of_many(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+    tensors = _folded(info.batch_size, in_dims[:3], inputs[:3])
+    return _unfolded(info.batch_size, torch.ops.stepscope.flash_attention_forward(*tensors, *inputs[3:]))
+
+
+def _backward_of_many(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+    *tensors, logsumexp = _folded(info.batch_size, in_dims[:7], inputs[:7])
+    # What is the same for all is folded as a view without a stride: the kernels take that of any tensor but this.
+    tensors.append(logsumexp.contiguous() if logsumexp is not None else None)
+    return _unfolded(info.batch_size, torch.ops.stepscope.flash_attention_backward(*tensors, *inputs[7:]))
+
+
+torch.library.register_vmap("stepscope::flash_attention_forward", _forward_of_many, lib=_library)
+torch.library.register_vmap("stepscope::flash_attention_backward", _backward_of_many, lib=_library)
