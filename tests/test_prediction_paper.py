@@ -317,3 +317,26 @@ def test_the_quick_prediction_lacks_the_remainders_of_the_cache_alone():
             workload = grid_workload(choices, phase=phase)
             quick, whole = estimate_quickly(workload).peak_bytes, estimate(workload).peak_bytes
             assert -0.002 * whole <= whole - quick <= max(0.03 * whole, 64 * MIB), workload.key
+
+
+@pytest.mark.parametrize("capability", [(0, 0), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_flash_holds_in_backward_what_is_on_paper(capability: tuple[int, int]):
+    """By every default: two numbers for each row, and no sum of dQ beside dQ."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from stepscope.kernels.flash_configuration import Problem, default_backward
+    from stepscope.kernels.flash_launch import statistics_for
+
+    batch, heads = 2, 3
+    for head_dim, itemsize, causal, length in itertools.product(
+        (16, 64, 80, 128, 256), (2, 4), (True, False), (128, 1024, 1100, 16384)
+    ):
+        problem = Problem(
+            capability=capability, head_dim=head_dim, bytes_per_element=itemsize, causal=causal,
+            log2_queries=(length - 1).bit_length(),
+        )  # fmt: skip
+        configuration = default_backward(problem)
+        assert configuration.deterministic, f"{problem} sums dQ up in memory, which is not on paper"
+        q = torch.empty(batch, heads, length, head_dim, device="meta")
+        held, on_paper = statistics_for(q, configuration).nbytes, batch * heads * length * 2 * 4
+        assert held == on_paper if length % 128 == 0 else on_paper < held < on_paper + batch * heads * 128 * 2 * 4

@@ -353,9 +353,10 @@ class PaperModel:
         def backward(tape: Tape, _: Storage) -> Sequence[Storage]:
             for_q, for_k, for_v = (tape.storage(n * size) for _ in range(3))
             if self.attention == "flash":
-                # The logsumexp and D of each row, each head's rows padded; dQ is summed up in registers.
-                padded = -(-self.workload.seq_len // _FLASH_ROWS) * _FLASH_ROWS
-                _statistics = tape.storage(self.rows // self.workload.seq_len * padded * 2 * 4)
+                # The logsumexp and D of each row. The kernels fill each head's rows up to a tile's, 128 at most: for
+                # sequences of a multiple of 128 by none, and that is left out. dQ is summed up in registers, in every
+                # default of kernels/flash_configuration.py; a tuned `fused` backward holds it in fp32 besides.
+                _statistics = tape.storage(self.rows * 2 * 4)
                 return for_q, for_k, for_v
             _delta = tape.storage(self.rows * 4)
             # Gradients of the queries are added up in fp32, over blocks of keys.
@@ -391,7 +392,5 @@ class PaperModel:
         )  # fmt: skip
 
 
-_FLASH_ROWS = 256
-"""Rows to whose multiple kernels/flash_launch.py pads."""
 _EMBEDDING_SORTS_FROM = 3072
 """Tokens beyond which the embedding's backward on a GPU sorts them (aten/src/ATen/native/cuda/Embedding.cu)."""
