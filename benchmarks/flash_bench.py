@@ -129,6 +129,7 @@ class Bench:
         )  # fmt: skip
         if kind == "preprocess":
             return backward.preprocess
+        backward.split()
         backward.preprocess()
         if kind == "keys":
             return lambda: backward.over_keys(tiles_of(task))

@@ -145,6 +145,42 @@ def test_every_way_is_as_good_as_attention_written_out(
     assert_as_good_as_written_out(tensors, causal=causal, window=window)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "options"),  # queries, keys, head_dim, query heads of a key head
+    [((37, 37, 16, 1), {"causal": True}), ((45, 19, 24, 2), {"causal": True}), ((19, 45, 40, 1), {"causal": False}),
+     ((33, 50, 16, 1), {"causal": False, "window": 7}), ((37, 37, 16, 1), {"causal": True, "scale": -0.7})],
+)  # fmt: skip
+def test_six_products_of_bf16_are_as_good_as_fp32(way: str, sizes: tuple[int, int, int, int], options: dict[str, Any]):
+    queries, keys, head_dim, group = sizes
+    tensors = inputs(q_shape=(1, 2, queries, head_dim), k_shape=(1, 2 // group, keys, head_dim))
+    with flash_tuning.forced(precision="bf16x6"):
+        assert_as_good_as_written_out(tensors, **options)
+
+
+@pytest.mark.parametrize("head_dim", [16, 24])
+def test_the_parts_of_an_operand_sum_to_it(head_dim: int):
+    """Bit for bit, over 60 binades: three of bf16's 8 bits hold fp32's 24. By rows, with zeros beyond the head."""
+    values = inputs(q_shape=(2, 3, 37, head_dim))[0] * torch.logspace(-9, 9, 37, device=DEVICE)[:, None]
+    strided = values.transpose(1, 2).contiguous().transpose(1, 2)
+    first, second = flash_launch.parts_for("bf16x6", values, values)
+    flash_launch._split(strided, -values, (first, second), flash_launch.launch)
+    block_d = flash_launch.block_d_of(head_dim)
+    assert first.shape == (2, 3, 37, 3 * block_d)
+    for parts, whole in ((first, values), (second, -values)):
+        high, middle, low = parts.float().split(block_d, dim=-1)
+        assert torch.equal((high + (middle + low))[..., :head_dim], whole)
+        assert (parts.view(2, 3, 37, 3, block_d)[..., head_dim:] == 0).all()
+        # Triton's interpreter cuts off where a GPU rounds.
+        assert ((high[..., :head_dim] - whole).abs() <= whole.abs() / 2**7).all()
+
+
+def test_split_operands_may_be_one_tensor_and_strided():
+    """Self-attention of one tensor, and heads next to each other in memory."""
+    one = inputs(q_shape=(1, 2, 40, 16))[0].transpose(1, 2).contiguous().transpose(1, 2)
+    with flash_tuning.forced(precision="bf16x6"):
+        assert_as_good_as_written_out([one, one, one, one], causal=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("causal", [True, False])
 def test_half_precisions(dtype: torch.dtype, causal: bool):
@@ -362,7 +398,7 @@ def test_the_kernels_are_known_as_attention_by_their_names():
     kernels = {
         name for name, value in vars(flash_launch).items() if hasattr(value, "fn") and hasattr(value, "arg_names")
     }
-    assert len(kernels) == 6
+    assert len(kernels) == 7
     assert {classify(name) for name in kernels} == {"attention (fused)"}
 
 

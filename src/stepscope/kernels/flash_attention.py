@@ -65,14 +65,15 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window
     if q.numel() == 0:
         return out, logsumexp
     target = _dense_target(out)
+    precision = tuning.precision_for(q)
 
     def call(tensors: tuple[Tensor, ...], launcher: Any) -> None:
         launch.launch_forward(
-            *tensors, causal=causal, scale=scale, window=window, precision=tuning.precision_for(q),
+            *tensors[:5], causal=causal, scale=scale, window=window, precision=precision, parts=tensors[5:],
             configuration=tuning.forward_configuration(q, causal=causal), launcher=launcher,
         )  # fmt: skip
 
-    tensors = (_dense(q), _dense(k), _dense(v), target, logsumexp)
+    tensors = (_dense(q), _dense(k), _dense(v), target, logsumexp, *launch.parts_for(precision, q, k, v))
     # The strides of what was allocated here follow from these.
     strides = q.stride(), tensors[1].stride(), tensors[2].stride()
     key = ("forward", q.shape, k.shape, strides, q.dtype, q.device, causal, scale, window, tuning.state(q))
@@ -104,15 +105,18 @@ def _backward(
         _dense(gradient), _dense(q), _dense(k), _dense(v), _dense(out), logsumexp, *targets,
         launch.statistics_for(q, configuration),
     )  # fmt: skip
+    precision = tuning.precision_for(q)
+    tensors = (*tensors, *launch.parts_for(precision, q, k, v, gradient))
+    after = len(tensors)
     if logsumexp_gradient is not None:
         tensors = (*tensors, logsumexp_gradient.contiguous())
 
     def call(tensors: tuple[Tensor, ...], launcher: Any) -> None:
         backward = launch.Backward(
-            *tensors[:10], causal=causal, scale=scale, window=window, precision=tuning.precision_for(q),
-            tma=configuration.tma, launcher=launcher,
+            *tensors[:10], causal=causal, scale=scale, window=window, precision=precision,
+            tma=configuration.tma, parts=tensors[10:after], launcher=launcher,
         )  # fmt: skip
-        launch.run_backward(backward, configuration, *tensors[10:])
+        launch.run_backward(backward, configuration, *tensors[after:])
 
     strides = tensors[0].stride(), q.stride(), k.stride(), v.stride(), tensors[4].stride(), len(tensors)
     key = ("backward", q.shape, k.shape, strides, q.dtype, q.device, causal, scale, window, tuning.state(q))

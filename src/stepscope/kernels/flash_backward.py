@@ -22,7 +22,8 @@ the layout in which the next reads its left operand from registers.
 import triton
 import triton.language as tl
 
-from stepscope.kernels.flash_tiles import keys_visited, load_tile, long, product, queries_visiting, store_tile, visible
+from stepscope.kernels.flash_operands import as_operand, joined, load_operand, product, transposed
+from stepscope.kernels.flash_tiles import keys_visited, load_tile, long, queries_visiting, store_tile, visible
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -91,26 +92,27 @@ def _visit_queries(
 ):  # fmt: skip
     for first_query in tl.range(begin, end, BLOCK_M):  # pyright: ignore[reportGeneralTypeIssues]
         query = first_query + tl.arange(0, BLOCK_M)
-        q = load_tile(
-            Q, q_offset, batch, head, first_query, queries, q_row, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA
-        )
-        scores_transposed = product(k, tl.trans(q), None, PRECISION)
+        q = load_operand(
+            Q, q_offset, batch, head, first_query, queries, q_row,
+            BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA, PRECISION,
+        )  # fmt: skip
+        scores_transposed = product(k, transposed(q, PRECISION), None, PRECISION)
         logsumexp = _load_statistic(STATISTICS, statistics_row, first_query, padded, BLOCK_M, TMA)
         weights_transposed = tl.math.exp2(scores_transposed * scale_log2 - logsumexp[None, :])
         if MASKED:
             seen = visible(query[None, :], key[:, None], keys, window, CAUSAL, WINDOW)
             weights_transposed = tl.where(seen, weights_transposed, 0.0)
-        gradient = load_tile(
+        gradient = load_operand(
             GRADIENT, g_offset, batch, head, first_query, queries, g_row,
-            BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA,
+            BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA, PRECISION,
         )  # fmt: skip
-        dv = product(weights_transposed.to(gradient.dtype), gradient, dv, PRECISION)
-        dp_transposed = product(v, tl.trans(gradient), None, PRECISION)
+        dv = product(as_operand(weights_transposed, gradient, PRECISION), gradient, dv, PRECISION)
+        dp_transposed = product(v, transposed(gradient, PRECISION), None, PRECISION)
         delta = _load_statistic(STATISTICS, statistics_row + rows, first_query, padded, BLOCK_M, TMA)
-        ds_transposed = (weights_transposed * (dp_transposed - delta[None, :])).to(q.dtype)
+        ds_transposed = as_operand(weights_transposed * (dp_transposed - delta[None, :]), q, PRECISION)
         dk = product(ds_transposed, q, dk, PRECISION)
         if FUSED:
-            dq = product(tl.trans(ds_transposed), k, None, PRECISION)
+            dq = product(transposed(ds_transposed, PRECISION), k, None, PRECISION)
             if TMA_REDUCE:
                 DQ.atomic_add([batch, head, first_query, 0], dq.reshape(1, 1, BLOCK_M, BLOCK_D))
             else:
@@ -143,13 +145,13 @@ def _key_gradients(
     first_key = key_tile * BLOCK_N
     key = first_key + tl.arange(0, BLOCK_N)
 
-    k = load_tile(
+    k = load_operand(
         K, batch_long * k_batch + kv_head * k_head, batch, kv_head, first_key, keys, k_row,
-        BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS, TMA,
+        BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS, TMA, PRECISION,
     )  # fmt: skip
-    v = load_tile(
+    v = load_operand(
         V, batch_long * v_batch + kv_head * v_head, batch, kv_head, first_key, keys, v_row,
-        BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS, TMA,
+        BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS, TMA, PRECISION,
     )  # fmt: skip
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -203,22 +205,22 @@ def _visit_keys(
     MASKED: tl.constexpr, EVEN_KEYS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     for first_key in tl.range(begin, end, BLOCK_N):  # pyright: ignore[reportGeneralTypeIssues]
-        k = load_tile(
+        k = load_operand(
             K, k_offset, batch, kv_head, first_key, keys, k_row,
-            BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA,
+            BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA, PRECISION,
         )  # fmt: skip
-        scores = product(q, tl.trans(k), None, PRECISION)
+        scores = product(q, transposed(k, PRECISION), None, PRECISION)
         weights = tl.math.exp2(scores * scale_log2 - logsumexp[:, None])
         if MASKED:
             key = first_key + tl.arange(0, BLOCK_N)
             seen = visible(query[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
             weights = tl.where(seen, weights, 0.0)
-        v = load_tile(
+        v = load_operand(
             V, v_offset, batch, kv_head, first_key, keys, v_row,
-            BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA,
+            BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA, PRECISION,
         )  # fmt: skip
-        dp = product(gradient, tl.trans(v), None, PRECISION)
-        ds = (weights * (dp - delta[:, None])).to(k.dtype)
+        dp = product(gradient, transposed(v, PRECISION), None, PRECISION)
+        ds = as_operand(weights * (dp - delta[:, None]), k, PRECISION)
         dq = product(ds, k, dq, PRECISION)
     return dq
 
@@ -247,19 +249,19 @@ def _query_gradients(
     first_query = row_tile * BLOCK_M
     query = first_query + tl.arange(0, BLOCK_M)
 
-    q = load_tile(
+    q = load_operand(
         Q, batch_long * q_batch + head * q_head, batch, head, first_query, queries, q_row,
-        BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA,
+        BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA, PRECISION,
     )  # fmt: skip
-    gradient = load_tile(
+    gradient = load_operand(
         GRADIENT, batch_long * g_batch + head * g_head, batch, head, first_query, queries, g_row,
-        BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA,
+        BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA, PRECISION,
     )  # fmt: skip
     if PREPARE:
         logsumexp, delta = _row_statistics(
-            OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, gradient, batch_long * o_batch + head * o_head, o_row,
-            batch_head, first_query, queries, padded, batches * heads, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_QUERIES,
-            HAS_LOGSUMEXP_GRADIENT,
+            OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, joined(gradient, PRECISION),
+            batch_long * o_batch + head * o_head, o_row, batch_head, first_query, queries, padded, batches * heads,
+            HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_QUERIES, HAS_LOGSUMEXP_GRADIENT,
         )  # fmt: skip
     else:
         statistics = STATISTICS + long(batch_head) * padded + query

@@ -5,7 +5,8 @@ from typing import Literal
 import msgspec
 
 Way = Literal["apart", "joint", "fused"]
-Precision = Literal["ieee", "tf32", "tf32x3"]
+Precision = Literal["ieee", "tf32", "tf32x3", "bf16x6"]
+"""How fp32 is multiplied: exactly, in TF32, as three products of TF32, or as six of bf16 (`flash_operands`)."""
 
 LARGEST_TILE = 256
 """Rows of a tile; row statistics are padded to a multiple of it."""
@@ -163,6 +164,8 @@ def _hopper_forward(problem: Problem) -> ForwardConfiguration:
         if problem.precision == "ieee":
             chosen = _by_head_dim(problem, tiles(64, 32, 4, 2), tiles(32, 32, 4, 2))
             return ForwardConfiguration(tiles=chosen, tma=False)
+        if problem.precision == "bf16x6":
+            return ForwardConfiguration(tiles=tiles(64, 64, 4, 1))
         return ForwardConfiguration(tiles=_by_head_dim(problem, tiles(128, 64, 8, 3), tiles(128, 64, 8, 2)))
     if problem.head_dim > 64:
         long = problem.causal and problem.log2_queries >= _LONG_LOG2
@@ -178,6 +181,8 @@ def _hopper_backward(problem: Problem) -> BackwardConfiguration:
             keys = _by_head_dim(problem, tiles(32, 64, 8, 1), tiles(32, 32, 8, 1))
             queries = _by_head_dim(problem, tiles(64, 32, 8, 1), tiles(32, 32, 8, 1))
             return BackwardConfiguration(keys=keys, queries=queries, tma=False)
+        if problem.precision == "bf16x6":
+            return BackwardConfiguration(way="joint", keys=tiles(32, 64, 4, 2), queries=tiles(64, 32, 4, 2))
         keys = _by_head_dim(problem, tiles(64, 128, 8, 2), tiles(32, 32, 4, 2))
         queries = _by_head_dim(problem, tiles(128, 64, 8, 2), tiles(32, 32, 4, 2))
         return BackwardConfiguration(way="joint", keys=keys, queries=queries, tma=False)

@@ -15,7 +15,8 @@ instruction of the special-function unit.
 import triton
 import triton.language as tl
 
-from stepscope.kernels.flash_tiles import keys_visited, load_tile, long, product, store_tile, visible
+from stepscope.kernels.flash_operands import as_operand, load_operand, negated, product, transposed
+from stepscope.kernels.flash_tiles import keys_visited, long, store_tile, visible
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -29,11 +30,11 @@ def _visit_keys(
     WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     for first_key in tl.range(begin, end, BLOCK_N, warp_specialize=WARP_SPECIALIZE):  # pyright: ignore
-        k = load_tile(
+        k = load_operand(
             K, k_offset, batch, kv_head, first_key, keys, k_stride,
-            BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA,
+            BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA, PRECISION,
         )  # fmt: skip
-        scores = product(q, tl.trans(k), None, PRECISION)
+        scores = product(q, transposed(k, PRECISION), None, PRECISION)
         if MASKED:
             key = first_key + tl.arange(0, BLOCK_N)
             seen = visible(queries_of_tile[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
@@ -47,11 +48,11 @@ def _visit_keys(
         decay = tl.math.exp2(maximum - shift)
         total = total * decay + tl.sum(weights, 1)
         output = output * decay[:, None]
-        v = load_tile(
+        v = load_operand(
             V, v_offset, batch, kv_head, first_key, keys, v_stride,
-            BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA,
+            BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA, PRECISION,
         )  # fmt: skip
-        output = product(weights.to(v.dtype), v, output, PRECISION)
+        output = product(as_operand(weights, v, PRECISION), v, output, PRECISION)
         maximum = new_maximum
     return output, total, maximum
 
@@ -82,14 +83,13 @@ def _attend_tile(
     first_query = row_tile * BLOCK_M
     batch_long = long(batch)
 
-    q = load_tile(
+    q = load_operand(
         Q, batch_long * q_batch + head * q_head, batch, head, first_query, queries, q_row,
-        BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA,
+        BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA, PRECISION,
     )  # fmt: skip
     if NEGATE:
-        # The running maximum takes a scale that is not negative. In fp32, since Triton's interpreter takes the bits of
-        # bf16 for integers; nothing is rounded.
-        q = (-q.to(tl.float32)).to(q.dtype)
+        # The running maximum takes a scale that is not negative.
+        q = negated(q, PRECISION)
     k_offset = batch_long * k_batch + kv_head * k_head
     v_offset = batch_long * v_batch + kv_head * v_head
     query = first_query + tl.arange(0, BLOCK_M)

@@ -24,10 +24,12 @@ from stepscope.kernels.flash_configuration import (
     Tiles,
 )
 from stepscope.kernels.flash_forward import flash_forward
+from stepscope.kernels.flash_operands import PARTS, flash_split_operands, is_split
 from stepscope.kernels.flash_replay import Launcher, launch
 
 LOG2E = 1.4426950408889634
 _PREPROCESS_ROWS = 64
+_SPLIT_ROWS = 32
 
 
 def interpreted() -> bool:
@@ -61,7 +63,11 @@ def _options(tiles: Tiles) -> dict[str, int]:
 
 
 def _precision(precision: Precision, operand: Tensor) -> str:
-    return "upcast" if operand.dtype == torch.bfloat16 and interpreted() else precision
+    if not interpreted():
+        return precision
+    if is_split(precision):
+        return "upcast bf16x6"
+    return "upcast" if operand.dtype == torch.bfloat16 else precision
 
 
 def _tiles_of(length: int, block: int) -> int:
@@ -71,6 +77,36 @@ def _tiles_of(length: int, block: int) -> int:
 def block_d_of(head_dim: int) -> int:
     """The tile's columns: the power of two from 16 up that holds head_dim."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def parts_for(precision: Precision, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Room for the parts of a pass's operands: (B, H, rows, 3 block_d) bf16 each, or none where they are not split."""
+    if not is_split(precision):
+        return ()
+    return tuple(
+        torch.empty((*t.shape[:3], PARTS * block_d_of(t.shape[3])), dtype=torch.bfloat16, device=t.device)
+        for t in tensors
+    )
+
+
+def _split(first: Tensor, second: Tensor, parts: tuple[Tensor, Tensor], launcher: Launcher) -> None:
+    """Fill the parts of two operands of one shape, or, where their parts are one tensor, of one."""
+    batches, heads, rows, head_dim = first.shape
+    launcher(
+        flash_split_operands,
+        (_tiles_of(rows, _SPLIT_ROWS), batches * heads, 1 if parts[0] is parts[1] else 2),
+        first,
+        second,
+        *parts,
+        *first.stride()[:3],
+        *second.stride()[:3],
+        heads,
+        rows,
+        head_dim,
+        block_d_of(head_dim),
+        _SPLIT_ROWS,
+        num_warps=4,
+    )
 
 
 def launch_forward(
@@ -85,10 +121,18 @@ def launch_forward(
     window: int | None,
     precision: Precision,
     configuration: ForwardConfiguration,
+    parts: tuple[Tensor, ...] = (),
     launcher: Launcher = launch,
 ) -> object:
-    """Fill `out` and `logsumexp` ((B, H, S) fp32, contiguous)."""
-    batches, heads, queries, head_dim = q.shape
+    """Fill `out` and `logsumexp` ((B, H, S) fp32, contiguous), by way of `parts` (`parts_for` q, k and v)."""
+    if is_split(precision):
+        q_parts, k_parts, v_parts = parts or parts_for(precision, q, k, v)
+        _split(q, q, (q_parts, q_parts), launcher)
+        _split(k, v, (k_parts, v_parts), launcher)
+        q, k, v, head_dim = q_parts, k_parts, v_parts, q.shape[3]
+    else:
+        head_dim = q.shape[3]
+    batches, heads, queries, _ = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     tiles = configuration.tiles
     block_d = block_d_of(head_dim)
@@ -164,23 +208,35 @@ class Backward:
         window: int | None,
         precision: Precision,
         tma: bool,
+        parts: tuple[Tensor, ...] = (),
         launcher: Launcher = launch,
     ) -> None:
-        """Nothing is launched yet; dq, dk, dv and the statistics (`statistics_for`) are to be filled."""
+        """Nothing is launched yet; dq, dk, dv and the statistics (`statistics_for`) are to be filled, and the parts
+        (`parts_for` q, k, v and the gradient, made here if absent) by `split`."""
         self.gradient, self.q, self.k, self.v, self.out, self.logsumexp = gradient, q, k, v, out, logsumexp
         self.dq, self.dk, self.dv = dq, dk, dv
         self.scale = scale
         self.batches, self.heads, self.queries, self.head_dim = q.shape
         self.kv_heads, self.keys = k.shape[1], k.shape[2]
         self.block_d = block_d_of(self.head_dim)
-        self.tma = tma and describable(q, k, v, gradient)
+        self._operands_of = q, k, v, gradient
+        if is_split(precision):
+            self._operands_of = parts or parts_for(precision, q, k, v, gradient)
+        self.tma = tma and describable(*self._operands_of)
         self.launch = launcher
         self.statistics = statistics
         self.padded = statistics.shape[1]
-        self._inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *gradient.stride()[:3])
+        self._inputs = tuple(step for operand in self._operands_of for step in operand.stride()[:3])
         self._sizes = (self.batches, self.kv_heads, self.queries, self.keys, window or 0, self.padded)
         self._mask = (causal, window is not None)
         self._loading = (_precision(precision, q), self.tma)
+
+    def split(self) -> None:
+        """Fill the parts of the operands, where they have any: before whichever kernel reads them."""
+        q, k, v, gradient = self._operands_of
+        if q is not self.q:
+            _split(self.q, self.gradient, (q, gradient), self.launch)
+            _split(self.k, self.v, (k, v), self.launch)
 
     def preprocess(self, logsumexp_gradient: Tensor | None = None) -> object:
         """Row statistics, which every other kernel reads. The logsumexp's gradient is (B, H, S) fp32, contiguous."""
@@ -255,12 +311,13 @@ class Backward:
 
     def _operands(self, tiles: Tiles) -> tuple[Tensor | TensorDescriptor, ...]:
         if not self.tma:
-            return self.q, self.k, self.v, self.gradient
+            return self._operands_of
+        q, k, v, gradient = self._operands_of
         return (
-            _described(self.q, tiles.block_m, self.block_d),
-            _described(self.k, tiles.block_n, self.block_d),
-            _described(self.v, tiles.block_n, self.block_d),
-            _described(self.gradient, tiles.block_m, self.block_d),
+            _described(q, tiles.block_m, self.block_d),
+            _described(k, tiles.block_n, self.block_d),
+            _described(v, tiles.block_n, self.block_d),
+            _described(gradient, tiles.block_m, self.block_d),
         )
 
     def _statistics(self, tiles: Tiles) -> Tensor | TensorDescriptor:
@@ -279,6 +336,7 @@ def run_backward(
     backward: Backward, configuration: BackwardConfiguration, logsumexp_gradient: Tensor | None = None
 ) -> None:
     """Launch what the configuration says."""
+    backward.split()
     if configuration.way == "apart":
         backward.over_queries(_required(configuration), prepare=True, logsumexp_gradient=logsumexp_gradient)
         backward.over_keys(configuration.keys)

@@ -14,6 +14,8 @@ sums (its warning C7515).
 import triton
 import triton.language as tl
 
+FIRST_COLUMN = tl.constexpr(0)
+
 
 @triton.jit
 def long(number):
@@ -22,31 +24,23 @@ def long(number):
 
 
 @triton.jit
-def product(left, right, accumulator, PRECISION: tl.constexpr):
-    """left @ right + accumulator in fp32. PRECISION is Triton's input_precision, or "upcast" for its interpreter, which
-    takes the bits of bf16 for integers: products of bf16 numbers are exact in fp32."""
-    if PRECISION == "upcast":
-        return tl.dot(left.to(tl.float32), right.to(tl.float32), accumulator, input_precision="ieee")
-    else:
-        return tl.dot(left, right, accumulator, input_precision=PRECISION)
-
-
-@triton.jit
 def load_tile(
     source, offset, batch, head, first, limit, stride,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+    COLUMN: tl.constexpr = FIRST_COLUMN,
 ):  # fmt: skip
     """Rows [first, first + ROWS) of one head, (ROWS, BLOCK_D), zero beyond `limit` and HEAD_DIM.
 
     source: a pointer (offset in elements to the head's first row), or, with TMA, a (B, H, rows, D) tensor descriptor.
+    COLUMN: where the head dimension starts in a row.
     """
     if TMA:
-        return source.load([batch, head, first, 0]).reshape(ROWS, BLOCK_D)
+        return source.load([batch, head, first, COLUMN]).reshape(ROWS, BLOCK_D)
     else:
         row = tl.arange(0, ROWS)
         column = tl.arange(0, BLOCK_D)
         # 64 bits once per tile: a head of many long rows passes 2^31 elements, the tile itself does not.
-        start = source + (offset + long(first) * stride)
+        start = source + (offset + long(first) * stride + COLUMN)
         pointers = start + row[:, None] * stride + column[None, :]
         if EVEN and HEAD_DIM == BLOCK_D:
             return tl.load(pointers)

@@ -102,10 +102,24 @@ _SHAPES_FP32: dict[str, dict[int, tuple[tuple[int, int, int, int, bool], ...]]] 
         256: ((32, 32, 4, 2, False), (32, 32, 8, 1, False)),
     },
 }  # fmt: skip
+_SHAPES_SPLIT: dict[str, dict[int, tuple[tuple[int, int, int, int, bool], ...]]] = {
+    "forward": {
+        256: ((64, 64, 4, 1, True), (128, 64, 8, 1, True), (128, 32, 8, 2, True), (64, 32, 4, 2, True),
+              (64, 64, 4, 1, False), (64, 32, 4, 1, False)),
+    },
+    "keys": {
+        256: ((32, 64, 4, 2, True), (16, 64, 4, 2, True), (32, 64, 4, 2, False), (32, 32, 4, 1, False)),
+    },
+    "queries": {
+        256: ((64, 32, 4, 2, True), (64, 16, 4, 2, True), (64, 32, 4, 2, False), (32, 32, 4, 1, False)),
+    },
+}  # fmt: skip
+"""Of fp32 in "bf16x6": operands are three tiles of 16 bits, of which shared memory holds few."""
 
 
 def _listed(problem: Problem, kernel: str) -> list[tuple[Tiles, bool]]:
-    lists = (_SHAPES_FP32 if problem.bytes_per_element == 4 else _SHAPES)[kernel]
+    fp32 = _SHAPES_SPLIT if problem.precision == "bf16x6" else _SHAPES_FP32
+    lists = (fp32 if problem.bytes_per_element == 4 else _SHAPES)[kernel]
     shapes = next(shapes for limit, shapes in lists.items() if problem.head_dim <= limit)
     described = problem.capability >= (9, 0)
     found = [(tiles(*shape[:4]), shape[4]) for shape in shapes if described or not shape[4]]
@@ -283,6 +297,7 @@ class OnDevice:
         )  # fmt: skip
         if isinstance(candidate, BackwardConfiguration):
             return lambda: run_backward(backward, candidate), ("dq", "dk", "dv")
+        backward.split()
         if candidate.kernel == "queries":
             return lambda: backward.over_queries(candidate.tiles, prepare=True), ("dq",)
         backward.preprocess()
