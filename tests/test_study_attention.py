@@ -261,7 +261,17 @@ def test_where_memory_runs_out_and_where_it_still_fits_is_of_one_head_dim():
         timing("reference", 16384, outcome="out of memory", reason="", head_dim=16),
     )
     (sentence,) = (f.sentence for f in answer_attention(timings_by_hand(*rows)).findings if f.kind == "out of memory")
-    assert "at sequence 4,096 (bf16, head_dim 64); at 1,024 it still fits" in sentence
+    assert "at sequence 4,096 (bf16, head_dim 64); at 1,024 it still fits, with 1.00 MiB at its peak" in sentence
+
+
+def test_a_peak_that_nobody_counted_is_not_said():
+    rows = (
+        timing("reference", 1024, 1, 2, saved=1, peak=None),
+        timing("reference", 4096, outcome="out of memory", reason=""),
+    )
+    (sentence,) = (f.sentence for f in answer_attention(timings_by_hand(*rows)).findings if f.kind == "out of memory")
+    assert "at 1,024 it still fits, with " in sentence and "at its peak" not in sentence
+    assert sentence.endswith("held before backward (no allocator counts the peak).")
 
 
 def test_text_of_the_answer():
@@ -281,6 +291,9 @@ def test_timings_and_answer_travel_as_json(tmp_path: Path):
     assert decode_timings(encode_timings(STORY), "here") == STORY
     answer = answer_attention(STORY)
     assert decode_experiment(encode_experiment(answer).encode(), "here").tables == answer.tables
+    for decode in (decode_timings, decode_experiment):
+        with pytest.raises(InputError, match=r"empty\.json is empty: what was to write it ended before.* again"):
+            decode(b"", "empty.json")
     with pytest.raises(InputError, match=r"nothing\.json holds no timings of attention"):
         decode_timings(b'{"kind": 3}', "nothing.json")
     newer = encode_timings(msgspec.structs.replace(STORY, version=99))
@@ -436,6 +449,9 @@ def test_an_answer_is_kept_read_again_and_drawn(tmp_path: Path, capfd: pytest.Ca
     assert drawn.read_text().startswith("<svg") and "memory S^" in drawn.read_text()
     run("--read", str(answered), "--only", "Powers")
     assert capfd.readouterr().out.startswith(SLOPES)
+    (tmp_path / "empty.json").touch()
+    with pytest.raises(InputError, match=r"empty\.json is empty: .* first row; measure again with --out"):
+        run("--read", str(tmp_path / "empty.json"))
     garbage = tmp_path / "garbage.json"
     garbage.write_bytes(b"\xff{")
     with pytest.raises(InputError, match=r"garbage\.json holds no answer"):

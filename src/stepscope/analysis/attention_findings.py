@@ -63,8 +63,11 @@ def _memory_runs_out(study: AttentionStudy) -> Iterator[Finding]:
             default=None,
         )
         if last is not None and last.memory is not None:
-            peak = last.memory.peak_bytes or last.memory.before_backward_bytes
-            held = f"; at {last.cell.shape.queries:,} it still fits, with {format_bytes(peak)} at its peak"
+            held = f"; at {last.cell.shape.queries:,} it still fits, with " + (
+                f"{format_bytes(last.memory.before_backward_bytes)} held before backward (no allocator counts the peak)"
+                if last.memory.peak_bytes is None
+                else f"{format_bytes(last.memory.peak_bytes)} at its peak"
+            )
         memory = study.timings.environment.memory_bytes
         of = f" of {format_bytes(memory)}" if memory else ""
         where = f"{dtype}, head_dim {first.head_dim}" if len(curves) > 1 else dtype

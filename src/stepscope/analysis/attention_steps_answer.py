@@ -73,8 +73,14 @@ def _memory(groups: Sequence[StepGroup]) -> Table:
                     _gib(saved - of_base) if saved is not None and of_base and cell is not group.base else None,
                 )
             )  # fmt: skip
-    heads = ("peak", "forward peak", "saved for backward", "saved, against the first")
-    return Table(title=MEMORY, columns=("cell", "attention", *heads), rows=tuple(rows))
+    heads = ("cell", "attention", "peak", "forward peak", "saved for backward", "saved, against the first")
+    # A CPU counts no peak.
+    known = [i for i in range(len(heads)) if i < 2 or any(row[i] is not None for row in rows)]
+    return Table(
+        title=MEMORY,
+        columns=tuple(heads[i] for i in known),
+        rows=tuple(tuple(row[i] for i in known) for row in rows),
+    )
 
 
 def _families(groups: Sequence[StepGroup]) -> Table:

@@ -309,6 +309,8 @@ def _read(places: list[Path], keep: bool, *, plot: Path | None, json: bool, only
         data = place.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read {place}: {error.strerror or error}") from error
+    if not data:
+        raise InputError(f"{place} is empty: what was to write it ended before its first row; measure again with --out")
     match kind_of(data):
         case "attention-timings":
             from stepscope.analysis.attention_answer import answer_attention

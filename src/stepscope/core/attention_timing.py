@@ -125,6 +125,8 @@ def encode_timings(timings: AttentionTimings) -> bytes:
 
 def decode_timings(data: bytes, source: str) -> AttentionTimings:
     """What `encode_timings` wrote. Raises InputError that names the source."""
+    if not data:
+        raise InputError(f"{source} is empty: what was to write it ended before its first row; measure again")
     try:
         found = msgspec.json.decode(data, type=AttentionTimings)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -62,6 +62,8 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
 
 def decode_experiment(data: bytes, source: str) -> Experiment:
     """What `--json` wrote. Raises InputError that names the source."""
+    if not data:
+        raise InputError(f"{source} is empty: what was to write it ended before; write it again with --json")
     try:
         found = msgspec.json.decode(data, type=Experiment)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
