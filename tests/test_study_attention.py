@@ -465,10 +465,10 @@ def test_the_matrix_is_whole_and_says_who_is_wrong(tmp_path: Path, capfd: pytest
     kept = tmp_path / "gate.json"
     run("--gate", "--implementations", "sdpa,sdpa-cudnn", "--dtypes", "fp32,bf16", "--workers", "1", "--out", str(kept))
     text = capfd.readouterr().out
-    assert "14 of 28 calls were judged, and 14 are not supported" in text
+    assert "32 of 64 calls were judged, and 32 are not supported" in text
     matrix = decode_matrix(kept.read_bytes(), "gate")
     assert [(r.implementation, r.passed, len(r.verdicts)) for r in matrix.reports] == [
-        ("sdpa", True, 14), ("sdpa-cudnn", False, 14),
+        ("sdpa", True, 32), ("sdpa-cudnn", False, 32),
     ]  # fmt: skip
     assert all(verdict.repeats for verdict in matrix.reports[0].verdicts)
     assert decode_matrix(encode_matrix(matrix), "again") == matrix

@@ -27,7 +27,10 @@ def judge(
     *, implementations: str | None, dtypes: str | None, device: str, seconds: float | None, workers: int | None,
     every_shape: bool, out: Path | None, json: bool,
 ) -> None:  # fmt: skip
-    """`--gate`: the matrix, printed or as JSON, and kept as it grows."""
+    """`--gate`: the matrix, printed or as JSON, and kept as it grows.
+
+    Exits with 1 where an implementation is wrong. Raises InputError where nothing was judged.
+    """
     from stepscope.cli.sweep import words
     from stepscope.core.attention_support import SUPPORT
     from stepscope.core.run_directory import write_atomically
@@ -68,12 +71,27 @@ def judge(
         )
     keep(matrix)
     show_matrix(matrix, json)
-    if matrix.reached < matrix.calls:
+    if 0 < matrix.reached < matrix.calls:
         warn(f"{matrix.calls - matrix.reached} of {matrix.calls} calls were not reached: give it more --seconds")
     if matrix.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
     if any(report.failures for report in matrix.reports):
         raise typer.Exit(EXIT_CHECK_FAILED)
+    if not any(report.passed for report in matrix.reports):
+        raise InputError(f"the gate judged nothing: {why_nothing(matrix)}")
+
+
+def why_nothing(matrix: "GateMatrix") -> str:
+    """Of a matrix without a call that was judged, in one line."""
+    if not matrix.reached:
+        return f"none of {matrix.calls} calls was reached: give it more --seconds, or --workers"
+    reasons: dict[str, None] = {}
+    for report in matrix.reports:
+        for verdict in report.verdicts:
+            reasons.setdefault(f"attention {report.implementation} {verdict.reason}")
+    first, *others = reasons
+    more = ", the others as said above" if others else ""
+    return f"{first}{more}: choose other --implementations, --dtypes or --device"
 
 
 def show_matrix(matrix: "GateMatrix", json: bool) -> None:
@@ -145,9 +163,16 @@ def attention(
     budget: Annotated[
         float | None, typer.Option("--budget", min=0, help="Seconds for the whole grid; the rest is not reached.")
     ] = None,
-    gate: Annotated[bool, typer.Option("--gate", help="Only judge: every implementation, dtype and shape.")] = False,
+    gate: Annotated[
+        bool,
+        typer.Option(
+            "--gate",
+            help="Only judge: every implementation, dtype and shape. Exit code 0 where all that was judged is right, "
+            "1 where one is wrong, 2 where nothing was judged.",
+        ),
+    ] = False,
     every_shape: Annotated[
-        bool, typer.Option("--every-shape", help="With --gate: 49 shapes, every length with every head_dim, not 7.")
+        bool, typer.Option("--every-shape", help="With --gate: 58 shapes, every length with every head_dim, not 16.")
     ] = False,
     workers: Annotated[
         int | None, typer.Option("--workers", min=0, help="Processes that judge, or compile ahead (on a GPU).")

@@ -20,6 +20,9 @@ _ALL: tuple[TensorDtype, ...] = ("fp64", "fp32", "bf16", "fp16")
 _FUSED: tuple[TensorDtype, ...] = ("fp32", "bf16", "fp16")
 _HALF: tuple[TensorDtype, ...] = ("bf16", "fp16")
 
+LARGEST_EXPONENT: dict[TensorDtype, int] = {"fp64": 709, "fp32": 88, "bf16": 88, "fp16": 11}
+"""Up to which exp is finite, in whole numbers."""
+
 INTERPRETER = "TRITON_INTERPRET"
 """The variable of the environment that has Triton run its kernels in Python, on tensors of the CPU."""
 
@@ -35,6 +38,8 @@ class AttentionCall(msgspec.Struct, frozen=True, kw_only=True):
     heads: int | None = None
     key_heads: int | None = None
     window: int | None = None
+    largest_score: float | None = None
+    """Of all queries and keys that meet, without its sign; None where the numbers are not known."""
     backward: bool = True
     """Whether gradients are asked for."""
 
@@ -43,7 +48,8 @@ class AttentionSupport(msgspec.Struct, frozen=True, kw_only=True):
     """Where an implementation runs.
 
     What is no field, all of them take: causal or not; any number of queries and of keys from `shortest` on, the two
-    unequal too; keys and values of fewer heads than the queries, where those divide these; non-contiguous tensors.
+    unequal too; keys and values of fewer heads than the queries, where those divide these; non-contiguous tensors; any
+    scale, zero and below too.
     """
 
     device_types: tuple[str, ...] = ("cpu", "cuda")
@@ -61,10 +67,12 @@ class AttentionSupport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it takes a sliding window."""
     triton: bool = False
     """Whether it is written in Triton: on a GPU, or anywhere in Triton's interpreter."""
+    subtracts_maximum: bool = True
+    """Whether it takes scores of any size: without the maximum of its row subtracted, exp of a score must be finite."""
 
     def fault(self, call: AttentionCall) -> str | None:
         """Why it does not run so, to follow its name; None where it does."""
-        return self._fault_of_place(call) or self._fault_of_sizes(call)
+        return self._fault_of_place(call) or self._fault_of_sizes(call) or self._fault_of_scores(call)
 
     def _fault_of_place(self, call: AttentionCall) -> str | None:
         if call.device_type not in self.device_types:
@@ -91,6 +99,13 @@ class AttentionSupport(msgspec.Struct, frozen=True, kw_only=True):
             return "takes no sliding window"
         return None
 
+    def _fault_of_scores(self, call: AttentionCall) -> str | None:
+        if not self.subtracts_maximum and call.largest_score is not None:
+            limit = LARGEST_EXPONENT[call.dtype]
+            if call.largest_score > limit:
+                return f"subtracts no maximum: in {call.dtype} it takes scores up to {limit}"
+        return None
+
 
 _ANYWHERE = AttentionSupport()
 
@@ -105,7 +120,7 @@ SUPPORT: dict[Attention, AttentionSupport] = {
     "sdpa-cudnn": AttentionSupport(
         device_types=("cuda",), cuda_dtypes=_HALF, max_head_dim=128, head_dim_multiple=8, shortest=2
     ),
-    "unsafe": _ANYWHERE,
+    "unsafe": AttentionSupport(subtracts_maximum=False),
     "chunked": _ANYWHERE,
     "flex": AttentionSupport(
         trains_on=("cuda",), cuda_dtypes=_FUSED, cpu_dtypes=_FUSED, min_head_dim=16, max_head_dim=256

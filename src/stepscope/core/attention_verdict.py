@@ -8,9 +8,18 @@ from stepscope.core.attention_support import TensorDtype
 from stepscope.core.errors import EXIT_CHECK_FAILED, StepscopeError
 from stepscope.core.workload import Attention
 
-Layout = Literal["contiguous", "transposed", "strided"]
-"""Of queries, keys, values and the output's gradient. transposed: (batch, seq, heads, head_dim) seen as (batch, heads,
-seq, head_dim), as a model's are. strided: every second number of each row besides."""
+Layout = Literal["contiguous", "transposed", "strided", "one head", "one batch", "one number"]
+"""Of a tensor (batch, heads, seq, head_dim). transposed: (batch, seq, heads, head_dim) seen so, as a model's are.
+strided: every second number of each row besides. The others are one head, one batch, or the number 1, expanded: their
+strides are zero, as those of the gradient that a sum hands back."""
+
+Numbers = Literal["normal", "offset", "rising", "falling"]
+"""What the scores are. normal: of the size 1. offset: those of each query lie around a number of its own, hundreds
+above or below zero. rising, falling: half a unit from one key to the next, so that a query's largest is its last, or
+its first."""
+
+Differentiated = Literal["qkv", "q", "kv"]
+"""Which of queries, keys and values ask for a gradient."""
 
 Outcome = Literal["passed", "failed", "not supported"]
 
@@ -22,7 +31,7 @@ class GateFailure(StepscopeError):
 
 
 class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes and mask of one call."""
+    """One call: sizes, mask and scale, and what its tensors are like."""
 
     batch: int
     heads: int
@@ -32,7 +41,19 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     causal: bool
     window: int | None = None
-    layout: Layout = "contiguous"
+    layout: Layout | tuple[Layout, Layout, Layout, Layout] = "contiguous"
+    """Of all tensors, or of queries, keys, values and the output's gradient."""
+    scale: float | None = None
+    """Of the scores; None is 1 / sqrt(head_dim)."""
+    numbers: Numbers = "normal"
+    differentiated: Differentiated = "qkv"
+
+    @property
+    def layouts(self) -> tuple[Layout, Layout, Layout, Layout]:
+        """Of queries, keys, values and the output's gradient."""
+        if isinstance(self.layout, tuple):
+            return self.layout
+        return self.layout, self.layout, self.layout, self.layout
 
     def __str__(self) -> str:
         grouped = f" over {self.key_heads}" if self.key_heads != self.heads else ""
@@ -41,9 +62,17 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
             f"{self.batch}, {self.heads}{grouped}, {self.queries}{keys}, {self.head_dim}",
             "causal" if self.causal else "full",
             *([f"window {self.window}"] if self.window is not None else []),
-            *([self.layout] if self.layout != "contiguous" else []),
+            *([f"scale {self.scale:g}"] if self.scale is not None else []),
+            *([f"scores {self.numbers}"] if self.numbers != "normal" else []),
+            *([f"gradients of {' and '.join(self.differentiated)} alone"] if self.differentiated != "qkv" else []),
+            *self._layout_words(),
         ]
         return ", ".join(words)
+
+    def _layout_words(self) -> list[str]:
+        if isinstance(self.layout, tuple):
+            return [f"{what} {layout}" for what, layout in zip(("q", "k", "v", "dO"), self.layout, strict=True)]
+        return [self.layout] if self.layout != "contiguous" else []
 
 
 class TensorError(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +83,7 @@ class TensorError(msgspec.Struct, frozen=True, kw_only=True):
     """|found - exact| / |exact|; None where something is not finite."""
     allowed: float
     sdpa: float
-    """The error of PyTorch's scaled_dot_product_attention in the same dtype, on the same inputs."""
+    """The error of PyTorch's scaled_dot_product_attention in the same dtype, on the same inputs (see `yardsticks`)."""
     row_error: float | None
     """The largest |found - exact| of a row, over the root of the mean square |exact| of rows."""
     row_allowed: float
@@ -72,11 +101,15 @@ class AttentionVerdict(msgspec.Struct, frozen=True, kw_only=True):
     shape: AttentionShape
     outcome: Outcome
     errors: tuple[TensorError, ...] = ()
-    """The output's, and where there is a backward those of the three gradients."""
+    """The output's, and where there is a backward those of the gradients that are asked for."""
     repeats: bool | None = None
     """Whether a second run gave the same bits; None where there was none."""
     reason: str = ""
     """Why it is not supported, or failed without an answer."""
+    allowance: str = ""
+    """Why it may be further off than others; empty where it may not."""
+    yardsticks: tuple[str, ...] = ()
+    """What is allowed to all on this call, where that is not twice sdpa's error."""
 
     @property
     def sentence(self) -> str:
@@ -92,7 +125,8 @@ class AttentionVerdict(msgspec.Struct, frozen=True, kw_only=True):
                 wrong.append(f"{each.tensor} is off by {each.error:.2g} where {each.allowed:.2g} is allowed")
             elif not each.passed:
                 wrong.append(f"a row of {each.tensor} is off by {each.row_error:.2g} where {each.row_allowed:.2g} is")
-        return f"{where}: {'; '.join(wrong) or self.outcome}"
+        besides = f" ({self.allowance})" if wrong and self.allowance else ""
+        return f"{where}: {'; '.join(wrong) or self.outcome}{besides}"
 
 
 class GateReport(msgspec.Struct, frozen=True, kw_only=True):

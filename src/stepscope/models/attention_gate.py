@@ -14,31 +14,40 @@ PyTorch's own written-out one: that is a rounding more in every product, and it 
 (ROUNDS_SCORES). In fp32 nothing distinguishes them. So may a Triton kernel in bf16 in Triton's interpreter, which cuts
 numbers off where a GPU rounds to the nearest. float64 itself is not judged: the judge would be no better.
 
+PyTorch's fused attention of fp32 has no grouped heads: for a call with them sdpa falls back to attention written out,
+whose matrix products come closer than any fused kernel's (pytorch/pytorch#181528). There its error is the larger of
+the two that it makes, of the call and of keys and values repeated for each head, so that fused is held against fused
+whether heads are grouped or not. And where scores are not of the size 1, their own rounding is what they may be off:
+BLUR unit roundoffs of the largest score, in fp32, or in the tensors' dtype for those of ROUNDS_SCORES.
+
 Every case draws numbers of its own, so that what an earlier one left in memory is wrong; and before each run, memory of
-the sizes of the results is filled with NaN and given back, so that what a kernel does not write is seen.
+the sizes of the results is filled with NaN and given back, so that what a kernel does not write is seen. Around the
+inputs there is NaN too: who reads beside them is seen, and who writes there.
 """
 
 import math
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from stepscope.core.attention_support import SUPPORT, AttentionCall, TensorDtype, find_fault
-from stepscope.core.attention_verdict import AttentionShape, AttentionVerdict, GateReport, Layout, TensorError
+from stepscope.core.attention_verdict import AttentionShape, AttentionVerdict, GateReport, TensorError
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.workload import Attention
 from stepscope.models.attention import (
     AttentionFunction,
     chunked,
     fault_of_device,
+    for_all_heads,
     implementation,
     reference,
     sdpa,
 )
-from stepscope.models.attention_inputs import TORCH_DTYPES
+from stepscope.models.attention_cases import GivenTensor, draw_tensors, scale_of
 
 FACTOR = 2.0
 """Times sdpa's error."""
@@ -48,46 +57,27 @@ ROW_UNITS = 16.0
 """Unit roundoffs that the worst row may be off in any case."""
 ROUNDS_SCORES: tuple[Attention, ...] = ("reference", "unsafe", "chunked")
 """May be off twice as far as the others in 16 bits."""
+BLUR = 2.0
+"""Unit roundoffs of the largest score."""
 NOTHING = 1e-6
 """A gradient this small beside the terms that it is the sum of is their cancellation, and is zero: dq and dk of a query
 that sees one key. Its error is measured against those terms, of which it may be ROW_UNITS unit roundoffs."""
 _MOST_SCORES = 1 << 26
 """Beyond, float64 attention is made in chunks: half a GiB for each S x T that autograd keeps."""
 
-_TENSORS = ("out", "dq", "dk", "dv")
-_LENGTHS = (1, 17, 63, 64, 65, 127, 200)
-_HEAD_DIMS = (16, 24, 40, 64, 80, 128, 256)
-
-
-def gate_shapes(lengths: Sequence[int] = _LENGTHS, head_dims: Sequence[int] = _HEAD_DIMS) -> tuple[AttentionShape, ...]:
-    """Every length with every head_dim; mask, heads, lengths of keys and layouts change from one to the next, each with
-    a period of its own.
-    """
-    shapes: list[AttentionShape] = []
-    layouts: tuple[Layout, ...] = ("contiguous", "transposed", "strided")
-    for queries in lengths:
-        for head_dim in head_dims:
-            i = len(shapes)
-            keys = (queries, queries + 39, queries, max(1, queries // 2), queries)[i % 5]
-            heads, key_heads = ((2, 2), (4, 2), (3, 1), (2, 2))[i % 4]
-            shapes.append(
-                AttentionShape(
-                    batch=1 + (i % 3 == 0), heads=heads, key_heads=key_heads, queries=queries, keys=keys,
-                    head_dim=head_dim, causal=i % 2 == 0 if i % 7 else True,
-                    window=(None, None, None, 33, None, 1, None, None, 70)[i % 9], layout=layouts[i % 3],
-                )
-            )  # fmt: skip
-    return tuple(shapes)
-
-
-def few_shapes() -> tuple[AttentionShape, ...]:
-    """Every length and every head_dim once: enough to see a mistake, and little enough for Triton's interpreter.
-
-    Of the pairings one in which windows hide something, with causal and without, with grouped heads too, and in which
-    unequal lengths come both ways.
-    """
-    every = {(shape.queries, shape.head_dim): shape for shape in gate_shapes()}
-    return tuple(every[pair] for pair in zip(_LENGTHS, (16, 64, 80, 128, 40, 256, 24), strict=True))
+_Result = Literal["out", "dq", "dk", "dv"]
+_RESULTS: tuple[_Result, ...] = ("out", "dq", "dk", "dv")
+_GRADIENTS: dict[str, tuple[_Result, ...]] = {"qkv": ("dq", "dk", "dv"), "q": ("dq",), "kv": ("dk", "dv")}
+_ROUNDED = "twice as far as others, four times sdpa's error, for rounding scores and weights to 16 bits"
+_CUT_OFF = "twice as far as on a GPU, where bf16 is rounded: Triton's interpreter cuts numbers off"
+_GROUPED = (
+    "in fp32 with grouped heads is twice the larger of two errors of sdpa, of the call and of keys and values repeated "
+    "for each head: PyTorch has no fused attention of the first, and what it writes out comes closer"
+)
+_BLURRED = (
+    f"where scores are not of the size 1 is at least {BLUR:g} unit roundoffs of the largest, for their own rounding: "
+    "of fp32, and of 16 bits for who rounds scores to these"
+)
 
 
 def check_attention_implementation(
@@ -141,49 +131,47 @@ class _Case:
 
     shape: AttentionShape
     dtype: TensorDtype
-    inputs: tuple[Tensor, Tensor, Tensor]
-    gradient: Tensor
-    """Of the output."""
-    kept: tuple[Tensor, ...]
-    """Copies of these four."""
-    exact: tuple[Tensor, ...]
-    """The output and the three gradients, in float64."""
-    terms: tuple[float, ...]
+    given: tuple[GivenTensor, GivenTensor, GivenTensor, GivenTensor]
+    """Queries, keys, values and the output's gradient."""
+    largest_score: float | None
+    """Without its sign; None where there are too many."""
+    exact: dict[_Result, Tensor]
+    """The output and the gradients that are asked for, in float64."""
+    terms: dict[_Result, float]
     """How large the terms are that each of them is a sum of, as a norm of the whole."""
-    sdpa: tuple[tuple[float, float], ...]
+    sdpa: dict[_Result, tuple[float, float]]
     """Of each, the error and the worst row's."""
 
     @classmethod
     def make(cls, shape: AttentionShape, dtype: TensorDtype, device: torch.device, seed: int) -> "_Case":
-        # A hash of its own: Python's of strings changes from process to process.
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {dtype} {shape}".encode()))
-
-        def draw(heads: int, length: int) -> Tensor:
-            drawn = _laid_out(shape.layout, (shape.batch, heads, length, shape.head_dim), generator)
-            placed = torch.empty_strided(drawn.shape, drawn.stride(), dtype=TORCH_DTYPES[dtype], device=device)
-            return placed.copy_(drawn)
-
-        q = draw(shape.heads, shape.queries)
-        k, v = (draw(shape.key_heads, shape.keys) for _ in range(2))
-        gradient = draw(shape.heads, shape.queries)
+        given = draw_tensors(shape, dtype, device, seed)
+        q, k, v, gradient = (each.tensor for each in given)
         large = shape.batch * shape.heads * shape.queries * shape.keys > _MOST_SCORES
         wide = [tensor.double() for tensor in (q, k, v)]
         exact = _run(chunked if large else reference, shape, wide, gradient.double(), backward=True)
-        found = _run(sdpa, shape, (q, k, v), gradient, backward=True)
         terms = _terms(q, k, v, gradient)
+        yardsticks: list[AttentionFunction] = [sdpa, _sdpa_of_repeated] if _is_grouped(shape, dtype) else [sdpa]
+        made = [_run(yardstick, shape, (q, k, v), gradient, backward=True) for yardstick in yardsticks]
+        errors = [{name: _errors(found[name], exact[name], terms[name]) for name in exact} for found in made]
+        worst: dict[_Result, tuple[float, float]] = {
+            name: (max(each[name][0] for each in errors), max(each[name][1] for each in errors)) for name in exact
+        }
         return cls(
             shape=shape,
             dtype=dtype,
-            inputs=(q, k, v),
-            gradient=gradient,
-            kept=tuple(tensor.clone() for tensor in (q, k, v, gradient)),
+            given=given,
+            largest_score=None if large else _largest_score(shape, wide[0], wide[1]),
             exact=exact,
             terms=terms,
-            sdpa=tuple(_errors(*each) for each in zip(found, exact, terms, strict=True)),
+            sdpa=worst,
         )
 
     def judge(self, name: Attention, function: AttentionFunction | None, *, repeat: bool) -> AttentionVerdict:
         """function: to be judged in place of the one of this name, and whatever that one supports."""
+        verdict = partial(
+            AttentionVerdict, dtype=self.dtype, shape=self.shape, allowance=self._allowance(name),
+            yardsticks=self._yardsticks(),
+        )  # fmt: skip
         backward = True
         if function is None:
             reason = self._fault(name, backward=True)
@@ -194,98 +182,141 @@ class _Case:
         try:
             called = implementation(name) if function is None else function
             self._poison()
-            found = _run(called, self.shape, self.inputs, self.gradient, backward=backward)
-            again = _run(called, self.shape, self.inputs, self.gradient, backward=backward) if repeat else None
+            found = self._run(called, backward=backward)
+            again = self._run(called, backward=backward) if repeat else None
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever it raises on what it says it supports is its failure
-            raised = f"{type(error).__name__}: {one_line(error)}"
-            return AttentionVerdict(dtype=self.dtype, shape=self.shape, outcome="failed", reason=raised)
+            return verdict(outcome="failed", reason=f"{type(error).__name__}: {one_line(error)}")
         wrong = self._overwritten() or self._wrong_kind(found)
         if wrong:
-            return AttentionVerdict(dtype=self.dtype, shape=self.shape, outcome="failed", reason=wrong)
-        slack = self._slack(name)
-        errors = tuple(self._error(i, tensor, slack) for i, tensor in enumerate(found))
-        return AttentionVerdict(
-            dtype=self.dtype,
-            shape=self.shape,
+            return verdict(outcome="failed", reason=wrong)
+        errors = tuple(self._error(name, result, tensor) for result, tensor in found.items())
+        return verdict(
             outcome="passed" if all(error.passed for error in errors) else "failed",
             errors=errors,
-            repeats=None if again is None else all(torch.equal(a, b) for a, b in zip(found, again, strict=True)),
+            repeats=None if again is None else all(torch.equal(found[each], again[each]) for each in found),
         )
+
+    def _run(self, function: AttentionFunction, *, backward: bool) -> dict[_Result, Tensor]:
+        q, k, v, gradient = (each.tensor for each in self.given)
+        return _run(function, self.shape, (q, k, v), gradient, backward=backward)
 
     def _fault(self, name: Attention, *, backward: bool) -> str | None:
         shape = self.shape
         call = AttentionCall(
-            device_type=self.inputs[0].device.type, dtype=self.dtype, head_dim=shape.head_dim, queries=shape.queries,
+            device_type=self._device_type, dtype=self.dtype, head_dim=shape.head_dim, queries=shape.queries,
             keys=shape.keys, heads=shape.heads, key_heads=shape.key_heads, window=shape.window, backward=backward,
+            largest_score=self.largest_score,
         )  # fmt: skip
         return find_fault(name, call, here=fault_of_device)
 
-    def _slack(self, name: Attention) -> float:
-        rounds_scores = name in ROUNDS_SCORES and self.dtype != "fp32"
-        cuts_off = SUPPORT[name].triton and self.inputs[0].device.type != "cuda" and self.dtype == "bf16"
-        return 2.0 if rounds_scores or cuts_off else 1.0
+    @property
+    def _device_type(self) -> str:
+        return self.given[0].tensor.device.type
+
+    def _allowance(self, name: Attention) -> str:
+        """Why it may be off twice as far; empty where it may not."""
+        if self._rounds_scores(name):
+            return _ROUNDED
+        cuts_off = SUPPORT[name].triton and self._device_type != "cuda" and self.dtype == "bf16"
+        return _CUT_OFF if cuts_off else ""
+
+    def _yardsticks(self) -> tuple[str, ...]:
+        grouped = _is_grouped(self.shape, self.dtype)
+        return (*([_GROUPED] if grouped else []), *([_BLURRED] if self._is_blurred else []))
+
+    @property
+    def _is_blurred(self) -> bool:
+        return self.largest_score is not None and (self.shape.numbers != "normal" or self.shape.scale is not None)
+
+    def _rounds_scores(self, name: Attention) -> bool:
+        return name in ROUNDS_SCORES and self.dtype != "fp32"
 
     def _overwritten(self) -> str:
         """Which of its tensors the call has written to. They are made good: others are judged on them."""
-        changed: list[str] = []
-        for what, tensor, kept in zip(("q", "k", "v", "the output's gradient"), self._given, self.kept, strict=True):
-            if not torch.equal(tensor, kept):
-                changed.append(what)
-                tensor.copy_(kept)
+        names = ("q", "k", "v", "the output's gradient")
+        changed = [what for what, each in zip(names, self.given, strict=True) if each.mend()]
         return f"it writes to {', '.join(changed)}, which are the caller's" if changed else ""
 
-    @property
-    def _given(self) -> tuple[Tensor, ...]:
-        return *self.inputs, self.gradient
-
-    def _wrong_kind(self, found: Sequence[Tensor]) -> str:
+    def _wrong_kind(self, found: dict[_Result, Tensor]) -> str:
         """What is wrong before any number is looked at."""
-        for name, tensor, exact in zip(_TENSORS, found, self.exact, strict=False):
-            if tensor.shape != exact.shape or tensor.dtype != self.inputs[0].dtype:
+        for name, tensor in found.items():
+            exact = self.exact[name]
+            if tensor.shape != exact.shape or tensor.dtype != self.given[0].tensor.dtype:
                 got = f"{tuple(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}"
                 return f"{name} is {got}, not {tuple(exact.shape)} in {self.dtype}"
         return ""
 
-    def _error(self, i: int, tensor: Tensor, slack: float) -> TensorError:
-        error, row_error = _errors(tensor, self.exact[i], self.terms[i])
-        sdpa_error, sdpa_row_error = self.sdpa[i]
+    def _error(self, name: Attention, result: _Result, tensor: Tensor) -> TensorError:
+        exact, terms = self.exact[result], self.terms[result]
+        error, row_error = _errors(tensor, exact, terms)
+        sdpa_error, sdpa_row_error = self.sdpa[result]
         unit = torch.finfo(tensor.dtype).eps / 2
-        if _is_nothing(self.exact[i], self.terms[i]):
+        if _is_nothing(exact, terms):
             unit *= ROW_UNITS
+        slack = 2.0 if self._allowance(name) else 1.0
+        blur = self._blur(name)
         return TensorError(
-            tensor=_TENSORS[i],
+            tensor=result,
             error=error if math.isfinite(error) else None,
-            allowed=slack * max(FACTOR * sdpa_error, unit),
+            allowed=slack * max(FACTOR * sdpa_error, unit, blur),
             sdpa=sdpa_error,
             row_error=row_error if math.isfinite(row_error) else None,
-            row_allowed=slack * max(ROW_FACTOR * sdpa_row_error, ROW_UNITS * unit),
+            row_allowed=slack * max(ROW_FACTOR * sdpa_row_error, ROW_UNITS * unit, ROW_FACTOR * blur),
         )
+
+    def _blur(self, name: Attention) -> float:
+        """What the rounding of scores that are not of the size 1 does to the weights."""
+        if self.largest_score is None or not self._is_blurred:
+            return 0.0
+        made_in = self.given[0].tensor.dtype if self._rounds_scores(name) else torch.float32
+        return BLUR * torch.finfo(made_in).eps / 2 * self.largest_score
 
     def _poison(self) -> None:
         """Fill memory of the sizes that the results will have with NaN, and give it back: what is allocated next is
         that, from PyTorch's caching allocator always, from a host's mostly.
         """
-        q, k, _ = self.inputs
-        blocks = [torch.full_like(tensor, math.nan) for tensor in (q, q, k, k)]
-        blocks += [torch.full(tensor.shape, math.nan, dtype=torch.float32, device=q.device) for tensor in (q, k, k)]
-        blocks += [torch.full(q.shape[:-1], math.nan, dtype=torch.float32, device=q.device) for _ in range(2)]
+        q, k, *_ = (each.tensor for each in self.given)
+        for dtype in (q.dtype, torch.float32):
+            # Not full_like: of an expanded tensor that has its strides, and not its size.
+            blocks = [torch.full(t.shape, math.nan, dtype=dtype, device=q.device) for t in (q, q, k, k)]
+            blocks += [torch.full(q.shape[:-1], math.nan, dtype=dtype, device=q.device) for _ in range(2)]
         del blocks
 
 
 def _run(
     function: AttentionFunction, shape: AttentionShape, inputs: Sequence[Tensor], gradient: Tensor, *, backward: bool
-) -> tuple[Tensor, ...]:
-    """The output, and with `backward` the gradients of q, k and v."""
+) -> dict[_Result, Tensor]:
+    """The output, and with `backward` the gradients that the shape asks for."""
     if not backward:
         with torch.no_grad():
-            return (function(*inputs, causal=shape.causal, window=shape.window),)
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    out = function(*leaves, causal=shape.causal, window=shape.window)
+            return {"out": function(*inputs, causal=shape.causal, scale=shape.scale, window=shape.window)}
+    wanted = _GRADIENTS[shape.differentiated]
+    leaves = {
+        name: tensor.detach().requires_grad_(name in wanted) for name, tensor in zip(_RESULTS[1:], inputs, strict=True)
+    }
+    out = function(*leaves.values(), causal=shape.causal, scale=shape.scale, window=shape.window)
     if out.shape != gradient.shape or out.dtype != gradient.dtype:
-        return (out.detach(),)  # which is said of it; autograd would raise
-    return (out.detach(), *torch.autograd.grad(out, leaves, gradient))
+        return {"out": out.detach()}  # which is said of it; autograd would raise
+    gradients = torch.autograd.grad(out, [leaves[name] for name in wanted], gradient)
+    return {"out": out.detach(), **dict(zip(wanted, gradients, strict=True))}
+
+
+def _sdpa_of_repeated(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
+) -> Tensor:
+    return sdpa(q, *for_all_heads(q, k, v), causal=causal, scale=scale, window=window)
+
+
+def _is_grouped(shape: AttentionShape, dtype: TensorDtype) -> bool:
+    """Whether PyTorch has no fused attention of such a call."""
+    return dtype == "fp32" and shape.heads != shape.key_heads
+
+
+def _largest_score(shape: AttentionShape, q: Tensor, k: Tensor) -> float:
+    k = k.repeat_interleave(shape.heads // shape.key_heads, dim=1)
+    return float((q @ k.mT).abs().amax()) * abs(scale_of(shape))
 
 
 def _errors(found: Tensor, exact: Tensor, terms: float) -> tuple[float, float]:
@@ -301,7 +332,7 @@ def _is_nothing(exact: Tensor, terms: float) -> bool:
     return float(exact.norm()) <= NOTHING * terms
 
 
-def _terms(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> tuple[float, ...]:
+def _terms(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> dict[_Result, float]:
     """Norms that out, dq, dk and dv would have if each query saw one key, and nothing cancelled.
 
     dq = dS k scale with dS = P (dP - D), where dP and D are each of the size |dO| |v|, as a dot product of random rows.
@@ -309,19 +340,9 @@ def _terms(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> tuple[float, ..
     size_q, size_k, size_v, size_gradient = (float(t.double().square().mean().sqrt()) for t in (q, k, v, gradient))
     head_dim = q.shape[-1]
     for_scores = size_gradient * size_v * math.sqrt(head_dim) / math.sqrt(head_dim)
-    return (
-        size_v * math.sqrt(q.numel()),
-        for_scores * size_k * math.sqrt(q.numel()),
-        for_scores * size_q * math.sqrt(k.numel()),
-        size_gradient * math.sqrt(k.numel()),
-    )
-
-
-def _laid_out(layout: Layout, size: tuple[int, int, int, int], generator: torch.Generator) -> Tensor:
-    """Normal random numbers of this size, in float32 on the host."""
-    batch, heads, length, head_dim = size
-    if layout == "contiguous":
-        return torch.randn(size, generator=generator)
-    if layout == "transposed":
-        return torch.randn(batch, length, heads, head_dim, generator=generator).transpose(1, 2)
-    return torch.randn(batch, length, heads, 2 * head_dim, generator=generator)[..., ::2].transpose(1, 2)
+    return {
+        "out": size_v * math.sqrt(q.numel()),
+        "dq": for_scores * size_k * math.sqrt(q.numel()),
+        "dk": for_scores * size_q * math.sqrt(k.numel()),
+        "dv": size_gradient * math.sqrt(k.numel()),
+    }

@@ -1,4 +1,4 @@
-"""The gate's verdicts for the terminal: how close each implementation comes, and what is wrong where."""
+"""The gate's verdicts for the terminal: how close each implementation comes, what is wrong where, what was allowed."""
 
 from collections.abc import Sequence
 
@@ -16,10 +16,13 @@ _FAILURES = 12
 
 
 def render_gate(reports: Sequence[GateReport]) -> RenderableType:
-    """A line for each implementation and dtype, then every failure, then what was not asked of whom and why."""
-    where = ", ".join(dict.fromkeys(f"{report.device}, seed {report.seed}" for report in reports))
+    """A line for each implementation and dtype, then every failure, who was allowed more than others and why, and what
+    was not asked of whom and why.
+    """
+    places = dict.fromkeys(f"{report.device}, seed {report.seed}" for report in reports)
+    where = f" ({', '.join(places)})" if places else ""
     parts: list[RenderableType] = [
-        Text(f"Attention beside float64 ({where}): the worst error, as a share of what is allowed", "bold"),
+        Text(f"Attention beside float64{where}: the worst error, as a share of what is allowed", "bold"),
         _table(reports),
     ]
     for report in reports:
@@ -27,6 +30,7 @@ def render_gate(reports: Sequence[GateReport]) -> RenderableType:
         parts += [Text(printable(f"{report.implementation} fails {each.sentence}")) for each in shown]
         if len(report.failures) > len(shown):
             parts.append(Text(f"{report.implementation} fails {len(report.failures) - len(shown)} more."))
+    parts += [Text(printable(line)) for line in [*_allowances(reports), *_yardsticks(reports)]]
     parts += [Text(printable(line), style="dim") for report in reports for line in _not_supported(report)]
     return Group(*parts)
 
@@ -70,6 +74,29 @@ def _worst(verdicts: Sequence[AttentionVerdict], tensor: str) -> str:
     shares = [error.error / error.allowed for error in errors if error.error is not None]
     shares += [error.row_error / error.row_allowed for error in errors if error.row_error is not None]
     return f"{max(shares):.2f}" if shares else ""
+
+
+def _allowances(reports: Sequence[GateReport]) -> list[str]:
+    """Who may be further off than others, in which dtypes, and why."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for report in reports:
+        for verdict in report.verdicts:
+            if verdict.allowance:
+                dtypes = found.setdefault(verdict.allowance, {}).setdefault(report.implementation, [])
+                if verdict.dtype not in dtypes:
+                    dtypes.append(verdict.dtype)
+    lines: list[str] = []
+    for allowance, of_whom in found.items():
+        for dtypes in dict.fromkeys(tuple(each) for each in of_whom.values()):
+            names = ", ".join(name for name, each in of_whom.items() if tuple(each) == dtypes)
+            lines.append(f"{names} may be off {allowance} ({', '.join(dtypes)}).")
+    return lines
+
+
+def _yardsticks(reports: Sequence[GateReport]) -> list[str]:
+    """What is allowed where that is not twice sdpa's error."""
+    found = dict.fromkeys(line for report in reports for v in report.verdicts for line in v.yardsticks)
+    return [f"Allowed {yardstick}." for yardstick in found]
 
 
 def _not_supported(report: GateReport) -> list[str]:

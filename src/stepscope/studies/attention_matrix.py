@@ -16,7 +16,8 @@ _COMPILED: tuple[Attention, ...] = ("flash", "flex")
 """Compiled for each shape: tasks of their own."""
 
 # 1  2026-11  first
-GATE_VERSION = 1
+# 2  2026-11  calls with a scale, numbers, layouts and gradients of their own; what is allowed to whom
+GATE_VERSION = 2
 
 
 class GateMatrix(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +72,7 @@ def gate_dtypes_of(names: Sequence[str]) -> tuple[TensorDtype, ...]:
 
 def shapes_of(every: bool) -> tuple[AttentionShape, ...]:
     """The gate's shapes: every length with every head_dim, or each of them once."""
-    from stepscope.models.attention_gate import few_shapes, gate_shapes  # noqa: PLC0415
+    from stepscope.models.attention_cases import few_shapes, gate_shapes  # noqa: PLC0415
 
     return gate_shapes() if every else few_shapes()
 
