@@ -3,11 +3,12 @@
     python benchmarks/attention.py [--seconds 100] [--json FILE] [--only flash sdpa-cudnn] [--shape 4,12,1024,64,causal]
     python benchmarks/attention.py --show FILE...        # a table of results kept with --json
 
-Each implementation is first held against float64 attention, on a small call with odd lengths and on the very shape
-that is timed: one that is further off than twice PyTorch's own gets no time. Then the implementations of a shape take
-turns, pass by pass, on the same random numbers; before each pass the L2 cache is overwritten, for as long as the host
-needs to issue the pass, so that times are the device's own. Medians with 95 % intervals, by events in the stream. With
---json the results are kept as they come; when the seconds are over, the rest is not measured and said to be so.
+Each implementation is first held against float64 attention, on small calls with odd lengths, whose scores are of the
+size 1, rise, fall, and lie hundreds off, and on the very shape that is timed: one that is further off than twice
+PyTorch's own gets no time. Then the implementations of a shape take turns, pass by pass, on the same random numbers;
+before each pass the L2 cache is overwritten, for as long as the host needs to issue the pass, so that times are the
+device's own. Medians with 95 % intervals, by events in the stream. With --json the results are kept as they come; when
+the seconds are over, the rest is not measured and said to be so.
 """
 
 import argparse
@@ -88,7 +89,7 @@ def race(arguments: argparse.Namespace) -> AttentionTimings:
     from stepscope.studies.attention_calls import (  # noqa: PLC0415
         AttentionCalls,
         judged_shape,
-        odd_shape,
+        odd_shapes,
         start_timings,
         with_timing,
     )
@@ -114,7 +115,7 @@ def race(arguments: argparse.Namespace) -> AttentionTimings:
     for group in groups:
         if not group:
             continue
-        judged = (odd_shape(group[0].shape), *judged_shape(group[0].shape, device))
+        judged = (*odd_shapes(group[0].shape), *judged_shape(group[0].shape, device))
         rows = calls.measure_group(group, lambda _, judged=judged: judged)
         timings = with_timing(timings, rows)
         keep(timings, arguments.json)

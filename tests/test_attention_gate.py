@@ -25,7 +25,7 @@ from stepscope.core.attention_verdict import (
 from stepscope.core.errors import InputError
 from stepscope.core.workload import Attention
 from stepscope.kernels.flash_tiled import flash_tiled
-from stepscope.models.attention import AttentionFunction, reference, sdpa
+from stepscope.models.attention import AttentionFunction, implementation, reference, sdpa
 from stepscope.models.attention_cases import few_shapes, gate_shapes
 from stepscope.models.attention_gate import check_attention_implementation, check_attention_matrix
 from stepscope.report.attention_gate import render_gate
@@ -270,6 +270,10 @@ def test_who_subtracts_no_maximum_is_judged_on_the_scores_that_it_takes():
         "subtracts no maximum: in fp32 it takes scores up to 88",
         "subtracts no maximum: in fp16 it takes scores up to 11",
     }
+    (compiled,) = check_attention_matrix(  # or anything else in its place
+        ("unsafe",), device=CPU, dtypes=("fp32",), shapes=PROBES, functions={"unsafe": implementation("unsafe")}
+    )
+    assert compiled.verdicts == tuple(v for v in report.verdicts if v.dtype == "fp32" and v.shape in PROBES)
     for verdict in report.verdicts:
         if verdict.shape.numbers == "offset":
             assert verdict.outcome == "not supported"

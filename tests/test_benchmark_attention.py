@@ -63,7 +63,7 @@ def test_a_race_on_a_cpu_is_kept_and_shown(tmp_path: Path, capsys: pytest.Captur
     assert main([*command, *sizes, "--json", str(kept)]) == 0
     told = capsys.readouterr().out
     fused, lacking = decode_timings(kept.read_bytes(), "race").timings
-    assert fused.outcome == "measured" and fused.checked == 2 and lacking.outcome == "not supported"
+    assert fused.outcome == "measured" and fused.checked == 5 and lacking.outcome == "not supported"
     assert main(["--show", str(kept)]) == 0
     assert capsys.readouterr().out == told and told.count("\n| ") == 4
     assert main([*command, "--shape", "1,2"]) == 2

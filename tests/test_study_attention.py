@@ -312,7 +312,7 @@ def test_a_wrong_implementation_gets_no_time_and_the_others_do():
     found, interrupted = measure(groups_of("sdpa", "chunked"), functions={"chunked": late})
     right, wrong = found.timings
     assert not interrupted
-    assert right.outcome == "measured" and right.both is not None and right.both.count == 5 and right.checked == 2
+    assert right.outcome == "measured" and right.both is not None and right.both.count == 5 and right.checked == 5
     assert wrong.outcome == "wrong" and wrong.both is None and wrong.memory is None
     assert wrong.reason.startswith("the gate: (2, 2, 203, 16, causal) in fp32: ")
     answer = answer_attention(found)
@@ -372,7 +372,15 @@ def test_eager_beside_compiled_is_one_row(tmp_path: Path):
     (row,) = answer_attention(found).table(COMPILED).rows
     assert row[:4] == ("reference", "fp32", 32, 16)
     assert all(isinstance(cell, float) and cell > 0 for cell in row[4:])
-    assert [timing.checked for timing in found.timings] == [2, 1]
+    assert [timing.checked for timing in found.timings] == [5, 1]
+
+
+def test_attention_that_subtracts_no_maximum_gets_no_time_but_where_that_is_stated():
+    """Scores of the size 1 do not show it; `unsafe` is not asked for larger ones, compiled neither."""
+    found, _ = measure(groups_of("sdpa", "unsafe"), functions={"sdpa": implementation("unsafe")})
+    wrong, stated = found.timings
+    assert wrong.outcome == "wrong" and "scores offset) in fp32: out is not finite" in wrong.reason
+    assert stated.outcome == "measured" and stated.checked == 4
 
 
 def test_the_seeds_grid_is_that_of_the_write_ups():

@@ -72,7 +72,7 @@ class AttentionSupport(msgspec.Struct, frozen=True, kw_only=True):
 
     def fault(self, call: AttentionCall) -> str | None:
         """Why it does not run so, to follow its name; None where it does."""
-        return self._fault_of_place(call) or self._fault_of_sizes(call) or self._fault_of_scores(call)
+        return self._fault_of_place(call) or self._fault_of_sizes(call) or self.fault_of_scores(call)
 
     def _fault_of_place(self, call: AttentionCall) -> str | None:
         if call.device_type not in self.device_types:
@@ -99,7 +99,8 @@ class AttentionSupport(msgspec.Struct, frozen=True, kw_only=True):
             return "takes no sliding window"
         return None
 
-    def _fault_of_scores(self, call: AttentionCall) -> str | None:
+    def fault_of_scores(self, call: AttentionCall) -> str | None:
+        """The same of the numbers alone, wherever it runs, and compiled too."""
         if not self.subtracts_maximum and call.largest_score is not None:
             limit = LARGEST_EXPONENT[call.dtype]
             if call.largest_score > limit:

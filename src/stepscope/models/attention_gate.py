@@ -167,7 +167,7 @@ class _Case:
         )
 
     def judge(self, name: Attention, function: AttentionFunction | None, *, repeat: bool) -> AttentionVerdict:
-        """function: to be judged in place of the one of this name, and whatever that one supports."""
+        """function: to be judged in place of the one of this name, wherever that one runs."""
         verdict = partial(
             AttentionVerdict, dtype=self.dtype, shape=self.shape, allowance=self._allowance(name),
             yardsticks=self._yardsticks(),
@@ -179,6 +179,8 @@ class _Case:
                 backward, reason = False, self._fault(name, backward=False)
             if reason is not None:
                 return AttentionVerdict(dtype=self.dtype, shape=self.shape, outcome="not supported", reason=reason)
+        elif reason := SUPPORT[name].fault_of_scores(self._call(backward=True)):
+            return AttentionVerdict(dtype=self.dtype, shape=self.shape, outcome="not supported", reason=reason)
         try:
             called = implementation(name) if function is None else function
             self._poison()
@@ -203,13 +205,15 @@ class _Case:
         return _run(function, self.shape, (q, k, v), gradient, backward=backward)
 
     def _fault(self, name: Attention, *, backward: bool) -> str | None:
+        return find_fault(name, self._call(backward=backward), here=fault_of_device)
+
+    def _call(self, *, backward: bool) -> AttentionCall:
         shape = self.shape
-        call = AttentionCall(
+        return AttentionCall(
             device_type=self._device_type, dtype=self.dtype, head_dim=shape.head_dim, queries=shape.queries,
             keys=shape.keys, heads=shape.heads, key_heads=shape.key_heads, window=shape.window, backward=backward,
             largest_score=self.largest_score,
         )  # fmt: skip
-        return find_fault(name, call, here=fault_of_device)
 
     @property
     def _device_type(self) -> str:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from typing import get_args
 
 import msgspec
 import torch
@@ -24,7 +25,7 @@ from stepscope.core.attention_timing import (
     CallOutcome,
     Launches,
 )
-from stepscope.core.attention_verdict import AttentionShape, AttentionVerdict
+from stepscope.core.attention_verdict import AttentionShape, AttentionVerdict, Numbers
 from stepscope.core.errors import one_line
 from stepscope.core.run import Settings
 from stepscope.core.workload import Attention
@@ -399,6 +400,11 @@ def odd_shape(shape: AttentionShape) -> AttentionShape:
     """A small one like it for the gate: the same head_dim, mask and grouping, and lengths that no tile divides."""
     group = shape.heads // shape.key_heads
     return msgspec.structs.replace(shape, batch=2, heads=2 * group, key_heads=2, queries=203, keys=203)
+
+
+def odd_shapes(shape: AttentionShape) -> tuple[AttentionShape, ...]:
+    """The same, with scores of every kind: for what is compiled they are one."""
+    return tuple(msgspec.structs.replace(odd_shape(shape), numbers=numbers) for numbers in get_args(Numbers))
 
 
 def _fallen(cell: AttentionCell, error: BaseException, during: str) -> AttentionTiming:

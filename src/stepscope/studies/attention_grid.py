@@ -177,7 +177,7 @@ def measure_grid(
     from stepscope.studies.attention_calls import (  # noqa: PLC0415
         AttentionCalls,
         judged_shape,
-        odd_shape,
+        odd_shapes,
         start_timings,
         with_timing,
     )
@@ -194,7 +194,7 @@ def measure_grid(
         own = judged_shape(smallest[cell.shape.head_dim, cell.dtype], found)
         # Each shape is compiled anew: the odd one is for what is not compiled.
         compiled = cell.compile != "none" or cell.implementation == "flex"
-        return own if compiled and own else (odd_shape(cell.shape), *own)
+        return own if compiled and own else (*odd_shapes(cell.shape), *own)
 
     calls = AttentionCalls(
         found, seconds=seconds, steps=steps, launches=launches, deadline_s=deadline_s, functions=functions
@@ -236,8 +236,8 @@ def _compile_ahead(
     """Kernels into the caches on disk, several at once. One that cannot be compiled says so when it is measured."""
     tasks = [
         WorkerTask(
-            kind="compile", names=(cell.implementation,), dtype=cell.dtype, shape=shape, device=device,
-            compile=cell.compile,
+            kind="compile", names=(cell.implementation,), dtype=cell.dtype, device=device, compile=cell.compile,
+            shape=msgspec.structs.replace(shape, numbers="normal"),
         )
         for group in groups
         for cell in group
