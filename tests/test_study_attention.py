@@ -192,10 +192,10 @@ def table(title: str, timings: AttentionTimings = STORY) -> Table:
 
 def test_times_by_sequence_and_implementation():
     found = table(BOTH)
-    lines = ("reference", "flash", "reference, compiled", "sdpa-math", "sdpa-cudnn", "sdpa-flash")
+    lines = ("reference", "flash", "reference, compiled", "sdpa-math", "sdpa-cudnn")  # sdpa-flash was not reached
     assert found.columns == ("dtype", "head_dim", "seq", *lines)
-    assert found.rows[0] == ("bf16", 64, 1024, 0.15, 0.18, 0.12, "WRONG", "failed", "not reached")
-    assert found.rows[3] == ("bf16", 64, 65536, "OOM", 76.8, None, None, None, None)
+    assert found.rows[0] == ("bf16", 64, 1024, 0.15, 0.18, 0.12, "WRONG", "failed")
+    assert found.rows[3] == ("bf16", 64, 65536, "OOM", 76.8, None, None, None)
     inputs_mib = 4 * 16 * 4096 * 64 * 2 / MIB
     held = table(HELD).rows[1]
     assert held[3] == pytest.approx(inputs_mib + naive_saved(4096) / MIB, rel=1e-3)
@@ -262,6 +262,50 @@ def test_where_memory_runs_out_and_where_it_still_fits_is_of_one_head_dim():
     )
     (sentence,) = (f.sentence for f in answer_attention(timings_by_hand(*rows)).findings if f.kind == "out of memory")
     assert "at sequence 4,096 (bf16, head_dim 64); at 1,024 it still fits, with 1.00 MiB at its peak" in sentence
+
+
+def test_what_was_not_reached_or_is_not_supported_is_said_once():
+    rows = (
+        timing("reference", 64, 1, 2, saved=1),
+        timing("reference", 128, outcome="not reached", reason="the time was over"),
+        timing("reference", 256, outcome="out of memory", reason=""),
+        timing("sdpa-cudnn", 64, outcome="not supported", reason="does not run on cpu"),
+        timing("reference", 64, outcome="not reached", reason="the time was over", compile="default"),
+    )
+    answer = answer_attention(timings_by_hand(*rows))
+    assert answer.table(BOTH).columns[3:] == ("reference",)
+    assert [row[2:] for row in answer.table(BOTH).rows] == [(64, 3.0), (256, "OOM")]
+    assert [row[0] for row in answer.table(MISSING).rows] == [
+        "reference", "reference", "sdpa-cudnn", "reference, compiled",
+    ]  # fmt: skip
+    assert COMPILED in {table.title for table in answer.tables}
+    eager = answer_attention(timings_by_hand(timing("reference", 64, 1, 2, saved=1, peak=None), rows[-1]))
+    assert [row[2] for row in eager.table(COMPILED).rows] == [64] and PEAK not in {t.title for t in eager.tables}
+    assert "peak memory" not in answer.table(CELLS).columns and "of the ceiling %" in answer.table(CELLS).columns
+
+
+def test_more_lines_than_a_plot_can_tell_apart_are_several_plots():
+    from stepscope.report.experiment import draw_experiment
+
+    eager: list[Attention] = ["reference", "sdpa", "sdpa-math", "chunked", "flash", "flash-tiled"]
+    rows = [timing(name, seq, 1, seq / 32, saved=seq) for name in eager for seq in (64, 128)]
+    assert len(answer_attention(timings_by_hand(*rows)).panels) == 2
+    rows += [timing(name, seq, 1, seq / 64, saved=seq, compile="default") for name in eager for seq in (64, 128)]
+    answer = answer_attention(timings_by_hand(*rows))
+    assert [panel.x_title.rpartition("64, ")[2] for panel in answer.panels] == ["1 of 2)"] * 2 + ["2 of 2)"] * 2
+    assert all(len({point.line for point in panel.points}) == 6 for panel in answer.panels)
+    assert all("compiled" in point.line for panel in answer.panels[2:] for point in panel.points)
+    draw_experiment(answer)
+
+
+def test_times_that_overlap_are_not_told_apart():
+    rows = [timing("reference", 64, 1, 2, saved=1), timing("flash", 64, 1.001, 2, saved=1)]
+    (found,) = (f for f in answer_attention(timings_by_hand(*rows)).findings if "times as fast" in f.sentence)
+    assert found.kind == "not distinguishable"
+    assert found.sentence.endswith("at sequence 64 (bf16), which is not distinguishable from as fast.")
+    rows += [timing("reference", 64, 1, 2, saved=1, head_dim=128), timing("flash", 64, 1, 1, saved=1, head_dim=128)]
+    (found,) = (f for f in answer_attention(timings_by_hand(*rows)).findings if "times as fast" in f.sentence)
+    assert found.sentence.endswith("(bf16), which is not distinguishable from as fast with head_dim 64.")
 
 
 def test_a_peak_that_nobody_counted_is_not_said():

@@ -1,6 +1,6 @@
 """The answer to "what does each attention cost": tables by sequence and implementation, curves, and what follows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from stepscope.analysis.attention_findings import attention_findings
 from stepscope.analysis.attention_study import AttentionStudy, Curve, arrange, both_s, flops_per_s
@@ -13,7 +13,7 @@ from stepscope.work.attention_call import forward_flops
 
 STUDY = "attention"
 QUESTION = "What does each attention cost as the sequence grows: time, memory, and the share of the device it reaches?"
-BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, CELLS, COMPILED, MISSING = (
+BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, CELLS, COMPILED, COMPILED_SEEDS, MISSING = (
     "Forward and backward, ms",
     "Forward, ms",
     "Backward, ms",
@@ -23,10 +23,14 @@ BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, CELLS, COMPILED, MISS
     "Powers of the sequence, fitted over the longest",
     "Saved for backward: by formula, and measured",
     "Every cell",
+    "Eager beside compiled",
     "Eager beside compiled: the seeds' table",
     "Without a time",
 )
 PHASES = ("forward", "backward")
+_NOTHING = ("not supported", "not reached", "interrupted")
+_MOST_LINES = 8
+"""That a plot can tell apart."""
 _WORDS = {"out of memory": "OOM", "wrong": "WRONG"}
 
 
@@ -78,8 +82,10 @@ def _settings(timings: AttentionTimings) -> dict[str, Cell]:
 
 
 def _by_sequence(study: AttentionStudy, title: str, figure: Callable[[AttentionTiming], float | None]) -> Table:
-    """A row for each dtype, head_dim and sequence, a column for each implementation."""
-    lines = list(dict.fromkeys(curve.line for curve in study.curves))
+    """A row for each dtype, head_dim and sequence, a column for each implementation; without those of which there is
+    no more to say than "not supported" or "not reached", which is said once, in the last table.
+    """
+    lines = [line for line in dict.fromkeys(curve.line for curve in study.curves) if _came_to_something(study, line)]
     rows: list[tuple[Cell, ...]] = []
     for dtype, head_dim, curves in _groups(study):
         for length in sorted({row.cell.shape.queries for curve in curves for row in curve.rows}):
@@ -88,11 +94,16 @@ def _by_sequence(study: AttentionStudy, title: str, figure: Callable[[AttentionT
                 curve = next((c for c in curves if c.line == line), None)
                 row = next((r for r in curve.rows if r.cell.shape.queries == length), None) if curve else None
                 found.append(_figure_or_word(row, figure))
-            rows.append((dtype, head_dim, length, *found))
+            if any(cell is not None and cell not in _NOTHING for cell in found):
+                rows.append((dtype, head_dim, length, *found))
     # A figure that nobody has is no table: a CPU counts no peak.
     if not any(isinstance(cell, float) for row in rows for cell in row[3:]):
         rows = []
     return Table(title=title, columns=("dtype", "head_dim", "seq", *lines), rows=tuple(rows))
+
+
+def _came_to_something(study: AttentionStudy, line: str) -> bool:
+    return any(row.outcome not in _NOTHING for curve in study.curves if curve.line == line for row in curve.rows)
 
 
 def _figure_or_word(row: AttentionTiming | None, figure: Callable[[AttentionTiming], float | None]) -> Cell:
@@ -109,7 +120,7 @@ def _groups(study: AttentionStudy) -> list[tuple[str, int, list[Curve]]]:
 
 
 def _compiled(study: AttentionStudy) -> Table:
-    """As the write-ups have it: head_dim is their d_model, where there are no heads."""
+    """As the write-ups have it; where their grid was asked for, head_dim is their d_model, without heads."""
     rows: list[tuple[Cell, ...]] = []
     for eager in study.curves:
         compiled = study.same(eager, f"{eager.line}, compiled")
@@ -119,6 +130,8 @@ def _compiled(study: AttentionStudy) -> Table:
             length = row.cell.shape.queries
             other = next((r for r in compiled.rows if r.cell.shape.queries == length), None)
             pair = (row, other)
+            if all(r is None or r.outcome in _NOTHING for r in pair):
+                continue
             times = [_figure_or_word(r, lambda r, p=p: _ms(getattr(r, p))) for r in pair for p in PHASES]
             held = [_gib(r.memory.before_backward_bytes) if r and r.memory else None for r in pair]
             ratio = other.both.speedup_over(row.both) if other and other.both and row.both else None
@@ -137,7 +150,9 @@ def _compiled(study: AttentionStudy) -> Table:
         "eager forward ms", "eager backward ms", "compiled forward ms", "compiled backward ms", "speed-up",
         "eager GiB before backward", "compiled GiB",
     )  # fmt: skip
-    return Table(title=COMPILED, columns=("implementation", "dtype", "seq_len", "d_model", *heads), rows=tuple(rows))
+    theirs = study.timings.preset == "seeds"
+    columns = ("implementation", "dtype", "seq_len", "d_model" if theirs else "head_dim", *heads)
+    return Table(title=COMPILED_SEEDS if theirs else COMPILED, columns=columns, rows=tuple(rows))
 
 
 def _slopes(study: AttentionStudy) -> Table:
@@ -149,7 +164,7 @@ def _slopes(study: AttentionStudy) -> Table:
             powers = [round(slope.power, 2) if slope else None for slope in slopes.values()]
             rows.append((curve.dtype, curve.head_dim, curve.line, *powers, ", ".join(f"{s:,}" for s in some.sequences)))
     heads = ("dtype", "head_dim", "implementation", "time", "memory before backward", "peak memory", "over sequences")
-    return Table(title=SLOPES, columns=heads, rows=tuple(rows))
+    return _known(SLOPES, heads, rows)
 
 
 def _saved(study: AttentionStudy) -> Table:
@@ -195,7 +210,14 @@ def _cells(study: AttentionStudy) -> Table:
         "forward ms", "from", "to", "backward ms", "from", "to", "both ms", "from", "to",
         "TFLOP/s forward", "TFLOP/s both", "of the ceiling %", "working set / L2", "launches",
     )  # fmt: skip
-    return Table(title=CELLS, columns=heads, rows=tuple(rows))
+    return _known(CELLS, heads, rows)
+
+
+def _known(title: str, heads: Sequence[str], rows: Sequence[tuple[Cell, ...]]) -> Table:
+    """Without the columns that nobody has a figure of."""
+    kept = [i for i in range(len(heads)) if any(row[i] is not None for row in rows)]
+    columns = tuple(heads[i] for i in kept)
+    return Table(title=title, columns=columns, rows=tuple(tuple(row[i] for i in kept) for row in rows))
 
 
 def _missing(study: AttentionStudy) -> Table:
@@ -220,23 +242,37 @@ def _panels(study: AttentionStudy) -> tuple[Panel, ...]:
     """Time and memory over the sequence, for each dtype and head_dim; a line's name carries its powers."""
     panels: list[Panel] = []
     for dtype, head_dim, curves in _groups(study):
-        times: list[Point] = []
-        bytes_: list[Point] = []
-        for curve in curves:
-            line = _line(curve)
-            for row in curve.measured:
-                x, seconds = float(row.cell.shape.queries), both_s(row)
-                if seconds is not None:
-                    times.append(Point(line=line, x=x, y=_digits(seconds * 1e3) or 0.0))
-                if row.memory is not None:
-                    bytes_.append(Point(line=line, x=x, y=_mib(row.memory.before_backward_bytes) or 0.0))
-        x_title = f"sequence length ({dtype}, head_dim {head_dim})"
-        panels += [
-            Panel(x_title=x_title, y_title=title, points=tuple(points), x_log=True, y_log=True)
-            for title, points in (("forward and backward, ms", times), ("memory before backward, MiB", bytes_))
-            if points
-        ]
+        sets = _told_apart([curve for curve in curves if curve.measured])
+        for i, together in enumerate(sets):
+            part = f", {i + 1} of {len(sets)}" if len(sets) > 1 else ""
+            times: list[Point] = []
+            bytes_: list[Point] = []
+            for curve in together:
+                line = _line(curve)
+                for row in curve.measured:
+                    x, seconds = float(row.cell.shape.queries), both_s(row)
+                    if seconds is not None:
+                        times.append(Point(line=line, x=x, y=_digits(seconds * 1e3) or 0.0))
+                    if row.memory is not None:
+                        bytes_.append(Point(line=line, x=x, y=_mib(row.memory.before_backward_bytes) or 0.0))
+            x_title = f"sequence length ({dtype}, head_dim {head_dim}{part})"
+            panels += [
+                Panel(x_title=x_title, y_title=title, points=tuple(points), x_log=True, y_log=True)
+                for title, points in (("forward and backward, ms", times), ("memory before backward, MiB", bytes_))
+                if points
+            ]
     return tuple(panels)
+
+
+def _told_apart(curves: list[Curve]) -> list[list[Curve]]:
+    """All in one panel, or, where these are too many, eager ones apart from compiled ones, and each cut to so many."""
+    if len(curves) <= _MOST_LINES:
+        return [curves]
+    eager = [curve for curve in curves if not curve.line.endswith("compiled")]
+    compiled = [curve for curve in curves if curve.line.endswith("compiled")]
+    return [
+        kind[first : first + _MOST_LINES] for kind in (eager, compiled) for first in range(0, len(kind), _MOST_LINES)
+    ]
 
 
 def _line(curve: Curve) -> str:

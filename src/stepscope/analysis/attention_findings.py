@@ -95,10 +95,15 @@ def _contests(study: AttentionStudy) -> Iterator[Finding]:
             factor = (
                 f"{at[low].value:.3g} (head_dim {low}) to {at[high].value:.3g} ({high}) times as fast as {BASELINE}"
             )
+        # As fast, by their intervals: another head_dim may differ.
+        alike = [d for d, ratio in at.items() if ratio.interval and ratio.interval.low <= 1 <= ratio.interval.high]
+        which = f" with head_dim {', '.join(map(str, alike))}" if 0 < len(alike) < len(at) else ""
+        doubt = f", which is not distinguishable from as fast{which}" if alike else ""
+        kind = "faster" if at[low].value > 1 else "slower"
         yield Finding(
-            kind="faster" if at[low].value > 1 else "slower",
+            kind="not distinguishable" if len(alike) == len(at) else kind,
             severity="note",
-            sentence=f"{line} is {factor} at sequence {longest:,} ({dtype}){_crossing(of_line)}.",
+            sentence=f"{line} is {factor} at sequence {longest:,} ({dtype}){doubt}{_crossing(of_line)}.",
             evidence={"sequence": longest, "least": at[low].value, "most": at[high].value},
         )
 

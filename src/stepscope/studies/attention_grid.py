@@ -30,7 +30,9 @@ _COMPILING = 0.5
 _COMPILING_S = 300.0
 """Without a budget."""
 _CEILING_S = 6.0
-"""For each dtype, if so much of the budget is left."""
+"""For each dtype, kept of the budget for the best matrix product, beside which rates are set."""
+_CEILINGS = 0.25
+"""Of the budget, at most, is kept so; where it would take more, there are no ceilings, unless time is left."""
 
 
 class GridSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,8 +198,10 @@ def measure_grid(
         compiled = cell.compile != "none" or cell.implementation == "flex"
         return own if compiled and own else (*odd_shapes(cell.shape), *own)
 
+    kept_s = _CEILING_S * len({group[0].dtype for group in groups}) if ceilings else 0.0
+    kept_s = kept_s if budget_s is not None and kept_s <= _CEILINGS * budget_s else 0.0
     calls = AttentionCalls(
-        found, seconds=seconds, steps=steps, launches=launches, deadline_s=deadline_s, functions=functions
+        found, seconds=seconds, steps=steps, launches=launches, deadline_s=deadline_s - kept_s, functions=functions
     )
     try:
         if workers > 0 and found.type == "cuda":
@@ -211,7 +215,10 @@ def measure_grid(
     except KeyboardInterrupt:
         return timings, True
     dtypes = list(dict.fromkeys(row.cell.dtype for row in timings.timings if row.both))
-    if ceilings and dtypes and not calls.over and deadline_s - time.monotonic() > _CEILING_S * len(dtypes):
+    ended = calls.interrupted or bool(calls.broken)
+    # What was kept may be spent in part by the last group, which began before.
+    needed_s = kept_s / 2 or _CEILING_S * len(dtypes)
+    if ceilings and dtypes and not ended and deadline_s - time.monotonic() > needed_s:
         try:
             rates = ceilings_for(
                 found, [PRODUCTS[dtype] for dtype in dtypes], lambda what: tell(Stage(name="ceiling", detail=what))
