@@ -7,10 +7,13 @@ A query i sees a key j when, causal, j <= i (top-left alignment where S and T di
 scaled_dot_product_attention has it), and, with a window w, i - j < w, without causal also j - i < w. A row that sees no
 key gives zeros, logsumexp -inf, and no gradient. Under autocast both run in autocast's dtype, as PyTorch's does.
 
-Forward and backward are deterministic, unless a `fused` backward is chosen, which adds dQ up by atomics.
+Forward is deterministic, and so is backward, but for the kernels that add dQ up in memory, in an order that differs
+between runs: those for Hopper (16 bits, head_dim 64 or 128, no window), and a `fused` backward, where it is chosen.
+Neither runs where `torch.use_deterministic_algorithms(True)` asks for determinism, unless it is forced.
 """
 
 import functools
+import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -101,24 +104,28 @@ def _backward(
         return dq, dk.zero_(), dv.zero_()
     targets = (_dense_target(dq), _dense_target(dk), _dense_target(dv))
     configuration = tuning.backward_configuration(q, causal=causal)
-    tensors = (
-        _dense(gradient), _dense(q), _dense(k), _dense(v), _dense(out), logsumexp, *targets,
-        launch.statistics_for(q, configuration),
-    )  # fmt: skip
+    dense = _dense(gradient), _dense(q), _dense(k), _dense(v)
+    statistics = launch.statistics_for(q, configuration)
+    sums = launch.sums_for(configuration, statistics, *dense[1:], dense[0], window=window)
     precision = tuning.precision_for(q)
-    tensors = (*tensors, *launch.parts_for(precision, q, k, v, gradient))
-    after = len(tensors)
-    if logsumexp_gradient is not None:
-        tensors = (*tensors, logsumexp_gradient.contiguous())
+    always = (*dense, _dense(out), logsumexp, *targets, statistics)
+    parts = launch.parts_for(precision, q, k, v, gradient)
+    rest = (
+        () if sums is None else (sums,),
+        () if logsumexp_gradient is None else (logsumexp_gradient.contiguous(),),
+    )
+    tensors = (*always, *parts, *rest[0], *rest[1])
+    ends = tuple(itertools.accumulate(map(len, (always, parts, *rest))))
 
     def call(tensors: tuple[Tensor, ...], launcher: Any) -> None:
         backward = launch.Backward(
-            *tensors[:10], causal=causal, scale=scale, window=window, precision=precision,
-            tma=configuration.tma, parts=tensors[10:after], launcher=launcher,
+            *tensors[: ends[0]], causal=causal, scale=scale, window=window, precision=precision,
+            tma=configuration.tma, parts=tensors[ends[0] : ends[1]],
+            sums=next(iter(tensors[ends[1] : ends[2]]), None), launcher=launcher,
         )  # fmt: skip
-        launch.run_backward(backward, configuration, *tensors[after:])
+        launch.run_backward(backward, configuration, *tensors[ends[2] :])
 
-    strides = tensors[0].stride(), q.stride(), k.stride(), v.stride(), tensors[4].stride(), len(tensors)
+    strides = tensors[0].stride(), q.stride(), k.stride(), v.stride(), tensors[4].stride(), ends
     key = ("backward", q.shape, k.shape, strides, q.dtype, q.device, causal, scale, window, tuning.state(q))
     replay.run(key, tensors, call)
     for gradient_of, target in zip((dq, dk, dv), targets, strict=True):

@@ -23,13 +23,11 @@ import triton
 import triton.language as tl
 
 from stepscope.kernels.flash_operands import as_operand, joined, load_operand, product, transposed
-from stepscope.kernels.flash_tiles import keys_visited, load_tile, long, queries_visiting, store_tile, visible
-
-LOG2E = tl.constexpr(1.4426950408889634)
+from stepscope.kernels.flash_tiles import LOG2E, keys_visited, load_tile, long, queries_visiting, store_tile, visible
 
 
 @triton.jit
-def _row_statistics(
+def row_statistics(
     OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, gradient, o_offset, o_row, batch_head, first, queries, padded, rows,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, EVEN_QUERIES: tl.constexpr,
     HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
@@ -68,7 +66,7 @@ def flash_row_statistics(
     gradient = load_tile(
         GRADIENT, batch * g_batch + head * g_head, 0, 0, first, queries, g_row, BLOCK_M, HEAD_DIM, BLOCK_D, False, False
     )
-    _row_statistics(
+    row_statistics(
         OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, gradient, batch * o_batch + head * o_head, o_row, batch_head,
         first, queries, padded, batches * heads, HEAD_DIM, BLOCK_D, BLOCK_M, False, HAS_LOGSUMEXP_GRADIENT,
     )  # fmt: skip
@@ -258,7 +256,7 @@ def _query_gradients(
         BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA, PRECISION,
     )  # fmt: skip
     if PREPARE:
-        logsumexp, delta = _row_statistics(
+        logsumexp, delta = row_statistics(
             OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, joined(gradient, PRECISION),
             batch_long * o_batch + head * o_head, o_row, batch_head, first_query, queries, padded, batches * heads,
             HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_QUERIES, HAS_LOGSUMEXP_GRADIENT,

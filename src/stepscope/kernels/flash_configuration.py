@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from stepscope.kernels.hopper_configuration import HopperBackward, HopperForward
+
 Way = Literal["apart", "joint", "fused"]
 Precision = Literal["ieee", "tf32", "tf32x3", "bf16x6"]
 """How fp32 is multiplied: exactly, in TF32, as three products of TF32, or as six of bf16 (`flash_operands`)."""
@@ -50,8 +52,12 @@ class ForwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     persistent: bool = False
     rows_first: bool = True
     """Tiles of one head after another, so that its keys stay in L2; otherwise the heads take turns."""
+    hopper: HopperForward | None = None
+    """The kernel in Gluon, for calls that it takes; the others have what is said above."""
 
     def __str__(self) -> str:
+        if self.hopper is not None:
+            return str(self.hopper)
         flags = [name for name, on in (("tma", self.tma), ("ws", self.warp_specialize), ("persistent", self.persistent),
                                        ("heads-first", not self.rows_first)) if on]  # fmt: skip
         return " ".join([str(self.tiles), *flags])
@@ -69,6 +75,9 @@ class BackwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     tma: bool = True
     tma_reduce: bool = False
     """`fused`: add dQ up through the tensor-memory accelerator and not with atomic instructions."""
+    hopper: HopperBackward | None = None
+    """The kernel in Gluon, for calls that it takes, unless PyTorch is to be deterministic; the others have what is said
+    above."""
 
     def __post_init__(self) -> None:
         if self.way != "fused" and self.queries is None:
@@ -77,9 +86,11 @@ class BackwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def deterministic(self) -> bool:
         """Whether two runs agree bit for bit: every sum in one program, in one order."""
-        return self.way != "fused"
+        return self.way != "fused" and self.hopper is None
 
     def __str__(self) -> str:
+        if self.hopper is not None:
+            return str(self.hopper)
         parts = [self.way, f"keys {self.keys}"]
         if self.queries is not None:
             parts.append(f"queries {self.queries}")
@@ -169,10 +180,16 @@ def _hopper_forward(problem: Problem) -> ForwardConfiguration:
         return ForwardConfiguration(tiles=_by_head_dim(problem, tiles(128, 64, 8, 3), tiles(128, 64, 8, 2)))
     if problem.head_dim > 64:
         long = problem.causal and problem.log2_queries >= _LONG_LOG2
-        return ForwardConfiguration(tiles=tiles(64, 64, 4, 3) if long else tiles(64, 128, 4, 1))
+        return ForwardConfiguration(
+            tiles=tiles(64, 64, 4, 3) if long else tiles(64, 128, 4, 1),
+            hopper=HopperForward(turns=True, late=True, rows_first=False),
+        )
     if problem.log2_queries <= _SHORT_LOG2:
         return ForwardConfiguration(tiles=tiles(64, 64, 4, 3), tma=False)
-    return ForwardConfiguration(tiles=tiles(64, 128, 4, 2))
+    one = HopperForward(consumers=1, late=True, max_registers=128)
+    return ForwardConfiguration(
+        tiles=tiles(64, 128, 4, 2), hopper=one if problem.causal else HopperForward(consumers=3)
+    )
 
 
 def _hopper_backward(problem: Problem) -> BackwardConfiguration:
@@ -186,15 +203,18 @@ def _hopper_backward(problem: Problem) -> BackwardConfiguration:
         keys = _by_head_dim(problem, tiles(64, 128, 8, 2), tiles(32, 32, 4, 2))
         queries = _by_head_dim(problem, tiles(128, 64, 8, 2), tiles(32, 32, 4, 2))
         return BackwardConfiguration(way="joint", keys=keys, queries=queries, tma=False)
+    long = problem.log2_queries > _SHORT_LOG2
     if problem.head_dim > 64:
         keys = tiles(64, 64, 4, 2) if problem.causal else tiles(64, 128, 8, 3)
-        return BackwardConfiguration(keys=keys, queries=tiles(64, 64, 4, 2))
-    if problem.log2_queries <= _SHORT_LOG2:
+        hopper = HopperBackward(block_n=128, max_registers=168) if long else None
+        return BackwardConfiguration(keys=keys, queries=tiles(64, 64, 4, 2), hopper=hopper)
+    if not long:
         return BackwardConfiguration(keys=tiles(128, 64, 4, 2), queries=tiles(64, 64, 4, 2), tma=False)
     # Without its cap the kernel over keys takes 170 registers where positions are hidden: two blocks of 4 warps share
     # a multiprocessor's 65536. With 168, three do.
     keys = tiles(64, 64, 4, 2, 168) if problem.causal else tiles(64, 64, 4, 3)
-    return BackwardConfiguration(keys=keys, queries=tiles(128, 64, 8, 3))
+    hopper = HopperBackward(block_n=64, v_in_registers=True, max_registers=128)
+    return BackwardConfiguration(keys=keys, queries=tiles(128, 64, 8, 3), hopper=hopper)
 
 
 def _by_head_dim(problem: Problem, up_to_64: Tiles, up_to_128: Tiles, larger: Tiles | None = None) -> Tiles:

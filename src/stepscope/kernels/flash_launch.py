@@ -4,7 +4,11 @@ q, out and the gradients are (B, H, S, D), k and v (B, H', T, D) with H a multip
 dense (stride 1); every other stride is honoured.
 """
 
+import functools
+from typing import TYPE_CHECKING
+
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -26,10 +30,16 @@ from stepscope.kernels.flash_configuration import (
 from stepscope.kernels.flash_forward import flash_forward
 from stepscope.kernels.flash_operands import PARTS, flash_split_operands, is_split
 from stepscope.kernels.flash_replay import Launcher, launch
+from stepscope.kernels.flash_tiles import LOG2E
+from stepscope.kernels.hopper_configuration import HopperBackward
 
-LOG2E = 1.4426950408889634
+if TYPE_CHECKING:
+    from types import ModuleType
+
 _PREPROCESS_ROWS = 64
 _SPLIT_ROWS = 32
+_GLUON_KNOWN = ("3.6.", "3.7.")
+"""Gluon is experimental and changes: releases of Triton that the kernels for Hopper were compiled with."""
 
 
 def interpreted() -> bool:
@@ -46,6 +56,21 @@ def describable(*tensors: Tensor) -> bool:
             if size > 1 and (stride == 0 or stride * tensor.element_size() % 16):
                 return False
     return True
+
+
+@functools.cache
+def _hopper() -> "ModuleType | None":
+    """The module that launches the kernels in Gluon, where they can be had."""
+    if interpreted() or not triton.__version__.startswith(_GLUON_KNOWN):
+        return None
+    from stepscope.kernels import hopper_launch  # noqa: PLC0415  Gluon is imported where it is known only
+
+    return hopper_launch
+
+
+def _hopper_takes(*tensors: Tensor, window: int | None) -> bool:
+    module = _hopper()
+    return module is not None and window is None and module.takes(*tensors) and describable(*tensors)
 
 
 def _described(tensor: Tensor, rows: int, block_d: int) -> TensorDescriptor:
@@ -70,7 +95,8 @@ def _precision(precision: Precision, operand: Tensor) -> str:
     return "upcast" if operand.dtype == torch.bfloat16 else precision
 
 
-def _tiles_of(length: int, block: int) -> int:
+def tiles_of(length: int, block: int) -> int:
+    """How many tiles of so many rows cover a length."""
     return -(-length // block)
 
 
@@ -94,7 +120,7 @@ def _split(first: Tensor, second: Tensor, parts: tuple[Tensor, Tensor], launcher
     batches, heads, rows, head_dim = first.shape
     launcher(
         flash_split_operands,
-        (_tiles_of(rows, _SPLIT_ROWS), batches * heads, 1 if parts[0] is parts[1] else 2),
+        (tiles_of(rows, _SPLIT_ROWS), batches * heads, 1 if parts[0] is parts[1] else 2),
         first,
         second,
         *parts,
@@ -125,6 +151,10 @@ def launch_forward(
     launcher: Launcher = launch,
 ) -> object:
     """Fill `out` and `logsumexp` ((B, H, S) fp32, contiguous), by way of `parts` (`parts_for` q, k and v)."""
+    if configuration.hopper is not None and scale >= 0 and _hopper_takes(q, k, v, out, window=window):
+        return _required_hopper().launch_hopper_forward(
+            q, k, v, out, logsumexp, causal=causal, scale=scale, configuration=configuration.hopper, launcher=launcher
+        )
     if is_split(precision):
         q_parts, k_parts, v_parts = parts or parts_for(precision, q, k, v)
         _split(q, q, (q_parts, q_parts), launcher)
@@ -137,7 +167,7 @@ def launch_forward(
     tiles = configuration.tiles
     block_d = block_d_of(head_dim)
     tma = configuration.tma and describable(q, k, v)
-    programs = _tiles_of(queries, tiles.block_m) * batches * heads
+    programs = tiles_of(queries, tiles.block_m) * batches * heads
     if configuration.persistent and not interpreted():
         programs = min(programs, torch.cuda.get_device_properties(q.device).multi_processor_count)
     return launcher(
@@ -149,7 +179,7 @@ def launch_forward(
         out,
         logsumexp,
         # Not zero, which would make NaN of a hidden score, -inf; this small it changes nothing.
-        max(abs(scale) * LOG2E, 2.0**-100),
+        max(abs(scale) * LOG2E.value, 2.0**-100),
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
@@ -183,8 +213,35 @@ def statistics_for(q: Tensor, configuration: BackwardConfiguration | None = None
     padding = LARGEST_TILE
     if configuration is not None and configuration.queries is not None:
         padding = max(configuration.keys.block_m, configuration.queries.block_m)
-    padded = _tiles_of(q.shape[2], padding) * padding
+    padded = tiles_of(q.shape[2], padding) * padding
     return torch.empty((2 * q.shape[0] * q.shape[1], padded), dtype=torch.float32, device=q.device)
+
+
+def sums_for(
+    configuration: BackwardConfiguration,
+    statistics: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gradient: Tensor,
+    *,
+    window: int | None,
+) -> Tensor | None:
+    """Room for the sums of dQ, where the pass is one for the kernel in Gluon; None has the others make it.
+
+    That kernel adds dQ up in an order that differs between runs: not where PyTorch was asked for determinism.
+    """
+    if configuration.hopper is None or torch.are_deterministic_algorithms_enabled():
+        return None
+    if not _hopper_takes(q, k, v, gradient, window=window):
+        return None
+    return _required_hopper().sums_for(q, statistics)
+
+
+def _required_hopper() -> "ModuleType":
+    module = _hopper()
+    assert module is not None  # only calls that it takes come here
+    return module
 
 
 class Backward:
@@ -209,13 +266,16 @@ class Backward:
         precision: Precision,
         tma: bool,
         parts: tuple[Tensor, ...] = (),
+        sums: Tensor | None = None,
         launcher: Launcher = launch,
     ) -> None:
-        """Nothing is launched yet; dq, dk, dv and the statistics (`statistics_for`) are to be filled, and the parts
-        (`parts_for` q, k, v and the gradient, made here if absent) by `split`."""
+        """Nothing is launched yet; to be filled are dq, dk, dv, the statistics (`statistics_for`), by `split` the parts
+        (`parts_for` q, k, v and the gradient, made here if absent), and by `hopper` the sums (`sums_for`)."""
         self.gradient, self.q, self.k, self.v, self.out, self.logsumexp = gradient, q, k, v, out, logsumexp
         self.dq, self.dk, self.dv = dq, dk, dv
+        self.sums = sums
         self.scale = scale
+        self.causal = causal
         self.batches, self.heads, self.queries, self.head_dim = q.shape
         self.kv_heads, self.keys = k.shape[1], k.shape[2]
         self.block_d = block_d_of(self.head_dim)
@@ -241,7 +301,7 @@ class Backward:
     def preprocess(self, logsumexp_gradient: Tensor | None = None) -> object:
         """Row statistics, which every other kernel reads. The logsumexp's gradient is (B, H, S) fp32, contiguous."""
         return self.launch(
-            flash_row_statistics, (_tiles_of(self.padded, _PREPROCESS_ROWS), self.batches * self.heads),
+            flash_row_statistics, (tiles_of(self.padded, _PREPROCESS_ROWS), self.batches * self.heads),
             self.out, self.gradient, self.logsumexp,
             self.logsumexp if logsumexp_gradient is None else logsumexp_gradient, self.statistics,
             *self.out.stride()[:3], *self.gradient.stride()[:3],
@@ -257,9 +317,9 @@ class Backward:
         tma_reduce = tma_reduce and fused and self.tma and describable(sums) and not interpreted()
         target = _described(sums, tiles.block_m, self.block_d) if tma_reduce else sums
         return self.launch(
-            flash_key_gradients, (_tiles_of(self.keys, tiles.block_n) * self.batches * self.kv_heads,),
+            flash_key_gradients, (tiles_of(self.keys, tiles.block_n) * self.batches * self.kv_heads,),
             *self._operands(tiles), target, self.dk, self.dv, self._statistics(tiles),
-            self.scale, self.scale * LOG2E, *self._inputs,
+            self.scale, self.scale * LOG2E.value, *self._inputs,
             *sums.stride()[:3], *self.dk.stride()[:3], *self.dv.stride()[:3], *self._sizes,
             *self._shape(tiles), *self._mask, *self._even(tiles), *self._loading, fused, tma_reduce,
             **_options(tiles),
@@ -268,7 +328,7 @@ class Backward:
     def finish(self, accumulated: Tensor) -> object:
         """dQ from what `over_keys` accumulated."""
         return self.launch(
-            flash_finish_queries, (_tiles_of(self.queries, _PREPROCESS_ROWS), self.batches * self.heads),
+            flash_finish_queries, (tiles_of(self.queries, _PREPROCESS_ROWS), self.batches * self.heads),
             accumulated, self.dq, self.scale, *self.dq.stride()[:3], self.heads, self.queries,
             self.head_dim, self.block_d, _PREPROCESS_ROWS,
             num_warps=4,
@@ -284,10 +344,10 @@ class Backward:
         rows = self.padded if prepare else self.queries
         even_queries, even_keys = self._even(tiles)
         return self.launch(
-            flash_query_gradients, (_tiles_of(rows, tiles.block_m) * self.batches * self.heads,),
+            flash_query_gradients, (tiles_of(rows, tiles.block_m) * self.batches * self.heads,),
             *self._operands(tiles), self.out, self.logsumexp,
             self.logsumexp if logsumexp_gradient is None else logsumexp_gradient,
-            self.dq, self.statistics, self.scale, self.scale * LOG2E,
+            self.dq, self.statistics, self.scale, self.scale * LOG2E.value,
             *self._inputs, *self.out.stride()[:3], *self.dq.stride()[:3], *self._sizes,
             *self._shape(tiles), *self._mask,
             even_queries and rows == self.queries, even_keys, *self._loading,
@@ -297,16 +357,24 @@ class Backward:
 
     def joint(self, keys: Tiles, queries: Tiles) -> object:
         """dK, dV and dQ in one launch."""
-        key_programs = _tiles_of(self.keys, keys.block_n) * self.batches * self.kv_heads
-        query_programs = _tiles_of(self.queries, queries.block_m) * self.batches * self.heads
+        key_programs = tiles_of(self.keys, keys.block_n) * self.batches * self.kv_heads
+        query_programs = tiles_of(self.queries, queries.block_m) * self.batches * self.heads
         return self.launch(
             flash_joint_gradients, (key_programs + query_programs,),
             *self._operands(keys), *self._operands(queries), self.dq, self.dk, self.dv,
-            self._statistics(keys), self.statistics, self.scale, self.scale * LOG2E, *self._inputs,
+            self._statistics(keys), self.statistics, self.scale, self.scale * LOG2E.value, *self._inputs,
             *self.dq.stride()[:3], *self.dk.stride()[:3], *self.dv.stride()[:3], *self._sizes,
             *self._shape(keys), queries.block_m, queries.block_n, *self._mask,
             *self._even(keys), *self._even(queries), *self._loading,
             **_options(keys),
+        )  # fmt: skip
+
+    def hopper(self, sums: Tensor, configuration: HopperBackward, logsumexp_gradient: Tensor | None = None) -> object:
+        """All three gradients, by the kernel in Gluon."""
+        return _required_hopper().launch_hopper_backward(
+            self.gradient, self.q, self.k, self.v, self.out, self.logsumexp, self.dq, self.dk, self.dv,
+            self.statistics, sums, logsumexp_gradient=logsumexp_gradient, causal=self.causal, scale=self.scale,
+            configuration=configuration, launcher=self.launch,
         )  # fmt: skip
 
     def _operands(self, tiles: Tiles) -> tuple[Tensor | TensorDescriptor, ...]:
@@ -336,6 +404,9 @@ def run_backward(
     backward: Backward, configuration: BackwardConfiguration, logsumexp_gradient: Tensor | None = None
 ) -> None:
     """Launch what the configuration says."""
+    if backward.sums is not None and configuration.hopper is not None:
+        backward.hopper(backward.sums, configuration.hopper, logsumexp_gradient)
+        return
     backward.split()
     if configuration.way == "apart":
         backward.over_queries(_required(configuration), prepare=True, logsumexp_gradient=logsumexp_gradient)

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 ALIGNMENT_BYTES = 16
 """Triton compiles a kernel apart for addresses that are a multiple of this."""
@@ -19,8 +18,8 @@ _MOST = 512
 """Recordings kept: sequence lengths may differ from call to call without end."""
 
 _Call = Callable[[tuple[Tensor, ...], "Launcher"], None]
-_Operand = tuple[int, int, dict[str, Any] | None]
-"""Where in the arguments, which tensor, and, of a descriptor, what is the same each time."""
+_Operand = tuple[int, int, tuple[type[Any], dict[str, Any]] | None]
+"""Where in the arguments, which tensor, and, of a descriptor, its class and what is the same each time."""
 
 
 class Launcher(Protocol):
@@ -32,6 +31,11 @@ class Launcher(Protocol):
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: int) -> object:
     """Run a kernel the plain way."""
     return kernel[grid](*arguments, **options)
+
+
+def _is_descriptor(argument: Any) -> bool:
+    """Triton and Gluon have a class each."""
+    return hasattr(argument, "block_shape")
 
 
 class Recording:
@@ -56,15 +60,15 @@ class Recording:
             if isinstance(argument, Tensor):
                 operands.append((at, self._place_of[id(argument)], None))
                 template[at] = None
-            elif isinstance(argument, TensorDescriptor):
+            elif _is_descriptor(argument):
                 same = {name: value for name, value in vars(argument).items() if name != "base"}
-                operands.append((at, self._place_of[id(argument.base)], same))
+                operands.append((at, self._place_of[id(argument.base)], (type(argument), same)))
                 template[at] = None
         self._steps.append((compiled[(*grid, 1, 1)[:3]], template, operands))
         return compiled
 
     def _is_known(self, argument: Any) -> bool:
-        base = argument.base if isinstance(argument, TensorDescriptor) else argument
+        base = argument.base if _is_descriptor(argument) else argument
         return id(base) in self._place_of and hasattr(argument, "__dict__")
 
     def finish(self) -> bool:
@@ -81,8 +85,9 @@ class Recording:
                 if descriptor is None:
                     arguments[at] = addresses[place]
                 else:
-                    described = TensorDescriptor.__new__(TensorDescriptor)
-                    described.__dict__.update(descriptor, base=tensors[place])
+                    kind, same = descriptor
+                    described = object.__new__(kind)
+                    described.__dict__.update(same, base=tensors[place])
                     arguments[at] = described
             run(*arguments, stream=stream)
 

@@ -38,9 +38,6 @@ the one on the diagonal nearest the first row, which all rows see a key of, so t
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false
 
-import msgspec
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -50,11 +47,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-from stepscope.kernels.flash_launch import LOG2E, describable
-from stepscope.kernels.flash_replay import Launcher
-from stepscope.kernels.flash_replay import launch as launch_plainly
 
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -178,43 +170,10 @@ def _step(
 
 
 @gluon.jit
-def _plain_step(
-    i, output, maximum, total, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-    first_row, masked_begin, tiles, keys, scale_log2,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
-    SCORES: gl.constexpr, OUTPUT: gl.constexpr,
-):  # fmt: skip
-    """Place i from scores to output, nothing begun before it is needed."""
-    ROWS: gl.constexpr = q.shape[0]
-    HEAD_DIM: gl.constexpr = q.shape[1]
-    buffer = i % STAGES
-    parity = (i // STAGES) & 1
-    mbarrier.wait(k_full.index(buffer), parity)
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
-    k = k_tiles.index(buffer).reshape([BLOCK_N, HEAD_DIM]).permute([1, 0])
-    scores = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(k_empty.index(buffer))
-    if MASKED:
-        scores = _hide(scores, first_row, _visit(i, masked_begin, tiles) * BLOCK_N, keys, CAUSAL)
-    weights, decay, maximum, total = _soften(scores, maximum, total, scale_log2)
-    decay = gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT), assert_trivial=True)
-    output = output * decay[:, None]
-    mbarrier.wait(v_full.index(buffer), parity)
-    v = v_tiles.index(buffer).reshape([BLOCK_N, HEAD_DIM])
-    operand = _as_operand(weights, v_tiles.dtype, OUTPUT)
-    output = warpgroup_mma(operand, v, output, is_async=True)
-    output, operand = warpgroup_mma_wait(0, deps=[output, operand])
-    mbarrier.arrive(v_empty.index(buffer))
-    return output, maximum, total
-
-
-@gluon.jit
 def _consume(
     OUT, LOGSUMEXP, buffers, barriers, place, sizes, scale_log2,
     INDEX: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    FIRST_MASKED: gl.constexpr, MORE_MASKED: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr,
-    LATE: gl.constexpr,
+    FIRST_MASKED: gl.constexpr, MORE_MASKED: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     q_tiles, k_tiles, v_tiles = buffers
     q_full, k_full, k_empty, v_full, v_empty, turns = barriers
@@ -235,61 +194,39 @@ def _consume(
     more_masked_end = gl.maximum(1, tiles - masked_begin)
 
     mbarrier.wait(q_full, 0)
-    if OVERLAP:
-        mbarrier.wait(k_full.index(0), 0)
-        nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
-        k = k_tiles.index(0).reshape([BLOCK_N, HEAD_DIM]).permute([1, 0])
-        scores = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(k_empty.index(0))
-        if FIRST_MASKED:
-            scores = _hide(scores, first_row, _visit(0, masked_begin, tiles) * BLOCK_N, keys, CAUSAL)
-        weights, _decay, maximum, total = _soften(scores, maximum, total, scale_log2)
-        if not LATE:
-            weights = _as_operand(weights, v_tiles.dtype, OUTPUT)
-        mbarrier.wait(v_full.index(0), 0)
-        begin = 1
-        if MORE_MASKED:
-            for i in range(1, more_masked_end):
-                output, weights, maximum, total = _step(
-                    i, output, weights, maximum, total, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
-                    first_row, masked_begin, tiles, keys, scale_log2,
-                    INDEX, CONSUMERS, BLOCK_N, STAGES, CAUSAL, True, TURNS, LATE, SCORES, OUTPUT,
-                )  # fmt: skip
-            begin = more_masked_end
-        for i in range(begin, tiles):
+    mbarrier.wait(k_full.index(0), 0)
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    k = k_tiles.index(0).reshape([BLOCK_N, HEAD_DIM]).permute([1, 0])
+    scores = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(k_empty.index(0))
+    if FIRST_MASKED:
+        scores = _hide(scores, first_row, _visit(0, masked_begin, tiles) * BLOCK_N, keys, CAUSAL)
+    weights, _decay, maximum, total = _soften(scores, maximum, total, scale_log2)
+    if not LATE:
+        weights = _as_operand(weights, v_tiles.dtype, OUTPUT)
+    mbarrier.wait(v_full.index(0), 0)
+    begin = 1
+    if MORE_MASKED:
+        for i in range(1, more_masked_end):
             output, weights, maximum, total = _step(
                 i, output, weights, maximum, total, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
                 first_row, masked_begin, tiles, keys, scale_log2,
-                INDEX, CONSUMERS, BLOCK_N, STAGES, CAUSAL, False, TURNS, LATE, SCORES, OUTPUT,
+                INDEX, CONSUMERS, BLOCK_N, STAGES, CAUSAL, True, TURNS, LATE, SCORES, OUTPUT,
             )  # fmt: skip
-        last = tiles - 1
-        v = v_tiles.index(last % STAGES).reshape([BLOCK_N, HEAD_DIM])
-        if LATE:
-            weights = _as_operand(weights, v_tiles.dtype, OUTPUT)
-        output = warpgroup_mma(weights, v, output, is_async=True)
-        output, weights = warpgroup_mma_wait(0, deps=[output, weights])
-    else:
-        output, maximum, total = _plain_step(
-            0, output, maximum, total, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
+        begin = more_masked_end
+    for i in range(begin, tiles):
+        output, weights, maximum, total = _step(
+            i, output, weights, maximum, total, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
             first_row, masked_begin, tiles, keys, scale_log2,
-            BLOCK_N, STAGES, CAUSAL, FIRST_MASKED, SCORES, OUTPUT,
+            INDEX, CONSUMERS, BLOCK_N, STAGES, CAUSAL, False, TURNS, LATE, SCORES, OUTPUT,
         )  # fmt: skip
-        begin = 1
-        if MORE_MASKED:
-            for i in range(1, more_masked_end):
-                output, maximum, total = _plain_step(
-                    i, output, maximum, total, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-                    first_row, masked_begin, tiles, keys, scale_log2,
-                    BLOCK_N, STAGES, CAUSAL, True, SCORES, OUTPUT,
-                )  # fmt: skip
-            begin = more_masked_end
-        for i in range(begin, tiles):
-            output, maximum, total = _plain_step(
-                i, output, maximum, total, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-                first_row, masked_begin, tiles, keys, scale_log2,
-                BLOCK_N, STAGES, CAUSAL, False, SCORES, OUTPUT,
-            )  # fmt: skip
+    last = tiles - 1
+    v = v_tiles.index(last % STAGES).reshape([BLOCK_N, HEAD_DIM])
+    if LATE:
+        weights = _as_operand(weights, v_tiles.dtype, OUTPUT)
+    output = warpgroup_mma(weights, v, output, is_async=True)
+    output, weights = warpgroup_mma_wait(0, deps=[output, weights])
 
     total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SCORES), assert_trivial=True)
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
@@ -307,7 +244,7 @@ def _consume(
 def hopper_forward(
     Q, K, V, OUT, LOGSUMEXP, scale_log2, heads, queries, keys,
     GROUP: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr,
-    EVEN_KEYS: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr, ROWS_FIRST: gl.constexpr,
+    EVEN_KEYS: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr, ROWS_FIRST: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program a tile of queries of one head, all of its consumers' rows together.
@@ -373,7 +310,7 @@ def hopper_forward(
         gl.warp_specialize(
             [
                 (_consume, (OUT, LOGSUMEXP, buffers, barriers, place, sizes, scale_log2, 0, CONSUMERS, BLOCK_N, STAGES,
-                            CAUSAL, FIRST_MASKED, MORE_MASKED, OVERLAP, TURNS, LATE)),
+                            CAUSAL, FIRST_MASKED, MORE_MASKED, TURNS, LATE)),
                 (_produce, (Q, K, V, buffers, barriers, place, kv_head, CONSUMERS, ROWS, BLOCK_N, STAGES)),
             ],
             [1],
@@ -383,9 +320,9 @@ def hopper_forward(
         gl.warp_specialize(
             [
                 (_consume, (OUT, LOGSUMEXP, buffers, barriers, place, sizes, scale_log2, 0, CONSUMERS, BLOCK_N, STAGES,
-                            CAUSAL, FIRST_MASKED, MORE_MASKED, OVERLAP, TURNS, LATE)),
+                            CAUSAL, FIRST_MASKED, MORE_MASKED, TURNS, LATE)),
                 (_consume, (OUT, LOGSUMEXP, buffers, barriers, place, sizes, scale_log2, 1, CONSUMERS, BLOCK_N, STAGES,
-                            CAUSAL, FIRST_MASKED, MORE_MASKED, OVERLAP, TURNS, LATE)),
+                            CAUSAL, FIRST_MASKED, MORE_MASKED, TURNS, LATE)),
                 (_produce, (Q, K, V, buffers, barriers, place, kv_head, CONSUMERS, ROWS, BLOCK_N, STAGES)),
             ],
             [WARPS, 1],
@@ -395,127 +332,13 @@ def hopper_forward(
         gl.warp_specialize(
             [
                 (_consume, (OUT, LOGSUMEXP, buffers, barriers, place, sizes, scale_log2, 0, CONSUMERS, BLOCK_N, STAGES,
-                            CAUSAL, FIRST_MASKED, MORE_MASKED, OVERLAP, TURNS, LATE)),
+                            CAUSAL, FIRST_MASKED, MORE_MASKED, TURNS, LATE)),
                 (_consume, (OUT, LOGSUMEXP, buffers, barriers, place, sizes, scale_log2, 1, CONSUMERS, BLOCK_N, STAGES,
-                            CAUSAL, FIRST_MASKED, MORE_MASKED, OVERLAP, TURNS, LATE)),
+                            CAUSAL, FIRST_MASKED, MORE_MASKED, TURNS, LATE)),
                 (_consume, (OUT, LOGSUMEXP, buffers, barriers, place, sizes, scale_log2, 2, CONSUMERS, BLOCK_N, STAGES,
-                            CAUSAL, FIRST_MASKED, MORE_MASKED, OVERLAP, TURNS, LATE)),
+                            CAUSAL, FIRST_MASKED, MORE_MASKED, TURNS, LATE)),
                 (_produce, (Q, K, V, buffers, barriers, place, kv_head, CONSUMERS, ROWS, BLOCK_N, STAGES)),
             ],
             [WARPS, WARPS, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
-
-
-class HopperConfiguration(msgspec.Struct, frozen=True, kw_only=True):
-    """What can be chosen about the kernel."""
-
-    rows: int = 64
-    """Queries of a consumer: 64 (four warps) or 128 (eight)."""
-    consumers: int = 2
-    """1 to 3; eight warps only alone."""
-    block_n: int = 128
-    """Keys of a tile: a power of two from 16 to 256."""
-    stages: int = 2
-    """Buffers for K, and for V: two or more."""
-    overlap: bool = True
-    """Begin the next scores before the product with the weights at hand; otherwise one after the other."""
-    turns: bool = False
-    """Consumers take turns at the tensor cores."""
-    late: bool = False
-    """Round weights while the next scores are computed; takes registers."""
-    rows_first: bool = True
-    """Tiles of one head after another, so that its keys stay in L2; otherwise the heads take turns."""
-    max_registers: int | None = None
-    """Of a thread at the start; less than fits lets more than one program on a multiprocessor."""
-
-    def __post_init__(self) -> None:
-        if self.rows not in {64, 128} or not 1 <= self.consumers <= (3 if self.rows == 64 else 1):
-            raise ValueError(f"1 to 3 consumers have 64 rows each, one has 128, not {self.consumers} with {self.rows}")
-        if not 16 <= self.block_n <= 256 or self.block_n & (self.block_n - 1) or not 2 <= self.stages <= 8:
-            raise ValueError(
-                f"tiles have a power of two of 16 to 256 keys, in 2 to 8 stages, not {self.block_n} and {self.stages}"
-            )
-
-    def __str__(self) -> str:
-        flags = [name for name, on in (("overlap", self.overlap), ("turns", self.turns), ("late", self.late),
-                                       ("heads-first", not self.rows_first)) if on]  # fmt: skip
-        cap = [] if self.max_registers is None else [f"r{self.max_registers}"]
-        return " ".join([f"{self.consumers}x{self.rows}x{self.block_n} s{self.stages}", *cap, *flags])
-
-
-PRODUCER_REGISTERS = 24
-_WORKER_REGISTERS = {1: 240, 2: 240, 3: 160}
-"""Of a consumer's thread beside the first consumer, which gets what is left of 65536: 240, or 168 of three."""
-
-
-def takes(*tensors: Tensor, scale: float, window: int | None) -> bool:
-    """Whether the kernel can take this call. `tensors` are q, k, v and out."""
-    q = tensors[0]
-    return (
-        q.device.type == "cuda"
-        and torch.cuda.get_device_capability(q.device) == (9, 0)
-        and q.dtype in {torch.float16, torch.bfloat16}
-        and q.shape[-1] in {64, 128}
-        and window is None
-        and scale > 0.0
-        and describable(*tensors)
-    )
-
-
-def _described(tensor: Tensor, rows: int) -> TensorDescriptor:
-    # The stride of a dimension of one element may be anything, and descriptors check it.
-    step = 16 // tensor.element_size()
-    strides = [stride if size > 1 else step for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
-    block = [1, 1, rows, tensor.shape[-1]]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16)
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)
-
-
-def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    configuration: HopperConfiguration,
-    launcher: Launcher = launch_plainly,
-) -> object:
-    """Fill `out` (B, H, S, D) and `logsumexp` ((B, H, S) fp32, contiguous) for a call that the kernel `takes`."""
-    batches, heads, queries, _ = q.shape
-    kv_heads, keys = k.shape[1], k.shape[2]
-    chosen = configuration
-    block_m = chosen.rows * chosen.consumers
-    options = {"num_warps": chosen.rows // 16}
-    if chosen.max_registers is not None:
-        options["maxnreg"] = chosen.max_registers
-    return launcher(
-        hopper_forward,
-        (-(-queries // block_m) * batches * heads,),
-        _described(q, chosen.rows),
-        _described(k, chosen.block_n),
-        _described(v, chosen.block_n),
-        _described(out, chosen.rows),
-        logsumexp,
-        # Not zero, which would make NaN of a hidden score, -inf; this small it changes nothing.
-        max(scale * LOG2E, 2.0**-100),
-        heads,
-        queries,
-        keys,
-        heads // kv_heads,
-        chosen.block_n,
-        chosen.stages,
-        chosen.consumers,
-        causal,
-        causal or keys % chosen.block_n == 0,
-        chosen.overlap,
-        chosen.turns and chosen.consumers > 1,
-        chosen.late,
-        chosen.rows_first,
-        _WORKER_REGISTERS[chosen.consumers],
-        PRODUCER_REGISTERS,
-        **options,
-    )

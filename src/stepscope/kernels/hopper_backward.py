@@ -1,0 +1,336 @@
+"""FlashAttention's backward pass for Hopper, in Gluon: five products, one kernel, dQ added up by the memory itself.
+
+The mathematics is `flash_backward`'s, over tiles of keys: a program has one tile of K and V, lets the tiles of queries
+pass by, and keeps dK and dV in registers. dQ of a row is a sum over keys, so over programs: each adds its part to sums
+in fp32 in global memory through the tensor-memory accelerator, in an order that differs between runs. Around it,
+`hopper_prepare` makes the row statistics and zeros the sums, and `hopper_finish` turns the sums into dQ.
+
+A producer, one warp with few registers, loads the tiles (`hopper_forward` has the barriers' protocol; here Q comes with
+the logsumexp and dO with delta, and each has a ring of its own). All other warps multiply, sixteen keys each. With a
+tile at hand they begin S^T and dP^T; then, while products run,
+
+    exponentials                        behind dP^T, and what is left of the previous tile's dK
+    dS^T, into shared memory too        behind dV
+    dQ into shared memory, and away     behind dK
+
+dK runs on into the next tile, which is why Q's ring needs three buffers: the place of tile i is free only when tile
+i + 1 has waited for its S^T, and what is loaded there is tile i + 3.
+
+What keeps ptxas from letting products run ahead of one another, found by compiling (warnings C7512 to C7515): a branch
+in the loop, which is why masked tiles have one of their own, whose length is a constant, so that no path leads around
+it; products still running between the two loops; sums that anything but a product reads in a later turn of the loop
+than they were begun in; and more registers than 240 a thread, which is why a mask is compared the way it is.
+"""
+
+# Gluon's functions are not Python's, though written alike.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from stepscope.kernels.flash_backward import row_statistics
+from stepscope.kernels.flash_tiles import load_tile, long, store_tile
+
+Q_STAGES = 3
+G_STAGES = 2
+
+
+@builtin
+def _async_add(descriptor, coordinates, tile, _semantic: Any = None):
+    """A tile in shared memory added to global memory: what Gluon has no function for, though its compiler does."""
+    where = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, where, tile.handle)
+
+
+@gluon.jit
+def _produce(
+    Q, K, V, GRADIENT, STATISTICS, buffers, barriers, place, rows, heads,
+    GROUP: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr,
+):  # fmt: skip
+    k_tile, v_tile, q_tiles, g_tiles, logsumexps, deltas, _ds_tile, _dq_tile = buffers
+    kv_full, q_full, q_empty, g_full, g_empty = barriers
+    batch, kv_head, first_key, begin, tiles = place
+    BLOCK_M: gl.constexpr = Q.block_shape[2]
+    mbarrier.expect(kv_full, K.block_type.nbytes + V.block_type.nbytes)
+    tma.async_copy_global_to_shared(K, [batch, kv_head, first_key, 0], kv_full, k_tile)
+    tma.async_copy_global_to_shared(V, [batch, kv_head, first_key, 0], kv_full, v_tile)
+    for visit in range(tiles * GROUP):
+        member = visit // tiles if GROUP > 1 else 0
+        head = kv_head * GROUP + member
+        row = batch * heads + head
+        first_query = (begin + visit - member * tiles) * BLOCK_M
+        slot = visit % Q_STAGES
+        mbarrier.wait(q_empty.index(slot), ((visit // Q_STAGES) & 1) ^ 1)
+        full = q_full.index(slot)
+        mbarrier.expect(full, Q.block_type.nbytes + STATISTICS.block_type.nbytes)
+        tma.async_copy_global_to_shared(Q, [batch, head, first_query, 0], full, q_tiles.index(slot))
+        tma.async_copy_global_to_shared(STATISTICS, [row, first_query], full, logsumexps.index(slot))
+        slot = visit % G_STAGES
+        mbarrier.wait(g_empty.index(slot), ((visit // G_STAGES) & 1) ^ 1)
+        full = g_full.index(slot)
+        mbarrier.expect(full, GRADIENT.block_type.nbytes + STATISTICS.block_type.nbytes)
+        tma.async_copy_global_to_shared(GRADIENT, [batch, head, first_query, 0], full, g_tiles.index(slot))
+        tma.async_copy_global_to_shared(STATISTICS, [rows + row, first_query], full, deltas.index(slot))
+
+
+@gluon.jit
+def _visit_queries(
+    dk, dv, first, last, k, v, SUMS, buffers, barriers, place, keys, first_row, padded, scale_log2,
+    GROUP: gl.constexpr, MASKED: gl.constexpr, EVEN_KEYS: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr,
+    SCORES: gl.constexpr, SUM: gl.constexpr, DQ: gl.constexpr,
+):  # fmt: skip
+    _k_tile, _v_tile, q_tiles, g_tiles, logsumexps, deltas, ds_tile, dq_tile = buffers
+    _kv_full, q_full, q_empty, g_full, g_empty = barriers
+    _batch, _kv_head, first_key, begin, tiles = place
+    dtype: gl.constexpr = q_tiles.dtype
+    BLOCK_N: gl.constexpr = ds_tile.shape[0]
+    BLOCK_M: gl.constexpr = ds_tile.shape[1]
+    HEAD_DIM: gl.constexpr = k.shape[1]
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUM, k_width=2)
+    for visit in range(first, last):
+        member = visit // tiles if GROUP > 1 else 0
+        tile = begin + visit - member * tiles
+        q_slot = visit % Q_STAGES
+        g_slot = visit % G_STAGES
+        q = q_tiles.index(q_slot).reshape([BLOCK_M, HEAD_DIM])
+        gradient = g_tiles.index(g_slot).reshape([BLOCK_M, HEAD_DIM])
+        nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SCORES)
+        mbarrier.wait(q_full.index(q_slot), (visit // Q_STAGES) & 1)
+        scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        mbarrier.wait(g_full.index(g_slot), (visit // G_STAGES) & 1)
+        dp = warpgroup_mma(v, gradient.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        logsumexp = logsumexps.index(q_slot).load(SCORES)
+        # All but dP^T: the previous tile's dK has ended too.
+        scores, dk = warpgroup_mma_wait(1, deps=[scores, dk])
+        weights = gl.exp2(scores * scale_log2 - logsumexp)
+        key = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SCORES))
+        if MASKED:
+            # What differs between the scores of a thread is a constant this way, and takes no register.
+            after_first_query = (key - tile * BLOCK_M)[:, None]
+            query = gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES))[None, :]
+            weights = gl.where(after_first_query <= query, weights, 0.0)
+        if not EVEN_KEYS:
+            # Keys beyond the sequence are zeros, and their weights may overflow: in dQ they would make NaN.
+            weights = gl.where((key < keys)[:, None], weights, 0.0)
+        weights_operand = gl.convert_layout(weights.to(dtype), OPERAND, assert_trivial=True)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        dv = warpgroup_mma(weights_operand, gradient, dv, is_async=True)
+        delta = deltas.index(g_slot).load(SCORES)
+        ds = (weights * (dp - delta)).to(dtype)
+        # The previous tile's dQ has left shared memory.
+        tma.store_wait(0)
+        ds_tile.store(ds)
+        fence_async_shared()
+        nothing = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, DQ)
+        dq = warpgroup_mma(ds_tile.permute((1, 0)), k, nothing, use_acc=False, is_async=True)
+        ds_operand = gl.convert_layout(ds, OPERAND, assert_trivial=True)
+        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        # All but dK.
+        dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
+        dq_tile.store(dq)
+        fence_async_shared()
+        _async_add(SUMS, [first_row + member * padded + tile * BLOCK_M, 0], dq_tile)
+        # Every warp has passed the wait for dV, and before it the one for the previous dK: warps meet at the stores.
+        mbarrier.arrive(g_empty.index(g_slot))
+        mbarrier.arrive(q_empty.index((visit + Q_STAGES - 1) % Q_STAGES), pred=visit > 0)
+    return dk, dv
+
+
+@gluon.jit
+def _multiply(
+    SUMS, DK, DV, dk_strides, dv_strides, buffers, barriers, place, keys, heads, padded, scale, scale_log2,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, V_IN_REGISTERS: gl.constexpr,
+    Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr,
+):  # fmt: skip
+    k_tile, v_tile, q_tiles, _g_tiles, _logsumexps, _deltas, ds_tile, _dq_tile = buffers
+    kv_full, _q_full, _q_empty, _g_full, _g_empty = barriers
+    batch, kv_head, first_key, _begin, tiles = place
+    dtype: gl.constexpr = q_tiles.dtype
+    BLOCK_N: gl.constexpr = ds_tile.shape[0]
+    BLOCK_M: gl.constexpr = ds_tile.shape[1]
+    HEAD_DIM: gl.constexpr = k_tile.shape[3]
+    WARPS: gl.constexpr = BLOCK_N // 16
+    DQ_WARPS: gl.constexpr = min(BLOCK_M // 16, WARPS)
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEAD_DIM, 16])
+    # Warps that tiles of queries have no rows for share the columns.
+    DQ: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [DQ_WARPS, WARPS // DQ_WARPS], [16, HEAD_DIM * DQ_WARPS // WARPS, 16]
+    )
+    dk = warpgroup_mma_init(gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, SUM))
+    dv = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, SUM)
+    first_row = (batch * heads + kv_head * GROUP) * padded
+    mbarrier.wait(kv_full, 0)
+    k = k_tile.reshape([BLOCK_N, HEAD_DIM])
+    v = v_tile.reshape([BLOCK_N, HEAD_DIM])
+    if V_IN_REGISTERS:
+        v = v.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
+    # Of grouped heads all tiles are compared: the masked ones come again with each head.
+    MASKED_TILES: gl.constexpr = BLOCK_N // BLOCK_M if CAUSAL and GROUP == 1 else 0
+    if MASKED_TILES > 0:
+        dk, dv = _visit_queries(
+            dk, dv, 0, MASKED_TILES, k, v, SUMS, buffers, barriers, place, keys, first_row, padded, scale_log2,
+            GROUP, True, EVEN_KEYS, Q_STAGES, G_STAGES, SCORES, SUM, DQ,
+        )  # fmt: skip
+        dk = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[dk]))
+    dk, dv = _visit_queries(
+        dk, dv, MASKED_TILES, tiles * GROUP, k, v, SUMS, buffers, barriers, place, keys, first_row, padded, scale_log2,
+        GROUP, CAUSAL and GROUP > 1, EVEN_KEYS, Q_STAGES, G_STAGES, SCORES, SUM, DQ,
+    )  # fmt: skip
+    dk = warpgroup_mma_wait(0, deps=[dk])
+    tma.store_wait(0)
+    key = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUM))
+    column = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, SUM))
+    inside = (key < keys)[:, None]
+    row = key.to(gl.int64)[:, None]
+    first_dv = DV + (batch.to(gl.int64) * dv_strides[0] + kv_head * dv_strides[1])
+    gl.store(first_dv + row * dv_strides[2] + column[None, :], dv.to(dtype), mask=inside)
+    first_dk = DK + (batch.to(gl.int64) * dk_strides[0] + kv_head * dk_strides[1])
+    gl.store(first_dk + row * dk_strides[2] + column[None, :], (dk * scale).to(dtype), mask=inside)
+
+
+@gluon.jit(do_not_specialize=["kv_heads", "queries", "keys", "rows", "padded"])
+def hopper_gradients(
+    Q, K, V, GRADIENT, STATISTICS, SUMS, DK, DV,
+    dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, kv_heads, queries, keys, rows, padded, scale, scale_log2,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, V_IN_REGISTERS: gl.constexpr,
+    Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr,
+):  # fmt: skip
+    """dK and dV, and dQ / scale added to SUMS, by one program a tile of keys.
+
+    Q, K, V and GRADIENT are descriptors of (B, H, rows, D) with blocks (1, 1, BLOCK_M or BLOCK_N, D); STATISTICS of
+    (2 B H, padded) fp32 with blocks (1, BLOCK_M): the logsumexp in base 2, then delta; SUMS of (B H padded, D) fp32
+    with blocks (BLOCK_M, D). DK and DV have a dense head dimension. 16 keys a warp: BLOCK_N = 16 * num_warps.
+    """
+    BLOCK_M: gl.constexpr = Q.block_shape[2]
+    BLOCK_N: gl.constexpr = K.block_shape[2]
+    dtype: gl.constexpr = Q.dtype
+    key_tiles = gl.cdiv(keys, BLOCK_N)
+    # Under a causal mask the first keys are seen by the most queries: heavy tiles come first as they are.
+    first_key = gl.program_id(0) % key_tiles * BLOCK_N
+    batch_head = gl.program_id(0) // key_tiles
+    batch = batch_head // kv_heads
+    kv_head = batch_head % kv_heads
+    begin = 0
+    tiles = gl.cdiv(queries, BLOCK_M)
+    if CAUSAL:
+        # The first BLOCK_N / BLOCK_M tiles are the masked ones, and always visited. Beyond the sequence they are zeros,
+        # their statistics too, and add zeros to sums that are another head's, or nobody's.
+        begin = first_key // BLOCK_M
+        tiles = gl.maximum(tiles - begin, BLOCK_N // BLOCK_M)
+
+    k_tile = gl.allocate_shared_memory(dtype, K.block_type.shape, K.layout)
+    v_tile = gl.allocate_shared_memory(dtype, V.block_type.shape, V.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [Q_STAGES] + Q.block_type.shape, Q.layout)
+    g_tiles = gl.allocate_shared_memory(dtype, [G_STAGES] + GRADIENT.block_type.shape, GRADIENT.layout)
+    logsumexps = gl.allocate_shared_memory(gl.float32, [Q_STAGES] + STATISTICS.block_type.shape, STATISTICS.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [G_STAGES] + STATISTICS.block_type.shape, STATISTICS.layout)
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
+    ds_tile = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], DS)
+    dq_tile = gl.allocate_shared_memory(gl.float32, SUMS.block_type.shape, SUMS.layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
+    g_full = gl.allocate_shared_memory(gl.int64, [G_STAGES, 1], mbarrier.MBarrierLayout())
+    g_empty = gl.allocate_shared_memory(gl.int64, [G_STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, count=1)
+    for slot in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(slot), count=1)
+        mbarrier.init(q_empty.index(slot), count=1)
+    for slot in gl.static_range(G_STAGES):
+        mbarrier.init(g_full.index(slot), count=1)
+        mbarrier.init(g_empty.index(slot), count=1)
+    fence_async_shared()
+
+    buffers = (k_tile, v_tile, q_tiles, g_tiles, logsumexps, deltas, ds_tile, dq_tile)
+    barriers = (kv_full, q_full, q_empty, g_full, g_empty)
+    place = (batch, kv_head, first_key, begin, tiles)
+    heads = kv_heads * GROUP
+    gl.warp_specialize(
+        [
+            (_multiply, (SUMS, DK, DV, (dk_batch, dk_head, dk_row), (dv_batch, dv_head, dv_row), buffers, barriers,
+                         place, keys, heads, padded, scale, scale_log2,
+                         GROUP, CAUSAL, EVEN_KEYS, V_IN_REGISTERS, Q_STAGES, G_STAGES)),
+            (_produce, (Q, K, V, GRADIENT, STATISTICS, buffers, barriers, place, rows, heads,
+                        GROUP, Q_STAGES, G_STAGES)),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+@triton.jit
+def hopper_prepare(
+    OUT, GRADIENT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, SUMS,
+    o_batch, o_head, o_row, g_batch, g_head, g_row, batches, heads, queries, padded,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
+):  # fmt: skip
+    """STATISTICS (2, B H, padded) fp32, as `flash_row_statistics` has them, and SUMS (B H padded, D) fp32 zero."""
+    batch_head = tl.program_id(1)
+    first = tl.program_id(0) * BLOCK_M
+    batch = long(batch_head // heads)
+    head = batch_head % heads
+    gradient = load_tile(
+        GRADIENT,
+        batch * g_batch + head * g_head,
+        0,
+        0,
+        first,
+        queries,
+        g_row,
+        BLOCK_M,
+        HEAD_DIM,
+        HEAD_DIM,
+        False,
+        False,
+    )
+    row_statistics(
+        OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, gradient, batch * o_batch + head * o_head, o_row, batch_head,
+        first, queries, padded, batches * heads, HEAD_DIM, HEAD_DIM, BLOCK_M, False, HAS_LOGSUMEXP_GRADIENT,
+    )  # fmt: skip
+    zeros = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    store_tile(
+        SUMS, long(batch_head) * padded * HEAD_DIM, zeros, first, padded, HEAD_DIM, BLOCK_M, HEAD_DIM, HEAD_DIM, True
+    )
+
+
+@triton.jit
+def hopper_finish(
+    SUMS, DQ, scale, dq_batch, dq_head, dq_row, heads, queries, padded, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """dQ: SUMS (B H padded, D) fp32 times scale, in the gradient's dtype."""
+    batch_head = tl.program_id(1)
+    first = tl.program_id(0) * BLOCK_M
+    tile = load_tile(
+        SUMS,
+        long(batch_head) * padded * HEAD_DIM,
+        0,
+        0,
+        first,
+        padded,
+        HEAD_DIM,
+        BLOCK_M,
+        HEAD_DIM,
+        HEAD_DIM,
+        True,
+        False,
+    )
+    store_tile(
+        DQ, long(batch_head // heads) * dq_batch + (batch_head % heads) * dq_head, tile * scale, first, queries, dq_row,
+        BLOCK_M, HEAD_DIM, HEAD_DIM, False,
+    )  # fmt: skip

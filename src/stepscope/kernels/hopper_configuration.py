@@ -1,0 +1,63 @@
+"""What can be chosen about the kernels for Hopper, and what is chosen where nothing was measured."""
+
+import msgspec
+
+
+class HopperForward(msgspec.Struct, frozen=True, kw_only=True):
+    """The forward kernel in Gluon: consumers of four warps, 64 queries each."""
+
+    consumers: int = 2
+    """1 to 3."""
+    block_n: int = 128
+    """Keys of a tile: a power of two from 16 to 256."""
+    stages: int = 2
+    """Buffers for K, and for V: two or more."""
+    turns: bool = False
+    """Consumers take turns at the tensor cores."""
+    late: bool = False
+    """Round weights while the next scores are computed; takes registers."""
+    rows_first: bool = True
+    """Tiles of one head after another, so that its keys stay in L2; otherwise the heads take turns."""
+    max_registers: int | None = None
+    """Of a thread at the start; less than fits lets more than one program on a multiprocessor."""
+
+    def __post_init__(self) -> None:
+        """What a file may say is checked here too."""
+        if not 1 <= self.consumers <= 3:
+            raise ValueError(f"a tile of queries has 1 to 3 consumers, not {self.consumers}")
+        if not 16 <= self.block_n <= 256 or self.block_n & (self.block_n - 1) or not 2 <= self.stages <= 8:
+            raise ValueError(
+                f"tiles have a power of two of 16 to 256 keys, in 2 to 8 stages, not {self.block_n} and {self.stages}"
+            )
+        _check_registers(self.max_registers)
+
+    def __str__(self) -> str:
+        flags = [name for name, on in (("turns", self.turns), ("late", self.late),
+                                       ("heads-first", not self.rows_first)) if on]  # fmt: skip
+        cap = [] if self.max_registers is None else [f"r{self.max_registers}"]
+        return " ".join([f"hopper {self.consumers}x64x{self.block_n} s{self.stages}", *cap, *flags])
+
+
+class HopperBackward(msgspec.Struct, frozen=True, kw_only=True):
+    """The backward kernel in Gluon: tiles of 64 queries against `block_n` keys, sixteen a warp."""
+
+    block_n: int
+    """64 or 128."""
+    v_in_registers: bool = False
+    """Keep V in registers, not only in shared memory; takes a quarter of them at head_dim 64."""
+    max_registers: int
+    """Of a thread at the start: 65536 over the threads of a multiprocessor, four warps of the producer's among them."""
+
+    def __post_init__(self) -> None:
+        """What a file may say is checked here too."""
+        if self.block_n not in {64, 128}:
+            raise ValueError(f"a tile has 64 or 128 keys, not {self.block_n}")
+        _check_registers(self.max_registers)
+
+    def __str__(self) -> str:
+        return f"hopper 64x{self.block_n} r{self.max_registers}{' v-in-registers' if self.v_in_registers else ''}"
+
+
+def _check_registers(number: int | None) -> None:
+    if number is not None and not 24 <= number <= 255:
+        raise ValueError(f"a thread has 24 to 255 registers, not {number}")

@@ -1,0 +1,198 @@
+"""Launching the kernels for Hopper: which calls they take, descriptors, grids."""
+
+import functools
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from stepscope.kernels.flash_launch import tiles_of
+from stepscope.kernels.flash_replay import Launcher
+from stepscope.kernels.flash_tiles import LOG2E
+from stepscope.kernels.hopper_backward import (
+    G_STAGES,
+    Q_STAGES,
+    hopper_finish,
+    hopper_gradients,
+    hopper_prepare,
+)
+from stepscope.kernels.hopper_configuration import HopperBackward, HopperForward
+from stepscope.kernels.hopper_forward import hopper_forward
+
+BLOCK_M = 64
+"""Queries of a backward kernel's tile."""
+_PREPARED_ROWS = 64
+_PRODUCER_REGISTERS = 24
+_WORKER_REGISTERS = {1: 240, 2: 240, 3: 160}
+"""Of a thread of a forward consumer beside the first, which gets what is left of 65536: 240, or 168 of three."""
+_SMALLEST_SCALE = 2.0**-100
+"""Not zero, which would make NaN of a hidden score, -inf; this small it changes nothing."""
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether the kernels are written for these operands, all describable (`flash_launch.describable`)."""
+    q = tensors[0]
+    return q.device.type == "cuda" and q.element_size() == 2 and q.shape[-1] in {64, 128} and _is_hopper(q.device)
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _described(tensor: Tensor, rows: int) -> TensorDescriptor:
+    # The stride of a dimension of one element may be anything, and descriptors check it.
+    step = 16 // tensor.element_size()
+    strides = [stride if size > 1 else step for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
+    block = [1, 1, rows, tensor.shape[-1]]
+    layout = _swizzled(block, gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16)
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)
+
+
+def _swizzled(block: list[int], dtype: gl.dtype) -> gl.NVMMASharedLayout:
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    assert isinstance(layout, gl.NVMMASharedLayout)  # outside a kernel it is no constexpr
+    return layout
+
+
+def launch_hopper_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    configuration: HopperForward,
+    launcher: Launcher,
+) -> object:
+    """Fill `out` (B, H, S, D) and `logsumexp` ((B, H, S) fp32, contiguous). No window; the scale is not negative."""
+    batches, heads, queries, _ = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+    chosen = configuration
+    return launcher(
+        hopper_forward,
+        (tiles_of(queries, 64 * chosen.consumers) * batches * heads,),
+        _described(q, 64),
+        _described(k, chosen.block_n),
+        _described(v, chosen.block_n),
+        _described(out, 64),
+        logsumexp,
+        max(scale * LOG2E.value, _SMALLEST_SCALE),
+        heads,
+        queries,
+        keys,
+        heads // kv_heads,
+        chosen.block_n,
+        chosen.stages,
+        chosen.consumers,
+        causal,
+        causal or keys % chosen.block_n == 0,
+        chosen.turns and chosen.consumers > 1,
+        chosen.late,
+        chosen.rows_first,
+        _WORKER_REGISTERS[chosen.consumers],
+        _PRODUCER_REGISTERS,
+        num_warps=4,
+        **({} if chosen.max_registers is None else {"maxnreg": chosen.max_registers}),
+    )
+
+
+def sums_for(q: Tensor, statistics: Tensor) -> Tensor:
+    """Room for the sums of dQ: (B H padded, D) fp32, of as many rows as the statistics have; 4 bytes a number of q."""
+    rows, padded = statistics.shape
+    return torch.empty((rows // 2 * padded, q.shape[3]), dtype=torch.float32, device=q.device)
+
+
+def launch_hopper_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    statistics: Tensor,
+    sums: Tensor,
+    *,
+    logsumexp_gradient: Tensor | None,
+    causal: bool,
+    scale: float,
+    configuration: HopperBackward,
+    launcher: Launcher,
+) -> object:
+    """Fill dq, dk and dv, by way of the statistics ((2 B H, padded) fp32, `padded` a multiple of BLOCK_M) and sums."""
+    batches, heads, queries, head_dim = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+    rows, padded = batches * heads, statistics.shape[1]
+    block_n = configuration.block_n
+    launcher(
+        hopper_prepare,
+        (tiles_of(padded, _PREPARED_ROWS), rows),
+        out,
+        gradient,
+        logsumexp,
+        logsumexp if logsumexp_gradient is None else logsumexp_gradient,
+        statistics,
+        sums,
+        *out.stride()[:3],
+        *gradient.stride()[:3],
+        batches,
+        heads,
+        queries,
+        padded,
+        head_dim,
+        _PREPARED_ROWS,
+        logsumexp_gradient is not None,
+        num_warps=4,
+    )
+    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    swizzled = _swizzled([BLOCK_M, head_dim], gl.float32)
+    compiled = launcher(
+        hopper_gradients,
+        (tiles_of(keys, block_n) * batches * kv_heads,),
+        _described(q, BLOCK_M),
+        _described(k, block_n),
+        _described(v, block_n),
+        _described(gradient, BLOCK_M),
+        TensorDescriptor(statistics, list(statistics.shape), [padded, 1], [1, BLOCK_M], flat),
+        TensorDescriptor(sums, list(sums.shape), [head_dim, 1], [BLOCK_M, head_dim], swizzled),
+        dk,
+        dv,
+        *dk.stride()[:3],
+        *dv.stride()[:3],
+        kv_heads,
+        queries,
+        keys,
+        rows,
+        padded,
+        scale,
+        scale * LOG2E.value,
+        heads // kv_heads,
+        causal,
+        keys % block_n == 0,
+        configuration.v_in_registers,
+        Q_STAGES,
+        G_STAGES,
+        num_warps=block_n // 16,
+        maxnreg=configuration.max_registers,
+    )
+    launcher(
+        hopper_finish,
+        (tiles_of(padded, _PREPARED_ROWS), rows),
+        sums,
+        dq,
+        scale,
+        *dq.stride()[:3],
+        heads,
+        queries,
+        padded,
+        head_dim,
+        _PREPARED_ROWS,
+        num_warps=4,
+    )
+    return compiled

@@ -1,0 +1,100 @@
+"""Compiles the kernels for Hopper as their defaults have them, without a GPU, and prints what came of it as JSON.
+
+A process of its own: where Triton interprets its kernels, as the tests here do, it cannot compile Gluon's.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from stepscope.kernels.flash_configuration import Problem, default_backward, default_forward
+from stepscope.kernels.hopper_backward import G_STAGES, Q_STAGES, hopper_gradients
+from stepscope.kernels.hopper_forward import hopper_forward
+from stepscope.kernels.hopper_launch import _PRODUCER_REGISTERS, _WORKER_REGISTERS, BLOCK_M
+
+SEQ = 8192
+
+
+def problem(head_dim: int, causal: bool) -> Problem:
+    return Problem(
+        capability=(9, 0), head_dim=head_dim, bytes_per_element=2, causal=causal, log2_queries=SEQ.bit_length() - 1
+    )
+
+
+def tile(rows: int, head_dim: int) -> str:
+    block = [1, 1, rows, head_dim]
+    return f"tensordesc<bf16{block},{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, int]) -> dict[str, Any]:
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
+    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names)
+               if signature[name].startswith("*") or name.endswith(("_batch", "_head", "_row"))}  # fmt: skip
+    source = GluonASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
+        ptx.write(built.asm["ptx"])
+        ptx.flush()
+        said = subprocess.run(
+            [knobs.nvidia.ptxas.path, "-v", "--gpu-name", "sm_90a", ptx.name, "-o", "/dev/null"],
+            capture_output=True, text=True, check=True,
+        ).stderr  # fmt: skip
+    return {
+        "serialised": "wgmma.mma_async instructions are serialized" in said,
+        "spill_store_bytes": int(said.split(" bytes spill stores")[0].split()[-1]),
+        "shared_bytes": built.metadata.shared,
+        "products": built.asm["ptx"].count("wgmma.mma_async"),
+    }
+
+
+def forward(head_dim: int, causal: bool) -> dict[str, Any]:
+    chosen = default_forward(problem(head_dim, causal)).hopper
+    assert chosen is not None
+    types = {"Q": tile(64, head_dim), "OUT": tile(64, head_dim), "LOGSUMEXP": "*fp32", "scale_log2": "fp32"}
+    types |= {"K": tile(chosen.block_n, head_dim), "V": tile(chosen.block_n, head_dim)}
+    constants = {
+        "GROUP": 1, "BLOCK_N": chosen.block_n, "STAGES": chosen.stages, "CONSUMERS": chosen.consumers,
+        "CAUSAL": causal, "EVEN_KEYS": True, "TURNS": chosen.turns, "LATE": chosen.late,
+        "ROWS_FIRST": chosen.rows_first, "REGISTERS": _WORKER_REGISTERS[chosen.consumers],
+        "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
+    }  # fmt: skip
+    options = {"num_warps": 4} | ({"maxnreg": chosen.max_registers} if chosen.max_registers else {})
+    return compiled(hopper_forward, types, constants, options)
+
+
+def backward(head_dim: int, causal: bool) -> dict[str, Any]:
+    chosen = default_backward(problem(head_dim, causal)).hopper
+    assert chosen is not None
+    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    swizzled = gl.NVMMASharedLayout.get_default_for([BLOCK_M, head_dim], gl.float32)
+    types = {"Q": tile(BLOCK_M, head_dim), "GRADIENT": tile(BLOCK_M, head_dim)}
+    types |= {"K": tile(chosen.block_n, head_dim), "V": tile(chosen.block_n, head_dim)}
+    types |= {"STATISTICS": f"tensordesc<fp32[1, {BLOCK_M}],{flat!r}>"}
+    types |= {"SUMS": f"tensordesc<fp32[{BLOCK_M}, {head_dim}],{swizzled!r}>", "DK": "*bf16", "DV": "*bf16"}
+    types |= {"scale": "fp32", "scale_log2": "fp32"}
+    constants = {
+        "GROUP": 1, "CAUSAL": causal, "EVEN_KEYS": True, "V_IN_REGISTERS": chosen.v_in_registers,
+        "Q_STAGES": Q_STAGES, "G_STAGES": G_STAGES,
+    }  # fmt: skip
+    options = {"num_warps": chosen.block_n // 16, "maxnreg": chosen.max_registers}
+    return compiled(hopper_gradients, types, constants, options)
+
+
+if __name__ == "__main__":
+    found = {
+        f"{pass_.__name__} {head_dim} {'causal' if causal else 'full'}": pass_(head_dim, causal)
+        for pass_ in (forward, backward)
+        for head_dim in (64, 128)
+        for causal in (True, False)
+    }
+    Path(sys.argv[1]).write_text(json.dumps(found))
