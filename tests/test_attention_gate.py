@@ -422,6 +422,16 @@ def test_what_a_benchmark_is_told():
         check_attention_implementation("sdpa", device=CPU, dtypes=("fp64",), shapes=few_shapes())
 
 
+def test_a_yardstick_that_fails_is_said_to(monkeypatch: pytest.MonkeyPatch):
+    from stepscope.models import attention_gate
+
+    monkeypatch.setattr(attention_gate, "sdpa", raises)
+    with pytest.raises(
+        RuntimeError, match="sdpa, by whose error the gate judges, raises RuntimeError: out of resource"
+    ):
+        judged(reference, square(17))
+
+
 def test_running_out_of_memory_is_nobodys_mistake():
     def full(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")

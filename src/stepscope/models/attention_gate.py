@@ -151,7 +151,13 @@ class _Case:
         exact = _run(chunked if large else reference, shape, wide, gradient.double(), backward=True)
         terms = _terms(q, k, v, gradient)
         yardsticks: list[AttentionFunction] = [sdpa, _sdpa_of_repeated] if _is_grouped(shape, dtype) else [sdpa]
-        made = [_run(yardstick, shape, (q, k, v), gradient, backward=True) for yardstick in yardsticks]
+        try:
+            made = [_run(yardstick, shape, (q, k, v), gradient, backward=True) for yardstick in yardsticks]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # nobody's mistake but its own
+            why = f"sdpa, by whose error the gate judges, raises {type(error).__name__}: {one_line(error)}"
+            raise RuntimeError(why) from error
         errors = [{name: _errors(found[name], exact[name], terms[name]) for name in exact} for found in made]
         worst: dict[_Result, tuple[float, float]] = {
             name: (max(each[name][0] for each in errors), max(each[name][1] for each in errors)) for name in exact
