@@ -386,7 +386,8 @@ def test_defaults_are_tiles_that_triton_takes(capability: tuple[int, int], bytes
             assert each is not None
             for block in (each.block_m, each.block_n):
                 assert 16 <= block <= LARGEST_TILE and block & (block - 1) == 0
-        assert backward.deterministic, "the default repeats itself bit for bit"
+        assert backward.way != "fused", "but for the kernels for Hopper, defaults repeat themselves bit for bit"
+        assert backward.deterministic == (backward.hopper is None)
         assert problem.capability >= (9, 0) or not backward.tma
     assert flash.MAX_HEAD_DIM == 256
 

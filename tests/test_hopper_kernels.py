@@ -1,0 +1,255 @@
+"""The kernels for Hopper: compiled here, without a GPU; on one, against float64. What surrounds them runs anywhere."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
+
+import triton
+
+from stepscope.kernels import flash_launch, flash_tuning
+from stepscope.kernels.flash_attention import flash_attention
+from stepscope.kernels.flash_configuration import (
+    BackwardConfiguration,
+    ForwardConfiguration,
+    Problem,
+    default_backward,
+    default_forward,
+    tiles,
+)
+from stepscope.kernels.flash_replay import launch
+from stepscope.kernels.hopper_configuration import HopperBackward, HopperForward
+
+GLUON = triton.__version__.startswith(flash_launch._GLUON_KNOWN)
+needs_gluon = pytest.mark.skipif(not GLUON, reason=f"Gluon of Triton {triton.__version__} is not known to the kernels")
+on_hopper = [
+    pytest.mark.gpu,
+    needs_gluon,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU"
+    ),
+]
+FORWARDS = (
+    HopperForward(turns=True, late=True, rows_first=False),
+    HopperForward(consumers=1, late=True, max_registers=128),
+    HopperForward(consumers=3),
+    HopperForward(block_n=64, stages=3),
+)
+BACKWARDS = {
+    64: (
+        HopperBackward(block_n=64, v_in_registers=True, max_registers=128),
+        HopperBackward(block_n=128, max_registers=168),
+    ),
+    128: (HopperBackward(block_n=128, max_registers=168),),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found = tmp_path_factory.mktemp("hopper") / "compiled.json"
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    script = Path(__file__).with_name("compile_hopper.py")
+    subprocess.run([sys.executable, str(script), str(found)], check=True, env=environment, timeout=300)
+    return json.loads(found.read_text())
+
+
+@needs_gluon
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+def test_compiled_products_run_ahead_of_one_another_and_fit(
+    compiled: dict[str, Any], kernel: str, mask: str, head_dim: int
+):
+    """Where ptxas puts a wait behind every product the kernels are right, and three times as slow."""
+    found = compiled[f"{kernel} {head_dim} {mask}"]
+    assert not found["serialised"]
+    assert found["spill_store_bytes"] <= 32
+    assert found["shared_bytes"] <= 227 * 1024
+    # Each product of 64 rows a warp group, 16 of the summed dimension at a time: all five, or both, are there.
+    assert found["products"] >= (20 if kernel == "backward" else 16)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [True, False])
+def test_defaults_on_hopper_say_what_is_taken_where_the_kernel_is_not(head_dim: int, causal: bool):
+    problem = Problem(capability=(9, 0), head_dim=head_dim, bytes_per_element=2, causal=causal, log2_queries=13)
+    forward, backward = default_forward(problem), default_backward(problem)
+    assert forward.hopper is not None and backward.hopper is not None
+    assert str(forward) == str(forward.hopper) and not backward.deterministic
+    without = msgspec.structs.replace(backward, hopper=None)
+    assert without.deterministic and without.queries is not None
+    for other in (
+        msgspec.structs.replace(problem, capability=(8, 0)),
+        msgspec.structs.replace(problem, bytes_per_element=4, precision="tf32x3"),
+        msgspec.structs.replace(problem, head_dim=256),
+    ):
+        assert default_forward(other).hopper is None and default_backward(other).hopper is None
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: HopperForward(consumers=4), "1 to 3 consumers, not 4"),
+        (lambda: HopperForward(block_n=48), "power of two of 16 to 256 keys"),
+        (lambda: HopperForward(stages=1), "in 2 to 8 stages"),
+        (lambda: HopperForward(max_registers=300), "24 to 255 registers, not 300"),
+        (lambda: HopperBackward(block_n=32, max_registers=128), "64 or 128 keys, not 32"),
+        (lambda: HopperBackward(block_n=64, max_registers=8), "24 to 255 registers, not 8"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Any, what: str):
+    with pytest.raises(ValueError, match=what):
+        make()
+
+
+def test_elsewhere_a_call_goes_to_the_other_kernels():
+    """On a CPU, in the interpreter, though the configuration names the kernel in Gluon."""
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU there is no interpreter")
+    q, k, v = (torch.randn(1, 2, 70, 64, requires_grad=True) for _ in range(3))
+    forward = ForwardConfiguration(tiles=tiles(32, 16, 4, 1), tma=False, hopper=FORWARDS[0])
+    backward = BackwardConfiguration(
+        keys=tiles(16, 32, 4, 1), queries=tiles(32, 16, 4, 1), tma=False, hopper=BACKWARDS[64][0]
+    )
+    with flash_tuning.forced(forward=forward, backward=backward):
+        out = flash_attention(q, k, v, causal=True)
+        out.sum().backward()
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    assert q.grad is not None and q.grad.isfinite().all()
+
+
+@needs_gluon
+@pytest.mark.parametrize("queries", [1, 64, 100])
+def test_what_goes_before_and_after_the_kernel(queries: int):
+    """The statistics and zeros that it reads, and dQ of what it leaves: in the interpreter too."""
+    from stepscope.kernels.hopper_backward import hopper_finish, hopper_prepare
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    batches, heads, head_dim, padded = 2, 3, 64, -(-queries // 64) * 64
+    out, gradient = (torch.randn(batches, heads, queries, head_dim, generator=generator).to(device) for _ in range(2))
+    logsumexp, extra = (torch.randn(batches, heads, queries, generator=generator).to(device) for _ in range(2))
+    logsumexp[0, 0, 0] = float("-inf")
+    rows = batches * heads
+    statistics = torch.full((2 * rows, padded), float("nan"), device=device)
+    sums = torch.full((rows * padded, head_dim), float("nan"), device=device)
+    launch(
+        hopper_prepare, (padded // 64, rows), out, gradient, logsumexp, extra, statistics, sums,
+        *out.stride()[:3], *gradient.stride()[:3], batches, heads, queries, padded, head_dim, 64, True,
+    )  # fmt: skip
+    assert torch.equal(sums, torch.zeros_like(sums))
+    base_2, delta = statistics.view(2, batches, heads, padded)
+    torch.testing.assert_close(delta[..., :queries], (out * gradient).sum(-1) - extra)
+    expected = logsumexp / torch.log(torch.tensor(2.0))
+    expected[0, 0, 0] = float("inf")
+    torch.testing.assert_close(base_2[..., :queries], expected)
+    # Rows beyond the sequence weigh nothing: 2^(s - inf).
+    assert torch.equal(base_2[..., queries:], torch.full_like(base_2[..., queries:], float("inf")))
+
+    sums.copy_(torch.randn(sums.shape, generator=generator))
+    dq = torch.full((batches, queries, heads, head_dim), float("nan"), device=device).transpose(1, 2)
+    launch(
+        hopper_finish, (padded // 64, rows), sums, dq, 0.125, *dq.stride()[:3], heads, queries, padded, head_dim, 64
+    )  # fmt: skip
+    torch.testing.assert_close(dq, sums.view(batches, heads, padded, head_dim)[:, :, :queries] * 0.125)
+
+
+def _truth(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, *, causal: bool, scale: float) -> dict[str, Tensor]:
+    leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    group = q.shape[1] // k.shape[1]
+    scores = leaves[0] @ leaves[1].repeat_interleave(group, 1).mT * scale
+    if causal:
+        scores = scores.masked_fill(~torch.ones_like(scores[0, 0], dtype=torch.bool).tril(), float("-inf"))
+    out = scores.softmax(-1) @ leaves[2].repeat_interleave(group, 1)
+    gradients = torch.autograd.grad(out, leaves, gradient.double())
+    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, run: Any) -> dict[str, Tensor]:
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = run(*leaves)
+    gradients = torch.autograd.grad(out, leaves, gradient)
+    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+
+
+SIZES = [  # batches, query heads, key heads, queries, keys
+    (1, 1, 1, 1, 1), (1, 2, 2, 64, 64), (2, 2, 2, 63, 63), (1, 2, 2, 129, 129), (2, 4, 2, 200, 200),
+    (1, 3, 1, 77, 300), (1, 2, 2, 300, 77), (1, 2, 2, 1025, 1025), (1, 2, 1, 640, 640),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+class TestOnHopper:
+    """No further from float64 than twice what PyTorch's attention in the same dtype is."""
+
+    pytestmark = on_hopper
+
+    @pytest.mark.parametrize("sizes", SIZES)
+    @pytest.mark.parametrize("strided", [False, True])
+    def test_every_configuration_is_right(
+        self, head_dim: int, causal: bool, dtype: torch.dtype, sizes: tuple[int, ...], strided: bool
+    ):
+        batches, heads, kv_heads, queries, keys = sizes
+        torch.manual_seed(sum(sizes))
+
+        def drawn(heads: int, length: int) -> Tensor:
+            if strided:
+                return torch.randn(batches, length, heads, head_dim, device="cuda", dtype=dtype).transpose(1, 2)
+            return torch.randn(batches, heads, length, head_dim, device="cuda", dtype=dtype)
+
+        q, k, v, gradient = drawn(heads, queries), drawn(kv_heads, keys), drawn(kv_heads, keys), drawn(heads, queries)
+        truth = _truth(q, k, v, gradient, causal=causal, scale=0.1)
+
+        def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            group = heads // kv_heads
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.1)
+
+        same_dtype = _run(q, k, v, gradient, sdpa)
+        for forward in FORWARDS:
+            for backward in BACKWARDS[head_dim]:
+                problem = flash_tuning.problem_of(q, causal=causal)
+                with flash_tuning.forced(
+                    forward=msgspec.structs.replace(default_forward(problem), hopper=forward),
+                    backward=msgspec.structs.replace(default_backward(problem), hopper=backward),
+                ):
+                    _run(q, k, v, gradient, lambda *t: flash_attention(*t, causal=causal, scale=0.1))
+                    # A recorded launch, on other tensors.
+                    found = _run(q, k, v, gradient, lambda *t: flash_attention(*t, causal=causal, scale=0.1))
+                for name, expected in truth.items():
+                    error = (found[name].double() - expected).abs().max().item()
+                    allowed = 2 * (same_dtype[name].double() - expected).abs().max().item() + 1e-5
+                    assert error <= allowed, f"{name} of {forward}, {backward}: {error:.2e} > {allowed:.2e}"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+class TestDeterminism:
+    pytestmark = on_hopper
+
+    def test_it_is_had_where_pytorch_is_asked_for_it(self, head_dim: int):
+        q, k, v, gradient = (torch.randn(1, 4, 2048, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+        torch.use_deterministic_algorithms(True)
+        try:
+            runs = [_run(q, k, v, gradient, lambda *t: flash_attention(*t, causal=True)) for _ in range(3)]
+        finally:
+            torch.use_deterministic_algorithms(False)
+        for name in runs[0]:
+            assert all(torch.equal(runs[0][name], other[name]) for other in runs[1:]), name
+
+    def test_dk_and_dv_agree_bit_for_bit_always(self, head_dim: int):
+        q, k, v, gradient = (torch.randn(1, 4, 2048, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+        runs = [_run(q, k, v, gradient, lambda *t: flash_attention(*t, causal=True)) for _ in range(3)]
+        for name in ("out", "dk", "dv"):
+            assert all(torch.equal(runs[0][name], other[name]) for other in runs[1:]), name
