@@ -4,15 +4,25 @@ import math
 from collections.abc import Callable
 from typing import Any, get_args
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from stepscope.core.attention_support import TensorDtype
-from stepscope.core.attention_verdict import Differentiated, Layout, Numbers
+from stepscope.core.attention_verdict import AttentionShape, Differentiated, Layout, Numbers
 from stepscope.models.attention import CHUNK, AttentionFunction, for_all_heads, hidden_keys, reference, sdpa
-from stepscope.models.attention_cases import GivenTensor, draw_tensors, few_shapes, gate_shapes
+from stepscope.models.attention_cases import (
+    LONG,
+    GivenTensor,
+    draw_tensors,
+    few_shapes,
+    gate_shapes,
+    long_shapes,
+)
+from stepscope.studies.attention_calls import odd_shapes
+from stepscope.studies.attention_matrix import shapes_of
 from tests.test_attention_gate import CPU, PLAIN, PROBES, judged, square
 
 # ---- the calls
@@ -43,6 +53,19 @@ def test_the_shapes_have_everything_that_is_odd():
         assert max(s.queries for s in some) > CHUNK
     for shape in shapes:  # what is exact zero would say nothing: no shape is nothing else
         assert shape.window is None or shape.queries < shape.keys + shape.window or shape.queries > 1
+
+
+def test_longer_calls_are_judged_where_kernels_change_with_the_length():
+    """Which configuration a kernel gets depends on the length: one that is timed at 16384 is judged above 1024 too."""
+    assert all(shape.queries > LONG for shape in long_shapes())
+    assert {shape.head_dim for shape in long_shapes()} == {64, 128}
+    assert {shape.causal for shape in long_shapes()} == {True, False}
+    assert any(shape.heads != shape.key_heads for shape in long_shapes())
+    assert not set(long_shapes()) & set(shapes_of(True, "cpu"))
+    assert set(long_shapes()) < set(shapes_of(False, "cuda"))
+    timed = AttentionShape(batch=1, heads=16, key_heads=16, queries=16384, keys=16384, head_dim=64, causal=True)
+    assert [shape.queries > LONG for shape in odd_shapes(timed)].count(True) == 1
+    assert all(shape.queries <= LONG for shape in odd_shapes(msgspec.structs.replace(timed, queries=1024, keys=1024)))
 
 
 @pytest.mark.parametrize("scale", [None, 0.3, -0.2])

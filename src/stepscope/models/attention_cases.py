@@ -31,6 +31,8 @@ that in 16 bits it is no coarser than the slope."""
 _MARGIN = 1024
 """Numbers before and after a tensor that are none. A multiple of what any kernel wants its tensors aligned to."""
 
+LONG = 1024
+"""Beyond so many queries kernels may be others (`kernels/flash_configuration.py`)."""
 
 _PROBES = (
     # One position after a multiple of every tile; the weight is at the diagonal, where a maximum of earlier tiles is
@@ -89,6 +91,20 @@ def few_shapes() -> tuple[AttentionShape, ...]:
     """
     every = {(shape.queries, shape.head_dim): shape for shape in _pairings(plain=True)}
     return (*(every[pair] for pair in zip(_LENGTHS, (16, 64, 80, 128, 40, 256, 24), strict=True)), *_PROBES)
+
+
+def long_shapes() -> tuple[AttentionShape, ...]:
+    """Calls above `LONG`, of the head dimensions that have kernels of their own there: for GPUs."""
+    return tuple(
+        AttentionShape(
+            batch=1, heads=4, key_heads=key_heads, queries=LONG + 85, keys=keys, head_dim=head_dim, causal=causal,
+            layout="transposed" if causal else "contiguous", numbers=numbers,
+        )
+        for head_dim in (64, 128)
+        for causal, key_heads, keys, numbers in (
+            (True, 4, LONG + 85, "offset"), (False, 4, 900, "normal"), (True, 2, LONG + 85, "normal"),
+        )
+    )  # fmt: skip
 
 
 def _pairings(*, plain: bool) -> list[AttentionShape]:

@@ -34,6 +34,7 @@ from stepscope.measure.environment import read_environment
 from stepscope.measure.precision import matmul_precision
 from stepscope.measure.timer import Measurement, Phase, StepFailed, measure
 from stepscope.models.attention import AttentionFunction, fault_of_device, implementation
+from stepscope.models.attention_cases import LONG
 from stepscope.models.attention_gate import check_attention_matrix
 from stepscope.studies.attention_pass import AttentionPass, CallInputs, compile_attention, saved_storages
 from stepscope.studies.device_failure import is_out_of_memory, let_go
@@ -403,8 +404,12 @@ def odd_shape(shape: AttentionShape) -> AttentionShape:
 
 
 def odd_shapes(shape: AttentionShape) -> tuple[AttentionShape, ...]:
-    """The same, with scores of every kind: for what is compiled they are one."""
-    return tuple(msgspec.structs.replace(odd_shape(shape), numbers=numbers) for numbers in get_args(Numbers))
+    """The same, with scores of every kind: for what is compiled they are one. And a longer one for what is longer:
+    kernels are chosen by the length, and the one to be timed is the one to be judged.
+    """
+    odd = odd_shape(shape)
+    long = () if shape.queries <= LONG else (msgspec.structs.replace(odd, batch=1, queries=LONG + 85, keys=LONG + 85),)
+    return (*(msgspec.structs.replace(odd, numbers=numbers) for numbers in get_args(Numbers)), *long)
 
 
 def _fallen(cell: AttentionCell, error: BaseException, during: str) -> AttentionTiming:

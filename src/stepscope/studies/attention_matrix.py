@@ -70,11 +70,12 @@ def gate_dtypes_of(names: Sequence[str]) -> tuple[TensorDtype, ...]:
     return tuple(dict.fromkeys(known[choose(name, GATE_DTYPES, "dtype")] for name in names))
 
 
-def shapes_of(every: bool) -> tuple[AttentionShape, ...]:
-    """The gate's shapes: every length with every head_dim, or each of them once."""
-    from stepscope.models.attention_cases import few_shapes, gate_shapes  # noqa: PLC0415
+def shapes_of(every: bool, device_type: str) -> tuple[AttentionShape, ...]:
+    """The gate's shapes: every length with every head_dim, or each of them once; on a GPU long ones too."""
+    from stepscope.models.attention_cases import few_shapes, gate_shapes, long_shapes  # noqa: PLC0415
 
-    return gate_shapes() if every else few_shapes()
+    shapes = gate_shapes() if every else few_shapes()
+    return shapes if device_type == "cpu" else (*shapes, *long_shapes())
 
 
 def judge_matrix(
