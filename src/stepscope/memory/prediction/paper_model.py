@@ -354,9 +354,12 @@ class PaperModel:
             for_q, for_k, for_v = (tape.storage(n * size) for _ in range(3))
             if self.attention == "flash":
                 # The logsumexp and D of each row. The kernels fill each head's rows up to a tile's, 128 at most: for
-                # sequences of a multiple of 128 by none, and that is left out. dQ is summed up in registers, in every
-                # default of kernels/flash_configuration.py; a tuned `fused` backward holds it in fp32 besides.
+                # sequences of a multiple of 128 by none, and that is left out.
                 _statistics = tape.storage(self.rows * 2 * 4)
+                # In 16 bits the kernels for Hopper (kernels/hopper_launch.py) add dQ up in fp32. Those for other GPUs
+                # do in registers and need less than this, unless a `fused` backward was tuned.
+                fp32_sums = size == 2 and n // self.rows in _HOPPER_HEAD_DIMS
+                _accumulated = tape.storage(n * 4 if fp32_sums else 0)
                 return for_q, for_k, for_v
             _delta = tape.storage(self.rows * 4)
             # Gradients of the queries are added up in fp32, over blocks of keys.
@@ -392,5 +395,7 @@ class PaperModel:
         )  # fmt: skip
 
 
+_HOPPER_HEAD_DIMS = (64, 128)
+"""That these kernels take."""
 _EMBEDDING_SORTS_FROM = 3072
 """Tokens beyond which the embedding's backward on a GPU sorts them (aten/src/ATen/native/cuda/Embedding.cu)."""
