@@ -308,6 +308,18 @@ def test_times_that_overlap_are_not_told_apart():
     assert found.sentence.endswith("(bf16), which is not distinguishable from as fast with head_dim 64.")
 
 
+def test_calls_of_several_batches_or_masks_are_no_curve():
+    """What a benchmark keeps: each call stands for itself."""
+    other = timing("flash", 1024, 1, 2, saved=1)
+    shape = msgspec.structs.replace(other.cell.shape, batch=4)
+    other = msgspec.structs.replace(other, cell=msgspec.structs.replace(other.cell, shape=shape))
+    rows = [timing(name, seq, 1, 2, saved=1) for name in ("reference", "flash") for seq in (256, 512)]
+    answer = answer_attention(timings_by_hand(*rows, other))
+    assert {table.title for table in answer.tables} == {SAVED, CELLS} and not answer.panels
+    assert len(answer.table(CELLS).rows) == 5 and "batch" not in answer.settings
+    assert not {"faster", "grows", "out of memory"} & {finding.kind for finding in answer.findings}
+
+
 def test_a_peak_that_nobody_counted_is_not_said():
     rows = (
         timing("reference", 1024, 1, 2, saved=1, peak=None),
@@ -470,6 +482,13 @@ def run(*words: str) -> None:
         (["--preset", "mine"], "unknown preset 'mine': choose one of seeds"),
         (["--gate", "--heads", "2"], "--heads says nothing with --gate"),
         (["--model", "tiny", "--head-dim", "2"], "--head-dim says nothing with --model"),
+        (["--tag", "mine", "--keep-digests"], "--tag, --keep-digests says nothing without --model"),
+        (["--every-shape"], "--every-shape says nothing without --gate"),
+        (["--only", "nothing"], "--only 'nothing' names no table: there are 'Forward and backward, ms'"),
+        (["--model", "tiny", "--only", "nothing"], "--only 'nothing' names no table: there are 'The step: medians"),
+        (["--seq-len", ""], "--seq-len is empty: name at least one"),
+        (["--implementations", ""], "--implementations"),
+        (["--budget", "0"], "none of the 16 cells was reached in --budget 0: give it more seconds"),
         (["--model", "tiny", "--implementations", "quick"], "unknown attention 'quick'"),
         (["--read", "/nowhere/at-all.json"], "cannot read /nowhere/at-all.json"),
         (["--out", "/proc/nowhere/at-all.json"], "choose another --out"),

@@ -27,6 +27,10 @@ BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, CELLS, COMPILED, COMP
     "Eager beside compiled: the seeds' table",
     "Without a time",
 )
+TITLES = (
+    BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, CELLS, COMPILED, COMPILED_SEEDS, MISSING
+)  # fmt: skip
+"""Of every table that an answer may have."""
 PHASES = ("forward", "backward")
 _NOTHING = ("not supported", "not reached", "interrupted")
 _MOST_LINES = 8
@@ -40,37 +44,42 @@ def answer_attention(timings: AttentionTimings) -> Experiment:
         raise InputError("no call of attention was measured: give it more time")
     study = arrange(timings)
     environment = timings.environment
-    tables = (
-        _compiled(study),
-        _by_sequence(study, BOTH, lambda row: _ms(row.both)),
-        _by_sequence(study, FORWARD, lambda row: _ms(row.forward)),
-        _by_sequence(study, BACKWARD, lambda row: _ms(row.backward)),
-        _by_sequence(study, HELD, lambda row: _mib(row.memory.before_backward_bytes) if row.memory else None),
-        _by_sequence(study, PEAK, lambda row: _mib(row.memory.peak_bytes) if row.memory else None),
-        _by_sequence(study, RATES, lambda row: _tera(flops_per_s(row))),
-        _slopes(study),
-        _saved(study),
-        _cells(study),
-        _missing(study),
+    by_sequence = (
+        ()
+        if study.mixed
+        else (
+            _compiled(study),
+            _by_sequence(study, BOTH, lambda row: _ms(row.both)),
+            _by_sequence(study, FORWARD, lambda row: _ms(row.forward)),
+            _by_sequence(study, BACKWARD, lambda row: _ms(row.backward)),
+            _by_sequence(study, HELD, lambda row: _mib(row.memory.before_backward_bytes) if row.memory else None),
+            _by_sequence(study, PEAK, lambda row: _mib(row.memory.peak_bytes) if row.memory else None),
+            _by_sequence(study, RATES, lambda row: _tera(flops_per_s(row))),
+            _slopes(study),
+        )
     )
+    tables = (*by_sequence, _saved(study), _cells(study), _missing(study))
     return Experiment(
         study=STUDY,
         question=QUESTION,
         device=environment.device_name,
         versions=dict(environment.versions),
-        settings=_settings(timings),
+        settings=_settings(study),
         tables=tuple(table for table in tables if table.rows),
-        panels=_panels(study),
+        panels=() if study.mixed else _panels(study),
         findings=tuple(attention_findings(study)),
     )
 
 
-def _settings(timings: AttentionTimings) -> dict[str, Cell]:
+def _settings(study: AttentionStudy) -> dict[str, Cell]:
+    timings = study.timings
     shape = timings.timings[0].cell.shape
-    settings: dict[str, Cell] = {"batch": shape.batch, "heads": shape.heads}
-    if shape.key_heads != shape.heads:
-        settings["key and value heads"] = shape.key_heads
-    settings["mask"] = "causal" if shape.causal else "full"
+    settings: dict[str, Cell] = {}
+    if not study.mixed:
+        settings |= {"batch": shape.batch, "heads": shape.heads}
+        if shape.key_heads != shape.heads:
+            settings["key and value heads"] = shape.key_heads
+        settings["mask"] = "causal" if shape.causal else "full"
     settings["seconds a cell"] = timings.seconds
     hidden = timings.launches == "hidden"
     settings["L2 cache"] = "overwritten before each pass" if hidden else "as the pass before left it"

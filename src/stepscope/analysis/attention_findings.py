@@ -15,10 +15,11 @@ CLOSE = 0.02
 def attention_findings(study: AttentionStudy) -> Iterator[Finding]:
     """The gate first, since without it no figure means anything."""
     yield from _gate(study)
-    yield from _memory_runs_out(study)
-    yield from _contests(study)
-    yield from _compiled(study)
-    yield from _powers(study)
+    if not study.mixed:
+        yield from _memory_runs_out(study)
+        yield from _contests(study)
+        yield from _compiled(study)
+        yield from _powers(study)
     yield from _formula(study)
     yield from _best(study)
     yield from _shown(study)

@@ -18,6 +18,7 @@ TIMES, MEMORY, FAMILIES, MOVED, MISSING = (
     "What moved, by family, ms a step",
     "Not measured",
 )
+TITLES = (TIMES, MEMORY, FAMILIES, MOVED, MISSING)
 
 
 def answer_steps(found: Iterable[StepCell], *, unread: int = 0) -> Experiment:

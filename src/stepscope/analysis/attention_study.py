@@ -114,6 +114,12 @@ class AttentionStudy:
     def device_type(self) -> str:
         return self.timings.environment.device_type
 
+    @cached_property
+    def mixed(self) -> bool:
+        """Whether calls differ in batch, heads or mask too, as those of a benchmark do: then nothing is a curve."""
+        shapes = [row.cell.shape for row in self.timings.timings]
+        return len({(shape.batch, shape.heads, shape.key_heads, shape.causal, shape.window) for shape in shapes}) > 1
+
     def same(self, curve: Curve, line: str) -> Curve | None:
         """The curve of that line in the same dtype and head_dim."""
         return next(

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,7 +61,7 @@ def judge(
         matrix = judge_matrix(
             names,
             dtypes=wanted,
-            shapes=shapes_of(every_shape),
+            shapes=shapes_of(every_shape, found.type),
             device=str(found),
             workers=usual_workers(found.type) if workers is None else workers,
             seconds=_GATE_SECONDS if seconds is None else seconds,
@@ -212,22 +212,35 @@ def attention(
         "--head-dim": head_dim, "--heads": heads, "--kv-heads": kv_heads, "--causal/--full": causal,
         "--compile": compiles, "--launches": launches, "--preset": preset, "--budget": budget,
     }  # fmt: skip
+    of_steps = {"--tag": tag, "--keep-digests": keep or None}
     if gate:
-        _refuse("--gate", {**of_calls, "--model": model, "--seq-len": seq_len, "--batch-size": batch_size})
+        sizes = {"--seq-len": seq_len, "--batch-size": batch_size, "--steps": steps}
+        _refuse("--gate", {**of_calls, "--model": model, **sizes, **of_steps, "--plot": plot, "--only": only})
         judge(
             implementations=implementations, dtypes=dtypes, device=device, seconds=seconds, workers=workers,
             every_shape=every_shape, out=out, json=json,
         )  # fmt: skip
         return
+    of_gate = {"--every-shape": every_shape or None}
     if model is not None:
-        _refuse("--model", of_calls)
+        _refuse("--model", {**of_calls, **of_gate, "--workers": workers})
         from stepscope.cli.study_attention_steps import measure_steps
 
+        if only is not None:
+            from stepscope.analysis.attention_steps_answer import TITLES
+
+            check_only(only, TITLES)
         measure_steps(
             models=model, seq_len=seq_len, batch_size=batch_size, dtypes=dtypes, implementations=implementations,
             seconds=seconds, steps=steps, device=device, tag=tag, out=out or Path("runs"), keep=keep, shown=shown,
         )  # fmt: skip
         return
+    _refuse_without("--model", of_steps)
+    _refuse_without("--gate", of_gate)
+    if only is not None:
+        from stepscope.analysis.attention_answer import TITLES
+
+        check_only(only, TITLES)
     _measure_calls(
         shown, seq_len=seq_len, head_dim=head_dim, implementations=implementations, dtypes=dtypes,
         batch_size=batch_size, heads=heads, kv_heads=kv_heads, causal=causal, compiles=compiles, launches=launches,
@@ -257,21 +270,24 @@ def _measure_calls(
     found = resolve_device(device)
     usual = sizes_for(found.type, preset)
     groups = grid_groups(
-        seq_lens=numbers(seq_len or usual.seq_len, "--seq-len"),
-        head_dims=numbers(head_dim or usual.head_dim, "--head-dim"),
-        implementations=words(implementations or usual.implementations, "--implementations"),
-        dtypes=words(dtypes or usual.dtypes, "--dtypes"),
+        seq_lens=numbers(usual.seq_len if seq_len is None else seq_len, "--seq-len"),
+        head_dims=numbers(usual.head_dim if head_dim is None else head_dim, "--head-dim"),
+        implementations=words(
+            usual.implementations if implementations is None else implementations, "--implementations"
+        ),
+        dtypes=words(usual.dtypes if dtypes is None else dtypes, "--dtypes"),
         batch_size=usual.batch_size if batch_size is None else batch_size,
         heads=usual.heads if heads is None else heads,
         key_heads=kv_heads,
         causal=usual.causal if causal is None else causal,
-        compiles=compiles_of(words(compiles or usual.compile, "--compile")),
+        compiles=compiles_of(words(usual.compile if compiles is None else compiles, "--compile")),
     )
     check_runnable(groups, found.type)
-    hidden = launches_of(launches or usual.launches)
+    hidden = launches_of(usual.launches if launches is None else launches)
     if out is not None:
         check_place(out)
     ended: list[int] = []
+    unreached: list[int] = []
 
     def keep(timings: AttentionTimings) -> None:
         if out is not None:
@@ -298,22 +314,39 @@ def _measure_calls(
             ended.append(EXIT_DEVICE_FAILED)
         elif any(row.outcome == "wrong" for row in timings.timings):
             ended.append(EXIT_CHECK_FAILED)
+        if all(row.outcome == "not reached" and budget is not None for row in timings.timings):
+            unreached.append(len(timings.timings))
         if not timings.timings:
             raise KeyboardInterrupt  # before the first row
         return answer_attention(timings)
 
     shown(run)
+    if unreached:
+        raise InputError(f"none of the {unreached[0]} cells was reached in --budget {budget:g}: give it more seconds")
     if out is not None:
         warn(f"the figures are in {out}: --read shows them again")
     if ended:
         raise typer.Exit(ended[0])
 
 
-def _refuse(mode: str, given: dict[str, object]) -> None:
+def _refuse(mode: str, given: Mapping[str, object]) -> None:
     """Options that say nothing in this mode."""
     useless = [option for option, value in given.items() if value is not None]
     if useless:
         raise InputError(f"{', '.join(useless)} says nothing with {mode}: leave it out")
+
+
+def _refuse_without(mode: str, given: Mapping[str, object]) -> None:
+    """Options that say nothing but in this mode."""
+    useless = [option for option, value in given.items() if value is not None]
+    if useless:
+        raise InputError(f"{', '.join(useless)} says nothing without {mode}: leave it out")
+
+
+def check_only(only: str, titles: Sequence[str]) -> None:
+    """Raises InputError, before anything is measured, for what is in no title that the answer may have."""
+    if not only or not any(only.casefold() in title.casefold() for title in (*titles, "findings")):
+        raise InputError(f"--only {only!r} names no table: there are {', '.join(map(repr, titles))}, and findings")
 
 
 def _read(places: list[Path], keep: bool, *, plot: Path | None, json: bool, only: str | None) -> None:
