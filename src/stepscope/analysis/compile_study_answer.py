@@ -195,7 +195,7 @@ def _memory(study: CompileStudy) -> Table:
     for pair in study.pairs:
         for field, name in _HELD:
             before, after = memory_of(pair.base.run, field), memory_of(pair.other.run, field)
-            if before is not None or after is not None:
+            if before is not None and after is not None:
                 change = _percent(pair.memory_change(field))
                 rows.append((pair.other.name, pair.other.mode, name, _gib(before), _gib(after), change))
     heads = ("figure", "eager GiB", "compiled GiB", "%")

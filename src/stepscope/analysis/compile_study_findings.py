@@ -1,5 +1,6 @@
 """What follows from the same step eager and compiled: sentences made from its figures."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from stepscope.analysis.compile_study import (
@@ -23,6 +24,8 @@ _LAUNCH_BOUND = 0.2
 """Share of a step without a kernel from which on the host sets its pace: as the finding `launch-bound` has it."""
 _SAME = 0.05
 """Products whose time changes by less are the same products."""
+_MUCH = 0.1
+"""Of what compiling changes in a step: so much in a phase that is not compiled is said."""
 _NAMED = 4
 """Cells that a sentence names; the others are counted."""
 
@@ -106,6 +109,7 @@ def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
             f"{format_share(before / (most.base.step_s or 1.0))}.",
             {"share": share},
         )
+    yield from _not_compilings(study)
     for pair in study.pairs:
         base_s, other_s = pair.base.step_s, pair.other.step_s
         if pair.interval.high < 1 and base_s and other_s:
@@ -135,6 +139,29 @@ def _by_phase(pair: Pair) -> str:
         return ""
     said = ", ".join(f"{part} {ratio.value:.2f}" for part, ratio in ratios.items() if ratio is not None)
     return f" ({said})"
+
+
+def _not_compilings(study: CompileStudy) -> Iterator[Finding]:
+    """Two processes differ though they do the same: what the optimizer, the same code in both, has of a change."""
+    found: dict[str, tuple[float, float]] = {}
+    for pair in study.pairs:
+        eager_s, own_s = median_s(pair.base.run, "optimizer"), median_s(pair.other.run, "optimizer")
+        base_s, other_s = pair.base.step_s, pair.other.step_s
+        if eager_s and own_s and base_s and other_s and abs(eager_s - own_s) >= _MUCH * abs(base_s - other_s):
+            found[pair.label] = eager_s - own_s, base_s - other_s
+    if found:
+        label = max(found, key=lambda name: abs(found[name][0] / (found[name][1] or math.inf)))
+        optimizer_s, step_s = found[label]
+        others = f" (and so in {len(found) - 1} more)" if len(found) > 1 else ""
+        yield _finding(
+            "not compiling's",
+            f"The optimizer is the same code in both, and yet takes {format_seconds(abs(optimizer_s))} "
+            f"{'less' if optimizer_s >= 0 else 'more'} in {label}, where the step "
+            f"{'wins' if step_s >= 0 else 'loses'} {format_seconds(abs(step_s))}: that much is noise between two "
+            f"processes{others}.",
+            {"optimizer_s": optimizer_s, "step_s": step_s},
+            "warning",
+        )
 
 
 def _optimizer_share(pair: Pair) -> float | None:
