@@ -225,7 +225,7 @@ def test_fp32_is_three_products_of_tf32_only_where_that_was_found_exact_enough(m
     def precision(head_dim: int, dtype: torch.dtype = torch.float32) -> str:
         return flash_tuning.precision_for(torch.zeros(1, 1, 16, head_dim, dtype=dtype))
 
-    assert (precision(64), precision(128), precision(256)) == ("tf32x3", "tf32x3", "ieee")
+    assert (precision(64), precision(128), precision(256)) == ("tf32x3", "bf16x6", "ieee")
     assert precision(64, torch.bfloat16) == "ieee"
     monkeypatch.setattr(flash_tuning, "_capability", lambda device: (8, 0))
     assert precision(64) == "ieee"

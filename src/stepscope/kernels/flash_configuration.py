@@ -176,7 +176,7 @@ def _hopper_forward(problem: Problem) -> ForwardConfiguration:
             chosen = _by_head_dim(problem, tiles(64, 32, 4, 2), tiles(32, 32, 4, 2))
             return ForwardConfiguration(tiles=chosen, tma=False)
         if problem.precision == "bf16x6":
-            return ForwardConfiguration(tiles=tiles(64, 64, 4, 1))
+            return ForwardConfiguration(tiles=tiles(64, 64, 4, 1), rows_first=False)
         return ForwardConfiguration(tiles=_by_head_dim(problem, tiles(128, 64, 8, 3), tiles(128, 64, 8, 2)))
     if problem.head_dim > 64:
         long = problem.causal and problem.log2_queries >= _LONG_LOG2

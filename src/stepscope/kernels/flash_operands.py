@@ -32,11 +32,6 @@ def _is_upcast(precision):
     return precision.startswith("upcast")
 
 
-@triton.constexpr_function
-def _in_place(precision):
-    return "in place" in precision
-
-
 @triton.jit
 def _split(tile):
     high = tile.to(tl.bfloat16)
@@ -62,13 +57,14 @@ def product(left, right, accumulator, PRECISION: tl.constexpr):
     that, is for its interpreter, which takes the bits of bf16 for integers: products of bf16 are exact in fp32."""
     if is_split(PRECISION):
         # Small ones first, and the tile's sum apart from the accumulator: tensor cores cut sums off, they do not round.
-        total = _dot(left[1], right[1], accumulator if _in_place(PRECISION) else None, PRECISION)
+        # Summed in place, the errors of dK and dV were 6 and 21 times the efficient kernel's on an H200, not 0.5 and 1.
+        total = _dot(left[1], right[1], None, PRECISION)
         total = _dot(left[2], right[0], total, PRECISION)
         total = _dot(left[0], right[2], total, PRECISION)
         total = _dot(left[1], right[0], total, PRECISION)
         total = _dot(left[0], right[1], total, PRECISION)
         total = _dot(left[0], right[0], total, PRECISION)
-        if accumulator is None or _in_place(PRECISION):
+        if accumulator is None:
             return total
         else:
             return accumulator + total

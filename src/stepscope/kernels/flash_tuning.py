@@ -108,9 +108,9 @@ def backward_configuration(q: Tensor, *, causal: bool) -> BackwardConfiguration:
 def precision_for(q: Tensor) -> Precision:
     """How fp32 operands are multiplied: in TF32 where the process allows its other products that.
 
-    Otherwise as exactly as PyTorch's own attention is: on Hopper as three products of TF32 on the tensor cores, as far
-    as results/h200/attention/flash-experiments.json found the error allowed, elsewhere in fp32. Half precisions are
-    multiplied exactly whatever this says.
+    Otherwise as exactly as PyTorch's own attention is: on Hopper on the tensor cores, as three products of TF32 up to
+    head_dim 64 and as six of bf16 up to 128 (each the faster of those whose error is allowed: docs/attention.md),
+    elsewhere in fp32. Half precisions are multiplied exactly whatever this says.
     """
     if q.dtype != torch.float32:
         return "ieee"
@@ -118,4 +118,6 @@ def precision_for(q: Tensor) -> Precision:
         return _forced_precision
     if torch.backends.cuda.matmul.allow_tf32:
         return "tf32"
-    return "tf32x3" if _capability(q.device)[0] == 9 and q.shape[3] <= 128 else "ieee"
+    if _capability(q.device)[0] != 9 or q.shape[3] > 128:
+        return "ieee"
+    return "tf32x3" if q.shape[3] <= 64 else "bf16x6"
