@@ -64,11 +64,22 @@ def flash_row_statistics(
     batch = long(batch_head // heads)
     head = batch_head % heads
     gradient = load_tile(
-        GRADIENT, batch * g_batch + head * g_head, 0, 0, first, queries, g_row, BLOCK_M, HEAD_DIM, BLOCK_D, False, False
+        GRADIENT,
+        batch * g_batch + long(head) * g_head,
+        0,
+        0,
+        first,
+        queries,
+        g_row,
+        BLOCK_M,
+        HEAD_DIM,
+        BLOCK_D,
+        False,
+        False,
     )
     row_statistics(
-        OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, gradient, batch * o_batch + head * o_head, o_row, batch_head,
-        first, queries, padded, batches * heads, HEAD_DIM, BLOCK_D, BLOCK_M, False, HAS_LOGSUMEXP_GRADIENT,
+        OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, gradient, batch * o_batch + long(head) * o_head, o_row,
+        batch_head, first, queries, padded, batches * heads, HEAD_DIM, BLOCK_D, BLOCK_M, False, HAS_LOGSUMEXP_GRADIENT,
     )  # fmt: skip
 
 
@@ -144,11 +155,11 @@ def _key_gradients(
     key = first_key + tl.arange(0, BLOCK_N)
 
     k = load_operand(
-        K, batch_long * k_batch + kv_head * k_head, batch, kv_head, first_key, keys, k_row,
+        K, batch_long * k_batch + long(kv_head) * k_head, batch, kv_head, first_key, keys, k_row,
         BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS, TMA, PRECISION,
     )  # fmt: skip
     v = load_operand(
-        V, batch_long * v_batch + kv_head * v_head, batch, kv_head, first_key, keys, v_row,
+        V, batch_long * v_batch + long(kv_head) * v_head, batch, kv_head, first_key, keys, v_row,
         BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS, TMA, PRECISION,
     )  # fmt: skip
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -163,9 +174,9 @@ def _key_gradients(
 
     for member in range(GROUP):
         head = kv_head * GROUP + member
-        q_offset = batch_long * q_batch + head * q_head
-        g_offset = batch_long * g_batch + head * g_head
-        dq_offset = batch_long * dq_batch + head * dq_head
+        q_offset = batch_long * q_batch + long(head) * q_head
+        g_offset = batch_long * g_batch + long(head) * g_head
+        dq_offset = batch_long * dq_batch + long(head) * dq_head
         statistics_row = batch * kv_heads * GROUP + head
         if CAUSAL or WINDOW or (FUSED and not EVEN_KEYS):
             dk, dv = _visit_queries(
@@ -186,11 +197,11 @@ def _key_gradients(
                 HEAD_DIM, BLOCK_D, BLOCK_M, CAUSAL, WINDOW, True, EVEN_QUERIES, PRECISION, TMA, FUSED, TMA_REDUCE,
             )  # fmt: skip
     store_tile(
-        DV, batch_long * dv_batch + kv_head * dv_head, dv, first_key, keys, dv_row,
+        DV, batch_long * dv_batch + long(kv_head) * dv_head, dv, first_key, keys, dv_row,
         BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS,
     )  # fmt: skip
     store_tile(
-        DK, batch_long * dk_batch + kv_head * dk_head, dk * scale, first_key, keys, dk_row,
+        DK, batch_long * dk_batch + long(kv_head) * dk_head, dk * scale, first_key, keys, dk_row,
         BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS,
     )  # fmt: skip
 
@@ -248,25 +259,25 @@ def _query_gradients(
     query = first_query + tl.arange(0, BLOCK_M)
 
     q = load_operand(
-        Q, batch_long * q_batch + head * q_head, batch, head, first_query, queries, q_row,
+        Q, batch_long * q_batch + long(head) * q_head, batch, head, first_query, queries, q_row,
         BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA, PRECISION,
     )  # fmt: skip
     gradient = load_operand(
-        GRADIENT, batch_long * g_batch + head * g_head, batch, head, first_query, queries, g_row,
+        GRADIENT, batch_long * g_batch + long(head) * g_head, batch, head, first_query, queries, g_row,
         BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA, PRECISION,
     )  # fmt: skip
     if PREPARE:
         logsumexp, delta = row_statistics(
             OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, joined(gradient, PRECISION),
-            batch_long * o_batch + head * o_head, o_row, batch_head, first_query, queries, padded, batches * heads,
-            HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_QUERIES, HAS_LOGSUMEXP_GRADIENT,
+            batch_long * o_batch + long(head) * o_head, o_row, batch_head, first_query, queries, padded,
+            batches * heads, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_QUERIES, HAS_LOGSUMEXP_GRADIENT,
         )  # fmt: skip
     else:
         statistics = STATISTICS + long(batch_head) * padded + query
         logsumexp = tl.load(statistics)
         delta = tl.load(statistics + long(batches) * heads * padded)
-    k_offset = batch_long * k_batch + kv_head * k_head
-    v_offset = batch_long * v_batch + kv_head * v_head
+    k_offset = batch_long * k_batch + long(kv_head) * k_head
+    v_offset = batch_long * v_batch + long(kv_head) * v_head
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     begin, full_begin, full_end, end = keys_visited(
         first_query, queries, keys, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
@@ -289,7 +300,7 @@ def _query_gradients(
         HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, False, EVEN_KEYS, PRECISION, TMA,
     )  # fmt: skip
     store_tile(
-        DQ, batch_long * dq_batch + head * dq_head, dq * scale, first_query, queries, dq_row,
+        DQ, batch_long * dq_batch + long(head) * dq_head, dq * scale, first_query, queries, dq_row,
         BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES,
     )  # fmt: skip
 
@@ -386,5 +397,14 @@ def flash_finish_queries(
         BLOCK_M, HEAD_DIM, BLOCK_D, False, False,
     )  # fmt: skip
     store_tile(
-        DQ, batch * dq_batch + head * dq_head, tile * scale, first, queries, dq_row, BLOCK_M, HEAD_DIM, BLOCK_D, False
+        DQ,
+        batch * dq_batch + long(head) * dq_head,
+        tile * scale,
+        first,
+        queries,
+        dq_row,
+        BLOCK_M,
+        HEAD_DIM,
+        BLOCK_D,
+        False,
     )

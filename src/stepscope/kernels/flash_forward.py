@@ -84,14 +84,14 @@ def _attend_tile(
     batch_long = long(batch)
 
     q = load_operand(
-        Q, batch_long * q_batch + head * q_head, batch, head, first_query, queries, q_row,
+        Q, batch_long * q_batch + long(head) * q_head, batch, head, first_query, queries, q_row,
         BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA, PRECISION,
     )  # fmt: skip
     if NEGATE:
         # The running maximum takes a scale that is not negative.
         q = negated(q, PRECISION)
-    k_offset = batch_long * k_batch + kv_head * k_head
-    v_offset = batch_long * v_batch + kv_head * v_head
+    k_offset = batch_long * k_batch + long(kv_head) * k_head
+    v_offset = batch_long * v_batch + long(kv_head) * v_head
     query = first_query + tl.arange(0, BLOCK_M)
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -123,7 +123,7 @@ def _attend_tile(
     output = output / divisor[:, None]
     logsumexp = (maximum + tl.math.log2(divisor)) * LN2
     store_tile(
-        OUT, batch_long * o_batch + head * o_head, output, first_query, queries, o_row,
+        OUT, batch_long * o_batch + long(head) * o_head, output, first_query, queries, o_row,
         BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES,
     )  # fmt: skip
     tl.store(LOGSUMEXP + long(batch_head) * queries + query, logsumexp, mask=query < queries)

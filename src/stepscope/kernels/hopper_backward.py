@@ -198,9 +198,9 @@ def _multiply(
     column = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, SUM))
     inside = (key < keys)[:, None]
     row = key.to(gl.int64)[:, None]
-    first_dv = DV + (batch.to(gl.int64) * dv_strides[0] + kv_head * dv_strides[1])
+    first_dv = DV + (batch.to(gl.int64) * dv_strides[0] + kv_head.to(gl.int64) * dv_strides[1])
     gl.store(first_dv + row * dv_strides[2] + column[None, :], dv.to(dtype), mask=inside)
-    first_dk = DK + (batch.to(gl.int64) * dk_strides[0] + kv_head * dk_strides[1])
+    first_dk = DK + (batch.to(gl.int64) * dk_strides[0] + kv_head.to(gl.int64) * dk_strides[1])
     gl.store(first_dk + row * dk_strides[2] + column[None, :], (dk * scale).to(dtype), mask=inside)
 
 
@@ -286,22 +286,12 @@ def hopper_prepare(
     batch = long(batch_head // heads)
     head = batch_head % heads
     gradient = load_tile(
-        GRADIENT,
-        batch * g_batch + head * g_head,
-        0,
-        0,
-        first,
-        queries,
-        g_row,
-        BLOCK_M,
-        HEAD_DIM,
-        HEAD_DIM,
-        False,
-        False,
-    )
+        GRADIENT, batch * g_batch + long(head) * g_head, 0, 0, first, queries, g_row,
+        BLOCK_M, HEAD_DIM, HEAD_DIM, False, False,
+    )  # fmt: skip
     row_statistics(
-        OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, gradient, batch * o_batch + head * o_head, o_row, batch_head,
-        first, queries, padded, batches * heads, HEAD_DIM, HEAD_DIM, BLOCK_M, False, HAS_LOGSUMEXP_GRADIENT,
+        OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, gradient, batch * o_batch + long(head) * o_head, o_row,
+        batch_head, first, queries, padded, batches * heads, HEAD_DIM, HEAD_DIM, BLOCK_M, False, HAS_LOGSUMEXP_GRADIENT,
     )  # fmt: skip
     zeros = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     store_tile(
@@ -316,21 +306,9 @@ def hopper_finish(
     """dQ: SUMS (B H padded, D) fp32 times scale, in the gradient's dtype."""
     batch_head = tl.program_id(1)
     first = tl.program_id(0) * BLOCK_M
-    tile = load_tile(
-        SUMS,
-        long(batch_head) * padded * HEAD_DIM,
-        0,
-        0,
-        first,
-        padded,
-        HEAD_DIM,
-        BLOCK_M,
-        HEAD_DIM,
-        HEAD_DIM,
-        True,
-        False,
-    )
-    store_tile(
-        DQ, long(batch_head // heads) * dq_batch + (batch_head % heads) * dq_head, tile * scale, first, queries, dq_row,
-        BLOCK_M, HEAD_DIM, HEAD_DIM, False,
+    sums = load_tile(
+        SUMS, long(batch_head) * padded * HEAD_DIM, 0, 0, first, padded, HEAD_DIM,
+        BLOCK_M, HEAD_DIM, HEAD_DIM, True, False,
     )  # fmt: skip
+    offset = long(batch_head // heads) * dq_batch + long(batch_head % heads) * dq_head
+    store_tile(DQ, offset, sums * scale, first, queries, dq_row, BLOCK_M, HEAD_DIM, HEAD_DIM, False)
