@@ -64,19 +64,9 @@ def flash_row_statistics(
     batch = long(batch_head // heads)
     head = batch_head % heads
     gradient = load_tile(
-        GRADIENT,
-        batch * g_batch + long(head) * g_head,
-        0,
-        0,
-        first,
-        queries,
-        g_row,
-        BLOCK_M,
-        HEAD_DIM,
-        BLOCK_D,
-        False,
-        False,
-    )
+        GRADIENT, batch * g_batch + long(head) * g_head, 0, 0, first, queries, g_row,
+        BLOCK_M, HEAD_DIM, BLOCK_D, False, False,
+    )  # fmt: skip
     row_statistics(
         OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, gradient, batch * o_batch + long(head) * o_head, o_row,
         batch_head, first, queries, padded, batches * heads, HEAD_DIM, BLOCK_D, BLOCK_M, False, HAS_LOGSUMEXP_GRADIENT,
@@ -397,14 +387,6 @@ def flash_finish_queries(
         BLOCK_M, HEAD_DIM, BLOCK_D, False, False,
     )  # fmt: skip
     store_tile(
-        DQ,
-        batch * dq_batch + long(head) * dq_head,
-        tile * scale,
-        first,
-        queries,
-        dq_row,
-        BLOCK_M,
-        HEAD_DIM,
-        BLOCK_D,
-        False,
-    )
+        DQ, batch * dq_batch + long(head) * dq_head, tile * scale, first, queries, dq_row,
+        BLOCK_M, HEAD_DIM, BLOCK_D, False,
+    )  # fmt: skip
