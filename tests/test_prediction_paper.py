@@ -352,11 +352,21 @@ class Counting(RoundingAllocator):
         return super().allocate(size)
 
 
-@pytest.mark.parametrize(("dtype", "heads", "summed"), [("bf16", 1, True), ("bf16", 4, False), ("fp32", 1, False)])
-def test_flash_adds_dq_up_in_fp32_where_hoppers_kernels_take_the_call(dtype: str, heads: int, summed: bool):
-    """In 16 bits at head_dim 64. Against `sdpa-efficient`, which adds it up so in 16 bits at any, and has one number
-    for each row where flash has two."""
-    layers, batch, seq_len, d_model = 2, 4, 128, 64
+@pytest.mark.parametrize(
+    ("dtype", "seq_len", "head_dim", "summed", "split"),
+    [
+        ("bf16", 2048, 64, True, False), ("bf16", 2048, 128, True, False), ("bf16", 1024, 64, False, False),
+        ("bf16", 2048, 16, False, False), ("fp32", 128, 64, False, False), ("fp32", 128, 96, False, True),
+        ("fp32", 128, 128, False, True), ("fp32", 128, 192, False, False),
+    ],
+)  # fmt: skip
+def test_flash_holds_in_backward_what_hoppers_kernels_do(
+    dtype: str, seq_len: int, head_dim: int, summed: bool, split: bool
+):
+    """Sums of dQ in fp32, and of fp32 three parts in bf16 of q, k, v and dO, in rows of 128 numbers. Against
+    `sdpa-efficient`, which adds dQ up in fp32 in 16 bits at any length, and has one number for each row where flash has
+    two."""
+    layers, batch, heads, d_model = 2, 4, 1, head_dim
 
     def taken_in_backward(attention: str) -> int:
         allocator = Counting(1)
@@ -368,4 +378,5 @@ def test_flash_adds_dq_up_in_fp32_where_hoppers_kernels_take_the_call(dtype: str
 
     rows, numbers = batch * heads * seq_len, batch * seq_len * d_model
     fewer = 4 * numbers if dtype == "bf16" and not summed else 0
-    assert taken_in_backward("flash") - taken_in_backward("sdpa-efficient") == layers * (4 * rows - fewer)
+    more = 4 * rows * 128 * 6 if split else 0
+    assert taken_in_backward("flash") - taken_in_backward("sdpa-efficient") == layers * (4 * rows - fewer + more)

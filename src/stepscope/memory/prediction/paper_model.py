@@ -349,6 +349,11 @@ class PaperModel:
         """One operator that keeps its inputs, its output and the logsumexp of each row."""
         logsumexp = tape.output("Attention", self.rows * 4)
         n, size = q.elements, q.itemsize
+        head_dim = n // self.rows
+        # In fp32 the kernels for Hopper split these head dimensions' operands into three parts of bf16, in rows padded
+        # to a power of two (kernels/flash_operands.py). Those for other GPUs do not, and need less.
+        split = self.attention == "flash" and size == 4 and 64 < head_dim <= 128
+        parts = n // head_dim * 128 * 3 * 2 if split else 0
 
         def backward(tape: Tape, _: Storage) -> Sequence[Storage]:
             for_q, for_k, for_v = (tape.storage(n * size) for _ in range(3))
@@ -356,16 +361,18 @@ class PaperModel:
                 # The logsumexp and D of each row. The kernels fill each head's rows up to a tile's, 128 at most: for
                 # sequences of a multiple of 128 by none, and that is left out.
                 _statistics = tape.storage(self.rows * 2 * 4)
-                # In 16 bits the kernels for Hopper (kernels/hopper_launch.py) add dQ up in fp32. Those for other GPUs
-                # do in registers and need less than this, unless a `fused` backward was tuned.
-                fp32_sums = size == 2 and n // self.rows in _HOPPER_HEAD_DIMS
+                # In 16 bits the kernels for Hopper (kernels/hopper_launch.py) add dQ of long sequences up in fp32.
+                # Those for other GPUs do in registers and need less than this, unless a `fused` backward was tuned.
+                fp32_sums = size == 2 and head_dim in {64, 128} and self.workload.seq_len > _HOPPER_SHORT
                 _accumulated = tape.storage(n * 4 if fp32_sums else 0)
+                _of_operands_and_gradient = tape.storage(4 * parts)
                 return for_q, for_k, for_v
             _delta = tape.storage(self.rows * 4)
             # Gradients of the queries are added up in fp32, over blocks of keys.
             _accumulated = tape.storage(n * 4 if size != 4 else 0)
             return for_q, for_k, for_v
 
+        _of_operands = tape.storage(3 * parts)
         return tape.op(
             "Attention", n, size, [q, k, v], saves=[q, k, v], saves_output=True, also_saves=[logsumexp],
             backward=backward,
@@ -395,7 +402,7 @@ class PaperModel:
         )  # fmt: skip
 
 
-_HOPPER_HEAD_DIMS = (64, 128)
-"""That these kernels take."""
+_HOPPER_SHORT = 1024
+"""Queries up to which they are not taken for backward (kernels/flash_configuration.py)."""
 _EMBEDDING_SORTS_FROM = 3072
 """Tokens beyond which the embedding's backward on a GPU sorts them (aten/src/ATen/native/cuda/Embedding.cu)."""
