@@ -68,7 +68,8 @@ def _hopper() -> "ModuleType | None":
     return hopper_launch
 
 
-def _hopper_takes(*tensors: Tensor, window: int | None) -> bool:
+def hopper_takes(*tensors: Tensor, window: int | None) -> bool:
+    """Whether a call on these operands goes to a kernel in Gluon where its configuration names one."""
     module = _hopper()
     return module is not None and window is None and module.takes(*tensors) and describable(*tensors)
 
@@ -151,7 +152,7 @@ def launch_forward(
     launcher: Launcher = launch,
 ) -> object:
     """Fill `out` and `logsumexp` ((B, H, S) fp32, contiguous), by way of `parts` (`parts_for` q, k and v)."""
-    if configuration.hopper is not None and scale >= 0 and _hopper_takes(q, k, v, out, window=window):
+    if configuration.hopper is not None and scale >= 0 and hopper_takes(q, k, v, out, window=window):
         return _required_hopper().launch_hopper_forward(
             q, k, v, out, logsumexp, causal=causal, scale=scale, configuration=configuration.hopper, launcher=launcher
         )
@@ -233,7 +234,7 @@ def sums_for(
     """
     if configuration.hopper is None or torch.are_deterministic_algorithms_enabled():
         return None
-    if not _hopper_takes(q, k, v, gradient, window=window):
+    if not hopper_takes(q, k, v, gradient, window=window):
         return None
     return _required_hopper().sums_for(q, statistics)
 
