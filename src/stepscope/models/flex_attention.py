@@ -28,8 +28,8 @@ def flex(
     blind = blind_queries(q, k, window)
     if blind:
         return with_zeros(flex, blind, q, k, v, causal=causal, scale=scale, window=window)
-    # Its kernels mean to read any strides, and some read rows of D numbers side by side all the same: on an H200 PyTorch
-    # 2.11 made other numbers of every second one of a row (head_dim 256, 63 queries, 16 bits).
+    # Its kernels mean to read any strides, and some read rows of D numbers side by side all the same: on an H200
+    # PyTorch 2.11 made other numbers of every second one of a row (head_dim 256, 63 queries, 16 bits).
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
     mask = _block_mask(q.shape[-2], k.shape[-2], causal, window, q.device) if causal or window is not None else None
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
