@@ -1,9 +1,11 @@
 """Tuning the FlashAttention kernels, with hand-made times: what is chosen, kept, read again and ignored."""
 
 import itertools
+import json
 import warnings
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 
@@ -21,7 +23,18 @@ from stepscope.kernels.flash_configuration import (
     default_forward,
     tiles,
 )
-from stepscope.kernels.flash_tune import Candidate, Part, Trial, forward_candidates, part_candidates, search, tune
+from stepscope.kernels.flash_tune import (
+    MOST,
+    Candidate,
+    Part,
+    Trial,
+    backward_candidates,
+    forward_candidates,
+    part_candidates,
+    search,
+    tune,
+)
+from stepscope.kernels.hopper_configuration import HopperBackward, HopperForward
 from stepscope.measure.precision import matmul_precision
 
 HOPPER = Problem(capability=(9, 0), head_dim=128, bytes_per_element=2, causal=True, log2_queries=14)
@@ -60,6 +73,53 @@ def test_the_fastest_correct_one_wins():
     assert choice.default_forward_ms == 3.0
     # Nothing was faster than the default backward pass: a tie is not a reason to leave it.
     assert choice.backward == default_backward(HOPPER)
+
+
+def test_the_kernels_in_gluon_are_chosen_with_what_is_fastest_beside_them():
+    """Forward 1 by one in Gluon, 2 by another's tiles; backward 1 in Gluon, 2 joint; the defaults take 3."""
+    gluon = HopperForward(turns=True, late=True, stages=3)
+    beside = ForwardConfiguration(tiles=tiles(64, 64, 4, 3))
+    seen: list[Candidate] = []
+
+    def of(candidate: Candidate) -> float:
+        seen.append(candidate)
+        if isinstance(candidate, ForwardConfiguration):
+            return 1.0 if candidate.hopper == gluon else 2.0 if candidate == beside else 3.0
+        if isinstance(candidate, BackwardConfiguration):
+            return 1.0 if candidate.hopper is not None else 2.0 if candidate.way == "joint" else 3.0
+        return 3.0
+
+    choice = search(HOPPER, times(of), batch_heads=16, seconds=60)
+    assert (choice.forward, choice.forward_ms) == (msgspec.structs.replace(beside, hopper=gluon), 1.0)
+    assert (choice.backward.hopper, choice.backward_ms) == (default_backward(HOPPER).hopper, 1.0)
+    assert choice.backward.way == "joint"
+    # The same without the kernel in Gluon is measured too.
+    assert msgspec.structs.replace(default_forward(HOPPER), hopper=None) in seen
+    assert msgspec.structs.replace(default_backward(HOPPER), hopper=None) in seen
+    assert len(seen) == len(set(seen))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_where_the_kernels_in_gluon_are_not_taken_none_is_measured(head_dim: int):
+    """It would be another kernel's time. Determinism is the backward one's alone, and says nothing of other calls."""
+    problem = msgspec.structs.replace(HOPPER, head_dim=head_dim)
+    seen: list[Candidate] = []
+
+    def of(candidate: Candidate) -> float:
+        seen.append(candidate)
+        return 1.0
+
+    choice = search(problem, times(of), batch_heads=16, seconds=60, hopper=False)
+    assert not any(c.hopper for c in seen if not isinstance(c, Part))
+    assert choice.forward.hopper is None and choice.backward.hopper is None and choice.default_backward_ms == 1.0
+    seen.clear()
+    choice = search(problem, times(of), batch_heads=16, seconds=60, deterministic=True)
+    assert any(isinstance(c, ForwardConfiguration) and c.hopper for c in seen)
+    assert not any(isinstance(c, BackwardConfiguration) and c.hopper for c in seen)
+    assert choice.deterministic and choice.backward == default_backward(problem) and choice.backward_ms == 1.0
+    measured, left = str(choice).splitlines()[2:]
+    assert "backward apart keys" in measured and "1.000 ms" in measured
+    assert f"backward is {default_backward(problem).hopper}, not measured" in left
 
 
 def test_a_backward_pass_is_made_of_the_fastest_kernels():
@@ -125,7 +185,16 @@ def test_the_lists_are_bounded_and_begin_with_the_default():
             forward_candidates(problem), part_candidates(problem, "keys"), part_candidates(problem, "queries")
         )  # fmt: skip
         assert forwards[0] == default_forward(problem) and keys[0].tiles == default_backward(problem).keys
-        assert max(len(forwards), len(keys), len(queries)) <= 10
+        whole = backward_candidates(problem)
+        assert whole[0] == default_backward(problem)
+        # Whole passes of what is measured one by one come to these: apart and joint, by descriptors and by pointers.
+        assert max(len(forwards), len(keys), len(queries), len(whole) + 4) <= MOST == 10
+        gluon = capability == (9, 0) and width == 2 and head_dim in {64, 128}
+        variants = {each.hopper for each in forwards} - {None, default_forward(problem).hopper}
+        assert len(variants) == (2 if gluon else 0)
+        for listed in (forward_candidates(problem, hopper=False), backward_candidates(problem, hopper=False)):
+            assert not any(each.hopper for each in listed)
+        assert len(set(forwards)) == len(forwards) and len(set(whole)) == len(whole)
         assert all(capability >= (9, 0) or not each.tma for each in (*forwards, *keys, *queries))
 
 
@@ -149,6 +218,27 @@ def test_a_choice_is_kept_taken_and_read_again():
     tune(q, k, v, causal=True, measure=times(lambda c: 1.0))
     assert len(flash_kept.kept_choices("cpu")) == 2, "tuned again, replaced"
     assert flash_tuning.forward_configuration(q, causal=True) != chosen
+
+
+def test_a_choice_for_the_kernels_in_gluon_is_kept_and_one_from_before_them_is_read():
+    forward = ForwardConfiguration(tiles=tiles(64, 64, 4, 3), hopper=HopperForward(consumers=3, max_registers=128))
+    backward = msgspec.structs.replace(
+        default_backward(HOPPER), hopper=HopperBackward(block_n=128, v_in_registers=True, max_registers=168)
+    )
+    choice = flash_kept.Choice(problem=HOPPER, batch_heads=2, forward=forward, backward=backward, deterministic=True)
+    assert flash_kept.keep("cpu", choice) is not None
+    flash_tuning.forget()
+    assert flash_kept.kept_choices("cpu") == {HOPPER: choice}
+
+    path = flash_kept.kept_path("cpu")
+    stored = json.loads(path.read_text())
+    before = stored["choices"][0]
+    del before["forward"]["hopper"], before["backward"]["hopper"], before["deterministic"]
+    path.write_text(json.dumps(stored))
+    flash_tuning.forget()
+    read = flash_kept.kept_choices("cpu")[HOPPER]
+    assert read.forward == msgspec.structs.replace(forward, hopper=None)
+    assert read.backward == msgspec.structs.replace(backward, hopper=None) and not read.deterministic
 
 
 @pytest.mark.parametrize(
@@ -213,9 +303,16 @@ def test_candidates_are_run_into_poison_and_compared(dtype: torch.dtype, monkeyp
     joint = BackwardConfiguration(way="joint", keys=tiles(16, 32, 4, 1), queries=tiles(32, 16, 4, 1), tma=False)
     parts = [Part(kernel=kernel, tiles=tiles(16, 16, 4, 1), tma=False) for kernel in ("keys", "queries")]
     candidates: list[Candidate] = [default_forward(problem), default_backward(problem), joint, *parts]
+    elsewhere: list[Candidate] = [
+        msgspec.structs.replace(default_forward(problem), hopper=HopperForward()),
+        msgspec.structs.replace(default_backward(problem), hopper=HopperBackward(block_n=64, max_registers=128)),
+    ]
     for candidate in candidates:
         trial = measure(candidate)
         assert trial.ms == 1.0 and 0 < trial.of_allowed < 1, candidate
+    for candidate in elsewhere:
+        with pytest.raises(ValueError, match="kernel for Hopper does not take this call"):
+            measure(candidate)
     for true in measure.truth.values():
         true.add_(0.5)
     assert all(measure(candidate).of_allowed > 1 for candidate in candidates)

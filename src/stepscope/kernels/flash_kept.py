@@ -28,16 +28,21 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     default_forward_ms: float | None = None
     """None also where the default failed or was wrong."""
     default_backward_ms: float | None = None
+    deterministic: bool = False
+    """Tuned where PyTorch was to be deterministic: the backward kernel in Gluon, which is not, was not measured."""
 
     def __str__(self) -> str:
         lines = [f"{self.problem}, tuned at batch x heads {self.batch_heads}"]
+        backward = msgspec.structs.replace(self.backward, hopper=None) if self.deterministic else self.backward
         for name, chosen, ms, default_ms in (
             ("forward", self.forward, self.forward_ms, self.default_forward_ms),
-            ("backward", self.backward, self.backward_ms, self.default_backward_ms),
+            ("backward", backward, self.backward_ms, self.default_backward_ms),
         ):
             measured = "default, not measured" if ms is None else f"{ms:.3f} ms"
             beside = "" if default_ms is None else f" (the default {default_ms:.3f})"
             lines.append(f"  {name:8} {chosen}: {measured}{beside}")
+        if self.deterministic and self.backward.hopper is not None:
+            lines.append(f"  where PyTorch need not be deterministic, backward is {self.backward}, not measured")
         return "\n".join(lines)
 
 

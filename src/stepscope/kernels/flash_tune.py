@@ -2,15 +2,17 @@
 
     tune(q, k, v, causal=True, seconds=60)        prints as the configurations chosen and what they took
 
-The forward kernel first, then the two kernels of a backward pass one by one, then whole backward passes made of the
-fastest of each. The configuration that would be taken anyway is the first of every list, so that a short budget never
-chooses worse than none. Whatever is wrong, or does not compile, gets no time.
+The forward kernel first, then whole backward passes by the kernel in Gluon where there is one, then the two kernels of
+other backward passes one by one, then whole passes made of the fastest of each. The configuration that would be taken
+anyway is the first of every list, so that a short budget never chooses worse than none. Whatever is wrong, or does not
+compile, gets no time. Where a kernel in Gluon is fastest, the choice says besides what was fastest of the others, for
+calls of the class that it does not take.
 """
 
 import contextlib
 import time
-from collections.abc import Callable
-from typing import Literal, Protocol
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -32,7 +34,15 @@ from stepscope.kernels.flash_configuration import (
     tiles,
 )
 from stepscope.kernels.flash_kept import Choice, device_name, keep
-from stepscope.kernels.flash_launch import Backward, launch_forward, run_backward, statistics_for
+from stepscope.kernels.flash_launch import (
+    Backward,
+    hopper_takes,
+    launch_forward,
+    run_backward,
+    statistics_for,
+    sums_for,
+)
+from stepscope.kernels.hopper_configuration import HopperBackward, HopperForward
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +57,11 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Candidate = ForwardConfiguration | BackwardConfiguration | Part
+_Candidate = TypeVar("_Candidate", bound=Candidate)
+_Whole = TypeVar("_Whole", ForwardConfiguration, BackwardConfiguration)
+
+MOST = 10
+"""Configurations of a kernel, or whole backward passes, that are listed."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +132,29 @@ _SHAPES_SPLIT: dict[str, dict[int, tuple[tuple[int, int, int, int, bool], ...]]]
 """Of fp32 in "bf16x6": operands are three tiles of 16 bits, of which shared memory holds few."""
 
 
+_HOPPER_FORWARDS = {
+    64: (
+        HopperForward(consumers=1, late=True, max_registers=128),
+        HopperForward(consumers=3),
+        HopperForward(late=True),
+    ),
+    128: (
+        HopperForward(turns=True, late=True, rows_first=False),
+        HopperForward(late=True),
+        HopperForward(turns=True, late=True, stages=3),
+    ),
+}
+_HOPPER_BACKWARDS = {
+    64: (
+        HopperBackward(block_n=64, v_in_registers=True, max_registers=128),
+        HopperBackward(block_n=64, max_registers=128),
+        HopperBackward(block_n=128, v_in_registers=True, max_registers=168),
+    ),
+    128: (HopperBackward(block_n=128, max_registers=168),),
+}
+"""Of the kernels in Gluon, by the head dimension."""
+
+
 def _listed(problem: Problem, kernel: str) -> list[tuple[Tiles, bool]]:
     fp32 = _SHAPES_SPLIT if problem.precision == "bf16x6" else _SHAPES_FP32
     lists = (fp32 if problem.bytes_per_element == 4 else _SHAPES)[kernel]
@@ -128,10 +166,29 @@ def _listed(problem: Problem, kernel: str) -> list[tuple[Tiles, bool]]:
     return found
 
 
-def forward_candidates(problem: Problem) -> list[ForwardConfiguration]:
-    """The default first, without repetition; ten at most."""
+def _has_hopper(problem: Problem) -> bool:
+    return problem.capability == (9, 0) and problem.bytes_per_element == 2 and problem.head_dim in _HOPPER_FORWARDS
+
+
+def forward_candidates(problem: Problem, *, hopper: bool = True) -> list[ForwardConfiguration]:
+    """The default first, without repetition; ten at most. Without `hopper`, none for the kernel in Gluon."""
+    default = default_forward(problem)
+    plain = msgspec.structs.replace(default, hopper=None)
+    found = [default if hopper else plain]
+    if hopper and _has_hopper(problem):
+        found += [msgspec.structs.replace(default, hopper=each) for each in _HOPPER_FORWARDS[problem.head_dim]]
     listed = [ForwardConfiguration(tiles=each, tma=tma) for each, tma in _listed(problem, "forward")]
-    return list(dict.fromkeys([default_forward(problem), *listed]))
+    return list(dict.fromkeys([*found, plain, *listed]))[:MOST]
+
+
+def backward_candidates(problem: Problem, *, hopper: bool = True) -> list[BackwardConfiguration]:
+    """Likewise, whole backward passes that need nothing measured before; with those of `search`, ten at most."""
+    default = default_backward(problem)
+    plain = msgspec.structs.replace(default, hopper=None)
+    found = [default if hopper else plain]
+    if hopper and _has_hopper(problem):
+        found += [msgspec.structs.replace(default, hopper=each) for each in _HOPPER_BACKWARDS[problem.head_dim]]
+    return list(dict.fromkeys([*found, plain]))
 
 
 def part_candidates(problem: Problem, kernel: Literal["keys", "queries"]) -> list[Part]:
@@ -140,7 +197,7 @@ def part_candidates(problem: Problem, kernel: Literal["keys", "queries"]) -> lis
     chosen = default.keys if kernel == "keys" else default.queries
     first = [] if chosen is None else [Part(kernel=kernel, tiles=chosen, tma=default.tma)]
     listed = [Part(kernel=kernel, tiles=each, tma=tma) for each, tma in _listed(problem, kernel)]
-    return list(dict.fromkeys([*first, *listed]))
+    return list(dict.fromkeys([*first, *listed]))[:MOST]
 
 
 class Search:
@@ -152,7 +209,7 @@ class Search:
         self.trials: dict[Candidate, float] = {}
         """Milliseconds of what was right."""
 
-    def try_all(self, candidates: list[Candidate]) -> None:
+    def try_all(self, candidates: Sequence[Candidate]) -> None:
         for candidate in candidates:
             if self.now() >= self.deadline:
                 return
@@ -167,7 +224,7 @@ class Search:
             else:
                 self.tell(f"{candidate}: wrong, {trial.of_allowed:.2f} of the error allowed")
 
-    def fastest(self, candidates: list[Candidate]) -> Candidate | None:
+    def fastest(self, candidates: Sequence[_Candidate]) -> _Candidate | None:
         right = [candidate for candidate in candidates if candidate in self.trials]
         return min(right, key=lambda candidate: self.trials[candidate], default=None)
 
@@ -178,58 +235,75 @@ def search(
     *,
     batch_heads: int,
     seconds: float,
+    hopper: bool = True,
+    deterministic: bool = False,
     now: Callable[[], float] = time.monotonic,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Choice:
-    """The fastest correct configurations of a problem, by `measure`. Half the budget is the forward pass's at most."""
+    """The fastest correct configurations of a problem, by `measure`. Half the budget is the forward pass's at most.
+
+    `hopper`: whether the kernels in Gluon take the calls that are measured. `deterministic`: as PyTorch was asked to
+    be, so that the backward one does not; what the default says of it is left as it is then.
+    """
     trying = Search(measure, seconds / 2, now, tell)
     started = trying.deadline - seconds / 2
-    forwards: list[Candidate] = [*forward_candidates(problem)]
+    forwards = forward_candidates(problem, hopper=hopper)
     trying.try_all(forwards)
     trying.deadline = started + seconds
-    default = default_backward(problem)
-    parts: list[Candidate] = [*part_candidates(problem, "keys"), *part_candidates(problem, "queries")]
-    trying.try_all([default])
+    whole = backward_candidates(problem, hopper=hopper and not deterministic)
+    trying.try_all(whole)
     # What the passes below need comes first: both kernels in turn.
-    keys = [part for part in parts if isinstance(part, Part) and part.kernel == "keys"]
-    queries = [part for part in parts if isinstance(part, Part) and part.kernel == "queries"]
-    in_turn: list[Candidate] = [
+    keys, queries = part_candidates(problem, "keys"), part_candidates(problem, "queries")
+    in_turn = [
         part for at in range(max(len(keys), len(queries))) for part in (*keys[at : at + 1], *queries[at : at + 1])
     ]
     passes_reserve = (trying.deadline - trying.now()) / 4
     trying.deadline -= passes_reserve
     trying.try_all(in_turn)
     trying.deadline += passes_reserve
-    passes: list[Candidate] = [each for each in _passes(trying, parts) if each != default]
+    passes = [each for each in _passes(trying, keys, queries) if each not in whole]
     trying.try_all(passes)
 
-    forward = trying.fastest(forwards)
-    backward = trying.fastest([default, *passes])
+    forward, forward_ms = _chosen(trying, forwards, default_forward(problem))
+    backward, backward_ms = _chosen(trying, [*whole, *passes], default_backward(problem))
+    if deterministic and hopper:
+        backward = msgspec.structs.replace(backward, hopper=default_backward(problem).hopper)
     return Choice(
         problem=problem,
         batch_heads=batch_heads,
-        forward=forward if isinstance(forward, ForwardConfiguration) else default_forward(problem),
-        backward=backward if isinstance(backward, BackwardConfiguration) else default,
-        forward_ms=None if forward is None else trying.trials[forward],
-        backward_ms=None if backward is None else trying.trials[backward],
-        default_forward_ms=trying.trials.get(default_forward(problem)),
-        default_backward_ms=trying.trials.get(default),
+        forward=forward,
+        backward=backward,
+        forward_ms=forward_ms,
+        backward_ms=backward_ms,
+        default_forward_ms=trying.trials.get(forwards[0]),
+        default_backward_ms=trying.trials.get(whole[0]),
+        deterministic=deterministic,
     )
 
 
-def _passes(trying: Search, parts: list[Candidate]) -> list[BackwardConfiguration]:
+def _passes(trying: Search, keys: list[Part], queries: list[Part]) -> list[BackwardConfiguration]:
     """Whole passes of the fastest kernels: by descriptors and by pointers, apart and joint."""
     found = []
     for tma in (True, False):
-        best = [
-            trying.fastest([p for p in parts if isinstance(p, Part) and p.kernel == kernel and p.tma == tma])
-            for kernel in ("keys", "queries")
-        ]
-        keys, queries = best
-        if isinstance(keys, Part) and isinstance(queries, Part):
-            found.append(BackwardConfiguration(way="apart", keys=keys.tiles, queries=queries.tiles, tma=tma))
-            found.append(BackwardConfiguration(way="joint", keys=keys.tiles, queries=queries.tiles, tma=tma))
+        over_keys, over_queries = (trying.fastest([p for p in parts if p.tma == tma]) for parts in (keys, queries))
+        if over_keys is not None and over_queries is not None:
+            found += [
+                BackwardConfiguration(way=way, keys=over_keys.tiles, queries=over_queries.tiles, tma=tma)
+                for way in ("apart", "joint")
+            ]
     return found
+
+
+def _chosen(trying: Search, candidates: list[_Whole], default: _Whole) -> tuple[_Whole, float | None]:
+    """The fastest and its milliseconds, or the default and None."""
+    fastest = trying.fastest(candidates)
+    if fastest is None:
+        return default, None
+    ms = trying.trials[fastest]
+    others = trying.fastest([each for each in candidates if each.hopper is None])
+    if fastest.hopper is not None and others is not None:
+        return msgspec.structs.replace(others, hopper=fastest.hopper), ms
+    return fastest, ms
 
 
 class OnDevice:
@@ -258,6 +332,7 @@ class OnDevice:
         self.allowed = {name: share * float(t.abs().max()) for name, t in self.truth.items()}
         self.results = {name: torch.empty_like(t) for name, t in self.truth.items()}
         self.logsumexp = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        self.out = self.results["out"]
         self._has_forward = False
 
     def __call__(self, candidate: Candidate) -> Trial:
@@ -284,16 +359,23 @@ class OnDevice:
         return Trial(ms=_median_ms(run, self.WARMUP_MS, self.REPEAT_MS), of_allowed=worst)
 
     def _forward(self, configuration: ForwardConfiguration) -> Callable[[], object]:
+        if configuration.hopper is not None and not hopper_takes(self.q, self.k, self.v, self.out, window=None):
+            raise _not_taken(configuration)
         return lambda: launch_forward(
             self.q, self.k, self.v, self.results["out"], self.logsumexp, causal=self.causal, scale=self.scale,
             window=None, precision=self.precision, configuration=configuration,
         )  # fmt: skip
 
     def _backward(self, candidate: BackwardConfiguration | Part) -> tuple[Callable[[], object], tuple[str, ...]]:
+        statistics, sums = statistics_for(self.q), None
+        if isinstance(candidate, BackwardConfiguration) and candidate.hopper is not None:
+            sums = sums_for(candidate, statistics, self.q, self.k, self.v, self.gradient, window=None)
+            if sums is None:
+                raise _not_taken(candidate)
         backward = Backward(
             self.gradient, self.q, self.k, self.v, self.out, self.saved_logsumexp,
-            self.results["dq"], self.results["dk"], self.results["dv"], statistics_for(self.q),
-            causal=self.causal, scale=self.scale, window=None, precision=self.precision, tma=candidate.tma,
+            self.results["dq"], self.results["dk"], self.results["dv"], statistics,
+            causal=self.causal, scale=self.scale, window=None, precision=self.precision, tma=candidate.tma, sums=sums,
         )  # fmt: skip
         if isinstance(candidate, BackwardConfiguration):
             return lambda: run_backward(backward, candidate), ("dq", "dk", "dv")
@@ -302,6 +384,11 @@ class OnDevice:
             return lambda: backward.over_queries(candidate.tiles, prepare=True), ("dq",)
         backward.preprocess()
         return lambda: backward.over_keys(candidate.tiles), ("dk", "dv")
+
+
+def _not_taken(candidate: Candidate) -> ValueError:
+    # Launched all the same, another kernel would run, and its time would be taken for this one's.
+    return ValueError(f"{candidate}: the kernel for Hopper does not take this call")
 
 
 def _median_ms(run: Callable[[], object], warmup_ms: int, repeat_ms: int) -> float:
@@ -333,7 +420,10 @@ def tune(
     problem = flash_tuning.problem_of(q, causal=causal)
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         measure = measure or OnDevice(q, k, v, causal=causal, problem=problem)
-        choice = search(problem, measure, batch_heads=q.shape[0] * q.shape[1], seconds=seconds, tell=tell)
+        choice = search(
+            problem, measure, batch_heads=q.shape[0] * q.shape[1], seconds=seconds, tell=tell,
+            hopper=hopper_takes(q, k, v, window=None), deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
     if choice.forward_ms is not None or choice.backward_ms is not None:
         keep(device_name(q.device), choice)
         flash_tuning.forget()
