@@ -95,15 +95,16 @@ def few_shapes() -> tuple[AttentionShape, ...]:
 
 def long_shapes() -> tuple[AttentionShape, ...]:
     """Calls above `LONG`, of the head dimensions that have kernels of their own there: for GPUs."""
+    kinds: tuple[tuple[bool, int, int, Numbers], ...] = (
+        (True, 4, LONG + 85, "offset"), (False, 4, 900, "normal"), (True, 2, LONG + 85, "normal"),
+    )  # fmt: skip
     return tuple(
         AttentionShape(
             batch=1, heads=4, key_heads=key_heads, queries=LONG + 85, keys=keys, head_dim=head_dim, causal=causal,
             layout="transposed" if causal else "contiguous", numbers=numbers,
         )
         for head_dim in (64, 128)
-        for causal, key_heads, keys, numbers in (
-            (True, 4, LONG + 85, "offset"), (False, 4, 900, "normal"), (True, 2, LONG + 85, "normal"),
-        )
+        for causal, key_heads, keys, numbers in kinds
     )  # fmt: skip
 
 
