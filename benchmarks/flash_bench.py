@@ -2,14 +2,14 @@
 
 import json
 import os
-import statistics
 import sys
 import time
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 Shape = tuple[int, int, int, int, bool, str]
 """batch, heads, sequence, head_dim, causal, dtype."""
+HOPPER_KINDS = ("hopper-forward", "hopper-backward")
+"""Of the kernels in Gluon; the backward one's time is a whole pass's: what goes before it and after it too."""
 SHAPES: list[Shape] = [
     (1, 16, 16384, 64, True, "bfloat16"),
     (1, 16, 16384, 128, True, "bfloat16"),
@@ -32,6 +32,21 @@ def device_type() -> str:
     import torch  # noqa: PLC0415
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def why_not_hopper() -> str | None:
+    """Why the kernels in Gluon cannot be measured here; None where they can."""
+    import torch  # noqa: PLC0415
+    import triton  # noqa: PLC0415
+
+    from stepscope.kernels.flash_launch import hopper_takes  # noqa: PLC0415
+
+    if device_type() != "cuda" or torch.cuda.get_device_capability() != (9, 0):
+        return "the kernels in Gluon need a Hopper GPU (compute capability 9.0), and this machine has none"
+    probe = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device="cuda")
+    if not hopper_takes(probe, probe, probe, window=None):
+        return f"the kernels in Gluon were not made for Triton {triton.__version__}"
+    return None
 
 
 def median_ms(run: Any, warmup_ms: int, repeat_ms: int) -> float:
@@ -60,8 +75,11 @@ def tiles_of(task: dict[str, Any], name: str = "tile") -> Any:
 
 def forward_of(task: dict[str, Any]) -> Any:
     """The task as a configuration of the forward kernel."""
-    from stepscope.kernels.flash_configuration import ForwardConfiguration  # noqa: PLC0415
+    from stepscope.kernels.flash_configuration import ForwardConfiguration, tiles  # noqa: PLC0415
+    from stepscope.kernels.hopper_configuration import HopperForward  # noqa: PLC0415
 
+    if "hopper" in task:
+        return ForwardConfiguration(tiles=tiles(64, 64, 4, 2), hopper=HopperForward(**task["hopper"]))
     return ForwardConfiguration(
         tiles=tiles_of(task), tma=task["tma"], warp_specialize=task.get("warp_specialize", False),
         persistent=task.get("persistent", False), rows_first=task.get("rows_first", True),
@@ -70,11 +88,14 @@ def forward_of(task: dict[str, Any]) -> Any:
 
 def backward_of(task: dict[str, Any]) -> Any:
     """The task as a configuration of the backward kernels."""
-    from stepscope.kernels.flash_configuration import BackwardConfiguration  # noqa: PLC0415
+    from stepscope.kernels.flash_configuration import BackwardConfiguration, tiles  # noqa: PLC0415
+    from stepscope.kernels.hopper_configuration import HopperBackward  # noqa: PLC0415
 
+    if "hopper" in task:
+        some = tiles(64, 64, 4, 2)
+        return BackwardConfiguration(keys=some, queries=some, hopper=HopperBackward(**task["hopper"]))
     return BackwardConfiguration(
-        way=task["way"], keys=tiles_of(task), queries=tiles_of(task, "tile2") if "tile2" in task else None,
-        tma=task["tma"], tma_reduce=task.get("tma_reduce", False),
+        way=task["way"], keys=tiles_of(task), queries=tiles_of(task, "tile2"), tma=task["tma"]
     )  # fmt: skip
 
 
@@ -82,8 +103,8 @@ class Bench:
     """The tensors of one shape, and the kernels on them. The processes that compile leave the tensors empty: they must
     not disturb the GPU."""
 
-    FILLS: ClassVar = {"forward": ("out",), "keys": ("dk", "dv"), "queries": ("dq",), "fused": ("dq", "dk", "dv"),
-                       "joint": ("dq", "dk", "dv"), "preprocess": ()}  # fmt: skip
+    FILLS: ClassVar = {"forward": ("out",), "keys": ("dk", "dv"), "queries": ("dq",), "joint": ("dq", "dk", "dv"),
+                       "preprocess": (), "hopper-forward": ("out",), "hopper-backward": ("dq", "dk", "dv")}  # fmt: skip
 
     def __init__(self, shape: Shape, *, empty: bool = False, launcher: Any = None) -> None:
         import torch  # noqa: PLC0415
@@ -111,40 +132,49 @@ class Bench:
 
     def runner(self, task: dict[str, Any]) -> Any:  # noqa: PLR0911
         """A function that runs the task's kernel once."""
-        from stepscope.kernels.flash_launch import Backward, launch_forward, statistics_for  # noqa: PLC0415
+        from stepscope.kernels.flash_launch import Backward, launch_forward, statistics_for, sums_for  # noqa: PLC0415
 
         kind = task["kind"]
+        self.refuse_elsewhere(task)
         if kind.startswith("sdpa"):
             return self.sdpa(kind)[0]
-        if kind == "forward":
+        if kind in {"forward", "hopper-forward"}:
             configuration = forward_of(task)
             return lambda: launch_forward(
                 self.q, self.k, self.v, self.out, self.logsumexp, causal=self.causal, scale=self.scale, window=None,
                 precision=task.get("precision", "ieee"), configuration=configuration, launcher=self.launcher,
             )  # fmt: skip
+        configuration = None
+        if kind != "preprocess":
+            configuration = backward_of({"way": "apart", "tile2": task.get("tile"), **task})
+        statistics, sums = statistics_for(self.q, configuration), None
+        if configuration is not None and configuration.hopper is not None:
+            sums = sums_for(configuration, statistics, self.q, self.k, self.v, self.gradient, window=None)
         backward = Backward(
             self.gradient, self.q, self.k, self.v, self.out, self.logsumexp, self.dq, self.dk, self.dv,
-            statistics_for(self.q), causal=self.causal, scale=self.scale, window=None,
-            precision=task.get("precision", "ieee"), tma=task.get("tma", True), launcher=self.launcher,
+            statistics, causal=self.causal, scale=self.scale, window=None,
+            precision=task.get("precision", "ieee"), tma=task.get("tma", True), sums=sums, launcher=self.launcher,
         )  # fmt: skip
-        if kind == "preprocess":
+        if configuration is None:
             return backward.preprocess
+        if configuration.hopper is not None:
+            assert sums is not None, "PyTorch is not asked to be deterministic here"
+            return lambda: backward.hopper(sums, configuration.hopper)
         backward.split()
         backward.preprocess()
         if kind == "keys":
             return lambda: backward.over_keys(tiles_of(task))
         if kind == "queries":
             return lambda: backward.over_queries(tiles_of(task), prepare=True)
-        if kind == "joint":
-            return lambda: backward.joint(tiles_of(task), tiles_of(task, "tile2"))
+        assert kind == "joint", kind
+        return lambda: backward.joint(tiles_of(task), tiles_of(task, "tile2"))
 
-        def fused() -> object:
-            accumulated = backward.accumulator()
-            compiled = backward.over_keys(tiles_of(task), accumulated=accumulated, tma_reduce=task["tma_reduce"])
-            backward.finish(accumulated)
-            return compiled
+    def refuse_elsewhere(self, *tasks: dict[str, Any]) -> None:
+        """Raise where one is for a kernel in Gluon that would not run: another's time would be taken for its own."""
+        from stepscope.kernels.flash_launch import hopper_takes  # noqa: PLC0415
 
-        return fused
+        if any("hopper" in t for t in tasks) and not hopper_takes(self.q, self.k, self.v, self.gradient, window=None):
+            raise RuntimeError(why_not_hopper() or "the kernels in Gluon take 16 bits of head_dim 64 or 128")
 
     def synchronize(self) -> None:
         if self.q.is_cuda:
@@ -229,7 +259,7 @@ class Bench:
         for name in names:
             error = (getattr(self, name).to(self.truth[name].dtype) - self.truth[name]).abs().max().item()
             worst = max(worst, error / self.allowed[name]) if error == error else float("inf")  # noqa: PLR0124
-        if task["kind"] == "forward":
+        if "out" in names:
             # 1e-3 of a logsumexp is 1e-3 of every weight, a quarter of what bf16 resolves.
             difference = (self.logsumexp - self.logsumexp_truth).abs().max().item()
             worst = max(worst, difference / 1e-3) if difference == difference else float("inf")  # noqa: PLR0124
@@ -254,6 +284,13 @@ def compile_ahead(task: dict[str, Any]) -> None:
     def warm_up(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: int) -> object:
         return kernel.warmup(*arguments, grid=grid, **options)
 
+    if task["kind"] == "host":
+        from flash_host import HOST_SHAPE, host_kernels  # noqa: PLC0415
+
+        bench = Bench(HOST_SHAPE, empty=True, launcher=warm_up)
+        for each in host_kernels():
+            bench.runner(each)()
+        return
     batch, heads, _, head_dim, causal, dtype = SHAPES[task["shape"]]
     # Long enough that every tile divides it, as it does the shape's own.
     Bench((batch, heads, 1024, head_dim, causal, dtype), empty=True, launcher=warm_up).runner(task)()
@@ -261,6 +298,7 @@ def compile_ahead(task: dict[str, Any]) -> None:
 
 def work(deadline: float) -> None:
     """The process with the GPU: tasks as JSON lines in, results out, until the input ends."""
+    from flash_host import time_host  # noqa: PLC0415
 
     benches: dict[tuple[int, bool], Bench] = {}
 
@@ -312,6 +350,7 @@ def time_total(bench: Bench, task: dict[str, Any]) -> dict[str, Any]:
 
     f = task["forward"]
     forward, backward = forward_of(f), backward_of(task["backward"])
+    bench.refuse_elsewhere(f, task["backward"])
     inputs = [t.detach().requires_grad_() for t in (bench.q, bench.k, bench.v)]
 
     def both() -> Any:
@@ -335,71 +374,3 @@ def time_total(bench: Bench, task: dict[str, Any]) -> dict[str, Any]:
             "ms": median_ms(lambda: flash_attention(*inputs, causal=bench.causal), 15, 60),
             "total_ms": median_ms(both, 15, 80),
         }
-
-
-def time_host() -> dict[str, Any]:
-    """Microseconds that the host needs to enqueue a call, part by part; the GPU has next to nothing to do."""
-    import torch  # noqa: PLC0415
-
-    from stepscope.kernels import flash_tuning  # noqa: PLC0415
-    from stepscope.kernels.flash_attention import FlashAttention, _forward, flash_attention  # noqa: PLC0415
-
-    size = (1, 2, 64, 64)
-    q, k, v = (torch.randn(size, device=device_type(), dtype=torch.bfloat16).requires_grad_() for _ in range(3))
-    gradient = torch.randn_like(q)
-    q0, k0, v0 = (t.detach() for t in (q, k, v))
-
-    class Nothing(torch.autograd.Function):
-        """What autograd itself costs: three inputs, one output, no kernel."""
-
-        @staticmethod
-        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
-            ctx.save_for_backward(q, k, v)
-            return torch.empty_like(q)
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return tuple(torch.empty_like(t) for t in ctx.saved_tensors)
-
-    found: dict[str, Any] = {}
-
-    def add(name: str, attend: Callable[[], Any]) -> None:
-        def forward() -> None:
-            with torch.no_grad():
-                attend()
-
-        def both() -> None:
-            q.grad = k.grad = v.grad = None
-            attend().backward(gradient)
-
-        for what, run in (("forward", forward), ("both", both)):
-            found[f"{name} {what}"] = host_us(run)
-
-    def operator() -> Any:
-        return torch.ops.stepscope.flash_attention_forward(q, k, v, True, 0.125, None)[0]
-
-    for name, tma in (("descriptors", True), ("pointers", False)):
-        tile = {"tile": (64, 64, 4, 2), "tile2": (64, 64, 4, 2), "tma": tma, "way": "apart"}
-        with flash_tuning.forced(forward=forward_of(tile), backward=backward_of(tile)):
-            add(name, lambda: flash_attention(q, k, v, causal=True))
-            add(f"{name}, the operator", operator)
-            add(f"{name}, FlashAttention", lambda: FlashAttention.apply(q, k, v, True))
-            found[f"{name}, launch alone"] = host_us(lambda: _forward(q0, k0, v0, True, 0.125, None))
-    add("sdpa", lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
-    add("nothing", lambda: Nothing.apply(q, k, v))
-    found["empty_like"] = host_us(lambda: torch.empty_like(q0))
-    return found
-
-
-def host_us(run: Callable[[], object]) -> float:
-    """Median microseconds until `run` returns, the GPU idle before it."""
-    times = []
-    for _ in range(300 if device_type() == "cuda" else 60):
-        if device_type() == "cuda":
-            import torch  # noqa: PLC0415
-
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        run()
-        times.append((time.perf_counter() - started) * 1e6)
-    return round(statistics.median(times[50:]), 1)
