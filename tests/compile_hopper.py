@@ -17,9 +17,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from stepscope.kernels.flash_configuration import Problem, default_backward, default_forward
-from stepscope.kernels.hopper_backward import G_STAGES, Q_STAGES, hopper_gradients
+from stepscope.kernels.hopper_backward import STAGES, hopper_gradients
 from stepscope.kernels.hopper_forward import hopper_forward
-from stepscope.kernels.hopper_launch import _PRODUCER_REGISTERS, _WORKER_REGISTERS, BLOCK_M
+from stepscope.kernels.hopper_launch import (
+    _BACKWARD_REGISTERS,
+    _PRODUCER_REGISTERS,
+    _WORKER_REGISTERS,
+    BLOCK_M,
+    BLOCK_N,
+)
 
 SEQ = 8192
 
@@ -76,17 +82,18 @@ def backward(head_dim: int, causal: bool) -> dict[str, Any]:
     chosen = default_backward(problem(head_dim, causal)).hopper
     assert chosen is not None
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    swizzled = gl.NVMMASharedLayout.get_default_for([BLOCK_M, head_dim], gl.float32)
+    half = [BLOCK_M, head_dim // 2]
+    swizzled = gl.NVMMASharedLayout.get_default_for(half, gl.float32)
     types = {"Q": tile(BLOCK_M, head_dim), "GRADIENT": tile(BLOCK_M, head_dim)}
-    types |= {"K": tile(chosen.block_n, head_dim), "V": tile(chosen.block_n, head_dim)}
+    types |= {"K": tile(BLOCK_N, head_dim), "V": tile(BLOCK_N, head_dim)}
     types |= {"STATISTICS": f"tensordesc<fp32[1, {BLOCK_M}],{flat!r}>"}
-    types |= {"SUMS": f"tensordesc<fp32[{BLOCK_M}, {head_dim}],{swizzled!r}>", "DK": "*bf16", "DV": "*bf16"}
+    types |= {"SUMS": f"tensordesc<fp32{half},{swizzled!r}>", "DK": "*bf16", "DV": "*bf16"}
     types |= {"scale": "fp32", "scale_log2": "fp32"}
     constants = {
         "GROUP": 1, "CAUSAL": causal, "EVEN_KEYS": True, "V_IN_REGISTERS": chosen.v_in_registers,
-        "Q_STAGES": Q_STAGES, "G_STAGES": G_STAGES,
+        "STAGES": STAGES,
     }  # fmt: skip
-    options = {"num_warps": chosen.block_n // 16, "maxnreg": chosen.max_registers}
+    options = {"num_warps": 4, "maxnreg": _BACKWARD_REGISTERS}
     return compiled(hopper_gradients, types, constants, options)
 
 

@@ -206,14 +206,14 @@ def _hopper_backward(problem: Problem) -> BackwardConfiguration:
     long = problem.log2_queries > _SHORT_LOG2
     if problem.head_dim > 64:
         keys = tiles(64, 64, 4, 2) if problem.causal else tiles(64, 128, 8, 3)
-        hopper = HopperBackward(block_n=128, max_registers=168) if long else None
+        hopper = HopperBackward() if long else None
         return BackwardConfiguration(keys=keys, queries=tiles(64, 64, 4, 2), hopper=hopper)
     if not long:
         return BackwardConfiguration(keys=tiles(128, 64, 4, 2), queries=tiles(64, 64, 4, 2), tma=False)
     # Without its cap the kernel over keys takes 170 registers where positions are hidden: two blocks of 4 warps share
     # a multiprocessor's 65536. With 168, three do.
     keys = tiles(64, 64, 4, 2, 168) if problem.causal else tiles(64, 64, 4, 3)
-    hopper = HopperBackward(block_n=64, v_in_registers=True, max_registers=128)
+    hopper = HopperBackward(v_in_registers=True)
     return BackwardConfiguration(keys=keys, queries=tiles(128, 64, 8, 3), hopper=hopper)
 
 

@@ -5,21 +5,30 @@ pass by, and keeps dK and dV in registers. dQ of a row is a sum over keys, so ov
 in fp32 in global memory through the tensor-memory accelerator, in an order that differs between runs. Around it,
 `hopper_prepare` makes the row statistics and zeros the sums, and `hopper_finish` turns the sums into dQ.
 
-A producer, one warp with few registers, loads the tiles (`hopper_forward` has the barriers' protocol; here Q comes with
-the logsumexp and dO with delta, and each has a ring of its own). All other warps multiply, sixteen keys each. With a
-tile at hand they begin S^T and dP^T; then, while products run,
+A producer, one warp with few registers, loads the tiles. Two consumers of four warps multiply, each with 64 of the 128
+keys; one's exponentials run behind the other's products. With a tile of queries at hand a consumer begins S^T and dP^T
+of its keys; then, while products run,
 
-    exponentials                        behind dP^T, and what is left of the previous tile's dK
+    exponentials                        behind dP^T
     dS^T, into shared memory too        behind dV
-    dQ into shared memory, and away     behind dK
+    meeting the other's dS^T there      behind dV and dK
+    dQ, half of its columns each, into shared memory, and away
 
-dK runs on into the next tile, which is why Q's ring needs three buffers: the place of tile i is free only when tile
-i + 1 has waited for its S^T, and what is loaded there is tile i + 3.
+Barriers, as `hopper_forward` has them explained. Tile i of queries, with its dO, logsumexp and delta, and dS^T of it
+use buffer s = i % STAGES as the (u = i // STAGES)th:
+
+    full[s]      1 arrival a phase: the producer's, which also says how many bytes will come. Consumers wait for parity
+                 u & 1.
+    ready[s]     1 arrival of each consumer a phase, when its half of dS^T is written. Consumers wait for parity u & 1
+                 before they read the other's half.
+    empty[s]     1 arrival of each consumer a phase, when its products from the buffer have ended. The producer waits
+                 for parity (u & 1) ^ 1 before it loads, and consumers before they write dS^T; both get past the fresh
+                 barrier where u = 0.
 
 What keeps ptxas from letting products run ahead of one another, found by compiling (warnings C7512 to C7515): a branch
 in the loop, which is why masked tiles have one of their own, whose length is a constant, so that no path leads around
-it; products still running between the two loops; sums that anything but a product reads in a later turn of the loop
-than they were begun in; and more registers than 240 a thread, which is why a mask is compared the way it is.
+it; sums that anything but a product reads in a later turn of the loop than they were begun in; and more registers than
+240 a thread, which is why a mask is compared the way it is.
 """
 
 # Gluon's functions are not Python's, though written alike.
@@ -39,15 +48,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
 from stepscope.kernels.flash_backward import row_statistics
 from stepscope.kernels.flash_tiles import load_tile, long, store_tile
 
-Q_STAGES = 3
-G_STAGES = 2
+STAGES = 2
 
 
 @builtin
@@ -59,13 +66,13 @@ def _async_add(descriptor, coordinates, tile, _semantic: Any = None):
 
 @gluon.jit
 def _produce(
-    Q, K, V, GRADIENT, STATISTICS, buffers, barriers, place, rows, heads,
-    GROUP: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr,
+    Q, K, V, GRADIENT, STATISTICS, buffers, barriers, place, rows, heads, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    k_tile, v_tile, q_tiles, g_tiles, logsumexps, deltas, _ds_tile, _dq_tile = buffers
-    kv_full, q_full, q_empty, g_full, g_empty = barriers
+    k_tile, v_tile, q_tiles, g_tiles, logsumexps, deltas, _ds_tiles, _dq_tiles = buffers
+    kv_full, full, _ready, empty = barriers
     batch, kv_head, first_key, begin, tiles = place
     BLOCK_M: gl.constexpr = Q.block_shape[2]
+    TILE_BYTES: gl.constexpr = Q.block_type.nbytes + GRADIENT.block_type.nbytes + 2 * STATISTICS.block_type.nbytes
     mbarrier.expect(kv_full, K.block_type.nbytes + V.block_type.nbytes)
     tma.async_copy_global_to_shared(K, [batch, kv_head, first_key, 0], kv_full, k_tile)
     tma.async_copy_global_to_shared(V, [batch, kv_head, first_key, 0], kv_full, v_tile)
@@ -74,51 +81,47 @@ def _produce(
         head = kv_head * GROUP + member
         row = batch * heads + head
         first_query = (begin + visit - member * tiles) * BLOCK_M
-        slot = visit % Q_STAGES
-        mbarrier.wait(q_empty.index(slot), ((visit // Q_STAGES) & 1) ^ 1)
-        full = q_full.index(slot)
-        mbarrier.expect(full, Q.block_type.nbytes + STATISTICS.block_type.nbytes)
-        tma.async_copy_global_to_shared(Q, [batch, head, first_query, 0], full, q_tiles.index(slot))
-        tma.async_copy_global_to_shared(STATISTICS, [row, first_query], full, logsumexps.index(slot))
-        slot = visit % G_STAGES
-        mbarrier.wait(g_empty.index(slot), ((visit // G_STAGES) & 1) ^ 1)
-        full = g_full.index(slot)
-        mbarrier.expect(full, GRADIENT.block_type.nbytes + STATISTICS.block_type.nbytes)
-        tma.async_copy_global_to_shared(GRADIENT, [batch, head, first_query, 0], full, g_tiles.index(slot))
-        tma.async_copy_global_to_shared(STATISTICS, [rows + row, first_query], full, deltas.index(slot))
+        slot = visit % STAGES
+        mbarrier.wait(empty.index(slot), ((visit // STAGES) & 1) ^ 1)
+        bar = full.index(slot)
+        mbarrier.expect(bar, TILE_BYTES)
+        tma.async_copy_global_to_shared(Q, [batch, head, first_query, 0], bar, q_tiles.index(slot))
+        tma.async_copy_global_to_shared(STATISTICS, [row, first_query], bar, logsumexps.index(slot))
+        tma.async_copy_global_to_shared(GRADIENT, [batch, head, first_query, 0], bar, g_tiles.index(slot))
+        tma.async_copy_global_to_shared(STATISTICS, [rows + row, first_query], bar, deltas.index(slot))
 
 
 @gluon.jit
 def _visit_queries(
-    dk, dv, first, last, k, v, SUMS, buffers, barriers, place, keys, first_row, padded, scale_log2,
-    GROUP: gl.constexpr, MASKED: gl.constexpr, EVEN_KEYS: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr,
-    SCORES: gl.constexpr, SUM: gl.constexpr, DQ: gl.constexpr,
+    dk, dv, first, last, k, v, k_columns, SUMS, buffers, barriers, place, keys, first_row, padded, scale_log2,
+    INDEX: gl.constexpr, GROUP: gl.constexpr, MASKED: gl.constexpr, EVEN_KEYS: gl.constexpr,
+    STAGES: gl.constexpr, SCORES: gl.constexpr, SUM: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
-    _k_tile, _v_tile, q_tiles, g_tiles, logsumexps, deltas, ds_tile, dq_tile = buffers
-    _kv_full, q_full, q_empty, g_full, g_empty = barriers
+    _k_tile, _v_tile, q_tiles, g_tiles, logsumexps, deltas, ds_tiles, dq_tiles = buffers
+    _kv_full, full, ready, empty = barriers
     _batch, _kv_head, first_key, begin, tiles = place
     dtype: gl.constexpr = q_tiles.dtype
-    BLOCK_N: gl.constexpr = ds_tile.shape[0]
-    BLOCK_M: gl.constexpr = ds_tile.shape[1]
+    ROWS: gl.constexpr = k.shape[0]
     HEAD_DIM: gl.constexpr = k.shape[1]
+    BLOCK_M: gl.constexpr = ds_tiles.shape[2]
+    DQ_COLUMNS: gl.constexpr = k_columns.shape[1]
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUM, k_width=2)
+    dq_tile = dq_tiles.index(INDEX)
     for visit in range(first, last):
         member = visit // tiles if GROUP > 1 else 0
         tile = begin + visit - member * tiles
-        q_slot = visit % Q_STAGES
-        g_slot = visit % G_STAGES
-        q = q_tiles.index(q_slot).reshape([BLOCK_M, HEAD_DIM])
-        gradient = g_tiles.index(g_slot).reshape([BLOCK_M, HEAD_DIM])
-        nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SCORES)
-        mbarrier.wait(q_full.index(q_slot), (visit // Q_STAGES) & 1)
+        slot = visit % STAGES
+        parity = (visit // STAGES) & 1
+        q = q_tiles.index(slot).reshape([BLOCK_M, HEAD_DIM])
+        gradient = g_tiles.index(slot).reshape([BLOCK_M, HEAD_DIM])
+        nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, SCORES)
+        mbarrier.wait(full.index(slot), parity)
         scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        mbarrier.wait(g_full.index(g_slot), (visit // G_STAGES) & 1)
         dp = warpgroup_mma(v, gradient.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        logsumexp = logsumexps.index(q_slot).load(SCORES)
-        # All but dP^T: the previous tile's dK has ended too.
-        scores, dk = warpgroup_mma_wait(1, deps=[scores, dk])
+        logsumexp = logsumexps.index(slot).load(SCORES)
+        scores = warpgroup_mma_wait(1, deps=[scores])
         weights = gl.exp2(scores * scale_log2 - logsumexp)
-        key = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SCORES))
+        key = first_key + INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
         if MASKED:
             # What differs between the scores of a thread is a constant this way, and takes no register.
             after_first_query = (key - tile * BLOCK_M)[:, None]
@@ -130,71 +133,69 @@ def _visit_queries(
         weights_operand = gl.convert_layout(weights.to(dtype), OPERAND, assert_trivial=True)
         dp = warpgroup_mma_wait(0, deps=[dp])
         dv = warpgroup_mma(weights_operand, gradient, dv, is_async=True)
-        delta = deltas.index(g_slot).load(SCORES)
+        delta = deltas.index(slot).load(SCORES)
         ds = (weights * (dp - delta)).to(dtype)
-        # The previous tile's dQ has left shared memory.
-        tma.store_wait(0)
-        ds_tile.store(ds)
+        mbarrier.wait(empty.index(slot), parity ^ 1)
+        ds_tile = ds_tiles.index(slot)
+        ds_tile.slice(INDEX * ROWS, ROWS, dim=0).store(ds)
         fence_async_shared()
-        nothing = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, DQ)
-        dq = warpgroup_mma(ds_tile.permute((1, 0)), k, nothing, use_acc=False, is_async=True)
+        mbarrier.arrive(ready.index(slot))
         ds_operand = gl.convert_layout(ds, OPERAND, assert_trivial=True)
         dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
-        # All but dK.
-        dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
+        mbarrier.wait(ready.index(slot), parity)
+        nothing = gl.zeros([BLOCK_M, DQ_COLUMNS], gl.float32, DQ)
+        dq = warpgroup_mma(ds_tile.permute((1, 0)), k_columns, nothing, use_acc=False, is_async=True)
+        dq, dv, dk = warpgroup_mma_wait(0, deps=[dq, dv, dk])
+        mbarrier.arrive(empty.index(slot))
+        # The previous tile's dQ has left shared memory.
+        tma.store_wait(0)
         dq_tile.store(dq)
         fence_async_shared()
-        _async_add(SUMS, [first_row + member * padded + tile * BLOCK_M, 0], dq_tile)
-        # Every warp has passed the wait for dV, and before it the one for the previous dK: warps meet at the stores.
-        mbarrier.arrive(g_empty.index(g_slot))
-        mbarrier.arrive(q_empty.index((visit + Q_STAGES - 1) % Q_STAGES), pred=visit > 0)
+        _async_add(SUMS, [first_row + member * padded + tile * BLOCK_M, INDEX * DQ_COLUMNS], dq_tile)
     return dk, dv
 
 
 @gluon.jit
-def _multiply(
+def _consume(
     SUMS, DK, DV, dk_strides, dv_strides, buffers, barriers, place, keys, heads, padded, scale, scale_log2,
-    GROUP: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, V_IN_REGISTERS: gl.constexpr,
-    Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr,
+    INDEX: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr,
+    V_IN_REGISTERS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    k_tile, v_tile, q_tiles, _g_tiles, _logsumexps, _deltas, ds_tile, _dq_tile = buffers
-    kv_full, _q_full, _q_empty, _g_full, _g_empty = barriers
+    k_tile, v_tile, q_tiles, _g_tiles, _logsumexps, _deltas, ds_tiles, _dq_tiles = buffers
+    kv_full, _full, _ready, _empty = barriers
     batch, kv_head, first_key, _begin, tiles = place
     dtype: gl.constexpr = q_tiles.dtype
-    BLOCK_N: gl.constexpr = ds_tile.shape[0]
-    BLOCK_M: gl.constexpr = ds_tile.shape[1]
+    BLOCK_N: gl.constexpr = ds_tiles.shape[1]
+    BLOCK_M: gl.constexpr = ds_tiles.shape[2]
     HEAD_DIM: gl.constexpr = k_tile.shape[3]
-    WARPS: gl.constexpr = BLOCK_N // 16
-    DQ_WARPS: gl.constexpr = min(BLOCK_M // 16, WARPS)
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
-    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEAD_DIM, 16])
-    # Warps that tiles of queries have no rows for share the columns.
-    DQ: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [DQ_WARPS, WARPS // DQ_WARPS], [16, HEAD_DIM * DQ_WARPS // WARPS, 16]
-    )
-    dk = warpgroup_mma_init(gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, SUM))
-    dv = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, SUM)
+    ROWS: gl.constexpr = BLOCK_N // 2
+    COLUMNS: gl.constexpr = HEAD_DIM // 2
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, SUM)
+    dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, SUM)
     first_row = (batch * heads + kv_head * GROUP) * padded
     mbarrier.wait(kv_full, 0)
     k = k_tile.reshape([BLOCK_N, HEAD_DIM])
-    v = v_tile.reshape([BLOCK_N, HEAD_DIM])
+    k_columns = k.slice(INDEX * COLUMNS, COLUMNS, dim=1)
+    k = k.slice(INDEX * ROWS, ROWS, dim=0)
+    v = v_tile.reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, dim=0)
     if V_IN_REGISTERS:
         v = v.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
     # Of grouped heads all tiles are compared: the masked ones come again with each head.
     MASKED_TILES: gl.constexpr = BLOCK_N // BLOCK_M if CAUSAL and GROUP == 1 else 0
     if MASKED_TILES > 0:
         dk, dv = _visit_queries(
-            dk, dv, 0, MASKED_TILES, k, v, SUMS, buffers, barriers, place, keys, first_row, padded, scale_log2,
-            GROUP, True, EVEN_KEYS, Q_STAGES, G_STAGES, SCORES, SUM, DQ,
+            dk, dv, 0, MASKED_TILES, k, v, k_columns, SUMS, buffers, barriers, place, keys, first_row, padded,
+            scale_log2, INDEX, GROUP, True, EVEN_KEYS, STAGES, SCORES, SUM, DQ,
         )  # fmt: skip
-        dk = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[dk]))
     dk, dv = _visit_queries(
-        dk, dv, MASKED_TILES, tiles * GROUP, k, v, SUMS, buffers, barriers, place, keys, first_row, padded, scale_log2,
-        GROUP, CAUSAL and GROUP > 1, EVEN_KEYS, Q_STAGES, G_STAGES, SCORES, SUM, DQ,
+        dk, dv, MASKED_TILES, tiles * GROUP, k, v, k_columns, SUMS, buffers, barriers, place, keys, first_row, padded,
+        scale_log2, INDEX, GROUP, CAUSAL and GROUP > 1, EVEN_KEYS, STAGES, SCORES, SUM, DQ,
     )  # fmt: skip
-    dk = warpgroup_mma_wait(0, deps=[dk])
     tma.store_wait(0)
-    key = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUM))
+    key = first_key + INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SUM))
     column = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, SUM))
     inside = (key < keys)[:, None]
     row = key.to(gl.int64)[:, None]
@@ -209,13 +210,13 @@ def hopper_gradients(
     Q, K, V, GRADIENT, STATISTICS, SUMS, DK, DV,
     dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, kv_heads, queries, keys, rows, padded, scale, scale_log2,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, V_IN_REGISTERS: gl.constexpr,
-    Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """dK and dV, and dQ / scale added to SUMS, by one program a tile of keys.
 
     Q, K, V and GRADIENT are descriptors of (B, H, rows, D) with blocks (1, 1, BLOCK_M or BLOCK_N, D); STATISTICS of
     (2 B H, padded) fp32 with blocks (1, BLOCK_M): the logsumexp in base 2, then delta; SUMS of (B H padded, D) fp32
-    with blocks (BLOCK_M, D). DK and DV have a dense head dimension. 16 keys a warp: BLOCK_N = 16 * num_warps.
+    with blocks (BLOCK_M, D / 2). DK and DV have a dense head dimension. BLOCK_N is 128: a consumer's four warps have 64.
     """
     BLOCK_M: gl.constexpr = Q.block_shape[2]
     BLOCK_N: gl.constexpr = K.block_shape[2]
@@ -236,41 +237,41 @@ def hopper_gradients(
 
     k_tile = gl.allocate_shared_memory(dtype, K.block_type.shape, K.layout)
     v_tile = gl.allocate_shared_memory(dtype, V.block_type.shape, V.layout)
-    q_tiles = gl.allocate_shared_memory(dtype, [Q_STAGES] + Q.block_type.shape, Q.layout)
-    g_tiles = gl.allocate_shared_memory(dtype, [G_STAGES] + GRADIENT.block_type.shape, GRADIENT.layout)
-    logsumexps = gl.allocate_shared_memory(gl.float32, [Q_STAGES] + STATISTICS.block_type.shape, STATISTICS.layout)
-    deltas = gl.allocate_shared_memory(gl.float32, [G_STAGES] + STATISTICS.block_type.shape, STATISTICS.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES] + Q.block_type.shape, Q.layout)
+    g_tiles = gl.allocate_shared_memory(dtype, [STAGES] + GRADIENT.block_type.shape, GRADIENT.layout)
+    logsumexps = gl.allocate_shared_memory(gl.float32, [STAGES] + STATISTICS.block_type.shape, STATISTICS.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [STAGES] + STATISTICS.block_type.shape, STATISTICS.layout)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
-    ds_tile = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], DS)
-    dq_tile = gl.allocate_shared_memory(gl.float32, SUMS.block_type.shape, SUMS.layout)
+    ds_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_M], DS)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2] + SUMS.block_type.shape, SUMS.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
-    g_full = gl.allocate_shared_memory(gl.int64, [G_STAGES, 1], mbarrier.MBarrierLayout())
-    g_empty = gl.allocate_shared_memory(gl.int64, [G_STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
-    for slot in gl.static_range(Q_STAGES):
-        mbarrier.init(q_full.index(slot), count=1)
-        mbarrier.init(q_empty.index(slot), count=1)
-    for slot in gl.static_range(G_STAGES):
-        mbarrier.init(g_full.index(slot), count=1)
-        mbarrier.init(g_empty.index(slot), count=1)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(ready.index(slot), count=2)
+        mbarrier.init(empty.index(slot), count=2)
     fence_async_shared()
 
-    buffers = (k_tile, v_tile, q_tiles, g_tiles, logsumexps, deltas, ds_tile, dq_tile)
-    barriers = (kv_full, q_full, q_empty, g_full, g_empty)
+    buffers = (k_tile, v_tile, q_tiles, g_tiles, logsumexps, deltas, ds_tiles, dq_tiles)
+    barriers = (kv_full, full, ready, empty)
     place = (batch, kv_head, first_key, begin, tiles)
     heads = kv_heads * GROUP
+    dk_strides = (dk_batch, dk_head, dk_row)
+    dv_strides = (dv_batch, dv_head, dv_row)
     gl.warp_specialize(
         [
-            (_multiply, (SUMS, DK, DV, (dk_batch, dk_head, dk_row), (dv_batch, dv_head, dv_row), buffers, barriers,
-                         place, keys, heads, padded, scale, scale_log2,
-                         GROUP, CAUSAL, EVEN_KEYS, V_IN_REGISTERS, Q_STAGES, G_STAGES)),
+            (_consume, (SUMS, DK, DV, dk_strides, dv_strides, buffers, barriers, place, keys, heads, padded,
+                        scale, scale_log2, 0, GROUP, CAUSAL, EVEN_KEYS, V_IN_REGISTERS, STAGES)),
+            (_consume, (SUMS, DK, DV, dk_strides, dv_strides, buffers, barriers, place, keys, heads, padded,
+                        scale, scale_log2, 1, GROUP, CAUSAL, EVEN_KEYS, V_IN_REGISTERS, STAGES)),
             (_produce, (Q, K, V, GRADIENT, STATISTICS, buffers, barriers, place, rows, heads,
-                        GROUP, Q_STAGES, G_STAGES)),
+                        GROUP, STAGES)),
         ],
-        [1],
-        [24],
+        [4, 1],
+        [240, 24],
     )  # fmt: skip
 
 

@@ -29,7 +29,8 @@ class HopperForward(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"tiles have a power of two of 16 to 256 keys, in 2 to 8 stages, not {self.block_n} and {self.stages}"
             )
-        _check_registers(self.max_registers)
+        if self.max_registers is not None and not 24 <= self.max_registers <= 255:
+            raise ValueError(f"a thread has 24 to 255 registers, not {self.max_registers}")
 
     def __str__(self) -> str:
         flags = [name for name, on in (("turns", self.turns), ("late", self.late),
@@ -39,25 +40,10 @@ class HopperForward(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HopperBackward(msgspec.Struct, frozen=True, kw_only=True):
-    """The backward kernel in Gluon: tiles of 64 queries against `block_n` keys, sixteen a warp."""
+    """The backward kernel in Gluon: tiles of 64 queries against 128 keys, two consumers of four warps."""
 
-    block_n: int
-    """64 or 128."""
     v_in_registers: bool = False
-    """Keep V in registers, not only in shared memory; takes a quarter of them at head_dim 64."""
-    max_registers: int
-    """Of a thread at the start: 65536 over the threads of a multiprocessor, four warps of the producer's among them."""
-
-    def __post_init__(self) -> None:
-        """What a file may say is checked here too."""
-        if self.block_n not in {64, 128}:
-            raise ValueError(f"a tile has 64 or 128 keys, not {self.block_n}")
-        _check_registers(self.max_registers)
+    """Keep V in registers, not only in shared memory; there is room for it at head_dim 64."""
 
     def __str__(self) -> str:
-        return f"hopper 64x{self.block_n} r{self.max_registers}{' v-in-registers' if self.v_in_registers else ''}"
-
-
-def _check_registers(number: int | None) -> None:
-    if number is not None and not 24 <= number <= 255:
-        raise ValueError(f"a thread has 24 to 255 registers, not {number}")
+        return f"hopper 64x128{' v-in-registers' if self.v_in_registers else ''}"

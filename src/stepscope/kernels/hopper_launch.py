@@ -10,18 +10,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from stepscope.kernels.flash_launch import tiles_of
 from stepscope.kernels.flash_replay import Launcher
 from stepscope.kernels.flash_tiles import LOG2E
-from stepscope.kernels.hopper_backward import (
-    G_STAGES,
-    Q_STAGES,
-    hopper_finish,
-    hopper_gradients,
-    hopper_prepare,
-)
+from stepscope.kernels.hopper_backward import STAGES, hopper_finish, hopper_gradients, hopper_prepare
 from stepscope.kernels.hopper_configuration import HopperBackward, HopperForward
 from stepscope.kernels.hopper_forward import hopper_forward
 
 BLOCK_M = 64
-"""Queries of a backward kernel's tile."""
+"""Queries of a tile of the backward kernel."""
+BLOCK_N = 128
+"""Keys of one, of two consumers."""
+_BACKWARD_REGISTERS = 168
+"""Of a thread at the start: 65536 over three warp groups. The consumers' take over most of the producer's."""
 _PREPARED_ROWS = 64
 _PRODUCER_REGISTERS = 24
 _WORKER_REGISTERS = {1: 240, 2: 240, 3: 160}
@@ -129,7 +127,6 @@ def launch_hopper_backward(
     batches, heads, queries, head_dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     rows, padded = batches * heads, statistics.shape[1]
-    block_n = configuration.block_n
     launcher(
         hopper_prepare,
         (tiles_of(padded, _PREPARED_ROWS), rows),
@@ -151,16 +148,16 @@ def launch_hopper_backward(
         num_warps=4,
     )
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    swizzled = _swizzled([BLOCK_M, head_dim], gl.float32)
+    half = [BLOCK_M, head_dim // 2]
     compiled = launcher(
         hopper_gradients,
-        (tiles_of(keys, block_n) * batches * kv_heads,),
+        (tiles_of(keys, BLOCK_N) * batches * kv_heads,),
         _described(q, BLOCK_M),
-        _described(k, block_n),
-        _described(v, block_n),
+        _described(k, BLOCK_N),
+        _described(v, BLOCK_N),
         _described(gradient, BLOCK_M),
         TensorDescriptor(statistics, list(statistics.shape), [padded, 1], [1, BLOCK_M], flat),
-        TensorDescriptor(sums, list(sums.shape), [head_dim, 1], [BLOCK_M, head_dim], swizzled),
+        TensorDescriptor(sums, list(sums.shape), [head_dim, 1], half, _swizzled(half, gl.float32)),
         dk,
         dv,
         *dk.stride()[:3],
@@ -174,12 +171,11 @@ def launch_hopper_backward(
         scale * LOG2E.value,
         heads // kv_heads,
         causal,
-        keys % block_n == 0,
+        keys % BLOCK_N == 0,
         configuration.v_in_registers,
-        Q_STAGES,
-        G_STAGES,
-        num_warps=block_n // 16,
-        maxnreg=configuration.max_registers,
+        STAGES,
+        num_warps=4,
+        maxnreg=_BACKWARD_REGISTERS,
     )
     launcher(
         hopper_finish,
