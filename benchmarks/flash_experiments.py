@@ -43,9 +43,9 @@ Tile = tuple[int, int, int, int]
 
 FORWARD = {
     64: [((64, 128, 4, 2), ""), ((64, 64, 4, 3), "p"), ((64, 128, 4, 3), ""), ((64, 64, 4, 2), "r96")],
-    128: [((64, 64, 4, 3), ""), ((64, 128, 4, 1), ""), ((128, 64, 8, 3), "h")],
+    128: [((64, 64, 4, 3), ""), ((64, 128, 4, 1), ""), ((64, 64, 4, 3), "h")],
 }
-"""By head_dim, most promising first: what was within a tenth of the fastest somewhere. docs/attention.md has the rest.
+"""By head_dim, most promising first: what came near the fastest of some shape; docs/attention.md says what did not.
 Flags are `p` for pointers, `h` for heads first, and `rN` for a cap on registers."""
 KEYS = {
     64: [((64, 64, 4, 2), "r168"), ((128, 64, 4, 2), ""), ((64, 64, 4, 3), ""), ((64, 64, 4, 3), "r168"),
@@ -64,9 +64,8 @@ HOPPER = {
               {"turns": True, "late": True, "stages": 3}, {"turns": True, "late": True}],
     },
     "hopper-backward": {
-        64: [{"block_n": 64, "v_in_registers": True, "max_registers": 128}, {"block_n": 64, "max_registers": 128},
-             {"block_n": 128, "v_in_registers": True, "max_registers": 168}],
-        128: [{"block_n": 128, "max_registers": 168}],
+        64: [{"v_in_registers": True}, {}],
+        128: [{}],
     },
 }  # fmt: skip
 """Fields of HopperForward and HopperBackward."""

@@ -12,7 +12,7 @@ HOST_SHAPE: Shape = (1, 2, 64, 64, True, "bfloat16")
 _TILES = {"tile": (64, 64, 4, 2), "tile2": (64, 64, 4, 2), "way": "apart"}
 _HOPPER = {
     "hopper-forward": {"consumers": 1, "late": True, "max_registers": 128},
-    "hopper-backward": {"block_n": 64, "v_in_registers": True, "max_registers": 128},
+    "hopper-backward": {"v_in_registers": True},
 }
 
 

@@ -222,9 +222,7 @@ def test_a_choice_is_kept_taken_and_read_again():
 
 def test_a_choice_for_the_kernels_in_gluon_is_kept_and_one_from_before_them_is_read():
     forward = ForwardConfiguration(tiles=tiles(64, 64, 4, 3), hopper=HopperForward(consumers=3, max_registers=128))
-    backward = msgspec.structs.replace(
-        default_backward(HOPPER), hopper=HopperBackward(block_n=128, v_in_registers=True, max_registers=168)
-    )
+    backward = msgspec.structs.replace(default_backward(HOPPER), hopper=HopperBackward(v_in_registers=True))
     choice = flash_kept.Choice(problem=HOPPER, batch_heads=2, forward=forward, backward=backward, deterministic=True)
     assert flash_kept.keep("cpu", choice) is not None
     flash_tuning.forget()
@@ -305,7 +303,7 @@ def test_candidates_are_run_into_poison_and_compared(dtype: torch.dtype, monkeyp
     candidates: list[Candidate] = [default_forward(problem), default_backward(problem), joint, *parts]
     elsewhere: list[Candidate] = [
         msgspec.structs.replace(default_forward(problem), hopper=HopperForward()),
-        msgspec.structs.replace(default_backward(problem), hopper=HopperBackward(block_n=64, max_registers=128)),
+        msgspec.structs.replace(default_backward(problem), hopper=HopperBackward()),
     ]
     for candidate in candidates:
         trial = measure(candidate)

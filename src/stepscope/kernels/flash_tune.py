@@ -144,14 +144,7 @@ _HOPPER_FORWARDS = {
         HopperForward(turns=True, late=True, stages=3),
     ),
 }
-_HOPPER_BACKWARDS = {
-    64: (
-        HopperBackward(block_n=64, v_in_registers=True, max_registers=128),
-        HopperBackward(block_n=64, max_registers=128),
-        HopperBackward(block_n=128, v_in_registers=True, max_registers=168),
-    ),
-    128: (HopperBackward(block_n=128, max_registers=168),),
-}
+_HOPPER_BACKWARDS = {64: (HopperBackward(v_in_registers=True), HopperBackward()), 128: (HopperBackward(),)}
 """Of the kernels in Gluon, by the head dimension."""
 
 
