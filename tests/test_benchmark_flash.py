@@ -163,6 +163,19 @@ def test_a_kernel_in_gluon_is_not_another_s_time(kind: str):
     assert "need a Hopper GPU" in found.stderr and found.stderr.count("\n") == 1
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(why_not_hopper() is not None, reason="no Hopper GPU, or an unknown Triton")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_listed_kernel_in_gluon_is_right(experiments: ModuleType, head_dim: int, causal: bool):
+    bench = Bench((1, 2, 1024, head_dim, causal, "bfloat16"))
+    bench.prepare_truth(exact=True)
+    for kind in HOPPER_KINDS:
+        for options in experiments.HOPPER[kind][head_dim]:
+            compiled, worst = bench.check({"kind": kind, "hopper": options})
+            assert worst < 1 and compiled.metadata.shared > 0 and compiled.n_regs > 0, options
+
+
 AHEAD = """
 import json, sys
 import torch, triton

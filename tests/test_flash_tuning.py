@@ -23,6 +23,7 @@ from stepscope.kernels.flash_configuration import (
     default_forward,
     tiles,
 )
+from stepscope.kernels.flash_launch import hopper_takes
 from stepscope.kernels.flash_tune import (
     MOST,
     Candidate,
@@ -314,6 +315,30 @@ def test_candidates_are_run_into_poison_and_compared(dtype: torch.dtype, monkeyp
     for true in measure.truth.values():
         true.add_(0.5)
     assert all(measure(candidate).of_allowed > 1 for candidate in candidates)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_on_a_hopper_the_kernels_in_gluon_are_measured_and_right(head_dim: int):
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    q, k, v = (torch.randn(1, 2, 2000, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    if not hopper_takes(q, k, v, window=None):
+        pytest.skip("Gluon of this Triton is not known to the kernels")
+    problem = flash_tuning.problem_of(q, causal=True)
+    measure = flash_tune.OnDevice(q, k, v, causal=True, problem=problem)
+    forwards = [each for each in forward_candidates(problem) if each.hopper is not None]
+    backwards = [each for each in backward_candidates(problem) if each.hopper is not None]
+    assert len(forwards) >= 3 and backwards
+    for candidate in (*forwards, *backwards):
+        trial = measure(candidate)
+        assert trial.of_allowed < 1 and 0 < trial.ms < 100, candidate
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(ValueError, match="does not take this call"):
+            measure(backwards[0])
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_fp32_is_three_products_of_tf32_only_where_that_was_found_exact_enough(monkeypatch: pytest.MonkeyPatch):

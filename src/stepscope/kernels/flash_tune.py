@@ -403,7 +403,8 @@ def tune(
     """Choose for calls like this one, keep the choice on disk, and take it from now on.
 
     q (B, H, S, D), k and v (B, H', T, D). Calls of the same head_dim, width of dtype, mask and number of queries up to
-    the next power of two take it. `measure` is for who measures otherwise.
+    the next power of two take it. Where PyTorch is to be deterministic, only what is so is measured of the backward
+    pass; other processes keep the default's kernel in Gluon. `measure` is for who measures otherwise.
     """
     check_inputs(q, k, v)
     if seconds <= 0:
