@@ -63,10 +63,7 @@ HOPPER = {
         128: [{"turns": True, "late": True, "rows_first": False}, {"late": True},
               {"turns": True, "late": True, "stages": 3}, {"turns": True, "late": True}],
     },
-    "hopper-backward": {
-        64: [{"v_in_registers": True}, {}],
-        128: [{}],
-    },
+    "hopper-backward": {64: [{"v_in_registers": True}, {}], 128: [{}]},
 }  # fmt: skip
 """Fields of HopperForward and HopperBackward."""
 FP32: dict[str, dict[int, list[tuple[str, tuple[Tile, ...], str]]]] = {

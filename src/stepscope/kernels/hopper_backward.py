@@ -216,7 +216,7 @@ def hopper_gradients(
 
     Q, K, V and GRADIENT are descriptors of (B, H, rows, D) with blocks (1, 1, BLOCK_M or BLOCK_N, D); STATISTICS of
     (2 B H, padded) fp32 with blocks (1, BLOCK_M): the logsumexp in base 2, then delta; SUMS of (B H padded, D) fp32
-    with blocks (BLOCK_M, D / 2). DK and DV have a dense head dimension. BLOCK_N is 128: a consumer's four warps have 64.
+    with blocks (BLOCK_M, D / 2). DK and DV have a dense head dimension. A consumer's four warps have 64 of 128 keys.
     """
     BLOCK_M: gl.constexpr = Q.block_shape[2]
     BLOCK_N: gl.constexpr = K.block_shape[2]
