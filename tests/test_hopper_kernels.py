@@ -85,6 +85,8 @@ def test_defaults_on_hopper_say_what_is_taken_where_the_kernel_is_not(head_dim: 
         msgspec.structs.replace(problem, capability=(8, 0)),
         msgspec.structs.replace(problem, bytes_per_element=4, precision="tf32x3"),
         msgspec.structs.replace(problem, head_dim=256),
+        msgspec.structs.replace(problem, head_dim=80),
+        msgspec.structs.replace(problem, head_dim=16),
     ):
         assert default_forward(other).hopper is None and default_backward(other).hopper is None
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.kernels.hopper_configuration import HopperBackward, HopperForward
+from stepscope.kernels.hopper_configuration import HOPPER_HEAD_DIMS, HopperBackward, HopperForward
 
 Way = Literal["apart", "joint", "fused"]
 Precision = Literal["ieee", "tf32", "tf32x3", "bf16x6"]
@@ -178,18 +178,17 @@ def _hopper_forward(problem: Problem) -> ForwardConfiguration:
         if problem.precision == "bf16x6":
             return ForwardConfiguration(tiles=tiles(64, 64, 4, 1), rows_first=False)
         return ForwardConfiguration(tiles=_by_head_dim(problem, tiles(128, 64, 8, 3), tiles(128, 64, 8, 2)))
+    in_gluon = problem.head_dim in HOPPER_HEAD_DIMS
     if problem.head_dim > 64:
         long = problem.causal and problem.log2_queries >= _LONG_LOG2
         return ForwardConfiguration(
             tiles=tiles(64, 64, 4, 3) if long else tiles(64, 128, 4, 1),
-            hopper=HopperForward(turns=True, late=True, rows_first=False),
+            hopper=HopperForward(turns=True, late=True, rows_first=False) if in_gluon else None,
         )
     if problem.log2_queries <= _SHORT_LOG2:
         return ForwardConfiguration(tiles=tiles(64, 64, 4, 3), tma=False)
-    one = HopperForward(consumers=1, late=True, max_registers=128)
-    return ForwardConfiguration(
-        tiles=tiles(64, 128, 4, 2), hopper=one if problem.causal else HopperForward(consumers=3)
-    )
+    hopper = HopperForward(consumers=1, late=True, max_registers=128) if problem.causal else HopperForward(consumers=3)
+    return ForwardConfiguration(tiles=tiles(64, 128, 4, 2), hopper=hopper if in_gluon else None)
 
 
 def _hopper_backward(problem: Problem) -> BackwardConfiguration:
@@ -204,16 +203,16 @@ def _hopper_backward(problem: Problem) -> BackwardConfiguration:
         queries = _by_head_dim(problem, tiles(128, 64, 8, 2), tiles(32, 32, 4, 2))
         return BackwardConfiguration(way="joint", keys=keys, queries=queries, tma=False)
     long = problem.log2_queries > _SHORT_LOG2
+    in_gluon = long and problem.head_dim in HOPPER_HEAD_DIMS
+    hopper = HopperBackward(v_in_registers=problem.head_dim == 64) if in_gluon else None
     if problem.head_dim > 64:
         keys = tiles(64, 64, 4, 2) if problem.causal else tiles(64, 128, 8, 3)
-        hopper = HopperBackward() if long else None
         return BackwardConfiguration(keys=keys, queries=tiles(64, 64, 4, 2), hopper=hopper)
     if not long:
         return BackwardConfiguration(keys=tiles(128, 64, 4, 2), queries=tiles(64, 64, 4, 2), tma=False)
     # Without its cap the kernel over keys takes 170 registers where positions are hidden: two blocks of 4 warps share
     # a multiprocessor's 65536. With 168, three do.
     keys = tiles(64, 64, 4, 2, 168) if problem.causal else tiles(64, 64, 4, 3)
-    hopper = HopperBackward(v_in_registers=True)
     return BackwardConfiguration(keys=keys, queries=tiles(128, 64, 8, 3), hopper=hopper)
 
 

@@ -2,6 +2,9 @@
 
 import msgspec
 
+HOPPER_HEAD_DIMS = (64, 128)
+"""That the kernels take."""
+
 
 class HopperForward(msgspec.Struct, frozen=True, kw_only=True):
     """The forward kernel in Gluon: consumers of four warps, 64 queries each."""

@@ -11,7 +11,7 @@ from stepscope.kernels.flash_launch import tiles_of
 from stepscope.kernels.flash_replay import Launcher
 from stepscope.kernels.flash_tiles import LOG2E
 from stepscope.kernels.hopper_backward import STAGES, hopper_finish, hopper_gradients, hopper_prepare
-from stepscope.kernels.hopper_configuration import HopperBackward, HopperForward
+from stepscope.kernels.hopper_configuration import HOPPER_HEAD_DIMS, HopperBackward, HopperForward
 from stepscope.kernels.hopper_forward import hopper_forward
 
 BLOCK_M = 64
@@ -31,7 +31,9 @@ _SMALLEST_SCALE = 2.0**-100
 def takes(*tensors: Tensor) -> bool:
     """Whether the kernels are written for these operands, all describable (`flash_launch.describable`)."""
     q = tensors[0]
-    return q.device.type == "cuda" and q.element_size() == 2 and q.shape[-1] in {64, 128} and _is_hopper(q.device)
+    return (
+        q.device.type == "cuda" and q.element_size() == 2 and q.shape[-1] in HOPPER_HEAD_DIMS and _is_hopper(q.device)
+    )
 
 
 @functools.cache
