@@ -119,8 +119,7 @@ def race(arguments: argparse.Namespace) -> AttentionTimings:
     for group in groups:
         if not group:
             continue
-        judged = (*odd_shapes(group[0].shape), *judged_shape(group[0].shape, device))
-        rows = calls.measure_group(group, lambda _, judged=judged: judged)
+        rows = calls.measure_group(group, lambda cell: (*odd_shapes(cell), *judged_shape(cell.shape, device)))
         timings = with_timing(timings, rows)
         keep(timings, arguments.json)
         told = ", ".join(f"{row.cell.implementation} {brief(row)}" for row in rows)
@@ -141,16 +140,19 @@ def race(arguments: argparse.Namespace) -> AttentionTimings:
 
 def compile_ahead(groups: list[list[AttentionCell]], device: str, workers: int, deadline_s: float) -> None:
     """Have every kernel compiled into the caches on disk by several processes; what is late is compiled when needed."""
-    from stepscope.studies.attention_calls import odd_shape  # noqa: PLC0415
+    from stepscope.studies.attention_calls import odd_shapes  # noqa: PLC0415
     from stepscope.studies.attention_workers import WorkerAnswer, WorkerTask, work_through  # noqa: PLC0415
 
     tasks = [
-        WorkerTask(kind="compile", names=(cell.implementation,), dtype=cell.dtype, shape=shape, device=device)
+        WorkerTask(
+            kind="compile", names=(cell.implementation,), dtype=cell.dtype, device=device,
+            shape=msgspec.structs.replace(shape, numbers="normal"),
+        )
         for cells in groups
         for cell in cells
         if cell.implementation in (OURS, "flex")
-        for shape in (cell.shape, odd_shape(cell.shape))
-    ]
+        for shape in (cell.shape, *odd_shapes(cell))
+    ]  # fmt: skip
 
     def told(task: WorkerTask, answer: WorkerAnswer) -> None:
         if answer.error:

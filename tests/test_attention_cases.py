@@ -4,14 +4,15 @@ import math
 from collections.abc import Callable
 from typing import Any, get_args
 
-import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from stepscope.core.attention_support import TensorDtype
+from stepscope.core.attention_timing import AttentionCell
 from stepscope.core.attention_verdict import AttentionShape, Differentiated, Layout, Numbers
+from stepscope.core.workload import Attention
 from stepscope.models.attention import CHUNK, AttentionFunction, for_all_heads, hidden_keys, reference, sdpa
 from stepscope.models.attention_cases import (
     LONG,
@@ -63,9 +64,14 @@ def test_longer_calls_are_judged_where_kernels_change_with_the_length():
     assert any(shape.heads != shape.key_heads for shape in long_shapes())
     assert not set(long_shapes()) & set(shapes_of(True, "cpu"))
     assert set(long_shapes()) < set(shapes_of(False, "cuda"))
-    timed = AttentionShape(batch=1, heads=16, key_heads=16, queries=16384, keys=16384, head_dim=64, causal=True)
-    assert [shape.queries > LONG for shape in odd_shapes(timed)].count(True) == 1
-    assert all(shape.queries <= LONG for shape in odd_shapes(msgspec.structs.replace(timed, queries=1024, keys=1024)))
+
+    def long_ones(implementation: Attention, length: int) -> int:
+        shape = AttentionShape(batch=1, heads=16, key_heads=16, queries=length, keys=length, head_dim=64, causal=True)
+        cell = AttentionCell(implementation=implementation, dtype="bf16", shape=shape)
+        return [shape.queries > LONG for shape in odd_shapes(cell)].count(True)
+
+    assert long_ones("flash", 16384) == 1
+    assert long_ones("flash", 1024) == long_ones("flex", 16384) == 0
 
 
 @pytest.mark.parametrize("scale", [None, 0.3, -0.2])

@@ -32,7 +32,12 @@ def flex(
     # PyTorch 2.11 made other numbers of every second one of a row (head_dim 256, 63 queries, 16 bits).
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
     mask = _block_mask(q.shape[-2], k.shape[-2], causal, window, q.device) if causal or window is not None else None
-    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    group = q.shape[1] // k.shape[1]
+    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": group != 1}
+    if mask is not None and q.shape[-2] < mask.BLOCK_SIZE[0] < q.shape[-2] * group:
+        # Its kernel for few queries takes those of a group as one tile, for which a block of the mask is too small:
+        # inductor finds no configuration (NoValidChoicesError, PyTorch 2.11 and 2.13). The kernel for many has none.
+        options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     if q.device.type != "cuda" or torch.compiler.is_compiling():
         return flex_attention(q, k, v, **options)
     with dynamo_config.patch(recompile_limit=_SHAPES, accumulated_recompile_limit=_SHAPES):

@@ -41,6 +41,8 @@ from stepscope.studies.device_failure import is_out_of_memory, let_go
 
 _TRIAL = Settings(warmup_floor=1, warmup_cap=1, steps_floor=3, steps_cap=3, seconds=0)
 """Passes that tell how long the host needs to issue one."""
+_CHOSEN_BY_LENGTH: frozenset[Attention] = frozenset({"flash"})
+"""Whose kernels are others for longer calls."""
 _LEAD = 2.0
 """Times as long as that the device is kept busy beforehand."""
 _MOST_FILLS = 400
@@ -403,13 +405,16 @@ def odd_shape(shape: AttentionShape) -> AttentionShape:
     return msgspec.structs.replace(shape, batch=2, heads=2 * group, key_heads=2, queries=203, keys=203)
 
 
-def odd_shapes(shape: AttentionShape) -> tuple[AttentionShape, ...]:
-    """The same, with scores of every kind: for what is compiled they are one. And a longer one for what is longer:
-    kernels are chosen by the length, and the one to be timed is the one to be judged.
+def odd_shapes(cell: AttentionCell) -> tuple[AttentionShape, ...]:
+    """The same, with scores of every kind: for what is compiled they are one.
+
+    And a longer one for what is longer, where kernels are chosen by the length: the one to be timed is to be judged.
     """
-    odd = odd_shape(shape)
-    long = () if shape.queries <= LONG else (msgspec.structs.replace(odd, batch=1, queries=LONG + 85, keys=LONG + 85),)
-    return (*(msgspec.structs.replace(odd, numbers=numbers) for numbers in get_args(Numbers)), *long)
+    odd = odd_shape(cell.shape)
+    shapes = tuple(msgspec.structs.replace(odd, numbers=numbers) for numbers in get_args(Numbers))
+    if cell.implementation not in _CHOSEN_BY_LENGTH or cell.shape.queries <= LONG:
+        return shapes
+    return (*shapes, msgspec.structs.replace(odd, batch=1, queries=LONG + 85, keys=LONG + 85))
 
 
 def _fallen(cell: AttentionCell, error: BaseException, during: str) -> AttentionTiming:

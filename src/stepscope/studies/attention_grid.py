@@ -196,7 +196,7 @@ def measure_grid(
         own = judged_shape(smallest[cell.shape.head_dim, cell.dtype], found)
         # Each shape is compiled anew: the odd one is for what is not compiled.
         compiled = cell.compile != "none" or cell.implementation == "flex"
-        return own if compiled and own else (*odd_shapes(cell.shape), *own)
+        return own if compiled and own else (*odd_shapes(cell), *own)
 
     kept_s = _CEILING_S * len({group[0].dtype for group in groups}) if ceilings else 0.0
     kept_s = kept_s if budget_s is not None and kept_s <= _CEILINGS * budget_s else 0.0
