@@ -212,6 +212,16 @@ def test_rows_that_see_nothing_are_zero_and_pass_no_gradient():
     assert (got["out"][:, :, 12] != 0).all()
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("queries", [20, 50])
+def test_a_window_wider_than_the_sequence_is_none(causal: bool, queries: int):
+    """As wide as integers go: the kernels add it to positions."""
+    tensors = inputs(q_shape=(1, 1, queries, 16), k_shape=(1, 1, 37, 16))
+    for widest in (queries if causal else max(queries, 37), 2**31 - 1, 2**63 - 1):
+        assert_as_good_as_written_out(tensors, causal=causal, window=widest)
+    assert_as_good_as_written_out(tensors, causal=causal, window=(queries if causal else max(queries, 37)) - 1)
+
+
 def test_strides_are_honoured():
     """Heads next to each other in memory, as a projection leaves them; and a head dimension that is not dense."""
     contiguous = inputs(q_shape=(2, 2, 19, 16))

@@ -61,8 +61,16 @@ def _dense_target(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
+def _needed(window: int | None, q: Tensor, k: Tensor, causal: bool) -> int | None:
+    """None for a window that hides nothing; the kernels add others to positions, in 32 bits."""
+    if window is None or window >= (q.shape[2] if causal else max(q.shape[2], k.shape[2])):
+        return None
+    return window
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
     launch, replay, tuning = _launching()
+    window = _needed(window, q, k, causal)
     out = torch.empty_like(q)
     logsumexp = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if q.numel() == 0:
@@ -99,6 +107,7 @@ def _backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     launch, replay, tuning = _launching()
+    window = _needed(window, q, k, causal)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_()
