@@ -4,6 +4,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -351,3 +352,17 @@ def test_fp32_is_three_products_of_tf32_only_where_that_was_found_exact_enough(m
     assert precision(64) == "ieee"
     with matmul_precision("tf32"):
         assert precision(64) == "tf32"
+
+
+@pytest.mark.parametrize("whose", [torch.backends, torch.backends.cuda.matmul], ids=["all", "matmul"])
+def test_tf32_may_be_allowed_in_either_of_pytorchs_ways(whose: Any):
+    q = torch.zeros(1, 1, 16, 64)
+    torch.backends.cuda.matmul.fp32_precision = "none"  # as all
+    whose.fp32_precision = "tf32"
+    try:
+        assert flash_tuning.precision_for(q) == "tf32"
+    finally:
+        whose.fp32_precision = "none"
+    for allowed in (True, False):
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+        assert (flash_tuning.precision_for(q) == "tf32") is allowed

@@ -116,7 +116,8 @@ def precision_for(q: Tensor) -> Precision:
         return "ieee"
     if _forced_precision is not None:
         return _forced_precision
-    if torch.backends.cuda.matmul.allow_tf32:
+    # It also says what `allow_tf32` set; that cannot be asked, and raises, where TF32 was allowed by this.
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
     if _capability(q.device)[0] != 9 or q.shape[3] > 128:
         return "ieee"
