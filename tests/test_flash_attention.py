@@ -330,6 +330,15 @@ def test_fake_tensors_and_the_flop_counter_see_it():
     assert counter.get_total_flops() == 14 * 2 * 4 * 128 * 128 * 64
 
 
+@pytest.mark.parametrize("attend", [lambda *t: flash_attention(*t, causal=True), FlashAttention.apply])
+def test_tensors_without_data_have_a_result_without_data(attend: Any):
+    q, k, v = (torch.empty(2, 20, heads, 16, device="meta").transpose(1, 2).requires_grad_() for heads in (4, 2, 2))
+    out = attend(q, k, v)
+    assert out.is_meta and out.shape == q.shape and out.stride() == q.stride()
+    out.sum().backward()
+    assert q.grad is not None and k.grad is not None and k.grad.is_meta and k.grad.shape == k.shape
+
+
 def test_a_call_repeated_on_other_tensors_is_no_other_call():
     """Launches are recorded: whether tensors were one and the same, or lay askew in memory, must not be."""
     one, other, third, gradient = inputs(q_shape=(1, 2, 32, 16), dtype=torch.float16, seed=1)

@@ -255,13 +255,15 @@ def flash_attention(
 
 def _watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether somebody must see an operator: a compiler, a mode (fake tensors, a counter, a policy of checkpointing), a
-    transformation, a profiler, a subclass. Otherwise its layers in Python, several times a launch, are left out.
+    transformation, a profiler, a subclass, tensors without data. Otherwise its layers in Python, several times a
+    launch, are left out.
     """
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or _profiler_enabled()
+        or q.is_meta
         or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
     )
 
