@@ -18,6 +18,7 @@ from stepscope.kernels.flash_configuration import (
     LARGEST_TILE,
     BackwardConfiguration,
     ForwardConfiguration,
+    Precision,
     Problem,
     Tiles,
     Way,
@@ -179,6 +180,29 @@ def test_split_operands_may_be_one_tensor_and_strided():
     one = inputs(q_shape=(1, 2, 40, 16))[0].transpose(1, 2).contiguous().transpose(1, 2)
     with flash_tuning.forced(precision="bf16x6"):
         assert_as_good_as_written_out([one, one, one, one], causal=True)
+
+
+@pytest.mark.parametrize("way", ["apart", "joint", "fused"])
+@pytest.mark.parametrize("precision", ["ieee", "bf16x6"])
+def test_no_grid_is_larger_than_devices_allow(way: Way, precision: Precision):
+    """Many short sequences: CUDA has 2^31 - 1 blocks in a grid's first dimension, 65535 in the others."""
+    grids = []
+    q = torch.zeros(70_000, 1, 1, 16, device=DEVICE)
+    forward, backward = (torch.zeros(70_000, 1, 1, device=DEVICE) for _ in range(2))
+    options: dict[str, Any] = {"causal": True, "scale": 1.0, "window": None, "precision": precision}
+
+    def launcher(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: int) -> None:
+        grids.append((kernel.__name__, *grid))
+
+    plain = ForwardConfiguration(tiles=SMALL, tma=False)
+    flash_launch.launch_forward(q, q, q, q, forward, configuration=plain, launcher=launcher, **options)
+    configuration = BackwardConfiguration(way=way, keys=SMALL, queries=SMALL, tma=False)
+    statistics = flash_launch.statistics_for(q, configuration)
+    tensors = (q, q, q, q, q, backward, q, q, q, statistics)
+    flash_launch.run_backward(
+        flash_launch.Backward(*tensors, tma=False, launcher=launcher, **options), configuration, backward
+    )
+    assert len(grids) >= 3 and all(max(rest, default=1) <= 65535 for _, _, *rest in grids), grids
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

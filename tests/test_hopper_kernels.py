@@ -138,7 +138,7 @@ def test_what_goes_before_and_after_the_kernel(queries: int):
     statistics = torch.full((2 * rows, padded), float("nan"), device=device)
     sums = torch.full((rows * padded, head_dim), float("nan"), device=device)
     launch(
-        hopper_prepare, (padded // 64, rows), out, gradient, logsumexp, extra, statistics, sums,
+        hopper_prepare, (padded // 64 * rows,), out, gradient, logsumexp, extra, statistics, sums,
         *out.stride()[:3], *gradient.stride()[:3], batches, heads, queries, padded, head_dim, 64, True,
     )  # fmt: skip
     assert torch.equal(sums, torch.zeros_like(sums))
@@ -153,9 +153,32 @@ def test_what_goes_before_and_after_the_kernel(queries: int):
     sums.copy_(torch.randn(sums.shape, generator=generator))
     dq = torch.full((batches, queries, heads, head_dim), float("nan"), device=device).transpose(1, 2)
     launch(
-        hopper_finish, (padded // 64, rows), sums, dq, 0.125, *dq.stride()[:3], heads, queries, padded, head_dim, 64
+        hopper_finish, (padded // 64 * rows,), sums, dq, 0.125, *dq.stride()[:3], heads, queries, padded, head_dim, 64
     )  # fmt: skip
     torch.testing.assert_close(dq, sums.view(batches, heads, padded, head_dim)[:, :, :queries] * 0.125)
+
+
+@needs_gluon
+def test_no_grid_is_larger_than_devices_allow():
+    """Many short sequences: CUDA has 2^31 - 1 blocks in a grid's first dimension, 65535 in the others."""
+    from stepscope.kernels import hopper_launch
+
+    grids = []
+
+    def launcher(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: int) -> None:
+        grids.append((kernel.__name__, *grid))
+
+    rows = 70_000
+    q = torch.zeros(rows, 1, 1, 64, dtype=torch.bfloat16)
+    logsumexp = torch.zeros(rows, 1, 1)
+    statistics = torch.empty(2 * rows, hopper_launch.BLOCK_M)
+    options: dict[str, Any] = {"causal": True, "scale": 1.0, "launcher": launcher}
+    hopper_launch.launch_hopper_forward(q, q, q, q, logsumexp, configuration=FORWARDS[0], **options)
+    hopper_launch.launch_hopper_backward(
+        q, q, q, q, q, logsumexp, q, q, q, statistics, hopper_launch.sums_for(q, statistics),
+        logsumexp_gradient=None, configuration=BACKWARDS[64][0], **options,
+    )  # fmt: skip
+    assert len(grids) == 4 and all(max(rest, default=1) <= 65535 for _, _, *rest in grids), grids
 
 
 def _truth(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, *, causal: bool, scale: float) -> dict[str, Tensor]:

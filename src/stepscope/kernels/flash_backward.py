@@ -23,7 +23,16 @@ import triton
 import triton.language as tl
 
 from stepscope.kernels.flash_operands import as_operand, joined, load_operand, product, transposed
-from stepscope.kernels.flash_tiles import LOG2E, keys_visited, load_tile, long, queries_visiting, store_tile, visible
+from stepscope.kernels.flash_tiles import (
+    LOG2E,
+    head_and_row,
+    keys_visited,
+    load_tile,
+    long,
+    queries_visiting,
+    store_tile,
+    visible,
+)
 
 
 @triton.jit
@@ -58,9 +67,8 @@ def flash_row_statistics(
     o_batch, o_head, o_row, g_batch, g_head, g_row, batches, heads, queries, padded,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """STATISTICS (2, B * H, padded) fp32: the logsumexp in base 2, and delta."""
-    batch_head = tl.program_id(1)
-    first = tl.program_id(0) * BLOCK_M
+    """STATISTICS (2, B * H, padded) fp32: the logsumexp in base 2, and delta. One program a tile of a head's rows."""
+    batch_head, first = head_and_row(tl.program_id(0), padded, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
     batch = long(batch_head // heads)
     head = batch_head % heads
     gradient = load_tile(
@@ -378,8 +386,7 @@ def flash_finish_queries(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """The fused kernel's dQ: ACCUMULATED (B, H, S, D) fp32, contiguous, times scale, in the gradient's dtype."""
-    batch_head = tl.program_id(1)
-    first = tl.program_id(0) * BLOCK_M
+    batch_head, first = head_and_row(tl.program_id(0), queries, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
     batch = long(batch_head // heads)
     head = batch_head % heads
     tile = load_tile(

@@ -121,7 +121,7 @@ def _split(first: Tensor, second: Tensor, parts: tuple[Tensor, Tensor], launcher
     batches, heads, rows, head_dim = first.shape
     launcher(
         flash_split_operands,
-        (tiles_of(rows, _SPLIT_ROWS), batches * heads, 1 if parts[0] is parts[1] else 2),
+        (tiles_of(rows, _SPLIT_ROWS) * batches * heads, 1 if parts[0] is parts[1] else 2),
         first,
         second,
         *parts,
@@ -302,7 +302,7 @@ class Backward:
     def preprocess(self, logsumexp_gradient: Tensor | None = None) -> object:
         """Row statistics, which every other kernel reads. The logsumexp's gradient is (B, H, S) fp32, contiguous."""
         return self.launch(
-            flash_row_statistics, (tiles_of(self.padded, _PREPROCESS_ROWS), self.batches * self.heads),
+            flash_row_statistics, (tiles_of(self.padded, _PREPROCESS_ROWS) * self.batches * self.heads,),
             self.out, self.gradient, self.logsumexp,
             self.logsumexp if logsumexp_gradient is None else logsumexp_gradient, self.statistics,
             *self.out.stride()[:3], *self.gradient.stride()[:3],
@@ -329,7 +329,7 @@ class Backward:
     def finish(self, accumulated: Tensor) -> object:
         """dQ from what `over_keys` accumulated."""
         return self.launch(
-            flash_finish_queries, (tiles_of(self.queries, _PREPROCESS_ROWS), self.batches * self.heads),
+            flash_finish_queries, (tiles_of(self.queries, _PREPROCESS_ROWS) * self.batches * self.heads,),
             accumulated, self.dq, self.scale, *self.dq.stride()[:3], self.heads, self.queries,
             self.head_dim, self.block_d, _PREPROCESS_ROWS,
             num_warps=4,

@@ -15,7 +15,7 @@ is part of.
 import triton
 import triton.language as tl
 
-from stepscope.kernels.flash_tiles import load_tile, long
+from stepscope.kernels.flash_tiles import head_and_row, load_tile, long
 
 PARTS = 3
 """Parts of a split operand."""
@@ -140,12 +140,11 @@ def flash_split_operands(
     first_batch, first_head, first_row, second_batch, second_head, second_row, heads, rows,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """(B, H, rows, D) fp32 into (B, H, rows, 3 BLOCK_D) bf16, contiguous; program_id(2) says which of two tensors."""
-    batch_head = tl.program_id(1)
-    first = tl.program_id(0) * BLOCK_ROWS
+    """(B, H, rows, D) fp32 into (B, H, rows, 3 BLOCK_D) bf16, contiguous; program_id(1) says which of two tensors."""
+    batch_head, first = head_and_row(tl.program_id(0), rows, BLOCK_ROWS)  # pyright: ignore[reportGeneralTypeIssues]
     batch = long(batch_head // heads)
     head = batch_head % heads
-    if tl.program_id(2) == 0:
+    if tl.program_id(1) == 0:
         source = FIRST + (batch * first_batch + head * first_head)
         stride = first_row
         parts = FIRST_PARTS

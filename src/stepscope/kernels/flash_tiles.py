@@ -26,6 +26,16 @@ def long(number):
 
 
 @triton.jit
+def head_and_row(program, rows, BLOCK_ROWS: tl.constexpr):
+    """A program's head, counted through the batches, and first row, where each has a tile of a head's rows.
+
+    In the grid's first dimension, which may be 2^31 - 1 long, the others 65535: batches times heads may be more.
+    """
+    tiles = tl.cdiv(rows, BLOCK_ROWS)
+    return program // tiles, program % tiles * BLOCK_ROWS
+
+
+@triton.jit
 def load_tile(
     source, offset, batch, head, first, limit, stride,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,

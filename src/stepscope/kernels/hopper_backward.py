@@ -52,7 +52,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from stepscope.kernels.flash_backward import row_statistics
-from stepscope.kernels.flash_tiles import load_tile, long, store_tile
+from stepscope.kernels.flash_tiles import head_and_row, load_tile, long, store_tile
 
 STAGES = 2
 
@@ -282,8 +282,7 @@ def hopper_prepare(
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """STATISTICS (2, B H, padded) fp32, as `flash_row_statistics` has them, and SUMS (B H padded, D) fp32 zero."""
-    batch_head = tl.program_id(1)
-    first = tl.program_id(0) * BLOCK_M
+    batch_head, first = head_and_row(tl.program_id(0), padded, BLOCK_M)
     batch = long(batch_head // heads)
     head = batch_head % heads
     gradient = load_tile(
@@ -305,8 +304,7 @@ def hopper_finish(
     SUMS, DQ, scale, dq_batch, dq_head, dq_row, heads, queries, padded, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """dQ: SUMS (B H padded, D) fp32 times scale, in the gradient's dtype."""
-    batch_head = tl.program_id(1)
-    first = tl.program_id(0) * BLOCK_M
+    batch_head, first = head_and_row(tl.program_id(0), padded, BLOCK_M)
     sums = load_tile(
         SUMS, long(batch_head) * padded * HEAD_DIM, 0, 0, first, padded, HEAD_DIM,
         BLOCK_M, HEAD_DIM, HEAD_DIM, True, False,

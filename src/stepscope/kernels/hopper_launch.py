@@ -131,7 +131,7 @@ def launch_hopper_backward(
     rows, padded = batches * heads, statistics.shape[1]
     launcher(
         hopper_prepare,
-        (tiles_of(padded, _PREPARED_ROWS), rows),
+        (tiles_of(padded, _PREPARED_ROWS) * rows,),
         out,
         gradient,
         logsumexp,
@@ -181,7 +181,7 @@ def launch_hopper_backward(
     )
     launcher(
         hopper_finish,
-        (tiles_of(padded, _PREPARED_ROWS), rows),
+        (tiles_of(padded, _PREPARED_ROWS) * rows,),
         sums,
         dq,
         scale,
