@@ -175,6 +175,22 @@ def test_the_parts_of_an_operand_sum_to_it(head_dim: int):
         assert ((high[..., :head_dim] - whole).abs() <= whole.abs() / 2**7).all()
 
 
+def test_heads_may_be_more_than_32_bits_apart():
+    """Pages that nothing touches take no memory."""
+    apart = 2**30 + 16
+    storage = torch.empty(2 * apart + 64, dtype=torch.float16, device=DEVICE)
+    strided = storage.as_strided((1, 3, 4, 16), (3 * apart, apart, 16, 1))
+    strided.copy_(inputs(q_shape=(1, 3, 4, 16))[0])
+    (parts,) = flash_launch.parts_for("bf16x6", strided)
+    flash_launch._split(strided, strided, (parts, parts), flash_launch.launch)
+    assert torch.equal(sum(part.float() for part in parts.split(16, dim=-1)), strided.float())
+    few = [strided, *(t.half() for t in inputs(q_shape=(1, 3, 4, 16))[1:])]
+    for tensors in (few, few[::-1], [few[1], few[0], few[0], few[2]]):
+        expected = ours([t.contiguous() for t in tensors], causal=True)
+        for name, got in ours(tensors, causal=True).items():
+            assert torch.equal(got, expected[name]), name
+
+
 def test_split_operands_may_be_one_tensor_and_strided():
     """Self-attention of one tensor, and heads next to each other in memory."""
     one = inputs(q_shape=(1, 2, 40, 16))[0].transpose(1, 2).contiguous().transpose(1, 2)

@@ -145,11 +145,11 @@ def flash_split_operands(
     batch = long(batch_head // heads)
     head = batch_head % heads
     if tl.program_id(1) == 0:
-        source = FIRST + (batch * first_batch + head * first_head)
+        source = FIRST + (batch * first_batch + long(head) * first_head)
         stride = first_row
         parts = FIRST_PARTS
     else:
-        source = SECOND + (batch * second_batch + head * second_head)
+        source = SECOND + (batch * second_batch + long(head) * second_head)
         stride = second_row
         parts = SECOND_PARTS
     tile = load_tile(source, 0, 0, 0, first, rows, stride, BLOCK_ROWS, HEAD_DIM, BLOCK_D, False, False)
