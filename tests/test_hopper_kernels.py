@@ -158,6 +158,15 @@ def test_what_goes_before_and_after_the_kernel(queries: int):
     torch.testing.assert_close(dq, sums.view(batches, heads, padded, head_dim)[:, :, :queries] * 0.125)
 
 
+@pytest.mark.parametrize("hopper", BACKWARDS[64])
+def test_statistics_are_padded_for_it_whatever_the_other_kernels_tiles(hopper: HopperBackward):
+    """What it read beyond would be another head's, whose sums it would add to."""
+    small = BackwardConfiguration(keys=tiles(16, 32, 4, 1), queries=tiles(32, 16, 4, 1))
+    q = torch.zeros(2, 3, 70, 64)
+    assert flash_launch.statistics_for(q, small).shape == (12, 96)
+    assert flash_launch.statistics_for(q, msgspec.structs.replace(small, hopper=hopper)).shape == (12, 128)
+
+
 @needs_gluon
 def test_no_grid_is_larger_than_devices_allow():
     """Many short sequences: CUDA has 2^31 - 1 blocks in a grid's first dimension, 65535 in the others."""

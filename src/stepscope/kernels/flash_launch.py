@@ -31,7 +31,7 @@ from stepscope.kernels.flash_forward import flash_forward
 from stepscope.kernels.flash_operands import PARTS, flash_split_operands, is_split
 from stepscope.kernels.flash_replay import Launcher, launch
 from stepscope.kernels.flash_tiles import LOG2E
-from stepscope.kernels.hopper_configuration import HopperBackward
+from stepscope.kernels.hopper_configuration import HOPPER_BLOCK_M, HopperBackward
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -214,6 +214,8 @@ def statistics_for(q: Tensor, configuration: BackwardConfiguration | None = None
     padding = LARGEST_TILE
     if configuration is not None and configuration.queries is not None:
         padding = max(configuration.keys.block_m, configuration.queries.block_m)
+        if configuration.hopper is not None:
+            padding = max(padding, HOPPER_BLOCK_M)
     padded = tiles_of(q.shape[2], padding) * padding
     return torch.empty((2 * q.shape[0] * q.shape[1], padded), dtype=torch.float32, device=q.device)
 

@@ -4,6 +4,8 @@ import msgspec
 
 HOPPER_HEAD_DIMS = (64, 128)
 """That the kernels take."""
+HOPPER_BLOCK_M = 64
+"""Queries of a tile of the backward kernel, to a multiple of which its row statistics are padded."""
 
 
 class HopperForward(msgspec.Struct, frozen=True, kw_only=True):
