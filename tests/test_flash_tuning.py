@@ -318,6 +318,21 @@ def test_candidates_are_run_into_poison_and_compared(dtype: torch.dtype, monkeyp
     assert all(measure(candidate).of_allowed > 1 for candidate in candidates)
 
 
+def test_where_the_truth_is_zero_all_else_is_wrong(monkeypatch: pytest.MonkeyPatch):
+    """Values of zero: so are the output and the gradients of queries and keys."""
+    monkeypatch.setattr(flash_tuning, "_capability", lambda device: (0, 0))
+    monkeypatch.setattr(flash_tune, "_median_ms", lambda run, warmup_ms, repeat_ms: 1.0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k = (torch.randn(1, 2, 20, 16, device=device) for _ in range(2))
+    problem = flash_tuning.problem_of(q, causal=True)
+    measure = flash_tune.OnDevice(q, k, torch.zeros_like(k), causal=True, problem=problem)
+    assert measure.allowed["out"] == measure.allowed["dk"] == 0 < measure.allowed["dv"]
+    for candidate in (default_forward(problem), default_backward(problem)):
+        assert measure(candidate).of_allowed < 1
+    measure.truth["dk"].fill_(1e-9)
+    assert measure(default_backward(problem)).of_allowed > 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_on_a_hopper_the_kernels_in_gluon_are_measured_and_right(head_dim: int):

@@ -299,6 +299,10 @@ def _chosen(trying: Search, candidates: list[_Whole], default: _Whole) -> tuple[
     return fastest, ms
 
 
+_NEXT_TO_NOTHING = 1e-30
+"""The error allowed where the truth is zero."""
+
+
 class OnDevice:
     """Measures on the tensors of a call: results against PyTorch's own attention, then the median of `do_bench`."""
 
@@ -341,7 +345,9 @@ class OnDevice:
         run()
         worst = 0.0
         for name in names:
-            error = float((self.results[name] - self.truth[name]).abs().max()) / self.allowed[name]
+            error = float((self.results[name] - self.truth[name]).abs().max()) / (
+                self.allowed[name] or _NEXT_TO_NOTHING
+            )
             worst = error if not error <= worst else worst
         if not worst <= 1:
             return Trial(ms=float("inf"), of_allowed=worst)
