@@ -283,6 +283,22 @@ def test_an_expanded_gradient_is_taken():
     torch.testing.assert_close(q.grad, written_out(ones, torch.float64, causal=True)["dq"].float())
 
 
+@pytest.mark.parametrize(
+    "attend", [lambda *t: flash_attention(*t, causal=True), lambda *t: FlashAttention.apply(*t, True)]
+)
+def test_what_is_saved_may_come_back_laid_out_otherwise(attend: Any):
+    *leaves, gradient = (t.requires_grad_() for t in inputs(q_shape=(1, 2, 20, 16)))
+    expected = torch.autograd.grad(attend(*leaves), leaves, gradient)
+
+    def turned(tensor: Tensor) -> Tensor:
+        return tensor.transpose(-1, -2).contiguous()
+
+    with torch.autograd.graph.saved_tensors_hooks(turned, lambda kept: kept.transpose(-1, -2)):
+        out = attend(*leaves)
+    for got, true in zip(torch.autograd.grad(out, leaves, gradient), expected, strict=True):
+        assert torch.equal(got, true)
+
+
 def test_every_output_is_written(monkeypatch: pytest.MonkeyPatch):
     """The operators allocate without filling; whatever was there before must not show."""
 

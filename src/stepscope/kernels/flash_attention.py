@@ -117,7 +117,8 @@ def _backward(
     statistics = launch.statistics_for(q, configuration)
     sums = launch.sums_for(configuration, statistics, *dense[1:], dense[0], window=window)
     precision = tuning.precision_for(q)
-    always = (*dense, _dense(out), logsumexp, *targets, statistics)
+    # Whoever keeps tensors between the passes may lay them out anew; this one the kernels address without strides.
+    always = (*dense, _dense(out), logsumexp.contiguous(), *targets, statistics)
     parts = launch.parts_for(precision, q, k, v, gradient)
     rest = (
         () if sums is None else (sums,),

@@ -87,9 +87,7 @@ def _forward_of_many(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
 
 
 def _backward_of_many(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-    *tensors, logsumexp = _folded(info.batch_size, in_dims[:7], inputs[:7])
-    # What is the same for all is folded as a view without a stride: the kernels take that of any tensor but this.
-    tensors.append(logsumexp.contiguous() if logsumexp is not None else None)
+    tensors = _folded(info.batch_size, in_dims[:7], inputs[:7])
     return _unfolded(info.batch_size, torch.ops.stepscope.flash_attention_backward(*tensors, *inputs[7:]))
 
 
