@@ -274,6 +274,18 @@ def test_where_compiling_does_not_pay():
     assert "holds 1" in same["no-difference"].sentence and "never-paid" in same
 
 
+@pytest.mark.parametrize("step_s", [0.98, 1.02])
+def test_a_change_no_larger_than_the_optimizers_is_neither_a_gain_nor_a_loss(step_s: float):
+    """20 ms of a step, where the optimizer, which is not compiled, differs by 50."""
+    eager, compiled = cell("eager", 1.0), cell("default", step_s)
+    of = compiled.run.samples["optimizer"]
+    noisy = msgspec.structs.replace(of, values_s=(0.25,) * of.count)
+    other = msgspec.structs.replace(compiled.run, samples={**compiled.run.samples, "optimizer": noisy})
+    found = findings(eager, CompileCell(run=other))
+    assert "cannot be told for" in found["no-more-than-noise"].sentence
+    assert not {"paid-after", "never-paid", "slower"} & set(found)
+
+
 def test_code_from_caches_is_no_compiling():
     assert "from-caches" in findings(
         cell("eager", 1.0), cell("default", 0.5, evidence={"compilation": report(cached_graphs=2)})

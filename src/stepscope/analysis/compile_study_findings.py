@@ -112,7 +112,7 @@ def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
     yield from _not_compilings(study)
     for pair in study.pairs:
         base_s, other_s = pair.base.step_s, pair.other.step_s
-        if pair.interval.high < 1 and base_s and other_s:
+        if pair.interval.high < 1 and base_s and other_s and not _is_noise(pair):
             yield _finding(
                 "slower",
                 f"Compiling does not pay for {pair.label}: a step takes {format_seconds(other_s)}, eagerly "
@@ -120,6 +120,15 @@ def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
                 {"speed_up": pair.speed_up.value},
                 "warning",
             )
+    noise = [pair.label for pair in study.pairs if _is_noise(pair)]
+    if noise:
+        yield _finding(
+            "no-more-than-noise",
+            f"Whether compiling pays cannot be told for {_listed(noise)}: the step changes by no more than its "
+            "optimizer, which is the same code in both.",
+            {"cells": len(noise)},
+            "warning",
+        )
     undecided = [
         pair for pair in study.pairs if pair.speed_up.interval and pair.interval.low <= 1 <= pair.interval.high
     ]
@@ -131,6 +140,15 @@ def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
             {pair.label: pair.speed_up.value for pair in undecided},
             "warning",
         )
+
+
+def _is_noise(pair: Pair) -> bool:
+    """Whether the step changes by no more than its optimizer does, which is the same code in both."""
+    eager_s, own_s = median_s(pair.base.run, "optimizer"), median_s(pair.other.run, "optimizer")
+    base_s, other_s = pair.base.step_s, pair.other.step_s
+    if not (eager_s and own_s and base_s and other_s):
+        return False
+    return 0 < abs(base_s - other_s) <= abs(eager_s - own_s)
 
 
 def _by_phase(pair: Pair) -> str:
@@ -170,7 +188,8 @@ def _optimizer_share(pair: Pair) -> float | None:
 
 
 def _cost(study: CompileStudy) -> Iterator[Finding]:
-    paid = [(pair, pair.payback) for pair in study.pairs if pair.payback and pair.payback.steps is not None]
+    told = [pair for pair in study.pairs if not _is_noise(pair)]
+    paid = [(pair, pair.payback) for pair in told if pair.payback and pair.payback.steps is not None]
     paid.sort(key=lambda both: both[1].steps or 0)
     for pair, payback in dict.fromkeys([*paid[:1], *paid[-1:]]):
         yield _finding(
@@ -180,7 +199,7 @@ def _cost(study: CompileStudy) -> Iterator[Finding]:
             f"{_range(payback)}, {format_seconds((payback.steps or 0) * (pair.base.step_s or 0))} of eager ones.",
             {"extra_s": payback.extra_s, "won_s": payback.won_s, "steps": payback.steps},
         )
-    never = [pair.label for pair in study.pairs if pair.payback and pair.payback.steps is None]
+    never = [pair.label for pair in told if pair.payback and pair.payback.steps is None]
     if never:
         yield _finding(
             "never-paid", f"Compiling is never paid for in {_listed(never)}: no step is faster.", {}, "warning"
