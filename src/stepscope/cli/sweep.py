@@ -149,7 +149,10 @@ def measure_and_report(plan: "SweepPlan", policy: "Policy", report: Callable[[li
             runs = run_sweep(plan, policy, tell)
     except SweepInterrupted as interruption:
         if interruption.runs:
-            report(interruption.runs)
+            try:
+                report(interruption.runs)
+            except InputError as error:  # too few of them for an answer
+                warn(str(error))
         warn("the same command goes on where this one stopped")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     report(runs)
