@@ -14,6 +14,7 @@ from stepscope.cli.app import app
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence, PhaseMemory
 from stepscope.core.experiment import decode_experiment, encode_experiment
+from stepscope.core.finding import Finding
 from stepscope.core.model_config import configure
 from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import load_runs
@@ -123,6 +124,22 @@ def test_tables_and_sentences():
     assert "moves by -54.00 ms in families that attention has a part in: softmax -30.00 ms, products" in found["moved"]
     assert "kernels fill 100.0 of 128.0 ms with reference, 46.00 of 64.00 ms with flash" in found["launch-bound"]
     assert "2 captures were not read" in found["unread"] and "unsafe ran out of memory" in found["out of memory"]
+
+
+def test_a_cell_of_another_plan_has_another_name():
+    run = CELLS[1].run
+    plan = {"checkpointing": "every-1", "compile": "default", "optimizer": "adamw-fused"}
+    other = StepCell(run=msgspec.structs.replace(run, workload=workload(dtype="bf16", seq_len=1024, **plan)))
+    assert other.name == f"{CELLS[1].name} compile-default adamw-fused checkpoint-every-1"
+
+
+def test_one_attention_alone_and_doubted_runs_are_said():
+    assert "one attention alone was measured there (reference)" in said(CELLS[1])["nothing to compare"]
+    doubt = Finding(kind="gpu-shared", severity="warning", sentence="Others.")
+    doubted = msgspec.structs.replace(CELLS[0].run, findings=(doubt,))
+    found = said(CELLS[1], StepCell(run=doubted))
+    assert "1 of the 2 steps compared are doubted by their own checks: gpu-shared (1)." in found["doubtful-runs"]
+    assert "doubtful-runs" not in said(*CELLS) and "nothing to compare" not in said(*CELLS)
 
 
 def said(*cells: StepCell) -> dict[str, str]:
@@ -252,3 +269,15 @@ def test_a_step_is_measured_kept_and_read_again(tmp_path: Path, capfd: pytest.Ca
     for row in (*kept.families, *kept.places):
         by_family[row.family] += row.busy_ns * (1 if hasattr(row, "phase") else -1)
     assert by_family == pytest.approx(dict.fromkeys(by_family, 0.0), abs=1), "places make up the families"
+
+
+def test_folders_without_a_step_say_what_to_read(tmp_path: Path):
+    def read(*words: str) -> str:
+        with pytest.raises(InputError) as raised:
+            app(["study", "attention", "--read", str(tmp_path), *words], standalone_mode=False)
+        return str(raised.value)
+
+    assert read() == f"no run of a training step in {tmp_path}: give one that --model filled"
+    (tmp_path / "gate.json").touch()
+    assert read().endswith(f"give one of its files, as in {tmp_path / 'gate.json'}")
+    assert "--plot says nothing with a folder of runs" in read("--plot", str(tmp_path / "a.svg"))

@@ -47,9 +47,15 @@ class StepCell:
 
     @property
     def name(self) -> str:
-        """Model, batch, sequence and dtype."""
+        """Model, batch, sequence and dtype, and what else is not as usual: two groups have two names."""
         of = self.run.workload
-        return f"{of.model.name} b{of.batch_size} s{of.seq_len} {of.dtype}"
+        parts = [of.model.name, f"b{of.batch_size}", f"s{of.seq_len}", of.dtype]
+        parts += [of.phase] if of.phase != "train" else []
+        parts += [f"compile-{of.compile}"] if of.compile != "eager" else []
+        parts += [of.optimizer] if of.optimizer not in (None, "adamw-foreach") else []
+        parts += [f"checkpoint-{of.checkpointing}"] if of.checkpointing != "none" else []
+        parts += [f"accumulate-{of.accumulation}"] if of.accumulation != 1 else []
+        return " ".join(parts)
 
     @property
     def measured(self) -> bool:

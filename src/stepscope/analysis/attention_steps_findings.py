@@ -22,6 +22,8 @@ def steps_findings(groups: Sequence[StepGroup], missing: Sequence[StepCell], unr
             yield from _saved(group, cell)
         yield from _fastest(group)
         yield from _waits(group)
+    yield from _alone(groups)
+    yield from _doubts(groups)
     for cell in missing:
         if cell.run.status == "out-of-memory":
             yield Finding(
@@ -167,6 +169,41 @@ def _waits(group: StepGroup) -> Iterator[Finding]:
             sentence=f"{group.base.name}: kernels fill {', '.join(waiting)}; for the rest the device waits for the "
             "host, which no attention shortens: compare their kernel time.",
             evidence={"least share": least},
+        )
+
+
+def _alone(groups: Sequence[StepGroup]) -> Iterator[Finding]:
+    """Where there is one attention, there is nothing to set it beside."""
+    alone = [group.base for group in groups if len(group.cells) == 1]
+    if alone:
+        names = ", ".join(dict.fromkeys(cell.attention for cell in alone))
+        yield Finding(
+            kind="nothing to compare",
+            severity="note",
+            sentence=f"There is nothing to compare in {len(alone)} of {len(groups)} cells, {alone[0].name} first: one "
+            f"attention alone was measured there ({names}). Others: --implementations.",
+            evidence={"cells": len(alone)},
+        )
+
+
+def _doubts(groups: Sequence[StepGroup]) -> Iterator[Finding]:
+    """What the runs' own checks warn of: such times are no attention's doing."""
+    kinds: dict[str, int] = {}
+    doubted = 0
+    cells = [cell for group in groups if len(group.cells) > 1 for cell in group.cells]
+    for cell in cells:
+        found = {finding.kind for finding in cell.run.findings if finding.severity != "note"}
+        doubted += bool(found)
+        for kind in sorted(found):
+            kinds[kind] = kinds.get(kind, 0) + 1
+    if kinds:
+        named = ", ".join(f"{kind} ({count})" for kind, count in kinds.items())
+        yield Finding(
+            kind="doubtful-runs",
+            severity="warning",
+            sentence=f"{doubted} of the {len(cells)} steps compared are doubted by their own checks: {named}. What "
+            "`stepscope show` says of these runs holds for their comparisons too.",
+            evidence=dict(kinds),
         )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from stepscope.cli import options
 from stepscope.cli.captured_runs import captured, stored_runs, unread
 from stepscope.cli.output import warn
-from stepscope.core.errors import choose
+from stepscope.core.errors import InputError, choose
 from stepscope.core.experiment import Experiment
 from stepscope.core.run import Run
 
@@ -62,7 +62,12 @@ def measure_steps(
 
 def read_steps(places: Iterable[Path], keep: bool, shown: Shown) -> None:
     """Answer from folders of runs."""
+    places = list(places)
     cells = [_cell(run, directory, keep) for run, directory in stored_runs(places) if run.workload.phase != "forward"]
+    if not cells:
+        files = [file for place in places for file in sorted(place.glob("*.json"))]
+        remedy = f"give one of its files, as in {files[0]}" if files else "give one that --model filled"
+        raise InputError(f"no run of a training step in {', '.join(map(str, places))}: {remedy}")
     shown(lambda _: _experiment(cells))
 
 
