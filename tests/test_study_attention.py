@@ -44,7 +44,7 @@ from stepscope.core.experiment import Table, decode_experiment, encode_experimen
 from stepscope.core.samples import Samples
 from stepscope.core.workload import Attention
 from stepscope.models.attention import implementation, reference, sdpa
-from stepscope.models.attention_inputs import check_inputs
+from stepscope.models.attention_inputs import attend, check_inputs
 from stepscope.report.experiment import render_experiment
 from stepscope.studies.attention_grid import PRESETS, grid_groups, measure_grid, sizes_for
 from stepscope.studies.attention_matrix import GateMatrix, decode_matrix, encode_matrix, judge_matrix
@@ -482,6 +482,9 @@ def run(*words: str) -> None:
         (["--preset", "mine"], "unknown preset 'mine': choose one of seeds"),
         (["--gate", "--heads", "2"], "--heads says nothing with --gate"),
         (["--model", "tiny", "--head-dim", "2"], "--head-dim says nothing with --model"),
+        (["--model", "tiny", "--plot", "a.svg"], "--plot says nothing with --model"),
+        (["--read", "a.json", "--seq-len", "8", "--tag", "mine"], "--seq-len, --tag says nothing with --read"),
+        (["--read", "a.json", "--keep-digests"], "--keep-digests says nothing without a folder of runs"),
         (["--tag", "mine", "--keep-digests"], "--tag, --keep-digests says nothing without --model"),
         (["--every-shape"], "--every-shape says nothing without --gate"),
         (["--only", "nothing"], "--only 'nothing' names no table: there are 'Forward and backward, ms'"),
@@ -506,6 +509,8 @@ def test_numbers_that_are_not_finite_are_named(bad: float):
     q[0, 0, 1, 3] = bad
     with pytest.raises(InputError, match="attention sdpa: 1 of the 32 numbers of the queries are not finite"):
         check_inputs("sdpa", q, torch.zeros(1, 1, 2, 16), torch.zeros(1, 1, 2, 16), finite=True)
+    with pytest.raises(InputError, match="are not finite"):
+        attend("sdpa", q, torch.zeros_like(q), torch.zeros_like(q), causal=True, finite=True)
 
 
 def test_an_answer_is_kept_read_again_and_drawn(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
@@ -545,6 +550,8 @@ def test_the_matrix_is_whole_and_says_who_is_wrong(tmp_path: Path, capfd: pytest
     assert decode_matrix(encode_matrix(matrix), "again") == matrix
     run("--read", str(kept))
     assert capfd.readouterr().out == text
+    with pytest.raises(InputError, match="--only says nothing with the gate's matrix"):
+        run("--read", str(kept), "--only", "findings")
 
 
 def test_a_worker_that_dies_costs_one_task_and_time_that_is_over_leaves_the_rest():

@@ -205,25 +205,28 @@ def attention(
 
         check_target(plot)
     shown = functools.partial(answer, study=STUDY, read=None, plot=plot, json=json, only=only)
-    if read:
-        _read(read, keep, plot=plot, json=json, only=only)
-        return
     of_calls = {
         "--head-dim": head_dim, "--heads": heads, "--kv-heads": kv_heads, "--causal/--full": causal,
         "--compile": compiles, "--launches": launches, "--preset": preset, "--budget": budget,
     }  # fmt: skip
     of_steps = {"--tag": tag, "--keep-digests": keep or None}
+    of_gate = {"--every-shape": every_shape or None}
+    sizes = {"--seq-len": seq_len, "--batch-size": batch_size, "--steps": steps}
+    if read:
+        measuring = {"--implementations": implementations, "--dtypes": dtypes, "--seconds": seconds, "--out": out}
+        rest = {"--model": model, "--gate": gate or None, "--workers": workers, "--tag": tag}
+        _refuse("--read", {**sizes, **measuring, **of_calls, **of_gate, **rest})
+        _read(read, keep, plot=plot, json=json, only=only)
+        return
     if gate:
-        sizes = {"--seq-len": seq_len, "--batch-size": batch_size, "--steps": steps}
         _refuse("--gate", {**of_calls, "--model": model, **sizes, **of_steps, "--plot": plot, "--only": only})
         judge(
             implementations=implementations, dtypes=dtypes, device=device, seconds=seconds, workers=workers,
             every_shape=every_shape, out=out, json=json,
         )  # fmt: skip
         return
-    of_gate = {"--every-shape": every_shape or None}
     if model is not None:
-        _refuse("--model", {**of_calls, **of_gate, "--workers": workers})
+        _refuse("--model", {**of_calls, **of_gate, "--workers": workers, "--plot": plot})
         from stepscope.cli.study_attention_steps import measure_steps
 
         if only is not None:
@@ -358,8 +361,10 @@ def _read(places: list[Path], keep: bool, *, plot: Path | None, json: bool, only
         for place in places:
             if not place.is_dir():
                 raise InputError(f"no runs at {place}: it is no folder")
+        _refuse("a folder of runs", {"--plot": plot})
         read_steps(places, keep, functools.partial(shown, read=None))
         return
+    _refuse_without("a folder of runs", {"--keep-digests": keep or None})
     if len(places) > 1:
         raise InputError("--read shows one file at a time: give one, or folders of runs")
     (place,) = places
@@ -378,6 +383,7 @@ def _read(places: list[Path], keep: bool, *, plot: Path | None, json: bool, only
         case "attention-gate":
             from stepscope.studies.attention_matrix import decode_matrix
 
+            _refuse("the gate's matrix", {"--plot": plot, "--only": only})
             show_matrix(decode_matrix(data, str(place)), json)
         case _:
             shown(lambda _: _never(), read=place)

@@ -16,10 +16,12 @@ TORCH_DTYPES: dict[TensorDtype, torch.dtype] = {name: dtype for dtype, name in D
 
 def attend(
     name: Attention, q: Tensor, k: Tensor, v: Tensor,
-    *, causal: bool, scale: float | None = None, window: int | None = None,
+    *, causal: bool, scale: float | None = None, window: int | None = None, finite: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Attention by the named implementation. Raises InputError for what it does not take."""
-    chosen = check_inputs(name, q, k, v, window=window)
+    """Attention by the named implementation. Raises InputError for what it does not take, and, where `finite` is asked
+    for, for NaN and infinity.
+    """
+    chosen = check_inputs(name, q, k, v, window=window, finite=finite)
     return implementation(chosen)(q, k, v, causal=causal, scale=scale, window=window)
 
 
