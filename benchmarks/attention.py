@@ -30,7 +30,14 @@ from stepscope.core.attention_timing import (
     encode_timings,
 )
 from stepscope.core.attention_verdict import AttentionShape
-from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, InputError, StepscopeError, choose
+from stepscope.core.errors import (
+    EXIT_CHECK_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_WRONG_INPUT,
+    InputError,
+    StepscopeError,
+    choose,
+)
 from stepscope.core.run_directory import write_atomically
 from stepscope.core.samples import Samples
 from stepscope.core.units import parse_seconds
@@ -161,6 +168,14 @@ def compile_ahead(groups: list[list[AttentionCell]], device: str, workers: int, 
     work_through(list(dict.fromkeys(tasks)), workers=workers, deadline_s=deadline_s, told=told)
 
 
+def check_place(file: Path | None) -> None:
+    """Raises OSError where the results cannot be kept, before anything is measured."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("ab"):
+            pass
+
+
 def keep(timings: AttentionTimings, file: Path | None) -> None:
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -231,9 +246,9 @@ def render_markdown(timings: AttentionTimings) -> str:
         lines.append(f"- Ceilings, the best matrix product measured here: {rates}.")
     checked = [row.checked for row in timings.timings if row.both]
     if checked:
-        lines.append(
-            f"- Each time is of an implementation that the gate saw right, on {min(checked)} to {max(checked)} calls."
-        )
+        least, most = min(checked), max(checked)
+        calls = f"{least} to {most} calls" if least != most else f"{most} call{'s' if most != 1 else ''}"
+        lines.append(f"- Each time is of an implementation that the gate saw right, on {calls}.")
     lines += [f"- {row.cell}: {row.outcome}; {row.reason}" for row in timings.timings if row.reason]
     return "\n".join(lines) + "\n"
 
@@ -262,17 +277,22 @@ def main(words: Sequence[str] | None = None) -> int:
             kept = [decode_timings(path.read_bytes(), str(path)) for path in arguments.show]
             sys.stdout.write("\n".join(render_markdown(timings) for timings in kept))
             return 0
+        check_place(arguments.json)
         timings = race(arguments)
     except StepscopeError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     except OSError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+        doing = "read" if arguments.show else "write"
+        sys.stderr.write(f"cannot {doing} {error.filename}: {error.strerror or error}\n")
+        return EXIT_WRONG_INPUT
     sys.stdout.write(render_markdown(timings))
     outcomes = {row.outcome for row in timings.timings}
     if "interrupted" in outcomes:
         return EXIT_INTERRUPTED
+    if outcomes <= {"not supported"}:
+        sys.stderr.write("nothing was measured: choose other --only, --shape or --device\n")
+        return EXIT_WRONG_INPUT
     return EXIT_CHECK_FAILED if "wrong" in outcomes else 0
 
 

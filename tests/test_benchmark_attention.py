@@ -50,7 +50,7 @@ def test_rows_by_hand():
 
 def test_what_must_be_said_is_said():
     text = render_markdown(STORY)
-    assert "the gate saw right, on 2 to 2 calls" in text and "L2 cache is overwritten" in text
+    assert "the gate saw right, on 2 calls" in text and "L2 cache is overwritten" in text
     assert "wrong; the gate: (1, 16, 203, 64, causal) in bf16: dq is not finite" in text
     row = msgspec.structs.replace(timing("flash", 64, 1, 2), launches="shown")
     assert "launches of flash (1, 16, 64, 64, causal) in bf16 show" in render_markdown(timings_by_hand(row))
@@ -68,6 +68,16 @@ def test_a_race_on_a_cpu_is_kept_and_shown(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().out == told and told.count("\n| ") == 4
     assert main([*command, "--shape", "1,2"]) == 2
     assert capsys.readouterr().err.startswith("cannot read --shape '1,2'")
+
+
+def test_what_cannot_be_kept_read_or_timed_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["--device", "cpu", "--json", str(tmp_path)]) == 2
+    found = capsys.readouterr()
+    assert found.err == f"cannot write {tmp_path}: Is a directory\n" and not found.out, "before anything is measured"
+    assert main(["--show", str(tmp_path / "none.json")]) == 2
+    assert capsys.readouterr().err == f"cannot read {tmp_path / 'none.json'}: No such file or directory\n"
+    assert main(["--device", "cpu", "--only", "sdpa-cudnn", "--shape", "1,1,32,16,full", "--seconds", "5"]) == 2
+    assert "nothing was measured" in capsys.readouterr().err
 
 
 def test_a_name_that_no_race_has_is_refused(capsys: pytest.CaptureFixture[str]):
