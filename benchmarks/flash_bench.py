@@ -149,7 +149,9 @@ class Bench:
             configuration = backward_of({"way": "apart", "tile2": task.get("tile"), **task})
         statistics, sums = statistics_for(self.q, configuration), None
         if configuration is not None and configuration.hopper is not None:
-            sums = sums_for(configuration, statistics, self.q, self.k, self.v, self.gradient, window=None)
+            sums = sums_for(
+                configuration, statistics, self.q, self.k, self.v, self.gradient, causal=self.causal, window=None
+            )
         backward = Backward(
             self.gradient, self.q, self.k, self.v, self.out, self.logsumexp, self.dq, self.dk, self.dv,
             statistics, causal=self.causal, scale=self.scale, window=None,

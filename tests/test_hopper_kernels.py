@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -162,9 +163,32 @@ def test_what_goes_before_and_after_the_kernel(queries: int):
 def test_statistics_are_padded_for_it_whatever_the_other_kernels_tiles(hopper: HopperBackward):
     """What it read beyond would be another head's, whose sums it would add to."""
     small = BackwardConfiguration(keys=tiles(16, 32, 4, 1), queries=tiles(32, 16, 4, 1))
-    q = torch.zeros(2, 3, 70, 64)
-    assert flash_launch.statistics_for(q, small).shape == (12, 96)
-    assert flash_launch.statistics_for(q, msgspec.structs.replace(small, hopper=hopper)).shape == (12, 128)
+    for queries, padded in ((1, 128), (64, 128), (70, 128), (128, 128), (192, 256)):
+        q = torch.zeros(2, 3, queries, 64)
+        assert flash_launch.statistics_for(q, small).shape == (12, -(-queries // 32) * 32)
+        # Under a causal mask it visits the queries of all positions of its 128 keys.
+        assert flash_launch.statistics_for(q, msgspec.structs.replace(small, hopper=hopper)).shape == (12, padded)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal", "taken"),
+    [(128, 128, True, True), (64, 128, True, True), (64, 129, True, False), (64, 129, False, True),
+     (300, 77, True, True), (70, 300, True, False)],
+)  # fmt: skip
+def test_no_tile_of_queries_lies_behind_the_rows_of_its_head(
+    monkeypatch: pytest.MonkeyPatch, queries: int, keys: int, causal: bool, taken: bool
+):
+    """What it added there was another head's: zeros where keys and values are finite, and NaN where they are not."""
+    monkeypatch.setattr(flash_launch, "hopper_takes", lambda *tensors, window: True)
+    monkeypatch.setattr(flash_launch, "_required_hopper", lambda: SimpleNamespace(sums_for=lambda q, rows: rows))
+    some = tiles(64, 64, 4, 2)
+    configuration = BackwardConfiguration(keys=some, queries=some, hopper=BACKWARDS[64][0])
+    q, k = torch.zeros(1, 2, queries, 64), torch.zeros(1, 2, keys, 64)
+    rows = flash_launch.statistics_for(q, configuration)
+    sums = flash_launch.sums_for(configuration, rows, q, k, k, q, causal=causal, window=None)
+    assert (sums is not None) == taken
+    if causal and taken:
+        assert -(-keys // 128) * 128 <= rows.shape[1]
 
 
 @needs_gluon

@@ -115,7 +115,7 @@ def _backward(
     configuration = tuning.backward_configuration(q, causal=causal)
     dense = _dense(gradient), _dense(q), _dense(k), _dense(v)
     statistics = launch.statistics_for(q, configuration)
-    sums = launch.sums_for(configuration, statistics, *dense[1:], dense[0], window=window)
+    sums = launch.sums_for(configuration, statistics, *dense[1:], dense[0], causal=causal, window=window)
     precision = tuning.precision_for(q)
     # Whoever keeps tensors between the passes may lay them out anew; this one the kernels address without strides.
     always = (*dense, _dense(out), logsumexp.contiguous(), *targets, statistics)

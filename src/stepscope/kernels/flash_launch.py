@@ -31,7 +31,7 @@ from stepscope.kernels.flash_forward import flash_forward
 from stepscope.kernels.flash_operands import PARTS, flash_split_operands, is_split
 from stepscope.kernels.flash_replay import Launcher, launch
 from stepscope.kernels.flash_tiles import LOG2E
-from stepscope.kernels.hopper_configuration import HOPPER_BLOCK_M, HopperBackward
+from stepscope.kernels.hopper_configuration import HOPPER_BLOCK_N, HopperBackward
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -215,7 +215,7 @@ def statistics_for(q: Tensor, configuration: BackwardConfiguration | None = None
     if configuration is not None and configuration.queries is not None:
         padding = max(configuration.keys.block_m, configuration.queries.block_m)
         if configuration.hopper is not None:
-            padding = max(padding, HOPPER_BLOCK_M)
+            padding = max(padding, HOPPER_BLOCK_N)
     padded = tiles_of(q.shape[2], padding) * padding
     return torch.empty((2 * q.shape[0] * q.shape[1], padded), dtype=torch.float32, device=q.device)
 
@@ -228,13 +228,18 @@ def sums_for(
     v: Tensor,
     gradient: Tensor,
     *,
+    causal: bool,
     window: int | None,
 ) -> Tensor | None:
     """Room for the sums of dQ, where the pass is one for the kernel in Gluon; None has the others make it.
 
-    That kernel adds dQ up in an order that differs between runs: not where PyTorch was asked for determinism.
+    That kernel adds dQ up in an order that differs between runs: not where PyTorch was asked for determinism. Nor where
+    keys go on behind the queries that a causal mask lets see them: it would add their zeros to another head's sums,
+    and a zero is one only where keys and values are finite.
     """
     if configuration.hopper is None or torch.are_deterministic_algorithms_enabled():
+        return None
+    if causal and k.shape[2] > statistics.shape[1]:
         return None
     if not hopper_takes(q, k, v, gradient, window=window):
         return None

@@ -368,7 +368,9 @@ class OnDevice:
     def _backward(self, candidate: BackwardConfiguration | Part) -> tuple[Callable[[], object], tuple[str, ...]]:
         statistics, sums = statistics_for(self.q), None
         if isinstance(candidate, BackwardConfiguration) and candidate.hopper is not None:
-            sums = sums_for(candidate, statistics, self.q, self.k, self.v, self.gradient, window=None)
+            sums = sums_for(
+                candidate, statistics, self.q, self.k, self.v, self.gradient, causal=self.causal, window=None
+            )
             if sums is None:
                 raise _not_taken(candidate)
         backward = Backward(

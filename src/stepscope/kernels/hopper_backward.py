@@ -230,8 +230,8 @@ def hopper_gradients(
     begin = 0
     tiles = gl.cdiv(queries, BLOCK_M)
     if CAUSAL:
-        # The first BLOCK_N / BLOCK_M tiles are the masked ones, and always visited. Beyond the sequence they are zeros,
-        # their statistics too, and add zeros to sums that are another head's, or nobody's.
+        # The first BLOCK_N / BLOCK_M tiles are the masked ones, and always visited. Beyond the sequence they are zeros
+        # that weigh nothing, and have rows of their own in the statistics and sums, which are padded so far.
         begin = first_key // BLOCK_M
         tiles = gl.maximum(tiles - begin, BLOCK_N // BLOCK_M)
 

@@ -4,8 +4,9 @@ import msgspec
 
 HOPPER_HEAD_DIMS = (64, 128)
 """That the kernels take."""
-HOPPER_BLOCK_M = 64
-"""Queries of a tile of the backward kernel, to a multiple of which its row statistics are padded."""
+HOPPER_BLOCK_N = 128
+"""Keys of a tile of the backward kernel, to a multiple of which its row statistics and sums are padded: under a causal
+mask it visits the queries of the same positions, all of them."""
 
 
 class HopperForward(msgspec.Struct, frozen=True, kw_only=True):

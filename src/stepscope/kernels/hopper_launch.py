@@ -11,11 +11,11 @@ from stepscope.kernels.flash_launch import tiles_of
 from stepscope.kernels.flash_replay import Launcher
 from stepscope.kernels.flash_tiles import LOG2E
 from stepscope.kernels.hopper_backward import STAGES, hopper_finish, hopper_gradients, hopper_prepare
-from stepscope.kernels.hopper_configuration import HOPPER_BLOCK_M, HOPPER_HEAD_DIMS, HopperBackward, HopperForward
+from stepscope.kernels.hopper_configuration import HOPPER_BLOCK_N, HOPPER_HEAD_DIMS, HopperBackward, HopperForward
 from stepscope.kernels.hopper_forward import hopper_forward
 
-BLOCK_M = HOPPER_BLOCK_M
-BLOCK_N = 128
+BLOCK_M = 64
+BLOCK_N = HOPPER_BLOCK_N
 """Keys of a tile of the backward kernel, of two consumers."""
 _BACKWARD_REGISTERS = 168
 """Of a thread at the start: 65536 over three warp groups. The consumers' take over most of the producer's."""
