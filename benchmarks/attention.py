@@ -249,6 +249,8 @@ def render_markdown(timings: AttentionTimings) -> str:
         least, most = min(checked), max(checked)
         calls = f"{least} to {most} calls" if least != most else f"{most} call{'s' if most != 1 else ''}"
         lines.append(f"- Each time is of an implementation that the gate saw right, on {calls}.")
+    if timings.interpreted:
+        lines.append(f"- Triton's interpreter ran {', '.join(timings.interpreted)}, in Python: no times of the kernel.")
     lines += [f"- {row.cell}: {row.outcome}; {row.reason}" for row in timings.timings if row.reason]
     return "\n".join(lines) + "\n"
 
@@ -283,8 +285,7 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     except OSError as error:
-        doing = "read" if arguments.show else "write"
-        sys.stderr.write(f"cannot {doing} {error.filename}: {error.strerror or error}\n")
+        sys.stderr.write(f"cannot open {error.filename}: {error.strerror or error}\n")
         return EXIT_WRONG_INPUT
     sys.stdout.write(render_markdown(timings))
     outcomes = {row.outcome for row in timings.timings}

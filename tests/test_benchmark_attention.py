@@ -52,6 +52,9 @@ def test_what_must_be_said_is_said():
     text = render_markdown(STORY)
     assert "the gate saw right, on 2 calls" in text and "L2 cache is overwritten" in text
     assert "wrong; the gate: (1, 16, 203, 64, causal) in bf16: dq is not finite" in text
+    of_cpu = msgspec.structs.replace(STORY.environment, device_type="cpu")
+    interpreted = render_markdown(msgspec.structs.replace(STORY, environment=of_cpu))
+    assert "interpreter ran flash, in Python: no times" in interpreted and "interpreter" not in text
     row = msgspec.structs.replace(timing("flash", 64, 1, 2), launches="shown")
     assert "launches of flash (1, 16, 64, 64, causal) in bf16 show" in render_markdown(timings_by_hand(row))
 
@@ -73,9 +76,9 @@ def test_a_race_on_a_cpu_is_kept_and_shown(tmp_path: Path, capsys: pytest.Captur
 def test_what_cannot_be_kept_read_or_timed_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["--device", "cpu", "--json", str(tmp_path)]) == 2
     found = capsys.readouterr()
-    assert found.err == f"cannot write {tmp_path}: Is a directory\n" and not found.out, "before anything is measured"
+    assert found.err == f"cannot open {tmp_path}: Is a directory\n" and not found.out, "before anything is measured"
     assert main(["--show", str(tmp_path / "none.json")]) == 2
-    assert capsys.readouterr().err == f"cannot read {tmp_path / 'none.json'}: No such file or directory\n"
+    assert capsys.readouterr().err == f"cannot open {tmp_path / 'none.json'}: No such file or directory\n"
     assert main(["--device", "cpu", "--only", "sdpa-cudnn", "--shape", "1,1,32,16,full", "--seconds", "5"]) == 2
     assert "nothing was measured" in capsys.readouterr().err
 

@@ -234,6 +234,16 @@ def test_every_sentence_follows_from_its_figures():
     assert "in 0 of 1 cells" in sentence and "100.0 %" in sentence
 
 
+def test_times_of_the_interpreter_are_said_to_be_no_kernels():
+    on_gpu = timings_by_hand(timing("flash", 64, 1, 2), timing("reference", 64, 1, 2))
+    assert not on_gpu.interpreted
+    of_cpu = msgspec.structs.replace(on_gpu.environment, device_type="cpu")
+    on_cpu = msgspec.structs.replace(on_gpu, environment=of_cpu)
+    assert on_cpu.interpreted == ("flash",)
+    found = {finding.kind: finding.sentence for finding in answer_attention(on_cpu).findings}
+    assert "Triton's interpreter ran flash on this CPU" in found["interpreted"]
+
+
 def test_no_crossover_is_read_from_noise_or_from_an_order_that_changes_twice():
     def crossover(*milliseconds: tuple[int, float], passes: int = 5) -> tuple[int, int] | None:
         rows = [timing("flash", seq, ms / 3, 2 * ms / 3, saved=1) for seq, ms in milliseconds]

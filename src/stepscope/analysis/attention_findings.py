@@ -15,6 +15,7 @@ CLOSE = 0.02
 def attention_findings(study: AttentionStudy) -> Iterator[Finding]:
     """The gate first, since without it no figure means anything."""
     yield from _gate(study)
+    yield from _interpreted(study)
     if not study.mixed:
         yield from _memory_runs_out(study)
         yield from _contests(study)
@@ -47,6 +48,18 @@ def _gate(study: AttentionStudy) -> Iterator[Finding]:
             severity="error",
             sentence=f"No time of {line} is shown in {_cells(len(of_line))}: {of_line[0].reason}.",
             evidence={"cells": len(of_line)},
+        )
+
+
+def _interpreted(study: AttentionStudy) -> Iterator[Finding]:
+    names = study.timings.interpreted
+    if names:
+        yield Finding(
+            kind="interpreted",
+            severity="warning",
+            sentence=f"Triton's interpreter ran {', '.join(names)} on this CPU, in Python: whether it is right is the "
+            "kernel's, its times are not.",
+            evidence={"implementations": len(names)},
         )
 
 

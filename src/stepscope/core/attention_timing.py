@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from stepscope.core.attention_support import TensorDtype
+from stepscope.core.attention_support import SUPPORT, TensorDtype
 from stepscope.core.attention_verdict import AttentionShape
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError, one_line
@@ -116,6 +116,14 @@ class AttentionTimings(msgspec.Struct, frozen=True, kw_only=True):
     """FLOP/s of the best matrix product on this device, by dtype."""
     timings: tuple[AttentionTiming, ...] = ()
     preset: str = ""
+
+    @property
+    def interpreted(self) -> tuple[Attention, ...]:
+        """Those timed whose kernels Triton's interpreter ran, in Python: on a CPU nothing else does."""
+        if self.environment.device_type != "cpu":
+            return ()
+        timed = {row.cell.implementation: None for row in self.timings if row.forward}
+        return tuple(name for name in timed if SUPPORT[name].triton)
 
 
 def encode_timings(timings: AttentionTimings) -> bytes:
