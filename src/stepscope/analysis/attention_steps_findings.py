@@ -177,11 +177,12 @@ def _alone(groups: Sequence[StepGroup]) -> Iterator[Finding]:
     alone = [group.base for group in groups if len(group.cells) == 1]
     if alone:
         names = ", ".join(dict.fromkeys(cell.attention for cell in alone))
+        first = f"{alone[0].name} first" if len(alone) > 1 else alone[0].name
         yield Finding(
             kind="nothing to compare",
             severity="note",
-            sentence=f"There is nothing to compare in {len(alone)} of {len(groups)} cells, {alone[0].name} first: one "
-            f"attention alone was measured there ({names}). Others: --implementations.",
+            sentence=f"There is nothing to compare in {len(alone)} of {len(groups)} cells, {first}: one attention alone "
+            f"was measured there ({names}). Others: --implementations.",
             evidence={"cells": len(alone)},
         )
 

@@ -122,7 +122,7 @@ class AttentionTimings(msgspec.Struct, frozen=True, kw_only=True):
         """Those timed whose kernels Triton's interpreter ran, in Python: on a CPU nothing else does."""
         if self.environment.device_type != "cpu":
             return ()
-        timed = {row.cell.implementation: None for row in self.timings if row.forward}
+        timed: dict[Attention, None] = {row.cell.implementation: None for row in self.timings if row.forward}
         return tuple(name for name in timed if SUPPORT[name].triton)
 
 
