@@ -133,6 +133,13 @@ def test_a_cell_of_another_plan_has_another_name():
     assert other.name == f"{CELLS[1].name} compile-default adamw-fused checkpoint-every-1"
 
 
+def test_what_auto_picked_is_said():
+    run = stepped("auto", 20, 36, 10, 4)
+    run = msgspec.structs.replace(run, evidence=msgspec.structs.replace(run.evidence, attention="sdpa-cudnn"))
+    assert said(CELLS[1], StepCell(run=run))["picked"] == f"auto is sdpa-cudnn in {CELLS[1].name}."
+    assert "picked" not in said(*CELLS)
+
+
 def test_one_attention_alone_and_doubted_runs_are_said():
     assert "one attention alone was measured there (reference)" in said(CELLS[1])["nothing to compare"]
     doubt = Finding(kind="gpu-shared", severity="warning", sentence="Others.")

@@ -22,6 +22,7 @@ def steps_findings(groups: Sequence[StepGroup], missing: Sequence[StepCell], unr
             yield from _saved(group, cell)
         yield from _fastest(group)
         yield from _waits(group)
+    yield from _picked(groups)
     yield from _alone(groups)
     yield from _doubts(groups)
     for cell in missing:
@@ -172,6 +173,22 @@ def _waits(group: StepGroup) -> Iterator[Finding]:
         )
 
 
+def _picked(groups: Sequence[StepGroup]) -> Iterator[Finding]:
+    """What `auto` stood for."""
+    picks: dict[str, list[str]] = {}
+    for group in groups:
+        for cell in group.cells:
+            if cell.run.evidence.attention:
+                picks.setdefault(cell.run.evidence.attention, []).append(cell.name)
+    for picked, cells in picks.items():
+        yield Finding(
+            kind="picked",
+            severity="note",
+            sentence=f"auto is {picked} in {', '.join(cells)}.",
+            evidence={"cells": len(cells)},
+        )
+
+
 def _alone(groups: Sequence[StepGroup]) -> Iterator[Finding]:
     """Where there is one attention, there is nothing to set it beside."""
     alone = [group.base for group in groups if len(group.cells) == 1]
@@ -181,8 +198,8 @@ def _alone(groups: Sequence[StepGroup]) -> Iterator[Finding]:
         yield Finding(
             kind="nothing to compare",
             severity="note",
-            sentence=f"There is nothing to compare in {len(alone)} of {len(groups)} cells, {first}: one attention alone "
-            f"was measured there ({names}). Others: --implementations.",
+            sentence=f"There is nothing to compare in {len(alone)} of {len(groups)} cells, {first}: one attention "
+            f"alone was measured there ({names}). Others: --implementations.",
             evidence={"cells": len(alone)},
         )
 
