@@ -65,6 +65,8 @@ def test_every_family_but_other_has_a_rule():
         ("void cudnn::fusion::convert_dq_to_16bits<true>(void const*)", "attention (fused)"),
         ("_attn_fwd", "attention (fused)"),
         ("flash_forward", "attention (fused)"),
+        ("hopper_forward", "attention (fused)"),
+        ("hopper_gradients", "attention (fused)"),
         ("flash_query_gradients", "attention (fused)"),
         ("triton_tem_fused_flex_attention_backward_3", "attention (fused)"),
         ("triton_poi_fused_embedding_dense_backward_16", "Triton/compiled fusion"),

@@ -27,7 +27,6 @@ from stepscope.kernels.flash_configuration import (
     default_forward,
     tiles,
 )
-from stepscope.kernels.flash_replay import launch
 from stepscope.kernels.hopper_configuration import HopperBackward, HopperForward
 
 GLUON = triton.__version__.startswith(flash_launch._GLUON_KNOWN)
@@ -123,25 +122,25 @@ def test_elsewhere_a_call_goes_to_the_other_kernels():
     assert q.grad is not None and q.grad.isfinite().all()
 
 
-@needs_gluon
-@pytest.mark.parametrize("queries", [1, 64, 100])
-def test_what_goes_before_and_after_the_kernel(queries: int):
+@pytest.mark.parametrize(("queries", "padded"), [(1, 128), (64, 128), (100, 128), (128, 128)])
+@pytest.mark.parametrize("head_dim", [64, 48])
+def test_what_goes_before_and_after_the_kernel(queries: int, padded: int, head_dim: int):
     """The statistics and zeros that it reads, and dQ of what it leaves: in the interpreter too."""
-    from stepscope.kernels.hopper_backward import hopper_finish, hopper_prepare
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
-    batches, heads, head_dim, padded = 2, 3, 64, -(-queries // 64) * 64
+    batches, heads = 2, 3
     out, gradient = (torch.randn(batches, heads, queries, head_dim, generator=generator).to(device) for _ in range(2))
     logsumexp, extra = (torch.randn(batches, heads, queries, generator=generator).to(device) for _ in range(2))
     logsumexp[0, 0, 0] = float("-inf")
     rows = batches * heads
     statistics = torch.full((2 * rows, padded), float("nan"), device=device)
     sums = torch.full((rows * padded, head_dim), float("nan"), device=device)
-    launch(
-        hopper_prepare, (padded // 64 * rows,), out, gradient, logsumexp, extra, statistics, sums,
-        *out.stride()[:3], *gradient.stride()[:3], batches, heads, queries, padded, head_dim, 64, True,
+    dq = torch.full((batches, queries, heads, head_dim), float("nan"), device=device).transpose(1, 2)
+    backward = flash_launch.Backward(
+        gradient, out, out, out, out, logsumexp, dq, out, out, statistics,
+        causal=True, scale=0.125, window=None, precision="ieee", tma=False,
     )  # fmt: skip
+    backward.preprocess(extra, sums=sums)
     assert torch.equal(sums, torch.zeros_like(sums))
     base_2, delta = statistics.view(2, batches, heads, padded)
     torch.testing.assert_close(delta[..., :queries], (out * gradient).sum(-1) - extra)
@@ -152,10 +151,7 @@ def test_what_goes_before_and_after_the_kernel(queries: int):
     assert torch.equal(base_2[..., queries:], torch.full_like(base_2[..., queries:], float("inf")))
 
     sums.copy_(torch.randn(sums.shape, generator=generator))
-    dq = torch.full((batches, queries, heads, head_dim), float("nan"), device=device).transpose(1, 2)
-    launch(
-        hopper_finish, (padded // 64 * rows,), sums, dq, 0.125, *dq.stride()[:3], heads, queries, padded, head_dim, 64
-    )  # fmt: skip
+    backward.finish(sums, padded)
     torch.testing.assert_close(dq, sums.view(batches, heads, padded, head_dim)[:, :, :queries] * 0.125)
 
 
@@ -192,7 +188,7 @@ def test_no_tile_of_queries_lies_behind_the_rows_of_its_head(
 
 
 @needs_gluon
-def test_no_grid_is_larger_than_devices_allow():
+def test_no_grid_is_larger_than_devices_allow(monkeypatch: pytest.MonkeyPatch):
     """Many short sequences: CUDA has 2^31 - 1 blocks in a grid's first dimension, 65535 in the others."""
     from stepscope.kernels import hopper_launch
 
@@ -201,17 +197,22 @@ def test_no_grid_is_larger_than_devices_allow():
     def launcher(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: int) -> None:
         grids.append((kernel.__name__, *grid))
 
+    monkeypatch.setattr(flash_launch, "_required_hopper", lambda: hopper_launch)
     rows = 70_000
     q = torch.zeros(rows, 1, 1, 64, dtype=torch.bfloat16)
     logsumexp = torch.zeros(rows, 1, 1)
-    statistics = torch.empty(2 * rows, hopper_launch.BLOCK_M)
-    options: dict[str, Any] = {"causal": True, "scale": 1.0, "launcher": launcher}
-    hopper_launch.launch_hopper_forward(q, q, q, q, logsumexp, configuration=FORWARDS[0], **options)
-    hopper_launch.launch_hopper_backward(
-        q, q, q, q, q, logsumexp, q, q, q, statistics, hopper_launch.sums_for(q, statistics),
-        logsumexp_gradient=None, configuration=BACKWARDS[64][0], **options,
+    statistics = torch.empty(2 * rows, hopper_launch.BLOCK_N)
+    hopper_launch.launch_hopper_forward(
+        q, q, q, q, logsumexp, causal=True, scale=1.0, configuration=FORWARDS[0], launcher=launcher
+    )
+    backward = flash_launch.Backward(
+        q, q, q, q, q, logsumexp, q, q, q, statistics,
+        causal=True, scale=1.0, window=None, precision="ieee", tma=True, launcher=launcher,
     )  # fmt: skip
-    assert len(grids) == 4 and all(max(rest, default=1) <= 65535 for _, _, *rest in grids), grids
+    backward.hopper(hopper_launch.sums_for(q, statistics), BACKWARDS[64][0])
+    names = ["hopper_forward", "flash_row_statistics", "hopper_gradients", "flash_finish_queries"]
+    assert [name for name, *_ in grids] == names
+    assert all(max(rest, default=1) <= 65535 for _, _, *rest in grids), grids
 
 
 def _truth(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, *, causal: bool, scale: float) -> dict[str, Tensor]:

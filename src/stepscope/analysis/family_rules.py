@@ -63,8 +63,9 @@ KERNEL_RULES = Rulebook((
          example="void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, false, false, "
                  "cutlass::bfloat16_t, Flash_kernel_traits<64, 128, 128, 4, cutlass::bfloat16_t> >, false, true, false>"
                  "(pytorch_flash::Flash_fwd_params)"),
+    # stepscope's own.
     Rule(family="attention (fused)", function=r"^flash_(?:forward|row_statistics|(?:key|query|joint)_gradients|"
-         r"finish_queries|split_operands)$", example="flash_key_gradients"),  # stepscope's own
+         r"finish_queries|split_operands)$|^hopper_(?:forward|gradients)$", example="hopper_gradients"),
     Rule(family="attention (fused)", function=r"^cudnn\w*(?:_sdpa_|_flash_|_mha_)|^cudnn::fusion::(?:compute_dot_do_o|"
          r"convert_dq)",
          example="cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_cga1x1x1_kernel0_0"),

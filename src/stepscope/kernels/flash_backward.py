@@ -63,11 +63,15 @@ def row_statistics(
 
 @triton.jit
 def flash_row_statistics(
-    OUT, GRADIENT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS,
+    OUT, GRADIENT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, SUMS,
     o_batch, o_head, o_row, g_batch, g_head, g_row, batches, heads, queries, padded,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """STATISTICS (2, B * H, padded) fp32: the logsumexp in base 2, and delta. One program a tile of a head's rows."""
+    """STATISTICS (2, B * H, padded) fp32: the logsumexp in base 2, and delta. One program a tile of a head's rows.
+
+    Where there are SUMS, (B * H * padded, D) fp32, to add dQ up in, they are made zero.
+    """
     batch_head, first = head_and_row(tl.program_id(0), padded, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
     batch = long(batch_head // heads)
     head = batch_head % heads
@@ -79,6 +83,20 @@ def flash_row_statistics(
         OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, gradient, batch * o_batch + long(head) * o_head, o_row,
         batch_head, first, queries, padded, batches * heads, HEAD_DIM, BLOCK_D, BLOCK_M, False, HAS_LOGSUMEXP_GRADIENT,
     )  # fmt: skip
+    if HAS_SUMS:
+        zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        store_tile(
+            SUMS,
+            long(batch_head) * padded * HEAD_DIM,
+            zeros,
+            first,
+            padded,
+            HEAD_DIM,
+            BLOCK_M,
+            HEAD_DIM,
+            BLOCK_D,
+            False,
+        )
 
 
 @triton.jit
@@ -382,15 +400,15 @@ def flash_joint_gradients(
 
 @triton.jit
 def flash_finish_queries(
-    ACCUMULATED, DQ, scale, dq_batch, dq_head, dq_row, heads, queries,
+    SUMS, DQ, scale, dq_batch, dq_head, dq_row, heads, queries, padded,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The fused kernel's dQ: ACCUMULATED (B, H, S, D) fp32, contiguous, times scale, in the gradient's dtype."""
+    """dQ of what was added up: SUMS (B * H * padded, D) fp32 times scale, in the gradient's dtype."""
     batch_head, first = head_and_row(tl.program_id(0), queries, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
     batch = long(batch_head // heads)
     head = batch_head % heads
     tile = load_tile(
-        ACCUMULATED, long(batch_head) * queries * HEAD_DIM, 0, 0, first, queries, HEAD_DIM,
+        SUMS, long(batch_head) * padded * HEAD_DIM, 0, 0, first, queries, HEAD_DIM,
         BLOCK_M, HEAD_DIM, BLOCK_D, False, False,
     )  # fmt: skip
     store_tile(

@@ -306,15 +306,19 @@ class Backward:
             _split(self.q, self.gradient, (q, gradient), self.launch)
             _split(self.k, self.v, (k, v), self.launch)
 
-    def preprocess(self, logsumexp_gradient: Tensor | None = None) -> object:
-        """Row statistics, which every other kernel reads. The logsumexp's gradient is (B, H, S) fp32, contiguous."""
+    def preprocess(self, logsumexp_gradient: Tensor | None = None, *, sums: Tensor | None = None) -> object:
+        """Row statistics, which every other kernel reads. The logsumexp's gradient is (B, H, S) fp32, contiguous.
+
+        Sums ((B H padded, D) fp32) become zeros.
+        """
         return self.launch(
             flash_row_statistics, (tiles_of(self.padded, _PREPROCESS_ROWS) * self.batches * self.heads,),
             self.out, self.gradient, self.logsumexp,
             self.logsumexp if logsumexp_gradient is None else logsumexp_gradient, self.statistics,
+            self.statistics if sums is None else sums,
             *self.out.stride()[:3], *self.gradient.stride()[:3],
             self.batches, self.heads, self.queries, self.padded,
-            self.head_dim, self.block_d, _PREPROCESS_ROWS, logsumexp_gradient is not None,
+            self.head_dim, self.block_d, _PREPROCESS_ROWS, logsumexp_gradient is not None, sums is not None,
             num_warps=4,
         )  # fmt: skip
 
@@ -333,11 +337,11 @@ class Backward:
             **_options(tiles),
         )  # fmt: skip
 
-    def finish(self, accumulated: Tensor) -> object:
-        """dQ from what `over_keys` accumulated."""
+    def finish(self, sums: Tensor, padded: int) -> object:
+        """dQ from what was added up, `padded` rows a head."""
         return self.launch(
             flash_finish_queries, (tiles_of(self.queries, _PREPROCESS_ROWS) * self.batches * self.heads,),
-            accumulated, self.dq, self.scale, *self.dq.stride()[:3], self.heads, self.queries,
+            sums, self.dq, self.scale, *self.dq.stride()[:3], self.heads, self.queries, padded,
             self.head_dim, self.block_d, _PREPROCESS_ROWS,
             num_warps=4,
         )  # fmt: skip
@@ -379,11 +383,13 @@ class Backward:
 
     def hopper(self, sums: Tensor, configuration: HopperBackward, logsumexp_gradient: Tensor | None = None) -> object:
         """All three gradients, by the kernel in Gluon."""
-        return _required_hopper().launch_hopper_backward(
-            self.gradient, self.q, self.k, self.v, self.out, self.logsumexp, self.dq, self.dk, self.dv,
-            self.statistics, sums, logsumexp_gradient=logsumexp_gradient, causal=self.causal, scale=self.scale,
-            configuration=configuration, launcher=self.launch,
+        self.preprocess(logsumexp_gradient, sums=sums)
+        compiled = _required_hopper().launch_hopper_gradients(
+            self.gradient, self.q, self.k, self.v, self.dk, self.dv, self.statistics, sums,
+            causal=self.causal, scale=self.scale, configuration=configuration, launcher=self.launch,
         )  # fmt: skip
+        self.finish(sums, self.padded)
+        return compiled
 
     def _operands(self, tiles: Tiles) -> tuple[Tensor | TensorDescriptor, ...]:
         if not self.tma:
@@ -426,7 +432,7 @@ def run_backward(
     else:
         accumulated = backward.accumulator()
         backward.over_keys(configuration.keys, accumulated=accumulated, tma_reduce=configuration.tma_reduce)
-        backward.finish(accumulated)
+        backward.finish(accumulated, backward.queries)
 
 
 def _required(configuration: BackwardConfiguration) -> Tiles:

@@ -2,8 +2,8 @@
 
 The mathematics is `flash_backward`'s, over tiles of keys: a program has one tile of K and V, lets the tiles of queries
 pass by, and keeps dK and dV in registers. dQ of a row is a sum over keys, so over programs: each adds its part to sums
-in fp32 in global memory through the tensor-memory accelerator, in an order that differs between runs. Around it,
-`hopper_prepare` makes the row statistics and zeros the sums, and `hopper_finish` turns the sums into dQ.
+in fp32 in global memory through the tensor-memory accelerator, in an order that differs between runs. Before it
+`flash_row_statistics` zeroes the sums, and after it `flash_finish_queries` turns them into dQ.
 
 A producer, one warp with few registers, loads the tiles. Two consumers of four warps multiply, each with 64 of the 128
 keys; one's exponentials run behind the other's products. With a tile of queries at hand a consumer begins S^T and dP^T
@@ -37,8 +37,6 @@ it; sums that anything but a product reads in a later turn of the loop than they
 
 from typing import Any
 
-import triton
-import triton.language as tl
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -50,9 +48,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from stepscope.kernels.flash_backward import row_statistics
-from stepscope.kernels.flash_tiles import head_and_row, load_tile, long, store_tile
 
 STAGES = 2
 
@@ -273,41 +268,3 @@ def hopper_gradients(
         [4, 1],
         [240, 24],
     )  # fmt: skip
-
-
-@triton.jit
-def hopper_prepare(
-    OUT, GRADIENT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, SUMS,
-    o_batch, o_head, o_row, g_batch, g_head, g_row, batches, heads, queries, padded,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
-):  # fmt: skip
-    """STATISTICS (2, B H, padded) fp32, as `flash_row_statistics` has them, and SUMS (B H padded, D) fp32 zero."""
-    batch_head, first = head_and_row(tl.program_id(0), padded, BLOCK_M)
-    batch = long(batch_head // heads)
-    head = batch_head % heads
-    gradient = load_tile(
-        GRADIENT, batch * g_batch + long(head) * g_head, 0, 0, first, queries, g_row,
-        BLOCK_M, HEAD_DIM, HEAD_DIM, False, False,
-    )  # fmt: skip
-    row_statistics(
-        OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, STATISTICS, gradient, batch * o_batch + long(head) * o_head, o_row,
-        batch_head, first, queries, padded, batches * heads, HEAD_DIM, HEAD_DIM, BLOCK_M, False, HAS_LOGSUMEXP_GRADIENT,
-    )  # fmt: skip
-    zeros = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    store_tile(
-        SUMS, long(batch_head) * padded * HEAD_DIM, zeros, first, padded, HEAD_DIM, BLOCK_M, HEAD_DIM, HEAD_DIM, True
-    )
-
-
-@triton.jit
-def hopper_finish(
-    SUMS, DQ, scale, dq_batch, dq_head, dq_row, heads, queries, padded, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """dQ: SUMS (B H padded, D) fp32 times scale, in the gradient's dtype."""
-    batch_head, first = head_and_row(tl.program_id(0), padded, BLOCK_M)
-    sums = load_tile(
-        SUMS, long(batch_head) * padded * HEAD_DIM, 0, 0, first, padded, HEAD_DIM,
-        BLOCK_M, HEAD_DIM, HEAD_DIM, True, False,
-    )  # fmt: skip
-    offset = long(batch_head // heads) * dq_batch + long(batch_head % heads) * dq_head
-    store_tile(DQ, offset, sums * scale, first, queries, dq_row, BLOCK_M, HEAD_DIM, HEAD_DIM, False)

@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from stepscope.kernels.flash_launch import tiles_of
 from stepscope.kernels.flash_replay import Launcher
 from stepscope.kernels.flash_tiles import LOG2E
-from stepscope.kernels.hopper_backward import STAGES, hopper_finish, hopper_gradients, hopper_prepare
+from stepscope.kernels.hopper_backward import STAGES, hopper_gradients
 from stepscope.kernels.hopper_configuration import HOPPER_BLOCK_N, HOPPER_HEAD_DIMS, HopperBackward, HopperForward
 from stepscope.kernels.hopper_forward import hopper_forward
 
@@ -19,7 +19,6 @@ BLOCK_N = HOPPER_BLOCK_N
 """Keys of a tile of the backward kernel, of two consumers."""
 _BACKWARD_REGISTERS = 168
 """Of a thread at the start: 65536 over three warp groups. The consumers' take over most of the producer's."""
-_PREPARED_ROWS = 64
 _PRODUCER_REGISTERS = 24
 _WORKER_REGISTERS = {1: 240, 2: 240, 3: 160}
 """Of a thread of a forward consumer beside the first, which gets what is left of 65536: 240, or 168 of three."""
@@ -105,52 +104,28 @@ def sums_for(q: Tensor, statistics: Tensor) -> Tensor:
     return torch.empty((rows // 2 * padded, q.shape[3]), dtype=torch.float32, device=q.device)
 
 
-def launch_hopper_backward(
+def launch_hopper_gradients(
     gradient: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    dq: Tensor,
     dk: Tensor,
     dv: Tensor,
     statistics: Tensor,
     sums: Tensor,
     *,
-    logsumexp_gradient: Tensor | None,
     causal: bool,
     scale: float,
     configuration: HopperBackward,
     launcher: Launcher,
 ) -> object:
-    """Fill dq, dk and dv, by way of the statistics ((2 B H, padded) fp32, `padded` a multiple of BLOCK_M) and sums."""
+    """Fill dk and dv, and add dQ / scale to the sums. `padded`, of the statistics, is a multiple of BLOCK_N."""
     batches, heads, queries, head_dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     rows, padded = batches * heads, statistics.shape[1]
-    launcher(
-        hopper_prepare,
-        (tiles_of(padded, _PREPARED_ROWS) * rows,),
-        out,
-        gradient,
-        logsumexp,
-        logsumexp if logsumexp_gradient is None else logsumexp_gradient,
-        statistics,
-        sums,
-        *out.stride()[:3],
-        *gradient.stride()[:3],
-        batches,
-        heads,
-        queries,
-        padded,
-        head_dim,
-        _PREPARED_ROWS,
-        logsumexp_gradient is not None,
-        num_warps=4,
-    )
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     half = [BLOCK_M, head_dim // 2]
-    compiled = launcher(
+    return launcher(
         hopper_gradients,
         (tiles_of(keys, BLOCK_N) * batches * kv_heads,),
         _described(q, BLOCK_M),
@@ -178,18 +153,3 @@ def launch_hopper_backward(
         num_warps=4,
         maxnreg=_BACKWARD_REGISTERS,
     )
-    launcher(
-        hopper_finish,
-        (tiles_of(padded, _PREPARED_ROWS) * rows,),
-        sums,
-        dq,
-        scale,
-        *dq.stride()[:3],
-        heads,
-        queries,
-        padded,
-        head_dim,
-        _PREPARED_ROWS,
-        num_warps=4,
-    )
-    return compiled
