@@ -431,10 +431,11 @@ def test_a_second_derivative_is_refused_and_not_zero():
     [
         ((2, 2, 8, 16), (2, 3, 8, 16), {}, "heads of k must divide"),
         ((2, 2, 8, 16), (2, 2, 8, 32), {}, "agree in batch and head_dim"),
-        ((2, 2, 8, 512), (2, 2, 8, 512), {}, "up to 256"),
+        ((2, 2, 8, 512), (2, 2, 8, 512), {}, "1 to 256, not 512"),
         ((2, 2, 0, 16), (2, 2, 8, 16), {}, "empty sequence"),
         ((2, 8, 16), (2, 8, 16), {}, r"takes q \(B, H, S, D\)"),
         ((2, 2, 8, 16), (2, 2, 8, 16), {"window": 0}, "window of 1 or more"),
+        ((2, 2, 8, 16), (2, 2, 8, 16), {"window": 2.5}, "window of 1 or more whole positions, not 2.5"),
         ((2, 2, 8, 16), (2, 2, 8, 16), {"dtype": torch.float64}, "fp32, fp16 or bf16"),
     ],
 )
@@ -486,3 +487,11 @@ def test_the_function_pairs_no_leading_dimensions_that_differ(queries: tuple[int
     """Batches are no grouped heads: in four dimensions alone it is said which the heads are."""
     with pytest.raises(InputError, match=r"attention flash takes .* of the same leading dimensions"):
         FlashAttention.apply(torch.zeros(queries), torch.zeros(keys), torch.zeros(keys))
+
+
+def test_without_a_gpu_and_without_the_interpreter_it_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(flash_launch, "interpreted", lambda: False)
+    q = torch.zeros(1, 2, 8, 16, requires_grad=True)
+    for call in (lambda: flash_attention(q, q, q, causal=True), lambda: FlashAttention.apply(q, q, q)):
+        with pytest.raises(InputError, match=r"NVIDIA GPU.*lie on cpu.*choose another attention"):
+            call()

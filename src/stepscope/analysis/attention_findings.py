@@ -205,8 +205,8 @@ def _formula(study: AttentionStudy) -> Iterator[Finding]:
     yield Finding(
         kind="saved bytes",
         severity="note",
-        sentence=f"What autograd saves is what the formula says in {close} of {len(off)} cells, in {exact} of them to "
-        f"the byte{most}.",
+        sentence=f"What autograd saves is what the formula says, to {format_share(CLOSE)}, in {close} of {len(off)} "
+        f"cells, in {exact} of them to the byte{most}.",
         evidence={"cells": len(off), "close": close, "exact": exact, "worst": worst},
     )
 

@@ -70,6 +70,11 @@ def _needed(window: int | None, q: Tensor, k: Tensor, causal: bool) -> int | Non
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
     launch, replay, tuning = _launching()
+    if q.device.type == "cpu" and not launch.interpreted():
+        raise InputError(
+            "attention flash runs on an NVIDIA GPU, and these tensors lie on cpu: move them, choose another attention, "
+            "or set TRITON_INTERPRET=1 before Triton is imported, which runs its kernels in Python"
+        )
     window = _needed(window, q, k, causal)
     out = torch.empty_like(q)
     logsumexp = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -227,17 +232,19 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> 
             "and the heads of k must divide those of q"
         )
     if not 1 <= q.shape[3] <= MAX_HEAD_DIM:
-        raise InputError(f"attention flash takes head_dim up to {MAX_HEAD_DIM}, not {q.shape[3]}")
+        raise InputError(f"attention flash takes head_dim 1 to {MAX_HEAD_DIM}, not {q.shape[3]}")
     if q.shape[2] == 0 or k.shape[2] == 0:
-        raise InputError(f"attention flash: an empty sequence (queries {q.shape[2]}, keys {k.shape[2]})")
+        raise InputError(
+            f"attention flash: an empty sequence (queries {q.shape[2]}, keys {k.shape[2]}); give one position or more"
+        )
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         raise InputError(f"attention flash takes fp32, fp16 or bf16, one for all, not {q.dtype}, {k.dtype}, {v.dtype}")
     if k.device != q.device or v.device != q.device:
         raise InputError(
             f"attention flash: q, k and v lie on {q.device}, {k.device} and {v.device}; move them together"
         )
-    if window is not None and window < 1:
-        raise InputError(f"attention flash takes a window of 1 or more, not {window}")
+    if window is not None and (isinstance(window, float) or window < 1):
+        raise InputError(f"attention flash takes a window of 1 or more whole positions, not {window}")
 
 
 def flash_attention(
