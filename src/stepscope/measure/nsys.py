@@ -109,7 +109,7 @@ def _importer(nsys: Path) -> Path | None:
 def _last_words(output: str) -> str:
     """The most telling line of what a program wrote: the last with an error in it, or else the last."""
     lines = [line.strip() for line in re.split(r"[\r\n]", output)]
-    lines = [line for line in lines if line and not re.match(r"(\[\d+/\d+\]|Processing|Generat|/)", line)]
+    lines = [line for line in lines if line and not re.match(r"(\[\d+/\d+\]|Processing|Generat|/|https?://\S+$)", line)]
     telling = [line for line in lines if re.search(r"error|fail|cannot|unable|denied|not found", line, re.IGNORECASE)]
     chosen = telling or lines
     return one_line(Exception(chosen[-1])) if chosen else ""

@@ -55,10 +55,10 @@ def trace_under_nsys(
     failure, answer, kept = None, None, {}
     try:
         with _folder(directory) as folder:
-            output, code = _watch(nsys, request, folder, cuda)
-            with contextlib.suppress(OSError, msgspec.DecodeError):
-                answer = msgspec.json.decode((folder / "answer.json").read_bytes(), type=WatchedAnswer)
-            recorded = any((folder / name).exists() for name in (REPORT_FILE, STREAM_FILE))
+            output, code, answer, recorded = _watch(nsys, request, folder, cuda)
+            if answer is None and not recorded:
+                # On a busy machine nsys now and then ends before it has begun the process that it is to watch.
+                output, code, answer, recorded = _watch(nsys, request, folder, cuda)
             if answer is None or answer.error or not recorded:
                 raise StepscopeError((answer and answer.error) or tool.failure_of(output, code))
             kept, failure = _keep(nsys, folder, directory)
@@ -98,8 +98,9 @@ def import_capture(directory: Path, nsys: Nsys | None = None) -> Run:
     return run
 
 
-def _watch(nsys: Nsys, request: StepRequest, folder: Path, cuda: bool) -> tuple[str, int]:
-    """nsys and the process it watches, from start to end: what they printed, and nsys' exit code."""
+def _watch(nsys: Nsys, request: StepRequest, folder: Path, cuda: bool) -> tuple[str, int, WatchedAnswer | None, bool]:
+    """nsys and the process it watches, from start to end: what they printed, nsys' exit code, what the process
+    answered, and whether nsys recorded it."""
     command = [sys.executable, "-P", "-m", "stepscope.studies.nsys_cell"]
     asked = WatchedRequest(request=request, answer=str((folder / "answer.json").absolute()))
     output = (folder / "output.txt").absolute()
@@ -120,7 +121,11 @@ def _watch(nsys: Nsys, request: StepRequest, folder: Path, cuda: bool) -> tuple[
         raise StepscopeError(f"nsys did not end after {tool.TIMEOUT_S:.0f} s") from None
     finally:
         _end(process)
-    return output.read_text(errors="replace"), code
+    answer = None
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        answer = msgspec.json.decode((folder / "answer.json").read_bytes(), type=WatchedAnswer)
+    recorded = any((folder / name).exists() for name in (REPORT_FILE, STREAM_FILE))
+    return output.read_text(errors="replace"), code, answer, recorded
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
