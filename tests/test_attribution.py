@@ -135,6 +135,17 @@ def test_ranges_round_phases_are_no_modules(around: tuple[int, int]):
     assert places(capture) == [("forward", "layers.0"), ("forward", ROOT)]
 
 
+@pytest.mark.parametrize("inner", [[(100, 900), (300, 500)], [(100, 900), (100, 500)], [(300, 950), (400, 500)]])
+def test_ranges_round_any_of_phases_that_overlap_are_no_modules(inner: list[tuple[int, int]]):
+    """Not only round the first that begins in them: a phase of the same extent, or one that ends after them."""
+    capture = Capture()
+    for start, end in inner:
+        capture.range("backward", start, end)
+    capture.range("epoch", 100, 900)
+    capture.kernel(450, 1)
+    assert places(capture) == [("backward", ROOT)]
+
+
 def test_a_compiled_graph_is_no_module():
     capture = Capture()
     capture.range("forward", 0, 500)

@@ -204,25 +204,28 @@ def _modules(candidates: pl.DataFrame, few: pl.DataFrame, threads: pl.DataFrame)
     """Module ranges: all that enclose no step or phase ("epoch" and "train" do, and are no modules)."""
     outer: set[str] = set()
     for (track, _, _), inner in _on_threads(few, threads).group_by("track", "what", "phase"):
-        outer |= _enclosing(candidates, candidates["track"] == track, inner.sort("start_ns"))
+        outer |= _enclosing(candidates, candidates["track"] == track, inner.sort("start_ns", "duration_ns"))
     if not outer:
         return Places(candidates)
     return Places(candidates.filter(~_is_named(sorted(outer))))
 
 
 def _enclosing(candidates: pl.DataFrame, chosen: pl.Series, inner: pl.DataFrame) -> set[str]:
-    """The names of the chosen candidates that hold one of `inner`, ranges of one kind by start, and are longer.
+    """The names of the chosen candidates that hold one of `inner`, ranges of one kind by start and length, and are
+    longer.
 
     A first module that begins with its phase, by a clock of microseconds, is not round it.
     """
     start_ns, end_ns = candidates["start_ns"], candidates["start_ns"] + candidates["duration_ns"]
-    first = inner["start_ns"].search_sorted(start_ns, side="left")
-    there = (first < inner.height) & chosen
-    first = first.clip(upper_bound=inner.height - 1)
-    ends = (inner["start_ns"] + inner["duration_ns"]).gather(first)
-    begins = inner["start_ns"].gather(first)
-    holds = there & (ends <= end_ns) & ((ends < end_ns) | (begins > start_ns))
-    return set(candidates["name"].filter(holds).unique().to_list())
+    begins, ends = inner["start_ns"], inner["start_ns"] + inner["duration_ns"]
+    # Of those that begin together with it the shortest is the first; of those that begin later one ends first.
+    together = begins.search_sorted(start_ns, side="left")
+    later = begins.search_sorted(start_ns, side="right")
+    last = inner.height - 1
+    shortest = ends.gather(together.clip(upper_bound=last))
+    soonest = ends.reverse().cum_min().reverse().gather(later.clip(upper_bound=last))
+    holds = ((together < later) & (shortest < end_ns)) | ((later <= last) & (soonest <= end_ns))
+    return set(candidates["name"].filter(chosen & holds).unique().to_list())
 
 
 def _on_threads(frame: pl.DataFrame, threads: pl.DataFrame) -> pl.DataFrame:
