@@ -86,17 +86,9 @@ def flash_row_statistics(
     if HAS_SUMS:
         zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         store_tile(
-            SUMS,
-            long(batch_head) * padded * HEAD_DIM,
-            zeros,
-            first,
-            padded,
-            HEAD_DIM,
-            BLOCK_M,
-            HEAD_DIM,
-            BLOCK_D,
-            False,
-        )
+            SUMS, long(batch_head) * padded * HEAD_DIM, zeros, first, padded, HEAD_DIM,
+            BLOCK_M, HEAD_DIM, BLOCK_D, False,
+        )  # fmt: skip
 
 
 @triton.jit

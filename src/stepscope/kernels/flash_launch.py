@@ -36,6 +36,8 @@ from stepscope.kernels.hopper_configuration import HOPPER_BLOCK_N, HopperBackwar
 if TYPE_CHECKING:
     from types import ModuleType
 
+SMALLEST_SCALE = 2.0**-100
+"""Not zero, which would make NaN of a hidden score, -inf; this small it changes nothing."""
 _PREPROCESS_ROWS = 64
 _SPLIT_ROWS = 32
 _GLUON_KNOWN = ("3.6.", "3.7.")
@@ -74,11 +76,15 @@ def hopper_takes(*tensors: Tensor, window: int | None) -> bool:
     return module is not None and window is None and module.takes(*tensors) and describable(*tensors)
 
 
-def _described(tensor: Tensor, rows: int, block_d: int) -> TensorDescriptor:
-    # The stride of a dimension of one element may be anything, and descriptors check it.
+def described_strides(tensor: Tensor) -> list[int]:
+    """As a descriptor takes them, which checks them all: that of a dimension of one element may be anything."""
     step = 16 // tensor.element_size()
     strides = [stride if size > 1 else step for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, block_d])
+    return [*strides, 1]
+
+
+def _described(tensor: Tensor, rows: int, block_d: int) -> TensorDescriptor:
+    return TensorDescriptor(tensor, list(tensor.shape), described_strides(tensor), [1, 1, rows, block_d])
 
 
 def _options(tiles: Tiles) -> dict[str, int]:
@@ -179,8 +185,7 @@ def launch_forward(
         _described(v, tiles.block_n, block_d) if tma else v,
         out,
         logsumexp,
-        # Not zero, which would make NaN of a hidden score, -inf; this small it changes nothing.
-        max(abs(scale) * LOG2E.value, 2.0**-100),
+        max(abs(scale) * LOG2E.value, SMALLEST_SCALE),
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],

@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from stepscope.kernels.flash_launch import tiles_of
+from stepscope.kernels.flash_launch import SMALLEST_SCALE, described_strides, tiles_of
 from stepscope.kernels.flash_replay import Launcher
 from stepscope.kernels.flash_tiles import LOG2E
 from stepscope.kernels.hopper_backward import STAGES, hopper_gradients
@@ -15,15 +15,14 @@ from stepscope.kernels.hopper_configuration import HOPPER_BLOCK_N, HOPPER_HEAD_D
 from stepscope.kernels.hopper_forward import hopper_forward
 
 BLOCK_M = 64
+"""Queries of a tile of the backward kernel."""
 BLOCK_N = HOPPER_BLOCK_N
-"""Keys of a tile of the backward kernel, of two consumers."""
+"""Keys of one, of two consumers."""
 _BACKWARD_REGISTERS = 168
 """Of a thread at the start: 65536 over three warp groups. The consumers' take over most of the producer's."""
 _PRODUCER_REGISTERS = 24
 _WORKER_REGISTERS = {1: 240, 2: 240, 3: 160}
 """Of a thread of a forward consumer beside the first, which gets what is left of 65536: 240, or 168 of three."""
-_SMALLEST_SCALE = 2.0**-100
-"""Not zero, which would make NaN of a hidden score, -inf; this small it changes nothing."""
 
 
 def takes(*tensors: Tensor) -> bool:
@@ -40,12 +39,9 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def _described(tensor: Tensor, rows: int) -> TensorDescriptor:
-    # The stride of a dimension of one element may be anything, and descriptors check it.
-    step = 16 // tensor.element_size()
-    strides = [stride if size > 1 else step for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
     block = [1, 1, rows, tensor.shape[-1]]
     layout = _swizzled(block, gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16)
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)
+    return TensorDescriptor(tensor, list(tensor.shape), described_strides(tensor), block, layout)
 
 
 def _swizzled(block: list[int], dtype: gl.dtype) -> gl.NVMMASharedLayout:
@@ -78,7 +74,7 @@ def launch_hopper_forward(
         _described(v, chosen.block_n),
         _described(out, 64),
         logsumexp,
-        max(scale * LOG2E.value, _SMALLEST_SCALE),
+        max(scale * LOG2E.value, SMALLEST_SCALE),
         heads,
         queries,
         keys,
