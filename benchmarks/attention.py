@@ -189,8 +189,8 @@ def brief(row: AttentionTiming) -> str:
 
 
 HEADS = (
-    "batch, heads, seq, head_dim", "dtype", "implementation", "forward ms", "95 %", "forward+backward ms", "95 %",
-    "TFLOP/s forward", "TFLOP/s both", "of the ceiling", "over flash",
+    "batch, heads, seq, head_dim", "dtype", "implementation", "forward ms", "95 %, one process",
+    "forward+backward ms", "95 %, one process", "TFLOP/s forward", "TFLOP/s both", "of the ceiling", "over flash",
 )  # fmt: skip
 
 
@@ -228,7 +228,7 @@ def rows_of(timings: AttentionTimings) -> list[tuple[str, ...]]:
 def interval_of(samples: Samples) -> str:
     """In ms."""
     interval = samples.interval()
-    return f"{interval.low * 1e3:.3f} to {interval.high * 1e3:.3f}" if interval else ""
+    return f"{interval.low * 1e3:.3f} to {interval.high * 1e3:.3f}" if interval else "cannot be told"
 
 
 def render_markdown(timings: AttentionTimings) -> str:

@@ -59,7 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return error.exit_code
     if not shapes:
         print("\n".join(map(str, kept_choices(device_name(device)).values())) or "nothing is kept: name shapes to tune")
-    print(f"kept in {kept_path(device_name(device))}")
+    print(f"kept in {kept_path(device_name(device)) or 'no file: there is no home directory'}")
     return 0
 
 

@@ -10,16 +10,16 @@ timer's own cost in time, free of the step's noise.
 """
 
 import argparse
+import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from stepscope.core.model_config import configure
 from stepscope.core.run import Settings
-from stepscope.core.samples import Interval, Samples
+from stepscope.core.samples import Samples
 from stepscope.core.units import format_seconds
 from stepscope.core.workload import Workload
 from stepscope.measure.device import Device, resolve_device, timing_device
@@ -39,11 +39,19 @@ class Overhead(msgspec.Struct, kw_only=True):
     pairs: int
     bare_s: Samples
     measured_s: Samples
-    overhead: float
-    """Median of measured / bare - 1 over the pairs."""
-    overhead_interval: Interval | None
     timer_s: float
     """What the timer adds to a step whose phases do nothing: median of measured - bare over the pairs."""
+
+    @property
+    def ratios(self) -> Samples:
+        """Measured / bare of each pair."""
+        pairs = zip(self.measured_s.values_s, self.bare_s.values_s, strict=True)
+        return Samples(values_s=tuple(measured / bare for measured, bare in pairs), clock="pairs")
+
+    @property
+    def overhead(self) -> float:
+        """Median of measured / bare - 1 over the pairs."""
+        return (self.ratios.median_s or 1.0) - 1
 
     @property
     def timer_share(self) -> float:
@@ -93,19 +101,12 @@ def time_pairs(step: Subject, device: Device, pairs: int) -> tuple[Samples, Samp
     return bare, measured
 
 
-def paired(bare: Samples, measured: Samples, combine: Callable[[float, float], float]) -> Samples:
-    """One figure for each pair."""
-    values = tuple(combine(m, b) for m, b in zip(measured.values_s, bare.values_s, strict=True))
-    return Samples(values_s=values, clock="pairs")
-
-
 def compare(workload: Workload, device_name: str, pairs: int) -> Overhead:
     """Time the pairs of the real step, then those of an empty one."""
     torch_device = resolve_device(device_name)
     device = timing_device(torch_device)
     step = TrainingStep(workload, torch_device)
     bare, measured = time_pairs(step, device, pairs)
-    ratios = paired(bare, measured, lambda m, b: m / b - 1)
     empty_bare, empty_measured = time_pairs(EmptyStep(step), device, 200)
     return Overhead(
         workload=workload,
@@ -113,16 +114,15 @@ def compare(workload: Workload, device_name: str, pairs: int) -> Overhead:
         pairs=pairs,
         bare_s=bare,
         measured_s=measured,
-        overhead=ratios.median_s or 0.0,
-        overhead_interval=ratios.interval(),
-        timer_s=paired(empty_bare, empty_measured, lambda m, b: m - b).median_s or 0.0,
+        timer_s=statistics.median(
+            measured - bare for measured, bare in zip(empty_measured.values_s, empty_bare.values_s, strict=True)
+        ),
     )
 
 
 def render(result: Overhead) -> str:
     """The result in words."""
-    interval = result.overhead_interval
-    bounds = f" [{interval.low * 100:+.2f} %, {interval.high * 100:+.2f} %]" if interval else ""
+    bounds = f" [{bounds_of(result)}]"
     lines = (
         describe_model(result.workload),
         describe_workload(result.workload),
@@ -135,19 +135,24 @@ def render(result: Overhead) -> str:
     return "\n".join(lines) + "\n"
 
 
+def bounds_of(result: Overhead) -> str:
+    """The interval of the overhead, or that there is none."""
+    interval = result.ratios.interval()
+    return f"{(interval.low - 1) * 100:+.2f} to {(interval.high - 1) * 100:+.2f} %" if interval else "cannot be told"
+
+
 def render_table(results: list[Overhead]) -> str:
     """Several results as a Markdown table."""
-    heads = ("device", "workload", "bare step", "overhead", "95 % interval", "timer alone")
+    heads = ("device", "workload", "bare step", "overhead", "95 % interval, one process", "timer alone")
     rows = [heads, ("---",) * len(heads)]
     for result in sorted(results, key=lambda r: (r.environment, r.bare_s.median_s or 0)):
-        interval = result.overhead_interval
         rows.append(
             (
                 result.environment.partition(";")[0],
                 cell_name(result.workload),
                 format_seconds(result.bare_s.median_s or 0),
                 f"{result.overhead * 100:+.2f} %",
-                f"{interval.low * 100:+.2f} to {interval.high * 100:+.2f} %" if interval else "",
+                bounds_of(result),
                 f"{format_seconds(result.timer_s)}, {result.timer_share * 100:.2f} %",
             )
         )

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import stepscope.kernels
 from stepscope.core.errors import InputError
 from stepscope.core.workload import Attention
-from stepscope.kernels.flash_attention import FlashAttention
-from stepscope.kernels.flash_tiled import FlashAttentionTiled
+from stepscope.kernels import FlashAttention, FlashAttentionTiled, flash_attention, flash_tiled
 from stepscope.models.attention import AttentionFunction, implementation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,6 +71,30 @@ def test_functions_follow_autocast_too(function: type[torch.autograd.Function]):
     assert isinstance(out, Tensor) and out.dtype == torch.bfloat16
     out.sum().backward()
     assert q.grad is not None and q.grad.dtype == torch.float32
+
+
+def test_both_functions_are_to_be_had_in_one_place():
+    for place in (flash_attention, stepscope.kernels):
+        assert (place.FlashAttention, place.FlashAttentionTiled) == (FlashAttention, flash_tiled.FlashAttentionTiled)
+
+
+@needs_kernels
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3)])
+def test_both_functions_take_and_give_and_save_the_same(leading: tuple[int, ...], causal: bool):
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(*leading, 40, 16, generator=generator).to(DEVICE) for _ in range(4)]
+    found: list[list[torch.Tensor]] = []
+    for function in (FlashAttention, FlashAttentionTiled):
+        q, k, v = (tensor.clone().requires_grad_() for tensor in inputs[:3])
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t) or t, lambda t: t):
+            out = function.apply(q, k, v, causal)
+        assert isinstance(out, torch.Tensor)
+        found.append([out, *torch.autograd.grad(out, (q, k, v), inputs[3]), *saved])
+    for ours, tiled in zip(*found, strict=True):
+        assert ours.shape == tiled.shape and ours.dtype == tiled.dtype
+        assert torch.allclose(ours, tiled, atol=2e-5, rtol=2e-5)
 
 
 # ---- torch.func

@@ -90,11 +90,11 @@ def test_a_name_that_no_race_has_is_refused(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("given", ["-1", "0", "nan", "inf", "soon", "1e30"])
-@pytest.mark.parametrize("benchmark", ["attention.py", "flash_tune.py", "flash_experiments.py"])
-def test_seconds_that_nothing_can_be_measured_in_are_refused_in_a_line(benchmark: str, given: str):
+@pytest.mark.parametrize("script", ["attention.py", "flash_tune.py", "flash_experiments.py"])
+def test_seconds_that_nothing_can_be_measured_in_are_refused_in_a_line(script: str, given: str):
     """As scripts: nothing heavy is imported before the answer."""
     found = subprocess.run(
-        [sys.executable, f"benchmarks/{benchmark}", "--seconds", given],
+        [sys.executable, f"benchmarks/{script}", "--seconds", given],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert found.returncode == 2 and not found.stdout

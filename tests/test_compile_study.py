@@ -77,10 +77,10 @@ def test_paying_back_by_hand():
 
 
 def test_the_range_of_steps_is_that_of_the_speed_up():
-    paid = payback(steps([1.0] * 6, [1.0]), steps([0.4, 0.5, 0.5, 0.5, 0.5, 0.9], [10.5]))
+    paid = payback(steps([1.0] * 6, [1.0]), steps([0.5, 0.9, 0.4, 0.5, 0.5, 0.5], [10.5]))
     assert paid is not None and paid.steps == 20 and paid.least is not None and paid.most is not None
     assert paid.least <= 20 <= paid.most
-    undecided = payback(steps([1.0] * 6, [1.0]), steps([0.4, 0.4, 0.9, 0.9, 1.2, 1.2], [10.9]))
+    undecided = payback(steps([1.0] * 6, [1.0]), steps([0.4, 1.2, 0.4, 0.9, 0.9, 1.2], [10.9]))
     assert undecided is not None and undecided.steps is not None and undecided.most is None
 
 

@@ -231,6 +231,7 @@ def test_a_choice_for_the_kernels_in_gluon_is_kept_and_one_from_before_them_is_r
     assert flash_kept.kept_choices("cpu") == {HOPPER: choice}
 
     path = flash_kept.kept_path("cpu")
+    assert path is not None
     stored = json.loads(path.read_text())
     before = stored["choices"][0]
     del before["forward"]["hopper"], before["backward"]["hopper"], before["deterministic"]
@@ -248,6 +249,7 @@ def test_a_choice_for_the_kernels_in_gluon_is_kept_and_one_from_before_them_is_r
 )  # fmt: skip
 def test_a_damaged_file_is_one_clear_warning_and_ignored(content: str):
     path = flash_kept.kept_path("cpu")
+    assert path is not None
     path.write_text(content)
     q, _, _ = call()
     with warnings.catch_warnings(record=True) as caught:
@@ -265,6 +267,7 @@ def test_tiles_that_no_kernel_takes_are_damage():
     q, k, v = call()
     tune(q, k, v, causal=True, measure=times(lambda c: 1.0))
     path = flash_kept.kept_path("cpu")
+    assert path is not None
     path.write_text(path.read_text().replace('"block_m": 64', '"block_m": 48'))
     flash_tuning.forget()
     with pytest.warns(UserWarning, match="power of two"):

@@ -140,7 +140,7 @@ def timing(
         return AttentionTiming(cell=cell, **changes)
 
     def samples(middle_ms: float) -> Samples:
-        return Samples(values_s=tuple(middle_ms * 1e-3 * (1 + 0.001 * i) for i in (-2, -1, 0, 1, 2)), clock="by hand")
+        return Samples(values_s=tuple(middle_ms * 1e-3 * (1 + 0.001 * i) for i in (0, -2, 1, -1, 2)), clock="by hand")
 
     memory = CallMemory(saved_bytes=saved, before_backward_bytes=cell.input_bytes + saved, peak_bytes=peak)
     return AttentionTiming(
@@ -260,7 +260,9 @@ def test_no_crossover_is_read_from_noise_or_from_an_order_that_changes_twice():
     assert crossover((64, 4), (128, 3), (256, 2)) == (64, 256)  # 128 is neither
     assert crossover((64, 2), (128, 4), (256, 2)) is None
     assert crossover((64, 4), (128, 2), (256, 3)) is None
-    assert crossover((64, 4), (128, 2), passes=3) is None  # no intervals
+    assert crossover((64, 4), (128, 2), passes=3) == (64, 128)  # no intervals, and far apart all the same
+    assert crossover((64, 3.01), (128, 2.99), passes=3) is None
+    assert crossover((64, 4), (128, 2), passes=2) is None
 
 
 def test_where_memory_runs_out_and_where_it_still_fits_is_of_one_head_dim():

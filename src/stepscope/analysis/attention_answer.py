@@ -7,7 +7,7 @@ from stepscope.analysis.attention_study import AttentionStudy, Curve, arrange, b
 from stepscope.core.attention_timing import AttentionTiming, AttentionTimings
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Cell, Experiment, Panel, Point, Table
-from stepscope.core.samples import Samples
+from stepscope.core.samples import INTERVALS, Samples
 from stepscope.core.units import GIB, MIB
 from stepscope.work.attention_call import forward_flops
 
@@ -87,6 +87,7 @@ def _settings(study: AttentionStudy) -> dict[str, Cell]:
         settings["L2 MiB"] = _digits(timings.environment.l2_bytes / MIB)
     settings["launches"] = timings.launches
     settings["data"] = "random"
+    settings["intervals"] = INTERVALS
     return settings
 
 

@@ -110,7 +110,7 @@ def _contests(study: AttentionStudy) -> Iterator[Finding]:
                 f"{at[low].value:.3g} (head_dim {low}) to {at[high].value:.3g} ({high}) times as fast as {BASELINE}"
             )
         # As fast, by their intervals: another head_dim may differ.
-        alike = [d for d, ratio in at.items() if ratio.interval and ratio.interval.low <= 1 <= ratio.interval.high]
+        alike = [d for d, ratio in at.items() if ratio.undecided]
         which = f" with head_dim {', '.join(map(str, alike))}" if 0 < len(alike) < len(at) else ""
         doubt = f", which is not distinguishable from as fast{which}" if alike else ""
         kind = "faster" if at[low].value > 1 else "slower"

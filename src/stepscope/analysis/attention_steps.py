@@ -117,8 +117,8 @@ class StepGroup:
         ratio = self.speed_up(cell, other)
         if ratio is None:
             return "one has no time"
-        if ratio.interval is not None and ratio.interval.low <= 1 <= ratio.interval.high:
-            return f"the interval of their ratio, {ratio.interval.low:.3g} to {ratio.interval.high:.3g}, holds 1"
+        if ratio.undecided:
+            return ratio.why_undecided
         change = abs(1 / ratio.value - 1)
         if self.noise is not None and change <= self.noise:
             return (

@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from stepscope.analysis.attention_steps import LEAST, StepCell, StepGroup, group_cells
 from stepscope.analysis.attention_steps_findings import steps_findings
+from stepscope.analysis.doubts import doubting_kinds
 from stepscope.analysis.metrics import PHASE_NAMES, median_s, peak_bytes, samples_of
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Cell, Experiment, Table
+from stepscope.core.samples import INTERVALS
 from stepscope.core.units import GIB
 
 STUDY = "attention"
@@ -34,6 +36,7 @@ def answer_steps(found: Iterable[StepCell], *, unread: int = 0) -> Experiment:
         question=QUESTION,
         device=first.device_name if first else "",
         versions=dict(first.versions) if first else {},
+        settings={"intervals": INTERVALS},
         tables=tuple(table for table in tables if table.rows),
         findings=tuple(steps_findings(groups, missing, unread)),
     )
@@ -53,10 +56,14 @@ def _times(groups: Sequence[StepGroup]) -> Table:
                     _digits(ratio.value) if ratio else None,
                     _digits(ratio.interval.low) if ratio and ratio.interval else None,
                     _digits(ratio.interval.high) if ratio and ratio.interval else None,
+                    ", ".join(doubting_kinds(cell.run)),
                 )
             )  # fmt: skip
-    heads = (*PHASE_NAMES, "step", "step from", "step to", "speed-up", "from", "to")
-    return Table(title=TIMES, columns=("cell", "attention", *heads), rows=tuple(rows))
+    heads = (*PHASE_NAMES, "step", "step from", "step to", "speed-up", "from", "to", "findings")
+    columns = ("cell", "attention", *heads)
+    if not any(row[-1] for row in rows):  # no run is doubted
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    return Table(title=TIMES, columns=columns, rows=tuple(rows))
 
 
 def _memory(groups: Sequence[StepGroup]) -> Table:

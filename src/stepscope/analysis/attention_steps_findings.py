@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from stepscope.analysis.attention_steps import LEAST, OUTSIDE_FAMILIES, OUTSIDE_PHASE, StepCell, StepGroup
+from stepscope.analysis.doubts import doubting_kinds
 from stepscope.analysis.metrics import PHASE_NAMES, median_s, peak_bytes
 from stepscope.core.finding import Finding
 from stepscope.core.units import format_bytes, format_milliseconds
@@ -210,7 +211,7 @@ def _doubts(groups: Sequence[StepGroup]) -> Iterator[Finding]:
     doubted = 0
     cells = [cell for group in groups if len(group.cells) > 1 for cell in group.cells]
     for cell in cells:
-        found = {finding.kind for finding in cell.run.findings if finding.severity != "note"}
+        found = doubting_kinds(cell.run)
         doubted += bool(found)
         for kind in sorted(found):
             kinds[kind] = kinds.get(kind, 0) + 1

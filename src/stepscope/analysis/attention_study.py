@@ -94,8 +94,8 @@ class Contest:
 
         By their intervals, and there is none where it is faster at a shorter one: noise is no order that changes.
         """
-        slower = [length for length, ratio in self.ratios.items() if ratio.interval and ratio.interval.high < 1]
-        faster = [length for length, ratio in self.ratios.items() if ratio.interval and ratio.interval.low > 1]
+        slower = [length for length, ratio in self.ratios.items() if not ratio.undecided and ratio.value < 1]
+        faster = [length for length, ratio in self.ratios.items() if not ratio.undecided and ratio.value > 1]
         if not slower or not faster or min(faster) < max(slower):
             return None
         undecided = [length for length in self.ratios if length not in (*slower, *faster)]

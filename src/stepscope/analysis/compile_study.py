@@ -22,7 +22,7 @@ from stepscope.analysis.families import classify
 from stepscope.analysis.metrics import median_s, memory_change
 from stepscope.core.finding import Finding
 from stepscope.core.run import Run
-from stepscope.core.samples import Interval, Ratio, Samples
+from stepscope.core.samples import Ratio, Samples
 from stepscope.core.workload import COMPILES
 from stepscope.work.transformer import parameter_count
 
@@ -292,11 +292,6 @@ class Pair:
         found = self.ratio("step")
         assert found is not None, "a pair is made of measured cells"
         return found
-
-    @property
-    def interval(self) -> Interval:
-        """Of the step's speed-up; the value alone where the samples are too few for more."""
-        return self.speed_up.interval or Interval(low=self.speed_up.value, high=self.speed_up.value)
 
     @cached_property
     def payback(self) -> Payback | None:

@@ -9,10 +9,11 @@ from stepscope.analysis.compile_study import (
     Pair,
 )
 from stepscope.analysis.compile_study_findings import compile_findings
+from stepscope.analysis.doubts import doubt_mark, doubting_kinds
 from stepscope.analysis.metrics import memory_of
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Cell, Experiment, Panel, Point, Table
-from stepscope.core.samples import Samples
+from stepscope.core.samples import INTERVALS, Samples
 from stepscope.core.units import GIB
 
 STUDY = "compile"
@@ -47,6 +48,7 @@ def answer_compile(study: CompileStudy, *, unread: int = 0) -> Experiment:
         question=QUESTION,
         device=first.device_name if first else "",
         versions=dict(first.versions) if first else {},
+        settings={"intervals": INTERVALS},
         tables=tuple(table for table in tables if table.rows),
         panels=_panels(study),
         findings=tuple(compile_findings(study, unread)),
@@ -109,7 +111,7 @@ def _median_within(samples: Samples) -> tuple[Cell, Cell, Cell]:
 
 
 def _doubts(pair: Pair) -> str:
-    kinds = [f.kind for cell in (pair.base, pair.other) for f in cell.run.findings if f.severity != "note"]
+    kinds = doubting_kinds(pair.base.run, pair.other.run)
     return ", ".join(dict.fromkeys([*kinds, *([pair.other.fault.kind] if pair.other.fault else [])]))
 
 
@@ -215,10 +217,16 @@ def _counterpart(cell: CompileCell) -> str:
 def _panels(study: CompileStudy) -> tuple[Panel, ...]:
     many = len({pair.other.shape for pair in study.pairs}) > 1
     speed_ups = tuple(
-        Point(line=_line(pair.other, many), x=_millions(pair.other), y=pair.speed_up.value) for pair in study.pairs
+        Point(line=_line(pair.other, many), x=_millions(pair.other), y=pair.speed_up.value, doubted=_is_doubted(pair))
+        for pair in study.pairs
     )
     paid = tuple(
-        Point(line=_line(pair.other, many), x=_millions(pair.other), y=float(pair.payback.steps))
+        Point(
+            line=_line(pair.other, many),
+            x=_millions(pair.other),
+            y=float(pair.payback.steps),
+            doubted=_is_doubted(pair),
+        )
         for pair in study.pairs
         if pair.payback and pair.payback.steps is not None
     )
@@ -228,6 +236,10 @@ def _panels(study: CompileStudy) -> tuple[Panel, ...]:
         for title, points, log in panels
         if points
     )
+
+
+def _is_doubted(pair: Pair) -> bool:
+    return bool(doubt_mark(pair.base.run, pair.other.run))
 
 
 def _line(cell: CompileCell, many: bool) -> str:

@@ -112,7 +112,7 @@ def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
     yield from _not_compilings(study)
     for pair in study.pairs:
         base_s, other_s = pair.base.step_s, pair.other.step_s
-        if pair.interval.high < 1 and base_s and other_s and not _is_noise(pair):
+        if not pair.speed_up.undecided and pair.speed_up.value < 1 and base_s and other_s and not _is_noise(pair):
             yield _finding(
                 "slower",
                 f"Compiling does not pay for {pair.label}: a step takes {format_seconds(other_s)}, eagerly "
@@ -129,9 +129,16 @@ def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
             {"cells": len(noise)},
             "warning",
         )
-    undecided = [
-        pair for pair in study.pairs if pair.speed_up.interval and pair.interval.low <= 1 <= pair.interval.high
-    ]
+    untold = [pair for pair in study.pairs if pair.speed_up.undecided and pair.speed_up.interval is None]
+    if untold:
+        yield _finding(
+            "cannot-be-told",
+            f"Whether compiling pays cannot be told for {_listed([pair.label for pair in untold])}: "
+            f"{untold[0].speed_up.why_undecided}.",
+            {pair.label: pair.speed_up.value for pair in untold},
+            "note",
+        )
+    undecided = [pair for pair in study.pairs if pair.speed_up.undecided and pair not in untold]
     if undecided:
         yield _finding(
             "no-difference",

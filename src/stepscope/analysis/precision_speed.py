@@ -213,14 +213,12 @@ class Pair:
     @property
     def slower(self) -> bool:
         """Slower than fp32, and not by chance as far as the samples tell."""
-        high = self.speed_up.interval.high if self.speed_up.interval else self.speed_up.value
-        return high < 1
+        return not self.speed_up.undecided and self.speed_up.value < 1
 
     @property
     def undecided(self) -> bool:
-        """Whether the interval holds 1."""
-        interval = self.speed_up.interval
-        return interval is not None and interval.low <= 1 <= interval.high
+        """Whether the samples do not tell which is faster."""
+        return self.speed_up.undecided
 
     @cached_property
     def amdahl(self) -> Amdahl | None:

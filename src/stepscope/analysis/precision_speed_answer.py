@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+from stepscope.analysis.doubts import doubt_mark, doubting_kinds
 from stepscope.analysis.metrics import median_s, memory_of
 from stepscope.analysis.precision_speed import BASELINE, SpeedStudy, TimedCell
 from stepscope.analysis.precision_speed_findings import speed_findings
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Cell, Experiment, Panel, Point, Table
+from stepscope.core.samples import INTERVALS
 from stepscope.core.units import GIB
 
 STUDY = "speed"
@@ -34,6 +36,7 @@ def answer_speed(study: SpeedStudy, *, lacking: Sequence[str] = (), unread: int 
         question=QUESTION,
         device=first.device_name if first else "",
         versions=dict(first.versions) if first else {},
+        settings={"intervals": INTERVALS},
         tables=tuple(table for table in tables if table.rows),
         panels=_panels(study),
         findings=tuple(speed_findings(study, lacking, unread)),
@@ -76,7 +79,7 @@ def _times(study: SpeedStudy) -> Table:
                 _digits(pair.speed_up.value) if pair else None,
                 _digits(of_ratio.low) if of_ratio else None,
                 _digits(of_ratio.high) if of_ratio else None,
-                ", ".join(finding.kind for finding in cell.run.findings if finding.severity != "note"),
+                ", ".join(doubting_kinds(cell.run)),
             )
         )
     heads = (
@@ -164,7 +167,13 @@ def _missing(study: SpeedStudy) -> Table:
 def _panels(study: SpeedStudy) -> tuple[Panel, ...]:
     many = len({cell.shape for cell in study.cells}) > 1
     speed_ups = tuple(
-        Point(line=_line(pair.other, many), x=_millions(pair.other), y=pair.speed_up.value) for pair in study.pairs
+        Point(
+            line=_line(pair.other, many),
+            x=_millions(pair.other),
+            y=pair.speed_up.value,
+            doubted=bool(doubt_mark(pair.base.run, pair.other.run)),
+        )
+        for pair in study.pairs
     )
     shares = tuple(
         Point(line=_line(cell, many), x=_millions(cell), y=cell.parts.product_share * 100)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from stepscope.analysis.metrics import launch_bound_share, median_s, memory_of
 from stepscope.analysis.precision_speed import Amdahl, Pair, SpeedStudy
 from stepscope.core.finding import Finding
-from stepscope.core.samples import Ratio
 from stepscope.core.units import format_bytes, format_seconds, format_share
 
 _FIGURES = (
@@ -38,9 +37,9 @@ def _by_size(study: SpeedStudy) -> Iterator[Finding]:
         ratios = [pair.speed_up for pair in pairs]
         listed = ", ".join(f"{pair.other.run.workload.model.name} {pair.speed_up.value:.2f}" for pair in pairs)
         grows = ""
-        if len(pairs) > 1 and all(_above(b, a) for a, b in itertools.pairwise(ratios)):
+        if len(pairs) > 1 and all(b.surely_above(a) for a, b in itertools.pairwise(ratios)):
             grows = "; it grows with the model"
-        elif any(_above(a, b) for a, b in itertools.pairwise(ratios)):
+        elif any(a.surely_above(b) for a, b in itertools.pairwise(ratios)):
             grows = "; it does not grow with every size"
         yield Finding(
             kind="speed-up",
@@ -48,13 +47,6 @@ def _by_size(study: SpeedStudy) -> Iterator[Finding]:
             sentence=f"{dtype} against fp32 ({shape}), speed-up of forward and backward: {listed}{grows}.",
             evidence={pair.other.run.workload.model.name: pair.speed_up.value for pair in pairs},
         )
-
-
-def _above(one: Ratio, other: Ratio) -> bool:
-    """Whether it is the larger, by the intervals where both are known."""
-    if one.interval and other.interval:
-        return one.interval.low > other.interval.high
-    return one.value > other.value
 
 
 def _slower(study: SpeedStudy) -> Iterator[Finding]:
@@ -71,7 +63,17 @@ def _slower(study: SpeedStudy) -> Iterator[Finding]:
             f"for {format_seconds(base.median_s)}{_lost_where(pair)}.",
             evidence={"speed_up": pair.speed_up.value, **_law_evidence(pair.amdahl)},
         )
-    undecided = [pair for pair in study.pairs if pair.undecided]
+    untold = [pair for pair in study.pairs if pair.undecided and pair.speed_up.interval is None]
+    if untold:
+        yield Finding(
+            kind="cannot-be-told",
+            severity="note",
+            sentence=f"Whether {_listed([pair.label for pair in untold])} differ"
+            f"{'s' if len(untold) == 1 else ''} from fp32 cannot be told: {untold[0].speed_up.why_undecided}.",
+            remedy="measure more steps: --steps 30",
+            evidence={pair.label: pair.speed_up.value for pair in untold},
+        )
+    undecided = [pair for pair in study.pairs if pair.undecided and pair not in untold]
     if undecided:
         yield Finding(
             kind="no-difference",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepscope.cli import options
-from stepscope.cli.output import emit, show, warn
+from stepscope.cli.output import emit_json, show, warn
 from stepscope.core.errors import InputError
 from stepscope.core.run import Run
 from stepscope.core.run_directory import find_run_files, load_run
@@ -93,11 +93,9 @@ def _report(cells: "list[StudiedCell]", questions: str, json: bool) -> None:
     if not cells:
         raise InputError("no run here (with these conditions) holds a capture: measure with --trace kineto")
     if json:
-        import msgspec
-
         for cell in cells:
             row = {"run": cell.run.id, "workload": cell.run.workload, "trace": cell.digest}
-            emit(msgspec.json.encode(row).decode() + "\n")
+            emit_json(row)
         return
     from stepscope.report.kernel_study import render_kernel_study
 

@@ -23,12 +23,14 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[tuple[Cell, ...], ...]
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
+class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A figure y at x, on a line."""
 
     line: str
     x: float
     y: float
+    doubted: bool = False
+    """Whether the findings of a run that it was made of doubt it."""
 
 
 class Panel(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,22 +3,48 @@
 Every raw sample is kept; warm-ups are kept apart. A statistic that the samples do not support is None,
 never a stand-in. Only the standard library is used: this module runs on machines that have no SciPy, and
 its tests compare it with SciPy where that is installed.
+
+The steps of one process resemble their neighbours: they are autocorrelated, and n of them say less about the median
+than n independent samples would. Intervals and the test for drift therefore count effective samples. What they are
+worth is simulated in benchmarks/coverage.py and shown in docs/measuring.md. The sources:
+
+- Bayley and Hammersley (1946), "The 'effective' number of independent observations in an autocorrelated time series":
+  n effective samples of n (1 - r) / (1 + r), where neighbours correlate by r and others as in an AR(1) process.
+- Marriott and Pope (1954), and Kendall (1954), "Bias in the estimation of autocorrelations": an estimate of r from n
+  samples is too low by (1 + 3 r) / n.
+- Thompson (1936), and David and Nagaraja (2003), section 7.1: order statistics as the limits of a median.
+- Zou and Donner (2008): the interval of a difference from the intervals of its two sides (MOVER); here of logarithms.
+- Mann (1945), Kendall (1975) and Sen (1968): the test for a monotone trend, and its slope.
+- Hamed and Rao (1998), Yue and Wang (2004): that test's variance divided by the effective share of the samples.
+- Von Neumann (1941): the ratio of the mean square successive difference to the variance, 2 (1 - r).
 """
 
+import itertools
 import math
-import random
 import statistics
+from collections.abc import Sequence
 
 import msgspec
 
 CONFIDENCE = 0.95
-BOOTSTRAP_RESAMPLES = 2000
 MINIMUM_FOR_INTERVAL = 5
-"""Fewer samples than this give no interval: the bootstrap would only echo their range."""
+"""Fewer effective samples than this give no interval: their autocorrelation cannot be told from a drift."""
+OF_ONE_PROCESS = "of one process"
+"""What every interval here is, and every ratio: two processes of one workload differ by more than their steps do."""
 
-
+INTERVALS = f"{CONFIDENCE * 100:.0f} %, {OF_ONE_PROCESS} each (none: it cannot be told)"
+"""What the intervals of a study are, among its settings."""
 MANY = 400
-"""Beyond so many samples the bootstrap draws ranks instead of samples, and the trend is that of block medians."""
+"""Beyond so many samples the trend is that of block medians: its test looks at every pair."""
+_FEWEST_FOR_EXTREMES = 3
+_LARGEST = 0.99
+"""Autocorrelation is taken to be no larger: at 1 no sample would say anything."""
+_OUTLIER = 3.0
+"""Residuals beyond so many deviations (by the median absolute deviation) count as that many in an autocorrelation."""
+_ROUNDING = 1e-9
+"""Samples that lie on a line but for this share of them lie on the line."""
+_DEVIATIONS = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+_PER_MEDIAN_DEVIATION = 1 / statistics.NormalDist().inv_cdf(0.75)
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -36,7 +62,7 @@ class Trend(msgspec.Struct, frozen=True):
     """A monotone trend along the samples.
 
     relative_change: Theil-Sen slope times the number of samples, over the median.
-    p_value: two-sided Mann-Kendall test of "no trend".
+    p_value: two-sided Mann-Kendall test of "no trend", corrected for autocorrelation.
     """
 
     relative_change: float
@@ -44,10 +70,38 @@ class Trend(msgspec.Struct, frozen=True):
 
 
 class Ratio(msgspec.Struct, frozen=True):
-    """A quotient of two medians with its bootstrap interval (None when either side has too few samples)."""
+    """A quotient of two medians, of one process each; its interval is None where either side has none."""
 
     value: float
     interval: Interval | None
+    extremes: Interval | None = None
+    """The least and the largest quotient of any two samples; None below three samples of either side."""
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the samples do not tell which of the two is larger.
+
+        By the interval. Without one, by the extremes: decided only where the two sides lie further apart than either
+        of them, and the other, spread together.
+        """
+        if self.interval:
+            return self.interval.low <= 1 <= self.interval.high
+        within = self.extremes
+        return within is None or not (within.low**2 > within.high or within.high**2 < within.low)
+
+    def surely_above(self, other: "Ratio") -> bool:
+        """Whether it is the larger, by the intervals, or by the extremes where there is none."""
+        mine, theirs = self.interval or self.extremes, other.interval or other.extremes
+        return mine is not None and theirs is not None and mine.low > theirs.high
+
+    @property
+    def why_undecided(self) -> str:
+        """The reason in words; empty where it is decided."""
+        if self.undecided and self.interval is None:
+            return "the samples are too few, or too much like their neighbours, for an interval"
+        if self.undecided and self.interval:
+            return f"the interval of their ratio, {self.interval.low:.3g} to {self.interval.high:.3g}, holds 1"
+        return ""
 
 
 class Samples(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,52 +150,100 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
         reach = 1.5 * (high - low)
         return sum(1 for value in self.values_s if value < low - reach or value > high + reach)
 
-    def interval(self) -> Interval | None:
-        """Percentile-bootstrap confidence interval of the median (Efron 1979), seeded: same samples, same interval."""
+    @property
+    def autocorrelation(self) -> float | None:
+        """Lag-1 autocorrelation of the samples' ranks, corrected for bias, at least 0; None below five samples.
+
+        Ranks, because one outlier would hide how alike all others are. Below 0 it would claim more than n samples.
+        """
         if self.count < MINIMUM_FOR_INTERVAL:
             return None
-        return _percentile_interval(_bootstrap_medians(self.values_s, seed=0))
+        ranks = _ranks(self.values_s)
+        middle = (self.count + 1) / 2
+        total = math.fsum((rank - middle) ** 2 for rank in ranks)
+        if not total:
+            return 0.0
+        products = math.fsum((a - middle) * (b - middle) for a, b in itertools.pairwise(ranks))
+        return _without_bias(products / total, self.count)
+
+    @property
+    def effective_count(self) -> float | None:
+        """How many independent samples these are worth; None below five samples."""
+        return None if self.autocorrelation is None else _effective(self.autocorrelation, self.count)
+
+    def interval(self) -> Interval | None:
+        """Confidence interval of the median; None below five effective samples (`why_no_interval`).
+
+        Its limits are the order statistics that the binomial law gives for so many effective samples, drawn apart, in
+        proportion to the median, by what autocorrelated samples understate of their own spread.
+        """
+        if self.why_no_interval is not None or self.autocorrelation is None:
+            return None
+        n = self.count
+        effective = max(2.0, _effective(_prudent(self.autocorrelation, n), n))
+        ordered = sorted(self.values_s)
+        half_width = _DEVIATIONS / (2 * math.sqrt(effective))
+        median = statistics.median(ordered)
+        low, high = (_quantile(ordered, 0.5 + side * half_width) for side in (-1, 1))
+        if not median:
+            return Interval(low=0.0, high=max(median, high))
+        # The spread about the samples' own median is that about the true one times 1 - 1 / effective (of variances).
+        apart = math.sqrt((1 - 1 / n) / (1 - 1 / effective))
+        return Interval(low=median * min(1, low / median) ** apart, high=median * max(1, high / median) ** apart)
+
+    @property
+    def why_no_interval(self) -> str | None:
+        """Why there is no interval, in words; None where there is one."""
+        if self.effective_count is None:
+            return f"{self.count} samples are too few for an interval"
+        if self.effective_count < MINIMUM_FOR_INTERVAL:
+            return (
+                f"each sample is so much like the one before that the {self.count} are worth "
+                f"{self.effective_count:.1f} independent ones: too few for an interval"
+            )
+        return None
 
     def trend(self) -> Trend | None:
-        """Mann-Kendall test and Theil-Sen slope (Mann 1945, Kendall 1975, Sen 1968); None below eight samples.
+        """Mann-Kendall test and Theil-Sen slope; None below eight samples.
 
-        The normal approximation of the test, which needs about eight samples, is corrected for continuity and ties.
+        The normal approximation of the test, which needs about eight samples, is corrected for continuity, for ties and
+        for the autocorrelation of what the slope leaves.
         """
         median = self.median_s
         if self.count < 8 or not median:
             return None
         values = _thinned(self.values_s)
         n = len(values)
-        slopes: list[float] = []
-        score = 0
-        for i in range(n):
-            for j in range(i + 1, n):
-                difference = values[j] - values[i]
-                slopes.append(difference / (j - i))
-                score += (difference > 0) - (difference < 0)
+        slopes = [(values[j] - values[i]) / (j - i) for i in range(n) for j in range(i + 1, n)]
+        score = sum(slope > 0 for slope in slopes) - sum(slope < 0 for slope in slopes)
         ties: dict[float, int] = {}
         for value in values:
             ties[value] = ties.get(value, 0) + 1
         variance = (n * (n - 1) * (2 * n + 5) - sum(t * (t - 1) * (2 * t + 5) for t in ties.values())) / 18
         if variance <= 0:
             return Trend(relative_change=0.0, p_value=1.0)
+        slope = statistics.median(slopes)
+        variance *= n / _effective(_autocorrelation_about(values, slope), n)
         z = (score - math.copysign(1, score)) / math.sqrt(variance) if score else 0.0
-        p_value = 2 * (1 - statistics.NormalDist().cdf(abs(z)))
-        return Trend(relative_change=statistics.median(slopes) * n / median, p_value=p_value)
+        return Trend(relative_change=slope * n / median, p_value=math.erfc(abs(z) / math.sqrt(2)))
 
     def speedup_over(self, baseline: "Samples") -> Ratio | None:
-        """median(baseline) / median(self): above 1, self is faster."""
+        """median(baseline) / median(self): above 1, self is faster. The two are taken to be independent."""
         if not self.median_s or baseline.median_s is None:
             return None
         value = baseline.median_s / self.median_s
-        if min(self.count, baseline.count) < MINIMUM_FOR_INTERVAL:
-            return Ratio(value=value, interval=None)
-        mine = _bootstrap_medians(self.values_s, seed=1)
-        theirs = _bootstrap_medians(baseline.values_s, seed=2)
-        return Ratio(
-            value=value,
-            interval=_percentile_interval([b / a for a, b in zip(mine, theirs, strict=True) if a > 0]),
-        )
+        extremes = None
+        if min(self.count, baseline.count) >= _FEWEST_FOR_EXTREMES and min(self.values_s):
+            extremes = Interval(
+                low=min(baseline.values_s) / max(self.values_s), high=max(baseline.values_s) / min(self.values_s)
+            )
+        mine, theirs = self.interval(), baseline.interval()
+        if mine is None or theirs is None or not mine.low or not theirs.low:
+            return Ratio(value=value, interval=None, extremes=extremes)
+        below = math.hypot(math.log(baseline.median_s / theirs.low), math.log(mine.high / self.median_s))
+        above = math.hypot(math.log(theirs.high / baseline.median_s), math.log(self.median_s / mine.low))
+        interval = Interval(low=value * math.exp(-below), high=value * math.exp(above))
+        return Ratio(value=value, interval=interval, extremes=extremes)
 
     def plus(self, other: "Samples") -> "Samples":
         """Sample-by-sample sum of two phases of the same steps."""
@@ -166,25 +268,61 @@ def _thinned(values: tuple[float, ...]) -> tuple[float, ...]:
     return values if size == 1 else tuple(statistics.median(values[i : i + size]) for i in range(0, len(values), size))
 
 
-def _bootstrap_medians(values: tuple[float, ...], seed: int) -> list[float]:
-    generator = random.Random(seed)
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Ranks from 1, the mean rank where values are equal."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0.0] * len(values)
+    first = 0
+    while first < len(order):
+        last = first
+        while last + 1 < len(order) and values[order[last + 1]] == values[order[first]]:
+            last += 1
+        for position in order[first : last + 1]:
+            ranks[position] = (first + last) / 2 + 1
+        first = last + 1
+    return ranks
+
+
+def _without_bias(estimate: float, n: int) -> float:
+    """The autocorrelation r whose estimate is expected to be r - (1 + 3 r) / n."""
+    return min(_LARGEST, max(0.0, (n * estimate + 1) / (n - 3)))
+
+
+def _effective(autocorrelation: float, n: int) -> float:
+    return n * (1 - autocorrelation) / (1 + autocorrelation)
+
+
+def _prudent(autocorrelation: float, n: int) -> float:
+    """The autocorrelation that an interval reckons with: larger by its square, at most by two standard errors.
+
+    An interval that takes the estimate for the truth fails where the estimate came out low. The square leaves samples
+    that look independent nearly as they are; its limits were simulated.
+    """
+    error = math.sqrt((1 - autocorrelation**2) / n)
+    return min(_LARGEST, autocorrelation + min(autocorrelation**2, 2 * error))
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """Between two order statistics, the i-th of n standing for a share of (i - 1/2) / n; the ends beyond them."""
+    place = min(len(ordered) - 1.0, max(0.0, share * len(ordered) - 0.5))
+    below = min(int(place), len(ordered) - 2)
+    return ordered[below] + (place - below) * (ordered[below + 1] - ordered[below])
+
+
+def _autocorrelation_about(values: Sequence[float], slope: float) -> float:
+    """Lag-1 autocorrelation about a line of that slope, by von Neumann's ratio, corrected for bias, at least 0.
+
+    The ratio, where a detrended sum of products is biased by its two ends. Differences are taken about their mean, so
+    that a slope a little off, as the residuals' outliers are cut, adds nothing.
+    """
     n = len(values)
-    ordered = sorted(values)
-    # The median of a resample is that of its ordered indices, so integers are sorted instead of floats.
-    medians: list[float] = []
-    if n > MANY:
-        # The rank of a resample's median is binomial: normal with this mean and deviation, to within a rank.
-        ranks = (generator.gauss((n - 1) / 2, math.sqrt(n) / 2) for _ in range(BOOTSTRAP_RESAMPLES))
-        return [ordered[min(n - 1, max(0, round(rank)))] for rank in ranks]
-    for _ in range(BOOTSTRAP_RESAMPLES):
-        picks = sorted(generator.choices(range(n), k=n))
-        middle = ordered[picks[n // 2]]
-        medians.append(middle if n % 2 else (ordered[picks[n // 2 - 1]] + middle) / 2)
-    return medians
-
-
-def _percentile_interval(resampled: list[float]) -> Interval:
-    # Order statistics, not interpolated: interpolation may round to a value beyond every sample.
-    ordered = sorted(resampled)
-    tail = int((1 - CONFIDENCE) / 2 * len(ordered))
-    return Interval(low=ordered[tail], high=ordered[-1 - tail])
+    residuals = [value - slope * i for i, value in enumerate(values)]
+    middle = statistics.median(residuals)
+    reach = _OUTLIER * _PER_MEDIAN_DEVIATION * statistics.median(abs(residual - middle) for residual in residuals)
+    if reach:
+        residuals = [min(middle + reach, max(middle - reach, residual)) for residual in residuals]
+    variance = statistics.variance(residuals)
+    if math.sqrt(variance) <= _ROUNDING * max(values):
+        return 0.0
+    differences = [b - a for a, b in itertools.pairwise(residuals)]
+    return _without_bias(1 - statistics.pvariance(differences) / variance / 2, n)

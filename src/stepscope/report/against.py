@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepscope.analysis.against import Comparison
-from stepscope.core.errors import printable
+from stepscope.core.shown_text import middle_cut, printable
 from stepscope.core.units import format_milliseconds
 from stepscope.report.kernel_label import kernel_label
 from stepscope.report.terminal import make_table
@@ -124,13 +124,3 @@ class MiddleCut:
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(min(NARROWEST, len(self.text)), len(self.text)).with_maximum(options.max_width)
-
-
-def middle_cut(text: str, width: int) -> str:
-    """At most `width` characters, with an ellipsis for what is left out of the middle."""
-    if len(text) <= width:
-        return text
-    if width < 2:
-        return "…"[:width]
-    head = width // 2
-    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"

@@ -94,20 +94,29 @@ def draw_experiment(experiment: Experiment) -> "alt.TopLevelMixin":
     """
     import altair as alt  # noqa: PLC0415
 
-    from stepscope.report.plots.series import SeriesPanel, SeriesPoint, draw_series  # noqa: PLC0415
+    from stepscope.report.plots.series import HOLLOW, SeriesPanel, SeriesPoint, draw_series  # noqa: PLC0415
 
     if not experiment.panels:
         raise InputError(f"study {experiment.study} has no curves: leave out --plot")
     over: dict[tuple[str, bool | None, bool | None], list[SeriesPanel]] = {}
     for panel in experiment.panels:
-        points = tuple(SeriesPoint(x=p.x, y=p.y, line=p.line) for p in panel.points if math.isfinite(p.y))
+        points = tuple(
+            SeriesPoint(x=p.x, y=p.y, line=p.line, doubted=p.doubted) for p in panel.points if math.isfinite(p.y)
+        )
         over.setdefault((panel.x_title, panel.x_log, panel.y_log), []).append(
             SeriesPanel(y_title=panel.y_title, points=points)
         )
     # Where nothing was finite there is no row to draw, unless nothing was finite anywhere.
     drawn = {axes: panels for axes, panels in over.items() if any(panel.points for panel in panels)} or over
     rows = [
-        draw_series(panels, x_title=x_title, title="" if i else experiment.question, x_log=x_log, y_log=y_log)
+        draw_series(
+            panels,
+            x_title=x_title,
+            title="" if i else experiment.question,
+            x_log=x_log,
+            y_log=y_log,
+            subtitle=HOLLOW if any(point.doubted for panel in panels for point in panel.points) else "",
+        )
         for i, ((x_title, x_log, y_log), panels) in enumerate(drawn.items())
     ]
     if len(rows) == 1:

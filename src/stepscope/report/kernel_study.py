@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from stepscope.analysis.doubts import marked
 from stepscope.analysis.range_names import PHASES
 from stepscope.analysis.trace_digest import TraceDigest
 from stepscope.analysis.trace_summary import KernelRow, PhaseSummary
@@ -63,12 +64,15 @@ def _times(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
         row = [cell.name]
         for name in PHASES:
             phase = cell.digest.phase(name)
-            row += [_ms(phase.busy_ns) if phase else "", _seconds(phase.unprofiled_s) if phase else ""]
+            row += [
+                _ms(phase.busy_ns) if phase else "",
+                marked(_seconds(phase.unprofiled_s), cell.run) if phase else "",
+            ]
         traced, plain = _traced_step_s(cell), _median(cell.run, "step")
         slowed = traced / plain if traced and plain else None
         if slowed:
             ratios.append((slowed, cell.name))
-        table.add_row(*row, _seconds(traced), _seconds(plain), f"{slowed:.2f}x" if slowed else "")
+        table.add_row(*row, _seconds(traced), marked(_seconds(plain), cell.run), f"{slowed:.2f}x" if slowed else "")
     words = []
     if ratios:
         least, most = min(ratios), max(ratios)

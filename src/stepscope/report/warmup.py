@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from stepscope.analysis.doubts import marked
 from stepscope.core.run import Run
 from stepscope.core.units import format_milliseconds, format_seconds
 from stepscope.report.terminal import (
@@ -32,9 +33,9 @@ def render_warmup(runs: Sequence[Run]) -> RenderableType:
         deviation = f" ± {format_milliseconds(samples.stdev_s)}" if samples.stdev_s is not None else ""
         table.add_row(
             str(run.settings.warmup_floor),
-            f"{format_milliseconds(samples.mean_s)}{deviation}",
-            format_milliseconds(samples.median_s),
-            format_milliseconds(samples.values_s[0]),
+            marked(f"{format_milliseconds(samples.mean_s)}{deviation}", run),
+            marked(format_milliseconds(samples.median_s), run),
+            marked(format_milliseconds(samples.values_s[0]), run),
             str(samples.count),
         )
     said = [f"{doubts(run)} after {run.settings.warmup_floor} warm-up steps" for run in runs if doubts(run)]
