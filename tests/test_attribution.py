@@ -87,6 +87,19 @@ def test_the_launching_threads_own_phase_comes_first():
     assert places(capture, "phase") == [("backward",), ("optimizer",), ("optimizer",), ("backward",)]
 
 
+def test_a_kernel_is_launched_by_its_own_process():
+    """[12] Two ranks number their launches alike: by the id alone, both kernels would be of the later launch."""
+    capture = Capture()
+    for process, launched in ((101, 500), (202, 1500)):
+        capture.range("forward", 0, 1000, process=process, thread=process)
+        capture.range("optimizer", 1000, 2000, process=process, thread=process)
+        capture.kernel(launched, 10, process=process, thread=process, correlation=7)
+    assert places(capture, "process", "phase", "launch_ns", "launch_thread") == [
+        (101, "forward", 500, 101),
+        (202, "optimizer", 1500, 202),
+    ]
+
+
 def test_what_runs_after_its_range_has_closed_belongs_to_it():
     """The device lags behind the host: the launch decides."""
     capture = Capture()

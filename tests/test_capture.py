@@ -96,7 +96,8 @@ def test_a_kineto_trace_holds_ranges_shapes_and_sequence_numbers(tmp_path: Path)
     assert all(len(event["args"]["Input Dims"]) == 2 for event in products)
     with gzip.open(tmp_path / "trace.kineto.json.gz", "rt") as file:
         whole = json.load(file)
-    assert (whole["host_name"], whole["traceName"]) == ("", "trace.kineto.json.gz")
+    # Not every version of PyTorch writes the host's name.
+    assert (whole.get("host_name", ""), whole["traceName"]) == ("", "trace.kineto.json.gz")
 
 
 def test_tracing_leaves_nothing_behind():

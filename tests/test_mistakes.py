@@ -4,6 +4,7 @@ Where the mistake can be made for real on a CPU it is: the evidence is then gath
 The numbers are the rows of docs/measuring.md.
 """
 
+import math
 import subprocess
 import sys
 import time
@@ -22,20 +23,28 @@ from stepscope.core.evidence import (
     CompileReport,
     Evidence,
     KernelTotal,
+    MeasuredCompilation,
     PhaseMemory,
     Precision,
     ProfiledStep,
     StepObservation,
+    StepOperators,
 )
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.run import Run, Settings
 from stepscope.core.work import Work
-from stepscope.core.workload import Workload
-from stepscope.measure.compilation import compile_report, reset_compilation
+from stepscope.core.workload import COMPILES, OPTIMIZERS, Attention, Workload
+from stepscope.measure.compilation import CompilationWatch, compile_report, reset_compilation
+from stepscope.measure.device import HostDevice
 from stepscope.measure.environment import HostLoad
 from stepscope.measure.observe import observe_step
+from stepscope.measure.operators import step_operators
 from stepscope.measure.precision import with_kernels
 from stepscope.measure.timer import Phase, measure
+from stepscope.measure.updates import applied_updates, read_updates
+from stepscope.models import training_step
+from stepscope.models.attention import implementation
+from stepscope.models.checkpointing import block_runner
 from stepscope.models.training_step import TrainingStep
 from tests.conftest import FakeClock, FakeDevice, make_run, mini, workload
 from tests.test_timer import FakeStep
@@ -60,7 +69,8 @@ def on_gpu(run: Run, **changes: Any) -> Run:
 def observed(step: TrainingStep) -> Run:
     """A run with the evidence that observing this step gives."""
     observation, memory = observe_step(step, CPU)
-    return make_run(step.workload, evidence=Evidence(observation=observation, memory=memory))
+    operators = step_operators(step, CPU, HostDevice())
+    return make_run(step.workload, evidence=Evidence(observation=observation, memory=memory, operators=operators))
 
 
 def fake_measurement(device_time: Callable[[int], float], synchronizes: bool = True, **settings: Any) -> Run:
@@ -132,11 +142,39 @@ def test_2_slow_steps_behind_the_first_and_too_few_to_tell():
     assert kinds(unsettled)["warm-up-unsettled"] == "note"
 
 
+@pytest.mark.parametrize(
+    ("steps", "found", "said"),
+    [
+        ([5552.0, 1.0, 1.0, 1.0], True, "The first step took 5552 s, 5,552.0 times the median of the others"),
+        ([2.1, 1.0], True, "The first step took 2.1 s, 2.1 times the other"),
+        ([1.0, 2.5, 1.0], True, "Step 2 of 3 took 2.5 s"),
+        ([1.9, 1.0], False, ""),
+        ([1.0, 1.3, 1.45, 1.9], False, ""),
+        ([1.0], False, ""),
+        ([0.0, 0.0], False, ""),
+    ],
+)
+def test_2_few_steps_are_no_reason_to_keep_silent_about_a_factor_of_two(steps: list[float], found: bool, said: str):
+    run = make_run(step=steps)
+    assert (kinds(run).get("not-steady") == "warning") is found
+    assert kinds(run)["few-samples"] == "note"
+    assert said in check_run(run)[0].sentence
+
+
+def test_25_steps_that_resemble_their_neighbours():
+    wandering = make_run(step=[1 + 0.01 * math.sin(i / 8) for i in range(60)])
+    assert kinds(wandering)["correlated-samples"] == "note"
+    finding = next(f for f in check_run(wandering) if f.kind == "correlated-samples")
+    assert "cannot be told" in finding.sentence and finding.evidence["samples"] == 60
+    assert "correlated-samples" not in kinds(make_run(step=[1.0, 1.01, 0.99] * 10))
+
+
 def test_2_still_drifting():
     run = fake_measurement(lambda n: 1.0 + 0.01 * n)
     assert kinds(run)["not-steady"] == "warning"
     assert "slower" in check_run(run)[0].sentence
-    assert kinds(fake_measurement(lambda n: 1.0 + 0.0001 * n)) == {}  # significant, and too small to matter
+    # Significant, and too small to matter: only the interval is missing.
+    assert kinds(fake_measurement(lambda n: 1.0 + 0.0001 * n)) == {"correlated-samples": "note"}
 
 
 @pytest.mark.parametrize(
@@ -487,6 +525,222 @@ def test_23_a_presets_name_on_other_sizes():
     assert kinds(run)["preset-changed"] == "warning"
     sentence = check_run(run)[0].sentence
     assert "3,406,809,600" in sentence and "1,998,235,200" in sentence and "d_model 2560 (preset: 1600)" in sentence
+
+
+def test_26_what_is_compiled_while_steps_are_measured_is_counted_for_real():
+    """A step that meets its compiled forward for the first time, and one that has met it before."""
+    reset_compilation()
+    model = torch.nn.Linear(3, 3)
+    compiled = torch.compile(model, backend="aot_eager")
+    watch = CompilationWatch(CPU)
+
+    def steps(count: int, size: int = 2) -> MeasuredCompilation:
+        watch.start()
+        for _ in range(count):
+            compiled(torch.ones(size, 3)).sum().backward()
+        found = watch.read()
+        assert found is not None
+        return found
+
+    cold, warm, again = steps(1), steps(3), steps(3, size=5)
+    assert cold.frames == 1 and cold.graphs >= 1 and cold.compile_s > 0
+    assert warm == MeasuredCompilation()
+    assert again.frames == 1  # another shape compiles anew
+    for found, wrong in ((cold, True), (warm, False), (again, True)):
+        for values in ([1.0], [1.0] * 9):
+            run = make_run(workload(compile="default"), step=values, evidence=Evidence(compiled_while_measured=found))
+            assert (kinds(run).get("compiled-while-measured") == "error") is wrong
+    eager = make_run(step=[12.1], evidence=Evidence(compiled_while_measured=MeasuredCompilation(kernels=2)))
+    assert "2 Triton kernels" in check_run(eager)[0].sentence and "12.1 s" in check_run(eager)[0].sentence
+
+
+def test_26_a_watch_that_never_started_says_nothing():
+    assert CompilationWatch(CPU).read() is None
+    assert kinds(make_run(evidence=Evidence(compiled_while_measured=MeasuredCompilation(frames=1)))) == {}  # no step
+
+
+@pytest.mark.parametrize(
+    ("asked", "ran", "said"),
+    [
+        ("sdpa", "reference", "it ran 0 times where the step has 2 calls"),
+        ("sdpa-math", "sdpa-flash", "sdpa-flash ran"),
+        ("sdpa-flash", "sdpa-math", "sdpa-math ran"),
+        ("reference", "sdpa", "sdpa-flash ran"),
+        ("reference", "unsafe", "unsafe ran"),
+        ("unsafe", "reference", "reference ran"),
+        ("chunked", "reference", "reference ran"),
+        ("flash-tiled", "reference", "it ran 0 times"),
+    ],
+)
+@pytest.mark.parametrize("phase", ["forward", "train"])
+def test_27_another_attention_ran(
+    monkeypatch: pytest.MonkeyPatch, asked: Attention, ran: Attention, said: str, phase: str
+):
+    monkeypatch.setattr(training_step, "attention_for", lambda *_: implementation(ran))
+    run = observed(TrainingStep(mini(attention=asked, phase=phase), CPU))
+    assert kinds(run) == {"attention-mismatch": "error"}
+    assert f"Attention {asked} was asked for, but {said}" in check_run(run)[0].sentence
+
+
+def test_27_one_layer_with_another_attention():
+    step = TrainingStep(mini(attention="sdpa"), CPU)
+    setattr(step.blocks[1].attention, "attention", implementation("reference"))  # noqa: B010
+    assert "it ran 1 times where the step has 2 calls" in check_run(observed(step))[0].sentence
+
+
+def test_27_attention_by_the_names_of_kernels():
+    """Inside replayed CUDA graphs no operator is called: the kernels' names tell."""
+    kernel = KernelTotal(name="fmha_cutlassF_f32_aligned_64x64_rf_sm80(P)", calls=2, total_s=1.0)
+    profile = ProfiledStep(step_s=1.0, kernel_launches=2, busy_s=1.0, kernels=(kernel,))
+    report = CompileReport(
+        frames_total=1, frames_compiled=1, graphs=1, graph_breaks=0, recompiles=0, limit_hit=False, graphs_recorded=2
+    )
+    for asked, wrong in (("sdpa-flash", True), ("sdpa-efficient", False), ("sdpa", False)):
+        evidence = Evidence(
+            operators=StepOperators(calls={"forward": {}, "optimizer": {"aten::_foreach_addcdiv_": 1}}),
+            profile=profile, compilation=report,
+        )  # fmt: skip
+        run = make_run(workload(attention=asked, compile="reduce-overhead"), step=[1.0] * 9, evidence=evidence)
+        assert (kinds(run).get("attention-mismatch") == "error") is wrong
+
+
+@pytest.mark.parametrize("asked", OPTIMIZERS)
+@pytest.mark.parametrize("ran", OPTIMIZERS)
+def test_27_another_implementation_of_the_optimizer_ran(monkeypatch: pytest.MonkeyPatch, asked: str, ran: str):
+    build = training_step._build_optimizer
+    monkeypatch.setattr(training_step, "_build_optimizer", lambda model, _: build(model, mini(optimizer=ran)))
+    run = observed(TrainingStep(mini(optimizer=asked), CPU))
+    assert kinds(run) == ({} if asked == ran else {"optimizer-mismatch": "error"})
+    assert asked == ran or f"Optimizer {asked} was asked for, but {ran} ran" in check_run(run)[0].sentence
+
+
+def test_27_an_optimizer_that_never_steps():
+    step = TrainingStep(mini(), CPU)
+    assert step.optimizer is not None
+    step.scaler.step = lambda optimizer: None
+    run = observed(step)
+    assert kinds(run) == {"optimizer-mismatch": "error"} and "updated nothing" in check_run(run)[0].sentence
+
+
+def overflows(step: TrainingStep) -> None:
+    """A gradient of this step is beyond fp16."""
+    gradient = next(step.model.parameters()).grad
+    assert gradient is not None
+    gradient.fill_(float("inf"))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_27_updates_that_the_scaler_skipped_are_counted_for_real(optimizer: str):
+    step = TrainingStep(mini(dtype="fp16", optimizer=optimizer), CPU)
+    assert step.optimizer is not None
+
+    def steps(count: int, overflow: int = 0) -> Run:
+        before = applied_updates(step.optimizer)
+        assert before is not None and step.optimizer is not None
+        for n in range(count):
+            step.prepare()
+            for phase in step.phases:
+                if phase.name == "optimizer" and n < overflow:
+                    overflows(step)
+                phase.run()
+        updates = read_updates(step.optimizer, step.scaler, steps=count, before=before)
+        return make_run(step.workload, step=[1.0] * 9, evidence=Evidence(updates=updates))
+
+    first, sound, one, most = steps(1, overflow=1), steps(4), steps(4, overflow=1), steps(4, overflow=2)
+    assert kinds(first) == {"optimizer-skipped": "error"}
+    assert kinds(sound) == {}
+    assert kinds(one) == {"optimizer-skipped": "warning"}
+    assert kinds(most) == {"optimizer-skipped": "error"}
+    assert "in 2 of 4 measured steps" in check_run(most)[0].sentence
+    updates = most.evidence.updates
+    assert updates is not None and updates.parameters_finite and updates.loss_scale == 65536 / 2**4
+
+
+def test_27_fp16_without_a_scaler_trains_nothing():
+    step = TrainingStep(mini(dtype="fp16"), CPU)
+    step.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    assert step.optimizer is not None
+    step.prepare()
+    for phase in step.phases:
+        if phase.name == "optimizer":
+            overflows(step)
+        phase.run()
+    updates = read_updates(step.optimizer, step.scaler, steps=1, before=0)
+    run = make_run(step.workload, evidence=Evidence(updates=updates))
+    assert kinds(run) == {"parameters-not-finite": "warning"}
+    assert updates is not None and updates.loss_scale is None
+
+
+@pytest.mark.parametrize("asked", COMPILES[1:])
+@pytest.mark.parametrize("made", COMPILES[1:])
+def test_27_another_mode_of_torch_compile(monkeypatch: pytest.MonkeyPatch, asked: str, made: str):
+    """What the compiled module says of itself is read: nothing needs to be compiled for it."""
+    compiled = training_step._compiled
+    monkeypatch.setattr(training_step, "_compiled", lambda module, _: compiled(module, made))
+    step = TrainingStep(mini(compile=asked), CPU)
+    reset_compilation()
+    report = msgspec.structs.replace(compile_report(step.forward_module), frames_total=1, frames_compiled=1)
+    run = make_run(step.workload, step=[1.0] * 9, evidence=Evidence(compilation=report))
+    assert kinds(run) == ({} if asked == made else {"compile-mode-mismatch": "error"})
+
+
+def test_27_cuda_graphs_that_were_recorded_or_not():
+    report = CompileReport(frames_total=1, frames_compiled=1, graphs=1, graph_breaks=0, recompiles=0, limit_hit=False)
+    for asked, recorded, wrong in (
+        ("reduce-overhead", 2, False), ("reduce-overhead", 0, True), ("reduce-overhead", None, False),
+        ("default", 0, False), ("default", 2, True), ("max-autotune-no-cudagraphs", 2, True),
+    ):  # fmt: skip
+        counted = msgspec.structs.replace(report, graphs_recorded=recorded)
+        run = on_gpu(make_run(workload(compile=asked), step=[1.0] * 9, evidence=Evidence(compilation=counted)))
+        assert (kinds(run).get("compile-mode-mismatch") == "error") is wrong
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ((0, 1, -1), "forward ran 1 times in a step, where 2 belong"),
+        ((0, 1, 2, -1), "backward reached the loss 1 times in a step, where 2 belong"),
+        ((0, 1, 0, 1, -1), "what forward took is not the step's batch"),
+    ],
+)
+def test_27_micro_batches_that_are_left_out(kept: tuple[int, ...], said: str):
+    step = TrainingStep(mini(batch_size=4, accumulation=2), CPU)
+    step.phases = tuple(step.phases[i] for i in kept)
+    run = observed(step)
+    assert kinds(run)["accumulation-mismatch"] == "error"
+    assert any(said in finding.sentence for finding in check_run(run))
+
+
+def test_27_a_batch_cut_short():
+    step = TrainingStep(mini(batch_size=4), CPU)
+    take = step._take
+
+    def shorter(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        take(batch)
+        step._micro_batches = [(tokens[:2], targets[:2]) for tokens, targets in step._micro_batches]
+
+    step._take = shorter
+    assert "took 32 tokens in a step of 64" in check_run(observed(step))[0].sentence
+
+
+@pytest.mark.parametrize("asked", ["none", "selective", "every-1", "every-2"])
+@pytest.mark.parametrize("done", ["none", "every-1"])
+def test_27_checkpointing_that_runs_other_blocks_again(monkeypatch: pytest.MonkeyPatch, asked: str, done: str):
+    monkeypatch.setattr(training_step, "block_runner", lambda _: block_runner(mini(checkpointing=done)))
+    run = observed(TrainingStep(mini(checkpointing=asked), CPU))
+    wrong = (asked == "none") is not (done == "none")
+    assert kinds(run) == ({"checkpointing-mismatch": "error"} if wrong else {})
+
+
+def test_27_what_older_runs_did_not_observe_is_not_judged():
+    observation = StepObservation(
+        model_forwards={"forward": 1, "backward": 0, "optimizer": 0}, autocast_outside=False,
+        autocast_in_backward=False, autocast_in_optimizer=False, distinct_tokens=32, distinct_batches=4,
+        graphs_alive_before=False,
+    )  # fmt: skip
+    report = CompileReport(frames_total=1, frames_compiled=1, graphs=1, graph_breaks=0, recompiles=0, limit_hit=False)
+    evidence = Evidence(observation=observation, compilation=report)
+    assert kinds(make_run(workload(compile="max-autotune"), step=[1.0] * 9, evidence=evidence)) == {}
 
 
 def test_findings_come_gravest_first_and_every_check_bears_an_empty_run():

@@ -46,6 +46,12 @@ def test_the_first_step_by_hand():
     assert state["step"] == 1
 
 
+def test_epsilon_is_added_to_the_root_and_not_under_it():
+    """A gradient of 1e-6 moves its parameter by 1 / 1.01 of the rate; with 1e-8 under the root by 1 / 100 of it."""
+    ours, _ = stepped(AdamWBf16State, [torch.tensor([1e-6])], torch.tensor([0.0]))
+    assert float(ours) == pytest.approx(-0.01 / 1.01, rel=1e-4)
+
+
 def test_the_second_moment_decays_and_grows_without_bias():
     """Rounded to nearest, a change of 0.1 % a step would be lost every time, and the moment stay where it was."""
     torch.manual_seed(0)

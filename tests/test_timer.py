@@ -230,3 +230,38 @@ def test_steady_means_two_windows_alike():
     assert not is_steady([1.0] * 5)
     assert is_steady([9.0, 1.0, 1.0, 1.0, 1.01, 1.01, 1.01])
     assert not is_steady([1.0, 1.0, 1.0, 1.1, 1.1, 1.1])
+
+
+def test_before_measuring_runs_once_between_the_last_warm_up_step_and_the_first_measured_one():
+    clock, device, step = machine(forward=(0.0, 1.0))
+    step.scale = lambda n: 10.0 if n <= 4 else 1.0
+    settings = Settings(warmup_floor=3, warmup_cap=50, warmup_seconds=1e9, steps_floor=4, steps_cap=4, seconds=0)
+    seen: list[int] = []
+
+    def read() -> None:
+        seen.append(step.steps)
+        clock.pass_s(50.0)  # must be in no figure
+
+    result = measure({"step": step}, device=device, settings=settings, clock=clock, before_measuring=read)["step"]
+    assert seen == [len(result.samples["step"].warmup_s)] and seen[0] > settings.warmup_floor
+    assert result.samples["step"].values_s == pytest.approx([1.0] * 4)
+
+
+def test_before_measuring_runs_before_a_cold_step_and_not_where_warm_up_fails():
+    clock, device, step = machine(forward=(0.0, 1.0))
+    seen: list[int] = []
+
+    def read() -> None:
+        seen.append(step.steps)
+
+    cold = Settings(warmup_floor=0, warmup_cap=0, steps_floor=2, steps_cap=2, seconds=0)
+    measure({"step": step}, device=device, settings=cold, clock=clock, before_measuring=read)
+    assert seen == [0]
+
+    def fails(_: int) -> float:
+        raise RuntimeError("out of memory")
+
+    step.scale = fails
+    with pytest.raises(StepFailed):
+        measure({"step": step}, device=device, settings=FIXED, clock=clock, before_measuring=read)
+    assert seen == [0]

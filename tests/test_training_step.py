@@ -1,5 +1,7 @@
 """The training step: what is timed is what was chosen."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -165,6 +167,33 @@ def test_saved_for_backward_by_hand():
     # Everything saved grows with the batch but the causal mask and the positions: nearly twice.
     assert 1.9 < double.saved_for_backward / small.saved_for_backward <= 2.0
     assert small.parameter_bytes == 4 * sum(p.numel() for p in step.model.parameters())
+
+
+def test_of_micro_batches_the_saved_bytes_are_those_of_one():
+    """The graph of one micro-batch is gone before the next runs: their saved tensors never live together."""
+    alone = TrainingStep(mini(batch_size=2, phase="forward-backward"), CPU)
+    split = TrainingStep(mini(batch_size=4, phase="forward-backward", accumulation=2), CPU)
+    kept: list[object] = []  # so that the second micro-batch's tensors lie elsewhere than the first one's
+    for module in split.model.modules():
+        module.register_forward_pre_hook(lambda _module, inputs: kept.append(inputs))
+    expected, found = (observe_step(step, CPU)[1].saved_for_backward for step in (alone, split))
+    assert expected and found == expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "tuned", "graphs"),
+    [
+        ("default", False, False),
+        ("reduce-overhead", False, True),
+        ("max-autotune", True, True),
+        ("max-autotune-no-cudagraphs", True, False),
+    ],
+)
+def test_the_mode_of_compilation_is_the_one_asked_for(mode: str, tuned: bool, graphs: bool):
+    """What the compiled module itself says that it will be compiled with: a mode that got lost is the default one."""
+    module: Any = TrainingStep(mini(compile=mode), CPU).forward_module
+    configuration = module.get_compiler_config()
+    assert (configuration["max_autotune"], configuration["triton.cudagraphs"]) == (tuned, graphs)
 
 
 def test_what_is_timed_under_compile_is_the_compiled_module():

@@ -102,6 +102,7 @@ def summarise(run: Run) -> dict[str, float | None]:
         summary[f"{name}_median_s"] = samples.median_s
         summary[f"{name}_low_s"] = interval.low if interval else None
         summary[f"{name}_high_s"] = interval.high if interval else None
+        summary[f"{name}_effective_samples"] = samples.effective_count
         summary[f"{name}_mean_s"] = samples.mean_s
         summary[f"{name}_stdev_s"] = samples.stdev_s
     figures = {

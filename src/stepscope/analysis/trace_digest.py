@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.analysis.trace_summary import AttentionRow, KernelRow, PhaseSummary, TraceSummary
+from stepscope.core.bounded_file import read_document
 from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.finding import Finding
 from stepscope.core.run_directory import write_atomically
@@ -137,6 +138,6 @@ def load_digest(directory: Path, tool: str = "kineto") -> TraceDigest | None:
     if not file.is_file():
         return None
     try:
-        return msgspec.json.decode(file.read_bytes(), type=TraceDigest)
-    except (OSError, msgspec.DecodeError) as error:
+        return msgspec.json.decode(read_document(file), type=TraceDigest)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{file}: cannot be read: {one_line(error)}; make it again from the capture") from None

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from stepscope.cli import options
-from stepscope.cli.output import emit, show, warn
+from stepscope.cli.output import emit_json, show, warn
 from stepscope.core.run_directory import load_runs
 
 
@@ -24,12 +24,18 @@ def ls(
         warn(f"left out: {fault}")
     kept = [run for run in found if tag is None or run.tag == tag]
     if json:
-        import msgspec
-
         listed = [
-            {"id": r.id, "created": r.created, "tag": r.tag, "status": r.status, "summary": r.summary} for r in kept
+            {
+                "id": r.id,
+                "created": r.created,
+                "tag": r.tag,
+                "status": r.status,
+                "summary": r.summary,
+                "findings": [{"kind": f.kind, "severity": f.severity} for f in r.findings],
+            }
+            for r in kept
         ]
-        emit(msgspec.json.encode(listed).decode() + "\n")
+        emit_json(listed)
         return
     from stepscope.report.terminal import render_runs
 

@@ -64,6 +64,18 @@ class StepObservation(msgspec.Struct, frozen=True, kw_only=True):
     """Whether tensors saved by an earlier step were still alive when this one began; None where not observed."""
     product_dtypes: tuple[str, ...] | None = None
     """dtypes of the operands of the forward pass's matrix products; None where not observed (compiled)."""
+    forward_tokens: int | None = None
+    """Tokens that went through the model's forward in this step. None, as the four below, in runs from before it was
+    counted."""
+    covers_batch: bool | None = None
+    """Whether the forwards together took the step's batch: every sequence once, in order."""
+    backward_passes: int | None = None
+    """How often a backward reached the loss."""
+    optimizer_steps: int | None = None
+    """How often the optimizer's step ran. A gradient scaler may skip it."""
+    blocks_again: int | None = None
+    """Blocks of the model whose forward ran in backward, as checkpointing does it; None also where it cannot be seen
+    (compiled)."""
 
 
 class PhaseMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +129,57 @@ class CompileReport(msgspec.Struct, frozen=True, kw_only=True):
     cached_graphs: int | None = None
     """Graphs whose code came from torch's caches on disk: `compile_s` is then not that of compiling. None in runs from
     before this was counted."""
+    options: dict[str, bool | int | str | None] | None = None
+    """What sets the modes apart, as the compiled callable itself says it was made. None in runs from before this was
+    read, and where it does not say."""
+    graphs_recorded: int | None = None
+    """CUDA graphs that inductor recorded. None in runs from before this was counted."""
+
+
+class MeasuredCompilation(msgspec.Struct, frozen=True, kw_only=True):
+    """What this process compiled while the measured steps ran. Nothing, in a sound run."""
+
+    frames: int = 0
+    """Python frames that dynamo compiled, or tried to: for the first time, or again."""
+    graphs: int = 0
+    """Graphs that a backend made code of. That of backward is made when the first backward runs."""
+    recordings: int = 0
+    """CUDA graphs that inductor recorded."""
+    kernels: int = 0
+    """Kernels that Triton compiled, or loaded from its cache on disk."""
+    tunings: int = 0
+    """Kernels of inductor whose configurations were timed one against the other."""
+    compile_s: float = 0.0
+    """How long dynamo and its backend took, as dynamo reports it."""
+
+    @property
+    def count(self) -> int:
+        return self.frames + self.graphs + self.recordings + self.kernels + self.tunings
+
+
+class Updates(msgspec.Struct, frozen=True, kw_only=True):
+    """What the optimizer did in the measured steps, by its own count."""
+
+    steps: int
+    """Measured steps."""
+    applied: int
+    """Updates of the parameter that got fewest. A gradient scaler skips those of steps whose gradients overflowed."""
+    loss_scale: float | None = None
+    """The scale of the loss after the measured steps; None where it is not scaled."""
+    parameters_finite: bool | None = None
+    """Whether every parameter was finite after the measured steps."""
+
+    @property
+    def skipped(self) -> int:
+        return max(0, self.steps - self.applied)
+
+
+class StepOperators(msgspec.Struct, frozen=True, kw_only=True):
+    """The operators that one untimed step called on the host, by phase and name. Kernels inside a replayed CUDA graph
+    have none."""
+
+    calls: dict[str, dict[str, int]]
+    """Phase -> operator -> calls. Those of autograd's engine count to the phase that they ran in."""
 
 
 class Capture(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +213,10 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     memory: PhaseMemory | None = None
     profile: ProfiledStep | None = None
     compilation: CompileReport | None = None
+    compiled_while_measured: MeasuredCompilation | None = None
+    updates: Updates | None = None
+    """None without an optimizer phase, or where the optimizer keeps no count."""
+    operators: StepOperators | None = None
     attention: Attention | None = None
     """What `auto` picked; None where the workload names its attention."""
     captures: tuple[Capture, ...] = ()

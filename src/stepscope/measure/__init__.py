@@ -1,1 +1,5 @@
 """The acting wing's instruments: clock, device, timer, and the observers that run beside the timed steps."""
+
+from stepscope.core.address_space import require_room_for_torch
+
+require_room_for_torch()

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch.profiler import ProfilerActivity
 
+from stepscope.core import interrupts
 from stepscope.core.evidence import Capture
 from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
@@ -85,7 +86,7 @@ def capture_range(device: torch.device) -> Iterator[None]:
         torch.cuda.synchronize(device)
         # `--capture-range-end=stop-shutdown` sends SIGTERM when the range ends, which is to be as Ctrl-C elsewhere.
         # Here it only says that the tool is done. The sleep leaves it time: ended at once, kernels are lost.
-        with contextlib.suppress(KeyboardInterrupt):
+        with interrupts.expected():
             torch.cuda.profiler.stop()
             time.sleep(AFTER_CAPTURE_S)
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 import torch
 
+from stepscope.core.bounded_file import read_document
 from stepscope.core.cache_directory import cache_directory, replace_file
 from stepscope.core.device_spec import Ceiling, Ceilings
-from stepscope.core.errors import one_line
+from stepscope.core.errors import InputError, one_line
 from stepscope.core.run import Settings
 from stepscope.core.workload import Dtype
 from stepscope.measure.device import timing_device
@@ -98,9 +99,12 @@ def ceilings_for(
 
 def load_ceilings(device: torch.device) -> Ceilings | None:
     """What was stored for this device under this build of PyTorch, if anything readable was."""
+    path = _store_path(_device_name(device))
+    if path is None:
+        return None
     try:
-        stored = msgspec.json.decode(_store_path(_device_name(device)).read_bytes(), type=Ceilings)
-    except (OSError, ValueError, RecursionError):
+        stored = msgspec.json.decode(read_document(path), type=Ceilings)
+    except (InputError, OSError, ValueError, RecursionError):
         return None  # nothing stored, or nothing that can be read: it is measured again
     entries = [*stored.matmul.values(), *([stored.copy] if stored.copy else [])]
     return stored if all(0 < entry.rate < float("inf") for entry in entries) else None
@@ -178,6 +182,7 @@ def _device_name(device: torch.device) -> str:
     return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
-def _store_path(device_name: str) -> Path:
+def _store_path(device_name: str) -> Path | None:
     slug = re.sub(r"[^A-Za-z0-9.+-]+", "_", f"{device_name}-torch{torch.__version__}")
-    return cache_directory() / f"ceilings-{slug}.json"
+    caches = cache_directory()
+    return caches / f"ceilings-{slug}.json" if caches else None

@@ -1,11 +1,28 @@
-"""What torch.compile really did, from dynamo's counters: a fall-back to eager is silent otherwise."""
+"""What torch.compile really did, from dynamo's counters: a fall-back to eager is silent otherwise.
+
+And what dynamo, inductor and Triton compiled while the measured steps ran, in whose times it is.
+"""
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
 
 import torch._dynamo
+from torch import nn
 from torch._dynamo import utils as dynamo_utils
 
-from stepscope.core.evidence import CompileReport
+from stepscope.core.evidence import CompileReport, MeasuredCompilation
 
 _LIMIT_PHRASES = ("recompile limit exceeded", "recompile_limit", "cache_size_limit", "cache size limit")
+
+MODE_OPTIONS = ("triton.cudagraphs", "max_autotune", "coordinate_descent_tuning")
+"""The options of inductor in which the modes of torch.compile differ."""
+
+# Regions that PyTorch times, from 2.11 to 2.13 at least (`dynamo_timed`); each is entered once for each piece of work.
+_FRAME, _LATE_BACKWARD = "_compile.compile_inner", "backward._backward_impl"
+_RECORDING, _TUNING = "CUDAGraphNode.record", "CachingAutotuner.benchmark_all_configs"
 
 
 def reset_compilation() -> None:
@@ -15,8 +32,8 @@ def reset_compilation() -> None:
     dynamo_utils.clear_compilation_metrics()
 
 
-def compile_report() -> CompileReport:
-    """Read the counters gathered since `reset_compilation`."""
+def compile_report(compiled: nn.Module | None = None) -> CompileReport:
+    """Read the counters gathered since `reset_compilation`, and what `compiled` says it was made with."""
     counters = dynamo_utils.counters
     breaks = {_first_line(reason): count for reason, count in counters["graph_break"].items()}
     refusals = [*counters["graph_break"], *counters["unimplemented"]]
@@ -39,7 +56,85 @@ def compile_report() -> CompileReport:
         limit_hit=any(phrase in str(reason).lower() for reason in refusals for phrase in _LIMIT_PHRASES),
         compile_s=sum(seconds) if seconds else None,
         cached_graphs=cached,
+        options=_options(compiled),
+        graphs_recorded=_entered(_RECORDING),
     )
+
+
+class CompilationWatch:
+    """Counts what this process compiles between `start` and `read`. Nothing is called while steps run, except by
+    Triton for each kernel that it compiles.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            with contextlib.suppress(ImportError):  # without Triton, nothing is compiled by it
+                importlib.import_module("triton")  # imported later, it could not be watched
+        self._started = False
+        self._kernels = 0
+        self._before = _counts()
+
+    def start(self) -> None:
+        """Count from here on."""
+        _listen(self)
+        self._started, self._kernels, self._before = True, 0, _counts()
+
+    def read(self) -> MeasuredCompilation | None:
+        """What was compiled since `start`; None where it was never called."""
+        if not self._started:
+            return None
+        _listen(None)
+        now, before = _counts(), self._before
+        return MeasuredCompilation(
+            frames=now.frames - before.frames,
+            graphs=now.graphs - before.graphs,
+            recordings=now.recordings - before.recordings,
+            kernels=self._kernels,
+            tunings=now.tunings - before.tunings,
+            compile_s=now.compile_s - before.compile_s,
+        )
+
+    def __call__(self, **_: object) -> None:
+        """Triton's listener: it has compiled a kernel, or found it in its cache."""
+        self._kernels += 1
+
+
+def _counts() -> MeasuredCompilation:
+    """What dynamo and inductor have done in this process so far."""
+    counters = dynamo_utils.counters
+    return MeasuredCompilation(
+        frames=counters["frames"]["total"],
+        # A backward is compiled when it first runs, long after its frame. Where its graph is cached, it comes along.
+        graphs=counters["stats"]["unique_graphs"] + _entered(_LATE_BACKWARD),
+        recordings=_entered(_RECORDING),
+        tunings=_entered(_TUNING),
+        compile_s=sum(sum(_times(region)) for region in (_FRAME, _LATE_BACKWARD)),
+    )
+
+
+def _entered(region: str) -> int:
+    """How often PyTorch entered a region that it times."""
+    return len(_times(region))
+
+
+def _times(region: str) -> Sequence[float]:
+    return getattr(dynamo_utils, "compilation_time_metrics", {}).get(region, ())
+
+
+def _listen(listener: CompilationWatch | None) -> None:
+    """Have Triton tell what it compiles, where it is loaded; a listener of the user's stays."""
+    knobs: Any = getattr(sys.modules.get("triton"), "knobs", None)
+    compilation = getattr(knobs, "compilation", None)
+    if compilation is None or not (compilation.listener is None or isinstance(compilation.listener, CompilationWatch)):
+        return
+    compilation.listener = listener
+
+
+def _options(compiled: nn.Module | None) -> dict[str, bool | int | str | None] | None:
+    """MODE_OPTIONS as the compiled module has them; None where it does not say (another backend than inductor)."""
+    ask = getattr(compiled, "get_compiler_config", None)
+    config = ask() if callable(ask) else None
+    return {name: config.get(name) for name in MODE_OPTIONS} if isinstance(config, dict) else None
 
 
 def _first_line(reason: object) -> str:

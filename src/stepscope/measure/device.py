@@ -5,7 +5,8 @@ from typing import Any, Protocol
 
 import torch
 
-from stepscope.core.errors import InputError
+from stepscope.core.errors import DeviceError, InputError, one_line
+from stepscope.core.units import format_bytes
 from stepscope.measure.clock import Clock, HostClock
 
 Mark = Any
@@ -105,6 +106,21 @@ def timing_device(device: torch.device) -> Device:
         torch.cuda.set_device(device)
         return CudaDevice(device)
     return HostDevice()
+
+
+def limit_memory(device: torch.device, limit_bytes: int | None) -> None:
+    """Let this process allocate no more than this of the GPU's memory."""
+    if limit_bytes is None:
+        return
+    if device.type != "cuda":
+        raise InputError("--memory-limit stands for a smaller GPU; it does not apply to a CPU")
+    total = torch.cuda.get_device_properties(device).total_memory
+    if limit_bytes > total:
+        raise InputError(f"--memory-limit {format_bytes(limit_bytes)} is more than the GPU has ({format_bytes(total)})")
+    try:
+        torch.cuda.set_per_process_memory_fraction(limit_bytes / total, device)
+    except RuntimeError as error:
+        raise DeviceError(f"cannot limit the GPU's memory: {one_line(error)}") from error
 
 
 def _gpu_count() -> int:

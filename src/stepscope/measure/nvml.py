@@ -26,6 +26,13 @@ Ask = Callable[..., Any]
 
 
 @contextlib.contextmanager
+def nvml_kept_open(device: "torch.device") -> Iterator[None]:
+    """Inside, NVML stays initialised for a GPU: starting it takes longer than reading it, and it counts its users."""
+    with _session() if device.type == "cuda" else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
 def _session() -> Iterator[tuple[Any, Ask] | None]:
     try:
         nvml = importlib.import_module("pynvml")

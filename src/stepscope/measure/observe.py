@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.core.evidence import PhaseMemory, StepObservation
@@ -34,6 +35,11 @@ class ObservableStep(Protocol):
         ...
 
     @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """The model's blocks: what checkpointing runs again."""
+        ...
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer | None: ...
 
     @property
@@ -48,6 +54,11 @@ class ObservableStep(Protocol):
 
     @property
     def compiled(self) -> bool: ...
+
+    @property
+    def compiles_parts(self) -> bool:
+        """Whether an eager step calls something that torch.compile made, as FlexAttention is."""
+        ...
 
     @property
     def cuda_graphs(self) -> bool:
@@ -95,6 +106,7 @@ def observe_step(
     autocast_outside = torch.is_autocast_enabled(device.type)
     distinct_tokens, distinct_batches = _observe_inputs(step)
     step.prepare()
+    tokens_of_step = step.tokens
     forwards: dict[str, int] = {phase.name: 0 for phase in step.phases}
     current = [step.phases[0].name]
     autocast_seen: dict[str, bool] = {}
@@ -111,35 +123,45 @@ def observe_step(
             saved_storages[storage.data_ptr()] = storage.nbytes()
         return box
 
-    def count_forward(*_: object) -> None:
-        forwards[current[0]] += 1
+    taken: list[torch.Tensor] = []
+    passes = {"backward": 0, "optimizer": 0, "block again": 0}
 
-    def note_autocast(phase: str) -> None:
+    def count_forward(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        forwards[current[0]] += 1
+        if current[0] == "forward":
+            taken.append(inputs[0])
+
+    def count_block(*_: object) -> None:
+        passes["block again"] += current[0] == "backward"
+
+    def note(phase: str) -> None:
+        passes[phase] += 1
         autocast_seen[phase] = torch.is_autocast_enabled(device.type)
 
     products = _ProductDtypes()
+    # Saved-tensor hooks and dispatch modes make a compiled region compile anew, or refuse to run.
+    hooked = not (step.compiled or step.compiles_parts)
     with contextlib.ExitStack() as stack:
         # A hook on a module inside the compiled one would make it compile anew.
         counted = step.forward_module if step.compiled else step.model
         stack.callback(counted.register_forward_pre_hook(count_forward).remove)
         if step.optimizer is not None:
-            handle = step.optimizer.register_step_pre_hook(lambda *_: note_autocast("optimizer"))
+            handle = step.optimizer.register_step_pre_hook(lambda *_: note("optimizer"))
             stack.callback(handle.remove)
+        for block in () if step.compiled else step.blocks:
+            stack.callback(block.register_forward_pre_hook(count_block).remove)
         for phase in step.phases:
             current[0] = phase.name
             saved_storages.clear()  # of several forwards each counts alone: their graphs do not live together
             with contextlib.ExitStack() as watching:
-                if phase.name == "forward" and not step.compiled:
-                    # Saved-tensor hooks and dispatch modes would make a compiled region compile anew.
+                if phase.name == "forward" and hooked:
                     watching.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda b: b.tensor))
                     watching.enter_context(products)
                 phase.run()
             saved_bytes = max(saved_bytes, sum(saved_storages.values()))
             if phase.name == "forward" and step.loss is not None and step.loss.requires_grad:
-                step.loss.register_hook(lambda _gradient: note_autocast("backward"))
-    memory, graphs_alive = _observe_memory(
-        step, device, saved, None if step.compiled else saved_bytes, held_before_bytes
-    )
+                step.loss.register_hook(lambda _gradient: note("backward"))
+    memory, graphs_alive = _observe_memory(step, device, saved, saved_bytes if hooked else None, held_before_bytes)
     observation = StepObservation(
         model_forwards=forwards,
         autocast_outside=autocast_outside,
@@ -147,8 +169,13 @@ def observe_step(
         autocast_in_optimizer=autocast_seen.get("optimizer"),
         distinct_tokens=distinct_tokens,
         distinct_batches=distinct_batches,
-        graphs_alive_before=None if step.compiled or step.loss is None else graphs_alive,
-        product_dtypes=None if step.compiled else tuple(sorted(products.found)),
+        graphs_alive_before=graphs_alive if hooked and step.loss is not None else None,
+        product_dtypes=tuple(sorted(products.found)) if hooked else None,
+        forward_tokens=sum(tokens.numel() for tokens in taken),
+        covers_batch=bool(taken) and torch.equal(torch.cat(taken), tokens_of_step),
+        backward_passes=passes["backward"],
+        optimizer_steps=passes["optimizer"],
+        blocks_again=None if step.compiled else passes["block again"],
     )
     return observation, memory
 

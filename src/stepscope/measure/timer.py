@@ -101,13 +101,17 @@ def measure(
     settings: Settings,
     clock: Clock | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    before_measuring: Callable[[], None] | None = None,
 ) -> dict[str, Measurement]:
     """Time the steps of one or several subjects; several are interleaved, one step each in turn.
 
     Each subject warms up alone until it is steady (between the settings' floor and cap). Ctrl-C returns what was
     measured, marked interrupted. Any other exception of a phase becomes StepFailed with the partial result.
+
+    before_measuring runs once: after the last warm-up step, before the first measured one. The device idles meanwhile,
+    so it must be short: every step begins on an idle device, and this gap is the only one that differs from the others.
     """
-    return _Timer(subjects, device, settings, clock or HostClock(), on_progress).run()
+    return _Timer(subjects, device, settings, clock or HostClock(), on_progress).run(before_measuring)
 
 
 class _Timer:
@@ -132,11 +136,13 @@ class _Timer:
         self._stage_start_ns = self._clock.now_ns()
         self._current: tuple[str, str | None] = ("", None)
 
-    def run(self) -> dict[str, Measurement]:
+    def run(self, before_measuring: Callable[[], None] | None) -> dict[str, Measurement]:
         try:
             for name in self._subjects:
                 self._warm_up(name)
             self._stage = "measure"
+            if before_measuring:
+                before_measuring()
             self._measure()
         except KeyboardInterrupt:
             return self._results(interrupted=True)

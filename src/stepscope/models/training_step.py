@@ -53,6 +53,7 @@ class TrainingStep:
         torch.manual_seed(workload.seed)
         self.model = build_model(workload, device)
         self.compiled = workload.compile != "eager"
+        self.compiles_parts = not self.compiled and chosen_attention(workload, device.type) == "flex"
         self.cuda_graphs = device.type == "cuda" and workload.compile in CUDA_GRAPH_MODES
         self.inference = workload.phase == "forward"
         module = self.model if self.inference else ForwardLoss(self.model)
@@ -72,6 +73,11 @@ class TrainingStep:
                 self.phases += (Phase(name="backward", run=self._backward),)
         if workload.phase == "train":
             self.phases += (Phase(name="optimizer", run=self._optimize),)
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """The model's blocks, in order."""
+        return tuple(self.model.blocks)
 
     def prepare(self) -> None:
         """Untimed: the next batch; without an optimizer phase, also the gradients' release."""

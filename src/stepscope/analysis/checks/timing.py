@@ -8,7 +8,11 @@ import statistics
 from stepscope.analysis import metrics
 from stepscope.core.finding import Finding
 from stepscope.core.run import Run
+from stepscope.core.samples import MINIMUM_FOR_INTERVAL, Samples
 from stepscope.core.units import format_rate, format_seconds, format_share
+
+_FEW = 5
+"""Below so many steps, the first is a large part of any median."""
 
 
 def timer_stopped_early(run: Run) -> Finding | None:
@@ -74,19 +78,9 @@ def not_steady(run: Run) -> Finding | None:
     samples = run.samples.get("step")
     if samples is None or not samples.median_s:
         return None
-    warmups = len(samples.warmup_s)
-    first, head_s = samples.values_s[0], statistics.median(samples.values_s[:3])
-    slow = first if first > 1.5 * samples.median_s else head_s if head_s > 1.2 * samples.median_s else None
-    if samples.count >= 5 and slow is not None:
-        which = "The first step" if first > 1.5 * samples.median_s else "The first three steps, by their median,"
-        return Finding(
-            kind="not-steady",
-            severity="warning",
-            sentence=f"{which} took {format_seconds(slow)}, {slow / samples.median_s:.1f} times the median of "
-            f"{format_seconds(samples.median_s)}, after {warmups} warm-up steps.",
-            remedy="warm up more: leave --warmup out, or raise it",
-            evidence={"first_s": slow, "median_s": samples.median_s, "warmup_steps": warmups},
-        )
+    slow = _slow_step(samples)
+    if slow is not None:
+        return slow
     trend = samples.trend()
     if trend and trend.p_value < 0.01 and abs(trend.relative_change) > 0.05:
         direction = "slower" if trend.relative_change > 0 else "faster"
@@ -94,11 +88,85 @@ def not_steady(run: Run) -> Finding | None:
             kind="not-steady",
             severity="warning",
             sentence=f"The steps became {direction}, by {format_share(abs(trend.relative_change))} over "
-            f"{samples.count} steps (Mann-Kendall p = {trend.p_value:.2g}).",
+            f"{samples.count} steps (Mann-Kendall p = {trend.p_value:.2g}, autocorrelation allowed for).",
             remedy="warm up longer, and look at clocks and temperature",
             evidence={"relative_change": trend.relative_change, "p_value": trend.p_value},
         )
     return None
+
+
+def _slow_step(samples: Samples) -> Finding | None:
+    """Steps that take far longer than the rest: the first ones, or any of so few that there is no telling which."""
+    found = _slow_start(samples) if samples.count >= _FEW else _slow_among_few(samples)
+    if found is None:
+        return None
+    which, slow_s, rest, rest_s = found
+    return Finding(
+        kind="not-steady",
+        severity="warning",
+        sentence=f"{which} took {format_seconds(slow_s)}, {slow_s / rest_s:,.1f} times {rest} of "
+        f"{format_seconds(rest_s)}, after {len(samples.warmup_s)} warm-up steps.",
+        remedy="warm up more: leave --warmup out, or raise it",
+        evidence={"first_s": slow_s, "median_s": rest_s, "warmup_steps": len(samples.warmup_s)},
+    )
+
+
+def _slow_start(samples: Samples) -> tuple[str, float, str, float] | None:
+    """What was slow, its time, what it is compared with, and its time."""
+    first, head_s, median_s = samples.values_s[0], statistics.median(samples.values_s[:3]), samples.median_s or 0.0
+    if first > 1.5 * median_s:
+        return "The first step", first, "the median", median_s
+    if head_s > 1.2 * median_s:
+        return "The first three steps, by their median,", head_s, "the median", median_s
+    return None
+
+
+def _slow_among_few(samples: Samples) -> tuple[str, float, str, float] | None:
+    """The same of two to four steps. Noise does not double a step; and it is kept out of what it is compared with,
+    which otherwise would be half its own time."""
+    if samples.count < 2:
+        return None
+    at = samples.values_s.index(max(samples.values_s))
+    slow_s, rest_s = samples.values_s[at], statistics.median(samples.values_s[:at] + samples.values_s[at + 1 :])
+    if not slow_s > 2 * rest_s > 0:
+        return None
+    which = "The first step" if at == 0 else f"Step {at + 1} of {samples.count}"
+    return which, slow_s, "the median of the others" if samples.count > 2 else "the other", rest_s
+
+
+def compiled_while_measured(run: Run) -> Finding | None:
+    """[26] What is compiled during a measured step is in its time."""
+    found = run.evidence.compiled_while_measured
+    step = run.samples.get("step")
+    if found is None or not found.count or step is None or not step.count:
+        return None
+    what = [
+        f"{count} {name}{'s' if count > 1 else ''}"
+        for count, name in (
+            (found.frames, "frame"),
+            (found.graphs, "graph"),
+            (found.recordings, "CUDA graph recording"),
+            (found.kernels, "Triton kernel"),
+            (found.tunings, "kernel tuning"),
+        )
+        if count
+    ]
+    spent = f" (dynamo: {format_seconds(found.compile_s)})" if found.compile_s else ""
+    return Finding(
+        kind="compiled-while-measured",
+        severity="error",
+        sentence=f"While the {step.count} measured steps ran, this was compiled: {', '.join(what)}{spent}. It is in "
+        f"their times; the longest took {format_seconds(max(step.values_s))}.",
+        remedy="warm up more: leave --warmup out, or raise it",
+        evidence={
+            "frames": found.frames,
+            "graphs": found.graphs,
+            "recordings": found.recordings,
+            "kernels": found.kernels,
+            "tunings": found.tunings,
+            "compile_s": found.compile_s,
+        },
+    )
 
 
 def warm_up_unsettled(run: Run) -> Finding | None:
@@ -129,6 +197,24 @@ def few_samples(run: Run) -> Finding | None:
         sentence=f"{samples.count} steps are too few to test for drift.",
         remedy="measure at least 8: raise --steps",
         evidence={"samples": samples.count},
+    )
+
+
+def correlated_samples(run: Run) -> Finding | None:
+    """[25] Steps so much like their neighbours that few of them are worth an independent one."""
+    samples = run.samples.get("step")
+    if samples is None or samples.count < MINIMUM_FOR_INTERVAL or samples.why_no_interval is None:
+        return None
+    return Finding(
+        kind="correlated-samples",
+        severity="note",
+        sentence=f"How exact the median is cannot be told: {samples.why_no_interval}.",
+        remedy="measure more steps: raise --steps, or leave it out and raise --seconds",
+        evidence={
+            "samples": samples.count,
+            "effective_samples": samples.effective_count,
+            "autocorrelation": samples.autocorrelation,
+        },
     )
 
 

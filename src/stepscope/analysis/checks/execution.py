@@ -1,0 +1,238 @@
+"""Checks of what ran against what was asked: attention, optimizer, compile mode, micro-batches, checkpointing.
+
+The numbers in brackets are the rows of docs/measuring.md, where each mistake is described as seen in the wild. Each
+reads what the step did, never what it was told to do.
+"""
+
+import re
+
+from stepscope.core.evidence import StepObservation
+from stepscope.core.finding import Finding
+from stepscope.core.run import Run
+from stepscope.core.workload import Attention, Compile, Optimizer
+
+_SIGNS: dict[Attention, str] = {
+    "sdpa-math": r"^aten::_scaled_dot_product_attention_math",
+    "sdpa-efficient": r"_scaled_dot_product_efficient_attention|^fmha_cutlass[FB]_|PyTorchMemEffAttention",
+    "sdpa-flash": r"_scaled_dot_product_flash_attention|pytorch_flash::flash_|FlashAttnFwdSm\d",
+    "sdpa-cudnn": r"_scaled_dot_product_cudnn_attention|^cudnn\w*_sdpa_",
+    "flex": r"flex_attention|FlexAttention",
+    "flash-tiled": r"FlashAttentionTiled",
+    "flash": r"^stepscope::flash_attention_forward|^flash_forward",
+}
+"""How each implementation shows: names of operators on the host, and of kernels, which a replayed CUDA graph has alone.
+Those without a sign are written out in operators that others use too."""
+
+_SEEN_COMPILED: tuple[Attention, ...] = ("sdpa-efficient", "sdpa-flash", "sdpa-cudnn", "flash")
+"""What compiled code calls by the same operators."""
+
+_MODES: dict[Compile, dict[str, bool]] = {
+    "default": {"triton.cudagraphs": False, "max_autotune": False},
+    "reduce-overhead": {"triton.cudagraphs": True, "max_autotune": False},
+    "max-autotune": {"triton.cudagraphs": True, "max_autotune": True},
+    "max-autotune-no-cudagraphs": {"triton.cudagraphs": False, "max_autotune": True},
+}
+"""What torch.compile's modes set (`torch._inductor.list_mode_options`)."""
+
+
+def attention_mismatch(run: Run) -> Finding | None:
+    """[27] The attention that ran, against the one asked for."""
+    workload, evidence = run.workload, run.evidence
+    asked = evidence.attention or workload.attention
+    if evidence.operators is None or asked == "auto":
+        return None
+    calls = evidence.operators.calls.get("forward", {})
+    kernels = evidence.profile.kernels if evidence.profile else ()
+    counted = {
+        name: sum(count for operator, count in calls.items() if re.search(sign, operator))
+        for name, sign in _SIGNS.items()
+    }
+    ran = [n for n, sign in _SIGNS.items() if counted[n] or any(re.search(sign, kernel.name) for kernel in kernels)]
+    allowed = [name for name in _SIGNS if name == asked or (asked == "sdpa" and name.startswith("sdpa-"))]
+    strangers = [name for name in ran if name not in allowed]
+    eager, due = workload.compile == "eager", workload.model.layers * workload.accumulation
+    times = sum(counted[name] for name in allowed)
+    fault = ""
+    if strangers and (eager or allowed):  # a compiler may make fused attention of one that is written out
+        fault = f"{' and '.join(strangers)} ran"
+    elif eager and not allowed and (found := _written_out(calls)) != asked:
+        fault = f"{found} ran" if found else "nothing of it ran"
+    elif eager and allowed and times < due and not (asked == "flex" and (not kernels or ran)):
+        # The host calls FlexAttention's kernels by names that only its code generator knows.
+        fault = f"it ran {times} times where the step has {due} calls"
+    elif not eager and asked in _SEEN_COMPILED and not ran and not _replayed(run):
+        fault = "nothing of it ran"
+    if not fault:
+        return None
+    return Finding(
+        kind="attention-mismatch",
+        severity="error",
+        sentence=f"Attention {asked} was asked for, but {fault}.",
+        remedy="compare it as what it is; look for what chose another implementation",
+        evidence={"asked": asked, "ran": ", ".join(ran), **{name: counted[name] for name in ran}},
+    )
+
+
+def _written_out(calls: dict[str, int]) -> Attention | None:
+    """Which of those that are written out: by how it takes its softmax."""
+    if calls.get("aten::_softmax"):
+        return "chunked"
+    if calls.get("aten::exp"):
+        return "reference" if calls.get("aten::amax") else "unsafe"
+    return None
+
+
+def optimizer_mismatch(run: Run) -> Finding | None:
+    """[27] The optimizer's implementation that ran, against the one asked for."""
+    asked, operators = run.workload.optimizer, run.evidence.operators
+    if asked is None or operators is None:
+        return None
+    ran = _optimizer_of(operators.calls.get("optimizer", {}))
+    if ran == asked:
+        return None
+    if ran is None and run.workload.dtype == "fp16":
+        return None  # the scaler may have skipped this very step: `optimizer-skipped` counts
+    said = f"{ran} ran" if ran else "its phase updated nothing"
+    return Finding(
+        kind="optimizer-mismatch",
+        severity="error",
+        sentence=f"Optimizer {asked} was asked for, but {said}.",
+        remedy="compare it as what it is; look at how the optimizer is made, and whether its step runs",
+        evidence={"asked": asked, "ran": ran},
+    )
+
+
+def _optimizer_of(calls: dict[str, int]) -> Optimizer | None:
+    """By what only one implementation calls: on a CPU a foreach operator calls the ones of the loop."""
+    signs: tuple[tuple[str, Optimizer], ...] = (
+        ("aten::_fused_adamw_", "adamw-fused"),
+        ("aten::_foreach_addcdiv_", "adamw-foreach"),
+        ("aten::bitwise_and_", "adamw-bf16-state"),
+        ("aten::addcdiv_", "adamw-loop"),
+    )
+    return next((optimizer for operator, optimizer in signs if calls.get(operator)), None)
+
+
+def optimizer_skipped(run: Run) -> Finding | None:
+    """[27] A step whose update was skipped has an optimizer phase of nothing."""
+    updates = run.evidence.updates
+    if updates is None or not updates.skipped:
+        return None
+    scale = f" The loss is scaled by {updates.loss_scale:g}." if updates.loss_scale is not None else ""
+    return Finding(
+        kind="optimizer-skipped",
+        # From half of the steps on, the median is that of a step without an update.
+        severity="error" if 2 * updates.skipped >= updates.steps else "warning",
+        sentence=f"The optimizer left out its update in {updates.skipped} of {updates.steps} measured steps: their "
+        f"optimizer phase did nothing.{scale}",
+        remedy="in fp16 warm up until the scale has settled (more --warmup); else look for what keeps it from updating",
+        evidence={"skipped": updates.skipped, "steps": updates.steps, "loss_scale": updates.loss_scale},
+    )
+
+
+def parameters_not_finite(run: Run) -> Finding | None:
+    """[27] Steps on NaN and infinity train nothing."""
+    updates = run.evidence.updates
+    if updates is None or updates.parameters_finite is not False:
+        return None
+    return Finding(
+        kind="parameters-not-finite",
+        severity="warning",
+        sentence="After the measured steps some parameters are NaN or infinite: the steps ran, but trained nothing.",
+        remedy="another dtype or attention, or a scaled loss, keeps them finite",
+        evidence={"loss_scale": updates.loss_scale},
+    )
+
+
+def compile_mode_mismatch(run: Run) -> Finding | None:
+    """[27] The mode that torch.compile was given, by what its product says and by the CUDA graphs that it recorded."""
+    report, asked = run.evidence.compilation, run.workload.compile
+    step = run.samples.get("step")
+    if report is None or asked == "eager" or step is None or not step.count:
+        return None
+    options, due = report.options or {}, _MODES[asked]
+    wrong = [name for name in due if name in options and bool(options[name]) is not due[name]]
+    fault = ""
+    if wrong:
+        fault = "the compiled step was made with " + ", ".join(f"{name} {options[name]}" for name in wrong)
+    elif report.graphs_recorded and not due["triton.cudagraphs"]:
+        fault = f"{report.graphs_recorded} CUDA graphs were recorded"
+    elif _on_gpu(run) and report.frames_compiled and report.graphs_recorded == 0 and due["triton.cudagraphs"]:
+        fault = "no CUDA graph was recorded: each kernel is launched by itself"
+    if not fault:
+        return None
+    return Finding(
+        kind="compile-mode-mismatch",
+        severity="error",
+        sentence=f"torch.compile {asked} was asked for, but {fault}.",
+        remedy="compare it as what it is; TORCH_LOGS=perf_hints says why CUDA graphs were left out",
+        evidence={"asked": asked, "graphs_recorded": report.graphs_recorded, **{n: str(options[n]) for n in wrong}},
+    )
+
+
+def accumulation_mismatch(run: Run) -> Finding | None:
+    """[27] The micro-batches that ran, against those asked for: their number, and that they are the step's batch."""
+    observation, workload = run.evidence.observation, run.workload
+    if observation is None or observation.forward_tokens is None or _forward_elsewhere(observation):
+        return None
+    due, forwards = workload.accumulation, observation.model_forwards.get("forward", 0)
+    trains, updates = workload.phase != "forward", workload.phase == "train"
+    fault = ""
+    if forwards < due:
+        fault = f"the model's forward ran {forwards} times in a step, where {due} belong"
+    elif observation.forward_tokens != workload.tokens:
+        fault = f"forward took {observation.forward_tokens:,} tokens in a step of {workload.tokens:,}"
+    elif observation.covers_batch is False:
+        fault = "what forward took is not the step's batch"
+    elif trains and observation.backward_passes != due:
+        fault = f"backward reached the loss {observation.backward_passes} times in a step, where {due} belong"
+    elif updates and (observation.optimizer_steps or 0) > 1:
+        fault = f"the optimizer stepped {observation.optimizer_steps} times in a step"
+    if not fault:
+        return None
+    return Finding(
+        kind="accumulation-mismatch",
+        severity="error",
+        sentence=f"A step of {workload.tokens:,} tokens in {due} micro-batch{'es' if due > 1 else ''} was asked for, "
+        f"but {fault}.",
+        remedy="tokens/s and FLOP/s count the whole batch: make the step run it",
+        evidence={
+            "micro_batches": due,
+            "forwards": forwards,
+            "tokens": observation.forward_tokens,
+            "backward_passes": observation.backward_passes,
+        },
+    )
+
+
+def checkpointing_mismatch(run: Run) -> Finding | None:
+    """[27] The blocks that backward ran again, against those that checkpointing has it run again."""
+    observation, workload = run.evidence.observation, run.workload
+    if observation is None or observation.blocks_again is None or _forward_elsewhere(observation):
+        return None
+    due = workload.model.layers * workload.accumulation if workload.checkpointing != "none" else 0
+    if observation.blocks_again == due:
+        return None
+    return Finding(
+        kind="checkpointing-mismatch",
+        severity="error",
+        sentence=f"Checkpointing {workload.checkpointing} was asked for, but backward ran {observation.blocks_again} "
+        f"blocks again, where {due} belong.",
+        remedy="compare its memory and its time as what it is",
+        evidence={"asked": workload.checkpointing, "blocks_again": observation.blocks_again, "due": due},
+    )
+
+
+def _forward_elsewhere(observation: StepObservation) -> bool:
+    """Whether the whole model ran outside of forward. `phase-includes-forward` says so; nothing else can be told."""
+    return any(count for phase, count in observation.model_forwards.items() if phase != "forward")
+
+
+def _replayed(run: Run) -> bool:
+    """Whether kernels run in replayed CUDA graphs, where no operator is called."""
+    report = run.evidence.compilation
+    return report is not None and bool(report.graphs_recorded)
+
+
+def _on_gpu(run: Run) -> bool:
+    return run.environment is not None and run.environment.device_type != "cpu"
