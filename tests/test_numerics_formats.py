@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import decode_experiment, encode_experiment
 from stepscope.core.float_format import FORMATS, float_format
-from stepscope.numerics.formats import study_formats
+from stepscope.numerics.formats import CASTS, EIGHT_BITS, SATURATING, cast_convention, study_formats
 
 DTYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
@@ -67,23 +67,71 @@ def test_fp32_rounds_as_torch(value: float):
 
 
 # Of 32 bits: PyTorch rounds a float64 to fp32 first, and rounding twice is not rounding once.
-@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8-e5m2"])
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
 @given(value=st.floats(width=32))
 @example(value=65519.99609375)
 @example(value=65520.0)
 @example(value=-(2.0**-25))
 @example(value=1 + 2.0**-8)
 @example(value=1 + 2.0**-11)
-def test_sixteen_bits_and_e5m2_round_as_torch(name: str, value: float):
+def test_sixteen_bits_round_as_torch(name: str, value: float):
     assert same(FORMATS[name].round(value), torch.tensor(value, dtype=torch.float32).to(DTYPES[name]).float().item())
 
 
-@given(st.floats(-448, 448, width=32))  # beyond the largest, versions of PyTorch differ: NaN, or the largest
-@example(0.0009765625)  # half the smallest subnormal
-@example(447.9999694824219)
-def test_e4m3_rounds_as_torch_within_its_range(value: float):
-    theirs = torch.tensor(value, dtype=torch.float32).to(torch.float8_e4m3fn).float().item()
-    assert same(FORMATS["fp8-e4m3"].round(value), theirs)
+@pytest.mark.parametrize("name", list(EIGHT_BITS))
+def test_every_number_of_bf16_is_cast_to_eight_bits_as_torch_casts_it(name: str):
+    """In range and beyond it, infinity and NaN too, by the convention that this PyTorch is seen to use."""
+    saturates = cast_convention(name, torch.device("cpu")) == SATURATING
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    theirs = numbers.to(EIGHT_BITS[name]).double().tolist()
+    wrong = [
+        (number, became)
+        for number, became in zip(numbers.double().tolist(), theirs, strict=True)
+        if not same(FORMATS[name].round(number, saturates=saturates), became)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", list(EIGHT_BITS))
+@given(value=st.floats(width=32))
+@example(value=0.0009765625)  # half the smallest subnormal of e4m3
+@example(value=447.9999694824219)
+@example(value=464.0)  # half a spacing beyond the largest of e4m3: the last that becomes it
+@example(value=464.0000305175781)
+@example(value=61440.0)  # the first that is beyond e5m2
+@example(value=61439.99609375)
+@example(value=-math.inf)
+def test_eight_bits_round_as_torch(name: str, value: float):
+    saturates = cast_convention(name, torch.device("cpu")) == SATURATING
+    theirs = torch.tensor(value, dtype=torch.float32).to(EIGHT_BITS[name]).float().item()
+    assert same(FORMATS[name].round(value, saturates=saturates), theirs)
+
+
+def test_the_two_conventions_beyond_the_largest():
+    """OFP8 1.0: infinity, or NaN where there is none; or the largest number, for infinity too."""
+    e4m3, e5m2 = FORMATS["fp8-e4m3"], FORMATS["fp8-e5m2"]
+    assert math.isnan(e4m3.round(-500)) and math.isnan(e4m3.round(math.inf))
+    assert (e5m2.round(-1e6), e5m2.round(math.inf)) == (-math.inf, math.inf)
+    assert [e4m3.round(x, saturates=True) for x in (464, 500, -1e30, -math.inf)] == [448, 448, -448, -448]
+    assert [e5m2.round(x, saturates=True) for x in (61439, 61440, math.inf)] == [57344, 57344, 57344]
+    assert math.isnan(e4m3.round(math.nan, saturates=True))
+
+
+def test_the_study_names_both_conventions_and_the_one_that_this_torch_uses():
+    found = study_formats("500")
+    becomes = {row[0]: (row[1], row[5]) for row in found.tables[1].rows}
+    assert becomes["fp8-e4m3, not saturating"][1] == "overflows"
+    assert becomes["fp8-e4m3, saturating"] == (448, "cut off at the largest")
+    assert becomes["fp8-e5m2"] == (512, "rounded"), "where the conventions agree, one row"
+    theirs = torch.tensor(500.0).to(torch.float8_e4m3fn).item()
+    rows = {row[0]: row[1:] for row in found.table(CASTS).rows}
+    assert rows["fp8-e4m3"][0] == ("not saturating" if math.isnan(theirs) else "saturating")
+    made = rows["fp8-e4m3"][1]
+    assert isinstance(made, float) and same(made, theirs) and rows["fp8-e5m2"][1] == 512
+    said = next(finding.sentence for finding in found.findings if finding.kind == "cast-convention")
+    assert f"PyTorch {torch.__version__} to fp8-e5m2" in said
+    assert ("to fp8-e4m3 does not saturate (beyond 448, nan)" in said) == math.isnan(theirs)
+    assert ("to fp8-e4m3 saturates (beyond 448, 448)" in said) == (theirs == 448)
 
 
 @pytest.mark.parametrize("name", list(FORMATS))
@@ -148,7 +196,7 @@ def test_json_is_one_document_without_nan_and_reads_back():
     found = study_formats("1e6")
     text = encode_experiment(found)
     rows = {row[0]: row for row in json.loads(text, parse_constant=refuse)["tables"][1]["rows"]}
-    assert rows["fp16"][1] == "inf" and rows["fp8-e4m3"][1] == "nan"
+    assert rows["fp16"][1] == "inf" and rows["fp8-e4m3, not saturating"][1] == "nan"
     assert encode_experiment(decode_experiment(text.encode(), "here")) == text
 
 

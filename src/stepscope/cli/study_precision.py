@@ -8,6 +8,7 @@ import typer
 
 from stepscope.cli import options
 from stepscope.cli.output import emit, progress, show, stdout_kept_clean, warn
+from stepscope.core.bounded_file import read_document
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Experiment, decode_experiment, encode_experiment
 from stepscope.studies.request import Tell
@@ -57,7 +58,7 @@ def answer(
 
 def _read(path: Path, study: str) -> Experiment:
     try:
-        data = path.read_bytes()
+        data = read_document(path)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
     found = decode_experiment(data, str(path))
@@ -70,6 +71,9 @@ def formats(
     value: Annotated[
         str | None, typer.Option("--value", help="What does each format make of this number? As in 1e-7.")
     ] = None,
+    device: Annotated[
+        str, typer.Option("--device", help="Where PyTorch casts --value to 8 bits: auto, cpu, cuda or cuda:N.")
+    ] = "cpu",
     read: Read = None,
     only: Only = None,
     plot: Plot = None,
@@ -80,7 +84,7 @@ def formats(
     def run(tell: Tell) -> Experiment:
         from stepscope.numerics.formats import study_formats
 
-        return study_formats(value)
+        return study_formats(value, device)
 
     answer(run, study="formats", read=read, plot=plot, json=json, only=only)
 

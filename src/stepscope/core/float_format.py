@@ -9,6 +9,10 @@ of significand,
 (IEEE 754-2019, section 3.3). Two formats leave that scheme: fp8 e4m3 gives the topmost exponent to numbers too, but for
 one pattern that is NaN, and has no infinity (Micikevicius et al. 2022, arXiv:2209.05433); TF32 is fp32 with the
 significand of fp16, as Tensor Cores read it (NVIDIA A100 whitepaper).
+
+Beyond the largest number of a format of 8 bits there are two conventions, and a cast chooses one (Open Compute Project,
+OFP8 1.0, 2023, "Conversion to OFP8"): one that does not saturate gives infinity, or NaN where the format has none; one
+that saturates gives the largest number, for infinity too. NaN stays NaN in both.
 """
 
 import math
@@ -88,15 +92,22 @@ class FloatFormat(msgspec.Struct, frozen=True, kw_only=True):
         exponent = math.frexp(value)[1] - 1 if value else self.smallest_exponent
         return 2.0 ** (max(exponent, self.smallest_exponent) - self.significand_bits)
 
-    def round(self, value: float) -> float:
-        """The nearest number of the format, ties to even; beyond the largest infinity, or NaN where there is none."""
-        if not math.isfinite(value):
-            return value if math.isnan(value) or self.has_infinity else math.nan
+    def round(self, value: float, *, saturates: bool = False) -> float:
+        """The nearest number of the format, ties to even; `saturates` chooses the convention beyond the largest."""
+        if math.isnan(value):
+            return value
+        if math.isinf(value):
+            return self._beyond(value, saturates)
         exact, unit = Fraction(value), Fraction(self.spacing(value))
         rounded = round(exact / unit) * unit  # Fraction rounds ties to even
         if abs(rounded) > Fraction(self.largest):
-            return math.copysign(math.inf, value) if self.has_infinity else math.nan
+            return self._beyond(value, saturates)
         return math.copysign(float(rounded), value)
+
+    def _beyond(self, value: float, saturates: bool) -> float:
+        if saturates:
+            return math.copysign(self.largest, value)
+        return math.copysign(math.inf, value) if self.has_infinity else math.nan
 
 
 FORMATS: dict[str, FloatFormat] = {

@@ -1,13 +1,24 @@
-"""Every floating format from its bits, and what each makes of a number (`core/float_format.py` has the arithmetic)."""
+"""Every floating format from its bits, and what each makes of a number (`core/float_format.py` has the arithmetic).
+
+Beyond the largest number of the formats of 8 bits there are two conventions. Both are shown, and PyTorch is asked which
+one its casts use: versions differ (on a CPU, PyTorch 2.11 makes 500 NaN in e4m3, PyTorch 2.13 makes it 448).
+"""
 
 import math
 from fractions import Fraction
+
+import torch
 
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Cell, Experiment, Table
 from stepscope.core.finding import Finding
 from stepscope.core.float_format import FORMATS, FloatFormat
-from stepscope.numerics.setting import versions
+from stepscope.measure.device import resolve_device
+from stepscope.numerics.setting import device_name, versions
+
+EIGHT_BITS = {"fp8-e5m2": torch.float8_e5m2, "fp8-e4m3": torch.float8_e4m3fn}
+SATURATING, NOT_SATURATING, NEITHER = "saturating", "not saturating", "neither"
+CASTS = "PyTorch's casts to 8 bits"
 
 _PROPERTIES = (
     "format", "bits", "exponent bits", "significand bits", "largest", "smallest normal", "smallest subnormal",
@@ -18,10 +29,15 @@ _LONGEST = 1_000
 """Characters of a number; Python reads whole numbers of up to 4,300 figures."""
 
 
-def study_formats(value: str | None = None) -> Experiment:
-    """The formats; with `value`, what each makes of it. Raises InputError for what is no finite number."""
+def study_formats(value: str | None = None, device: str = "cpu") -> Experiment:
+    """The formats, and PyTorch's casts to 8 bits on this device; with `value`, what each makes of it.
+
+    Raises InputError for what is no finite number.
+    """
+    chosen, number = resolve_device(device), None
+    conventions = {name: cast_convention(name, chosen) for name in EIGHT_BITS}
     tables = [Table(title="Formats", columns=_PROPERTIES, rows=tuple(_row(f) for f in FORMATS.values()))]
-    findings = [_range_against_precision()]
+    findings = [_range_against_precision(), _which_convention(conventions, chosen)]
     if value is not None:
         number, exact = _number(value)
         columns = ("format", "becomes", "error", "relative error", "spacing there", "what happened")
@@ -29,14 +45,15 @@ def study_formats(value: str | None = None) -> Experiment:
             Table(
                 title=f"What becomes of {value}",
                 columns=columns,
-                rows=tuple(_becomes(f, number, exact) for f in FORMATS.values()),
+                rows=tuple(row for f in FORMATS.values() for row in _becomes(f, number, exact)),
             )
         )
         findings += _lost(value, number, exact)
+    tables.append(_casts(number, conventions, chosen))
     return Experiment(
         study="formats",
         question="What can each floating format hold?" if value is None else f"What does each format make of {value}?",
-        device="arithmetic alone, no device",
+        device=f"arithmetic; casts on {device_name(chosen)}",
         versions=versions(),
         settings={} if value is None else {"value": value},
         tables=tuple(tables),
@@ -75,11 +92,21 @@ def _number(value: str) -> tuple[float, Fraction]:
     return number, Fraction(value.strip()) if number else Fraction(0)
 
 
-def _becomes(f: FloatFormat, number: float, exact: Fraction) -> tuple[Cell, ...]:
-    rounded = f.round(number)
+def _becomes(f: FloatFormat, number: float, exact: Fraction) -> list[tuple[Cell, ...]]:
+    """One row, or one for each convention where they differ: only formats of 8 bits have two."""
+    rounded, cut = f.round(number), f.round(number, saturates=True)
+    if f.stored_bits > 8 or rounded == cut:
+        return [_row_of(f, f.name, number, exact, rounded)]
+    return [
+        _row_of(f, f"{f.name}, {NOT_SATURATING}", number, exact, rounded),
+        _row_of(f, f"{f.name}, {SATURATING}", number, exact, cut),
+    ]
+
+
+def _row_of(f: FloatFormat, label: str, number: float, exact: Fraction, rounded: float) -> tuple[Cell, ...]:
     error = Fraction(rounded) - exact if math.isfinite(rounded) else None
     return (
-        f.name, rounded, None if error is None else float(error),
+        label, rounded, None if error is None else float(error),
         float(abs(error / exact)) if error is not None and exact else None,
         f.spacing(number), _what_happened(f, exact, rounded),
     )  # fmt: skip
@@ -92,7 +119,59 @@ def _what_happened(f: FloatFormat, exact: Fraction, rounded: float) -> str:
         return "exact"
     if rounded == 0:
         return "vanishes"
+    if not math.isfinite(f.round(float(exact))):
+        return "cut off at the largest"
     return "subnormal: fewer digits" if abs(rounded) < f.smallest_normal else "rounded"
+
+
+def cast_convention(name: str, device: torch.device) -> str:
+    """Which convention PyTorch's cast to this format of 8 bits uses here: seen by casting, not known beforehand."""
+    f = FORMATS[name]
+    beyond = [sign * number for number in (2 * f.largest, 1e30, math.inf) for sign in (1, -1)]
+    became = cast(beyond, name, device)
+    for convention in (SATURATING, NOT_SATURATING):
+        right = [f.round(number, saturates=convention == SATURATING) for number in beyond]
+        if all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(became, right, strict=True)):
+            return convention
+    return NEITHER
+
+
+def cast(numbers: list[float], name: str, device: torch.device) -> list[float]:
+    """What PyTorch makes of numbers of fp32 in this format of 8 bits."""
+    return torch.tensor(numbers, dtype=torch.float32, device=device).to(EIGHT_BITS[name]).double().tolist()
+
+
+def _casts(number: float | None, conventions: dict[str, str], device: torch.device) -> Table:
+    """What the casts do beyond the largest number; and to the number as fp32 has it, which training casts from."""
+    columns, rows = ("format", "beyond the largest"), list(conventions.items())
+    if number is None:
+        return Table(title=CASTS, columns=columns, rows=tuple(rows))
+    fp32 = FORMATS["fp32"].round(number)
+    return Table(
+        title=CASTS,
+        columns=(*columns, "makes of the number"),
+        rows=tuple((*row, cast([fp32], row[0], device)[0]) for row in rows),
+    )
+
+
+def _which_convention(conventions: dict[str, str], device: torch.device) -> Finding:
+    clauses = []
+    for name, convention in conventions.items():
+        f = FORMATS[name]
+        if convention == NEITHER:
+            became = ", ".join(f"{number:g}" for number in cast([2 * f.largest, math.inf], name, device))
+            clauses.append(f"to {name} follows neither convention ({2 * f.largest:g} and infinity become {became})")
+        elif convention == SATURATING:
+            clauses.append(f"to {name} saturates (beyond {f.largest:g}, {f.largest:g})")
+        else:
+            clauses.append(f"to {name} does not saturate (beyond {f.largest:g}, {f.round(math.inf):g})")
+    where = "the CPU" if device.type == "cpu" else "the GPU"
+    return Finding(
+        kind="cast-convention",
+        severity="note",
+        sentence=f"On {where}, a cast of PyTorch {torch.__version__} {'; one '.join(clauses)}.",
+        evidence=dict(conventions),
+    )
 
 
 def _range_against_precision() -> Finding:
@@ -113,7 +192,11 @@ def _range_against_precision() -> Finding:
 
 def _lost(value: str, number: float, exact: Fraction) -> list[Finding]:
     vanished = [f.name for f in FORMATS.values() if number and f.round(number) == 0]
-    overflowed = [f.name for f in FORMATS.values() if not math.isfinite(f.round(number))]
+    overflowed = [
+        f.name if f.stored_bits > 8 else f"{f.name} (unless the cast saturates: {f.round(number, saturates=True):g})"
+        for f in FORMATS.values()
+        if not math.isfinite(f.round(number))
+    ]
     kept = [f.name for f in FORMATS.values() if f.round(number) == exact]
     said = []
     if vanished:

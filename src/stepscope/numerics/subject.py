@@ -178,5 +178,7 @@ def _said_of(what: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise DeviceError(f"{what}: {one_line(error)}") from error
-    except (Exception, SystemExit) as error:  # not ours: it may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # not ours: it may raise anything
         raise InputError(f"{what}: {type(error).__name__}: {one_line(error)}") from error
