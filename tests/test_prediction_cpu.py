@@ -75,9 +75,8 @@ def test_autograd_keeps_the_very_tensors_that_are_on_paper(dtype: str, attention
     """Size by size. Autocast on a CPU leaves exponentials in 16 bits, where a GPU takes them to fp32."""
     workload = three(dtype=dtype, attention=attention)
     truth = kept_in_truth(workload)
-    count_of_targets = Counter({4: 1})
-    assert truth - count_of_targets == kept_on_paper(workload)
-    # The count is not on paper, and the loss is, which nothing saves: both have one block of 64 bytes.
+    assert truth == kept_on_paper(workload)
+    # The loss, which nothing saves, takes the place of the one before it.
     assert estimate(workload, "cpu").saved_for_backward == sum(-(-size // 64) * 64 * n for size, n in truth.items())
 
 
@@ -121,7 +120,10 @@ def predicted_peaks(workload: Workload) -> dict[str, int]:
 
 
 def assert_alike(workload: Workload, bytes_off: int = NUMBERS) -> None:
-    measured, predicted = measured_peaks(workload), predicted_peaks(workload)
+    # Where the CPU has instructions for fp16, oneDNN lays operands of products out anew. Without it all CPUs are alike.
+    with torch.backends.mkldnn.flags(enabled=False):
+        measured = measured_peaks(workload)
+    predicted = predicted_peaks(workload)
     if workload.phase == "forward":
         measured.pop("saved")  # its logits, which nobody takes
     off = {name: measured[name] - predicted[name] for name in measured}

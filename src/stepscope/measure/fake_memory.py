@@ -85,6 +85,11 @@ class FakeMemory(TorchDispatchMode):
         if name == "forward":
             self._keep(range(first, len(self.allocations)))
 
+    def end(self) -> None:
+        """Take no further event: what is released from now on is the end of what was watched."""
+        self._index.clear()
+        self._references.clear()
+
     def label(self, tensors: Iterable[Tensor], category: MemoryCategory, *, on_device: bool = True) -> None:
         """Say what live tensors are. Not on the device: they are the host's, and count nowhere."""
         for tensor in tensors:
@@ -103,6 +108,8 @@ class FakeMemory(TorchDispatchMode):
             return self._number(args[0])
         # Inside autograd's engine, and yet with gradients: a checkpoint runs a part of forward again.
         again = torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0
+        if func is _aten.add.Tensor and _adds_up_in_place(args[0]):
+            func = _aten.add_.Tensor
         outputs = func(*args, **(kwargs or {}))
         for tensor in _tensors(outputs):
             index = self._note(tensor, func)
@@ -170,6 +177,24 @@ class FakeMemory(TorchDispatchMode):
             allocation = self.allocations[index]
             if allocation.live and allocation.category == "temporaries":
                 allocation.category = "saved for backward"
+
+
+def _adds_up_in_place(gradient: Tensor) -> bool:
+    """Whether autograd, having two gradients for one tensor, would add the second to this one in place.
+
+    It does so to dense gradients that nothing else holds (torch/csrc/autograd/input_buffer.cpp,
+    `can_accumulate_inplace`), but never to fake tensors, since they are a subclass: so they make a sum that a GPU does
+    not make. Gradients that Python code keeps for itself are not told apart; no step here keeps any.
+    """
+    if torch.is_grad_enabled() or torch._C._current_graph_task_id() < 0:
+        return False
+    storage = gradient.untyped_storage()
+    sole = torch._C._storage_Use_Count(storage._cdata) == _THE_GRADIENT_AND_OURS
+    return sole and gradient.nbytes == storage.nbytes()  # one that is expanded has fewer
+
+
+_THE_GRADIENT_AND_OURS = 2
+"""References to a storage that one tensor has, while `storage` above is another."""
 
 
 def _tensors(outputs: Any) -> Iterator[Tensor]:

@@ -59,6 +59,23 @@ def estimate_by_running(workload: Workload, *, workspace_bytes: int = WORKSPACE_
     workspace_bytes: what cuBLAS keeps for each thread that multiplies matrices. Every layer runs: 48 of them take
     seconds, so nothing is extrapolated from fewer.
     """
+    watched = watch_fake_step(workload, workspace_bytes=workspace_bytes)
+    return _replay(watched.watch, watched.built, watched.parameter_bytes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WatchedStep:
+    """What was allocated and released while a step was made, and run until it was steady."""
+
+    watch: FakeMemory
+    """Its phases are those of the last step."""
+    built: int
+    """How many events made the step."""
+    parameter_bytes: int
+
+
+def watch_fake_step(workload: Workload, *, workspace_bytes: int = WORKSPACE_BYTES) -> WatchedStep:
+    """Make and run the step on fake tensors. Raises InputError for what cannot be run so: compiled steps."""
     if workload.compile != "eager":
         raise InputError(f"compile {workload.compile} cannot be run on fake tensors: choose eager, or use the formulas")
     model, tokens = workload.model, workload.tokens
@@ -85,10 +102,11 @@ def estimate_by_running(workload: Workload, *, workspace_bytes: int = WORKSPACE_
                     watch.label([p.grad for p in step.model.parameters() if p.grad is not None], "gradients")
             _label_residents(step, watch)
         parameter_bytes = sum(p.numel() * p.element_size() for p in step.model.parameters())
-    estimate = _replay(watch, built, parameter_bytes)
+    watched = WatchedStep(watch=watch, built=built, parameter_bytes=parameter_bytes)
+    watch.end()
     del step
     gc.collect()  # a step and its phases refer to each other
-    return estimate
+    return watched
 
 
 def attention_backend(workload: Workload, query: Tensor) -> AttentionBackend:

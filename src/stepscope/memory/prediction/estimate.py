@@ -14,7 +14,7 @@ from stepscope.core.memory_notes import CATEGORIES, MemoryCategory
 from stepscope.core.units import MIB
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.caching_allocator import CachingAllocator, OutOfMemory
-from stepscope.memory.prediction.paper import Allocator, Ledger, RoundingAllocator, Storage, Tape, Tensor
+from stepscope.memory.prediction.paper import Allocator, Ledger, Parameter, RoundingAllocator, Storage, Tape, Tensor
 from stepscope.memory.prediction.paper_compiled import CompiledPaperModel
 from stepscope.memory.prediction.paper_model import PaperModel
 
@@ -66,19 +66,19 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
 def estimate(workload: Workload, device_type: DeviceType = "cuda") -> MemoryEstimate:
     """Peaks of a steady step, every block as large as PyTorch's caching allocator makes it."""
     allocator: Allocator = CachingAllocator() if device_type == "cuda" else RoundingAllocator(64)
-    return _PaperStep(workload, device_type, allocator).run(STEPS)
+    return PaperStep(workload, device_type, allocator).run(STEPS)
 
 
 def estimate_quickly(workload: Workload) -> MemoryEstimate:
     """The same without the cache's remainders, and blocks that are alike in one piece: for comparing choices."""
-    step = _PaperStep(workload, "cuda", RoundingAllocator())
+    step = PaperStep(workload, "cuda", RoundingAllocator())
     step.abridge()
     return step.run(1)
 
 
 def runs_within(workload: Workload, limit_bytes: int) -> str | None:
     """None if the step runs while the allocator may take no more than this; else the phase in which it fails."""
-    step = _PaperStep(workload, "cuda", CachingAllocator(limit_bytes))
+    step = PaperStep(workload, "cuda", CachingAllocator(limit_bytes))
     try:
         step.run(STEPS_TO_FAIL)
     except OutOfMemory:
@@ -94,7 +94,7 @@ def paper_model(workload: Workload, device_type: DeviceType) -> PaperModel:
     return (PaperModel if workload.compile == "eager" else CompiledPaperModel)(workload, device_type)
 
 
-class _PaperStep:
+class PaperStep:
     """Parameters, data and optimizer of a workload on paper, and the phases of its step."""
 
     phase = "build"
@@ -110,6 +110,8 @@ class _PaperStep:
         self._resident: list[Storage] = []
         self._peaks: dict[str, tuple[int, list[int]]] = {}
         self._saved = 0
+        self._loss: Tensor | None = None
+        """Of the last forward: the step keeps it until the next one's is there."""
 
     def run(self, steps: int) -> MemoryEstimate:
         """Build, and predict from the last of so many steps. Raises OutOfMemory where the allocator has a limit."""
@@ -124,7 +126,8 @@ class _PaperStep:
                 self._forward_and_backward(first=step == 0 and micro == 0)
             if workload.phase == "train":
                 self._optimize(first=step == 0 and steps > 1)
-            self._release_gradients()
+            else:
+                self._release_gradients()
             if steps == 1:
                 # The workspaces were taken on the way: in a steady step they are there from its start.
                 before += WORKSPACE_BYTES * self._on_gpu * (1 if workload.phase == "forward" else 2)
@@ -157,7 +160,7 @@ class _PaperStep:
         self._begin("forward")
         before = self._ledger.total
         tape.workspace_bytes = workspace
-        loss = self._forward(tape)
+        loss = self._loss = self._forward(tape)
         self._end()
         self._resident += tape.workspaces
         if loss is None:
@@ -199,11 +202,18 @@ class _PaperStep:
             del denominator
         elif optimizer == "adamw-bf16-state":
             # models/optimizer.py: one parameter at a time, in fp32; gradients that are not fp32 are copied.
-            copies = 2 if self._model.sizes.parameters == 4 else 3
             for parameter in parameters:
-                temporaries = [self._ledger.storage(parameter.elements * 4) for _ in range(copies)]
-                del temporaries
+                self._update_in_fp32(parameter)
+        self._release_gradients()
         self._end()
+
+    def _update_in_fp32(self, parameter: Parameter) -> None:
+        size = parameter.elements * 4
+        _gradient = self._ledger.storage(size if parameter.itemsize != 4 else 0)
+        _square = self._ledger.storage(size)
+        random_bits = self._ledger.storage(size)
+        del random_bits
+        _average = self._ledger.storage(size)
 
     def _make_optimizer_state(self) -> None:
         itemsize = 2 if self._workload.optimizer == "adamw-bf16-state" else self._model.sizes.parameters

@@ -155,13 +155,16 @@ Backward = Callable[["Tape", Storage], Sequence["Storage | None"]]
 class Node:
     """One operation in the graph that backward walks."""
 
-    __slots__ = ("backward", "inputs", "number", "operator", "saved", "segment")
+    __slots__ = ("backward", "gives_views", "inputs", "number", "operator", "saved", "saving", "segment")
 
     def __init__(
         self, number: int, operator: str, inputs: "Sequence[Node | Parameter | None]",
         saved: Sequence[Storage], backward: Backward,
     ) -> None:  # fmt: skip
         self.number, self.operator, self.inputs, self.backward = number, operator, inputs, backward
+        self.gives_views = False
+        self.saving = False
+        """Whether it needs what the first run of a checkpoint did not keep."""
         self.saved: Sequence[Storage] = saved
         self.segment: Segment | None = None
         for storage in saved:
@@ -217,6 +220,9 @@ class Tape:
         self._number = 0
         self._segment: Segment | None = None
         self._rerun: Segment | None = None
+        self._applying: Node | None = None
+        self._views: set[Node] = set()
+        """The nodes of which the gradient so far is a view."""
 
     def storage(self, size: int) -> Storage:
         return self.ledger.storage(size)
@@ -230,7 +236,7 @@ class Tape:
             kept.release()
             return kept
         output = self.storage(size)
-        self._take_workspace(operator)
+        self.take_workspace(operator)
         if self._segment is not None and self._segment.keeps_products:
             self._segment.kept.append(output)
             output.save()
@@ -247,16 +253,26 @@ class Tape:
         saves_output: bool = False,
         also_saves: Sequence[Storage] = (),
         backward: Backward | None = None,
+        gives_views: bool = False,
+        beside: int = 0,
     ) -> Tensor:
-        """An operation with a new output. Without `backward`, each input's gradient has that input's size."""
+        """An operation with a new output. Without `backward`, each input's gradient has that input's size.
+
+        beside: bytes of a second output, which is there for backward alone.
+        gives_views: its gradients are views of what the operator made, which autograd does not add to in place.
+        """
         node = None
         if self.recording:
             saved = [t.storage for t in saves] + list(also_saves)
-            node = self._node(operator, inputs, saved, backward or _like(inputs), saves_output)
+            node = self._node(operator, inputs, saved, backward or _like(operator, inputs), saves_output)
+            if node is not None:
+                node.gives_views = gives_views
         output = self.output(operator, elements * itemsize)
+        made = [output] if not beside else [self.output(operator, beside), output]
         if node is not None and saves_output and node.segment is None:
-            node.saved = [*node.saved, output]
-            output.save()
+            node.saved = [*node.saved, *made]
+            for storage in made:
+                storage.save()
         return Tensor(output, elements, itemsize, node)
 
     def alias(
@@ -281,13 +297,15 @@ class Tape:
     def backward(self, root: Tensor) -> None:
         """Run the graph below a tensor backward, last made first, as autograd's queue does."""
         assert isinstance(root.node, Node)
-        pending: dict[Node, Storage] = {root.node: self.storage(root.elements * root.itemsize)}
+        ones = self.storage(root.elements * root.itemsize)  # held by the call until backward has ended
+        pending: dict[Node, Storage] = {root.node: ones}
         queue = [(-root.node.number, root.node)]
         root.node = None
         while queue:
             self._run(heapq.heappop(queue)[1], pending, queue)
 
-    def _take_workspace(self, operator: str) -> None:
+    def take_workspace(self, operator: str) -> None:
+        """Said after each product's output is there: the library is asked once it has somewhere to write."""
         if self.workspace_bytes and operator in PRODUCTS:
             self.workspaces.append(self.ledger.storage(self.workspace_bytes, _INDEX["workspaces"]))
             self.workspace_bytes = 0
@@ -303,7 +321,7 @@ class Tape:
         saving = bool(saved) or saves_output
         if self._segment is not None:
             node = Node(self._number, operator, above, (), backward)
-            node.segment = self._segment
+            node.segment, node.saving = self._segment, saving
             self._segment.nodes.append(node)
             self._segment.saving += saving
             return node
@@ -317,11 +335,9 @@ class Tape:
         return Node(self._number, operator, above, saved, backward)
 
     def _run(self, node: Node, pending: dict[Node, Storage], queue: list[tuple[int, Node]]) -> None:
-        if node.segment is not None and node.segment.nodes:
+        if node.saving and node.segment is not None and node.segment.nodes:
             self._run_again(node.segment)
-        self._take_workspace(node.operator)
-        gradients = node.backward(self, pending.pop(node))
-        node.release()
+        gradients = self._apply(node, pending)
         node.segment = None
         for above, gradient in zip(node.inputs, gradients, strict=True):
             if gradient is None or above is None:
@@ -331,7 +347,32 @@ class Tape:
             elif above not in pending:
                 pending[above] = gradient
                 heapq.heappush(queue, (-above.number, above))
+                if node.gives_views:
+                    self._views.add(above)
+            elif above in self._views:
+                # A view's base lives beside it (torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`).
+                pending[above] = self.storage(gradient.bytes)
+                self._views.remove(above)
             # else: added in place to what is there
+
+    def _apply(self, node: Node, pending: dict[Node, Storage]) -> "Sequence[Storage | None]":
+        """The gradients that a node gives. What it has saved goes after the gradient that it was given; but what it
+        takes out of a checkpoint, as variables of its own, before that.
+        """
+        if not node.saving:
+            gradients = node.backward(self, pending.pop(node))
+            node.release()
+            return gradients
+        self._applying, gradient = node, pending.pop(node)
+        gradients = node.backward(self, gradient)
+        self.end_formula()
+        return gradients
+
+    def end_formula(self) -> None:
+        """Said by a backward between its formula and the sums that autograd makes of what was broadcast."""
+        if self._applying is not None:
+            self._applying.release()
+            self._applying = None
 
     def _run_again(self, segment: Segment) -> None:
         """Forward once more, and this time its nodes save; what they saved goes to the nodes of the first run."""
@@ -341,15 +382,24 @@ class Tape:
         with contextlib.suppress(_AllIsSaved):
             segment.run(again, Tensor(segment.input.storage, segment.input.elements, segment.input.itemsize, _LEAF))
         for node, other in zip(first, segment.nodes, strict=False):
-            node.saved, other.saved = other.saved, ()
+            # What a node takes out of a checkpoint are variables of its own, which C++ destroys last one first.
+            node.saved, other.saved = list(reversed(other.saved)), ()
         segment.nodes = []
         self.after_rerun()
 
 
-def _like(inputs: "Sequence[Tensor | Parameter]") -> Backward:
+def _like(operator: str, inputs: "Sequence[Tensor | Parameter]") -> Backward:
     """A backward that makes one gradient for each input, of the input's size."""
     sizes = [i.elements * i.itemsize for i in inputs]
-    return lambda tape, _gradient: [tape.storage(size) for size in sizes]
+
+    def backward(tape: Tape, _: Storage) -> Sequence[Storage]:
+        gradients: list[Storage] = []
+        for size in sizes:
+            gradients.append(tape.storage(size))
+            tape.take_workspace(operator)
+        return gradients
+
+    return backward
 
 
 def passes(_tape: Tape, gradient: Storage) -> Sequence[Storage]:

@@ -16,7 +16,7 @@ In fp32 this is 10 r + 4 f + 2 ss elements a block, or 10 r + 4 f + B H S with f
 sum under autocast too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -125,8 +125,15 @@ class PaperModel:
         return tape.op("Embedding", self.tokens * self.d_model, self.sizes.residual, [weight], backward=backward)
 
     def block(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
-        x = self._add(tape, x, self._attention(tape, self._norm(tape, x, block.attention_norm), block))
-        return self._add(tape, x, self._feed_forward(tape, self._norm(tape, x, block.feed_forward_norm), block))
+        x = self._branch(tape, x, block.attention_norm, partial(self._attention, block=block))
+        return self._branch(tape, x, block.feed_forward_norm, partial(self._feed_forward, block=block))
+
+    def _branch(self, tape: Tape, x: Tensor, weight: Parameter, module: "Callable[[Tape, Tensor], Tensor]") -> Tensor:
+        """x + module(norm(x)). A module's input lives until the module has returned, beyond all that is made in it."""
+        normal = self._norm(tape, x, weight)
+        out = module(tape, normal)
+        del normal
+        return self._add(tape, x, out)
 
     def run_blocks(self, tape: Tape, x: Tensor) -> Tensor:
         """models/checkpointing.py: all blocks, in groups that keep their input alone where the workload says so."""
@@ -179,10 +186,10 @@ class PaperModel:
 
     def loss(self, tape: Tape, logits: Tensor) -> Tensor:
         """F.cross_entropy(logits.float(), targets)."""
-        log_probabilities = tape.op(
-            "LogSoftmax", logits.elements, 4, [tape.cast(logits, 4)], saves_output=True
-        )  # fmt: skip
-        return tape.op("NllLoss", 1, 4, [log_probabilities], saves=[log_probabilities])
+        wide = tape.cast(logits, 4)  # lives until cross_entropy has returned
+        log_probabilities = tape.op("LogSoftmax", logits.elements, 4, [wide], saves_output=True)
+        total_weight = tape.storage(4)
+        return tape.op("NllLoss", 1, 4, [log_probabilities], saves=[log_probabilities], also_saves=[total_weight])
 
     def end_autocast(self) -> None:
         """Autocast gives up its copies of weights when its context ends."""
@@ -199,17 +206,20 @@ class PaperModel:
 
         def of_root(tape: Tape, _: Storage) -> Sequence[Storage]:
             for_root, for_x = tape.storage(size), tape.storage(size)
+            tape.end_formula()
             summed = tape.storage(roots_size)
             del for_root
             return for_x, summed
 
         def of_weight(tape: Tape, _: Storage) -> Sequence[Storage]:
             for_weight, for_x = tape.storage(size), tape.storage(size)
+            tape.end_formula()
             summed = tape.storage(weight.bytes)
             del for_weight
             return for_x, summed
 
         normal = tape.op("Mul", x.elements, 4, [x, root], saves=[x, root], backward=of_root)
+        del root
         scaled = tape.op("Mul", x.elements, 4, [normal, weight], saves=[normal], backward=of_weight)
         return tape.cast(scaled, self.sizes.residual)
 
@@ -223,19 +233,28 @@ class PaperModel:
             del power, twice
             return (gradient,)
 
+        def of_root(tape: Tape, gradient: Storage) -> Sequence[Storage]:
+            """-0.5 * gradient * result^3."""
+            cube, half = tape.storage(tokens * 4), tape.storage(tokens * 4)
+            for_mean = tape.storage(tokens * 4)
+            del half, cube
+            return (for_mean,)
+
         square = tape.op("Pow", x.elements, 4, [x], saves=[x], backward=of_power)
         mean = tape.op("Mean", tokens, 4, [square])
         del square
-        return tape.op("Rsqrt", tokens, 4, [mean], saves_output=True)
+        mean = tape.op("Add", tokens, 4, [mean], backward=passes)
+        return tape.op("Rsqrt", tokens, 4, [mean], saves_output=True, backward=of_root)
 
     def _linear(self, tape: Tape, x: Tensor, weight: Parameter, in_features: int) -> Tensor:
         out_features = weight.elements // in_features
         size = self.sizes.products
         kernel = self._cast_weight(tape, weight) if weight.itemsize != size else weight
         cast = tape.cast(x, size)  # the caller's x lives on meanwhile
-        saves = [cast, kernel] if isinstance(kernel, Tensor) else [cast]
+        saves = [kernel, cast] if isinstance(kernel, Tensor) else [cast]
         elements = x.elements // in_features * out_features
-        return tape.op("Mm", elements, size, [kernel, cast], saves=saves)
+        # Copied, the input's gradient is the copy's; else it is seen in the input's shape, a view.
+        return tape.op("Mm", elements, size, [kernel, cast], saves=saves, gives_views=cast is x)
 
     def _cast_weight(self, tape: Tape, weight: Parameter) -> Tensor:
         if weight.name not in self._casts:
@@ -246,25 +265,34 @@ class PaperModel:
 
     def _rotary(self, tape: Tape, x: Tensor) -> Tensor:
         n, size = x.elements, x.itemsize
-        angles = [] if size == self.sizes.parameters else [self._angles(tape) for _ in range(2)]
         turned = self._turned(tape, x)
+        angles = [] if size == self.sizes.parameters else [self._angles(tape) for _ in range(2)]
         by_cos = tape.op("Mul", n, size, [x], also_saves=angles[:1])
         by_sin = tape.op("Mul", n, size, [turned], also_saves=angles[1:])
-        return tape.op("Add", n, size, [by_cos, by_sin], backward=passes_twice)
+        rotated = tape.op("Add", n, size, [by_cos, by_sin], backward=passes_twice)
+        del by_cos, by_sin
+        return rotated
 
     def _turned(self, tape: Tape, x: Tensor) -> Tensor:
         """cat(-second half, first half)."""
         n, size = x.elements, x.itemsize
-        negative = tape.op("Neg", n // 2, size, [x], backward=lambda tape, _: (tape.storage(n * size),))
-        return tape.op("Cat", n, size, [negative], backward=passes)
+
+        def backward(tape: Tape, gradient: Storage) -> Sequence[Storage]:
+            negative = tape.storage(n // 2 * size)
+            halves = tape.storage(n * size)
+            del gradient, negative
+            return (halves,)
+
+        _negative = tape.storage(n // 2 * size)
+        return tape.op("Cat", n, size, [x], backward=backward)
 
     def _angles(self, tape: Tape) -> Storage:
         """cos or sin in the dtype of the products."""
         return tape.storage(self.workload.seq_len * self.workload.model.head_dim * self.sizes.products)
 
     def _attention(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
-        q = self._rotary(tape, self._project(tape, x, block.query))
-        k = self._rotary(tape, self._project(tape, x, block.key))
+        q = self._rotated(tape, x, block.query)
+        k = self._rotated(tape, x, block.key)
         v = self._project(tape, x, block.value)
         if self.attention in ("reference", "unsafe"):
             out = self._written_out(tape, q, k, v)
@@ -273,8 +301,12 @@ class PaperModel:
         else:
             out = self._fused(tape, q, k, v)
         # Heads stand before positions where attention is made of products: to stand beside each other they are copied.
-        together = out if self.fused else tape.op("Clone", out.elements, out.itemsize, [out])
+        together = out if self.fused or self.workload.model.heads == 1 else self._beside(tape, out)
         return self._linear(tape, together, block.output, self.d_model)
+
+    def _rotated(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
+        projected = self._project(tape, x, weight)
+        return self._rotary(tape, projected)  # a module's input lives until the module has returned
 
     def _project(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
         """A linear map, its output seen as heads."""
@@ -295,9 +327,7 @@ class PaperModel:
         scores = self._product(tape, ss, self._contiguous(tape, q), self._contiguous(tape, k))
         scores = tape.op("Mul", ss, a, [scores])
         _positions = [tape.storage(self.workload.seq_len * 8) for _ in range(2)]
-        mask = tape.storage(self.workload.seq_len**2)
-        scores = tape.op("MaskedFill", ss, a, [scores], also_saves=[mask])
-        del mask
+        scores = self._masked(tape, scores)
         _maximum = None if self.attention == "unsafe" else tape.storage(self.rows * a)
         exponentials = self._exponentials(tape, scores)
         sums = tape.op("Sum", self.rows, p, [exponentials], backward=passes)
@@ -308,6 +338,7 @@ class PaperModel:
             for_sums = tape.storage(ss * p)
             del quotient, twice, negative
             for_exponentials = tape.storage(ss * p)
+            tape.end_formula()
             summed = tape.storage(self.rows * p)
             del for_sums
             return for_exponentials, summed
@@ -317,15 +348,27 @@ class PaperModel:
         cast = tape.cast(weights, a)
         return self._product(tape, v.elements, cast, self._contiguous(tape, v))
 
+    def _masked(self, tape: Tape, scores: Tensor) -> Tensor:
+        mask = tape.storage(self.workload.seq_len**2)
+        return tape.op("MaskedFill", scores.elements, scores.itemsize, [scores], also_saves=[mask])
+
     def _exponentials(self, tape: Tape, scores: Tensor) -> Tensor:
         a, p, ss = self.sizes.products, self.sizes.exponentials, self.scores
         shifted = scores if self.attention == "unsafe" else tape.op("Sub", ss, a, [scores], backward=passes)
         return tape.op("Exp", ss, p, [tape.cast(shifted, p)], saves_output=True)
 
     def _product(self, tape: Tape, elements: int, a: Tensor, b: Tensor) -> Tensor:
-        return tape.op("Bmm", elements, a.itemsize, [b, a], saves=[a, b])
+        return tape.op("Bmm", elements, a.itemsize, [b, a], saves=[b, a])
+
+    def _beside(self, tape: Tape, out: Tensor) -> Tensor:
+        """Heads beside each other: a copy, whose gradient the product copies back, unless it is of one sequence."""
+        backward = passes if self.workload.micro_batch_size == 1 else None
+        return tape.op("Clone", out.elements, out.itemsize, [out], backward=backward)
 
     def _contiguous(self, tape: Tape, x: Tensor) -> Tensor:
+        """Batch and heads as one dimension: of one sequence, or of one head, that is a view."""
+        if min(self.workload.micro_batch_size, self.workload.model.heads) == 1:
+            return x
         return tape.op("Clone", x.elements, x.itemsize, [x], backward=passes)
 
     def _sdpa_math(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -347,7 +390,6 @@ class PaperModel:
 
     def _fused(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One operator that keeps its inputs, its output and the logsumexp of each row."""
-        logsumexp = tape.output("Attention", self.rows * 4)
         n, size = q.elements, q.itemsize
         head_dim = n // self.rows
         # In fp32 the kernels for Hopper split these head dimensions' operands into three parts of bf16, in rows padded
@@ -374,7 +416,7 @@ class PaperModel:
 
         _of_operands = tape.storage(3 * parts)
         return tape.op(
-            "Attention", n, size, [q, k, v], saves=[q, k, v], saves_output=True, also_saves=[logsumexp],
+            "Attention", n, size, [q, k, v], saves=[q, k, v], saves_output=True, beside=self.rows * 4,
             backward=backward,
         )  # fmt: skip
 
