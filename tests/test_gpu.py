@@ -1,6 +1,9 @@
 """What only a GPU can show. Skipped, with the reason, where there is none."""
 
 import gc
+import os
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +12,20 @@ import torch
 
 from stepscope.analysis.checks import check_run
 from stepscope.core.attention_support import SUPPORT
+from stepscope.core.evidence import Evidence
 from stepscope.core.run import Run, Settings
 from stepscope.core.units import GIB
-from stepscope.core.workload import Attention, Dtype
+from stepscope.core.workload import COMPILES, OPTIMIZERS, Attention, Dtype
 from stepscope.measure.device import CudaDevice
-from stepscope.measure.nvml import read_gpu
+from stepscope.measure.nvml import nvml_kept_open, read_gpu
 from stepscope.measure.observe import observe_step
+from stepscope.measure.operators import step_operators
 from stepscope.measure.precision import matmul_precision, probe_relative_error
 from stepscope.measure.profile import profile_step
 from stepscope.measure.timer import Phase, measure
-from stepscope.models.attention import IMPLEMENTATIONS
-from stepscope.models.training_step import TrainingStep
+from stepscope.models import training_step
+from stepscope.models.attention import IMPLEMENTATIONS, implementation
+from stepscope.models.training_step import CUDA_GRAPH_MODES, TrainingStep
 from stepscope.studies.request import StepRequest
 from stepscope.studies.step import measure_step
 from stepscope.studies.sweep import run_sweep
@@ -245,7 +251,40 @@ def test_nvml_tells_clocks_power_and_company(gpu: torch.device):
     reading = read_gpu(gpu)
     assert reading is not None
     assert reading.sm_clock_mhz and reading.power_w and reading.power_limit_w and reading.temperature_c
-    assert reading.other_processes == 0
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # side by side, the other workers are the company
+        assert reading.other_processes == 0
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="no nvidia-smi on the PATH")
+def test_power_and_limits_are_nvidia_smis_and_physically_possible(gpu: torch.device):
+    """A slip by a thousand in a unit (milliwatts, nanoseconds) is out of each of these ranges."""
+    query = "power.draw,enforced.power.limit,clocks.max.sm,temperature.gpu,memory.used"
+    uuid = f"GPU-{torch.cuda.get_device_properties(gpu).uuid}"
+    a = torch.randn(8192, 8192, device=gpu, dtype=torch.bfloat16)
+    begin = read_gpu(gpu)
+    for _ in range(3000):  # some seconds at the power cap
+        torch.mm(a, a)
+    torch.cuda.synchronize(gpu)
+    reading = read_gpu(gpu)
+    told = subprocess.run(
+        ["nvidia-smi", f"--id={uuid}", f"--query-gpu={query}", "--format=csv,noheader,nounits"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    power_w, limit_w, clock_mhz, temperature_c, used_mib = (float(figure) for figure in told.stdout.split(","))
+    assert begin is not None and reading is not None
+    assert reading.power_limit_w == pytest.approx(limit_w, abs=1.0)
+    assert reading.sm_clock_max_mhz == clock_mhz
+    assert reading.power_w is not None and 10 < reading.power_w < 1.5 * limit_w and 10 < power_w < 1.5 * limit_w
+    assert reading.temperature_c is not None and abs(reading.temperature_c - temperature_c) < 20
+    assert reading.memory_used_bytes == pytest.approx(used_mib * 2**20, rel=0.2, abs=2**30)
+    passed_s = (reading.read_at_s or 0) - (begin.read_at_s or 0)
+    for before_s, after_s in (
+        (begin.power_limited_s, reading.power_limited_s),
+        (begin.thermal_limited_s, reading.thermal_limited_s),
+    ):
+        assert before_s is not None and after_s is not None
+        assert 0 <= after_s - before_s <= 1.1 * passed_s + 0.1  # its counter is brought up to date now and then
+        assert after_s < 10 * 365 * 86400
 
 
 @pytest.mark.multigpu
@@ -254,3 +293,82 @@ def test_two_gpus_share_a_sweep(out: Path):
     runs = run_sweep(SweepPlan(cells=cells, devices=("cuda:0", "cuda:1"), out=str(out)))
     assert [run.status for run in runs] == ["done"] * 4
     assert {run.environment.device_index for run in runs if run.environment} == {0, 1}
+
+
+WHAT_RAN = ("attention-mismatch", "optimizer-mismatch", "compile-mode-mismatch", "accumulation-mismatch",
+            "checkpointing-mismatch", "optimizer-skipped", "parameters-not-finite")  # fmt: skip
+
+
+@pytest.mark.parametrize("profile", [True, False])
+@pytest.mark.parametrize(
+    "attention",
+    ["reference", "sdpa", "sdpa-math", "sdpa-efficient", "sdpa-flash", "sdpa-cudnn", "chunked", "flex", "flash"],
+)
+def test_the_attention_asked_for_is_the_one_that_ran(out: Path, attention: Attention, profile: bool):
+    settings = Settings(warmup_floor=2, warmup_cap=2, steps_floor=5, steps_cap=5, seconds=0, profile=profile)
+    run = measured(out, settings, model="tiny", dtype="bf16", attention=attention, seq_len=128)
+    assert run.evidence.operators is not None, run.evidence.notes
+    assert not {*WHAT_RAN, "compiled-while-measured"} & kinds(run), [f.sentence for f in check_run(run)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "ran"), [("sdpa-flash", "sdpa-cudnn"), ("sdpa-cudnn", "sdpa-efficient"), ("flash", "sdpa-flash")]
+)
+def test_another_attention_on_a_gpu_is_found(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, asked: Attention, ran: Attention
+):
+    monkeypatch.setattr(training_step, "attention_for", lambda *_: implementation(ran))
+    step = TrainingStep(workload(model="tiny", dtype="bf16", attention=asked, seq_len=128), gpu)
+    for _ in range(2):
+        step.prepare()
+        for phase in step.phases:
+            phase.run()
+    run = make_run(step.workload, evidence=Evidence(operators=step_operators(step, gpu, CudaDevice(gpu))))
+    assert "attention-mismatch" in kinds(run)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_the_optimizer_asked_for_is_the_one_that_ran(out: Path, optimizer: str, dtype: Dtype):
+    run = measured(out, optimizer=optimizer, dtype=dtype)
+    assert run.evidence.updates is not None and run.evidence.updates.applied == run.evidence.updates.steps == 5
+    assert not {*WHAT_RAN} & kinds(run), [f.sentence for f in check_run(run)]
+
+
+@pytest.mark.parametrize("mode", COMPILES[1:])
+def test_the_mode_of_torch_compile_is_the_one_that_ran(out: Path, mode: str):
+    settings = Settings(warmup_floor=5, warmup_cap=5, steps_floor=5, steps_cap=5, seconds=0)
+    run = measured(out, settings, model="tiny", seq_len=128, compile=mode)
+    report = run.evidence.compilation
+    assert report is not None and report.options is not None and report.graphs_recorded is not None
+    assert (report.graphs_recorded > 0) is (mode in CUDA_GRAPH_MODES)
+    assert not {*WHAT_RAN, "compiled-while-measured"} & kinds(run), [f.sentence for f in check_run(run)]
+
+
+def test_graphs_that_are_never_recorded_are_found(out: Path, monkeypatch: pytest.MonkeyPatch):
+    compiled = training_step._compiled
+    monkeypatch.setattr(training_step, "_compiled", lambda module, _: compiled(module, "default"))
+    assert "compile-mode-mismatch" in kinds(measured(out, compile="reduce-overhead"))
+
+
+def test_graphs_recorded_in_a_measured_step_are_found(out: Path):
+    settings = Settings(warmup_floor=1, warmup_cap=1, steps_floor=3, steps_cap=3, seconds=0)
+    run = measured(out, settings, compile="reduce-overhead")
+    found = run.evidence.compiled_while_measured
+    assert found is not None and found.recordings > 0 and "compiled-while-measured" in kinds(run)
+
+
+def test_a_triton_kernel_compiled_in_a_measured_step_is_found(out: Path):
+    """Its own kernels: no dynamo is in it. Whether the code lies in Triton's cache makes no difference."""
+    settings = Settings(warmup_floor=0, warmup_cap=0, steps_floor=1, steps_cap=1, seconds=0)
+    run = measured(out, settings, dtype="bf16", attention="flash", seq_len=80, d_model=192, heads=2)
+    found = run.evidence.compiled_while_measured
+    assert found is not None and found.kernels > 0 and found.frames == 0 and "compiled-while-measured" in kinds(run)
+
+
+def test_nvml_that_is_kept_open_is_read_again_and_again(gpu: torch.device):
+    with nvml_kept_open(gpu):
+        first, second = read_gpu(gpu), read_gpu(gpu)
+    assert first is not None and second is not None and first.read_at_s and second.read_at_s
+    assert second.read_at_s > first.read_at_s
+    assert read_gpu(gpu) is not None  # and after it was let go

@@ -1,7 +1,8 @@
 """The model as mathematics: attention, rotation, norm, causality, gradients."""
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -15,7 +16,15 @@ from stepscope.core.workload import Attention, Dtype
 from stepscope.measure import ranges
 from stepscope.models.attention import IMPLEMENTATIONS, attention_for, reference
 from stepscope.models.training_step import build_model
-from stepscope.models.transformer import RMSNorm, RotaryEmbedding, SwiGLU, Transformer
+from stepscope.models.transformer import (
+    Block,
+    RMSNorm,
+    RotaryEmbedding,
+    SwiGLU,
+    Transformer,
+    to_rotated_halves,
+    to_rotated_neighbours,
+)
 from tests.conftest import mini
 
 CPU = [name for name in IMPLEMENTATIONS if "cpu" in SUPPORT[name].device_types]
@@ -85,6 +94,85 @@ def test_rotation_keeps_length_and_makes_scores_depend_on_distance_alone():
         diagonal = scores.diagonal(distance)
         torch.testing.assert_close(diagonal, diagonal[0].expand_as(diagonal), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(scores.diagonal(3)[0], scores.diagonal(11)[0])
+
+
+def test_the_angles_of_rotation_by_hand():
+    """Pair i turns by 10000^(-2i/D) a position (Su et al. 2021, section 3.2.2), from its first half to its second."""
+    rotary = RotaryEmbedding(4, 101)
+    rotary.initialise()
+    turned = rotary(torch.tensor([0.5, 1.0, 0.0, 0.0]).expand(1, 1, 101, 4))[0, 0]
+    for position in (0, 1, 100):
+        fast, slow = position, position / 100
+        expected = [0.5 * math.cos(fast), math.cos(slow), 0.5 * math.sin(fast), math.sin(slow)]
+        torch.testing.assert_close(turned[position], torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_fresh_weights_have_the_deviation_that_the_docstring_states():
+    """sqrt(2 / (fan_in + fan_out)) of a normal cut at 3 deviations; 1 in the embedding, and 1 in every norm."""
+    model = build_model(mini(d_model=128, d_ff=384, vocabulary=1009), "cpu")
+    density, within = math.exp(-4.5) / math.sqrt(2 * math.pi), math.erf(3 / math.sqrt(2))
+    of_cut = math.sqrt(1 - 6 * density / within)  # 0.9866: what cutting leaves of the deviation
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1:
+            assert torch.equal(weight, torch.ones_like(weight)), name
+            continue
+        deviation = 1.0 if name == "embedding.weight" else math.sqrt(2 / sum(weight.shape))
+        found = float(weight.detach().double().std())
+        # The deviation of n normal samples is itself known to 1 / sqrt(2 n) of it; five of those.
+        assert found == pytest.approx(of_cut * deviation, rel=5 / math.sqrt(2 * weight.numel())), name
+        assert weight.detach().abs().max() <= 3.0001 * deviation, name
+
+
+def neighbours_rotated(x_BHSD: torch.Tensor) -> torch.Tensor:
+    """Su et al. 2021, equation 12: (x[2i], x[2i + 1]) is a complex number, turned by position * 10000^(-2i/D)."""
+    seq_len, head_dim = x_BHSD.shape[-2:]
+    rates = torch.tensor([10_000.0 ** (-2 * i / head_dim) for i in range(head_dim // 2)], dtype=torch.float64)
+    turns = torch.exp(1j * torch.arange(seq_len, dtype=torch.float64)[:, None] * rates)
+    numbers = torch.view_as_complex(x_BHSD.double().unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(numbers * turns).flatten(-2)
+
+
+class NeighboursRotated(torch.nn.Module):
+    def forward(self, x_BHSD: torch.Tensor) -> torch.Tensor:
+        return neighbours_rotated(x_BHSD).to(x_BHSD.dtype)
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 2), (3, 8), (4, 64)])
+def test_permuted_weights_give_the_scores_of_a_model_that_rotates_neighbours(heads: int, head_dim: int):
+    """Against complex numbers in float64; without the permutation the scores are others."""
+    generator = torch.Generator().manual_seed(1)
+    width, seq_len = heads * head_dim, 50
+    x = torch.randn(2, seq_len, width, generator=generator, dtype=torch.float64)
+    weights = [torch.randn(width, width, generator=generator, dtype=torch.float64) for _ in range(2)]
+    halves = RotaryEmbedding(head_dim, seq_len)
+    halves.initialise()
+
+    def scores(rotate: Callable[[torch.Tensor], torch.Tensor], query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        q, k = (rotate((x @ weight.T).unflatten(-1, (heads, -1)).transpose(1, 2)) for weight in (query, key))
+        return q @ k.mT / math.sqrt(head_dim) / width
+
+    theirs = scores(neighbours_rotated, *weights)
+    ours = scores(halves, *(to_rotated_halves(weight, heads) for weight in weights))
+    # The module has its angles, positions up to 49, in fp32.
+    assert torch.allclose(ours, theirs, atol=seq_len * 2.0**-23 * 4)
+    assert head_dim == 2 or not torch.allclose(scores(halves, *weights), theirs, atol=0.1)
+    for weight in weights:
+        assert torch.equal(to_rotated_neighbours(to_rotated_halves(weight, heads), heads), weight)
+
+
+def test_permuted_weights_give_the_logits_of_a_model_that_rotates_neighbours():
+    workload = mini()
+    theirs = build_model(workload, torch.device("cpu")).double()
+    ours, unchanged = copy.deepcopy(theirs), copy.deepcopy(theirs)
+    for block, other in zip(ours.blocks, theirs.blocks, strict=True):
+        assert isinstance(block, Block) and isinstance(other, Block)
+        other.attention.rotary = NeighboursRotated()  # pyright: ignore[reportAttributeAccessIssue]
+        for name in ("query", "key"):
+            theirs_weight = getattr(other.attention, name).weight.data
+            getattr(block.attention, name).weight.data = to_rotated_halves(theirs_weight, workload.model.heads)
+    tokens = torch.randint(workload.model.vocabulary, (2, workload.seq_len))
+    assert torch.allclose(ours(tokens), theirs(tokens), atol=1e-5)
+    assert not torch.allclose(unchanged(tokens), theirs(tokens), atol=1e-3)
 
 
 def test_norm_is_pytorchs_and_computed_in_fp32():

@@ -11,6 +11,8 @@ import typer
 from stepscope.cli import options
 from stepscope.cli.output import emit, show, stdout_kept_clean, warn
 from stepscope.cli.study_precision import Only, Plot, answer
+from stepscope.core import interrupts
+from stepscope.core.bounded_file import read_document
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, InputError
 from stepscope.core.experiment import Experiment
 from stepscope.core.workload import ATTENTIONS
@@ -57,7 +59,7 @@ def judge(
 
     if out is not None:
         check_place(out)
-    with stdout_kept_clean():
+    with stdout_kept_clean(), interrupts.keeping():
         matrix = judge_matrix(
             names,
             dtypes=wanted,
@@ -299,18 +301,19 @@ def _measure_calls(
     def run(tell: Tell) -> Experiment:
         from stepscope.analysis.attention_answer import answer_attention
 
-        timings, interrupted = measure_grid(
-            groups,
-            device=device,
-            seconds=usual.seconds if seconds is None else seconds,
-            steps=steps,
-            launches=hidden,
-            budget_s=budget,
-            workers=usual_workers(found.type) if workers is None else workers,
-            preset=preset or "",
-            tell=tell,
-            on_rows=keep,
-        )
+        with interrupts.keeping():
+            timings, interrupted = measure_grid(
+                groups,
+                device=device,
+                seconds=usual.seconds if seconds is None else seconds,
+                steps=steps,
+                launches=hidden,
+                budget_s=budget,
+                workers=usual_workers(found.type) if workers is None else workers,
+                preset=preset or "",
+                tell=tell,
+                on_rows=keep,
+            )
         if interrupted:
             ended.append(EXIT_INTERRUPTED)
         elif any(row.outcome == "failed" for row in timings.timings):
@@ -369,7 +372,7 @@ def _read(places: list[Path], keep: bool, *, plot: Path | None, json: bool, only
         raise InputError("--read shows one file at a time: give one, or folders of runs")
     (place,) = places
     try:
-        data = place.read_bytes()
+        data = read_document(place)
     except OSError as error:
         raise InputError(f"cannot read {place}: {error.strerror or error}") from error
     if not data:

@@ -1,7 +1,8 @@
-"""FlashAttention-2 as PyTorch sees it: operators with fake kernels, autograd and a FLOP formula; and a Function.
+"""FlashAttention-2 as PyTorch sees it: operators with fake kernels, autograd and a FLOP formula; and two Functions.
 
     flash_attention(q, k, v, causal=..., scale=None, window=None) -> out        (B, H, S, D)
     FlashAttention.apply(q, k, v, is_causal=False) -> out                       (..., S, D)
+    FlashAttentionTiled.apply(q, k, v, is_causal=False) -> out                  (..., S, D), in PyTorch: flash_tiled.py
 
 A query i sees a key j when, causal, j <= i (top-left alignment where S and T differ, as `is_causal` of PyTorch's
 scaled_dot_product_attention has it), and, with a window w, i - j < w, without causal also j - i < w. A row that sees no
@@ -24,10 +25,13 @@ from torch.utils.flop_counter import register_flop_formula
 
 from stepscope.core.errors import InputError
 from stepscope.kernels.autocast_inputs import as_autocast
+from stepscope.kernels.flash_tiled import FlashAttentionTiled
 from stepscope.kernels.function_transforms import refuse_transforms, transformed_by_func
 
 if TYPE_CHECKING:
     from types import ModuleType
+
+__all__ = ["FlashAttention", "FlashAttentionTiled", "check_inputs", "flash_attention"]
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -9,8 +9,9 @@ import msgspec
 import torch
 import triton
 
+from stepscope.core.bounded_file import read_document
 from stepscope.core.cache_directory import cache_directory, replace_file
-from stepscope.core.errors import one_line
+from stepscope.core.errors import InputError, one_line
 from stepscope.kernels.flash_configuration import BackwardConfiguration, ForwardConfiguration, Problem
 
 
@@ -59,21 +60,24 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def kept_path(name: str) -> Path:
-    """Where the choices for a device of this name are kept."""
+def kept_path(name: str) -> Path | None:
+    """Where the choices for a device of this name are kept; None where there is no directory of caches."""
     slug = re.sub(r"[^A-Za-z0-9.+-]+", "_", f"{name}-triton{triton.__version__}")
-    return cache_directory() / f"flash-attention-{slug}.json"
+    caches = cache_directory()
+    return caches / f"flash-attention-{slug}.json" if caches else None
 
 
 @functools.cache
 def kept_choices(name: str) -> dict[Problem, Choice]:
     """By problem; read once. A file that cannot be read is one warning, and is as none."""
     path = kept_path(name)
+    if path is None:
+        return {}
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Choices)
+        found = msgspec.json.decode(read_document(path), type=Choices)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (InputError, OSError, ValueError, RecursionError) as error:
         warnings.warn(
             f"flash attention: what was tuned, {path}, cannot be read ({one_line(error)}): the defaults are taken; "
             "delete the file or tune again",

@@ -1,1 +1,5 @@
 """The transformer family, and a training step of it."""
+
+from stepscope.core.address_space import require_room_for_torch
+
+require_room_for_torch()

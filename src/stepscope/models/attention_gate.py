@@ -57,6 +57,10 @@ ROW_UNITS = 16.0
 """Unit roundoffs that the worst row may be off in any case."""
 ROUNDS_SCORES: tuple[Attention, ...] = ("reference", "unsafe", "chunked")
 """May be off twice as far as the others in 16 bits."""
+ROUNDS_WEIGHTS: tuple[Attention, ...] = ("sdpa-efficient",)
+"""Backward kernels that round the weights to 16 bits before they make the scores' gradient of them."""
+KNOWN_FACTOR = 2.0
+"""Times what is allowed, at most: that rounding reaches 1.12 of it on an H200, and 1.14 emulated."""
 BLUR = 2.0
 """Unit roundoffs of the largest score."""
 NOTHING = 1e-6
@@ -73,6 +77,10 @@ _CUT_OFF = "twice as far as on a GPU, where bf16 is rounded: Triton's interprete
 _GROUPED = (
     "in fp32 with grouped heads is twice the larger of two errors of sdpa, of the call and of keys and values repeated "
     "for each head: PyTorch has no fused attention of the first, and what it writes out comes closer"
+)
+_WEIGHTS_ROUNDED = (
+    "known of PyTorch's memory-efficient kernel, seen with PyTorch 2.11: its backward keeps the weights in 16 bits and "
+    "makes dS = P (dP - D) of the rounded ones, one rounding more than FlashAttention (kernel_backward.h)"
 )
 _BLURRED = (
     f"where scores are not of the size 1 is at least {BLUR:g} unit roundoffs of the largest, for their own rounding: "
@@ -203,6 +211,7 @@ class _Case:
         return verdict(
             outcome="passed" if all(error.passed for error in errors) else "failed",
             errors=errors,
+            known=_WEIGHTS_ROUNDED if self._is_known(name, errors) else "",
             repeats=None if again is None else all(torch.equal(found[each], again[each]) for each in found),
         )
 
@@ -239,6 +248,16 @@ class _Case:
     @property
     def _is_blurred(self) -> bool:
         return self.largest_score is not None and (self.shape.numbers != "normal" or self.shape.scale is not None)
+
+    def _is_known(self, name: Attention, errors: Sequence[TensorError]) -> bool:
+        """Whether what is wrong is what rounded weights do: to dq and dk alone, in 16 bits, and not by much."""
+        wrong = [error for error in errors if not error.passed]
+        return (
+            bool(wrong)
+            and name in ROUNDS_WEIGHTS
+            and self.dtype != "fp32"
+            and all(error.tensor in ("dq", "dk") and error.share <= KNOWN_FACTOR for error in wrong)
+        )
 
     def _rounds_scores(self, name: Attention) -> bool:
         return name in ROUNDS_SCORES and self.dtype != "fp32"

@@ -34,7 +34,11 @@ class RMSNorm(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates each pair (x[i], x[i + D/2]) by position * base^(-2i/D), so that q.k depends on distance alone."""
+    """Rotates each pair (x[i], x[i + D/2]) by position * base^(-2i/D), so that q.k depends on distance alone.
+
+    These are halves, as in GPT-NeoX and Hugging Face's Llama. Others rotate neighbours, (x[2i], x[2i + 1]): the paper,
+    GPT-J, Meta's Llama, CS336. Speed and memory are the same, weights are not: `to_rotated_halves` brings theirs here.
+    """
 
     cos_SD: Tensor
     sin_SD: Tensor
@@ -59,6 +63,20 @@ class RotaryEmbedding(nn.Module):
         turned = torch.cat([-second, first], dim=-1)
         cos, sin = self.cos_SD[:seq_len].to(x_BHSD.dtype), self.sin_SD[:seq_len].to(x_BHSD.dtype)
         return x_BHSD * cos + turned * sin
+
+
+def to_rotated_halves(weight_MM: Tensor, heads: int) -> Tensor:
+    """The weight of a query or key projection that was made for rotated neighbours, for a RotaryEmbedding as here.
+
+    Within each head, output 2i becomes output i, and 2i + 1 becomes i + D/2. With queries and keys in the same order,
+    q.k and all that follows is the same; values and output need no change.
+    """
+    return weight_MM.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def to_rotated_neighbours(weight_MM: Tensor, heads: int) -> Tensor:
+    """The weight of a query or key projection as here, for a model that rotates neighbours: the way back."""
+    return weight_MM.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 class CausalSelfAttention(nn.Module):

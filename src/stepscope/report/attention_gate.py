@@ -1,5 +1,6 @@
 """The gate's verdicts for the terminal: how close each implementation comes, what is wrong where, what was allowed."""
 
+import math
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
@@ -68,11 +69,9 @@ def _repeats(verdicts: Sequence[AttentionVerdict]) -> str:
 
 def _worst(verdicts: Sequence[AttentionVerdict], tensor: str) -> str:
     """Of this tensor, as a whole or in its worst row."""
-    errors = [error for verdict in verdicts for error in verdict.errors if error.tensor == tensor]
-    if any(error.error is None for error in errors):
+    shares = [error.share for verdict in verdicts for error in verdict.errors if error.tensor == tensor]
+    if any(map(math.isinf, shares)):
         return "not finite"
-    shares = [error.error / error.allowed for error in errors if error.error is not None]
-    shares += [error.row_error / error.row_allowed for error in errors if error.row_error is not None]
     return f"{max(shares):.2f}" if shares else ""
 
 
