@@ -253,7 +253,8 @@ class Handmade:
         self.batches = ((torch.ones(10),),)
         self.tokens = self.batches[0][0]
         self.loss: torch.Tensor | None = None
-        self.compiled = self.cuda_graphs = False
+        self.blocks: tuple[torch.nn.Module, ...] = ()
+        self.compiled = self.compiles_parts = self.cuda_graphs = False
         self.phases = (Phase(name="forward", run=self._forward), Phase(name="backward", run=self._backward))
 
     def prepare(self) -> None:

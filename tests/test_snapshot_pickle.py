@@ -9,6 +9,7 @@ import pickletools
 import struct
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def test_extension_codes_are_refused(tmp_path: Path):
     copyreg.add_extension("os", "system", 0xF0)
     try:
         with pytest.raises(InputError, match=r"os\.system"):
-            read_plain_pickle(file)
+            plain_pickle._load(file)  # here, where the code is registered, and not in a process of its own
     finally:
         copyreg.remove_extension("os", "system", 0xF0)
 
@@ -153,11 +154,41 @@ def test_deep_nesting_is_data_like_any(tmp_path: Path):
     assert isinstance(read_plain_pickle(file), list)
 
 
-def test_a_gzip_bomb_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(plain_pickle, "LARGEST_BYTES", 1 << 20)
+def test_a_gzip_bomb_is_bounded(tmp_path: Path):
+    """What gzip makes a thousandth of is no snapshot, however much room there is."""
     file = tmp_path / "s.pickle.gz"
-    file.write_bytes(gzip.compress(b"\x80\x04" + b"]0" * (1 << 20) + b"N."))
-    with pytest.raises(InputError, match=r"more than 1\.00 MiB"):
+    file.write_bytes(gzip.compress(b"\x80\x04" + b"]0" * (16 << 20) + b"N."))
+    with pytest.raises(InputError, match=r"unpacks to more than 2\d\.\d+ MiB"):
+        read_plain_pickle(file)
+
+
+def test_more_memory_than_its_bytes_can_need_is_refused_early(tmp_path: Path):
+    """An empty list is a byte of pickle and seventy bytes of Python: 3 MB of gzip came to 10.7 GB."""
+    file = tmp_path / "s.pickle.gz"
+    file.write_bytes(gzip.compress(b"\x80\x04(" + b"]" * (64 << 20) + b"l."))
+    # In a process of its own: the mark is the highest of all children that a process ever had.
+    code = """
+        import resource, sys
+        from pathlib import Path
+        from stepscope.core.errors import InputError
+        from stepscope.memory.plain_pickle import read_plain_pickle
+        try:
+            read_plain_pickle(Path(sys.argv[1]))
+        except InputError as error:
+            print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, error)
+        """
+    command = [sys.executable, "-c", textwrap.dedent(code), file]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak_kib, said = done.stdout.split(maxsplit=1)
+    assert "more memory than" in said
+    assert int(peak_kib) < 1 << 20
+
+
+def test_what_would_be_hashed_for_years_is_ended(tmp_path: Path):
+    """A tuple that holds another twice, two hundred deep: its hash visits it 2^200 times, deaf to Ctrl-C."""
+    file = tmp_path / "s.pickle"
+    file.write_bytes(b"\x80\x04\x8f(K\x01" + b"2\x86" * 200 + b"\x90.")
+    with pytest.raises(InputError, match="takes longer than"):
         read_plain_pickle(file)
 
 

@@ -8,6 +8,7 @@ import typer
 
 from stepscope.cli import options
 from stepscope.cli.output import emit, progress, show, stdout_kept_clean
+from stepscope.core.bounded_file import read_document
 from stepscope.core.device_spec import DeviceReport
 from stepscope.core.errors import InputError, one_line
 
@@ -37,8 +38,8 @@ def _measure(device: str, again: bool) -> DeviceReport:
 
 def _load(path: Path) -> DeviceReport:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=DeviceReport)
+        return msgspec.json.decode(read_document(path), type=DeviceReport)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path} holds no report of `stepscope device --json`: {one_line(error)}") from error

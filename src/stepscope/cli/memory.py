@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepscope.cli import options
-from stepscope.cli.output import emit, show, warn
+from stepscope.cli.output import emit_json, show, warn
 from stepscope.core.errors import InputError
 from stepscope.core.run_directory import find_run_files
 
@@ -53,11 +53,9 @@ def memory(
     if plot is not None:
         _draw(explained, plot)
     if json:
-        import msgspec
-
         from stepscope.memory.memory_json import memory_as_json
 
-        emit(msgspec.json.encode(memory_as_json(explained, moment)).decode() + "\n")
+        emit_json(memory_as_json(explained, moment))
     else:
         from stepscope.report.memory import render_memory
 

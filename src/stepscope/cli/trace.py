@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepscope.cli import options
-from stepscope.cli.output import emit, show, warn
+from stepscope.cli.output import emit_json, show, warn
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError
 from stepscope.core.finding import worst
 from stepscope.core.run import Run
@@ -56,9 +56,7 @@ def trace(
         written = write_perfetto(summary.attribution, gaps, perfetto, source=file)
         warn(f"{written} slices in {perfetto}: open it at https://ui.perfetto.dev")
     if json:
-        import msgspec
-
-        emit(msgspec.json.encode(summary_as_json(summary, findings)).decode() + "\n")
+        emit_json(summary_as_json(summary, findings))
     else:
         from stepscope.report.trace import render_trace
 
@@ -73,9 +71,7 @@ def _compare(before: "TraceSummary", after: "TraceSummary", old: Path, new: Path
 
     comparison = compare(before.attribution, after.attribution)
     if json:
-        import msgspec
-
-        emit(msgspec.json.encode(as_json(comparison)).decode() + "\n")
+        emit_json(as_json(comparison))
     else:
         show(render_comparison(comparison, str(old), str(new)))
 

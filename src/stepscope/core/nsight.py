@@ -5,6 +5,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from stepscope.core.cache_directory import home_directory
+
 _INSTALLED = (
     "/opt/nvidia/nsight-systems/*/bin",
     "/opt/nvidia/nsight-systems-cli/*/bin",
@@ -29,7 +31,9 @@ def find_nsys() -> Path | None:
 def _folders() -> Iterator[Path]:
     for pattern in _INSTALLED:
         yield from sorted(Path("/").glob(pattern.lstrip("/")), reverse=True)
-    yield Path.home() / _OWN
+    home = home_directory()
+    if home is not None:
+        yield home / _OWN
 
 
 def how_to_get_nsys() -> str:

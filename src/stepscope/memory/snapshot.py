@@ -199,7 +199,7 @@ def _convert(value: object, type: type[_T], source: str, where: str) -> _T:
     """Plain data as a type; InputError names the field that does not fit."""
     try:
         return msgspec.convert(value, type)
-    except (msgspec.ValidationError, RecursionError, OverflowError) as fault:
+    except (msgspec.ValidationError, RecursionError, OverflowError, UnicodeEncodeError) as fault:
         message = one_line(fault).replace("`$", f"`{where}")
         at = "" if where in message else f" - at `{where}`"
         raise InputError(f"{source}: no memory snapshot that can be read: {message}{at}") from None
@@ -210,8 +210,9 @@ def _notes(value: object, source: str) -> MemoryNotes | None:
         return None
     version = value.get("version", NOTES_VERSION) if isinstance(value, dict) else NOTES_VERSION
     if version != NOTES_VERSION:
+        said = version if isinstance(version, int) else type(version).__name__  # the text of a container has no bound
         raise InputError(
-            f"{source}: its notes of stepscope have version {version!r}; this stepscope reads version {NOTES_VERSION}: "
+            f"{source}: its notes of stepscope have version {said}; this stepscope reads version {NOTES_VERSION}: "
             "upgrade stepscope, or take the snapshot again"
         )
     try:

@@ -133,7 +133,7 @@ class Stacks:
             return number
         try:
             frame = msgspec.convert(raw, Frame)
-        except msgspec.ValidationError as fault:
+        except (msgspec.ValidationError, OverflowError, UnicodeEncodeError) as fault:
             at = "frames[...]"
             message = one_line(fault).replace("`$", f"`{at}")
             message += "" if at in message else f" - at `{at}`"

@@ -22,8 +22,8 @@ T = TypeVar("T")
 BLOCK_BYTES = 8 << 20
 EVENT_LIMIT_BYTES = 64 << 20
 """No event of a profiler comes near: what is larger is broken or hostile."""
-_SUSPICIOUS_BYTES, _SUSPICIOUS_RATIO = 1 << 30, 300
-"""Traces compress to a tenth or a thirtieth; a bomb compresses a thousandfold."""
+_SUSPICIOUS_BYTES, _SUSPICIOUS_RATIO = 64 << 20, 150
+"""Traces compress to a tenth or, where one step repeats, to a fiftieth; a bomb compresses a thousandfold."""
 
 _BETWEEN_EVENTS = re.compile(rb"\}\s*+,\s*+\{")
 _TOKENS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
@@ -82,7 +82,7 @@ class _Stream:
         if self.position > _SUSPICIOUS_BYTES and self.position > _SUSPICIOUS_RATIO * self._size:
             raise InputError(
                 f"{self.path}: {self._size} bytes that decompress to more than {self.position} are no trace: "
-                "refused as a decompression bomb"
+                "refused as a decompression bomb (a trace that is one all the same is read unpacked)"
             )
         return text
 

@@ -129,6 +129,8 @@ def _whole(tables: Tables, table: str, numbers: list[str], texts: list[str]) -> 
 
 def _decoded(column: pl.Series) -> pl.Series:
     """Bytes as text; what is no UTF-8 gets replacement characters. Each distinct value is decoded once."""
+    if column.is_empty():  # of which `replace_strict` keeps the type
+        return pl.Series(column.name, [], dtype=pl.String)
     distinct = column.unique()
     texts = pl.Series([utf8(value) for value in distinct.to_list()], dtype=pl.String)
     return column.replace_strict(distinct, texts, return_dtype=pl.String).alias(column.name)

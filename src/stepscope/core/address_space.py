@@ -1,0 +1,27 @@
+"""Whether this process may have enough memory to load PyTorch at all."""
+
+from stepscope.core.errors import DeviceError
+from stepscope.core.units import MIB, format_bytes
+
+LEAST_FOR_TORCH = 768 * MIB
+"""Below it PyTorch's libraries raise, abort or retry for ever while they are loaded, and nobody can catch that."""
+
+
+def address_space_limit() -> int | None:
+    """Bytes of address space that this process may have (`ulimit -v`); None where nothing limits it."""
+    try:
+        import resource  # noqa: PLC0415 - not on every system
+    except ImportError:
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def require_room_for_torch() -> None:
+    """Raises DeviceError where the limit leaves no room for PyTorch. Packages that import it ask before they do."""
+    limit = address_space_limit()
+    if limit is not None and limit < LEAST_FOR_TORCH:
+        raise DeviceError(
+            f"this process may have {format_bytes(limit)} of memory (ulimit -v), which is too little to load PyTorch: "
+            "raise the limit to 2 GiB or more"
+        )

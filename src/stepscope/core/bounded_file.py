@@ -1,0 +1,37 @@
+"""Files that a user names, read within bounds: a device that never ends and a file that fills memory are refused."""
+
+import stat
+from pathlib import Path
+
+from stepscope.core.errors import InputError
+from stepscope.core.units import MIB, format_bytes
+
+LARGEST_DOCUMENT_BYTES = 64 * MIB
+"""Of a file that is loaded whole: a run, an answer, a report. The largest that stepscope writes are a few MiB.
+
+Captures and snapshots are read as streams and have bounds of their own.
+"""
+
+
+def read_document(path: Path, most: int = LARGEST_DOCUMENT_BYTES) -> bytes:
+    """The bytes of a regular file of at most `most` bytes.
+
+    Raises InputError for a pipe, a device, a directory or a larger file, and OSError where it cannot be opened or read.
+    """
+    check_regular(path)
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise InputError(
+            f"{path} is larger than {format_bytes(most)}, and stepscope writes no such file: check which file you meant"
+        )
+    return data
+
+
+def check_regular(path: Path) -> None:
+    """Raises InputError unless the path is a regular file or a link to one, and OSError where there is nothing."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        is_directory = stat.S_ISDIR(mode)
+        what = "a directory, not a file" if is_directory else "a pipe or device, not a file: write it to a file first"
+        raise InputError(f"cannot read {path}: it is {what}")
