@@ -48,7 +48,8 @@ def test_precision_comparison_with_speed_up():
         "| --- | --- | ---: | ---: | ---: |\n"
         "| tiny | 128 | 12.00 | 6.00 | 2.00x ± <0.01 |\n"
         "| tiny | 1024 | 24.00 | OOM | - |\n"
-        "| small | 128 | 120.00 | - | - |\n"
+        "| small | 128 | 120.00 | - | - |\n\n"
+        "The ± of a speed-up: 95 %, of one process each; other processes may differ by more.\n"
     )
 
 

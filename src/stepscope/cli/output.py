@@ -4,16 +4,19 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
-from stepscope.core.errors import StepscopeError, printable
+from stepscope.core.errors import StepscopeError
+from stepscope.core.shown_text import message_line, visible
 
 if TYPE_CHECKING:
     from stepscope.report.sweep import ProgressRow
@@ -21,10 +24,28 @@ if TYPE_CHECKING:
     from stepscope.studies.sweep_plan import SweepState
 
 
+class CleanConsole(Console):
+    """A console whose every text shows control characters as escapes, whatever file it was read from.
+
+    Rich asks `render_str` for text that is a str and `render` for text that is a Text, both before it measures widths.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(visible(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        if isinstance(renderable, Text) and (clean := visible(renderable.plain)) != renderable.plain:
+            renderable = renderable.blank_copy(clean)
+        return super().render(renderable, options)
+
+
 def show(renderable: RenderableType) -> None:
     """Print on stdout; a pipe or a file gets tables as wide as they are, and text folded at 120."""
     if sys.stdout.isatty():
-        console = Console(highlight=False, markup=False)
+        console = CleanConsole()
         for part in _parts(renderable):
             if isinstance(part, Table):
                 _leave_room_for_figures(part, console)
@@ -32,7 +53,7 @@ def show(renderable: RenderableType) -> None:
         return
     for part in _parts(renderable):
         width = 1000 if isinstance(part, Table) else 120
-        text = Console(width=width, highlight=False, markup=False, file=io.StringIO())
+        text = CleanConsole(width=width, file=io.StringIO())
         text.print(part)
         assert isinstance(text.file, io.StringIO)
         lines = [line.rstrip() for line in text.file.getvalue().splitlines()]
@@ -59,9 +80,10 @@ def _leave_room_for_figures(table: Table, console: Console) -> None:
 
 
 def emit(text: str) -> None:
-    """Write a result to stdout. A reader that has gone (`| head`) is no failure; a full disk is one line."""
+    """Write a result to stdout, JSON too, control characters in it as escapes. A reader that has gone (`| head`) is no
+    failure; a full disk is one line."""
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(visible(text))
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -70,10 +92,29 @@ def emit(text: str) -> None:
         raise StepscopeError(f"cannot write the result to stdout: {error.strerror or error}") from error
 
 
+def emit_json(value: object) -> None:
+    """Write a result to stdout as one line of JSON. Halves of surrogate pairs, which a pickle can hold, become `?`."""
+    import msgspec
+
+    try:
+        text = msgspec.json.encode(value).decode()
+    except UnicodeEncodeError:
+        text = msgspec.json.encode(_encodable(msgspec.to_builtins(value))).decode()
+    emit(text + "\n")
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    return [_encodable(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
 def warn(line: str) -> None:
     """One line on stderr; a stderr that is gone or full stops nothing."""
     with contextlib.suppress(OSError):
-        print(f"stepscope: {printable(line)}", file=sys.stderr)
+        print(f"stepscope: {message_line(line)}", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -105,12 +146,12 @@ def progress() -> Iterator[Callable[["Stage"], None]]:
         return
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
-        TextColumn("{task.fields[detail]}"),
+        TextColumn("{task.fields[detail]}", markup=False),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
+    with Progress(*columns, console=CleanConsole(stderr=True), transient=True) as display:
         task = display.add_task("start", total=None, detail="")
 
         def tell(stage: "Stage") -> None:
@@ -133,7 +174,7 @@ def sweep_progress(slots: int) -> Iterator[Callable[["SweepState"], None]]:
 
     faults: list[str] = []
     if sys.stderr.isatty():
-        with Live(console=Console(stderr=True), transient=True, refresh_per_second=4) as live:
+        with Live(console=CleanConsole(stderr=True), transient=True, refresh_per_second=4) as live:
             height = live.console.size.height
 
             def show_live(state: "SweepState") -> None:

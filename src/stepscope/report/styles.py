@@ -12,6 +12,7 @@ from stepscope.core.run import Run
 from stepscope.report.tables import Table, TableQuery, build_records, build_table
 
 Style = Literal["terminal", "markdown", "csv", "jsonl"]
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n")
 STYLES: tuple[str, ...] = get_args(Style)
 
 
@@ -40,4 +41,18 @@ def render_text(runs: Sequence[Run], query: TableQuery, style: Style) -> str:
     import polars as pl  # noqa: PLC0415  (a machine that only measures has none, and shows tables all the same)
 
     frame = pl.DataFrame(build_records(runs, query), infer_schema_length=None)
-    return frame.write_csv() if style == "csv" else frame.write_ndjson()
+    if style == "jsonl":
+        return frame.write_ndjson()
+    texts = [name for name, dtype in frame.schema.items() if dtype == pl.String]
+    return frame.with_columns(pl.Series(name, map(inert, frame[name]), dtype=pl.String) for name in texts).write_csv()
+
+
+def inert(cell: str | None) -> str | None:
+    """A CSV cell that no spreadsheet takes for a formula: text that begins like one gets an apostrophe before it."""
+    if not cell or not cell.startswith(_FORMULA_STARTS):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell

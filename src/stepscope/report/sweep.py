@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from stepscope.analysis import metrics
+from stepscope.analysis.doubts import marked
 from stepscope.core.run import Run
 from stepscope.core.units import format_seconds
 from stepscope.report.terminal import make_table, status_sentence, status_word
@@ -54,7 +55,7 @@ def _state(row: ProgressRow) -> str:
 
 def _step(run: Run | None) -> str:
     step_s = metrics.median_s(run, "step") if run else None
-    return f"step {format_seconds(step_s)}" if step_s else ""
+    return marked(f"step {format_seconds(step_s)}", run) if step_s else ""
 
 
 def _style(row: ProgressRow) -> str:

@@ -4,15 +4,14 @@ A cell never mixes experiments: runs that would share a cell but differ in some 
 the field. Of several runs of one experiment the newest stands, and a note says so.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from stepscope.analysis.doubts import doubting_kinds, doubts_sentence, marked
 from stepscope.core.errors import InputError, choose, printable
-from stepscope.core.finding import Severity, worst
 from stepscope.core.run import REPEATED, Run
-from stepscope.core.samples import Samples
+from stepscope.core.samples import CONFIDENCE, OF_ONE_PROCESS, Samples
 from stepscope.report.fields import FIELDS, IDENTIFYING, VALUES, Scalar, Value
 from stepscope.report.terminal import status_word
 
@@ -20,7 +19,6 @@ Statistic = Literal["median", "median-interval", "mean-std"]
 STATISTICS: tuple[str, ...] = get_args(Statistic)
 
 MISSING = "-"
-_MARKS: dict[Severity, str] = {"error": "!", "warning": "*"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +111,9 @@ def build_table(runs: Sequence[Run], query: TableQuery) -> Table:
             line += [_figure(run, name, query.statistic) for name in query.values]
             line += [_speedup(run, base, name) for name in _compared(label, query)]
         lines.append(tuple(line))
-    notes += _doubts(chosen)
+    notes += _about_intervals(chosen, query)
+    said = doubts_sentence(chosen)
+    notes += [said] if said else []
     return Table(heads=tuple(heads), rows=tuple(lines), text_columns=len(query.rows), notes=tuple(notes))
 
 
@@ -130,7 +130,7 @@ def build_records(runs: Sequence[Run], query: TableQuery) -> list[dict[str, Scal
                 record[name] = value.number(run) if value.number else None
             else:
                 record |= {f"{name}_{key}": figure for key, figure in _statistics(value.samples(run)).items()}
-        record["findings"] = " ".join(f.kind for f in run.findings if f.severity != "note")
+        record["findings"] = " ".join(doubting_kinds(run))
         records.append(record)
     return records
 
@@ -153,22 +153,23 @@ def _compared(label: str, query: TableQuery) -> list[str]:
     return [name for name in query.values if VALUES[name].samples is not None]
 
 
-def _doubts(runs: list[Run]) -> list[str]:
-    """What the marks in the cells mean, and how often."""
-    kinds = Counter(f"{_MARKS[f.severity]} {f.kind}" for run in runs for f in run.findings if f.severity in _MARKS)
-    interrupted = sum(run.status == "interrupted" for run in runs)
-    if interrupted:
-        kinds[f"{_MARKS['warning']} interrupted"] = interrupted
-    if not kinds:
+def _about_intervals(runs: list[Run], query: TableQuery) -> list[str]:
+    """What the intervals are of, and how many figures have none."""
+    if query.statistic != "median-interval" and query.speedup is None:
         return []
-    return [f"Doubted by their own findings: {', '.join(f'{kind} ({n})' for kind, n in sorted(kinds.items()))}."]
-
-
-def _mark(run: Run) -> str:
-    severity = worst(run.findings)
-    if severity is not None and severity in _MARKS:
-        return f" {_MARKS[severity]}"
-    return f" {_MARKS['warning']}" if run.status == "interrupted" else ""
+    sampled = [VALUES[name].samples for name in query.values]
+    shown = [samples for read in sampled if read for run in runs if (samples := read(run)) and samples.count]
+    without = sum(samples.why_no_interval is not None for samples in shown)
+    if not shown:
+        return []
+    which = "Intervals" if query.statistic == "median-interval" else "The ± of a speed-up"
+    notes = [f"{which}: {CONFIDENCE * 100:.0f} %, {OF_ONE_PROCESS} each; other processes may differ by more."]
+    if without:
+        notes.append(
+            f"How exact {without} of {len(shown)} medians are cannot be told: their samples are too few, or too much "
+            "like their neighbours, for an interval."
+        )
+    return notes
 
 
 def _refuse_mixture(labels: tuple[Scalar, ...], candidates: list[Run]) -> None:
@@ -213,9 +214,9 @@ def _figure(run: Run | None, value_name: str, statistic: Statistic) -> str:
     value = VALUES[value_name]
     if value.samples is None:
         number = value.number(run) if value.number else None
-        return MISSING if number is None else f"{number * value.scale:,.{value.digits}f}{_mark(run)}"
+        return MISSING if number is None else marked(f"{number * value.scale:,.{value.digits}f}", run)
     samples = value.samples(run)
-    return MISSING if samples is None else _sampled(samples, value, statistic) + _mark(run)
+    return MISSING if samples is None else marked(_sampled(samples, value, statistic), run)
 
 
 def _sampled(samples: Samples, value: Value, statistic: Statistic) -> str:
@@ -241,15 +242,15 @@ def _speedup(run: Run | None, base: Run | None, value_name: str) -> str:
     if ratio is None:
         return MISSING
     if ratio.interval is None:
-        return f"{ratio.value:.2f}x"
-    # The interval is that of one process each: below a hundredth it would claim more than runs repeat.
+        return marked(f"{ratio.value:.2f}x", run, base)
+    # Below a hundredth it would claim more than processes repeat.
     half_width = ratio.interval.half_width
-    return f"{ratio.value:.2f}x ± {f'{half_width:.2f}' if half_width >= 0.01 else '<0.01'}"
+    return marked(f"{ratio.value:.2f}x ± {f'{half_width:.2f}' if half_width >= 0.01 else '<0.01'}", run, base)
 
 
 def _statistics(samples: Samples | None) -> dict[str, float | int | None]:
     if samples is None:
-        return dict.fromkeys(("median_s", "low_s", "high_s", "mean_s", "stdev_s", "samples"))
+        return dict.fromkeys(("median_s", "low_s", "high_s", "mean_s", "stdev_s", "samples", "effective_samples"))
     interval = samples.interval()
     return {
         "median_s": samples.median_s,
@@ -258,4 +259,5 @@ def _statistics(samples: Samples | None) -> dict[str, float | int | None]:
         "mean_s": samples.mean_s,
         "stdev_s": samples.stdev_s,
         "samples": samples.count,
+        "effective_samples": samples.effective_count,
     }

@@ -6,12 +6,13 @@ from rich.table import Table
 from rich.text import Text
 
 from stepscope.analysis import metrics
+from stepscope.analysis.doubts import doubting_kinds, marked
 from stepscope.core.environment import Environment
 from stepscope.core.errors import printable
 from stepscope.core.evidence import Capture
 from stepscope.core.finding import Finding
 from stepscope.core.run import Run, Settings
-from stepscope.core.samples import CONFIDENCE
+from stepscope.core.samples import CONFIDENCE, OF_ONE_PROCESS
 from stepscope.core.units import (
     format_bytes,
     format_count,
@@ -123,9 +124,9 @@ def render_runs(runs: list[Run]) -> RenderableType:
             printable(run.id),
             printable(run.tag or ""),
             status_word(run),
-            format_seconds(step_s) if step_s else "",
-            f"{tokens:,.0f}" if tokens else "",
-            format_bytes(peak) if peak else "",
+            marked(format_seconds(step_s) if step_s else "", run),
+            marked(f"{tokens:,.0f}" if tokens else "", run),
+            marked(format_bytes(peak) if peak else "", run),
             doubts(run),
         )
     return table
@@ -146,10 +147,10 @@ def render_cells(runs: list[Run]) -> RenderableType:
         utilisation = metrics.mfu_datasheet(run) or metrics.mfu_measured(run)
         table.add_row(
             cell_name(run.workload, run.settings),
-            *(format_milliseconds(t) if t else "" for t in times),
-            f"{tokens:,.0f}" if tokens else "",
-            format_share(utilisation) if utilisation else "",
-            format_bytes(peak) if peak else "",
+            *(marked(format_milliseconds(t) if t else "", run) for t in times),
+            marked(f"{tokens:,.0f}" if tokens else "", run),
+            marked(format_share(utilisation) if utilisation else "", run),
+            marked(format_bytes(peak) if peak else "", run),
             doubts(run),
         )
     return table
@@ -157,7 +158,7 @@ def render_cells(runs: list[Run]) -> RenderableType:
 
 def doubts(run: Run) -> str:
     """The kinds of finding that say to take care, for a cell."""
-    return printable(", ".join(finding.kind for finding in run.findings if finding.severity != "note"))
+    return printable(", ".join(doubting_kinds(run)))
 
 
 def cell_name(workload: Workload, settings: Settings | None = None) -> str:
@@ -203,8 +204,9 @@ def _rates(run: Run) -> list[Text]:
     samples = run.samples["step"]
     steady = {True: "steady", False: "not steady", None: "too few to tell whether steady"}[run.warmup_steady]
     lines = [
-        f"{samples.count} steps measured after {len(samples.warmup_s)} warm-up steps ({steady}); step by "
-        f"{samples.clock} round a synchronised region, phases by {_phase_clock(run)}."
+        f"{samples.count} steps {OF_ONE_PROCESS} measured after {len(samples.warmup_s)} warm-up steps ({steady}); "
+        f"step by {samples.clock} round a synchronised region, phases by {_phase_clock(run)}.",
+        *_about_intervals(run),
     ]
     tokens, rate, flops = metrics.tokens_per_s(run), metrics.model_flops_per_s(run), metrics.model_flops(run)
     if tokens and rate and flops:
@@ -254,6 +256,21 @@ def _rates(run: Run) -> list[Text]:
     if run.evidence.profile and run.evidence.profile.attention_operators:
         lines.append(f"Attention ran as {', '.join(run.evidence.profile.attention_operators)}.")
     return [Text(line) for line in lines]
+
+
+def _about_intervals(run: Run) -> list[str]:
+    """What the intervals are of, or why there is none."""
+    named = {name: run.samples[name] for name in (*metrics.PHASE_NAMES, "step") if name in run.samples}
+    without = {name: samples for name, samples in named.items() if samples.count and samples.why_no_interval}
+    lines: list[str] = []
+    if len(without) < len(named):
+        step = run.samples["step"]
+        worth = f"; its steps are worth {step.effective_count:.0f} independent ones" if step.effective_count else ""
+        lines.append(f"The intervals are those {OF_ONE_PROCESS}: another may differ by more{worth}.")
+    if without:
+        name, samples = list(without.items())[-1]
+        lines.append(f"No interval for {', '.join(without)}: of {name}, {samples.why_no_interval}. Take more: --steps.")
+    return lines
 
 
 def _capture_line(capture: Capture, unprofiled_s: float | None) -> str:

@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepscope.analysis.critical_path import critical_path
+from stepscope.analysis.doubts import marked
 from stepscope.analysis.families import FAMILIES
 from stepscope.analysis.occupation import occupation
 from stepscope.analysis.overlap import overlap
@@ -87,7 +88,8 @@ def _phase_table(summary: TraceSummary) -> Table:
     table = make_table(*heads, "matrix share", right_from=1)
     for phase in summary.phases:
         cells = [phase.phase, f"{phase.kernels:g}", _ms(phase.busy_ns), _ms(phase.range_ns)]
-        cells += [f"{phase.unprofiled_s * 1e3:.3f}" if phase.unprofiled_s is not None else ""] if unprofiled else []
+        own = f"{phase.unprofiled_s * 1e3:.3f}" if phase.unprofiled_s is not None else ""
+        cells += [marked(own, summary.run)] if unprofiled else []
         expected = f" of {phase.expected_products}" if phase.expected_products is not None else ""
         cells += [f"{phase.product_kernels:g}{expected}" if phase.product_kernels is not None else ""] * products
         table.add_row(*cells, format_share(phase.gemm_fraction))

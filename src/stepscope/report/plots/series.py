@@ -16,6 +16,10 @@ LOG_FROM_X, LOG_FROM_Y = 8, 50
 _LABEL_PX = 15
 
 
+HOLLOW = "hollow: doubted by the run's own findings"
+"""What the subtitle says of points that are doubted."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SeriesPoint:
     """A figure y at x."""

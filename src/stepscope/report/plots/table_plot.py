@@ -8,9 +8,9 @@ import altair as alt
 
 from stepscope.core.errors import InputError
 from stepscope.core.run import Run
-from stepscope.core.samples import CONFIDENCE
+from stepscope.core.samples import CONFIDENCE, OF_ONE_PROCESS
 from stepscope.report.fields import VALUES, Scalar
-from stepscope.report.plots.series import SeriesPanel, SeriesPoint, draw_series
+from stepscope.report.plots.series import HOLLOW, SeriesPanel, SeriesPoint, draw_series
 from stepscope.report.tables import MISSING, TableQuery, build_records
 
 Record = dict[str, Scalar]
@@ -123,9 +123,11 @@ def _subtitle(panels: Sequence[SeriesPanel], query: TableQuery, left_out: Sequen
         if query.statistic == "mean-std":
             parts.append("means" + (" ± standard deviation" if bars else ""))
         else:
-            parts.append("medians" + (f" with {CONFIDENCE:.0%} intervals".replace("%", " %") if bars else ""))
+            parts.append("medians" + (f" with {CONFIDENCE * 100:.0f} % intervals {OF_ONE_PROCESS}" if bars else ""))
+            if any(point.low is None for point in points):
+                parts.append("no bar: too few effective samples for an interval")
     if any(point.doubted for point in points):
-        parts.append("hollow: doubted by the run's own findings")
+        parts.append(HOLLOW)
     if left_out:
         statuses = Counter("no such figure" if r["status"] == "done" else str(r["status"]) for r in left_out)
         parts.append("not shown: " + ", ".join(f"{n} {status}" for status, n in sorted(statuses.items())))

@@ -1,0 +1,53 @@
+"""Text as it may be shown: nothing in it moves a cursor, turns the direction of writing, or fills a screen."""
+
+import re
+
+LONGEST_MESSAGE = 2000
+"""Characters of a message on stderr. A value that is echoed in it may be as long as a command line can be."""
+
+_OTHER_THAN_ASCII = re.compile(r"[^\n\t -~]")
+
+
+def visible(text: str) -> str:
+    """The text with every control and format character as JSON escapes it: `\\u001b`. Lines and tabs stay.
+
+    Format characters are those that Unicode gives no width: marks of direction, joiners, tags. Inside JSON text, where
+    they occur in strings alone, the escape means the character itself.
+    """
+    return _OTHER_THAN_ASCII.sub(_escaped_unless_seen, text)
+
+
+def printable(text: str) -> str:
+    """The text on one line: white space of any kind is a space, and other characters that are not seen are escaped."""
+    if text.isprintable():
+        return text
+    return "".join(" " if character.isspace() else _escaped(character) for character in text)
+
+
+def message_line(text: str) -> str:
+    """The text as one line of stderr, what is too long left out in its middle: the remedy stands at the end."""
+    return middle_cut(printable(text), LONGEST_MESSAGE)
+
+
+def middle_cut(text: str, width: int) -> str:
+    """At most `width` characters, with an ellipsis for what is left out of the middle."""
+    if len(text) <= width:
+        return text
+    if width < 2:
+        return "…"[:width]
+    head = width // 2
+    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+def _escaped_unless_seen(found: re.Match[str]) -> str:
+    character = found.group()
+    # A line may be broken at either of the two separators, and at no other kind of white space beyond ASCII.
+    is_space = character.isspace() and character > "\x9f" and character not in "\u2028\u2029"
+    return character if is_space else _escaped(character)
+
+
+def _escaped(character: str) -> str:
+    if character.isprintable():
+        return character
+    units = character.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))
