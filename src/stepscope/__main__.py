@@ -1,5 +1,15 @@
-"""`python -m stepscope` is the `stepscope` command."""
+"""The `stepscope` command, and `python -m stepscope`: signals are answered before anything large is imported."""
 
-from stepscope.cli.app import main
+from stepscope.core import interrupts
 
-main()
+
+def main() -> None:
+    """Run the command line."""
+    interrupts.install()
+    from stepscope.cli.app import main as run_command  # noqa: PLC0415  (takes a while)
+
+    run_command()
+
+
+if __name__ == "__main__":
+    main()

@@ -3,15 +3,20 @@
 import contextlib
 import io
 import os
-import signal
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from stepscope import __version__
 from stepscope.cli import device, fit, kernel, ls, memory, models, run, show, study, sweep, table, trace
-from stepscope.core.errors import EXIT_INTERRUPTED, EXIT_WRONG_INPUT, StepscopeError, one_line, printable
+from stepscope.cli.output import emit
+from stepscope.core import interrupts
+from stepscope.core.address_space import address_space_limit
+from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, EXIT_WRONG_INPUT, StepscopeError, one_line
+from stepscope.core.shown_text import message_line
+from stepscope.core.units import format_bytes
 
 _OPTIONAL = {
     "torch": "pip install 'stepscope[torch]'",
@@ -21,7 +26,20 @@ _OPTIONAL = {
 }
 """A machine that only reads needs no torch, a bare GPU machine that only measures no polars."""
 
+
+class _Verbs(TyperGroup):
+    """The verbs. In them, and only there, a signal is a KeyboardInterrupt, which goes no further."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            with interrupts.raising():
+                return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
 app = typer.Typer(
+    cls=_Verbs,
     help="A laboratory for one thing: a transformer training step. Measures it, explains it, makes it faster.",
     no_args_is_help=True,
     add_completion=False,
@@ -44,7 +62,7 @@ app.add_typer(study.app, name="study")
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"stepscope {__version__}")
+        emit(f"stepscope {__version__}\n")
         raise typer.Exit
 
 
@@ -59,10 +77,8 @@ def main() -> NoReturn:
     """Run the command. Every failure that stepscope names is one line on stderr and its exit code."""
     # Read by PyTorch's profiler when torch is imported: its start and stop are not worth a line to the user.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    interrupts.install()
     _mend_streams()
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(ending) is not signal.SIG_IGN:  # nohup means what it says
-            signal.signal(ending, signal.default_int_handler)  # as Ctrl-C: what was measured is kept
     try:
         code = app(standalone_mode=False)
     except StepscopeError as error:
@@ -75,17 +91,11 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except Exception as error:
-        # Typer's own errors carry `format_message`; its module for them differs between versions.
-        format_message = getattr(error, "format_message", None)
-        if type(error).__name__.startswith("NoArgsIsHelp") and format_message is not None:
-            print(format_message(), file=sys.stderr)
-            sys.exit(EXIT_WRONG_INPUT)
-        if type(error).__name__ == "Abort":
+        if interrupts.received():  # a library made something else of it
             _leave("interrupted", EXIT_INTERRUPTED)
-        if format_message is None:
-            raise
-        _leave(one_line(Exception(format_message())), EXIT_WRONG_INPUT)
-    if code == EXIT_INTERRUPTED:
+        _leave_if_named(error)
+        raise
+    if code == EXIT_INTERRUPTED or interrupts.received():
         _leave("interrupted", EXIT_INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -104,7 +114,51 @@ def _mend_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
+def _leave_if_named(error: Exception) -> None:
+    """Leave in one line for what typer, the system or a library that does not load raised. A fault of ours returns."""
+    if isinstance(error, MemoryError):
+        library = _library_that_failed(error)
+        what = f"this machine's memory does not suffice{f' to load {library}' if library else ''}"
+        _leave(f"{what}{_memory_limit()}", EXIT_DEVICE_FAILED)
+    library = _library_that_failed(error)
+    if library is not None:
+        _leave(f"{library} cannot be loaded here: {one_line(error)}{_memory_limit()}", EXIT_WRONG_INPUT)
+    if isinstance(error, BrokenPipeError):  # the reader of a help text has gone
+        sys.exit(0)
+    if isinstance(error, OSError):  # the help text, which only `emit` does not write; or a file that nobody foresaw
+        what = f"{error.filename}: " if error.filename else "cannot write the output: "
+        _leave(f"{what}{error.strerror or one_line(error)}", EXIT_WRONG_INPUT)
+    # Typer's own errors carry `format_message`; its module for them differs between versions.
+    format_message = getattr(error, "format_message", None)
+    if type(error).__name__.startswith("NoArgsIsHelp") and format_message is not None:
+        with contextlib.suppress(OSError):
+            print(format_message(), file=sys.stderr)
+        sys.exit(EXIT_WRONG_INPUT)
+    if type(error).__name__ == "Abort":
+        _leave("interrupted", EXIT_INTERRUPTED)
+    if format_message is not None:
+        _leave(one_line(Exception(format_message())), EXIT_WRONG_INPUT)
+
+
+def _library_that_failed(error: BaseException) -> str | None:
+    """The package that raised while it was imported, or None: a library that does not load is no fault of ours."""
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if frame.f_code.co_name == "<module>" and package not in ("stepscope", "__main__"):
+            return package
+        trace = trace.tb_next
+    return None
+
+
+def _memory_limit() -> str:
+    """What limits the memory of this process, in words; empty where nothing does."""
+    limit = address_space_limit()
+    return f": this process may have {format_bytes(limit)} (ulimit -v), raise the limit" if limit else ""
+
+
 def _leave(message: str, code: int) -> NoReturn:
     with contextlib.suppress(OSError):  # whoever reads stderr may have gone
-        print(f"stepscope: {printable(message)}", file=sys.stderr)
-    sys.exit(code)
+        print(f"stepscope: {message_line(message)}", file=sys.stderr)
+    sys.exit(interrupts.exit_code(code))

@@ -17,8 +17,8 @@ def autocast(
         str | None,
         typer.Option(
             "--module",
-            help="Your own, as package.module:factory. factory() returns (module, inputs, loss), or (module, inputs) "
-            "or a module whose forward returns the loss.",
+            help="Your own, as package.module:factory, run with your rights. factory() returns (module, inputs, loss), "
+            "or (module, inputs) or a module whose forward returns the loss.",
         ),
     ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="fp16 or bf16.")] = "bf16",
@@ -32,8 +32,12 @@ def autocast(
         raise InputError("--model and --module name two models: give one")
 
     def run(tell: Tell) -> Experiment:
+        if module is not None:
+            from stepscope.studies.autocast_of_own import autocast_of_own
+
+            return autocast_of_own(module, dtype, device)
         from stepscope.numerics.autocast import study_autocast
 
-        return study_autocast(model or "toy", module, dtype, device)
+        return study_autocast(model or "toy", None, dtype, device)
 
     answer(run, study="autocast", read=read, plot=None, json=json, only=only)

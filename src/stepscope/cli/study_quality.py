@@ -7,6 +7,7 @@ import typer
 from stepscope.cli import options
 from stepscope.cli.study_precision import Only, Plot, Read, answer
 from stepscope.cli.sweep import words
+from stepscope.core import interrupts
 from stepscope.core.errors import EXIT_INTERRUPTED
 from stepscope.core.experiment import Experiment
 from stepscope.studies.request import Stage, Tell
@@ -35,15 +36,16 @@ def quality(
     def run(tell: Tell) -> Experiment:
         from stepscope.numerics.quality import study_quality
 
-        found = study_quality(
-            lambda name, share: tell(Stage(name=name, fraction=share)),
-            size=model_size,
-            steps=steps,
-            learning_rate=learning_rate,
-            variants=names,
-            device=device,
-            seed=seed,
-        )
+        with interrupts.keeping():
+            found = study_quality(
+                lambda name, share: tell(Stage(name=name, fraction=share)),
+                size=model_size,
+                steps=steps,
+                learning_rate=learning_rate,
+                variants=names,
+                device=device,
+                seed=seed,
+            )
         nonlocal interrupted
         interrupted = any(finding.kind == "interrupted" for finding in found.findings)
         return found

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from stepscope.cli import options
-from stepscope.cli.output import emit, show, stdout_kept_clean, sweep_progress, warn
+from stepscope.cli.output import emit, show, sweep_progress, warn
 from stepscope.core.errors import (
     EXIT_CHECK_FAILED,
     EXIT_DEVICE_FAILED,
     EXIT_DONE,
-    EXIT_INTERRUPTED,
     EXIT_WRONG_INPUT,
     InputError,
+    Stopped,
 )
 from stepscope.core.finding import worst
 from stepscope.core.run import Run
@@ -37,7 +37,8 @@ _DEFAULTS = {
 
 def sweep(
     recipe: Annotated[
-        Path | None, typer.Argument(help="A Python file whose sweep() returns Workloads, instead of a grid.")
+        Path | None,
+        typer.Argument(help="A Python file, run with your rights, whose sweep() returns Workloads, instead of a grid."),
     ] = None,
     model: Annotated[str | None, typer.Option("--model", help="Presets, comma-separated (default: tiny).")] = None,
     seq_len: Annotated[str | None, typer.Option("--seq-len", help="Comma-separated (default: 128).")] = None,
@@ -107,8 +108,7 @@ def sweep(
         given = [option for option, value in {**axes, **sizes}.items() if value is not None]
         if given:
             raise InputError(f"a recipe says what to measure: leave out {', '.join(given)}")
-        with stdout_kept_clean():
-            workloads = load_recipe(recipe)
+        workloads = load_recipe(recipe)
     else:
         chosen = {option: value if value is not None else _DEFAULTS[option] for option, value in axes.items()}
         workloads = grid(
@@ -153,8 +153,7 @@ def measure_and_report(plan: "SweepPlan", policy: "Policy", report: Callable[[li
                 report(interruption.runs)
             except InputError as error:  # too few of them for an answer
                 warn(str(error))
-        warn("the same command goes on where this one stopped")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise Stopped("interrupted: the same command goes on where this one stopped") from None
     report(runs)
     broken = sum(run.status in BROKEN for run in runs)
     if broken:

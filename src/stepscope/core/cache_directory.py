@@ -5,16 +5,28 @@ import os
 from pathlib import Path
 
 
-def cache_directory() -> Path:
-    """$STEPSCOPE_CACHE, or stepscope/ in the user's directory of caches. It need not exist."""
-    base = os.environ.get("STEPSCOPE_CACHE") or Path(
-        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "stepscope"
-    )
-    return Path(base)
+def home_directory() -> Path | None:
+    """The user's home; None where there is no HOME and the user id has no account, as in many containers."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return None
 
 
-def replace_file(path: Path, content: bytes) -> bool:
+def cache_directory() -> Path | None:
+    """$STEPSCOPE_CACHE, or stepscope/ in the user's directory of caches. It need not exist; None without a home."""
+    if named := os.environ.get("STEPSCOPE_CACHE"):
+        return Path(named)
+    if caches := os.environ.get("XDG_CACHE_HOME"):
+        return Path(caches, "stepscope")
+    home = home_directory()
+    return home / ".cache/stepscope" if home else None
+
+
+def replace_file(path: Path | None, content: bytes) -> bool:
     """Write the file in one step, so that nobody reads half of it. False where there is no place to keep it."""
+    if path is None:
+        return False
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

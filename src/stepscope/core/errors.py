@@ -1,14 +1,17 @@
 """The failures that stepscope names. Each is one line for the user and one exit code.
 
-The exit codes are a contract: 0 done, 1 measured but a check failed, 2 wrong input, 3 the device failed.
+The exit codes are a contract: 0 done, 1 measured but a check failed, 2 wrong input, 3 the device failed, 130 stopped by
+SIGINT (Ctrl-C), 143 by SIGTERM, 129 by SIGHUP.
 """
+
+from stepscope.core.shown_text import middle_cut, printable
 
 EXIT_DONE = 0
 EXIT_CHECK_FAILED = 1
 EXIT_WRONG_INPUT = 2
 EXIT_DEVICE_FAILED = 3
 EXIT_INTERRUPTED = 130
-"""128 + SIGINT, as shells report it."""
+"""128 + SIGINT, as shells report it. Another signal has a code of its own: `interrupts.exit_code`."""
 
 
 class StepscopeError(Exception):
@@ -21,23 +24,22 @@ class InputError(StepscopeError):
     """What the user gave cannot be measured or read as given."""
 
 
+class Stopped(StepscopeError):
+    """The user stopped the work, and the message says how it can go on."""
+
+    exit_code = EXIT_INTERRUPTED
+
+
 class DeviceError(StepscopeError):
     """The device could not do the work: out of memory, lost, or broken."""
 
     exit_code = EXIT_DEVICE_FAILED
 
 
-def printable(text: str) -> str:
-    """The text with everything that could move a cursor or break a line made visible or a space."""
-    return "".join(character if character.isprintable() else " " for character in text)
-
-
 def one_line(error: BaseException, limit: int = 300) -> str:
     """The first sentence-like line of an exception's message, safe to print on one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    text = printable(text)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return middle_cut(printable(lines[0] if lines else type(error).__name__), limit)
 
 
 def choose(value: str, choices: tuple[str, ...] | list[str], what: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from stepscope.core.bounded_file import read_document
 from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.run import SCHEMA_VERSION, Run
 from stepscope.core.workload import Workload
@@ -25,16 +26,17 @@ def create_run_directory(out: Path, workload: Workload, now: datetime | None = N
     moment = now or datetime.now(UTC)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        directory = out / _directory_name(moment, workload)
-        while directory.exists():  # another run of this workload began in the same millisecond
-            moment += timedelta(milliseconds=1)
+        while True:
             directory = out / _directory_name(moment, workload)
-        directory.mkdir()
+            try:
+                directory.mkdir()
+                return directory
+            except FileExistsError:  # another run of this workload began in the same millisecond
+                moment += timedelta(milliseconds=1)
     except OSError as error:
         raise InputError(
             f"cannot write runs to {out}: {error.strerror or error}; choose another place with --out"
         ) from error
-    return directory
 
 
 def _directory_name(moment: datetime, workload: Workload) -> str:
@@ -47,7 +49,7 @@ def encode_run(run: Run) -> bytes:
 
 
 def save_run(run: Run, directory: Path, *, rescue: bool = True) -> Path:
-    """Write run.json atomically. If the disk refuses, the run goes to a temporary file, or at last to stderr.
+    """Write run.json atomically. If the disk refuses, the run goes to a private temporary folder, or at last to stderr.
 
     Raises StepscopeError (exit 2) that names where the measurement went; nothing measured is lost. Without `rescue`,
     for a run that holds no measurement yet, raises InputError.
@@ -61,22 +63,30 @@ def save_run(run: Run, directory: Path, *, rescue: bool = True) -> Path:
         reason = f"cannot write {target}: {error.strerror or error}"
     if not rescue:
         raise InputError(f"{reason}; choose another place with --out")
-    refuge = Path(tempfile.gettempdir(), f"stepscope-{run.id}.json")
     try:
-        write_atomically(data, refuge)
+        refuge = _write_in_a_private_folder(data)
     except OSError:
         sys.stderr.write(data.decode())
         raise StepscopeError(f"{reason}; no temporary file could be written either, so the run stands above") from None
     raise StepscopeError(f"{reason}; the run was saved as {refuge}")
 
 
+def _write_in_a_private_folder(data: bytes) -> Path:
+    """Write run.json where only this user reads and no name was known beforehand: others write to /tmp too."""
+    folder = Path(tempfile.mkdtemp(prefix="stepscope-"))
+    try:
+        write_atomically(data, folder / RUN_FILE)
+    except OSError:
+        folder.rmdir()
+        raise
+    return folder / RUN_FILE
+
+
 def load_run(path: Path) -> Run:
     """Read a run from its directory or its run.json. Raises InputError naming the file and the fault."""
     file = path / RUN_FILE if path.is_dir() else path
     try:
-        if file.exists() and not file.is_file():
-            raise InputError(f"cannot read {file}: it is no file")
-        data = file.read_bytes()
+        data = read_document(file)
     except FileNotFoundError:
         raise InputError(f"no run at {path}: expected a directory with {RUN_FILE}, or such a file") from None
     except OSError as error:
@@ -97,13 +107,17 @@ def load_run(path: Path) -> Run:
 
 
 def find_run_files(place: Path) -> Iterator[Path]:
-    """run.json files of a run directory, of a directory of runs, or of a tree of them, oldest first by name."""
+    """run.json files of a run directory, of a directory of runs, or of a tree of them, oldest first by name.
+
+    Sweeps make and remove directories meanwhile: what vanishes under way is left out.
+    """
     if place.is_file():
         yield place
     elif (place / RUN_FILE).is_file():
         yield place / RUN_FILE
-    elif place.is_dir():
-        yield from sorted(place.rglob(RUN_FILE), key=lambda file: (file.parent.name, str(file)))
+    else:
+        found = (Path(folder, RUN_FILE) for folder, inside, files in os.walk(place) if RUN_FILE in {*inside, *files})
+        yield from sorted(found, key=lambda file: (file.parent.name, str(file)))
 
 
 def load_runs(places: list[Path]) -> tuple[list[Run], list[str]]:
@@ -124,7 +138,8 @@ def load_runs(places: list[Path]) -> tuple[list[Run], list[str]]:
             try:
                 runs.append(load_run(file))
             except InputError as error:
-                faults.append(str(error))
+                if os.path.lexists(file):  # else it has vanished since it was found
+                    faults.append(str(error))
     runs.sort(key=lambda run: (run.created, run.id))
     return runs, faults
 
@@ -134,7 +149,7 @@ def find_run(name: str, out: Path) -> Run:
     that is unique there; or `last`, the newest under `out`."""
     files = list(find_run_files(out)) if _exists(out) else []
     if name == "last" and files:
-        return load_run(files[-1])
+        return load_run(next((file for file in reversed(files) if os.path.lexists(file)), files[-1]))
     path = Path(name)
     if _exists(path) and (path.is_file() or not files or any(find_run_files(path))):
         inside = list(find_run_files(path))

@@ -1,7 +1,8 @@
-"""A cell's process: one StepRequest in on stdin, events out on stdout, a run directory behind.
+"""A cell's process: one StepRequest in on stdin, events out on a pipe of their own, a run directory behind.
 
-Started by `studies/sweep.py` as `python -m stepscope.studies.cell`. stdin stays open as a lifeline: when the sweep's
-process dies, however it dies, the pipe closes and this process ends itself rather than hold the device.
+Started by `studies/cell_process.py` as `python -m stepscope.studies.cell PIPE`, with the number of the pipe. stdin
+stays open as a lifeline: when the sweep's process dies, however it dies, the pipe closes and this process ends itself
+rather than hold the device. Whatever is printed, by libraries or by Python's own start, is the cell's log.
 """
 
 import contextlib
@@ -9,51 +10,42 @@ import os
 import signal
 import sys
 import threading
-from typing import TextIO
+from pathlib import Path
 
 import msgspec
 
+from stepscope.core import interrupts
 from stepscope.core.errors import EXIT_WRONG_INPUT, InputError, StepscopeError, one_line
+from stepscope.studies.cell_event import CellEvent
+from stepscope.studies.cell_process import MARK, kill_marked
 from stepscope.studies.request import Stage, StepRequest
-
-
-class CellEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One line of a cell's report to its sweep."""
-
-    stage: str | None = None
-    detail: str = ""
-    run_directory: str | None = None
-    """Sent last: where the finished run lies."""
-    error: str | None = None
-    """The request cannot be measured as given."""
-    error_for_all: bool = False
-    """The error does not depend on the cell: no other cell can be measured either."""
-    stderr_matters: bool = False
-    """What the cell wrote to stderr is a measurement that found no other place."""
 
 
 def main() -> int:
     """Measure the request on stdin. Exit code 0 when a run was saved, 2 when the request was refused."""
-    events = _claim_stdout()
+    # Whichever signal asks, what was measured is kept. A sweep in the background of a script inherits SIGINT ignored.
+    interrupts.install(even_if_ignored=True)
+    events = int(sys.argv[1])
+    os.set_inheritable(events, False)  # what this process starts has nothing to say to the sweep
     request_line = sys.stdin.readline()
-    die_with_parent()
-    # What was measured is kept, whichever asks. SIGINT too: a sweep in the background of a script inherits it ignored.
-    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, signal.default_int_handler)
+    die_with_parent(os.environ.get(MARK))
 
     try:
         from stepscope.measure.device import resolve_device  # noqa: PLC0415  (torch, after the lifeline)
         from stepscope.studies.step import measure_step  # noqa: PLC0415
-    except ImportError as error:
+    except (ImportError, StepscopeError) as error:
         _send(events, CellEvent(error=f"cannot measure here: {one_line(error)}", error_for_all=True))
-        return EXIT_WRONG_INPUT
+        return error.exit_code if isinstance(error, StepscopeError) else EXIT_WRONG_INPUT
 
-    if len(sys.argv) > 1:
-        return _check_devices(sys.argv[1:], events)
+    if len(sys.argv) > 2:
+        return _check_devices(sys.argv[2:], events)
     request = msgspec.json.decode(request_line, type=StepRequest)
 
     def tell(stage: Stage) -> None:
         _send(events, CellEvent(stage=stage.name, detail=stage.detail))
+
+    def began(directory: Path) -> None:
+        _send(events, CellEvent(directory=str(directory)))
 
     try:
         resolve_device(request.device)
@@ -61,16 +53,16 @@ def main() -> int:
         _send(events, CellEvent(error=str(error), error_for_all=True))
         return error.exit_code
     try:
-        _, directory = measure_step(request, tell)
+        measure_step(request, tell, began)
     except StepscopeError as error:
         lost = not isinstance(error, InputError)
-        _send(events, CellEvent(error=one_line(error, limit=1000), error_for_all=lost, stderr_matters=lost))
+        _send(events, CellEvent(error=one_line(error, limit=1000), error_for_all=lost, log_matters=lost))
         return error.exit_code
-    _send(events, CellEvent(run_directory=str(directory)))
+    _send(events, CellEvent(finished=True))
     return 0
 
 
-def _check_devices(names: list[str], events: TextIO) -> int:
+def _check_devices(names: list[str], events: int) -> int:
     """Whether all the named devices are there and differ: asked once, before several share a sweep."""
     from stepscope.measure.device import resolve_device  # noqa: PLC0415
 
@@ -84,33 +76,31 @@ def _check_devices(names: list[str], events: TextIO) -> int:
     return 0
 
 
-def _send(events: TextIO, event: CellEvent) -> None:
+def _send(events: int, event: CellEvent) -> None:
+    data = msgspec.json.encode(event) + b"\n"
     # A sweep that no longer listens will close the lifeline; until then the measurement goes on.
-    with contextlib.suppress(BrokenPipeError):
-        events.write(msgspec.json.encode(event).decode() + "\n")
-        events.flush()
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(events, data) :]
 
 
-def _claim_stdout() -> TextIO:
-    """The real stdout for events alone; what libraries print goes to stderr."""
-    events = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return events
-
-
-def die_with_parent() -> None:
-    """End this process, and its group if it leads one, when stdin closes."""
+def die_with_parent(mark: str | None = None) -> None:
+    """End this process when stdin closes; its group, if it leads one; and all that carry `mark`, if it is given."""
 
     def wait_for_the_end() -> None:
         while os.read(0, 4096):
             pass
-        # The sweep made this process the leader of its own group: compilers' helpers end with it.
-        if os.getpgrp() == os.getpid():
-            os.killpg(0, signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            if mark:
+                kill_marked(mark)
+        finally:
+            # The sweep made this process the leader of its own group: compilers' helpers end with it.
+            if os.getpgrp() == os.getpid():
+                os.killpg(0, signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait_for_the_end, daemon=True, name="lifeline").start()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(interrupts.exit_code(main()))

@@ -34,10 +34,13 @@ def main() -> int:
 def _trace(request: StepRequest, keep: Callable[[dict[str, Samples]], None]) -> None:
     from stepscope.measure import ranges  # noqa: PLC0415  (torch, after the lifeline)
     from stepscope.measure.capture import capture_range, timed_steps, trace_nvtx  # noqa: PLC0415
-    from stepscope.measure.device import resolve_device, timing_device  # noqa: PLC0415
+    from stepscope.measure.device import (  # noqa: PLC0415
+        limit_memory,
+        resolve_device,
+        timing_device,
+    )
     from stepscope.measure.precision import matmul_precision  # noqa: PLC0415
     from stepscope.models.training_step import TrainingStep  # noqa: PLC0415
-    from stepscope.studies.step import limit_memory  # noqa: PLC0415
 
     if not ranges.current_emitters():
         raise RuntimeError("no NVTX ranges can be emitted: this PyTorch has none, and nvtx finds no tool that listens")

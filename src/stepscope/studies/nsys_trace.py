@@ -15,17 +15,21 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.core.errors import StepscopeError, one_line
+from stepscope.core import interrupts
+from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.evidence import Capture
 from stepscope.core.run import Run
 from stepscope.core.run_directory import load_run, save_run
 from stepscope.core.samples import Samples
 from stepscope.measure import nsys as tool
-from stepscope.measure.nsys import REPORT_FILE, SQLITE_FILE, STREAM_FILE, Nsys
+from stepscope.measure.nsys import REPORT_FILE, SQLITE_FILE, STREAM_FILE, Nsys, require_nsys
 from stepscope.studies.request import StepRequest
 
 END_GRACE_S = 30.0
 """How long nsys may take to end once the process it watched has."""
+INTERRUPT_GRACE_S = 2.0
+"""As long, when the user waits for it to end, and nothing of it is kept."""
+NO_NVTX = "this PyTorch emits no NVTX ranges, and the package that does is missing: pip install 'stepscope[nsys]'"
 ARTIFACTS = {"nsys": SQLITE_FILE, "nsys-rep": REPORT_FILE, "qdstrm": STREAM_FILE}
 """Files of a trace by nsys in a run directory, by kind; `nsys` is the one that is read."""
 
@@ -43,6 +47,20 @@ class WatchedAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     samples: dict[str, Samples] = {}
     error: str | None = None
+
+
+def nsys_for(request: StepRequest, device_type: str) -> Nsys | None:
+    """The Nsight Systems that a trace was asked of, or an InputError before anything is measured."""
+    if "nsys" not in request.trace.tools:
+        return None
+    from stepscope.measure import ranges  # noqa: PLC0415  (torch, which the rest of this file does without)
+
+    if ranges.watched():
+        raise InputError("a tool that records NVTX ranges watches this process already: leave out --trace nsys")
+    nsys = require_nsys()
+    if device_type != "cuda" and not ranges.nvtx_available():
+        raise InputError(NO_NVTX)
+    return nsys
 
 
 def trace_under_nsys(
@@ -134,7 +152,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()
     try:
-        process.wait(END_GRACE_S)
+        process.wait(END_GRACE_S if interrupts.received() is None else INTERRUPT_GRACE_S)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,40 +1,52 @@
-"""Recipes: a Python file whose function `sweep()` returns the workloads to measure."""
+"""Recipes: a Python file whose function `sweep()` returns the workloads to measure. It runs in a process of its own."""
 
 import itertools
-import os
 import runpy
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.workload import Workload
+from stepscope.studies.own_code import answer_apart, ask_apart
 
 FUNCTION = "sweep"
 MOST = 10_000
 
 
 def load_recipe(path: Path) -> list[Workload]:
-    """Run the recipe and return its workloads. Raises InputError naming the file, the line and the fault."""
+    """Run the recipe, with the user's rights, and return its workloads.
+
+    Raises InputError naming the file, the line and the fault.
+    """
     if not path.is_file():
         raise InputError(f"no recipe at {path}: give a Python file that defines {FUNCTION}()")
-    here = Path.cwd()
+    found = ask_apart(__name__, str(path), what=f"the recipe {path}")
+    return msgspec.json.decode(found, type=list[Workload])
+
+
+def main(path: str) -> str:
+    """The workloads of the recipe as JSON, for `load_recipe`."""
+    return msgspec.json.encode(evaluate(Path(path))).decode()
+
+
+def evaluate(path: Path) -> list[Workload]:
+    """Run the recipe in this process."""
     sys.path.insert(0, str(path.resolve().parent))  # a recipe may import the files beside it
     try:
         return _workloads_of(path)
     except SyntaxError as error:
         where = error.filename if error.filename and Path(error.filename).name != path.name else path
         raise InputError(f"{where}{f' line {error.lineno}' if error.lineno else ''}: {error.msg}") from error
-    except (Exception, SystemExit) as error:  # a recipe is a program: whatever it raises is its fault, and named
+    except BaseException as error:  # a recipe is a program: whatever it raises is its fault, and named
         line = _line_in(path, error)
         if isinstance(error, InputError) and line is None:
             raise
         kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
         raise InputError(f"{path}{f' line {line}' if line else ''}: {kind}{one_line(error)}") from error
-    finally:
-        sys.path.pop(0)
-        os.chdir(here)
 
 
 def _workloads_of(path: Path) -> list[Workload]:
@@ -56,3 +68,7 @@ def _workloads_of(path: Path) -> list[Workload]:
 def _line_in(path: Path, error: BaseException) -> int | None:
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     return lines[-1] if lines else None
+
+
+if __name__ == "__main__":
+    answer_apart(main)

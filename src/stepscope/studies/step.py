@@ -3,9 +3,7 @@
 import contextlib
 import gc
 import shutil
-import signal
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -15,40 +13,44 @@ import torch
 
 from stepscope.analysis.checks import check_run
 from stepscope.analysis.metrics import summarise
+from stepscope.core import interrupts
 from stepscope.core.device_spec import find_device_spec, overridden_spec, product_dtype
 from stepscope.core.environment import GpuReading
-from stepscope.core.errors import DeviceError, InputError, StepscopeError, one_line
+from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.evidence import Capture, Evidence, Precision
 from stepscope.core.run import Failure, Run, Status
 from stepscope.core.run_directory import create_run_directory, save_run
-from stepscope.core.units import format_bytes, format_seconds
+from stepscope.core.units import format_seconds
 from stepscope.measure import ranges
 from stepscope.measure.capture import KINETO_FILE, capture_kineto, capture_range, trace_nvtx
 from stepscope.measure.ceilings import ceilings_for
-from stepscope.measure.compilation import compile_report, reset_compilation
-from stepscope.measure.device import resolve_device, timing_device
+from stepscope.measure.compilation import CompilationWatch, compile_report, reset_compilation
+from stepscope.measure.device import limit_memory, resolve_device, timing_device
 from stepscope.measure.environment import HostLoad, read_environment
 from stepscope.measure.memory_history import MEMORY_FILE, MemoryCapture, capture_memory
-from stepscope.measure.nsys import Nsys, require_nsys
-from stepscope.measure.nvml import read_gpu
+from stepscope.measure.nsys import Nsys
+from stepscope.measure.nvml import nvml_kept_open, read_gpu
 from stepscope.measure.observe import observe_step
+from stepscope.measure.operators import step_operators
 from stepscope.measure.precision import matmul_precision, probe_relative_error, with_kernels
 from stepscope.measure.profile import profile_step
 from stepscope.measure.timer import Measurement, Progress, StepFailed, measure
+from stepscope.measure.updates import applied_updates, read_updates
 from stepscope.models.attention import chosen_attention
 from stepscope.models.training_step import TrainingStep, check_supported
 from stepscope.studies.device_failure import failing_module, is_out_of_memory, let_go, portable_traceback
-from stepscope.studies.nsys_trace import trace_under_nsys
+from stepscope.studies.nsys_trace import NO_NVTX, nsys_for, trace_under_nsys
 from stepscope.studies.request import MemoryRequest, Stage, StepRequest, Tell
 from stepscope.work.transformer import phase_work
 
 FAILURE_FILE = "failure.txt"
-NO_NVTX = "this PyTorch emits no NVTX ranges, and the package that does is missing: pip install 'stepscope[nsys]'"
 _SUBJECT = "step"
 
 
-def measure_step(request: StepRequest, tell: Tell = lambda _: None) -> tuple[Run, Path]:
-    """Measure one workload and save its run; returns the run and its directory.
+def measure_step(
+    request: StepRequest, tell: Tell = lambda _: None, began: Callable[[Path], None] = lambda _: None
+) -> tuple[Run, Path]:
+    """Measure one workload and save its run; returns the run and its directory, which `began` is told at once.
 
     A workload that the device cannot run as asked, or a place that cannot be written, raises InputError before
     anything is measured. A failure of the device is no exception: it is the run's status, with where it happened.
@@ -56,32 +58,23 @@ def measure_step(request: StepRequest, tell: Tell = lambda _: None) -> tuple[Run
     device = resolve_device(request.device)
     check_supported(request.workload, device)
     limit_memory(device, request.memory_limit_bytes)
-    nsys = _nsys_for(request, device)
-    directory = create_run_directory(Path(request.out), request.workload)
-    try:
-        with matmul_precision(request.workload.dtype):
-            run = _StepStudy(request, device, directory, tell, nsys).run()
-    except InputError:
-        shutil.rmtree(directory, ignore_errors=True)  # nothing was measured: nothing is left behind
-        raise
-    with _interrupts_held_back():
+    nsys = nsys_for(request, device.type)
+    with interrupts.held():
+        directory = create_run_directory(Path(request.out), request.workload)
+        began(directory)
+        try:
+            with matmul_precision(request.workload.dtype):
+                run = _StepStudy(request, device, directory, tell, nsys).run()
+        except InputError:
+            shutil.rmtree(directory, ignore_errors=True)  # nothing was measured: nothing is left behind
+            raise
+        if run.status == "interrupted":
+            with contextlib.suppress(StepscopeError):  # whoever interrupted it may not wait for the statistics
+                save_run(run, directory, rescue=False)
         run = msgspec.structs.replace(run, summary=summarise(run))
         run = msgspec.structs.replace(run, findings=check_run(run))
         save_run(run, directory)
     return run, directory
-
-
-@contextlib.contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Inside, Ctrl-C does nothing: a run that is being written is written. Signals are the main thread's alone."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class _StepStudy:
@@ -99,6 +92,8 @@ class _StepStudy:
         self._held_before_bytes = 0
         self._before: GpuReading | None = None
         self._load = HostLoad()
+        self._compiling: CompilationWatch | None = None
+        self._updates_before: int | None = None
         self._run = Run(
             id=directory.name,
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -111,15 +106,24 @@ class _StepStudy:
 
     def run(self) -> Run:
         try:
+            with interrupts.keeping():
+                self._study()
+        except KeyboardInterrupt:
+            if self._run.status == "unfinished":
+                self._end("interrupted", Failure(message="interrupted by the user", during=self._stage))
+            elif self._run.status == "done" and self._run.failure is None:
+                self._interrupted_after_the_steps()
+        return self._run
+
+    def _study(self) -> None:
+        try:
             self._look_round()
             self._build()
             self._measure()
             if self._observe() and self._trace():
                 self._measure_ceilings()
-        except KeyboardInterrupt:
-            if self._run.status != "done":
-                self._end("interrupted", Failure(message="interrupted by the user", during=self._stage))
         except StepFailed as failure:
+            interrupts.check()  # a library may have made another exception of Ctrl-C's
             cause = failure.__cause__ or failure
             self._fail(cause, failure.stage, failure.phase)
             if is_out_of_memory(cause):
@@ -128,8 +132,8 @@ class _StepStudy:
         except StepscopeError:
             raise
         except Exception as error:  # whatever the device or a library raises becomes the run's status
+            interrupts.check()
             self._fail(error, self._stage, None)
-        return self._run
 
     def _look_round(self) -> None:
         request, device = self._request, self._device
@@ -155,25 +159,30 @@ class _StepStudy:
     def _measure(self) -> None:
         assert self._step is not None
         self._begin("warm-up")
-        self._read_before()
+        self._compiling = CompilationWatch(self._device)
         interrupted = False
-        try:
-            result = measure(
-                {_SUBJECT: self._step},
-                device=self._timing,
-                settings=self._request.settings,
-                on_progress=self._tell_progress,
-            )[_SUBJECT]
-            self._keep(result)
-            interrupted = result.interrupted
-        except StepFailed as failure:
-            self._keep(failure.partial[_SUBJECT])
-            raise
-        finally:
-            with _interrupts_held_back():
-                self._read_after()
+        with nvml_kept_open(self._device):
+            self._read_before()  # stays where the run ends before it measures
+            try:
+                result = measure(
+                    {_SUBJECT: self._step},
+                    device=self._timing,
+                    settings=self._request.settings,
+                    on_progress=self._tell_progress,
+                    before_measuring=self._before_the_measured_steps,
+                )[_SUBJECT]
+                self._keep(result)
+                interrupted = result.interrupted
+            except StepFailed as failure:
+                self._keep(failure.partial[_SUBJECT])
+                raise
+            finally:
+                with interrupts.held():
+                    self._set_evidence(compiled_while_measured=self._compiling.read())
+                    self._read_after()
+        self._keep_updates()
         if self._step.compiled:
-            self._set_evidence(compilation=compile_report())
+            self._set_evidence(compilation=compile_report(self._step.forward_module))
         if interrupted:
             self._stage = "measure" if self._run.samples["step"].count else "warm-up"
             raise KeyboardInterrupt
@@ -198,6 +207,7 @@ class _StepStudy:
             self._set_evidence(precision=precision)
             observation, memory = observe_step(self._step, self._device, self._held_before_bytes)
             self._set_evidence(observation=observation, memory=memory)
+            self._set_evidence(operators=step_operators(self._step, self._device, self._timing))
             if self._step.cuda_graphs:
                 self._note("allocated peaks: tensors of replayed CUDA graphs count as reserved only")
             if self._request.settings.profile and ranges.watched() and self._device.type == "cuda":
@@ -347,6 +357,24 @@ class _StepStudy:
         except Exception as error:  # as above
             self._note(f"no measured ceiling: {one_line(error)}")
 
+    def _before_the_measured_steps(self) -> None:
+        """Read, once, what the readings after the measured steps are held against.
+
+        Warm-up is over, and with it what it compiled. The device idles meanwhile, so NVML is initialised already.
+        """
+        assert self._step is not None and self._compiling is not None
+        self._updates_before = applied_updates(self._step.optimizer)
+        self._compiling.start()
+        self._read_before()
+
+    def _keep_updates(self) -> None:
+        """Whether the optimizer updated the parameters in each of the measured steps."""
+        step, samples = self._step, self._run.samples["step"]
+        if step is None or step.optimizer is None or self._updates_before is None or not samples.count:
+            return
+        found = read_updates(step.optimizer, step.scaler, steps=samples.count, before=self._updates_before)
+        self._set_evidence(updates=found)
+
     def _read_before(self) -> None:
         self._before, self._load = read_gpu(self._device), HostLoad()
 
@@ -373,9 +401,6 @@ class _StepStudy:
 
     def _tell_progress(self, progress: Progress) -> None:
         self._stage = progress.stage
-        if progress.stage == "warm-up" and progress.done >= progress.at_least:
-            # The readings before the measured steps: on a device as busy as they find it, compilation over.
-            self._read_before()
         self._tell(
             Stage(
                 name=progress.stage,
@@ -385,6 +410,7 @@ class _StepStudy:
         )
 
     def _tell(self, stage: Stage) -> None:
+        interrupts.check()
         with contextlib.suppress(OSError):  # a display that is gone, or full, is no concern of the measurement
             self._display(stage)
 
@@ -411,30 +437,3 @@ class _StepStudy:
     def _set_evidence(self, **changes: object) -> None:
         evidence: Evidence = msgspec.structs.replace(self._run.evidence, **changes)
         self._set(evidence=evidence)
-
-
-def _nsys_for(request: StepRequest, device: torch.device) -> Nsys | None:
-    """The Nsight Systems that a trace was asked of, or an InputError before anything is measured."""
-    if "nsys" not in request.trace.tools:
-        return None
-    if ranges.watched():
-        raise InputError("a tool that records NVTX ranges watches this process already: leave out --trace nsys")
-    nsys = require_nsys()
-    if device.type != "cuda" and not ranges.nvtx_available():
-        raise InputError(NO_NVTX)
-    return nsys
-
-
-def limit_memory(device: torch.device, limit_bytes: int | None) -> None:
-    """Let this process allocate no more than this of the GPU's memory."""
-    if limit_bytes is None:
-        return
-    if device.type != "cuda":
-        raise InputError("--memory-limit stands for a smaller GPU; it does not apply to a CPU")
-    total = torch.cuda.get_device_properties(device).total_memory
-    if limit_bytes > total:
-        raise InputError(f"--memory-limit {format_bytes(limit_bytes)} is more than the GPU has ({format_bytes(total)})")
-    try:
-        torch.cuda.set_per_process_memory_fraction(limit_bytes / total, device)
-    except RuntimeError as error:
-        raise DeviceError(f"cannot limit the GPU's memory: {one_line(error)}") from error

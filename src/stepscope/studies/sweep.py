@@ -6,7 +6,8 @@ Killed at any moment, the same sweep resumes: a cell whose run is on disk with a
 import asyncio
 import contextlib
 import fcntl
-import os
+import hashlib
+import itertools
 import signal
 import sys
 import time
@@ -18,25 +19,24 @@ import msgspec
 
 from stepscope.analysis.checks import check_run
 from stepscope.analysis.metrics import summarise
-from stepscope.core.errors import InputError, one_line
+from stepscope.core import interrupts
+from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.run import REPEATED, Failure, Run, Status
 from stepscope.core.run_directory import create_run_directory, load_run, load_runs, save_run
 from stepscope.core.workload import Workload
-from stepscope.studies.cell import CellEvent
+from stepscope.studies.cell_event import CellEvent
+from stepscope.studies.cell_process import CellProcess, kill_marked
 from stepscope.studies.request import StepRequest
 from stepscope.studies.sweep_plan import BROKEN, Cell, CellState, Policy, SweepPlan, SweepState, Tell
 from stepscope.work.transformer import phase_work
 
-INTERRUPT_GRACE_S = 15.0
-"""How long an interrupted cell may take to save what it has."""
-STDERR_KEPT_BYTES = 4 * 1024 * 1024
+INTERRUPT_GRACE_S = 2.0
+"""How long a cell may take to save what it has when the user stops the sweep."""
+TIMEOUT_GRACE_S = 15.0
+"""As long, when its time is over: nobody waits for a prompt."""
 EXIT_GRACE_S = 20.0
 """How long a cell may take to end once its run is on disk."""
-STDERR_FILE = "stderr.txt"
-
-
-CELL_COMMAND = (sys.executable, "-P", "-m", "stepscope.studies.cell")
-"""-P: the current directory is the user's, and may hold a random.py of theirs."""
+LOG_FILE = "log.txt"
 
 
 class SweepInterrupted(KeyboardInterrupt):
@@ -82,48 +82,52 @@ class _Sweep:
         self._out = Path(plan.out)
         self.interrupted = False
         self.state = SweepState(cells=[CellState(cell=cell) for cell in plan.cells], timeout_s=self._policy.timeout_s)
+        self._mark = f"{plan.key}-{hashlib.sha256(bytes(self._out.resolve())).hexdigest()[:12]}."
+        self._processes = itertools.count(1)
+        kill_marked(self._mark)  # left by a start of this very sweep that was killed together with its cell
         self._find_results()
         self._waiting = [cell for cell in self.state.cells if cell.run is None]
 
     async def run(self) -> list[Run]:
         self._tell(self.state)
-        if len(self._plan.devices) > 1 and self._waiting:
-            await self._check_devices()
-        workers = [asyncio.create_task(self._work(device)) for device in self._plan.devices]
+        loop = asyncio.get_running_loop()
+        work = loop.create_task(self._measure_all())
 
         def stop() -> None:
-            for worker in workers:
-                worker.cancel()
+            if not self.interrupted:  # asked again: the cells are saving what they have
+                self.interrupted = True
+                work.cancel()
 
-        def interrupt() -> None:
-            self.interrupted = True
-            stop()
-
-        def stop_all_if_failed(worker: asyncio.Task[None]) -> None:
-            if not worker.cancelled() and worker.exception() is not None:
-                stop()
-
-        for worker in workers:
-            worker.add_done_callback(stop_all_if_failed)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupt)
-        ends = await asyncio.gather(*workers, return_exceptions=True)
-        for end in ends:
-            if isinstance(end, Exception):
-                raise end
+        with interrupts.told(lambda: loop.call_soon_threadsafe(stop)):
+            try:
+                await work
+            except asyncio.CancelledError:
+                if not self.interrupted:
+                    raise
         return [cell.run for cell in self.state.cells if cell.run is not None]
 
+    async def _measure_all(self) -> None:
+        if len(self._plan.devices) > 1 and self._waiting:
+            await self._check_devices()
+        try:
+            async with asyncio.TaskGroup() as workers:
+                for device in self._plan.devices:
+                    workers.create_task(self._work(device))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
     async def _check_devices(self) -> None:
-        process = await asyncio.create_subprocess_exec(
-            *CELL_COMMAND, *self._plan.devices,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-        )  # fmt: skip
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(b"\n")
-        answer = await process.stdout.readline()
-        process.stdin.close()
-        await process.wait()
-        if answer and (error := msgspec.json.decode(answer, type=CellEvent).error):
-            raise InputError(error)
+        process = CellProcess(b"", mark=self.next_mark(), devices=self._plan.devices)
+        try:
+            while (event := await process.events.get()) is not None:
+                if event.error:
+                    raise InputError(event.error)
+        finally:
+            await process.close()
+
+    def next_mark(self) -> str:
+        """What the next process carries in its environment, and all that it starts."""
+        return f"{self._mark}{next(self._processes)}."
 
     def _find_results(self) -> None:
         """Take over the results that an earlier start of this sweep left on disk."""
@@ -151,7 +155,7 @@ class _Sweep:
                 run = self.record(cell.cell, None, "skipped", Failure(message=message, during="plan"))
             else:
                 start = time.monotonic()
-                run = await _CellProcess(self, cell, device).run()
+                run = await _Measured(self, cell, device).run()
                 cell.seconds = time.monotonic() - start
             cell.run, cell.state, cell.stage, cell.detail = run, run.status, "", ""
             self._tell(self.state)
@@ -186,22 +190,12 @@ class _Sweep:
     def timeout_s(self) -> float:
         return self._policy.timeout_s
 
-    def unfinished_directory(self, cell: Cell, since: float) -> Path | None:
-        """The directory that a dead cell's process left, if it got so far."""
-        for directory in self._out.glob(f"*-{cell.workload.key}"):
-            if directory.stat().st_mtime >= since - 1.0:
-                try:
-                    run = load_run(directory)
-                except InputError:
-                    continue
-                if run.status in REPEATED and run.sweep == self._plan.key and run.settings == cell.settings:
-                    return directory
-        return None
-
-    def record(self, cell: Cell, directory: Path | None, status: Status, failure: Failure, stderr: bytes = b"") -> Run:
-        """Save a row for a cell that could not write its own."""
-        if directory is None:
-            directory = create_run_directory(self._out, cell.workload)
+    def record(self, cell: Cell, directory: Path | None, status: Status, failure: Failure, log: str = "") -> Run:
+        """Save a row for a cell that could not write its own, in the directory that it has made, if it has."""
+        run = _run_in(directory)
+        if directory is None or run is None:
+            if directory is None or not directory.is_dir():
+                directory = create_run_directory(self._out, cell.workload)
             run = Run(
                 id=directory.name,
                 created=datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -212,117 +206,118 @@ class _Sweep:
                 settings=cell.settings,
                 work=phase_work(cell.workload),
             )
-        else:
-            run = load_run(directory)
         artifacts = dict(run.artifacts)
-        if stderr:
+        if log:
             with contextlib.suppress(OSError):  # the row matters more than its last words
-                (directory / STDERR_FILE).write_bytes(stderr)
-                artifacts["stderr"] = STDERR_FILE
+                (directory / LOG_FILE).write_text(log)
+                artifacts["log"] = LOG_FILE
         run = msgspec.structs.replace(run, status=status, failure=failure, artifacts=artifacts)
         run = msgspec.structs.replace(run, findings=check_run(run), summary=summarise(run))
         save_run(run, directory)
         return run
 
 
-class _CellProcess:
-    """One cell's process, from its start to a run on disk."""
+def _run_in(directory: Path | None) -> Run | None:
+    """The run in a cell's directory, if one can be read there."""
+    try:
+        return load_run(directory) if directory is not None else None
+    except InputError:
+        return None
+
+
+class _Measured:
+    """One cell's way from its process's start to a run on disk."""
 
     def __init__(self, sweep: _Sweep, cell: CellState, device: str) -> None:
         self._sweep, self._cell, self._device = sweep, cell, device
-        self._stderr = bytearray()
-        self._last: CellEvent | None = None
-        self._since = time.time()
+        self._directory: Path | None = None
+        self._error: CellEvent | None = None
 
     async def run(self) -> Run:
         self._cell.state = "measuring"
         self._sweep.told()
-        process = await asyncio.create_subprocess_exec(
-            *CELL_COMMAND,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C on the terminal reaches the sweep alone, which passes it on
-            env={**os.environ, "KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99")},
-        )  # fmt: skip
-        assert process.stdin is not None
+        request = msgspec.json.encode(self._sweep.request(self._cell.cell, self._device))
+        process = CellProcess(request, mark=self._sweep.next_mark())
+        in_time, stopped = True, False
         try:
-            request = self._sweep.request(self._cell.cell, self._device)
-            process.stdin.write(msgspec.json.encode(request) + b"\n")
-            async with asyncio.timeout(self._sweep.timeout_s):
-                stderr = asyncio.create_task(self._keep_stderr(process))
-                await self._follow(process)
-            async with asyncio.timeout(EXIT_GRACE_S):
-                await stderr
-                await process.wait()
-        except TimeoutError:
-            if self._last and self._last.run_directory:  # all was done, only the process does not end
-                return load_run(Path(self._last.run_directory))
-            await self._interrupt(process)
-            return self._ended("timed-out", f"no end after {self._sweep.timeout_s:.0f} s")
+            try:
+                async with asyncio.timeout(self._sweep.timeout_s):
+                    await self._follow(process)
+            except TimeoutError:
+                in_time = False
+                await process.stop(TIMEOUT_GRACE_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EXIT_GRACE_S if in_time else 0):
+                    await process.dead.wait()
         except asyncio.CancelledError:
-            await self._interrupt(process)
+            await process.stop(INTERRUPT_GRACE_S)
+            stopped = True
             raise
-        except (BrokenPipeError, ConnectionResetError):
-            await process.wait()
         finally:
-            if process.returncode is None:
-                await self._kill(process)
-        return self._result(process.returncode or 0)
+            await process.close()
+            self._hear_the_rest(process)
+            if stopped:
+                self._keep_what_was_stopped(process)
+        if in_time:
+            return self._result(process)
+        return self._ended("timed-out", f"no end after {self._sweep.timeout_s:.0f} s", process.log)
 
-    async def _interrupt(self, process: asyncio.subprocess.Process) -> None:
-        """Let the cell save what it has, as on Ctrl-C; then end it."""
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGINT)
-        try:
-            async with asyncio.timeout(INTERRUPT_GRACE_S):
-                await process.wait()
-        except TimeoutError:
-            await self._kill(process)
+    async def _follow(self, process: CellProcess) -> None:
+        """Listen until the cell has said how it ended, or is dead."""
+        while (event := await process.events.get()) is not None:
+            self._hear(event)
+            if event.finished or event.error:
+                return
 
-    async def _follow(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        async for line in process.stdout:
-            self._last = msgspec.json.decode(line, type=CellEvent)
-            if self._last.stage:
-                self._cell.stage, self._cell.detail = self._last.stage, self._last.detail
-                self._sweep.told()
+    def _hear_the_rest(self, process: CellProcess) -> None:
+        while not process.events.empty():
+            event = process.events.get_nowait()
+            if event is not None:
+                self._hear(event)
 
-    async def _keep_stderr(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stderr is not None
-        while chunk := await process.stderr.read(8192):
-            self._stderr += chunk
-            del self._stderr[:-STDERR_KEPT_BYTES]
+    def _hear(self, event: CellEvent) -> None:
+        if event.directory:
+            self._directory = Path(event.directory)
+        if event.error:
+            self._error = event
+        if event.stage:
+            self._cell.stage, self._cell.detail = event.stage, event.detail
+            self._sweep.told()
 
-    async def _kill(self, process: asyncio.subprocess.Process) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+    def _keep_what_was_stopped(self, process: CellProcess) -> None:
+        """A cell that was killed before it could say so is said to be interrupted; one that saved nothing is no run."""
+        with contextlib.suppress(OSError, StepscopeError):
+            run = _run_in(self._directory)
+            if run is not None and run.status == "unfinished":
+                self._ended("interrupted", "interrupted by the user", process.log)
+            elif run is None and self._directory is not None:
+                self._directory.rmdir()
 
-    def _result(self, code: int) -> Run:
-        last = self._last
-        if last and last.run_directory:
-            return load_run(Path(last.run_directory))
-        if last and last.error:
-            if last.stderr_matters:
-                sys.stderr.write(bytes(self._stderr).decode(errors="replace"))
-            if last.error_for_all:
-                raise InputError(last.error)
-            return self._sweep.record(self._cell.cell, None, "failed", Failure(message=last.error, during="refused"))
-        if code < 0:
-            name = signal.Signals(-code).name
-            hint = " (the system's out-of-memory killer does this)" if -code == signal.SIGKILL else ""
-            return self._ended("killed", f"the process was killed by {name}{hint}")
-        lines = bytes(self._stderr).decode(errors="replace").strip().splitlines() or ["no word"]
+    def _result(self, process: CellProcess) -> Run:
+        if self._error and self._error.error:
+            if self._error.log_matters:
+                sys.stderr.write(process.log)
+            if self._error.error_for_all:
+                raise InputError(self._error.error)
+            return self._ended("failed", self._error.error, during="refused")
+        code = process.code
+        if code is None:
+            return self._ended("killed", "the process could not be killed", process.log)
+        ending = -code if code < 0 else code - 128 if code - 128 in interrupts.SIGNALS else 0
+        if ending:
+            name = signal.Signals(ending).name
+            hint = " (the system's out-of-memory killer does this)" if ending == signal.SIGKILL else ""
+            return self._ended("killed", f"the process was killed by {name}{hint}", process.log)
+        lines = process.log.strip().splitlines() or ["no word"]
         telling = [line for line in lines if "error" in line.lower()] or lines
-        return self._ended("failed", f"the process ended with code {code}: {one_line(Exception(telling[-1]))}")
+        message = f"the process ended with code {code}: {one_line(Exception(telling[-1]))}"
+        return self._ended("failed", message, process.log)
 
-    def _ended(self, status: Status, message: str) -> Run:
-        during = " ".join(part for part in (self._cell.stage or "start", self._cell.detail) if part)
-        return self._sweep.record(
-            self._cell.cell,
-            self._sweep.unfinished_directory(self._cell.cell, self._since),
-            status,
-            Failure(message=message, during=during),
-            bytes(self._stderr),
-        )
+    def _ended(self, status: Status, message: str, log: str = "", during: str | None = None) -> Run:
+        """The run that the cell saved, if it is a result, whatever came after; else a row that says how it ended."""
+        run = _run_in(self._directory)
+        if run is not None and run.status not in REPEATED:
+            return run
+        during = during or " ".join(part for part in (self._cell.stage or "start", self._cell.detail) if part)
+        failure = Failure(message=message, during=during)
+        return self._sweep.record(self._cell.cell, self._directory, status, failure, log)

@@ -1,0 +1,21 @@
+"""The study of autocast with the user's own module, which runs with the user's rights in a process of its own."""
+
+from stepscope.core.experiment import Experiment, decode_experiment, encode_experiment
+from stepscope.studies.own_code import answer_apart, ask_apart
+
+
+def autocast_of_own(module: str, dtype: str, device: str) -> Experiment:
+    """What `study_autocast` answers of a module that is named `package.module:factory`."""
+    what = f"--module {module}"
+    return decode_experiment(ask_apart(__name__, module, dtype, device, what=what), what)
+
+
+def main(module: str, dtype: str, device: str) -> str:
+    """The answer as JSON, for `autocast_of_own`."""
+    from stepscope.numerics.autocast import study_autocast  # noqa: PLC0415  (torch: only the child needs it)
+
+    return encode_experiment(study_autocast(own=module, dtype=dtype, device=device))
+
+
+if __name__ == "__main__":
+    answer_apart(main)
