@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # Tests side by side, a file to a process; several files start and kill measurements of their own.
 WORKERS ?= 2
 
-.PHONY: run test lint nsys clean
+.PHONY: run test lint hostile mutants nsys clean
 
 run: $(INSTALLED)  ## Measure one training step here, and show it.
 	$(BIN)/stepscope run --tag first
@@ -14,10 +14,19 @@ run: $(INSTALLED)  ## Measure one training step here, and show it.
 test: lint  ## Lint, types and tests.
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile
 
+hostile: $(INSTALLED)  ## The long campaigns: kills, signals, directories that vanish, damaged files. An hour on two cores.
+	$(BIN)/python -m tests.hostile.signals --out results/cpu/hostile/signals.json
+	$(BIN)/python -m tests.hostile.churn --out results/cpu/hostile/churn.json
+	$(BIN)/python -m tests.hostile.kills --out results/cpu/hostile/kills.json
+	$(BIN)/python -m tests.hostile.inputs --out results/cpu/hostile/inputs.json
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
+
+mutants: $(INSTALLED)  ## Put faults into the source one by one: do the tests see each? Up to half an hour.
+	$(BIN)/python -m tests.mutation.run --out results/cpu/mutation
 
 nsys:  ## Get Nsight Systems for this Debian machine; the tests marked nsys then run.
 	scripts/install-nsys

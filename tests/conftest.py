@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck
+from hypothesis import HealthCheck, Phase
 from hypothesis import settings as hypothesis_settings
 
 from stepscope.core.environment import Environment
@@ -25,8 +25,18 @@ if not Path("/dev/nvidiactl").exists():
     # Without a GPU Triton's kernels run in its interpreter. Triton reads this when imported, which PyTorch may do.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Where a CPU multiplies in fp16 itself, oneDNN packs copies of operands, which are no tensors of the step: on such a
+# machine alone a step in fp16 takes more memory than is predicted. Read when torch is imported; for children too.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
 # On a busy machine examples are slow to come, and slow to run: no fault of what is tested.
 hypothesis_settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+# Where it is enough to know that there is a counterexample, minutes are saved by not looking for the smallest.
+hypothesis_settings.register_profile(
+    "any-counterexample",
+    parent=hypothesis_settings.get_profile("busy"),
+    phases=[Phase.explicit, Phase.generate, Phase.target],
+)
 hypothesis_settings.load_profile("busy")
 
 

@@ -1,0 +1,355 @@
+"""Faults that the tests must see: one small change of the source each, and the tests that stand beside it.
+
+An old text stands exactly once in its file (`tests/test_mutants.py` sees to it). Where a line changes, its mutant
+changes with it: the fault is what matters, not the text.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """One fault: `new` in place of `old` in a file below src/stepscope."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    falsifies: str
+    """What would be wrong, as a user of the tool would say it."""
+    tests: tuple[str, ...]
+    """Files below tests/, the likeliest to see it first; of a file whose other tests have time limits, single tests: a
+    busy machine would be taken for a test that saw the fault."""
+
+
+MUTANTS = (
+    # Statistics and the timer.
+    Mutant(
+        name="median of an even number",
+        file="core/samples.py",
+        old="return statistics.median(self.values_s) if",
+        new="return statistics.median_high(self.values_s) if",
+        falsifies="every median of an even number of steps is the upper of the middle two",
+        tests=("test_samples.py",),
+    ),
+    Mutant(
+        name="phases of one name overwrite each other",
+        file="measure/timer.py",
+        old="phases_s[phase.name] = phases_s.get(phase.name, 0.0) + device",
+        new="phases_s[phase.name] = device",
+        falsifies="with accumulation, forward and backward are those of the last micro-batch",
+        tests=("test_timer.py",),
+    ),
+    Mutant(
+        name="the step ends before its device",
+        file="measure/timer.py",
+        old="issued_ns = clock.now_ns()\n            device.synchronize()\n",
+        new="issued_ns = clock.now_ns()\n",
+        falsifies="a step on a GPU takes as long as its launches",
+        tests=("test_timer.py",),
+    ),
+    # Workloads, units, metrics.
+    Mutant(
+        name="later fields are left out of digests",
+        file="core/workload.py",
+        old="if name not in _LATER or value != _LATER[name]",
+        new="if name not in _LATER",
+        falsifies="cells that differ in accumulation or checkpointing are one experiment",
+        tests=("test_workload.py",),
+    ),
+    Mutant(
+        name="GB is GiB",
+        file="core/units.py",
+        old='"gb": 10**9',
+        new='"gb": GIB',
+        falsifies="a limit of 80 GB is 7 % larger than asked for",
+        tests=("test_units.py",),
+    ),
+    Mutant(
+        name="tokens of a micro-batch",
+        file="analysis/metrics.py",
+        old="return run.workload.tokens / step_s",
+        new="return run.workload.micro_batch_size * run.workload.seq_len / step_s",
+        falsifies="tokens per second fall with accumulation",
+        tests=("test_metrics.py", "test_tables.py"),
+    ),
+    Mutant(
+        name="the peak of another dtype",
+        file="analysis/metrics.py",
+        old="run.device_spec.peak_for(run.workload.dtype)",
+        new='run.device_spec.peak_for("bf16")',
+        falsifies="MFU of an fp32 step is against the peak of bf16",
+        tests=("test_metrics.py", "test_mistakes.py"),
+    ),
+    # FLOPs and bytes.
+    Mutant(
+        name="causal attention is the full square",
+        file="work/transformer.py",
+        old="        attention //= 2\n",
+        new="        attention //= 1\n",
+        falsifies="MFU of causal attention is too high",
+        tests=("test_work.py",),
+    ),
+    Mutant(
+        name="backward is one forward",
+        file="work/transformer.py",
+        old="Work(flops=2 * forward, ",
+        new="Work(flops=forward, ",
+        falsifies="a step has two thirds of its model FLOPs",
+        tests=("test_work.py",),
+    ),
+    Mutant(
+        name="fused backward has four products",
+        file="work/operations.py",
+        old="3 * sizes.head_dim + 2 * sizes.value_dim",
+        new="2 * sizes.head_dim + 2 * sizes.value_dim",
+        falsifies="rates of fused attention's backward are a fifth too low",
+        tests=("test_operator_work.py",),
+    ),
+    Mutant(
+        name="only reads are bytes moved",
+        file="core/work.py",
+        old="return _sum(self.bytes_read, self.bytes_written)",
+        new="return self.bytes_read",
+        falsifies="operators bound by memory lie far below their roof",
+        tests=("test_work.py", "test_roofline.py"),
+    ),
+    # Captures.
+    Mutant(
+        name="launches joined without the process",
+        file="trace/launches.py",
+        old="return number * 2**44 + ",
+        new="return number * 0 + ",
+        falsifies="kernels of one rank are launched by another (row 12 of docs/measuring.md)",
+        tests=("test_attribution.py",),
+    ),
+    Mutant(
+        name="any thread's phase before one's own",
+        file="analysis/attribution.py",
+        old='pl.coalesce("own", "anywhere")',
+        new='pl.coalesce("anywhere", "own")',
+        falsifies="two threads in different phases take each other's kernels",
+        tests=("test_attribution.py",),
+    ),
+    Mutant(
+        name="the outermost operator makes the node",
+        file="analysis/attribution.py",
+        old='.agg(pl.col("forward_ns").max())',
+        new='.agg(pl.col("forward_ns").min())',
+        falsifies="backward work is given to another module",
+        tests=("test_attribution.py",),
+    ),
+    Mutant(
+        name="PyTorch's FlashAttention is unknown",
+        file="analysis/family_rules.py",
+        old='r"(?:^|::|_)(?:flash_(?:fwd|bwd)|fmha_|',
+        new='r"(?:^|::|_)(?:fmha_|',
+        falsifies="fused attention is no attention",
+        tests=("test_families.py",),
+    ),
+    Mutant(
+        name="fp32 on CUDA cores is TF32",
+        file="analysis/kernel_names/decoding.py",
+        old='return decoded.input_dtype == "tf32"',
+        new='return decoded.input_dtype in ("tf32", "fp32")',
+        falsifies="a true fp32 step is reported as TF32",
+        tests=("test_kernel_names.py",),
+    ),
+    Mutant(
+        name="gaps of one stream",
+        file="analysis/occupation.py",
+        old="    reached = end_ns.cum_max()\n",
+        new="    reached = end_ns\n",
+        falsifies="a device that works on another stream stands idle",
+        tests=("test_occupation.py",),
+    ),
+    Mutant(
+        name="the datasheet before what was measured",
+        file="analysis/peaks.py",
+        old="rates |= measured",
+        new="rates = measured | rates",
+        falsifies="the roofline is against a rate that the device never reaches",
+        tests=("test_roofline.py",),
+    ),
+    # Memory.
+    Mutant(
+        name="large blocks are split to 512 bytes",
+        file="memory/prediction/caching_allocator.py",
+        old="return rest >= SMALLEST if small else rest > SMALL_REQUEST",
+        new="return rest >= SMALLEST",
+        falsifies="a predicted peak is below the real one",
+        tests=("test_prediction_allocator.py",),
+    ),
+    Mutant(
+        name="no merging with what follows",
+        file="memory/replay.py",
+        old="if address in free_to or end in free_from:",
+        new="if address in free_to:",
+        falsifies="a snapshot's history contradicts itself",
+        tests=("test_snapshot_replay.py",),
+    ),
+    Mutant(
+        name="saved tensors of all micro-batches",
+        file="measure/observe.py",
+        old="            saved_storages.clear()  #",
+        new="            #",
+        falsifies="what accumulation saves for backward is that of the whole batch",
+        tests=("test_training_step.py",),
+    ),
+    Mutant(
+        name="parameters are saved for backward",
+        file="measure/observe.py",
+        old="if storage.data_ptr() not in owned:",
+        new="if storage.data_ptr() not in ():",
+        falsifies="memory that is there anyway counts as kept for backward",
+        tests=("test_training_step.py",),
+    ),
+    # The model and its step.
+    Mutant(
+        name="rotary base",
+        file="models/transformer.py",
+        old="ROPE_BASE = 10_000.0",
+        new="ROPE_BASE = 1_000.0",
+        falsifies="the reference is no model of the Llama family",
+        tests=("test_transformer.py",),
+    ),
+    Mutant(
+        name="rotation the other way",
+        file="models/transformer.py",
+        old="torch.cat([-second, first], dim=-1)",
+        new="torch.cat([second, -first], dim=-1)",
+        falsifies="weights of other implementations do not fit",
+        tests=("test_transformer.py",),
+    ),
+    Mutant(
+        name="deviation of fresh weights",
+        file="models/transformer.py",
+        old="(2 / (module.in_features + module.out_features)) ** 0.5",
+        new="(1 / module.in_features) ** 0.5",
+        falsifies="training begins elsewhere than is documented",
+        tests=("test_transformer.py",),
+    ),
+    Mutant(
+        name="torch.compile's mode",
+        file="models/training_step.py",
+        old='torch.compile(module, mode=None if mode == "default" else mode)',
+        new="torch.compile(module, mode=None)",
+        falsifies="all modes of compilation are timed as the default one",
+        tests=("test_training_step.py",),
+    ),
+    Mutant(
+        name="gradients of the sum of micro-batches",
+        file="models/training_step.py",
+        old="share = self.loss / self.workload.accumulation if",
+        new="share = self.loss if",
+        falsifies="accumulation trains with another learning rate",
+        tests=("test_training_step.py",),
+    ),
+    Mutant(
+        name="one batch over and over",
+        file="models/training_step.py",
+        old="self._next_batch = (self._next_batch + 1) % len(self.batches)",
+        new="self._next_batch = 0",
+        falsifies="every step runs on data that the caches hold (row 19)",
+        tests=("test_training_step.py", "test_mistakes.py"),
+    ),
+    Mutant(
+        name="second moment's bias",
+        file="models/optimizer.py",
+        old='square.div_(1 - beta2 ** state["step"])',
+        new="square.div_(1 - beta2)",
+        falsifies="after its first step AdamW moves by a fraction",
+        tests=("test_optimizer.py",),
+    ),
+    Mutant(
+        name="weight decay",
+        file="models/optimizer.py",
+        old='parameter.mul_(1 - lr * group["weight_decay"])',
+        new='parameter.mul_(1 - lr * lr * group["weight_decay"])',
+        falsifies="AdamW is Adam",
+        tests=("test_optimizer.py",),
+    ),
+    Mutant(
+        name="epsilon under the root",
+        file="models/optimizer.py",
+        old='.sqrt_().add_(group["eps"])',
+        new='.add_(group["eps"]).sqrt_()',
+        falsifies="parameters with small gradients hardly move",
+        tests=("test_optimizer.py",),
+    ),
+    # Precision.
+    Mutant(
+        name="a scale that remembers steps before it backed off",
+        file="numerics/loss_scaling.py",
+        old="            self.steps_since_change = 0\n            return\n",
+        new="            return\n",
+        falsifies="the loss scale grows too early after an overflow",
+        tests=("test_numerics_loss_scaling.py",),
+    ),
+    Mutant(
+        name="ties round up",
+        file="core/float_format.py",
+        old="rounded = round(exact / unit) * unit",
+        new="rounded = math.floor(exact / unit + Fraction(1, 2)) * unit",
+        falsifies="rounding has a bias",
+        tests=("test_numerics_formats.py",),
+    ),
+    # What the device can do, and what it says.
+    Mutant(
+        name="the worst product is the ceiling",
+        file="measure/ceilings.py",
+        old="best = max(rates, key=",
+        new="best = min(rates, key=",
+        falsifies="MFU against the measured ceiling is too high",
+        tests=("test_ceilings.py",),
+    ),
+    Mutant(
+        name="half the rate of a product",
+        file="measure/ceilings.py",
+        old="rate=work.flops / median_s",
+        new="rate=work.flops / 2 / median_s",
+        falsifies="MFU against the measured ceiling is twice what it is",
+        tests=("test_ceilings.py",),
+    ),
+    Mutant(
+        name="NVML's power in watts",
+        file="measure/nvml.py",
+        old="power_w=None if power is None else power / 1000",
+        new="power_w=power",
+        falsifies="a GPU takes 345,678 W",
+        tests=("test_nvml.py",),
+    ),
+    Mutant(
+        name="NVML's violation time in microseconds",
+        file="measure/nvml.py",
+        old="status.violationTime * 1e-9",
+        new="status.violationTime * 1e-6",
+        falsifies="a power cap of a millisecond held the clocks down for a second",
+        tests=("test_nvml.py",),
+    ),
+    # Judgement, and what is on disk.
+    Mutant(
+        name="a timer may stop at half of the work",
+        file="analysis/checks/timing.py",
+        old="total > 1.05 * whole + 50e-6",
+        new="total > 2.05 * whole + 50e-6",
+        falsifies="a timer that did not wait for the device is believed (row 1)",
+        tests=("test_mistakes.py",),
+    ),
+    Mutant(
+        name="a sweep takes over the runs of another",
+        file="studies/sweep.py",
+        old="if run.sweep != self._plan.key or run.status in again:",
+        new="if run.status in again:",
+        falsifies="cells measured under another memory limit are this sweep's results",
+        tests=("test_sweep.py::test_the_run_of_another_sweep_is_no_result_of_this_one",),
+    ),
+    Mutant(
+        name="a sweep takes over runs of other settings",
+        file="studies/sweep.py",
+        old=" and cell.cell.settings == run.settings:\n                    cell.run",
+        new=":\n                    cell.run",
+        falsifies="a cell of five steps stands for one of thirty",
+        tests=("test_sweep.py::test_settings_are_part_of_a_cell_that_is_taken_over",),
+    ),
+)

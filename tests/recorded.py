@@ -1,0 +1,92 @@
+"""Run the suite and keep what it said: on which machine, with which versions and settings, and which tests failed.
+
+    python tests/recorded.py --out results/h200/tests/suite.json -- -n 14 --dist worksteal
+    python tests/recorded.py --out results/cpu/tests/avx2-1.json --capability avx2 --threads 1 -- -n 2 --dist loadfile
+
+What follows `--` goes to pytest. `--limit` seconds interrupt it, and what it has done by then is kept. A capability
+limits PyTorch's vector instructions, and those of MKL and oneDNN under it, so that a machine shows what an older one
+would. Exit code: pytest's.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import torch
+
+from stepscope.measure.environment import read_environment
+
+CAPABILITIES = {
+    "default": {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "avx512": {"ATEN_CPU_CAPABILITY": "avx512"},
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--capability", choices=CAPABILITIES)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--limit", type=float)
+    parser.add_argument("pytest", nargs="*", help="what pytest is given")
+    given = parser.parse_args()
+    settings = dict(CAPABILITIES.get(given.capability, {}))
+    if given.threads is not None:
+        settings["OMP_NUM_THREADS"] = str(given.threads)
+    environment = read_environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory) / "report.xml"
+        start = time.monotonic()
+        suite = subprocess.Popen(
+            [sys.executable, "-m", "pytest", f"--junitxml={report}", *given.pytest], env={**os.environ, **settings}
+        )
+        try:
+            suite.wait(given.limit)
+        except subprocess.TimeoutExpired:
+            suite.send_signal(signal.SIGINT)
+            suite.wait()
+        seconds = time.monotonic() - start
+        cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+    outcomes = [(_name(case), *_outcome(case)) for case in cases]
+    reasons = [why for _, outcome, why in outcomes if outcome == "skipped"]
+    found = {
+        "kind": "stepscope-tests", "version": 1,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "environment": msgspec.to_builtins(environment),
+        "settings": settings, "pytest": given.pytest, "exit_code": suite.returncode, "seconds": round(seconds, 1),
+        **{kind: sum(outcome == kind for _, outcome, _ in outcomes) for kind in ("passed", "failed", "skipped")},
+        "skipped_because": {why: reasons.count(why) for why in sorted(set(reasons))},
+        "failures": [{"test": name, "message": why} for name, outcome, why in outcomes if outcome == "failed"],
+        "slowest": sorted(((round(float(case.get("time", 0)), 1), _name(case)) for case in cases), reverse=True)[:10],
+    }  # fmt: skip
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"{found['passed']} passed, {found['failed']} failed, {found['skipped']} skipped in {seconds:.0f} s")
+    return suite.returncode
+
+
+def _name(case: ElementTree.Element) -> str:
+    return f"{case.get('classname')}::{case.get('name')}"
+
+
+def _outcome(case: ElementTree.Element) -> tuple[str, str]:
+    """passed, failed or skipped, and why."""
+    for kind, outcome in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
+        found = case.find(kind)
+        if found is not None:
+            return outcome, str(found.get("message", ""))[:500]
+    return "passed", ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
