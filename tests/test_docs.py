@@ -18,7 +18,10 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?<=```console\n)\$ (?P<command>.+?)\n(?P<output>.*?)(?=```)", re.DOTALL)
 READS_AGAIN = {"make run": "stepscope show results/cpu/first"}
-BENCHMARKS = ("benchmarks/overhead.py", "benchmarks/trace.py", "benchmarks/snapshot.py", "benchmarks/attention.py")
+BENCHMARKS = (
+    "benchmarks/overhead.py", "benchmarks/trace.py", "benchmarks/snapshot.py", "benchmarks/attention.py",
+    "benchmarks/coverage.py",
+)  # fmt: skip
 STUDIES_OF_ARITHMETIC = ("formats", "accumulation")
 VERBS = ("table", "show", "ls", "models", "kernel", "trace", "memory", "fit")
 
