@@ -132,6 +132,46 @@ def test_an_interrupt_during_an_import_ends_the_process_or_waits_for_the_import_
     assert (later.returncode, later.stdout, later.stderr) == (143, "imported\nkept\n", "")
 
 
+def test_what_follows_at_once_is_the_same_request_and_a_later_one_ends_the_process():
+    done = in_a_process(
+        """
+        import time
+        with interrupts.raising():
+            try:
+                send()
+                time.sleep(10)
+            except KeyboardInterrupt:
+                send()
+                time.sleep(0)
+                print("told what was measured", flush=True)
+                time.sleep(0.6)
+                send()
+                time.sleep(10)
+        """
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "told what was measured\n", "stepscope: interrupted\n")
+
+
+def test_a_signal_after_the_last_line_changes_neither_the_code_nor_the_words():
+    """Python restores the system's answers while it takes itself down, and runs finalisers after that."""
+    done = in_a_process(
+        """
+        class Late:
+            def __del__(self, send=send):
+                send()
+        late = Late()
+        with interrupts.told(lambda: None):
+            send()
+        interrupts.leaving()
+        print("the last line", flush=True)
+        sys.modules["kept until the end"] = late
+        sys.exit(interrupts.exit_code(0))
+        """,
+        sent=signal.SIGTERM,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (143, "the last line\n", "")
+
+
 def test_a_notebook_keeps_pythons_own_ctrl_c():
     """measure_step holds Ctrl-C back while it saves, and gives it back."""
     code = (

@@ -79,8 +79,9 @@ made = []
 for i in itertools.count():
     made.append(os.path.join(place, f"20260101T000000.{i:09}-tiny"))
     os.makedirs(made[-1])
-    with open(os.path.join(made[-1], "run.json"), "wb") as file:
+    with open(os.path.join(made[-1], "part"), "wb") as file:
         file.write(data)
+    os.rename(os.path.join(made[-1], "part"), os.path.join(made[-1], "run.json"))  # as save_run does
     if len(made) > directories:
         shutil.rmtree(made.pop(0))
 """

@@ -159,6 +159,7 @@ def _memory_limit() -> str:
 
 
 def _leave(message: str, code: int) -> NoReturn:
+    interrupts.leaving()
     with contextlib.suppress(OSError):  # whoever reads stderr may have gone
         print(f"stepscope: {message_line(message)}", file=sys.stderr)
     sys.exit(interrupts.exit_code(code))

@@ -2,25 +2,31 @@
 
 - At first, and while nothing is kept: the process ends at once, with one line. No exception is raised, since during
   imports there is C++ on the stack that aborts on it or forgets it.
-- `raising()`, inside a verb: the first raises KeyboardInterrupt, a second ends the process at once.
+- `raising()`, inside a verb: the first raises KeyboardInterrupt, a second ends the process at once. What comes within
+  half a second of the first is the same request: a key that is held down, a terminal and a supervisor that both send.
 - `keeping()`, while something is measured that must not be lost: the first raises KeyboardInterrupt, more do nothing.
 - `held()`, while it is written: nothing happens now; `check()` raises later.
 - `told()`, in a loop of events: a callback is called.
+- `leaving()`, once the last line is said: a second ends the process at once, without another line.
 
-While Python takes itself down at the end, nothing is left to save, and the system's own answer stands: the process dies
-of the signal, which a shell shows as the same code.
+While Python takes itself down at the end, nothing is left to save. After a signal more do nothing there, so that the
+exit code stands; the first one then gets the system's own answer: the process dies of it, which a shell shows as the
+same code.
 """
 
 # Built in: `signal` itself takes ten milliseconds to import, in which Ctrl-C would print a traceback.
 import _signal  # pyright: ignore[reportMissingImports]
+import atexit
 import os
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
 SIGNALS = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
 _AGAIN_S = 0.05
 """How long until a KeyboardInterrupt that could not be raised, or got lost, is tried again."""
+_SAME_REQUEST_S = 0.5
 _SHOW_CURSOR = b"\x1b[?25h"
 
 Reaction = Callable[[int, FrameType | None], None]
@@ -30,6 +36,7 @@ class _State:
     def __init__(self) -> None:
         self.received: int | None = None
         """The first signal that came."""
+        self.received_at_s = 0.0
         self.raised = False
         """Whether it was raised, as far as is known, or told."""
         self.reaction: Reaction = _end
@@ -43,6 +50,7 @@ def install(*, even_if_ignored: bool = False) -> None:
     if sys.unraisablehook is not _raise_what_was_lost:
         sys.unraisablehook = _raise_what_was_lost
         os.register_at_fork(after_in_child=_forget)
+        atexit.register(_ignore_more)  # the first to be registered, so the last to run
 
 
 def received() -> int | None:
@@ -137,9 +145,14 @@ def expected() -> _Expected:
     return _Expected()
 
 
+def leaving() -> None:
+    """From now on a signal ends the process at once and in silence: its last line has been said."""
+    _state.reaction = _end_silently
+
+
 def _handle(number: int, frame: FrameType | None) -> None:
     if _state.received is None:
-        _state.received = number
+        _state.received, _state.received_at_s = number, time.monotonic()
     _state.reaction(number, frame)
 
 
@@ -151,11 +164,16 @@ def _end(number: int, _frame: FrameType | None) -> None:
         os.write(2, b"stepscope: interrupted\n")
     except OSError:  # the terminal may have gone
         pass
+    _end_silently(number, None)
+
+
+def _end_silently(number: int, _frame: FrameType | None) -> None:
     os._exit(128 + (_state.received or number))
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    if _state.raised or _importing(frame):
+    again = _state.raised and time.monotonic() > _state.received_at_s + _SAME_REQUEST_S
+    if again or (_importing(frame) and not _state.raised):
         _end(number, frame)
     _raise_once(number, frame)
 
@@ -200,6 +218,13 @@ def _raise_what_was_lost(unraisable: "sys.UnraisableHookArgs") -> None:
         _try_again_soon()
         return
     sys.__unraisablehook__(unraisable)
+
+
+def _ignore_more() -> None:
+    if _state.received is not None:
+        for number in SIGNALS:
+            if _signal.getsignal(number) is _handle:
+                _signal.signal(number, _signal.SIG_IGN)
 
 
 def _forget() -> None:
