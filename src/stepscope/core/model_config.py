@@ -6,7 +6,10 @@ from typing import Any
 import msgspec
 
 from stepscope.core.errors import InputError, choose
+from stepscope.core.identity import identity_of
 
+_FIRST_FIELDS = ("name", "d_model", "d_ff", "layers", "heads", "vocabulary")
+"""The fields that every digest has, see core/identity.py. Do not add to it."""
 LARGEST = 2**40
 """More tokens than this in a step, or a larger seed, is a slip of the pen."""
 
@@ -50,6 +53,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def head_dim(self) -> int:
         return self.d_model // self.heads
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What digests are made of."""
+        return identity_of(self, _FIRST_FIELDS)
 
     @property
     def sizes(self) -> dict[str, int]:

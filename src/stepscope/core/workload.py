@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import msgspec
 
 from stepscope.core.errors import InputError, choose
+from stepscope.core.identity import identity_of
 from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
 
 Dtype = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure"]
@@ -43,8 +44,10 @@ ATTENTIONS: tuple[str, ...] = get_args(Attention)
 COMPILES: tuple[str, ...] = get_args(Compile)
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 
-_LATER: dict[str, object] = {"checkpointing": "none", "accumulation": 1}
-"""Fields that came after the first results were stored: digests leave them out while they have these values."""
+_FIRST_FIELDS = (
+    "model", "batch_size", "seq_len", "dtype", "phase", "attention", "compile", "optimizer", "seed",
+)  # fmt: skip
+"""The fields that every digest has, see core/identity.py. Do not add to it."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,11 +105,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def identity(self) -> dict[str, object]:
-        """What digests are made of: every field, but for later ones at their defaults, so that keys of stored runs
-        stay what they were.
-        """
-        fields = msgspec.structs.asdict(self)
-        return {name: value for name, value in fields.items() if name not in _LATER or value != _LATER[name]}
+        """What digests are made of: the fields of the workload and of its model."""
+        return {**identity_of(self, _FIRST_FIELDS), "model": self.model.identity}
 
     @property
     def tokens(self) -> int:
