@@ -16,15 +16,16 @@ In fp32 this is 10 r + 4 f + 2 ss elements a block, or 10 r + 4 f + B H S with f
 sum under autocast too.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from stepscope.core.attention_support import WRITTEN_OUT, predicted_attention
 from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.paper import Parameter, Storage, Tape, Tensor, passes, passes_twice
+from stepscope.work.transformer import Shapes, block_shapes, shapes_outside_blocks
 
 _CAST = CATEGORIES.index("cast copies")
 
@@ -51,16 +52,8 @@ def item_sizes(workload: Workload, device_type: str) -> ItemSizes:
     return ItemSizes(parameters=size, residual=size, products=size, exponentials=size)
 
 
-class BlockParameters(NamedTuple):
-    attention_norm: Parameter
-    query: Parameter
-    key: Parameter
-    value: Parameter
-    output: Parameter
-    feed_forward_norm: Parameter
-    gate: Parameter
-    up: Parameter
-    down: Parameter
+BlockParameters = dict[str, Parameter]
+"""By the name inside the block, without `.weight`."""
 
 
 class PaperModel:
@@ -80,36 +73,23 @@ class PaperModel:
         """Of attention: one for each query of each head."""
         self.scores = self.rows * workload.seq_len
         self.parameters: list[Parameter] = []
-        self.embedding_weight = self._parameter("embedding.weight", config.vocabulary * self.d_model)
+        shapes = shapes_outside_blocks(config)
+        self.embedding_weight = self._parameter("embedding.weight", shapes)
         self.blocks = [self._block(i) for i in range(config.layers)]
-        self.norm_weight = self._parameter("norm.weight", self.d_model)
-        self.head_weight = self._parameter("head.weight", config.vocabulary * self.d_model)
+        self.norm_weight = self._parameter("norm.weight", shapes)
+        self.head_weight = self._parameter("head.weight", shapes)
         self._casts: dict[str, Tensor] = {}
         """Autocast's copies of weights, kept until it ends."""
         self._cast_alike: list[Storage] = []
 
-    def _parameter(self, name: str, elements: int) -> Parameter:
-        parameter = Parameter(name, elements, self.sizes.parameters)
+    def _parameter(self, name: str, shapes: Shapes, prefix: str = "") -> Parameter:
+        parameter = Parameter(prefix + name, math.prod(shapes[name]), self.sizes.parameters)
         self.parameters.append(parameter)
         return parameter
 
     def _block(self, index: int) -> BlockParameters:
-        square, wide = self.d_model * self.d_model, self.d_model * self.d_ff
-
-        def parameter(name: str, elements: int) -> Parameter:
-            return self._parameter(f"blocks.{index}.{name}", elements)
-
-        return BlockParameters(
-            attention_norm=parameter("attention_norm.weight", self.d_model),
-            query=parameter("attention.query.weight", square),
-            key=parameter("attention.key.weight", square),
-            value=parameter("attention.value.weight", square),
-            output=parameter("attention.output.weight", square),
-            feed_forward_norm=parameter("feed_forward_norm.weight", self.d_model),
-            gate=parameter("feed_forward.gate.weight", wide),
-            up=parameter("feed_forward.up.weight", wide),
-            down=parameter("feed_forward.down.weight", wide),
-        )
+        shapes = block_shapes(self.workload.model)
+        return {name.removesuffix(".weight"): self._parameter(name, shapes, f"blocks.{index}.") for name in shapes}
 
     # ---- what a step calls
 
@@ -125,8 +105,8 @@ class PaperModel:
         return tape.op("Embedding", self.tokens * self.d_model, self.sizes.residual, [weight], backward=backward)
 
     def block(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
-        x = self._branch(tape, x, block.attention_norm, partial(self._attention, block=block))
-        return self._branch(tape, x, block.feed_forward_norm, partial(self._feed_forward, block=block))
+        x = self._branch(tape, x, block["attention_norm"], partial(self._attention, block=block))
+        return self._branch(tape, x, block["feed_forward_norm"], partial(self._feed_forward, block=block))
 
     def _branch(self, tape: Tape, x: Tensor, weight: Parameter, module: "Callable[[Tape, Tensor], Tensor]") -> Tensor:
         """x + module(norm(x)). A module's input lives until the module has returned, beyond all that is made in it."""
@@ -168,7 +148,7 @@ class PaperModel:
         self._cast_alike += [storage for i, storage in left if i == _CAST]
         if not tape.recording:
             return x
-        parameters = [parameter for block in group for parameter in block]
+        parameters = [parameter for block in group for parameter in block.values()]
         saved = [storage for i, storage in left if i != _CAST or self.workload.checkpointing == "none"]
 
         def backward(tape: Tape, gradient: Storage) -> Sequence[Storage | None]:
@@ -291,9 +271,9 @@ class PaperModel:
         return tape.storage(self.workload.seq_len * self.workload.model.head_dim * self.sizes.products)
 
     def _attention(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
-        q = self._rotated(tape, x, block.query)
-        k = self._rotated(tape, x, block.key)
-        v = self._project(tape, x, block.value)
+        q = self._rotated(tape, x, block["attention.query"])
+        k = self._rotated(tape, x, block["attention.key"])
+        v = self._project(tape, x, block["attention.value"])
         if self.attention in ("reference", "unsafe"):
             out = self._written_out(tape, q, k, v)
         elif self.attention == "sdpa-math":
@@ -302,7 +282,7 @@ class PaperModel:
             out = self._fused(tape, q, k, v)
         # Heads stand before positions where attention is made of products: to stand beside each other they are copied.
         together = out if self.fused or self.workload.model.heads == 1 else self._beside(tape, out)
-        return self._linear(tape, together, block.output, self.d_model)
+        return self._linear(tape, together, block["attention.output"], self.d_model)
 
     def _rotated(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
         projected = self._project(tape, x, weight)
@@ -422,12 +402,12 @@ class PaperModel:
 
     def _feed_forward(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
         inner = self._gated(tape, x, block)
-        return self._linear(tape, inner, block.down, self.d_ff)
+        return self._linear(tape, inner, block["feed_forward.down"], self.d_ff)
 
     def _gated(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
         """silu(gate(x)) * up(x)."""
-        active = self._silu(tape, self._linear(tape, x, block.gate, self.d_model))
-        up = self._linear(tape, x, block.up, self.d_model)
+        active = self._silu(tape, self._linear(tape, x, block["feed_forward.gate"], self.d_model))
+        up = self._linear(tape, x, block["feed_forward.up"], self.d_model)
         return tape.op("Mul", up.elements, up.itemsize, [active, up], saves=[active, up])
 
     def _silu(self, tape: Tape, gate: Tensor) -> Tensor:
