@@ -40,10 +40,12 @@ hypothesis_settings.register_profile(
 hypothesis_settings.load_profile("busy")
 
 
-# Where tests run side by side, each has a core: PyTorch's threads wait by spinning, ten times slower when they compete.
-# Set before anything imports torch; the processes that tests start inherit it.
+# Where tests run side by side, each has a core: PyTorch's threads wait by spinning, ten times slower when they compete,
+# and those of polars cost more than they bring to small frames.
+# Set before anything imports either; the processes that tests start inherit it.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("POLARS_MAX_THREADS", "1")
 
 
 def pytest_collection_finish() -> None:

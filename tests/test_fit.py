@@ -22,19 +22,13 @@ from stepscope.report.plots.memory_accuracy import draw_accuracy_of
 from stepscope.report.plots.save import save_plot
 from stepscope.studies.forecast import cells_that_will_not_fit, memory_of
 from stepscope.studies.sweep_plan import Cell, SweepPlan
+from tests.command import stepscope
 from tests.conftest import workload
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
 RESULTS = ROOT / "results" / "h200"
 OLDER = ("memory-limits", "plain", "limit-80GiB", "best", "compile", "optimizer")
-
-
-def stepscope(*arguments: object, **choices: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stepscope", *map(str, arguments)],
-        capture_output=True, text=True, check=False, timeout=120, cwd=ROOT, **choices,
-    )  # fmt: skip
 
 
 def said(*options: object) -> Any:

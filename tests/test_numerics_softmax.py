@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from stepscope.numerics.softmax import (
     scores_of,
     study_softmax,
 )
+from tests.command import stepscope
 
 
 @pytest.fixture(scope="module")
@@ -186,15 +185,12 @@ def test_a_row_of_ones_own(found: Experiment):
 
 
 def test_the_verb(tmp_path: Path):
-    command = [sys.executable, "-m", "stepscope", "study", "softmax", "--scales", "1,4"]
-    done = subprocess.run(
-        [*command, "--json", "--plot", str(tmp_path / "softmax.svg")],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+    command = ("study", "softmax", "--scales", "1,4")
+    done = stepscope(*command, "--json", "--plot", str(tmp_path / "softmax.svg"))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["study"] == "softmax"
     assert "head_dim 128" in (tmp_path / "softmax.svg").read_text()
-    wrong = subprocess.run([*command, "--row", "1,nan"], capture_output=True, text=True, check=False, timeout=120)
+    wrong = stepscope(*command, "--row", "1,nan")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == "stepscope: --row holds 'nan', which is not finite: leave it out\n"
 
