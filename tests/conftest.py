@@ -48,6 +48,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("POLARS_MAX_THREADS", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="random cases in their full number, see `make hostile`")
+
+
+@pytest.fixture
+def share(request: pytest.FixtureRequest) -> float:
+    """Which share of a campaign's cases to run: a part that says whether it works, or with --long all of them."""
+    return 1.0 if request.config.getoption("--long") else 0.25
+
+
 def pytest_collection_finish() -> None:
     # What is loaded by now stays: looking through it for garbage is time lost in every test.
     gc.collect()
