@@ -119,7 +119,9 @@ def test_where_each_softmax_breaks(found: Experiment):
     for name in ("fp32", "fp16", "bf16"):
         assert max(table[name, SAFE].values()) <= 3 * FORMATS[name].epsilon
         assert max(table[name, ONLINE].values()) <= 16 * FORMATS[name].epsilon  # of 16 blocks
-        assert max(table[name, "PyTorch's own"].values()) <= 3 * FORMATS[name].epsilon
+        # Its vectors add up a row of 1,024 in 4 to 16 lanes, as wide as the CPU has them: up to 256 additions one after
+        # another, each off by half an epsilon. As errors of either sign they make 8 epsilons; twice that is allowed.
+        assert max(table[name, "PyTorch's own"].values()) <= 16 * FORMATS[name].epsilon
 
 
 def test_scores_and_attention_are_the_models():
