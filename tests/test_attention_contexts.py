@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import stepscope.kernels
+from stepscope.core.attentions import Attention
 from stepscope.core.errors import InputError
-from stepscope.core.workload import Attention
 from stepscope.kernels import FlashAttention, FlashAttentionTiled, flash_attention, flash_tiled
 from stepscope.models.attention import AttentionFunction, implementation
 

@@ -28,7 +28,6 @@ from stepscope.analysis.attention_answer import (
 )
 from stepscope.analysis.attention_study import Contest, arrange, fit_slope
 from stepscope.cli.app import app
-from stepscope.core.attention_support import TensorDtype
 from stepscope.core.attention_timing import (
     AttentionCell,
     AttentionTiming,
@@ -38,13 +37,15 @@ from stepscope.core.attention_timing import (
     encode_timings,
 )
 from stepscope.core.attention_verdict import AttentionShape
+from stepscope.core.attentions import Attention, TensorDtype
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Table, decode_experiment, encode_experiment
 from stepscope.core.samples import Samples
-from stepscope.core.workload import Attention
-from stepscope.models.attention import implementation, reference, sdpa
-from stepscope.models.attention_inputs import attend, check_inputs
+from stepscope.models.attention import implementation
+from stepscope.models.attention.inputs import attend, check_inputs
+from stepscope.models.attention.pytorch import sdpa
+from stepscope.models.attention.written_out import reference
 from stepscope.report.experiment import render_experiment
 from stepscope.studies.attention_grid import PRESETS, grid_groups, measure_grid, sizes_for
 from stepscope.studies.attention_matrix import GateMatrix, decode_matrix, encode_matrix, judge_matrix

@@ -5,9 +5,8 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.core.attention_support import TensorDtype
+from stepscope.core.attentions import Attention, TensorDtype, check_attention
 from stepscope.core.errors import EXIT_CHECK_FAILED, StepscopeError
-from stepscope.core.workload import Attention
 
 Layout = Literal["contiguous", "transposed", "strided", "one head", "one batch", "one number"]
 """Of a tensor (batch, heads, seq, head_dim). transposed: (batch, seq, heads, head_dim) seen so, as a model's are.
@@ -145,6 +144,9 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     seed: int
     verdicts: tuple[AttentionVerdict, ...]
+
+    def __post_init__(self) -> None:
+        check_attention(self.implementation)
 
     @property
     def failures(self) -> tuple[AttentionVerdict, ...]:

@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from stepscope.core.attention_support import AttentionCall, TensorDtype, find_fault
+from stepscope.core.attention_support import find_fault
 from stepscope.core.attention_timing import (
     AttentionCell,
     AttentionTiming,
@@ -26,23 +26,21 @@ from stepscope.core.attention_timing import (
     Launches,
 )
 from stepscope.core.attention_verdict import AttentionShape, AttentionVerdict, Numbers
+from stepscope.core.attentions import ATTENTIONS, Attention, AttentionCall, TensorDtype
 from stepscope.core.errors import one_line
 from stepscope.core.run import Settings
-from stepscope.core.workload import Attention
 from stepscope.measure.device import timing_device
 from stepscope.measure.environment import read_environment
 from stepscope.measure.precision import matmul_precision
 from stepscope.measure.timer import Measurement, Phase, StepFailed, measure
 from stepscope.models.attention import AttentionFunction, fault_of_device, implementation
-from stepscope.models.attention_cases import LONG
-from stepscope.models.attention_gate import check_attention_matrix
+from stepscope.models.attention.cases import LONG
+from stepscope.models.attention.gate import check_attention_matrix
 from stepscope.studies.attention_pass import AttentionPass, CallInputs, compile_attention, saved_storages
 from stepscope.studies.device_failure import is_out_of_memory, let_go
 
 _TRIAL = Settings(warmup_floor=1, warmup_cap=1, steps_floor=3, steps_cap=3, seconds=0)
 """Passes that tell how long the host needs to issue one."""
-_CHOSEN_BY_LENGTH: frozenset[Attention] = frozenset({"flash"})
-"""Whose kernels are others for longer calls."""
 _LEAD = 2.0
 """Times as long as that the device is kept busy beforehand."""
 _MOST_FILLS = 400
@@ -164,7 +162,7 @@ class AttentionCalls:
     def _fault(self, cell: AttentionCell) -> str | None:
         if cell.implementation in self._functions:
             return None
-        if cell.compile != "none" and cell.implementation == "flex":
+        if cell.compile != "none" and ATTENTIONS[cell.implementation].compiler == "inductor":
             return "is compiled as it is: measure it with --compile none"
         shape = cell.shape
         call = AttentionCall(
@@ -412,7 +410,7 @@ def odd_shapes(cell: AttentionCell) -> tuple[AttentionShape, ...]:
     """
     odd = odd_shape(cell.shape)
     shapes = tuple(msgspec.structs.replace(odd, numbers=numbers) for numbers in get_args(Numbers))
-    if cell.implementation not in _CHOSEN_BY_LENGTH or cell.shape.queries <= LONG:
+    if not ATTENTIONS[cell.implementation].kernel_by_length or cell.shape.queries <= LONG:
         return shapes
     return (*shapes, msgspec.structs.replace(odd, batch=1, queries=LONG + 85, keys=LONG + 85))
 

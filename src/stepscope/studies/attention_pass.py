@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 from torch._dynamo import config as dynamo_config
 
-from stepscope.core.attention_support import TensorDtype
 from stepscope.core.attention_timing import CallCompile
 from stepscope.core.attention_verdict import AttentionShape
-from stepscope.core.workload import Attention
+from stepscope.core.attentions import Attention, TensorDtype
 from stepscope.measure.device import timing_device
 from stepscope.measure.precision import matmul_precision
 from stepscope.measure.saved_tensors import saved_tensors
 from stepscope.measure.timer import Phase
 from stepscope.models.attention import AttentionFunction, implementation
-from stepscope.models.attention_inputs import TORCH_DTYPES
+from stepscope.models.attention.inputs import TORCH_DTYPES
 
 _SHAPES = 1024
 """Shapes that torch.compile is asked for before dynamo gives up on a function (its default is 8)."""

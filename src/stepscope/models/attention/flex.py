@@ -9,7 +9,7 @@ from torch._dynamo import config as dynamo_config
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from stepscope.kernels.autocast_inputs import as_autocast
-from stepscope.models.attention import blind_queries, with_zeros
+from stepscope.models.attention.masks import blind_queries, with_zeros
 
 _SHAPES = 1024
 """Shapes that it is compiled for before dynamo gives up on it (its default is 8). Uncompiled, flex_attention holds all
