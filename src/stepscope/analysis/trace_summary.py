@@ -10,7 +10,7 @@ import msgspec
 import polars as pl
 
 from stepscope.analysis.attribution import ROOT, Attribution
-from stepscope.analysis.kernel_names import decode
+from stepscope.analysis.kernel_names.decoding import decode
 from stepscope.analysis.range_names import GRADIENT_ACCUMULATION, PARTS, PHASES
 from stepscope.analysis.roofline import roofline
 from stepscope.analysis.roofs import Roofline

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 from torch import Tensor
-from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stepscope.kernels.flash_backward import (
@@ -29,35 +28,25 @@ from stepscope.kernels.flash_configuration import (
 )
 from stepscope.kernels.flash_forward import flash_forward
 from stepscope.kernels.flash_operands import PARTS, flash_split_operands, is_split
-from stepscope.kernels.flash_replay import Launcher, launch
-from stepscope.kernels.flash_tiles import LOG2E
 from stepscope.kernels.hopper_configuration import HOPPER_BLOCK_N, HopperBackward
+from stepscope.kernels.launching import (
+    LOG2E,
+    SMALLEST_SCALE,
+    Launcher,
+    describable,
+    described_strides,
+    interpreted,
+    launch,
+    tiles_of,
+)
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-SMALLEST_SCALE = 2.0**-100
-"""Not zero, which would make NaN of a hidden score, -inf; this small it changes nothing."""
 _PREPROCESS_ROWS = 64
 _SPLIT_ROWS = 32
 _GLUON_KNOWN = ("3.6.", "3.7.")
 """Gluon is experimental and changes: releases of Triton that the kernels for Hopper were compiled with."""
-
-
-def interpreted() -> bool:
-    """Whether Triton runs its kernels in Python, on CPU tensors."""
-    return bool(knobs.runtime.interpret)
-
-
-def describable(*tensors: Tensor) -> bool:
-    """Whether the tensor-memory accelerator can address these: 16-byte steps, nothing broadcast."""
-    for tensor in tensors:
-        if tensor.data_ptr() % 16 or tensor.numel() == 0:
-            return False
-        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
-            if size > 1 and (stride == 0 or stride * tensor.element_size() % 16):
-                return False
-    return True
 
 
 @functools.cache
@@ -74,13 +63,6 @@ def hopper_takes(*tensors: Tensor, window: int | None) -> bool:
     """Whether a call on these operands goes to a kernel in Gluon where its configuration names one."""
     module = _hopper()
     return module is not None and window is None and module.takes(*tensors) and describable(*tensors)
-
-
-def described_strides(tensor: Tensor) -> list[int]:
-    """As a descriptor takes them, which checks them all: that of a dimension of one element may be anything."""
-    step = 16 // tensor.element_size()
-    strides = [stride if size > 1 else step for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
-    return [*strides, 1]
 
 
 def _described(tensor: Tensor, rows: int, block_d: int) -> TensorDescriptor:
@@ -100,11 +82,6 @@ def _precision(precision: Precision, operand: Tensor) -> str:
     if is_split(precision):
         return "upcast bf16x6"
     return "upcast" if operand.dtype == torch.bfloat16 else precision
-
-
-def tiles_of(length: int, block: int) -> int:
-    """How many tiles of so many rows cover a length."""
-    return -(-length // block)
 
 
 def block_d_of(head_dim: int) -> int:

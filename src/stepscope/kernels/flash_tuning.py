@@ -17,7 +17,7 @@ from stepscope.kernels.flash_configuration import (
     default_forward,
 )
 from stepscope.kernels.flash_kept import device_name, kept_choices
-from stepscope.kernels.flash_launch import interpreted
+from stepscope.kernels.launching import interpreted
 
 _forced_forward: ForwardConfiguration | None = None
 _forced_backward: BackwardConfiguration | None = None

@@ -7,12 +7,10 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from stepscope.kernels.flash_launch import SMALLEST_SCALE, described_strides, tiles_of
-from stepscope.kernels.flash_replay import Launcher
-from stepscope.kernels.flash_tiles import LOG2E
 from stepscope.kernels.hopper_backward import STAGES, hopper_gradients
 from stepscope.kernels.hopper_configuration import HOPPER_BLOCK_N, HOPPER_HEAD_DIMS, HopperBackward, HopperForward
 from stepscope.kernels.hopper_forward import hopper_forward
+from stepscope.kernels.launching import LOG2E, SMALLEST_SCALE, Launcher, described_strides, tiles_of
 
 BLOCK_M = 64
 """Queries of a tile of the backward kernel."""
@@ -26,7 +24,7 @@ _WORKER_REGISTERS = {1: 240, 2: 240, 3: 160}
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the kernels are written for these operands, all describable (`flash_launch.describable`)."""
+    """Whether the kernels are written for these operands, all describable (`launching.describable`)."""
     q = tensors[0]
     return (
         q.device.type == "cuda" and q.element_size() == 2 and q.shape[-1] in HOPPER_HEAD_DIMS and _is_hopper(q.device)
