@@ -23,7 +23,7 @@ from stepscope.core.attention_verdict import (
 )
 from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.errors import InputError
-from stepscope.kernels.flash_tiled import flash_tiled
+from stepscope.kernels.flash.tiled import flash_tiled
 from stepscope.models.attention import AttentionFunction, implementation
 from stepscope.models.attention.cases import few_shapes, gate_shapes
 from stepscope.models.attention.gate import check_attention_implementation, check_attention_matrix

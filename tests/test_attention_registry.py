@@ -337,7 +337,7 @@ def test_flash_keeps_what_is_on_paper(dtype: str):
 @interpreted
 def test_selective_checkpointing_keeps_flashs_output(monkeypatch: pytest.MonkeyPatch):
     """Its kernel runs once, and not again in backward; gradients are those without checkpointing."""
-    from stepscope.kernels import flash_launch
+    from stepscope.kernels.flash import launch as flash_launch
 
     launched: list[int] = []
     launch_forward = flash_launch.launch_forward

@@ -15,8 +15,10 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 from triton.runtime.errors import OutOfResources
 
 from stepscope.core.errors import InputError
-from stepscope.kernels import flash_kept, flash_tune, flash_tuning
-from stepscope.kernels.flash_configuration import (
+from stepscope.kernels.flash import kept as flash_kept
+from stepscope.kernels.flash import tune as flash_tune
+from stepscope.kernels.flash import tuning as flash_tuning
+from stepscope.kernels.flash.configuration import (
     BackwardConfiguration,
     ForwardConfiguration,
     Problem,
@@ -24,8 +26,8 @@ from stepscope.kernels.flash_configuration import (
     default_forward,
     tiles,
 )
-from stepscope.kernels.flash_launch import hopper_takes
-from stepscope.kernels.flash_tune import (
+from stepscope.kernels.flash.launch import hopper_takes
+from stepscope.kernels.flash.tune import (
     MOST,
     Candidate,
     Part,
@@ -36,7 +38,7 @@ from stepscope.kernels.flash_tune import (
     search,
     tune,
 )
-from stepscope.kernels.hopper_configuration import HopperBackward, HopperForward
+from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
 from stepscope.measure.precision import matmul_precision
 
 HOPPER = Problem(capability=(9, 0), head_dim=128, bytes_per_element=2, causal=True, log2_queries=14)

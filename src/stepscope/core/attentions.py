@@ -221,12 +221,12 @@ ATTENTIONS: dict[Attention, AttentionRecord] = {
     ),
     # FlashAttention-2 tile by tile in PyTorch.
     "flash-tiled": AttentionRecord(
-        function="stepscope.kernels.flash_tiled:flash_tiled", scores="pieces", memory="tiled",
+        function="stepscope.kernels.flash.tiled:flash_tiled", scores="pieces", memory="tiled",
         signs=r"FlashAttentionTiled",
     ),
     # The same in Triton. bf16, and the copies from memory that run beside the arithmetic, begin with Ampere.
     "flash": AttentionRecord(
-        function="stepscope.kernels.flash_attention:flash_attention", memory="hopper", predicted="always",
+        function="stepscope.kernels.flash.attention:flash_attention", memory="hopper", predicted="always",
         compiler="triton", kernel_by_length=True,
         capability=(8, 0), cuda_dtypes=_FUSED, cpu_dtypes=_FUSED, max_head_dim=256,
         signs=r"^stepscope::flash_attention_forward|^flash_forward", signs_when_compiled=True,

@@ -15,7 +15,7 @@ from stepscope.core.address_space import require_room_for_torch
 
 require_room_for_torch()
 
-_PUBLIC = {"FlashAttention": "flash_attention", "FlashAttentionTiled": "flash_tiled"}
+_PUBLIC = {"FlashAttention": "flash.attention", "FlashAttentionTiled": "flash.tiled"}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-import stepscope.kernels.flash_attention  # noqa: F401  (its operators are named below)
+import stepscope.kernels.flash.attention  # noqa: F401  (its operators are named below)
 from stepscope.core.workload import Workload
 from stepscope.measure.ranges import detail_range
 

@@ -374,7 +374,7 @@ class PaperModel:
         n, size = q.elements, q.itemsize
         head_dim = n // self.rows
         # In fp32 the kernels for Hopper split these head dimensions' operands into three parts of bf16, in rows padded
-        # to a power of two (kernels/flash_operands.py). Those for other GPUs do not, and need less.
+        # to a power of two (kernels/flash/operands.py). Those for other GPUs do not, and need less.
         split = self.attention.memory == "hopper" and size == 4 and 64 < head_dim <= 128
         parts = n // head_dim * 128 * 3 * 2 if split else 0
 
@@ -384,7 +384,7 @@ class PaperModel:
                 # The logsumexp and D of each row. The kernels fill each head's rows up to a tile's, 128 at most: for
                 # sequences of a multiple of 128 by none, and that is left out.
                 _statistics = tape.storage(self.rows * 2 * 4)
-                # In 16 bits the kernels for Hopper (kernels/hopper_launch.py) add dQ of long sequences up in fp32.
+                # In 16 bits the kernels for Hopper (kernels/hopper/launch.py) add dQ of long sequences up in fp32.
                 # Those for other GPUs do in registers and need less than this, unless a `fused` backward was tuned.
                 fp32_sums = size == 2 and head_dim in {64, 128} and self.workload.seq_len > _HOPPER_SHORT
                 _accumulated = tape.storage(n * 4 if fp32_sums else 0)
@@ -426,6 +426,6 @@ class PaperModel:
 
 
 _HOPPER_SHORT = 1024
-"""Queries up to which they are not taken for backward (kernels/flash_configuration.py)."""
+"""Queries up to which they are not taken for backward (kernels/flash/configuration.py)."""
 _EMBEDDING_SORTS_FROM = 3072
 """Tokens beyond which the embedding's backward on a GPU sorts them (aten/src/ATen/native/cuda/Embedding.cu)."""

@@ -32,7 +32,7 @@ _MARGIN = 1024
 """Numbers before and after a tensor that are none. A multiple of what any kernel wants its tensors aligned to."""
 
 LONG = 1024
-"""Beyond so many queries kernels may be others (`kernels/flash_configuration.py`)."""
+"""Beyond so many queries kernels may be others (`kernels/flash/configuration.py`)."""
 
 _PROBES = (
     # One position after a multiple of every tile; the weight is at the diagonal, where a maximum of earlier tiles is

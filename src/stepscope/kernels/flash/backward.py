@@ -22,8 +22,8 @@ the layout in which the next reads its left operand from registers.
 import triton
 import triton.language as tl
 
-from stepscope.kernels.flash_operands import as_operand, joined, load_operand, product, transposed
-from stepscope.kernels.flash_tiles import (
+from stepscope.kernels.flash.operands import as_operand, joined, load_operand, product, transposed
+from stepscope.kernels.flash.tiles import (
     head_and_row,
     keys_visited,
     load_tile,

@@ -12,23 +12,23 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stepscope.kernels.flash_backward import (
+from stepscope.kernels.flash.backward import (
     flash_finish_queries,
     flash_joint_gradients,
     flash_key_gradients,
     flash_query_gradients,
     flash_row_statistics,
 )
-from stepscope.kernels.flash_configuration import (
+from stepscope.kernels.flash.configuration import (
     LARGEST_TILE,
     BackwardConfiguration,
     ForwardConfiguration,
     Precision,
     Tiles,
 )
-from stepscope.kernels.flash_forward import flash_forward
-from stepscope.kernels.flash_operands import PARTS, flash_split_operands, is_split
-from stepscope.kernels.hopper_configuration import HOPPER_BLOCK_N, HopperBackward
+from stepscope.kernels.flash.forward import flash_forward
+from stepscope.kernels.flash.operands import PARTS, flash_split_operands, is_split
+from stepscope.kernels.hopper.configuration import HOPPER_BLOCK_N, HopperBackward
 from stepscope.kernels.launching import (
     LOG2E,
     SMALLEST_SCALE,
@@ -54,7 +54,7 @@ def _hopper() -> "ModuleType | None":
     """The module that launches the kernels in Gluon, where they can be had."""
     if interpreted() or not triton.__version__.startswith(_GLUON_KNOWN):
         return None
-    from stepscope.kernels import hopper_launch  # noqa: PLC0415  Gluon is imported where it is known only
+    from stepscope.kernels.hopper import launch as hopper_launch  # noqa: PLC0415  (Gluon: where it is known)
 
     return hopper_launch
 

@@ -21,9 +21,9 @@ from triton.errors import TritonError
 from triton.testing import do_bench
 
 from stepscope.core.errors import InputError
-from stepscope.kernels import flash_tuning
-from stepscope.kernels.flash_attention import check_inputs
-from stepscope.kernels.flash_configuration import (
+from stepscope.kernels.flash import tuning
+from stepscope.kernels.flash.attention import check_inputs
+from stepscope.kernels.flash.configuration import (
     BackwardConfiguration,
     ForwardConfiguration,
     Precision,
@@ -33,8 +33,8 @@ from stepscope.kernels.flash_configuration import (
     default_forward,
     tiles,
 )
-from stepscope.kernels.flash_kept import Choice, device_name, keep
-from stepscope.kernels.flash_launch import (
+from stepscope.kernels.flash.kept import Choice, device_name, keep
+from stepscope.kernels.flash.launch import (
     Backward,
     hopper_takes,
     launch_forward,
@@ -42,7 +42,7 @@ from stepscope.kernels.flash_launch import (
     statistics_for,
     sums_for,
 )
-from stepscope.kernels.hopper_configuration import HopperBackward, HopperForward
+from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -419,7 +419,7 @@ def tune(
         raise InputError(f"tuning takes a budget above zero seconds, not {seconds:g}")
     if measure is None and q.device.type != "cuda":
         raise InputError(f"tuning flash attention measures on an NVIDIA GPU, and these tensors lie on {q.device}")
-    problem = flash_tuning.problem_of(q, causal=causal)
+    problem = tuning.problem_of(q, causal=causal)
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         measure = measure or OnDevice(q, k, v, causal=causal, problem=problem)
         choice = search(
@@ -428,5 +428,5 @@ def tune(
         )  # fmt: skip
     if choice.forward_ms is not None or choice.backward_ms is not None:
         keep(device_name(q.device), choice)
-        flash_tuning.forget()
+        tuning.forget()
     return choice

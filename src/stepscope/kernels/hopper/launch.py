@@ -7,9 +7,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from stepscope.kernels.hopper_backward import STAGES, hopper_gradients
-from stepscope.kernels.hopper_configuration import HOPPER_BLOCK_N, HOPPER_HEAD_DIMS, HopperBackward, HopperForward
-from stepscope.kernels.hopper_forward import hopper_forward
+from stepscope.kernels.hopper.backward import STAGES, hopper_gradients
+from stepscope.kernels.hopper.configuration import HOPPER_BLOCK_N, HOPPER_HEAD_DIMS, HopperBackward, HopperForward
+from stepscope.kernels.hopper.forward import hopper_forward
 from stepscope.kernels.launching import LOG2E, SMALLEST_SCALE, Launcher, described_strides, tiles_of
 
 BLOCK_M = 64
