@@ -50,16 +50,18 @@ def why_not_hopper() -> str | None:
 
 
 def median_ms(run: Any, warmup_ms: int, repeat_ms: int) -> float:
-    """Of `do_bench`; without a GPU one call by the host's clock."""
-    if device_type() == "cuda":
-        from triton.testing import do_bench  # noqa: PLC0415
+    """Of the device's own time; without a GPU one call by the host's clock."""
+    from stepscope.core.run import Settings  # noqa: PLC0415
+    from stepscope.measure.device import resolve_device  # noqa: PLC0415
+    from stepscope.measure.lead import median_call_s  # noqa: PLC0415
 
-        median = do_bench(run, warmup=warmup_ms, rep=repeat_ms, return_mode="median")
-        assert isinstance(median, float)
-        return median
-    started = time.perf_counter()
-    run()
-    return (time.perf_counter() - started) * 1e3
+    once = Settings(warmup_floor=0, warmup_cap=0, steps_floor=1, steps_cap=1, seconds=0)
+    timed = Settings(
+        warmup_floor=1, warmup_cap=1000, warmup_seconds=warmup_ms * 1e-3, steps_floor=3, steps_cap=10_000,
+        seconds=repeat_ms * 1e-3,
+    )  # fmt: skip
+    device = resolve_device("auto")
+    return median_call_s(run, device, timed if device.type == "cuda" else once) * 1e3
 
 
 def tiles_of(task: dict[str, Any], name: str = "tile") -> Any:

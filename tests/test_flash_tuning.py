@@ -297,7 +297,7 @@ def test_wrong_input_to_tuning_is_one_clear_error():
 def test_candidates_are_run_into_poison_and_compared(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     """Everything but the clock, with grouped heads: right by far, and wrong where the truth is another."""
     monkeypatch.setattr(flash_tuning, "_capability", lambda device: (0, 0))
-    monkeypatch.setattr(flash_tune, "_median_ms", lambda run, warmup_ms, repeat_ms: 1.0)
+    monkeypatch.setattr(flash_tune, "median_call_s", lambda run, device, settings: 0.001)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q = torch.randn(1, 2, 40, 16, device=device).to(dtype)
     k, v = (torch.randn(1, 1, 40, 16, device=device).to(dtype) for _ in range(2))
@@ -326,7 +326,7 @@ def test_candidates_are_run_into_poison_and_compared(dtype: torch.dtype, monkeyp
 def test_where_the_truth_is_zero_all_else_is_wrong(monkeypatch: pytest.MonkeyPatch):
     """Values of zero: so are the output and the gradients of queries and keys."""
     monkeypatch.setattr(flash_tuning, "_capability", lambda device: (0, 0))
-    monkeypatch.setattr(flash_tune, "_median_ms", lambda run, warmup_ms, repeat_ms: 1.0)
+    monkeypatch.setattr(flash_tune, "median_call_s", lambda run, device, settings: 0.001)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k = (torch.randn(1, 2, 20, 16, device=device) for _ in range(2))
     problem = flash_tuning.problem_of(q, causal=True)

@@ -13,7 +13,6 @@ from typing import get_args
 
 import msgspec
 import torch
-from torch import Tensor
 
 from stepscope.core.attention_support import find_fault
 from stepscope.core.attention_timing import (
@@ -31,19 +30,15 @@ from stepscope.core.errors import one_line
 from stepscope.core.run import Settings
 from stepscope.measure.device import timing_device
 from stepscope.measure.environment import read_environment
+from stepscope.measure.lead import Leads, launches_hidden, overwrite_cache
 from stepscope.measure.precision import matmul_precision
-from stepscope.measure.timer import Measurement, Phase, StepFailed, measure
+from stepscope.measure.timer import Measurement, StepFailed, measure
 from stepscope.models.attention import AttentionFunction, fault_of_device, implementation
 from stepscope.models.attention.cases import LONG
 from stepscope.models.attention.gate import check_attention_matrix
 from stepscope.studies.attention_pass import AttentionPass, CallInputs, compile_attention, saved_storages
 from stepscope.studies.device_failure import is_out_of_memory, let_go
 
-_TRIAL = Settings(warmup_floor=1, warmup_cap=1, steps_floor=3, steps_cap=3, seconds=0)
-"""Passes that tell how long the host needs to issue one."""
-_LEAD = 2.0
-"""Times as long as that the device is kept busy beforehand."""
-_MOST_FILLS = 400
 _MOST_JUDGED_SCORES = {"cuda": 1 << 33, "cpu": 1 << 22}
 """Of a shape that the gate makes in float64 too."""
 _FEWEST_JUDGED = 1024
@@ -76,8 +71,7 @@ class AttentionCalls:
         self._compiled: Functions = {}
         self._judged: dict[_Key, AttentionVerdict] = {}
         self._settings = settings_for(seconds, steps)
-        self._buffer: Tensor | None = None
-        self._fill_s = math.inf
+        self._leads: Leads | None = None
 
     @property
     def over(self) -> bool:
@@ -281,7 +275,9 @@ class AttentionCalls:
             names = {str(cell): cell for cell in passes}
             try:
                 if self._launches == "hidden":
-                    self._hide_launches(passes)
+                    self._leads = self._leads or Leads(self._timing, overwrite_cache(self.device))
+                    for name, cell in names.items():
+                        self._leads.give(name, passes[cell])
                 found = measure(
                     {name: passes[cell] for name, cell in names.items()}, device=self._timing, settings=self._settings
                 )
@@ -292,48 +288,11 @@ class AttentionCalls:
                 passes.pop(cell).prepare()
                 self._clean_up()
                 continue
-            return {cell: (found[name], self._came_out(found[name])) for name, cell in names.items()}
+            return {
+                cell: (found[name], "hidden" if launches_hidden(found[name]) else "shown")
+                for name, cell in names.items()
+            }
         return {}
-
-    def _hide_launches(self, passes: dict[AttentionCell, AttentionPass]) -> None:
-        """Give each pass a lead: the L2 cache overwritten until the host has had time to issue the pass."""
-        for cell, made in passes.items():
-            made.lead = None
-            trial = measure({str(cell): made}, device=self._timing, settings=_TRIAL)[str(cell)]
-            issue_s = trial.samples["host"].median_s or 0.0
-            made.prepare()
-            made.lead = self._fills(min(_MOST_FILLS, math.ceil(_LEAD * issue_s / self._seconds_a_fill())))
-
-    def _fills(self, times: int) -> Callable[[], object]:
-        buffer = self._overwritten()
-
-        def fill() -> None:
-            for _ in range(times):
-                buffer.zero_()
-
-        return fill
-
-    def _overwritten(self) -> Tensor:
-        """Four times the L2 cache, and 64 MiB at least."""
-        if self._buffer is None:
-            l2_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
-            self._buffer = torch.empty(max(4 * l2_bytes, 1 << 26), dtype=torch.uint8, device=self.device)
-        return self._buffer
-
-    def _seconds_a_fill(self) -> float:
-        if math.isinf(self._fill_s):
-            fills = 10
-            found = measure({"fill": _Fills(self._fills(fills))}, device=self._timing, settings=_TRIAL)["fill"]
-            self._fill_s = (found.samples["lead"].median_s or 1e-4) / fills
-        return self._fill_s
-
-    def _came_out(self, found: Measurement) -> Launches:
-        """Hidden where the host had issued the whole pass before the device began it."""
-        lead = found.samples.get("lead")
-        if lead is None or not lead.count:
-            return "shown"
-        host_s, lead_s = found.samples["host"].median_s or 0.0, lead.median_s or 0.0
-        return "hidden" if host_s <= lead_s else "shown"
 
     @property
     def _on_gpu(self) -> bool:
@@ -347,16 +306,6 @@ class AttentionCalls:
                 torch.cuda.empty_cache()
             except RuntimeError as error:  # an illegal access, say: nothing runs any more in this process
                 self.broken = one_line(error)
-
-
-class _Fills:
-    """The lead alone as a subject of `measure`."""
-
-    def __init__(self, fill: Callable[[], object]) -> None:
-        self.phases = (Phase(name="lead", run=fill),)
-
-    def prepare(self) -> None:
-        pass
 
 
 def settings_for(seconds: float, steps: int | None = None) -> Settings:

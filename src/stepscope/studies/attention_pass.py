@@ -13,6 +13,7 @@ from stepscope.core.attention_timing import CallCompile
 from stepscope.core.attention_verdict import AttentionShape
 from stepscope.core.attentions import Attention, TensorDtype
 from stepscope.measure.device import timing_device
+from stepscope.measure.lead import LEAD
 from stepscope.measure.precision import matmul_precision
 from stepscope.measure.saved_tensors import saved_tensors
 from stepscope.measure.timer import Phase
@@ -38,7 +39,7 @@ class AttentionPass:
 
     @property
     def phases(self) -> Sequence[Phase]:
-        lead = [Phase(name="lead", run=self.lead)] if self.lead is not None else []
+        lead = [Phase(name=LEAD, run=self.lead)] if self.lead is not None else []
         return (*lead, Phase(name="forward", run=self.forward), Phase(name="backward", run=self.backward))
 
     def prepare(self) -> None:

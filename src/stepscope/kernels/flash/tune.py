@@ -18,9 +18,9 @@ import msgspec
 import torch
 from torch import Tensor
 from triton.errors import TritonError
-from triton.testing import do_bench
 
 from stepscope.core.errors import InputError
+from stepscope.core.run import Settings
 from stepscope.kernels.flash import tuning
 from stepscope.kernels.flash.attention import check_inputs
 from stepscope.kernels.flash.configuration import (
@@ -43,6 +43,7 @@ from stepscope.kernels.flash.launch import (
     sums_for,
 )
 from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
+from stepscope.measure.lead import median_call_s
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -301,12 +302,11 @@ def _chosen(trying: Search, candidates: list[_Whole], default: _Whole) -> tuple[
 
 _NEXT_TO_NOTHING = 1e-30
 """The error allowed where the truth is zero."""
+_TIMED = Settings(warmup_floor=1, warmup_cap=1000, warmup_seconds=0.01, steps_floor=3, steps_cap=10_000, seconds=0.05)
 
 
 class OnDevice:
-    """Measures on the tensors of a call: results against PyTorch's own attention, then the median of `do_bench`."""
-
-    WARMUP_MS, REPEAT_MS = 10, 50
+    """Measures on the tensors of a call: results against PyTorch's own attention, then the device's own time."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, problem: Problem) -> None:
         self.q, self.k, self.v = (t.detach() for t in (q, k, v))
@@ -355,7 +355,7 @@ class OnDevice:
             self._has_forward = True
             self.out = self.results["out"].clone()
             self.saved_logsumexp = self.logsumexp.clone()
-        return Trial(ms=_median_ms(run, self.WARMUP_MS, self.REPEAT_MS), of_allowed=worst)
+        return Trial(ms=median_call_s(run, self.q.device, _TIMED) * 1e3, of_allowed=worst)
 
     def _forward(self, configuration: ForwardConfiguration) -> Callable[[], object]:
         if configuration.hopper is not None and not hopper_takes(self.q, self.k, self.v, self.out, window=None):
@@ -390,12 +390,6 @@ class OnDevice:
 def _not_taken(candidate: Candidate) -> ValueError:
     # Launched all the same, another kernel would run, and its time would be taken for this one's.
     return ValueError(f"{candidate}: the kernel for Hopper does not take this call")
-
-
-def _median_ms(run: Callable[[], object], warmup_ms: int, repeat_ms: int) -> float:
-    median = do_bench(run, warmup=warmup_ms, rep=repeat_ms, return_mode="median")
-    assert isinstance(median, float)
-    return median
 
 
 def tune(
