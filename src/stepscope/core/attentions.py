@@ -102,6 +102,9 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
     predicted: Literal["always", "eager", "never"] = "never"
     """Which steps with it have a predicted memory: all, those that are not compiled, or none."""
 
+    kept_operators: tuple[str, ...] = ()
+    """Fused operators whose output selective checkpointing keeps, as `namespace::name`: they are not run again."""
+
     # ---- how far it may be off
 
     rounds_scores: bool = False
@@ -185,6 +188,7 @@ ATTENTIONS: dict[Attention, AttentionRecord] = {
     ),
     "sdpa-efficient": AttentionRecord(
         function=f"{_PYTORCH}:sdpa_efficient", memory="efficient", predicted="always",
+        kept_operators=("aten::_scaled_dot_product_efficient_attention",),
         # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. Its loads are of 16 bytes.
         device_types=("cuda",), cuda_dtypes=_FUSED, head_dim_multiple=8,
         rounds_weights="known of PyTorch's memory-efficient kernel, seen with PyTorch 2.11: its backward keeps the "
@@ -195,11 +199,15 @@ ATTENTIONS: dict[Attention, AttentionRecord] = {
     ),
     "sdpa-flash": AttentionRecord(
         function=f"{_PYTORCH}:sdpa_flash", memory="flash", predicted="always",
+        kept_operators=(
+            "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
+        ),
         cuda_dtypes=_HALF, max_head_dim=256, window=False,
         signs=r"_scaled_dot_product_flash_attention|pytorch_flash::flash_|FlashAttnFwdSm\d", signs_when_compiled=True,
     ),
     "sdpa-cudnn": AttentionRecord(
         function=f"{_PYTORCH}:sdpa_cudnn", memory="cudnn", predicted="always",
+        kept_operators=("aten::_scaled_dot_product_cudnn_attention",),
         # Beyond 128 only cuDNN from 9.22 on has a backward, and on some GPUs.
         device_types=("cuda",), cuda_dtypes=_HALF, max_head_dim=128, head_dim_multiple=8, shortest=2,
         signs=r"_scaled_dot_product_cudnn_attention|^cudnn\w*_sdpa_", signs_when_compiled=True,
@@ -227,7 +235,7 @@ ATTENTIONS: dict[Attention, AttentionRecord] = {
     # The same in Triton. bf16, and the copies from memory that run beside the arithmetic, begin with Ampere.
     "flash": AttentionRecord(
         function="stepscope.kernels.flash.attention:flash_attention", memory="hopper", predicted="always",
-        compiler="triton", kernel_by_length=True,
+        kept_operators=("stepscope::flash_attention_forward",), compiler="triton", kernel_by_length=True,
         capability=(8, 0), cuda_dtypes=_FUSED, cpu_dtypes=_FUSED, max_head_dim=256,
         signs=r"^stepscope::flash_attention_forward|^flash_forward", signs_when_compiled=True,
     ),
