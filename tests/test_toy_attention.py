@@ -20,6 +20,7 @@ from stepscope.core.evidence import Evidence
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import load_run
 from stepscope.core.workload import Workload
+from stepscope.memory.prediction.estimate import estimate
 from stepscope.models.attention.cases import few_shapes
 from stepscope.models.attention.gate import check_attention_implementation
 from stepscope.models.attention.inputs import attend
@@ -85,6 +86,17 @@ def test_it_is_refused_where_it_does_not_run():
     ATTENTIONS["toy"] = msgspec.structs.replace(RECORD, device_types=("cpu", "cuda"), trains_on=("cpu", "cuda"))
     with pytest.raises(InputError, match="memory of a step with attention toy is not predicted"):
         predicted_attention(mini(attention="toy"), "cuda")
+
+
+def test_its_memory_is_predicted_by_the_formulas_that_its_record_names():
+    for memory, alike in (("scores", "reference"), ("fused", "sdpa-flash")):
+        ATTENTIONS["toy"] = msgspec.structs.replace(
+            ATTENTIONS[alike], memory=memory, function=RECORD.function, predicted="always"
+        )
+        sizes = {"dtype": "bf16", "d_model": 64, "seq_len": 128}
+        assert estimate(mini(attention="toy", **sizes)) == estimate(mini(attention=alike, **sizes))
+        cells = [AttentionCell(implementation=n, dtype="bf16", shape=few_shapes()[0]) for n in ("toy", alike)]
+        assert saved_on_paper(cells[0], "cpu") == saved_on_paper(cells[1], "cpu") is not None
 
 
 def judge() -> GateReport:
