@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.core.attentions import Attention, TensorDtype, check_attention
+from stepscope.core.attentions import Attention, AttentionCall, TensorDtype, check_attention
 from stepscope.core.errors import EXIT_CHECK_FAILED, StepscopeError
 
 Layout = Literal["contiguous", "transposed", "strided", "one head", "one batch", "one number"]
@@ -54,6 +54,16 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(self.layout, tuple):
             return self.layout
         return self.layout, self.layout, self.layout, self.layout
+
+    def call(
+        self, device_type: str, dtype: TensorDtype, *, backward: bool = True, largest_score: float | None = None
+    ) -> AttentionCall:
+        """What it asks of an implementation there."""
+        return AttentionCall(
+            device_type=device_type, dtype=dtype, head_dim=self.head_dim, queries=self.queries, keys=self.keys,
+            heads=self.heads, key_heads=self.key_heads, window=self.window, backward=backward,
+            largest_score=largest_score,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         grouped = f" over {self.key_heads}" if self.key_heads != self.heads else ""

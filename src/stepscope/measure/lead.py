@@ -36,16 +36,21 @@ class Led(Subject, Protocol):
 class LedCall:
     """One call as a subject."""
 
-    def __init__(self, run: Callable[[], object] | None, lead: Callable[[], object] | None = None) -> None:
-        self._run, self.lead = run, lead
+    def __init__(self, run: Callable[[], object]) -> None:
+        self._run = run
+        self.lead: Callable[[], object] | None = None
 
     @property
     def phases(self) -> Sequence[Phase]:
-        named = ((LEAD, self.lead), ("call", self._run))
-        return [Phase(name=name, run=run) for name, run in named if run is not None]
+        return with_lead(self.lead, Phase(name="call", run=self._run))
 
     def prepare(self) -> None:
         pass
+
+
+def with_lead(lead: Callable[[], object] | None, *phases: Phase) -> tuple[Phase, ...]:
+    """The phases of a led subject."""
+    return phases if lead is None else (Phase(name=LEAD, run=lead), *phases)
 
 
 class Leads:
@@ -64,8 +69,8 @@ class Leads:
     @functools.cached_property
     def _fill_s(self) -> float:
         fills = 10
-        found = self._trial("fill", LedCall(None, self._fills(fills)))
-        return (found.samples[LEAD].median_s or 1e-4) / fills
+        found = self._trial("fill", LedCall(self._fills(fills)))
+        return (found.samples["call"].median_s or 1e-4) / fills
 
     def _trial(self, name: str, subject: Subject) -> Measurement:
         return measure({name: subject}, device=self._timing, settings=_TRIAL, clock=self._clock)[name]

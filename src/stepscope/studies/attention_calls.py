@@ -25,7 +25,7 @@ from stepscope.core.attention_timing import (
     Launches,
 )
 from stepscope.core.attention_verdict import AttentionShape, AttentionVerdict, Numbers
-from stepscope.core.attentions import ATTENTIONS, Attention, AttentionCall, TensorDtype
+from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.errors import one_line
 from stepscope.core.run import Settings
 from stepscope.measure.device import timing_device
@@ -35,8 +35,9 @@ from stepscope.measure.precision import matmul_precision
 from stepscope.measure.timer import Measurement, StepFailed, measure
 from stepscope.models.attention import AttentionFunction, fault_of_device, implementation
 from stepscope.models.attention.cases import LONG
+from stepscope.models.attention.compiled import compile_for_each_shape
 from stepscope.models.attention.gate import check_attention_matrix
-from stepscope.studies.attention_pass import AttentionPass, CallInputs, compile_attention, saved_storages
+from stepscope.studies.attention_pass import AttentionPass, CallInputs, saved_storages
 from stepscope.studies.device_failure import is_out_of_memory, let_go
 
 _MOST_JUDGED_SCORES = {"cuda": 1 << 33, "cpu": 1 << 22}
@@ -158,12 +159,7 @@ class AttentionCalls:
             return None
         if cell.compile != "none" and ATTENTIONS[cell.implementation].compiler == "inductor":
             return "is compiled as it is: measure it with --compile none"
-        shape = cell.shape
-        call = AttentionCall(
-            device_type=self.device.type, dtype=cell.dtype, head_dim=shape.head_dim, queries=shape.queries,
-            keys=shape.keys, heads=shape.heads, key_heads=shape.key_heads, window=shape.window,
-        )  # fmt: skip
-        return find_fault(cell.implementation, call, here=fault_of_device)
+        return find_fault(cell.implementation, cell.shape.call(self.device.type, cell.dtype), here=fault_of_device)
 
     def _judge_together(self, cells: Sequence[AttentionCell], gate_shapes: GateShapes) -> None:
         """Several on the same numbers: those in float64 are made once. What does not fit is left to `_gate`."""
@@ -175,17 +171,24 @@ class AttentionCalls:
         for (_, dtype, shape), group in together.items():
             if self.over:
                 return
-            try:
-                reports = check_attention_matrix(
-                    [cell.implementation for cell in group], device=self.device, dtypes=(dtype,), shapes=(shape,),
-                    functions=self._to_be_judged(group),
-                )  # fmt: skip
-            except torch.OutOfMemoryError as error:
-                let_go(error)
-                self._clean_up()
-                continue
-            for cell, report in zip(group, reports, strict=True):
-                self._judged[self._key(cell, shape)] = report.verdicts[0]
+            self._judge_on(shape, dtype, group)
+
+    def _judge_on(
+        self, shape: AttentionShape, dtype: TensorDtype, cells: Sequence[AttentionCell]
+    ) -> torch.OutOfMemoryError | None:
+        """Keep what the gate says of the cells on this shape. Returns the error where memory ran out."""
+        try:
+            reports = check_attention_matrix(
+                [cell.implementation for cell in cells], device=self.device, dtypes=(dtype,), shapes=(shape,),
+                functions=self._to_be_judged(cells),
+            )  # fmt: skip
+        except torch.OutOfMemoryError as error:
+            let_go(error)
+            self._clean_up()
+            return error
+        for cell, report in zip(cells, reports, strict=True):
+            self._judged[self._key(cell, shape)] = report.verdicts[0]
+        return None
 
     def _key(self, cell: AttentionCell, shape: AttentionShape) -> "_Key":
         return cell.implementation, cell.compile, cell.dtype, shape
@@ -203,17 +206,8 @@ class AttentionCalls:
         judged: list[AttentionVerdict] = []
         for shape in shapes:
             key = self._key(cell, shape)
-            if key not in self._judged:
-                try:
-                    (report,) = check_attention_matrix(
-                        (cell.implementation,), device=self.device, dtypes=(cell.dtype,), shapes=(shape,),
-                        functions=self._to_be_judged([cell]),
-                    )  # fmt: skip
-                except torch.OutOfMemoryError as error:
-                    let_go(error)
-                    self._clean_up()
-                    return _fallen(cell, error, f"the gate's call ({shape})")
-                self._judged[key] = report.verdicts[0]
+            if key not in self._judged and (error := self._judge_on(shape, cell.dtype, [cell])):
+                return _fallen(cell, error, f"the gate's call ({shape})")
             judged.append(self._judged[key])
         wrong = [verdict for verdict in judged if verdict.outcome == "failed"]
         if wrong:
@@ -230,7 +224,7 @@ class AttentionCalls:
         if cell.compile == "none":
             return function
         if cell.implementation not in self._compiled:
-            self._compiled[cell.implementation] = compile_attention(function)
+            self._compiled[cell.implementation] = compile_for_each_shape(function)
         return self._compiled[cell.implementation]
 
     # ---- memory

@@ -15,7 +15,7 @@ from stepscope.core.attention_timing import (
     Launches,
 )
 from stepscope.core.attention_verdict import AttentionShape
-from stepscope.core.attentions import ATTENTIONS, Attention, AttentionCall, TensorDtype
+from stepscope.core.attentions import ATTENTIONS, Attention
 from stepscope.core.errors import InputError, choose, one_line
 from stepscope.studies.attention_matrix import gate_dtypes_of, implementations_of
 from stepscope.studies.attention_workers import WorkerAnswer, WorkerTask, work_through
@@ -138,18 +138,12 @@ def check_runnable(groups: Sequence[Sequence[AttentionCell]], device_type: str) 
     from stepscope.core.attention_support import find_fault, runnable  # noqa: PLC0415
     from stepscope.models.attention import fault_of_device  # noqa: PLC0415
 
-    def call(cell: AttentionCell, dtype: TensorDtype | None = None) -> AttentionCall:
-        shape = cell.shape
-        return AttentionCall(
-            device_type=device_type, dtype=dtype or cell.dtype, head_dim=shape.head_dim, queries=shape.queries,
-            keys=shape.keys, heads=shape.heads, key_heads=shape.key_heads,
-        )  # fmt: skip
-
     cells = [cell for group in groups for cell in group]
-    faults = {cell: find_fault(cell.implementation, call(cell), here=fault_of_device) for cell in cells}
+    calls = {cell: cell.shape.call(device_type, cell.dtype) for cell in cells}
+    faults = {cell: find_fault(cell.implementation, call, here=fault_of_device) for cell, call in calls.items()}
     if all(faults.values()):
         cell = cells[0]
-        others = runnable(call(cell), here=fault_of_device)
+        others = runnable(calls[cell], here=fault_of_device)
         raise InputError(f"attention {cell.implementation} {faults[cell]}: choose one of {', '.join(others)}")
 
 

@@ -210,12 +210,7 @@ class _Case:
         return find_fault(name, self._call(backward=backward), here=fault_of_device)
 
     def _call(self, *, backward: bool) -> AttentionCall:
-        shape = self.shape
-        return AttentionCall(
-            device_type=self._device_type, dtype=self.dtype, head_dim=shape.head_dim, queries=shape.queries,
-            keys=shape.keys, heads=shape.heads, key_heads=shape.key_heads, window=shape.window, backward=backward,
-            largest_score=self.largest_score,
-        )  # fmt: skip
+        return self.shape.call(self._device_type, self.dtype, backward=backward, largest_score=self.largest_score)
 
     @property
     def _device_type(self) -> str:

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from stepscope.models.attention import AttentionFunction
 from stepscope.models.attention.masks import blind_queries, for_all_heads, hidden_keys, with_zeros
 
 
@@ -29,18 +30,17 @@ def sdpa(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen_ST, scale=scale, enable_gqa=grouped)
 
 
-def sdpa_math(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
-) -> Tensor:
-    with sdpa_kernel(SDPBackend.MATH):
-        return sdpa(q, k, v, causal=causal, scale=scale, window=window)
+def _by(backend: SDPBackend) -> AttentionFunction:
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
+    ) -> Tensor:
+        with sdpa_kernel(backend):
+            return sdpa(q, k, v, causal=causal, scale=scale, window=window)
+
+    return attention
 
 
-def sdpa_cudnn(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
-) -> Tensor:
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return sdpa(q, k, v, causal=causal, scale=scale, window=window)
+sdpa_math, sdpa_cudnn = _by(SDPBackend.MATH), _by(SDPBackend.CUDNN_ATTENTION)
 
 
 def sdpa_efficient(
