@@ -104,17 +104,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window
 
 
 def _backward(
-    gradient: Tensor,
-    logsumexp_gradient: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    causal: bool,
-    scale: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradient: Tensor, logsumexp_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    logsumexp: Tensor, causal: bool, scale: float, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     launch, replay, tuning = _launching()
     window = _needed(window, q, k, causal)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -158,24 +150,13 @@ _library.impl("flash_attention_backward", _backward, "CompositeExplicitAutograd"
 
 
 @torch.library.register_fake("stepscope::flash_attention_forward", lib=_library)
-def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None
-) -> tuple[Tensor, Tensor]:
+def _fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
 @torch.library.register_fake("stepscope::flash_attention_backward", lib=_library)
 def _fake_backward(
-    gradient: Tensor,
-    logsumexp_gradient: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    causal: bool,
-    scale: float,
-    window: int | None,
+    _gradient: Tensor, _logsumexp_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 

@@ -103,37 +103,18 @@ def _split(first: Tensor, second: Tensor, parts: tuple[Tensor, Tensor], launcher
     """Fill the parts of two operands of one shape, or, where their parts are one tensor, of one."""
     batches, heads, rows, head_dim = first.shape
     launcher(
-        flash_split_operands,
-        (tiles_of(rows, _SPLIT_ROWS) * batches * heads, 1 if parts[0] is parts[1] else 2),
-        first,
-        second,
-        *parts,
-        *first.stride()[:3],
-        *second.stride()[:3],
-        heads,
-        rows,
-        head_dim,
-        block_d_of(head_dim),
-        _SPLIT_ROWS,
+        flash_split_operands, (tiles_of(rows, _SPLIT_ROWS) * batches * heads, 1 if parts[0] is parts[1] else 2),
+        first, second, *parts, *first.stride()[:3], *second.stride()[:3],
+        heads, rows, head_dim, block_d_of(head_dim), _SPLIT_ROWS,
         num_warps=4,
-    )
+    )  # fmt: skip
 
 
 def launch_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    window: int | None,
-    precision: Precision,
-    configuration: ForwardConfiguration,
-    parts: tuple[Tensor, ...] = (),
-    launcher: Launcher = launch,
-) -> object:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
+    *, causal: bool, scale: float, window: int | None, precision: Precision, configuration: ForwardConfiguration,
+    parts: tuple[Tensor, ...] = (), launcher: Launcher = launch,
+) -> object:  # fmt: skip
     """Fill `out` and `logsumexp` ((B, H, S) fp32, contiguous), by way of `parts` (`parts_for` q, k and v)."""
     if configuration.hopper is not None and scale >= 0 and hopper_takes(q, k, v, out, window=window):
         return _required_hopper().launch_hopper_forward(
@@ -155,40 +136,19 @@ def launch_forward(
     if configuration.persistent and not interpreted():
         programs = min(programs, torch.cuda.get_device_properties(q.device).multi_processor_count)
     return launcher(
-        flash_forward,
-        (programs,),
+        flash_forward, (programs,),
         _described(q, tiles.block_m, block_d) if tma else q,
         _described(k, tiles.block_n, block_d) if tma else k,
         _described(v, tiles.block_n, block_d) if tma else v,
-        out,
-        logsumexp,
-        max(abs(scale) * LOG2E.value, SMALLEST_SCALE),
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *out.stride()[:3],
-        batches,
-        heads,
-        queries,
-        keys,
-        window or 0,
-        heads // kv_heads,
-        head_dim,
-        block_d,
-        tiles.block_m,
-        tiles.block_n,
-        causal,
-        window is not None,
-        queries % tiles.block_m == 0,
-        keys % tiles.block_n == 0,
-        scale < 0,
-        _precision(precision, q),
-        tma,
-        configuration.warp_specialize,
-        configuration.rows_first,
-        configuration.persistent,
+        out, logsumexp, max(abs(scale) * LOG2E.value, SMALLEST_SCALE),
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        batches, heads, queries, keys, window or 0,
+        heads // kv_heads, head_dim, block_d, tiles.block_m, tiles.block_n,
+        causal, window is not None, queries % tiles.block_m == 0, keys % tiles.block_n == 0, scale < 0,
+        _precision(precision, q), tma,
+        configuration.warp_specialize, configuration.rows_first, configuration.persistent,
         **_options(tiles),
-    )
+    )  # fmt: skip
 
 
 def statistics_for(q: Tensor, configuration: BackwardConfiguration | None = None) -> Tensor:
@@ -203,16 +163,9 @@ def statistics_for(q: Tensor, configuration: BackwardConfiguration | None = None
 
 
 def sums_for(
-    configuration: BackwardConfiguration,
-    statistics: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gradient: Tensor,
-    *,
-    causal: bool,
-    window: int | None,
-) -> Tensor | None:
+    configuration: BackwardConfiguration, statistics: Tensor, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor,
+    *, causal: bool, window: int | None,
+) -> Tensor | None:  # fmt: skip
     """Room for the sums of dQ, where the pass is one for the kernel in Gluon; None has the others make it.
 
     That kernel adds dQ up in an order that differs between runs: not where PyTorch was asked for determinism. Nor where
@@ -238,27 +191,11 @@ class Backward:
     """One backward pass: its tensors, and the kernels that can make it up, each a method that launches one."""
 
     def __init__(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        statistics: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        window: int | None,
-        precision: Precision,
-        tma: bool,
-        parts: tuple[Tensor, ...] = (),
-        sums: Tensor | None = None,
-        launcher: Launcher = launch,
-    ) -> None:
+        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
+        dq: Tensor, dk: Tensor, dv: Tensor, statistics: Tensor,
+        *, causal: bool, scale: float, window: int | None, precision: Precision, tma: bool,
+        parts: tuple[Tensor, ...] = (), sums: Tensor | None = None, launcher: Launcher = launch,
+    ) -> None:  # fmt: skip
         """Nothing is launched yet; to be filled are dq, dk, dv, the statistics (`statistics_for`), by `split` the parts
         (`parts_for` q, k, v and the gradient, made here if absent), and by `hopper` the sums (`sums_for`)."""
         self.gradient, self.q, self.k, self.v, self.out, self.logsumexp = gradient, q, k, v, out, logsumexp
