@@ -36,7 +36,12 @@ from tests.conftest import mini
 from tests.test_prediction_cpu import assert_alike, kept_in_truth, kept_on_paper
 
 CPU = torch.device("cpu")
-WITH_WINDOW: list[Attention] = ["reference", "unsafe", "chunked", "sdpa", "sdpa-math", "flash-tiled"]
+HERE = [
+    name
+    for name, record in ATTENTIONS.items()
+    if record.compiler is None and "cpu" in record.device_types and "cpu" in record.trains_on
+]
+"""The attentions that train on a CPU and are not compiled: each of them is tested without being named."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs Triton, and TRITON_INTERPRET=1")
 
@@ -73,14 +78,14 @@ def call_tensors(
     return made
 
 
-@pytest.mark.parametrize("name", [*WITH_WINDOW, "sdpa-flash", "auto"])
+@pytest.mark.parametrize("name", [*HERE, "auto"])
 @given(data=st.data())
 @settings(max_examples=15, deadline=None)
 def test_every_implementation_is_attention(name: Attention, data: st.DataObject):
     """Grouped heads, unequal lengths, windows, any layout: values and all three gradients, to float64's rounding."""
     heads, key_heads = data.draw(st.sampled_from([(1, 1), (4, 4), (4, 2), (3, 1)]))
     queries, keys = data.draw(st.integers(1, 150)), data.draw(st.integers(1, 150))
-    window = data.draw(st.none() | st.integers(1, 160)) if name != "sdpa-flash" else None
+    window = data.draw(st.none() | st.integers(1, 160)) if name == "auto" or ATTENTIONS[name].window else None
     causal, scale = data.draw(st.booleans()), data.draw(st.sampled_from([None, 0.2, 0.0, -0.3]))
     head_dim = data.draw(st.sampled_from([2, 5, 16]))
     inputs = call_tensors(heads, key_heads, queries, keys, head_dim, transposed=data.draw(st.booleans()))
@@ -276,7 +281,7 @@ def test_every_name_is_known_without_torch():
 # ---- in the model
 
 
-@pytest.mark.parametrize("name", [*WITH_WINDOW, "sdpa-flash", "auto"])
+@pytest.mark.parametrize("name", [*HERE, "auto"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_each_trains_the_model(name: Attention, dtype: str):
     """The loss after two steps is that of the reference."""

@@ -37,7 +37,7 @@ from stepscope.core.attention_timing import (
     encode_timings,
 )
 from stepscope.core.attention_verdict import AttentionShape
-from stepscope.core.attentions import Attention, TensorDtype
+from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Table, decode_experiment, encode_experiment
@@ -82,7 +82,9 @@ def groups_of(*implementations: str, seq: Sequence[int] = (32,), **changes: Any)
 # ---- formulas
 
 
-@pytest.mark.parametrize("name", ["reference", "unsafe", "chunked", "flash-tiled", "sdpa-flash", "sdpa", "sdpa-math"])
+@pytest.mark.parametrize(
+    "name", [n for n, r in ATTENTIONS.items() if r.memory and r.compiler is None and "cpu" in r.device_types]
+)
 def test_what_autograd_saves_is_what_the_formula_says(name: Attention):
     dtypes: tuple[TensorDtype, ...] = ("fp64", "fp32", "bf16", "fp16")
     for dtype, causal, key_heads, head_dim in itertools.product(dtypes, (True, False), (4, 2), (16, 20)):
