@@ -152,7 +152,7 @@ def test_out_of_memory_is_code_3_and_a_run_that_says_where(tmp_path: Path):
     (run,), _ = load_runs([tmp_path])
     assert run.status == "out-of-memory" and run.artifacts["failure"] == "failure.txt"
     (traceback,) = tmp_path.rglob("failure.txt")
-    assert 'File "stepscope/models/attention.py"' in traceback.read_text()
+    assert 'File "stepscope/models/attention/written_out.py"' in traceback.read_text()
     assert str(Path(__file__).parent.parent) not in traceback.read_text()
 
 

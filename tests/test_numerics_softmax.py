@@ -14,7 +14,7 @@ from stepscope.cli.app import app
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Experiment
 from stepscope.core.float_format import FORMATS
-from stepscope.models.attention import reference
+from stepscope.models.attention.written_out import reference
 from stepscope.numerics.accumulation import DTYPES
 from stepscope.numerics.softmax import (
     AFTER,

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.core.attention_support import SUPPORT
+from stepscope.core.attentions import ATTENTIONS, Attention
 from stepscope.core.errors import InputError
-from stepscope.core.workload import Attention, Dtype
+from stepscope.core.workload import Dtype
 from stepscope.measure import ranges
-from stepscope.models.attention import IMPLEMENTATIONS, attention_for, reference
+from stepscope.models.attention import attention_for, implementation
+from stepscope.models.attention.written_out import reference
 from stepscope.models.training_step import build_model
 from stepscope.models.transformer import (
     Block,
@@ -27,7 +28,7 @@ from stepscope.models.transformer import (
 )
 from tests.conftest import mini
 
-CPU = [name for name in IMPLEMENTATIONS if "cpu" in SUPPORT[name].device_types]
+CPU = [n for n, record in ATTENTIONS.items() if record.compiler is None and "cpu" in record.device_types]
 
 
 def qkv(seq: int, head_dim: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[torch.Tensor]:
@@ -53,7 +54,7 @@ def by_loops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sc
 @pytest.mark.parametrize("name", CPU)
 def test_attention_is_its_definition(name: Attention, causal: bool):
     q, k, v = (t.detach() for t in qkv(7, 4))
-    out = IMPLEMENTATIONS[name](q, k, v, causal=causal)
+    out = implementation(name)(q, k, v, causal=causal)
     torch.testing.assert_close(out, by_loops(q, k, v, causal, 0.5))
 
 

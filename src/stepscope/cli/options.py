@@ -5,11 +5,12 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from stepscope.core.attentions import attention_names
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import TraceTool
 from stepscope.core.model_config import configure
 from stepscope.core.run import Settings
-from stepscope.core.workload import ATTENTIONS, CHECKPOINTING_CHOICES, COMPILES, DTYPES, OPTIMIZERS, PHASES, Workload
+from stepscope.core.workload import CHECKPOINTING_CHOICES, COMPILES, DTYPES, OPTIMIZERS, PHASES, Workload
 from stepscope.studies.request import MemoryRequest, TraceRequest
 from stepscope.studies.request import MemoryStacks as RecordedStacks
 
@@ -61,7 +62,7 @@ Seed = Annotated[int, typer.Option("--seed", help="Of parameters and data.")]
 
 DTYPE_HELP = f"One of {', '.join(DTYPES)}."
 PHASE_HELP = f"One of {', '.join(PHASES)}."
-ATTENTION_HELP = f"One of {', '.join(ATTENTIONS)}."
+ATTENTION_HELP = f"One of {', '.join(attention_names())}."
 COMPILE_HELP = f"One of {', '.join(COMPILES)}."
 OPTIMIZER_HELP = f"One of {', '.join(OPTIMIZERS)}."
 CHECKPOINTING_HELP = f"What backward runs again instead of keeping: {CHECKPOINTING_CHOICES}."

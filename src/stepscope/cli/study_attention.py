@@ -12,10 +12,10 @@ from stepscope.cli import options
 from stepscope.cli.output import emit, show, stdout_kept_clean, warn
 from stepscope.cli.study_precision import Only, Plot, answer
 from stepscope.core import interrupts
+from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.bounded_file import read_document
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, InputError
 from stepscope.core.experiment import Experiment
-from stepscope.core.workload import ATTENTIONS
 from stepscope.studies.request import Tell
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ def judge(
     Exits with 1 where an implementation is wrong. Raises InputError where nothing was judged.
     """
     from stepscope.cli.sweep import words
-    from stepscope.core.attention_support import SUPPORT
     from stepscope.core.run_directory import write_atomically
     from stepscope.measure.device import resolve_device
     from stepscope.measure.environment import read_environment
@@ -48,7 +47,7 @@ def judge(
         shapes_of,
     )
 
-    names = implementations_of(words(implementations, "--implementations") if implementations else list(SUPPORT))
+    names = implementations_of(words(implementations, "--implementations") if implementations else list(ATTENTIONS))
     wanted = gate_dtypes_of(words(dtypes, "--dtypes") if dtypes else GATE_DTYPES)
     found = resolve_device(device)
     environment = read_environment(found)
@@ -138,7 +137,7 @@ def attention(
     seq_len: Annotated[str | None, typer.Option("--seq-len", help="Comma-separated.")] = None,
     head_dim: Annotated[str | None, typer.Option("--head-dim", help="Comma-separated.")] = None,
     implementations: Annotated[
-        str | None, typer.Option("--implementations", help=f"Several of {', '.join(ATTENTIONS[:-1])}.")
+        str | None, typer.Option("--implementations", help=f"Several of {', '.join(ATTENTIONS)}.")
     ] = None,
     dtypes: Annotated[
         str | None, typer.Option("--dtypes", help="Several of fp32, bf16, fp16; with --model of its dtypes.")

@@ -23,8 +23,8 @@ def measure_steps(
 ) -> None:  # fmt: skip
     """Each cell in a process of its own; `shown` gets the answer."""
     from stepscope.cli.sweep import measure_and_report, numbers, words
+    from stepscope.core.attentions import attention_names
     from stepscope.core.model_config import configure
-    from stepscope.core.workload import ATTENTIONS
     from stepscope.studies.attention_steps import step_cells, step_sizes_for
     from stepscope.studies.sweep_plan import Policy, SweepPlan
 
@@ -41,7 +41,7 @@ def measure_steps(
             seq_lens=numbers(seq_len or usual.seq_len, "--seq-len"),
             batch_size=usual.batch_size if batch_size is None else batch_size,
             dtypes=words(dtypes or usual.dtypes, "--dtypes"),
-            attentions=[choose(name, ATTENTIONS, "attention") for name in names],
+            attentions=[choose(name, attention_names(), "attention") for name in names],
             settings=options.settings_from(None, steps, 1.0 if seconds is None else seconds, device_type == "cpu"),
         ),
         devices=(device,),

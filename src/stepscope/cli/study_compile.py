@@ -145,8 +145,9 @@ def _cell(run: Run, directory: Path, keep: bool) -> "CompileCell":
 def _wanted(given: dict[str, str | int | None]) -> dict[str, list[object]]:
     """Which runs of a folder are wanted, by a field of the workload; those not named are all."""
     from stepscope.cli.sweep import numbers, words
+    from stepscope.core.attentions import attention_names
     from stepscope.core.errors import choose
-    from stepscope.core.workload import ATTENTIONS, DTYPES, PHASES
+    from stepscope.core.workload import DTYPES, PHASES
     from stepscope.studies.compile_study import BASELINE, check_modes
 
     wanted: dict[str, list[object]] = {}
@@ -165,7 +166,7 @@ def _wanted(given: dict[str, str | int | None]) -> dict[str, list[object]]:
                 field, choices = {
                     "--dtypes": ("dtype", DTYPES),
                     "--phases": ("phase", PHASES),
-                    "--attention": ("attention", ATTENTIONS),
+                    "--attention": ("attention", attention_names()),
                 }[option]
                 wanted[field] = [choose(word, choices, field) for word in words(text, option)]
     return wanted

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from stepscope.core.attentions import Attention, attention_names
 from stepscope.core.errors import InputError, choose
 from stepscope.core.identity import identity_of
 from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
@@ -16,15 +17,6 @@ fp32 parameters (fp16 with gradient scaling). bf16-pure: parameters, gradients a
 
 Phase = Literal["forward", "forward-backward", "train"]
 """forward: inference under no_grad, logits only. forward-backward: loss and gradients. train: and the optimizer."""
-
-Attention = Literal[
-    "reference", "sdpa", "sdpa-math", "sdpa-efficient", "sdpa-flash", "sdpa-cudnn",
-    "unsafe", "chunked", "flex", "flash-tiled", "flash", "auto",
-]  # fmt: skip
-"""reference: written out. sdpa: PyTorch chooses the backend (the run names it). sdpa-*: that backend or an error.
-unsafe: written out, without the maximum that keeps exp from overflowing. chunked: written out for a chunk of queries at
-a time. flex: PyTorch's FlexAttention, compiled. flash-tiled: FlashAttention-2 tile by tile in PyTorch. flash: the same
-in Triton. auto: the first of `attention_support.PREFERRED` that runs (the run names it)."""
 
 Compile = Literal["eager", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 """eager, or a mode of torch.compile."""
@@ -40,7 +32,6 @@ outputs of its matrix products and of fused attention, and backward recomputes t
 
 DTYPES: tuple[str, ...] = get_args(Dtype)
 PHASES: tuple[str, ...] = get_args(Phase)
-ATTENTIONS: tuple[str, ...] = get_args(Attention)
 COMPILES: tuple[str, ...] = get_args(Compile)
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 
@@ -77,7 +68,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         whole_number(self.tokens, "batch_size x seq_len", 1, LARGEST)
         choose(self.dtype, DTYPES, "dtype")
         choose(self.phase, PHASES, "phase")
-        choose(self.attention, ATTENTIONS, "attention")
+        choose(self.attention, attention_names(), "attention")
         choose(self.compile, COMPILES, "compile mode")
         if self.optimizer is not None or self.phase == "train":
             choose(str(self.optimizer), OPTIMIZERS, "optimizer")

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepscope.core.model_config import ModelConfig
-from stepscope.models.attention import AttentionFunction, reference
+from stepscope.models.attention import AttentionFunction
+from stepscope.models.attention.written_out import reference
 from stepscope.models.checkpointing import BlockRunner, keep_all
 
 ROPE_BASE = 10_000.0

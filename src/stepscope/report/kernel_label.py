@@ -2,7 +2,7 @@
 
 import re
 
-from stepscope.analysis.kernel_names import decode
+from stepscope.analysis.kernel_names.decoding import decode
 from stepscope.core.errors import printable
 
 LABEL_WIDTH = 64

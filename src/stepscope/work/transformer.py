@@ -19,7 +19,7 @@ no FLOPs: the micro-batches are the batch.
 
 import math
 
-from stepscope.core.attention_support import WRITTEN_OUT
+from stepscope.core.attentions import scores_of
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.work import CausalConvention, Convention, Work
 from stepscope.core.workload import Workload
@@ -126,7 +126,7 @@ def step_flops(workload: Workload, causal: CausalConvention = "half") -> int:
 
 
 def _products_per_block(workload: Workload) -> int:
-    return 9 if workload.attention in WRITTEN_OUT else 7
+    return 9 if scores_of(workload.attention) == "whole" else 7
 
 
 def _checkpointed_groups(workload: Workload) -> int:

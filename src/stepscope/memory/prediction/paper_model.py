@@ -1,4 +1,4 @@
-"""The transformer's step on paper, line by line beside `models/transformer.py` and `models/attention.py`.
+"""The transformer's step on paper, line by line beside `models/transformer.py` and `models/attention/`.
 
 Each operation says how many bytes it makes, what autograd keeps of it for backward, and what its backward makes; the
 peaks follow from that and from nothing else. What is kept of a block, in elements, with r = B S M, f = B S F and
@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from stepscope.core.attention_support import WRITTEN_OUT, predicted_attention
+from stepscope.core.attention_support import predicted_attention
+from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.paper import Parameter, Storage, Tape, Tensor, passes, passes_twice
@@ -64,7 +65,7 @@ class PaperModel:
 
     def __init__(self, workload: Workload, device_type: str = "cuda") -> None:
         self.workload = workload
-        self.attention = predicted_attention(workload, device_type)
+        self.attention = ATTENTIONS[predicted_attention(workload, device_type)]
         self.sizes = item_sizes(workload, device_type)
         config = workload.model
         self.d_model, self.d_ff = config.d_model, config.d_ff
@@ -274,9 +275,9 @@ class PaperModel:
         q = self._rotated(tape, x, block["attention.query"])
         k = self._rotated(tape, x, block["attention.key"])
         v = self._project(tape, x, block["attention.value"])
-        if self.attention in ("reference", "unsafe"):
+        if self.attention.memory == "scores":
             out = self._written_out(tape, q, k, v)
-        elif self.attention == "sdpa-math":
+        elif self.attention.memory == "math":
             out = self._sdpa_math(tape, q, k, v)
         else:
             out = self._fused(tape, q, k, v)
@@ -299,16 +300,16 @@ class PaperModel:
 
     @property
     def fused(self) -> bool:
-        return self.attention not in WRITTEN_OUT
+        return self.attention.scores != "whole"
 
     def _written_out(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """models/attention.py `reference`, and `unsafe`."""
+        """models/attention/written_out.py: `reference`, and `unsafe`."""
         a, p, ss = self.sizes.products, self.sizes.exponentials, self.scores
         scores = self._product(tape, ss, self._contiguous(tape, q), self._contiguous(tape, k))
         scores = tape.op("Mul", ss, a, [scores])
         _positions = [tape.storage(self.workload.seq_len * 8) for _ in range(2)]
         scores = self._masked(tape, scores)
-        _maximum = None if self.attention == "unsafe" else tape.storage(self.rows * a)
+        _maximum = tape.storage(self.rows * a) if self.attention.subtracts_maximum else None
         exponentials = self._exponentials(tape, scores)
         sums = tape.op("Sum", self.rows, p, [exponentials], backward=passes)
 
@@ -334,7 +335,7 @@ class PaperModel:
 
     def _exponentials(self, tape: Tape, scores: Tensor) -> Tensor:
         a, p, ss = self.sizes.products, self.sizes.exponentials, self.scores
-        shifted = scores if self.attention == "unsafe" else tape.op("Sub", ss, a, [scores], backward=passes)
+        shifted = tape.op("Sub", ss, a, [scores], backward=passes) if self.attention.subtracts_maximum else scores
         return tape.op("Exp", ss, p, [tape.cast(shifted, p)], saves_output=True)
 
     def _product(self, tape: Tape, elements: int, a: Tensor, b: Tensor) -> Tensor:
@@ -373,17 +374,17 @@ class PaperModel:
         n, size = q.elements, q.itemsize
         head_dim = n // self.rows
         # In fp32 the kernels for Hopper split these head dimensions' operands into three parts of bf16, in rows padded
-        # to a power of two (kernels/flash_operands.py). Those for other GPUs do not, and need less.
-        split = self.attention == "flash" and size == 4 and 64 < head_dim <= 128
+        # to a power of two (kernels/flash/operands.py). Those for other GPUs do not, and need less.
+        split = self.attention.memory == "hopper" and size == 4 and 64 < head_dim <= 128
         parts = n // head_dim * 128 * 3 * 2 if split else 0
 
         def backward(tape: Tape, _: Storage) -> Sequence[Storage]:
             for_q, for_k, for_v = (tape.storage(n * size) for _ in range(3))
-            if self.attention == "flash":
+            if self.attention.memory == "hopper":
                 # The logsumexp and D of each row. The kernels fill each head's rows up to a tile's, 128 at most: for
                 # sequences of a multiple of 128 by none, and that is left out.
                 _statistics = tape.storage(self.rows * 2 * 4)
-                # In 16 bits the kernels for Hopper (kernels/hopper_launch.py) add dQ of long sequences up in fp32.
+                # In 16 bits the kernels for Hopper (kernels/hopper/launch.py) add dQ of long sequences up in fp32.
                 # Those for other GPUs do in registers and need less than this, unless a `fused` backward was tuned.
                 fp32_sums = size == 2 and head_dim in {64, 128} and self.workload.seq_len > _HOPPER_SHORT
                 _accumulated = tape.storage(n * 4 if fp32_sums else 0)
@@ -425,6 +426,6 @@ class PaperModel:
 
 
 _HOPPER_SHORT = 1024
-"""Queries up to which they are not taken for backward (kernels/flash_configuration.py)."""
+"""Queries up to which they are not taken for backward (kernels/flash/configuration.py)."""
 _EMBEDDING_SORTS_FROM = 3072
 """Tokens beyond which the embedding's backward on a GPU sorts them (aten/src/ATen/native/cuda/Embedding.cu)."""
