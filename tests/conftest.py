@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import settings as hypothesis_settings
 
 from stepscope.core.environment import Environment
-from stepscope.core.model_config import configure
+from stepscope.core.model_config import SIZE_FIELDS, configure
 from stepscope.core.nsight import find_nsys
 from stepscope.core.run import Run, Settings
 from stepscope.core.samples import Samples
@@ -102,9 +102,7 @@ MakeRun = Callable[..., Run]
 
 def workload(**changes: Any) -> Workload:
     """A small workload; sizes of the model by their names, everything else as Workload has it."""
-    sizes = {
-        name: changes.pop(name) for name in ("d_model", "d_ff", "layers", "heads", "vocabulary") if name in changes
-    }
+    sizes = {name: changes.pop(name) for name in SIZE_FIELDS if name in changes}
     model = changes.pop("model", None) or configure("tiny", **sizes)
     defaults: dict[str, Any] = {"seq_len": 16, "batch_size": 2}
     return Workload(model=configure(model) if isinstance(model, str) else model, **{**defaults, **changes})

@@ -114,7 +114,8 @@ def test_the_largest_that_fits_is_the_largest():
 def test_two_predictions_that_know_nothing_of_each_other_agree():
     """On paper, and on PyTorch's fake tensors."""
     command = ["--model", "tiny", "--seq-len", 128, "--memory", "80GiB", "--fake"]
-    for choices in ([], ["--dtype", "bf16", "--attention", "sdpa", "--checkpointing", "every-2"]):
+    shared = ["--attention", "sdpa", "--kv-heads", 2]
+    for choices in ([], ["--dtype", "bf16", "--attention", "sdpa", "--checkpointing", "every-2"], shared):
         answer = said(*command, *choices)
         on_paper, fake = answer["estimate"], answer["fake"]
         for figure in ("after_parameters", "forward_peak", "backward_peak", "optimizer_peak"):

@@ -138,6 +138,16 @@ def test_every_phase_has_the_peak_that_is_predicted(dtype: str, attention: str, 
     assert_alike(three(dtype=dtype, attention=attention, checkpointing=checkpointing))
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("attention", ["reference", "sdpa", "sdpa-math"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_step_with_shared_keys_is_predicted_to_the_byte(dtype: str, attention: str, kv_heads: int):
+    shared = {"d_model": 64, "heads": 4, "kv_heads": kv_heads, "dtype": dtype, "attention": attention}
+    assert kept_in_truth(three(**shared)) == kept_on_paper(three(**shared))
+    for checkpointing in ("none", "selective", "every-2"):
+        assert_alike(three(checkpointing=checkpointing, **shared))
+
+
 @pytest.mark.parametrize("changes", [{"seq_len": 64}, {"d_ff": 512}, {"vocabulary": 16}, {"d_model": 64, "heads": 1}])
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
 def test_wherever_the_peak_lies(attention: str, changes: dict[str, int]):

@@ -212,6 +212,21 @@ def test_the_model_is_the_same_with_every_attention(name: Attention):
     torch.testing.assert_close(models[1](tokens), models[0](tokens), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("name", ["reference", "sdpa", "sdpa-math", "chunked", "flash-tiled"])
+def test_shared_keys_are_those_of_a_model_that_has_each_of_them_for_itself(name: Attention, kv_heads: int):
+    """Keys and values of a group written out once for each of its heads give the same logits."""
+    shared = build_model(mini(attention=name, d_model=64, heads=4, kv_heads=kv_heads), "cpu")
+    whole = build_model(mini(d_model=64, heads=4), "cpu")
+    weights = shared.state_dict()
+    for key in weights:
+        if key.endswith(("attention.key.weight", "attention.value.weight")):
+            weights[key] = weights[key].unflatten(0, (kv_heads, 16)).repeat_interleave(4 // kv_heads, 0).flatten(0, 1)
+    whole.load_state_dict(weights)
+    tokens = torch.randint(101, (2, 16))
+    torch.testing.assert_close(shared(tokens), whole(tokens), rtol=1e-4, atol=1e-5)
+
+
 def test_gradients_of_the_model_against_float64():
     model = build_model(mini(), "cpu")
     precise = build_model(mini(), "cpu").double()

@@ -103,7 +103,7 @@ def test_the_key_of_a_stored_sweep_stays_what_it_was():
 
 
 class GrownModel(ModelConfig, frozen=True, kw_only=True):
-    kv_heads: int | None = None
+    experts: int | None = None
 
 
 class GrownWorkload(Workload, frozen=True, kw_only=True):
@@ -119,15 +119,28 @@ def test_a_later_field_at_its_default_changes_no_key():
     now = workload(model="small")
     sizes = {**msgspec.structs.asdict(now.model)}
 
-    def grown(kv_heads: int | None = None, context_parallel: int = 1) -> Workload:
-        model = GrownModel(**sizes, kv_heads=kv_heads)
+    def grown(experts: int | None = None, context_parallel: int = 1) -> Workload:
+        model = GrownModel(**sizes, experts=experts)
         return GrownWorkload(**{**msgspec.structs.asdict(now), "model": model}, context_parallel=context_parallel)
 
     assert grown().key == now.key
-    assert len({now.key, grown(kv_heads=4).key, grown(context_parallel=2).key}) == 3
+    assert len({now.key, grown(experts=4).key, grown(context_parallel=2).key}) == 3
     plan = SweepPlan(cells=(Cell(workload=now),)).key
     assert SweepPlan(cells=(Cell(workload=grown(), settings=GrownSettings()),)).key == plan
     assert SweepPlan(cells=(Cell(workload=grown(), settings=GrownSettings(repeats=2)),)).key != plan
+
+
+def test_shared_keys_make_a_cell_of_their_own_unless_nothing_is_shared():
+    small = configure("small")
+    assert configure("small", kv_heads=12) == small and workload(model=configure("small", kv_heads=12)).key.startswith(
+        "small-"
+    )
+    shared = configure("small", kv_heads=4)
+    assert (shared.name, shared.key_heads, shared.key_width) == ("small+kv_heads4", 4, 256)
+    assert workload(model=shared).key != workload(model=small).key
+    assert not workload(model=shared).at_most(workload(model=small))
+    with pytest.raises(InputError, match=r"kv_heads 5 do not divide heads 12: choose one of 1, 2, 3, 4, 6, 12$"):
+        configure("small", kv_heads=5)
 
 
 def test_checkpointing_and_accumulation_make_cells_of_their_own():

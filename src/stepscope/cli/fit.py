@@ -37,6 +37,7 @@ def fit(
     layers: options.Layers = None,
     heads: options.Heads = None,
     vocabulary: options.Vocabulary = None,
+    kv_heads: options.KvHeads = None,
     memory: Annotated[
         str | None, typer.Option("--memory", help="What PyTorch may allocate, as in 80GiB; as run's --memory-limit.")
     ] = None,
@@ -77,6 +78,7 @@ def fit(
 
     def workload(preset: str) -> Workload:
         sizes = {"d_model": d_model, "d_ff": d_ff, "layers": layers, "heads": heads, "vocabulary": vocabulary}
+        sizes["kv_heads"] = kv_heads
         choices = {
             "batch_size": batch_size, "seq_len": seq_len, "dtype": dtype, "phase": phase, "attention": attention,
             "compile": compile_mode, "optimizer": optimizer, "checkpointing": checkpointing,

@@ -58,6 +58,9 @@ DFf = Annotated[int | None, typer.Option("--d-ff", help="Override the preset.")]
 Layers = Annotated[int | None, typer.Option("--layers", help="Override the preset.")]
 Heads = Annotated[int | None, typer.Option("--heads", help="Override the preset.")]
 Vocabulary = Annotated[int | None, typer.Option("--vocabulary", help="Override the preset.")]
+KvHeads = Annotated[
+    int | None, typer.Option("--kv-heads", help="Heads of keys and values, shared by those of queries.")
+]
 Seed = Annotated[int, typer.Option("--seed", help="Of parameters and data.")]
 
 DTYPE_HELP = f"One of {', '.join(DTYPES)}."

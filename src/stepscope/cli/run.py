@@ -37,6 +37,7 @@ def run(
     layers: options.Layers = None,
     heads: options.Heads = None,
     vocabulary: options.Vocabulary = None,
+    kv_heads: options.KvHeads = None,
     seed: options.Seed = 0,
     device: options.Device = "auto",
     warmup: options.Warmup = None,
@@ -56,6 +57,7 @@ def run(
 ) -> None:
     """Measure one step: time by phase, rates, memory, and what to doubt. Saves a run directory."""
     sizes = {"d_model": d_model, "d_ff": d_ff, "layers": layers, "heads": heads, "vocabulary": vocabulary}
+    sizes["kv_heads"] = kv_heads
     choices = {
         "batch_size": batch_size, "dtype": dtype, "phase": phase, "attention": attention,
         "compile": compile_mode, "optimizer": optimizer, "checkpointing": checkpointing, "accumulation": accumulation,

@@ -66,6 +66,7 @@ def sweep(
     layers: options.Layers = None,
     heads: options.Heads = None,
     vocabulary: options.Vocabulary = None,
+    kv_heads: options.KvHeads = None,
     seed: options.Seed = 0,
     devices: Annotated[
         str, typer.Option("--devices", help="Devices to share the cells, as in cuda:0,cuda:1.")
@@ -99,6 +100,7 @@ def sweep(
 
     settings = options.settings_from(warmup, steps, seconds, no_profile)
     sizes = {"d_model": d_model, "d_ff": d_ff, "layers": layers, "heads": heads, "vocabulary": vocabulary}
+    sizes["kv_heads"] = kv_heads
     axes = {
         "--model": model, "--seq-len": seq_len, "--batch-size": batch_size, "--dtype": dtype, "--phase": phase,
         "--attention": attention, "--compile": compile_mode, "--optimizer": optimizer,

@@ -85,7 +85,7 @@ def attention_of(workload: Workload, device_type: str, here: FaultHere = fault_h
     """
     call = AttentionCall(
         device_type=device_type, dtype=tensor_dtype(workload.dtype), head_dim=workload.model.head_dim,
-        queries=workload.seq_len, keys=workload.seq_len, heads=workload.model.heads, key_heads=workload.model.heads,
+        queries=workload.seq_len, keys=workload.seq_len, heads=workload.model.heads, key_heads=workload.model.key_heads,
         backward=workload.phase != "forward",
     )  # fmt: skip
     return resolve_attention(workload.attention, call, here)

@@ -97,6 +97,8 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
     # ---- what it makes and keeps
 
     scores: Scores = "fused"
+    repeats_keys: bool = False
+    """Fused: whether heads of queries that share keys and values each get a copy of them."""
     memory: Memory | None = None
     """None: no formula says what it saves."""
     predicted: Literal["always", "eager", "never"] = "never"
@@ -187,7 +189,7 @@ ATTENTIONS: dict[Attention, AttentionRecord] = {
         signs=r"^aten::_scaled_dot_product_attention_math",
     ),
     "sdpa-efficient": AttentionRecord(
-        function=f"{_PYTORCH}:sdpa_efficient", memory="efficient", predicted="always",
+        function=f"{_PYTORCH}:sdpa_efficient", memory="efficient", predicted="always", repeats_keys=True,
         kept_operators=("aten::_scaled_dot_product_efficient_attention",),
         # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. Its loads are of 16 bytes.
         device_types=("cuda",), cuda_dtypes=_FUSED, head_dim_multiple=8,

@@ -116,9 +116,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def at_most(self, other: "Workload") -> bool:
         """Whether this cell needs no more memory than `other`: no size larger, everything else the same."""
-        sizes = (*self.model.sizes.values(), self.batch_size, self.seq_len)
-        others = (*other.model.sizes.values(), other.batch_size, other.seq_len)
-        return self._sort() == other._sort() and all(a <= b for a, b in zip(sizes, others, strict=True))
+        ours, theirs = self.model.sizes, other.model.sizes
+        sizes = (*ours.values(), self.batch_size, self.seq_len)
+        others = (*theirs.values(), other.batch_size, other.seq_len)
+        alike = self._sort() == other._sort() and ours.keys() == theirs.keys()
+        return alike and all(a <= b for a, b in zip(sizes, others, strict=True))
 
     def _sort(self) -> tuple[str | None, ...]:
         choices = (self.dtype, self.phase, self.attention, self.compile, self.optimizer)

@@ -3,7 +3,8 @@
     tokens -> embedding -> L x [ x + attention(norm(x));  x + feed_forward(norm(x)) ] -> norm -> head -> logits
 
 Pre-norm with RMSNorm (Zhang and Sennrich 2019), rotary position embedding (Su et al. 2021), SwiGLU (Shazeer 2020),
-an untied output head and no biases: the shape of the Llama family.
+an untied output head and no biases: the shape of the Llama family. Heads of queries may share keys and values
+(grouped-query attention, Ainslie et al. 2023).
 
 Shape legend: B batch, S sequence, M d_model, F d_ff, H heads, D head_dim, V vocabulary.
 """
@@ -88,14 +89,13 @@ class CausalSelfAttention(nn.Module):
         device: torch.device | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.heads = config.heads
+        self.head_dim = config.head_dim
         self.rotary = rotary
         self.attention = attention
-        linear = {"in_features": config.d_model, "out_features": config.d_model}
-        self.query = nn.Linear(**linear, bias=False, device=device)
-        self.key = nn.Linear(**linear, bias=False, device=device)
-        self.value = nn.Linear(**linear, bias=False, device=device)
-        self.output = nn.Linear(**linear, bias=False, device=device)
+        self.query = nn.Linear(config.d_model, config.d_model, bias=False, device=device)
+        self.key = nn.Linear(config.d_model, config.key_width, bias=False, device=device)
+        self.value = nn.Linear(config.d_model, config.key_width, bias=False, device=device)
+        self.output = nn.Linear(config.d_model, config.d_model, bias=False, device=device)
 
     def forward(self, x_BSM: Tensor) -> Tensor:
         q_BHSD = self.rotary(self._split_heads(self.query(x_BSM)))
@@ -105,7 +105,7 @@ class CausalSelfAttention(nn.Module):
         return self.output(out_BHSD.transpose(1, 2).flatten(-2))
 
     def _split_heads(self, x_BSM: Tensor) -> Tensor:
-        return x_BSM.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return x_BSM.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class SwiGLU(nn.Module):

@@ -56,6 +56,7 @@ FIELDS: dict[str, Field] = {
     "d_ff": Field(read=lambda run: run.workload.model.d_ff),
     "layers": Field(read=lambda run: run.workload.model.layers),
     "heads": Field(read=lambda run: run.workload.model.heads),
+    "kv_heads": Field(read=lambda run: run.workload.model.key_heads),
     "head_dim": Field(read=lambda run: run.workload.model.head_dim),
     "vocabulary": Field(read=lambda run: run.workload.model.vocabulary),
     "batch_size": Field(read=_workload("batch_size")),

@@ -117,11 +117,16 @@ def watch_fake_step(workload: Workload, *, workspace_bytes: int = WORKSPACE_BYTE
 
 
 def attention_backend(workload: Workload, query: Tensor) -> AttentionBackend:
-    """What scaled_dot_product_attention becomes on a Hopper GPU. Measured (PyTorch 2.11): 16-bit takes cuDNN's."""
+    """What scaled_dot_product_attention becomes on a Hopper GPU. Measured (PyTorch 2.11): 16-bit takes cuDNN's.
+
+    The only fused kernel for fp32, the efficient one, takes no shared keys (sdp_utils.cpp).
+    """
     memory = ATTENTIONS[predicted_attention(workload, "cuda")].memory
     assert memory is not None
+    if memory == "chosen" and query.dtype == torch.float32:
+        return "math" if workload.model.kv_heads else "efficient"
     if memory == "chosen":
-        return "efficient" if query.dtype == torch.float32 else "cudnn"
+        return "cudnn"
     return _BACKENDS[memory]
 
 

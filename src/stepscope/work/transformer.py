@@ -1,6 +1,6 @@
 """Parameters and model FLOPs of the transformer in `models/transformer.py`.
 
-With d = d_model, f = d_ff, L = layers, V = vocabulary, B = batch_size, S = seq_len:
+With d = d_model, f = d_ff, L = layers, V = vocabulary, B = batch_size, S = seq_len, and heads that share no keys:
 
 parameters   those of `block_shapes` and `shapes_outside_blocks`:
              2 V d  (embedding, untied head)  +  L (4 d^2 + 3 d f + 2 d)  +  d (final norm)
@@ -31,12 +31,12 @@ Shapes = dict[str, tuple[int, ...]]
 
 def block_shapes(config: ModelConfig) -> Shapes:
     """The parameters of one block, by their names inside it, in the order in which the model has them."""
-    d, f = config.d_model, config.d_ff
+    d, f, k = config.d_model, config.d_ff, config.key_width
     return {
         "attention_norm.weight": (d,),
         "attention.query.weight": (d, d),
-        "attention.key.weight": (d, d),
-        "attention.value.weight": (d, d),
+        "attention.key.weight": (k, d),
+        "attention.value.weight": (k, d),
         "attention.output.weight": (d, d),
         "feed_forward_norm.weight": (d,),
         "feed_forward.gate.weight": (f, d),

@@ -73,6 +73,9 @@ class PaperModel:
         self.rows = self.tokens * config.heads
         """Of attention: one for each query of each head."""
         self.scores = self.rows * workload.seq_len
+        self.queries_per_key = config.heads // config.key_heads
+        self.sums_shared_keys = self.queries_per_key > 1 and device_type == "cuda"
+        """Whether fused attention makes gradients of keys for each head of queries, and then sums them."""
         self.parameters: list[Parameter] = []
         shapes = shapes_outside_blocks(config)
         self.embedding_weight = self._parameter("embedding.weight", shapes)
@@ -277,7 +280,7 @@ class PaperModel:
         v = self._project(tape, x, block["attention.value"])
         if self.attention.memory == "scores":
             out = self._written_out(tape, q, k, v)
-        elif self.attention.memory == "math":
+        elif self.attention.memory == "math" or self.no_kernel_fits:
             out = self._sdpa_math(tape, q, k, v)
         else:
             out = self._fused(tape, q, k, v)
@@ -292,7 +295,8 @@ class PaperModel:
     def _project(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
         """A linear map, its output seen as heads."""
         projected = self._linear(tape, x, weight, self.d_model)
-        if self.fused or not tape.recording:
+        heads = weight.elements // (self.d_model * self.workload.model.head_dim)
+        if self.fused or heads == 1 or not tape.recording:
             return projected
         # Backward meets gradients whose heads stand before positions, and copies them into place.
         elements, size = projected.elements, projected.itemsize
@@ -300,12 +304,24 @@ class PaperModel:
 
     @property
     def fused(self) -> bool:
-        return self.attention.scores != "whole"
+        return self.attention.scores != "whole" and not self.no_kernel_fits
+
+    @property
+    def no_kernel_fits(self) -> bool:
+        """PyTorch's one fused kernel for fp32 on a GPU takes no shared keys: where PyTorch chooses, it takes none."""
+        return self.attention.memory == "chosen" and self.sums_shared_keys and self.sizes.products == 4
+
+    def _for_all_heads(self, tape: Tape, x: Tensor) -> Tensor:
+        """Keys or values, repeated for the heads of queries that share them. Backward sums their gradients."""
+        if self.queries_per_key == 1:
+            return x
+        return tape.op("RepeatInterleave", x.elements * self.queries_per_key, x.itemsize, [x])
 
     def _written_out(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """models/attention/written_out.py: `reference`, and `unsafe`."""
         a, p, ss = self.sizes.products, self.sizes.exponentials, self.scores
-        scores = self._product(tape, ss, self._contiguous(tape, q), self._contiguous(tape, k))
+        k, v = self._for_all_heads(tape, k), self._for_all_heads(tape, v)
+        scores = self._product(tape, ss, self._contiguous(tape, q), self._laid_out(tape, k))
         scores = tape.op("Mul", ss, a, [scores])
         _positions = [tape.storage(self.workload.seq_len * 8) for _ in range(2)]
         scores = self._masked(tape, scores)
@@ -327,7 +343,7 @@ class PaperModel:
         weights = tape.op("Div", ss, p, [exponentials, sums], saves=[exponentials, sums], backward=of_quotient)
         del sums
         cast = tape.cast(weights, a)
-        return self._product(tape, v.elements, cast, self._contiguous(tape, v))
+        return self._product(tape, v.elements, cast, self._laid_out(tape, v))
 
     def _masked(self, tape: Tape, scores: Tensor) -> Tensor:
         mask = tape.storage(self.workload.seq_len**2)
@@ -352,26 +368,35 @@ class PaperModel:
             return x
         return tape.op("Clone", x.elements, x.itemsize, [x], backward=passes)
 
+    def _laid_out(self, tape: Tape, x: Tensor) -> Tensor:
+        """Keys or values for all heads in one dimension with the batch; repeated, they lie so already."""
+        return x if self.queries_per_key > 1 else self._contiguous(tape, x)
+
     def _sdpa_math(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """aten/src/ATen/native/transformers/attention.cpp, `_scaled_dot_product_attention_math`: in fp32, always."""
         size, ss = self.sizes.products, self.scores
         q, k, v = tape.cast(q, 4), tape.cast(k, 4), tape.cast(v, 4)
         queries = tape.op("Mul", q.elements, 4, [q])
         _mask = tape.storage(self.workload.seq_len**2 * 4)
+        k, v = self._for_all_heads(tape, k), self._for_all_heads(tape, v)
         keys = tape.op("Mul", k.elements, 4, [k])
-        scores = self._product(tape, ss, self._contiguous(tape, queries), self._contiguous(tape, keys))
+        scores = self._product(tape, ss, self._contiguous(tape, queries), self._laid_out(tape, keys))
         del keys
         # `_safe_softmax` looks for rows that are masked whole, in a bool for each score, and sets those to 0 in place.
         weights = tape.op("Softmax", ss, 4, [scores], saves_output=True)
         masked, rows = tape.storage(ss), tape.storage(self.rows)
         del masked, rows, scores
         _second_output = tape.storage(ss * size if size != 4 else 0)
-        out = self._product(tape, v.elements, weights, self._contiguous(tape, v))
+        out = self._product(tape, v.elements, weights, self._laid_out(tape, v))
         return tape.cast(out, size)
 
     def _fused(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One operator that keeps its inputs, its output and the logsumexp of each row."""
+        if self.attention.repeats_keys:
+            k, v = self._for_all_heads(tape, k), self._for_all_heads(tape, v)
         n, size = q.elements, q.itemsize
+        of_keys = k.elements
+        for_all_heads = 2 * n * size if self.sums_shared_keys and of_keys < n else 0
         head_dim = n // self.rows
         # In fp32 the kernels for Hopper split these head dimensions' operands into three parts of bf16, in rows padded
         # to a power of two (kernels/flash/operands.py). Those for other GPUs do not, and need less.
@@ -379,7 +404,7 @@ class PaperModel:
         parts = n // head_dim * 128 * 3 * 2 if split else 0
 
         def backward(tape: Tape, _: Storage) -> Sequence[Storage]:
-            for_q, for_k, for_v = (tape.storage(n * size) for _ in range(3))
+            for_q, for_k, for_v = (tape.storage(elements * size) for elements in (n, of_keys, of_keys))
             if self.attention.memory == "hopper":
                 # The logsumexp and D of each row. The kernels fill each head's rows up to a tile's, 128 at most: for
                 # sequences of a multiple of 128 by none, and that is left out.
@@ -393,6 +418,7 @@ class PaperModel:
             _delta = tape.storage(self.rows * 4)
             # Gradients of the queries are added up in fp32, over blocks of keys.
             _accumulated = tape.storage(n * 4 if size != 4 else 0)
+            _of_all_heads = tape.storage(for_all_heads)
             return for_q, for_k, for_v
 
         _of_operands = tape.storage(3 * parts)
