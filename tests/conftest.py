@@ -102,7 +102,7 @@ MakeRun = Callable[..., Run]
 
 def workload(**changes: Any) -> Workload:
     """A small workload; sizes of the model by their names, everything else as Workload has it."""
-    sizes = {name: changes.pop(name) for name in SIZE_FIELDS if name in changes}
+    sizes = {name: changes.pop(name) for name in (*SIZE_FIELDS, "tied") if name in changes}
     model = changes.pop("model", None) or configure("tiny", **sizes)
     defaults: dict[str, Any] = {"seq_len": 16, "batch_size": 2}
     return Workload(model=configure(model) if isinstance(model, str) else model, **{**defaults, **changes})

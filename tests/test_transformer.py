@@ -227,6 +227,20 @@ def test_shared_keys_are_those_of_a_model_that_has_each_of_them_for_itself(name:
     torch.testing.assert_close(shared(tokens), whole(tokens), rtol=1e-4, atol=1e-5)
 
 
+def test_a_tied_head_is_the_embedding_and_gets_both_gradients():
+    tied, untied = (build_model(mini(tied=t), "cpu") for t in (True, False))
+    assert tied.head.weight is tied.embedding.weight
+    untied.load_state_dict({**tied.state_dict(), "head.weight": tied.embedding.weight.detach()})
+    tokens = torch.randint(101, (2, 16))
+    for model in (tied, untied):
+        model(tokens).logsumexp(-1).sum().backward()
+    both = [untied.embedding.weight.grad, untied.head.weight.grad]
+    assert both[0] is not None and both[1] is not None
+    torch.testing.assert_close(tied.embedding.weight.grad, both[0] + both[1])
+    # A head's deviation: with the embedding's, 1, logits would be as large as the root of d_model.
+    assert float(tied.head.weight.detach().std()) == pytest.approx((2 / (32 + 101)) ** 0.5, rel=0.1)
+
+
 def test_gradients_of_the_model_against_float64():
     model = build_model(mini(), "cpu")
     precise = build_model(mini(), "cpu").double()

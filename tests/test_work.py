@@ -36,7 +36,7 @@ def test_parameter_counts_of_the_presets():
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_formula_counts_what_the_model_has(name: str):
     of_presets = workload(model=name)
-    for of in (of_presets, workload(model=configure(name, kv_heads=1))):
+    for of in (of_presets, workload(model=configure(name, kv_heads=1, tied=True))):
         model = build_model(of, "meta")
         assert sum(p.numel() for p in model.parameters()) == parameter_count(of.model)
         assert all(p.is_meta for p in model.parameters())

@@ -130,7 +130,7 @@ def test_a_later_field_at_its_default_changes_no_key():
     assert SweepPlan(cells=(Cell(workload=grown(), settings=GrownSettings(repeats=2)),)).key != plan
 
 
-def test_shared_keys_make_a_cell_of_their_own_unless_nothing_is_shared():
+def test_shared_keys_and_a_tied_head_make_cells_of_their_own_unless_nothing_is_shared():
     small = configure("small")
     assert configure("small", kv_heads=12) == small and workload(model=configure("small", kv_heads=12)).key.startswith(
         "small-"
@@ -138,7 +138,10 @@ def test_shared_keys_make_a_cell_of_their_own_unless_nothing_is_shared():
     shared = configure("small", kv_heads=4)
     assert (shared.name, shared.key_heads, shared.key_width) == ("small+kv_heads4", 4, 256)
     assert workload(model=shared).key != workload(model=small).key
-    assert not workload(model=shared).at_most(workload(model=small))
+    tied = configure("small", tied=True)
+    assert (tied.name, configure("small", tied=False)) == ("small+tied", small)
+    for other in (shared, tied):
+        assert not workload(model=other).at_most(workload(model=small))
     with pytest.raises(InputError, match=r"kv_heads 5 do not divide heads 12: choose one of 1, 2, 3, 4, 6, 12$"):
         configure("small", kv_heads=5)
 

@@ -36,6 +36,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kv_heads: int | None = None
     """Heads of keys and values, each shared by as many heads of queries (grouped-query attention, Ainslie et al. 2023);
     None: one for each."""
+    tied: bool = False
+    """Whether the output head is the embedding's weight (Press and Wolf 2017)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not re.fullmatch(r"[\w.+-]{1,100}", self.name):
@@ -54,6 +56,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if self.kv_heads is not None:
             self._check_kv_heads(self.kv_heads)
+        if not isinstance(self.tied, bool):
+            raise InputError(f"tied is {self.tied!r}: it must be true or false")
 
     def _check_kv_heads(self, kv_heads: int) -> None:
         whole_number(kv_heads, "kv_heads", 1, 2**24)
@@ -122,7 +126,7 @@ def configure(preset: str, **overrides: int | None) -> ModelConfig:
         changed.pop("kv_heads")  # nothing is shared
     if not changed:
         return base
-    name = "+".join([base.name, *(f"{field}{size}" for field, size in changed.items())])
+    name = "+".join([base.name, *(field if size is True else f"{field}{size}" for field, size in changed.items())])
     return msgspec.structs.replace(base, name=name, **changed)
 
 

@@ -124,7 +124,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def _sort(self) -> tuple[str | None, ...]:
         choices = (self.dtype, self.phase, self.attention, self.compile, self.optimizer)
-        return (*choices, self.checkpointing, str(self.accumulation))
+        return (*choices, self.checkpointing, str(self.accumulation), str(self.model.tied))
 
     def _check_checkpointing(self) -> None:
         if self.checkpointing in ("none", "selective"):

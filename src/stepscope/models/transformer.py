@@ -3,8 +3,8 @@
     tokens -> embedding -> L x [ x + attention(norm(x));  x + feed_forward(norm(x)) ] -> norm -> head -> logits
 
 Pre-norm with RMSNorm (Zhang and Sennrich 2019), rotary position embedding (Su et al. 2021), SwiGLU (Shazeer 2020),
-an untied output head and no biases: the shape of the Llama family. Heads of queries may share keys and values
-(grouped-query attention, Ainslie et al. 2023).
+an output head of its own and no biases: the shape of the Llama family. Heads of queries may share keys and values
+(grouped-query attention, Ainslie et al. 2023), and the head may be the embedding's weight (Press and Wolf 2017).
 
 Shape legend: B batch, S sequence, M d_model, F d_ff, H heads, D head_dim, V vocabulary.
 """
@@ -157,7 +157,11 @@ class Transformer(nn.Module):
         self.rotary = RotaryEmbedding(config.head_dim, max_seq_len, device)
         self.blocks = nn.ModuleList(Block(config, self.rotary, attention, device) for _ in range(config.layers))
         self.norm = RMSNorm(config.d_model, device)
-        self.head = nn.Linear(config.d_model, config.vocabulary, bias=False, device=device)
+        # A weight that is only replaced needs no memory.
+        of_head = torch.device("meta") if config.tied else device
+        self.head = nn.Linear(config.d_model, config.vocabulary, bias=False, device=of_head)
+        if config.tied:
+            self.head.weight = self.embedding.weight
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         # The embedding's output has no name here: it would live on beside the blocks where no graph needs it.
@@ -166,7 +170,10 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """Normal weights with variance 2 / (fan_in + fan_out), cut at 3 deviations (Glorot and Bengio 2010)."""
+        """Normal weights with variance 2 / (fan_in + fan_out), cut at 3 deviations (Glorot and Bengio 2010).
+
+        A tied head comes after the embedding, and the weight has the deviation of a head.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 deviation = (2 / (module.in_features + module.out_features)) ** 0.5

@@ -48,7 +48,8 @@ def block_shapes(config: ModelConfig) -> Shapes:
 def shapes_outside_blocks(config: ModelConfig) -> Shapes:
     """The other parameters."""
     d, words = config.d_model, config.vocabulary
-    return {"embedding.weight": (words, d), "norm.weight": (d,), "head.weight": (words, d)}
+    head = {} if config.tied else {"head.weight": (words, d)}
+    return {"embedding.weight": (words, d), "norm.weight": (d,), **head}
 
 
 def count_of(shapes: Shapes) -> int:

@@ -81,7 +81,9 @@ class PaperModel:
         self.embedding_weight = self._parameter("embedding.weight", shapes)
         self.blocks = [self._block(i) for i in range(config.layers)]
         self.norm_weight = self._parameter("norm.weight", shapes)
-        self.head_weight = self._parameter("head.weight", shapes)
+        if config.tied:
+            self.embedding_weight.uses = 2
+        self.head_weight = self.embedding_weight if config.tied else self._parameter("head.weight", shapes)
         self._casts: dict[str, Tensor] = {}
         """Autocast's copies of weights, kept until it ends."""
         self._cast_alike: list[Storage] = []
