@@ -18,39 +18,17 @@ sum under autocast too.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from stepscope.core.attention_support import predicted_attention
 from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.workload import Workload
+from stepscope.memory.prediction.item_sizes import item_sizes
 from stepscope.memory.prediction.paper import Parameter, Storage, Tape, Tensor, passes, passes_twice
 from stepscope.work.transformer import Shapes, block_shapes, shapes_outside_blocks
 
 _CAST = CATEGORIES.index("cast copies")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ItemSizes:
-    """Bytes of an element, by what it belongs to."""
-
-    parameters: int
-    residual: int
-    """Of the residual stream."""
-    products: int
-    """Of what goes into matrix products, and comes out."""
-    exponentials: int
-    """Of softmax written out."""
-
-
-def item_sizes(workload: Workload, device_type: str) -> ItemSizes:
-    """Autocast leaves parameters and the residual stream in fp32; on a GPU it takes exponentials up to fp32 too."""
-    if workload.dtype in ("bf16", "fp16"):
-        exponentials = 4 if device_type == "cuda" else 2
-        return ItemSizes(parameters=4, residual=4, products=2, exponentials=exponentials)
-    size = 2 if workload.dtype == "bf16-pure" else 4
-    return ItemSizes(parameters=size, residual=size, products=size, exponentials=size)
 
 
 BlockParameters = dict[str, Parameter]
