@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from stepscope.analysis.attention_steps import LEAST, StepCell, StepGroup, group_cells
 from stepscope.analysis.attention_steps_findings import steps_findings
+from stepscope.analysis.comparisons.missing import missing_cells
 from stepscope.analysis.doubts import doubting_kinds
-from stepscope.analysis.metrics import PHASE_NAMES, median_s, peak_bytes, samples_of
+from stepscope.analysis.metrics import PHASE_NAMES, median_s, peak_bytes
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import Cell, Experiment, Table
-from stepscope.core.samples import INTERVALS
-from stepscope.core.units import GIB
+from stepscope.core.experiment import Cell, Experiment, Table, known_columns, measured_answer
+from stepscope.core.figures import gibibytes, milliseconds, times_within, within_ms
 
 STUDY = "attention"
 QUESTION = "What does a whole training step gain by another attention, and where: phases, kernels, memory?"
@@ -27,35 +27,27 @@ def answer_steps(found: Iterable[StepCell], *, unread: int = 0) -> Experiment:
     """The whole answer. `unread`: captures that nothing here reads. Raises InputError where nothing was measured."""
     groups, missing = group_cells(found)
     if not groups:
-        why = f": {missing[0].name} with {missing[0].attention} {_why(missing[0])}" if missing else ""
+        why = f": {missing[0].label} {missing[0].why_missing}" if missing else ""
         raise InputError(f"no step was measured{why}")
-    first = groups[0].base.run.environment
-    tables = (_times(groups), _memory(groups), _families(groups), _moved(groups), _missing(missing))
-    return Experiment(
+    left_out = missing_cells(MISSING, StepCell.FIELD, missing)
+    return measured_answer(
+        groups[0].base.run.environment,
         study=STUDY,
         question=QUESTION,
-        device=first.device_name if first else "",
-        versions=dict(first.versions) if first else {},
-        settings={"intervals": INTERVALS},
-        tables=tuple(table for table in tables if table.rows),
-        findings=tuple(steps_findings(groups, missing, unread)),
+        tables=(_times(groups), _memory(groups), _families(groups), _moved(groups), left_out),
+        findings=steps_findings(groups, missing, unread),
     )
 
 
 def _times(groups: Sequence[StepGroup]) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for group in groups:
+        ratios = {pair.other: pair.speed_up for pair in group.pairs}
         for cell in group.cells:
-            step = samples_of(cell.run, "step")
-            interval = step.interval() if step else None
-            ratio = group.speed_up(cell)
             rows.append(
                 (
-                    cell.name, cell.attention, *(_ms(median_s(cell.run, phase)) for phase in (*PHASE_NAMES, "step")),
-                    _ms(interval.low) if interval else None, _ms(interval.high) if interval else None,
-                    _digits(ratio.value) if ratio else None,
-                    _digits(ratio.interval.low) if ratio and ratio.interval else None,
-                    _digits(ratio.interval.high) if ratio and ratio.interval else None,
+                    cell.name, cell.value, *(milliseconds(median_s(cell.run, p)) for p in (*PHASE_NAMES, "step")),
+                    *within_ms(cell.samples("step")), *times_within(ratios.get(cell)),
                     ", ".join(doubting_kinds(cell.run)),
                 )
             )  # fmt: skip
@@ -75,32 +67,24 @@ def _memory(groups: Sequence[StepGroup]) -> Table:
                 continue
             base = group.base.run.evidence.memory
             saved, of_base = memory.saved_for_backward, base.saved_for_backward if base else None
-            rows.append(
-                (
-                    cell.name, cell.attention, _gib(peak_bytes(cell.run)), _gib(memory.forward_peak), _gib(saved),
-                    _gib(saved - of_base) if saved is not None and of_base and cell is not group.base else None,
-                )
-            )  # fmt: skip
+            change = saved - of_base if saved is not None and of_base and cell is not group.base else None
+            held = (peak_bytes(cell.run), memory.forward_peak, saved, change)
+            rows.append((cell.name, cell.value, *map(gibibytes, held)))
     heads = ("cell", "attention", "peak", "forward peak", "saved for backward", "saved, against the first")
-    # A CPU counts no peak.
-    known = [i for i in range(len(heads)) if i < 2 or any(row[i] is not None for row in rows)]
-    return Table(
-        title=MEMORY,
-        columns=tuple(heads[i] for i in known),
-        rows=tuple(tuple(row[i] for i in known) for row in rows),
-    )
+    return known_columns(MEMORY, heads, rows)  # a CPU counts no peak
 
 
 def _families(groups: Sequence[StepGroup]) -> Table:
-    attentions = list(dict.fromkeys(cell.attention for group in groups for cell in group.cells))
+    attentions = list(dict.fromkeys(cell.value for group in groups for cell in group.cells))
     rows: list[tuple[Cell, ...]] = []
     for group in groups:
-        by_name = {cell.attention: cell for cell in group.cells if cell.families}
+        by_name = {cell.value: cell for cell in group.cells if cell.families}
+        cells = [by_name.get(name) for name in attentions]
         totals = {family: 0.0 for cell in by_name.values() for family in cell.families}
         for family in totals:
             totals[family] = max(cell.families.get(family, 0.0) for cell in by_name.values())
         for family in sorted(totals, key=lambda f: -totals[f]):
-            times = [_ms(by_name[name].families.get(family, 0.0)) if name in by_name else None for name in attentions]
+            times = [milliseconds(cell.families.get(family, 0.0)) if cell else None for cell in cells]
             rows.append((group.base.name, family, *times))
         sums: dict[str, Callable[[StepCell], float | None]] = {
             "in attention itself": lambda cell: sum(cell.inside.values()) if cell.inside else None,
@@ -108,7 +92,7 @@ def _families(groups: Sequence[StepGroup]) -> Table:
             "all kernels": lambda cell: sum(cell.families.values()),
         }
         for what, figure in sums.items():
-            figures = [_ms(figure(by_name[name])) if name in by_name else None for name in attentions]
+            figures = [milliseconds(figure(cell)) if cell else None for cell in cells]
             if any(value is not None for value in figures):
                 rows.append((group.base.name, what, *figures))
     return Table(title=FAMILIES, columns=("cell", "family", *attentions), rows=tuple(rows))
@@ -116,39 +100,14 @@ def _families(groups: Sequence[StepGroup]) -> Table:
 
 def _moved(groups: Sequence[StepGroup]) -> Table:
     rows: list[tuple[Cell, ...]] = []
-    for group in groups:
-        for cell in group.cells[1:]:
-            inside = dict(group.moves_inside(cell))
-            for family, change in group.moves(cell):
-                own = inside.get(family, 0.0) if inside else None
-                if max(abs(change), abs(own or 0.0)) >= LEAST * (median_s(group.base.run, "step") or 0.0):
-                    name = f"{group.base.attention} to {cell.attention}"
-                    # To a picosecond: sums of the same kernels in another order differ by 1e-17 ms.
-                    rest = None if own is None else round(change - own, 12)
-                    rows.append((cell.name, name, family, _ms(change), _ms(own), _ms(rest)))
+    for pair in (pair for group in groups for pair in group.pairs):
+        inside = dict(pair.moves_inside)
+        for family, change in pair.moves:
+            own = inside.get(family, 0.0) if inside else None
+            if max(abs(change), abs(own or 0.0)) >= LEAST * (median_s(pair.base.run, "step") or 0.0):
+                name = f"{pair.base.value} to {pair.other.value}"
+                # To a picosecond: sums of the same kernels in another order differ by 1e-17 ms.
+                rest = None if own is None else round(change - own, 12)
+                rows.append((pair.other.name, name, family, *map(milliseconds, (change, own, rest))))
     heads = ("cell", "from, to", "family", "change", "in attention itself", "in all else")
-    known = len(heads) if any(row[4] is not None for row in rows) else 4
-    return Table(title=MOVED, columns=heads[:known], rows=tuple(row[:known] for row in rows))
-
-
-def _missing(missing: Sequence[StepCell]) -> Table:
-    rows = tuple((cell.name, cell.attention, _why(cell)) for cell in missing)
-    return Table(title=MISSING, columns=("cell", "attention", "why"), rows=rows)
-
-
-def _why(cell: StepCell) -> str:
-    failure = cell.run.failure
-    return f"ended {cell.run.status}" + (f" ({failure.where}): {failure.message}" if failure else "")
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else _digits(seconds * 1e3)
-
-
-def _gib(count: float | None) -> float | None:
-    return None if count is None else _digits(count / GIB)
-
-
-def _digits(value: float | None) -> float | None:
-    """Four significant digits."""
-    return None if value is None else float(f"{value:.4g}")
+    return known_columns(MOVED, heads, rows)

@@ -1,11 +1,12 @@
 """What follows from a model's steps with each attention, in sentences made of the figures."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from stepscope.analysis.attention_steps import LEAST, OUTSIDE_FAMILIES, OUTSIDE_PHASE, StepCell, StepGroup
+from stepscope.analysis.attention_steps import LEAST, OUTSIDE_FAMILIES, OUTSIDE_PHASE, StepCell, StepGroup, StepPair
 from stepscope.analysis.doubts import doubting_kinds
-from stepscope.analysis.metrics import PHASE_NAMES, median_s, peak_bytes
-from stepscope.core.finding import Finding
+from stepscope.analysis.metrics import PHASE_NAMES, median_s, memory_of, peak_bytes
+from stepscope.core.finding import Finding, note, warning
 from stepscope.core.units import format_bytes, format_milliseconds
 
 _MOVES = 4
@@ -17,10 +18,10 @@ _FILLED = 0.9
 def steps_findings(groups: Sequence[StepGroup], missing: Sequence[StepCell], unread: int) -> Iterator[Finding]:
     """Cell by cell beside the first of its group, then of each group, then of what is missing."""
     for group in groups:
-        for cell in group.cells[1:]:
-            yield from _step(group, cell)
-            yield from _kernels(group, cell)
-            yield from _saved(group, cell)
+        for pair in group.pairs:
+            yield from _step(group, pair)
+            yield from _kernels(pair)
+            yield from _saved(pair)
         yield from _fastest(group)
         yield from _waits(group)
     yield from _picked(groups)
@@ -28,35 +29,27 @@ def steps_findings(groups: Sequence[StepGroup], missing: Sequence[StepCell], unr
     yield from _doubts(groups)
     for cell in missing:
         if cell.run.status == "out-of-memory":
-            yield Finding(
-                kind="out of memory",
-                severity="note",
-                sentence=f"{cell.name} with {cell.attention} ran out of memory.",
-            )
+            yield note("out of memory", f"{cell.label} ran out of memory.")
     if unread:
-        yield Finding(
-            kind="unread",
-            severity="warning",
-            sentence=f"{unread} captures were not read, since polars is not installed here: the families are missing.",
-            evidence={"captures": unread},
+        yield warning(
+            "unread",
+            f"{unread} captures were not read, since polars is not installed here: the families are missing.",
+            {"captures": unread},
         )
 
 
-def _step(group: StepGroup, cell: StepCell) -> Iterator[Finding]:
+def _step(group: StepGroup, pair: StepPair) -> Iterator[Finding]:
     """How many times as fast, or why that cannot be said."""
-    ratio, base = group.speed_up(cell), group.base
-    step_s, base_s = median_s(cell.run, "step"), median_s(base.run, "step")
-    if ratio is None or not step_s or not base_s:
-        return
+    ratio, base, cell = pair.speed_up, pair.base, pair.other
+    step_s, base_s = median_s(cell.run, "step") or 0.0, median_s(base.run, "step") or 0.0
     evidence = {"speed-up": ratio.value, "step_s": step_s, "base_s": base_s, "noise": group.noise}
-    alike = group.why_alike(cell, base)
+    alike = group.why_alike(pair)
     if alike:
-        yield Finding(
-            kind="not distinguishable",
-            severity="note",
-            sentence=f"{cell.name}: with {cell.attention} a step takes {format_milliseconds(step_s)} ms and with "
-            f"{base.attention} {format_milliseconds(base_s)}, which is not distinguishable: {alike}.",
-            evidence=evidence,
+        yield note(
+            "not distinguishable",
+            f"{cell.name}: with {cell.value} a step takes {format_milliseconds(step_s)} ms and with {base.value} "
+            f"{format_milliseconds(base_s)}, which is not distinguishable: {alike}.",
+            evidence,
         )
         return
     bounds = f" ({ratio.interval.low:.3g} to {ratio.interval.high:.3g})" if ratio.interval else ""
@@ -69,69 +62,64 @@ def _step(group: StepGroup, cell: StepCell) -> Iterator[Finding]:
     named = f": {', '.join(phases)}" if phases else ""
     if any(phase.startswith(OUTSIDE_PHASE) for phase in phases):
         named += f"; no attention runs in the {OUTSIDE_PHASE}, so that much is noise"
-    yield Finding(
-        kind="faster" if ratio.value > 1 else "slower",
-        severity="note",
-        sentence=f"{cell.name}: with {cell.attention} the step is {ratio.value:.3g}{bounds} times as fast as with "
-        f"{base.attention}, {format_milliseconds(base_s)} to {format_milliseconds(step_s)} ms{named}.",
-        evidence=evidence,
+    yield note(
+        "faster" if ratio.value > 1 else "slower",
+        f"{cell.name}: with {cell.value} the step is {ratio.value:.3g}{bounds} times as fast as with {base.value}, "
+        f"{format_milliseconds(base_s)} to {format_milliseconds(step_s)} ms{named}.",
+        evidence,
     )
 
 
-def _kernels(group: StepGroup, cell: StepCell) -> Iterator[Finding]:
+def _kernels(pair: StepPair) -> Iterator[Finding]:
     """What moved in attention, and beside it what moved where attention is not."""
-    base_s = median_s(group.base.run, "step") or 0.0
-    all_moves, moves = group.moves(cell), group.moves_inside(cell)
+    base, cell = pair.base, pair.other
+    base_s = median_s(base.run, "step") or 0.0
+    all_moves, moves = pair.moves, pair.moves_inside
     if not all_moves:
         return
     if moves:
-        outside_s, own, rest = cell.outside_s - group.base.outside_s, "in attention itself", "in all else"
+        outside_s, own, rest = cell.outside_s - base.outside_s, "in attention itself", "in all else"
     else:  # a capture that does not say which kernels are attention's own
         moves = [move for move in all_moves if move[0] not in OUTSIDE_FAMILIES]
         outside_s = sum(s for family, s in all_moves if family in OUTSIDE_FAMILIES)
         own, rest = "in families that attention has a part in", "in the other families"
     named = [(family, s) for family, s in moves if abs(s) >= LEAST * base_s][:_MOVES]
     change_s = sum(s for _, s in moves)
-    start = f"{cell.name}, from {group.base.attention} to {cell.attention}, kernel time of a step moves by"
+    start = f"{cell.name}, from {base.value} to {cell.value}, kernel time of a step moves by"
     evidence = {**dict(named), "attention": change_s, "elsewhere": outside_s}
     if not named and abs(outside_s) < LEAST * base_s:
         return
     largest = max((abs(s) for _, s in named), default=0.0)
     if max(largest, abs(change_s)) <= abs(outside_s):
-        yield Finding(
-            kind="not distinguishable",
-            severity="note",
-            sentence=f"{start} {_signed(change_s)} {own}, and by {_signed(outside_s)} {rest}, "
+        yield note(
+            "not distinguishable",
+            f"{start} {_signed(change_s)} {own}, and by {_signed(outside_s)} {rest}, "
             "where both do the same: what attention moves is not distinguishable from noise.",
-            evidence=evidence,
+            evidence,
         )
         return
     families = ", ".join(f"{family} {_signed(s)}" for family, s in named)
-    yield Finding(
-        kind="moved",
-        severity="note",
-        sentence=f"{start} {_signed(change_s)} {own}: {families}; {rest}, where both do the same, by "
-        f"{_signed(outside_s)}.",
-        evidence=evidence,
+    yield note(
+        "moved",
+        f"{start} {_signed(change_s)} {own}: {families}; {rest}, where both do the same, by {_signed(outside_s)}.",
+        evidence,
     )
 
 
-def _saved(group: StepGroup, cell: StepCell) -> Iterator[Finding]:
-    memory, of_base = cell.run.evidence.memory, group.base.run.evidence.memory
-    if not memory or not of_base or memory.saved_for_backward is None or not of_base.saved_for_backward:
+def _saved(pair: StepPair) -> Iterator[Finding]:
+    base, cell = pair.base, pair.other
+    saved, of_base = memory_of(cell.run, "saved_for_backward"), memory_of(base.run, "saved_for_backward")
+    if saved is None or not of_base:
         return
-    change = of_base.saved_for_backward - memory.saved_for_backward
-    peaks = (peak_bytes(group.base.run), peak_bytes(cell.run))
+    peaks = (peak_bytes(base.run), peak_bytes(cell.run))
     peak = ""
     if peaks[0] is not None and peaks[1] is not None:
         peak = f"; the peak goes from {format_bytes(peaks[0])} to {format_bytes(peaks[1])}"
-    yield Finding(
-        kind="memory",
-        severity="note",
-        sentence=f"{cell.name}: with {cell.attention} {format_bytes(abs(change))} "
-        f"{'less' if change >= 0 else 'more'} is saved for backward than with {group.base.attention}, "
-        f"{format_bytes(memory.saved_for_backward)}{peak}.",
-        evidence={"saved": memory.saved_for_backward, "saved of the first": of_base.saved_for_backward},
+    yield note(
+        "memory",
+        f"{cell.name}: with {cell.value} {format_bytes(abs(of_base - saved))} {'less' if saved <= of_base else 'more'} "
+        f"is saved for backward than with {base.value}, {format_bytes(saved)}{peak}.",
+        {"saved": saved, "saved of the first": of_base},
     )
 
 
@@ -141,14 +129,14 @@ def _fastest(group: StepGroup) -> Iterator[Finding]:
         return
     best = min(group.cells, key=lambda cell: median_s(cell.run, "step") or 0.0)
     step_s = median_s(best.run, "step") or 0.0
-    alike = [cell.attention for cell in group.cells if cell is not best and group.why_alike(best, cell)]
+    others = [StepPair(base=cell, other=best) for cell in group.cells if cell is not best]
+    alike = [pair.base.value for pair in others if group.why_alike(pair)]
     rest = f", not distinguishable from {', '.join(alike)}" if alike else ""
-    yield Finding(
-        kind="fastest",
-        severity="note",
-        sentence=f"{best.name}: the shortest of {len(group.cells)} steps is that with {best.attention}, "
+    yield note(
+        "fastest",
+        f"{best.name}: the shortest of {len(group.cells)} steps is that with {best.value}, "
         f"{format_milliseconds(step_s)} ms{rest}.",
-        evidence={"step_s": step_s, "alike": len(alike)},
+        {"step_s": step_s, "alike": len(alike)},
     )
 
 
@@ -157,20 +145,19 @@ def _waits(group: StepGroup) -> Iterator[Finding]:
     waiting: list[str] = []
     least = 1.0
     for cell in group.cells:
-        environment, step_s = cell.run.environment, median_s(cell.run, "step")
-        if environment is None or environment.device_type == "cpu" or not step_s or not cell.families:
+        step_s = median_s(cell.run, "step")
+        if not cell.on_gpu or not step_s or not cell.families:
             continue
         busy_s = sum(cell.families.values())
         if busy_s < _FILLED * step_s:
-            waiting.append(f"{format_milliseconds(busy_s)} of {format_milliseconds(step_s)} ms with {cell.attention}")
+            waiting.append(f"{format_milliseconds(busy_s)} of {format_milliseconds(step_s)} ms with {cell.value}")
             least = min(least, busy_s / step_s)
     if waiting:
-        yield Finding(
-            kind="launch-bound",
-            severity="note",
-            sentence=f"{group.base.name}: kernels fill {', '.join(waiting)}; for the rest the device waits for the "
-            "host, which no attention shortens: compare their kernel time.",
-            evidence={"least share": least},
+        yield note(
+            "launch-bound",
+            f"{group.base.name}: kernels fill {', '.join(waiting)}; for the rest the device waits for the host, which "
+            "no attention shortens: compare their kernel time.",
+            {"least share": least},
         )
 
 
@@ -182,47 +169,35 @@ def _picked(groups: Sequence[StepGroup]) -> Iterator[Finding]:
             if cell.run.evidence.attention:
                 picks.setdefault(cell.run.evidence.attention, []).append(cell.name)
     for picked, cells in picks.items():
-        yield Finding(
-            kind="picked",
-            severity="note",
-            sentence=f"auto is {picked} in {', '.join(cells)}.",
-            evidence={"cells": len(cells)},
-        )
+        yield note("picked", f"auto is {picked} in {', '.join(cells)}.", {"cells": len(cells)})
 
 
 def _alone(groups: Sequence[StepGroup]) -> Iterator[Finding]:
     """Where there is one attention, there is nothing to set it beside."""
     alone = [group.base for group in groups if len(group.cells) == 1]
     if alone:
-        names = ", ".join(dict.fromkeys(cell.attention for cell in alone))
+        names = ", ".join(dict.fromkeys(cell.value for cell in alone))
         first = f"{alone[0].name} first" if len(alone) > 1 else alone[0].name
-        yield Finding(
-            kind="nothing to compare",
-            severity="note",
-            sentence=f"There is nothing to compare in {len(alone)} of {len(groups)} cells, {first}: one attention "
-            f"alone was measured there ({names}). Others: --implementations.",
-            evidence={"cells": len(alone)},
+        yield note(
+            "nothing to compare",
+            f"There is nothing to compare in {len(alone)} of {len(groups)} cells, {first}: one attention alone was "
+            f"measured there ({names}). Others: --implementations.",
+            {"cells": len(alone)},
         )
 
 
 def _doubts(groups: Sequence[StepGroup]) -> Iterator[Finding]:
     """What the runs' own checks warn of: such times are no attention's doing."""
-    kinds: dict[str, int] = {}
-    doubted = 0
     cells = [cell for group in groups if len(group.cells) > 1 for cell in group.cells]
-    for cell in cells:
-        found = doubting_kinds(cell.run)
-        doubted += bool(found)
-        for kind in sorted(found):
-            kinds[kind] = kinds.get(kind, 0) + 1
+    kinds = Counter(kind for cell in cells for kind in sorted(doubting_kinds(cell.run)))
     if kinds:
         named = ", ".join(f"{kind} ({count})" for kind, count in kinds.items())
-        yield Finding(
-            kind="doubtful-runs",
-            severity="warning",
-            sentence=f"{doubted} of the {len(cells)} steps compared are doubted by their own checks: {named}. What "
-            "`stepscope show` says of these runs holds for their comparisons too.",
-            evidence=dict(kinds),
+        doubted = sum(bool(doubting_kinds(cell.run)) for cell in cells)
+        yield warning(
+            "doubtful-runs",
+            f"{doubted} of the {len(cells)} steps compared are doubted by their own checks: {named}. What `stepscope "
+            "show` says of these runs holds for their comparisons too.",
+            kinds,
         )
 
 
