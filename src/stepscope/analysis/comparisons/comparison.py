@@ -66,6 +66,10 @@ class ComparedRun:
         return f"{self.name}, {self.value}"
 
     @property
+    def model(self) -> str:
+        return self.run.workload.model.name
+
+    @property
     def shape(self) -> str:
         """The name without its model: `b4-s512-train`."""
         return "-".join(self.run.workload.words(self.FIELD, "model"))
