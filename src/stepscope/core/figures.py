@@ -1,6 +1,6 @@
 """Figures for the cells of a table, in the unit that the column's head names. A figure that is not known stays None."""
 
-from stepscope.core.samples import Interval, Ratio, Samples
+from stepscope.core.samples import Ratio, Samples
 from stepscope.core.units import GIB, MIB
 
 Figure = float | None
@@ -32,9 +32,8 @@ def percent(share: float | None) -> Figure:
     return None if share is None else round(share * 100, 1)
 
 
-def within(interval: Interval | None) -> tuple[Figure, Figure]:
-    """The ends of an interval of ratios."""
-    return (digits(interval.low), digits(interval.high)) if interval else (None, None)
+def median_ms(samples: Samples | None) -> Figure:
+    return milliseconds(samples.median_s) if samples else None
 
 
 def within_ms(samples: Samples | None) -> tuple[Figure, Figure]:
@@ -45,9 +44,11 @@ def within_ms(samples: Samples | None) -> tuple[Figure, Figure]:
 
 def median_within_ms(samples: Samples | None) -> tuple[Figure, Figure, Figure]:
     """A median and the ends of its interval."""
-    return (milliseconds(samples.median_s if samples else None), *within_ms(samples))
+    return (median_ms(samples), *within_ms(samples))
 
 
 def times_within(ratio: Ratio | None) -> tuple[Figure, Figure, Figure]:
     """A ratio and the ends of its interval."""
-    return (digits(ratio.value), *within(ratio.interval)) if ratio else (None, None, None)
+    interval = ratio.interval if ratio else None
+    ends = (digits(interval.low), digits(interval.high)) if interval else (None, None)
+    return (digits(ratio.value if ratio else None), *ends)
