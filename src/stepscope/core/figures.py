@@ -50,5 +50,5 @@ def median_within_ms(samples: Samples | None) -> tuple[Figure, Figure, Figure]:
 def times_within(ratio: Ratio | None) -> tuple[Figure, Figure, Figure]:
     """A ratio and the ends of its interval."""
     interval = ratio.interval if ratio else None
-    ends = (digits(interval.low), digits(interval.high)) if interval else (None, None)
-    return (digits(ratio.value if ratio else None), *ends)
+    low, high = (interval.low, interval.high) if interval else (None, None)
+    return (digits(ratio.value if ratio else None), digits(low), digits(high))
