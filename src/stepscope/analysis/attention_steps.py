@@ -11,7 +11,6 @@ from functools import cached_property
 
 from stepscope.analysis.comparisons.comparison import ComparedRun, Pair, compare
 from stepscope.analysis.metrics import median_s
-from stepscope.core.run import Run
 from stepscope.core.units import format_share
 
 LEAST = 0.005
@@ -28,10 +27,7 @@ class StepCell(ComparedRun):
 
     FIELD = "attention"
     BASELINE = "reference"
-
-    @classmethod
-    def asks(cls, run: Run) -> bool:
-        return run.workload.phase != "forward"
+    WITH_BACKWARD = True
 
     @property
     def name(self) -> str:

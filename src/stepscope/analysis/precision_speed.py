@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stepscope.analysis.comparisons.comparison import ComparedRun, Comparison, Pair, compare
-from stepscope.core.run import Run
 
 PHASES = ("forward", "backward")
 CASTS = "copy/cast"
@@ -124,10 +123,7 @@ class TimedCell(ComparedRun):
     FIELD = "dtype"
     BASELINE = "fp32"
     PART = "forward-backward"
-
-    @classmethod
-    def asks(cls, run: Run) -> bool:
-        return run.workload.phase != "forward"
+    WITH_BACKWARD = True
 
     @property
     def label(self) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import msgspec
 
 from stepscope.analysis.doubts import doubt_mark
-from stepscope.analysis.metrics import memory_change, samples_of
+from stepscope.analysis.metrics import memory_of, samples_of
 from stepscope.core.run import Run
 from stepscope.core.samples import Ratio, Samples
 from stepscope.work.transformer import parameter_count
@@ -33,13 +33,16 @@ class ComparedRun:
     PART: ClassVar[str] = "step"
     """The samples that are compared. A run without them was not measured."""
 
+    WITH_BACKWARD: ClassVar[bool] = False
+    """Whether runs of inference alone are left out."""
+
     run: Run
     digest: "TraceDigest | None" = None
 
-    @classmethod
-    def asks(cls, run: Run) -> bool:
+    @property
+    def asked(self) -> bool:
         """Whether the study asks about runs of this kind."""
-        return True
+        return not self.WITH_BACKWARD or self.run.workload.phase != "forward"
 
     @property
     def value(self) -> str:
@@ -158,7 +161,8 @@ class Pair(Generic[C]):
 
     def memory_change(self, field: str) -> float | None:
         """By which share of the base's bytes this figure of PhaseMemory is larger; None where one is not known."""
-        return memory_change(self.base.run, self.other.run, field)
+        before, after = memory_of(self.base.run, field), memory_of(self.other.run, field)
+        return after / before - 1 if before and after is not None else None
 
 
 P = TypeVar("P", bound=Pair[Any])
@@ -207,7 +211,7 @@ def compare(found: Iterable[C], pair: Callable[..., P], *, order: Callable[[C], 
     """
     best: dict[tuple[object, ...], C] = {}
     replaced = 0
-    asked = [cell for cell in found if cell.asks(cell.run)]
+    asked = [cell for cell in found if cell.asked]
     for cell in sorted(asked, key=lambda c: (c.measured, c.captured, c.run.created, c.run.id)):
         key = (*cell.group, cell.value)
         replaced += key in best
