@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from stepscope.analysis.attention_steps import StepCell, StepPair, group_cells
-from stepscope.analysis.attention_steps_answer import FAMILIES, MEMORY, MISSING, MOVED, TIMES, answer_steps
+from stepscope.analysis.comparisons.attention.answer import FAMILIES, MEMORY, MISSING, MOVED, TIMES, answer_steps
+from stepscope.analysis.comparisons.attention.cells import StepCell, StepPair, group_cells
 from stepscope.analysis.trace_digest import FamilyRow, PlaceRow, TraceDigest, load_digest
 from stepscope.cli.app import app
 from stepscope.core.errors import InputError

@@ -3,8 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from stepscope.analysis.comparisons.doubts import doubtful_runs, listed, replaced_runs
-from stepscope.analysis.compile_study import (
+from stepscope.analysis.comparisons.compiling.cells import (
     ATTENTION,
     FUSABLE,
     GENERATED,
@@ -17,6 +16,7 @@ from stepscope.analysis.compile_study import (
     Payback,
     with_kernels,
 )
+from stepscope.analysis.comparisons.doubts import doubtful_runs, listed, replaced_runs
 from stepscope.analysis.metrics import median_s, memory_of
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.units import format_bytes, format_seconds, format_share

@@ -1,8 +1,15 @@
 """The answer to "what does torch.compile give, and what does it cost": tables, curves, and what follows from them."""
 
 from stepscope.analysis.comparisons.answers import missing_cells, nothing_to_compare, over_sizes
-from stepscope.analysis.compile_study import KINDS, PARTS, CompileCell, CompilePair, CompileStudy, with_kernels
-from stepscope.analysis.compile_study_findings import compile_findings
+from stepscope.analysis.comparisons.compiling.cells import (
+    KINDS,
+    PARTS,
+    CompileCell,
+    CompilePair,
+    CompileStudy,
+    with_kernels,
+)
+from stepscope.analysis.comparisons.compiling.findings import compile_findings
 from stepscope.analysis.doubts import doubting_kinds
 from stepscope.analysis.metrics import memory_of
 from stepscope.core.errors import InputError

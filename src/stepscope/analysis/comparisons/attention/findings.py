@@ -3,7 +3,14 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from stepscope.analysis.attention_steps import LEAST, OUTSIDE_FAMILIES, OUTSIDE_PHASE, StepCell, StepGroup, StepPair
+from stepscope.analysis.comparisons.attention.cells import (
+    LEAST,
+    OUTSIDE_FAMILIES,
+    OUTSIDE_PHASE,
+    StepCell,
+    StepGroup,
+    StepPair,
+)
 from stepscope.analysis.doubts import doubting_kinds
 from stepscope.analysis.metrics import PHASE_NAMES, median_s, memory_of, peak_bytes
 from stepscope.core.finding import Finding, note, warning

@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from stepscope.analysis.comparisons.doubts import doubtful_runs, listed, replaced_runs
+from stepscope.analysis.comparisons.precision.cells import Amdahl, SpeedPair, SpeedStudy
 from stepscope.analysis.metrics import launch_bound_share, median_s, memory_of
-from stepscope.analysis.precision_speed import Amdahl, SpeedPair, SpeedStudy
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.units import format_bytes, format_seconds, format_share
 

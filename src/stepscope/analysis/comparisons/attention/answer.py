@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from stepscope.analysis.attention_steps import LEAST, StepCell, StepGroup, group_cells
-from stepscope.analysis.attention_steps_findings import steps_findings
 from stepscope.analysis.comparisons.answers import missing_cells
+from stepscope.analysis.comparisons.attention.cells import LEAST, StepCell, StepGroup, group_cells
+from stepscope.analysis.comparisons.attention.findings import steps_findings
 from stepscope.analysis.doubts import doubting_kinds
 from stepscope.analysis.metrics import PHASE_NAMES, median_s, peak_bytes
 from stepscope.core.errors import InputError
