@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from stepscope.analysis.comparisons.attention.answer import FAMILIES, MEMORY, MISSING, MOVED, TIMES, answer_steps
-from stepscope.analysis.comparisons.attention.cells import StepCell, StepPair, group_cells
+from stepscope.analysis.comparisons.attention.cells import StepCell, StepGroup, StepPair, compare_steps, step_groups
 from stepscope.analysis.trace_digest import FamilyRow, PlaceRow, TraceDigest, load_digest
 from stepscope.cli.app import app
 from stepscope.core.errors import InputError
@@ -82,6 +82,12 @@ CELLS = [
         )
     ),
 ]
+
+
+def group_cells(cells: list[StepCell]) -> tuple[list[StepGroup], tuple[StepCell, ...]]:
+    """The groups, and the cells without a time."""
+    study = compare_steps(cells)
+    return step_groups(study), study.unmeasured
 
 
 def test_the_reference_is_the_base_whatever_the_order():
@@ -158,6 +164,20 @@ def test_one_attention_alone_and_doubted_runs_are_said():
     found = said(CELLS[1], StepCell(run=doubted))
     assert "1 of the 2 steps compared are doubted by their own checks: gpu-shared (1)." in found["doubtful-runs"]
     assert "doubtful-runs" not in said(*CELLS) and "nothing to compare" not in said(*CELLS)
+
+
+def test_other_software_and_runs_left_out_are_said():
+    flash = CELLS[0].run
+    assert flash.environment is not None
+    versions = {**flash.environment.versions, "torch": "0.1"}
+    elsewhere = msgspec.structs.replace(
+        flash, environment=msgspec.structs.replace(flash.environment, versions=versions)
+    )
+    other = said(CELLS[1], StepCell(run=elsewhere))["different-environments"]
+    assert "with flash and reference were measured in different environments: torch" in other and "0.1" in other
+    again = msgspec.structs.replace(CELLS[0].run, created="2027-01-01")
+    assert "1 more runs of these cells were left out" in said(*CELLS, StepCell(run=again))["several-runs"]
+    assert not {"different-environments", "several-runs"} & set(said(*CELLS))
 
 
 def said(*cells: StepCell) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from stepscope.analysis.comparisons.comparison import ComparedRun, Comparison, Pair
+from stepscope.analysis.comparisons.comparison import Comparison, Pair
 from stepscope.core.finding import Finding, note, warning
 
 _NAMED = 4
@@ -17,15 +17,14 @@ def listed(names: Sequence[str]) -> str:
 
 
 def doubtful_runs(study: Comparison[Any, Any]) -> Iterator[Finding]:
-    """Runs whose own checks found their figures wrong, and pairs that were measured in different environments."""
+    """Runs whose own checks found their figures wrong."""
     wrong = [f"{cell.label} ({kind})" for cell in study.cells for kind in cell.errors]
     if wrong:
         yield warning("doubtful-run", f"A check found these wrong: {listed(wrong)}.")
-    yield from _unlike(study.pairs)
 
 
-def _unlike(pairs: Sequence[Pair[ComparedRun]]) -> Iterator[Finding]:
-    """The first pair alone: the others differ in the same, as a rule."""
+def unlike_environments(pairs: Sequence[Pair[Any]]) -> Iterator[Finding]:
+    """A pair that was measured in different environments: the first alone, the others differ in the same as a rule."""
     for pair in pairs:
         base, other = pair.base.run.environment, pair.other.run.environment
         found = base.differences(other) if base and other else {}

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from stepscope.analysis.comparisons.answers import missing_cells
-from stepscope.analysis.comparisons.attention.cells import LEAST, StepCell, StepGroup, group_cells
+from stepscope.analysis.comparisons.attention.cells import LEAST, StepCell, StepGroup, compare_steps, step_groups
 from stepscope.analysis.comparisons.attention.findings import steps_findings
 from stepscope.analysis.doubts import doubting_kinds
 from stepscope.analysis.metrics import PHASE_NAMES, median_s, peak_bytes
@@ -25,17 +25,18 @@ TITLES = (TIMES, MEMORY, FAMILIES, MOVED, MISSING)
 
 def answer_steps(found: Iterable[StepCell], *, unread: int = 0) -> Experiment:
     """The whole answer. `unread`: captures that nothing here reads. Raises InputError where nothing was measured."""
-    groups, missing = group_cells(found)
+    study = compare_steps(found)
+    groups = step_groups(study)
     if not groups:
-        why = f": {missing[0].label} {missing[0].why_missing}" if missing else ""
+        why = "".join(f": {cell.label} {cell.why_missing}" for cell in study.unmeasured[:1])
         raise InputError(f"no step was measured{why}")
-    left_out = missing_cells(MISSING, StepCell.FIELD, missing)
+    left_out = missing_cells(MISSING, StepCell.FIELD, study.unmeasured)
     return measured_answer(
         groups[0].base.run.environment,
         study=STUDY,
         question=QUESTION,
         tables=(_times(groups), _memory(groups), _families(groups), _moved(groups), left_out),
-        findings=steps_findings(groups, missing, unread),
+        findings=steps_findings(study, groups, unread),
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from stepscope.analysis.comparisons.comparison import ComparedRun, Pair, compare
+from stepscope.analysis.comparisons.comparison import ComparedRun, Comparison, Pair, compare
 from stepscope.analysis.metrics import median_s
 from stepscope.core.units import format_share
 
@@ -125,7 +125,14 @@ class StepGroup:
         return ""
 
 
-def group_cells(found: Iterable[StepCell]) -> tuple[list[StepGroup], list[StepCell]]:
-    """Groups with a time, in the order of measuring, `reference` first in each; and the cells without."""
-    study = compare(found, StepPair, order=lambda cell: (cell.run.created, cell.run.id))
-    return [StepGroup(cells=cells) for cells in study.groups], list(study.unmeasured)
+StepStudy = Comparison[StepCell, StepPair]
+
+
+def compare_steps(found: Iterable[StepCell]) -> StepStudy:
+    """The steps in the order of measuring."""
+    return compare(found, StepPair, order=lambda cell: (cell.run.created, cell.run.id))
+
+
+def step_groups(study: StepStudy) -> list[StepGroup]:
+    """Groups with a time, `reference` first in each."""
+    return [StepGroup(cells=cells) for cells in study.groups]

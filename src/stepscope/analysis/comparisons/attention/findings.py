@@ -7,10 +7,11 @@ from stepscope.analysis.comparisons.attention.cells import (
     LEAST,
     OUTSIDE_FAMILIES,
     OUTSIDE_PHASE,
-    StepCell,
     StepGroup,
     StepPair,
+    StepStudy,
 )
+from stepscope.analysis.comparisons.doubts import replaced_runs, unlike_environments
 from stepscope.analysis.doubts import doubting_kinds
 from stepscope.analysis.metrics import PHASE_NAMES, median_s, memory_of, peak_bytes
 from stepscope.core.finding import Finding, note, warning
@@ -22,7 +23,7 @@ _FILLED = 0.9
 """Of the step, by kernels: where they fill less, the device waits for the host."""
 
 
-def steps_findings(groups: Sequence[StepGroup], missing: Sequence[StepCell], unread: int) -> Iterator[Finding]:
+def steps_findings(study: StepStudy, groups: Sequence[StepGroup], unread: int) -> Iterator[Finding]:
     """Cell by cell beside the first of its group, then of each group, then of what is missing."""
     for group in groups:
         for pair in group.pairs:
@@ -34,7 +35,9 @@ def steps_findings(groups: Sequence[StepGroup], missing: Sequence[StepCell], unr
     yield from _picked(groups)
     yield from _alone(groups)
     yield from _doubts(groups)
-    for cell in missing:
+    yield from unlike_environments([pair for group in groups for pair in group.pairs])
+    yield from replaced_runs(study)
+    for cell in study.unmeasured:
         if cell.run.status == "out-of-memory":
             yield note("out of memory", f"{cell.label} ran out of memory.")
     if unread:

@@ -16,7 +16,7 @@ from stepscope.analysis.comparisons.compiling.cells import (
     Payback,
     with_kernels,
 )
-from stepscope.analysis.comparisons.doubts import doubtful_runs, listed, replaced_runs
+from stepscope.analysis.comparisons.doubts import doubtful_runs, listed, replaced_runs, unlike_environments
 from stepscope.analysis.metrics import median_s, memory_of
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.units import format_bytes, format_seconds, format_share
@@ -379,4 +379,5 @@ def _doubts(study: CompileStudy, unread: int) -> Iterator[Finding]:
             f"Kernels of {named} pairs are sorted by their names alone, as the profiled step has them ({reason}).",
         )
     yield from doubtful_runs(study)
+    yield from unlike_environments(study.pairs)
     yield from replaced_runs(study)

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 
-from stepscope.analysis.comparisons.doubts import doubtful_runs, listed, replaced_runs
+from stepscope.analysis.comparisons.doubts import doubtful_runs, listed, replaced_runs, unlike_environments
 from stepscope.analysis.comparisons.precision.cells import Amdahl, SpeedPair, SpeedStudy
 from stepscope.analysis.metrics import launch_bound_share, median_s, memory_of
 from stepscope.core.finding import Finding, note, warning
@@ -214,6 +214,7 @@ def _doubts(study: SpeedStudy, lacking: Sequence[str], unread: int) -> Iterator[
             "products is not known.",
         )
     yield from doubtful_runs(study)
+    yield from unlike_environments(study.pairs)
     fused = [cell.label for cell in study.cells if cell.fused_attention]
     if fused:
         yield note(
