@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from stepscope.analysis.comparisons.comparison import same_but
 from stepscope.analysis.doubts import marked
 from stepscope.analysis.metrics import median_s
 from stepscope.analysis.range_names import PHASES
@@ -35,6 +36,11 @@ class StudiedCell:
     @property
     def trains(self) -> bool:
         return self.run.workload.phase != "forward"
+
+    @property
+    def as_inference(self) -> tuple[object, ...]:
+        """Equal of a training step and the inference of the same model on the same device."""
+        return same_but(self.run, phase="forward")
 
     @property
     def order(self) -> tuple[int, int, str, bool]:
@@ -139,17 +145,14 @@ def _named(row: KernelRow) -> tuple[str, str]:
 
 def _fractions(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
     table = make_table("cell", "inference", "training: forward", "backward", "whole step", right_from=1)
-    inference = {_without_phase(cell): cell.digest for cell in cells if not cell.trains}
+    inference = {cell.as_inference: cell.digest for cell in cells if not cell.trains}
+    training = [cell for cell in cells if cell.trains]
     falls = 0
-    rows = 0
-    for cell in cells:
-        if not cell.trains:
-            continue
-        alone = inference.pop(_without_phase(cell), None)
+    for cell in training:
+        alone = inference.get(cell.as_inference)
         forward, backward = cell.digest.phase("forward"), cell.digest.phase("backward")
         if forward and cell.digest.gemm_fraction < forward.gemm_fraction:
             falls += 1
-        rows += 1
         table.add_row(
             cell.name,
             format_share(alone.gemm_fraction) if alone else "",
@@ -157,13 +160,14 @@ def _fractions(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
             format_share(backward.gemm_fraction) if backward else "",
             format_share(cell.digest.gemm_fraction),
         )
+    shown = {cell.as_inference for cell in training}
     for cell in cells:
-        if not cell.trains and _without_phase(cell) in inference:
+        if cell.as_inference not in shown:
             table.add_row(cell.name, format_share(cell.digest.gemm_fraction), "", "", "")
     words = []
-    if rows:
+    if training:
         words.append(
-            f"Over a whole training step the share is lower than in forward alone in {falls} of {rows} cells"
+            f"Over a whole training step the share is lower than in forward alone in {falls} of {len(training)} cells"
             f"{': the optimizer multiplies no matrices' if falls and _optimizer_without_products(cells) else ''}."
         )
     return table, words
@@ -172,11 +176,6 @@ def _fractions(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
 def _optimizer_without_products(cells: list[StudiedCell]) -> bool:
     optimizers = [phase for cell in cells if cell.trains and (phase := cell.digest.phase("optimizer"))]
     return bool(optimizers) and not any(phase.gemm_ns for phase in optimizers)
-
-
-def _without_phase(cell: StudiedCell) -> tuple[object, ...]:
-    workload = cell.run.workload
-    return (workload.model, workload.batch_size, workload.seq_len, workload.dtype, workload.attention, workload.compile)
 
 
 def _softmax(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
