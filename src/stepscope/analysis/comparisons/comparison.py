@@ -145,6 +145,11 @@ class Pair(Generic[C]):
         return found
 
     @property
+    def slower(self) -> bool:
+        """Whether it is slower than the base, and not by chance as far as the samples tell."""
+        return not self.speed_up.undecided and self.speed_up.value < 1
+
+    @property
     def untold(self) -> bool:
         """Whether the samples do not tell which is faster, for want of an interval."""
         return self.speed_up.undecided and self.speed_up.interval is None

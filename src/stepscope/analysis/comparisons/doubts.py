@@ -1,6 +1,6 @@
 """What to doubt in a comparison, in sentences: the same ones in every study."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from stepscope.analysis.comparisons.comparison import Comparison, Pair
@@ -10,10 +10,16 @@ _NAMED = 4
 """Cells that a sentence names; the others are counted."""
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(found: Iterable[str]) -> str:
     """The first names, and how many more there are."""
+    names = list(found)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
+
+
+def speed_ups_of(pairs: Iterable[Pair[Any]]) -> dict[str, float]:
+    """The speed-ups by the pairs' names."""
+    return {pair.label: pair.speed_up.value for pair in pairs}
 
 
 def doubtful_runs(study: Comparison[Any, Any]) -> Iterator[Finding]:

@@ -16,7 +16,13 @@ from stepscope.analysis.comparisons.compiling.cells import (
     Payback,
     with_kernels,
 )
-from stepscope.analysis.comparisons.doubts import doubtful_runs, listed, replaced_runs, unlike_environments
+from stepscope.analysis.comparisons.doubts import (
+    doubtful_runs,
+    listed,
+    replaced_runs,
+    speed_ups_of,
+    unlike_environments,
+)
 from stepscope.analysis.metrics import median_s, memory_of
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.units import format_bytes, format_seconds, format_share
@@ -106,12 +112,11 @@ def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
         )
     yield from _not_compilings(study)
     for pair in study.pairs:
-        base_s, other_s = pair.base.step_s, pair.other.step_s
-        if not pair.speed_up.undecided and pair.speed_up.value < 1 and base_s and other_s and not _is_noise(pair):
+        if pair.slower and not _is_noise(pair):
             yield warning(
                 "slower",
-                f"Compiling does not pay for {pair.label}: a step takes {format_seconds(other_s)}, eagerly "
-                f"{format_seconds(base_s)}.",
+                f"Compiling does not pay for {pair.label}: a step takes {format_seconds(pair.other.step_s or 0)}, "
+                f"eagerly {format_seconds(pair.base.step_s or 0)}.",
                 {"speed_up": pair.speed_up.value},
             )
     noise = [pair.label for pair in study.pairs if _is_noise(pair)]
@@ -126,17 +131,17 @@ def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
     if untold:
         yield note(
             "cannot-be-told",
-            f"Whether compiling pays cannot be told for {listed([pair.label for pair in untold])}: "
+            f"Whether compiling pays cannot be told for {listed(pair.label for pair in untold)}: "
             f"{untold[0].speed_up.why_undecided}.",
-            {pair.label: pair.speed_up.value for pair in untold},
+            speed_ups_of(untold),
         )
     level = [pair for pair in study.pairs if pair.level]
     if level:
         yield warning(
             "no-difference",
-            f"Compiling does not pay for {listed([pair.label for pair in level])}: the interval of the step's "
+            f"Compiling does not pay for {listed(pair.label for pair in level)}: the interval of the step's "
             "speed-up holds 1.",
-            {pair.label: pair.speed_up.value for pair in level},
+            speed_ups_of(level),
         )
 
 

@@ -161,11 +161,6 @@ class TimedCell(ComparedRun):
 class SpeedPair(Pair[TimedCell]):
     """A step in another dtype, and the same in fp32."""
 
-    @property
-    def slower(self) -> bool:
-        """Slower than fp32, and not by chance as far as the samples tell."""
-        return not self.speed_up.undecided and self.speed_up.value < 1
-
     @cached_property
     def amdahl(self) -> Amdahl | None:
         """None unless both have a captured step."""

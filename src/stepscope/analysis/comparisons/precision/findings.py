@@ -3,7 +3,13 @@
 import itertools
 from collections.abc import Iterator, Sequence
 
-from stepscope.analysis.comparisons.doubts import doubtful_runs, listed, replaced_runs, unlike_environments
+from stepscope.analysis.comparisons.doubts import (
+    doubtful_runs,
+    listed,
+    replaced_runs,
+    speed_ups_of,
+    unlike_environments,
+)
 from stepscope.analysis.comparisons.precision.cells import Amdahl, SpeedPair, SpeedStudy
 from stepscope.analysis.metrics import launch_bound_share, median_s, memory_of
 from stepscope.core.finding import Finding, note, warning
@@ -60,18 +66,18 @@ def _slower(study: SpeedStudy) -> Iterator[Finding]:
     if untold:
         yield note(
             "cannot-be-told",
-            f"Whether {listed([pair.label for pair in untold])} differ"
+            f"Whether {listed(pair.label for pair in untold)} differ"
             f"{'s' if len(untold) == 1 else ''} from fp32 cannot be told: {untold[0].speed_up.why_undecided}.",
-            {pair.label: pair.speed_up.value for pair in untold},
+            speed_ups_of(untold),
             remedy="measure more steps: --steps 30",
         )
     level = [pair for pair in study.pairs if pair.level]
     if level:
         yield note(
             "no-difference",
-            f"No difference from fp32 is measured for {listed([pair.label for pair in level])}: the "
+            f"No difference from fp32 is measured for {listed(pair.label for pair in level)}: the "
             "interval of the speed-up holds 1.",
-            {pair.label: pair.speed_up.value for pair in level},
+            speed_ups_of(level),
         )
 
 
