@@ -95,6 +95,12 @@ class ComparedRun:
         return self.samples(self.PART) is not None
 
     @property
+    def time_s(self) -> float:
+        """The median of what is compared; 0 where it was not measured."""
+        samples = self.samples(self.PART)
+        return samples.median_s or 0.0 if samples else 0.0
+
+    @property
     def captured(self) -> bool:
         """Whether there is a capture that answers the study's question."""
         return self.digest is not None
@@ -136,6 +142,11 @@ class Pair(Generic[C]):
         """How many times as fast this part is, by the medians; None where one has no such part."""
         base, other = self.base.samples(part), self.other.samples(part)
         return other.speedup_over(base) if base and other else None
+
+    def won_s(self, part: str) -> float | None:
+        """Seconds that a step wins in this part, by the medians; None where one has no such part."""
+        base, other = self.base.samples(part), self.other.samples(part)
+        return (base.median_s or 0.0) - (other.median_s or 0.0) if base and other else None
 
     @cached_property
     def speed_up(self) -> Ratio:

@@ -105,7 +105,7 @@ def _moved(groups: Sequence[StepGroup]) -> Table:
         inside = dict(pair.moves_inside)
         for family, change in pair.moves:
             own = inside.get(family, 0.0) if inside else None
-            if max(abs(change), abs(own or 0.0)) >= LEAST * (median_s(pair.base.run, "step") or 0.0):
+            if max(abs(change), abs(own or 0.0)) >= LEAST * pair.base.time_s:
                 name = f"{pair.base.value} to {pair.other.value}"
                 # To a picosecond: sums of the same kernels in another order differ by 1e-17 ms.
                 rest = None if own is None else round(change - own, 12)

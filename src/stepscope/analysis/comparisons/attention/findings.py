@@ -51,7 +51,7 @@ def steps_findings(study: StepStudy, groups: Sequence[StepGroup], unread: int) -
 def _step(group: StepGroup, pair: StepPair) -> Iterator[Finding]:
     """How many times as fast, or why that cannot be said."""
     ratio, base, cell = pair.speed_up, pair.base, pair.other
-    step_s, base_s = median_s(cell.run, "step") or 0.0, median_s(base.run, "step") or 0.0
+    step_s, base_s = cell.time_s, base.time_s
     evidence = {"speed-up": ratio.value, "step_s": step_s, "base_s": base_s, "noise": group.noise}
     alike = group.why_alike(pair)
     if alike:
@@ -83,7 +83,7 @@ def _step(group: StepGroup, pair: StepPair) -> Iterator[Finding]:
 def _kernels(pair: StepPair) -> Iterator[Finding]:
     """What moved in attention, and beside it what moved where attention is not."""
     base, cell = pair.base, pair.other
-    base_s = median_s(base.run, "step") or 0.0
+    least_s = LEAST * base.time_s
     all_moves, moves = pair.moves, pair.moves_inside
     if not all_moves:
         return
@@ -93,11 +93,11 @@ def _kernels(pair: StepPair) -> Iterator[Finding]:
         moves = [move for move in all_moves if move[0] not in OUTSIDE_FAMILIES]
         outside_s = sum(s for family, s in all_moves if family in OUTSIDE_FAMILIES)
         own, rest = "in families that attention has a part in", "in the other families"
-    named = [(family, s) for family, s in moves if abs(s) >= LEAST * base_s][:_MOVES]
+    named = [(family, s) for family, s in moves if abs(s) >= least_s][:_MOVES]
     change_s = sum(s for _, s in moves)
     start = f"{cell.name}, from {base.value} to {cell.value}, kernel time of a step moves by"
     evidence = {**dict(named), "attention": change_s, "elsewhere": outside_s}
-    if not named and abs(outside_s) < LEAST * base_s:
+    if not named and abs(outside_s) < least_s:
         return
     largest = max((abs(s) for _, s in named), default=0.0)
     if max(largest, abs(change_s)) <= abs(outside_s):
@@ -137,16 +137,15 @@ def _fastest(group: StepGroup) -> Iterator[Finding]:
     """Of three or more, and which of the others it is not told apart from."""
     if len(group.cells) < 3:
         return
-    best = min(group.cells, key=lambda cell: median_s(cell.run, "step") or 0.0)
-    step_s = median_s(best.run, "step") or 0.0
+    best = min(group.cells, key=lambda cell: cell.time_s)
     others = [StepPair(base=cell, other=best) for cell in group.cells if cell is not best]
     alike = [pair.base.value for pair in others if group.why_alike(pair)]
     rest = f", not distinguishable from {', '.join(alike)}" if alike else ""
     yield note(
         "fastest",
         f"{best.name}: the shortest of {len(group.cells)} steps is that with {best.value}, "
-        f"{format_milliseconds(step_s)} ms{rest}.",
-        {"step_s": step_s, "alike": len(alike)},
+        f"{format_milliseconds(best.time_s)} ms{rest}.",
+        {"step_s": best.time_s, "alike": len(alike)},
     )
 
 
@@ -155,13 +154,12 @@ def _waits(group: StepGroup) -> Iterator[Finding]:
     waiting: list[str] = []
     least = 1.0
     for cell in group.cells:
-        step_s = median_s(cell.run, "step")
-        if not cell.on_gpu or not step_s or not cell.families:
+        if not cell.on_gpu or not cell.families:
             continue
         busy_s = sum(cell.families.values())
-        if busy_s < _FILLED * step_s:
-            waiting.append(f"{format_milliseconds(busy_s)} of {format_milliseconds(step_s)} ms with {cell.value}")
-            least = min(least, busy_s / step_s)
+        if busy_s < _FILLED * cell.time_s:
+            waiting.append(f"{format_milliseconds(busy_s)} of {format_milliseconds(cell.time_s)} ms with {cell.value}")
+            least = min(least, busy_s / cell.time_s)
     if waiting:
         yield note(
             "launch-bound",

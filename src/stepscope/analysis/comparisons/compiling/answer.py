@@ -111,8 +111,8 @@ def _cost(study: CompileStudy) -> Table:
 
 
 def _spent_until_even(pair: CompilePair) -> float | None:
-    paid, step_s = pair.payback, pair.base.step_s
-    return paid.steps * step_s if paid and paid.steps is not None and step_s else None
+    paid = pair.payback
+    return paid.steps * pair.base.time_s if paid and paid.steps is not None else None
 
 
 def _report(study: CompileStudy) -> Table:

@@ -96,11 +96,6 @@ class CompileCell(ComparedRun):
     BASELINE = "eager"
 
     @property
-    def step_s(self) -> float | None:
-        samples = self.samples("step")
-        return samples.median_s if samples else None
-
-    @property
     def first_step_s(self) -> float | None:
         """The process' first step: compilation is in it. None where warm-up steps were not kept."""
         samples = self.samples("step")
@@ -245,7 +240,7 @@ class CompilePair(Pair[CompileCell]):
     @cached_property
     def kernels(self) -> Kernels | None:
         """None on a CPU, where compiled code calls no operators that could be counted, and without a record of both."""
-        if not (self.base.on_gpu and self.other.on_gpu) or self.base.step_s is None or self.other.step_s is None:
+        if not (self.base.on_gpu and self.other.on_gpu):
             return None
         if self.base.digest and self.other.digest:
             before, after = kernels_of_capture(self.base.digest), kernels_of_capture(self.other.digest)
@@ -254,7 +249,7 @@ class CompilePair(Pair[CompileCell]):
         if not before or not after:
             return None
         busy = [sum(total.busy_s for total in side.values()) for side in (before, after)]
-        none_s = (max(0.0, self.base.step_s - busy[0]), max(0.0, self.other.step_s - busy[1]))
+        none_s = (max(0.0, self.base.time_s - busy[0]), max(0.0, self.other.time_s - busy[1]))
         return Kernels(before=before, after=after, none_s=none_s)
 
 

@@ -107,7 +107,7 @@ def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
         yield note(
             "optimizer-eager",
             f"The optimizer is not compiled: in {most.label} it takes {format_share(share)} of the step, eagerly "
-            f"{format_share(before / (most.base.step_s or 1.0))}.",
+            f"{format_share(before / most.base.time_s)}.",
             {"share": share},
         )
     yield from _not_compilings(study)
@@ -115,8 +115,8 @@ def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
         if pair.slower and not _is_noise(pair):
             yield warning(
                 "slower",
-                f"Compiling does not pay for {pair.label}: a step takes {format_seconds(pair.other.step_s or 0)}, "
-                f"eagerly {format_seconds(pair.base.step_s or 0)}.",
+                f"Compiling does not pay for {pair.label}: a step takes {format_seconds(pair.other.time_s)}, "
+                f"eagerly {format_seconds(pair.base.time_s)}.",
                 {"speed_up": pair.speed_up.value},
             )
     noise = [pair.label for pair in study.pairs if _is_noise(pair)]
@@ -147,11 +147,8 @@ def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
 
 def _is_noise(pair: CompilePair) -> bool:
     """Whether the step changes by no more than its optimizer does, which is the same code in both."""
-    eager_s, own_s = median_s(pair.base.run, "optimizer"), median_s(pair.other.run, "optimizer")
-    base_s, other_s = pair.base.step_s, pair.other.step_s
-    if not (eager_s and own_s and base_s and other_s):
-        return False
-    return 0 < abs(base_s - other_s) <= abs(eager_s - own_s)
+    optimizer_s, step_s = pair.won_s("optimizer"), pair.won_s("step")
+    return optimizer_s is not None and step_s is not None and 0 < abs(step_s) <= abs(optimizer_s)
 
 
 def _by_phase(pair: CompilePair) -> str:
@@ -166,10 +163,9 @@ def _not_compilings(study: CompileStudy) -> Iterator[Finding]:
     """Two processes differ though they do the same: what the optimizer, the same code in both, has of a change."""
     found: dict[str, tuple[float, float]] = {}
     for pair in study.pairs:
-        eager_s, own_s = median_s(pair.base.run, "optimizer"), median_s(pair.other.run, "optimizer")
-        base_s, other_s = pair.base.step_s, pair.other.step_s
-        if eager_s and own_s and base_s and other_s and abs(eager_s - own_s) >= _MUCH * abs(base_s - other_s):
-            found[pair.label] = eager_s - own_s, base_s - other_s
+        optimizer_s, step_s = pair.won_s("optimizer"), pair.won_s("step")
+        if optimizer_s is not None and step_s is not None and abs(optimizer_s) >= _MUCH * abs(step_s):
+            found[pair.label] = optimizer_s, step_s
     if found:
         label = max(found, key=lambda name: abs(found[name][0] / (found[name][1] or math.inf)))
         optimizer_s, step_s = found[label]
@@ -185,8 +181,8 @@ def _not_compilings(study: CompileStudy) -> Iterator[Finding]:
 
 
 def _optimizer_share(pair: CompilePair) -> float | None:
-    optimizer_s, step_s = median_s(pair.other.run, "optimizer"), pair.other.step_s
-    return optimizer_s / step_s if optimizer_s and step_s else None
+    optimizer_s = median_s(pair.other.run, "optimizer")
+    return optimizer_s / pair.other.time_s if optimizer_s else None
 
 
 def _cost(study: CompileStudy) -> Iterator[Finding]:
@@ -198,7 +194,7 @@ def _cost(study: CompileStudy) -> Iterator[Finding]:
             "paid-after",
             f"{pair.label}: compiling costs {format_seconds(payback.extra_s)} and wins "
             f"{format_seconds(payback.won_s)} a step, so it is paid for after {payback.steps:,} steps"
-            f"{_range(payback)}, {format_seconds((payback.steps or 0) * (pair.base.step_s or 0))} of eager ones.",
+            f"{_range(payback)}, {format_seconds((payback.steps or 0) * pair.base.time_s)} of eager ones.",
             {"extra_s": payback.extra_s, "won_s": payback.won_s, "steps": payback.steps},
         )
     never = [pair.label for pair in told if pair.payback and pair.payback.steps is None]
@@ -319,10 +315,7 @@ def _products(known: Sequence[tuple[CompilePair, Kernels]]) -> Iterator[Finding]
 def _launches(study: CompileStudy) -> Iterator[Finding]:
     """Where the host set the pace, before and after."""
     for pair, kernels in with_kernels(study):
-        before_s, after_s = pair.base.step_s, pair.other.step_s
-        if not before_s or not after_s:
-            continue
-        idle = (kernels.none_s[0] / before_s, kernels.none_s[1] / after_s)
+        idle = (kernels.none_s[0] / pair.base.time_s, kernels.none_s[1] / pair.other.time_s)
         if max(idle) < _LAUNCH_BOUND:
             continue
         calls = [total.calls for total in kernels.of(KINDS)]

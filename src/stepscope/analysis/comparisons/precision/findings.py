@@ -55,11 +55,10 @@ def _slower(study: SpeedStudy) -> Iterator[Finding]:
     for pair in study.pairs:
         if not pair.slower:
             continue
-        base_s, other_s = (median_s(cell.run, cell.PART) or 0.0 for cell in (pair.base, pair.other))
         yield warning(
             "slower",
-            f"Against folk wisdom, {pair.label} is slower than in fp32: {format_seconds(other_s)} "
-            f"for {format_seconds(base_s)}{_lost_where(pair)}.",
+            f"Against folk wisdom, {pair.label} is slower than in fp32: {format_seconds(pair.other.time_s)} "
+            f"for {format_seconds(pair.base.time_s)}{_lost_where(pair)}.",
             {"speed_up": pair.speed_up.value, **_law_evidence(pair.amdahl)},
         )
     untold = [pair for pair in study.pairs if pair.untold]
