@@ -6,12 +6,13 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from stepscope.analysis.comparisons.compiling.cells import CompileCell
 from stepscope.core.errors import InputError, choose
 from stepscope.core.workload import COMPILES
 from stepscope.studies.compared_cells import Sizes, compared_cells
 from stepscope.studies.sweep_plan import Cell
 
-BASELINE = "eager"
+BASELINE = CompileCell.BASELINE
 MODES: tuple[str, ...] = tuple(mode for mode in COMPILES if mode != BASELINE)
 
 

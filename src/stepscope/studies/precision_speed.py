@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+from stepscope.analysis.comparisons.precision.cells import TimedCell
 from stepscope.core.errors import InputError, choose
 from stepscope.core.workload import DTYPES
 from stepscope.studies.compared_cells import Sizes, compared_cells
 from stepscope.studies.sweep_plan import Cell
 
-BASELINE = "fp32"
+BASELINE = TimedCell.BASELINE
 
 
 ON_GPU = Sizes(models="small,medium,large,xl,2.7B", seq_len="512", batch_size=4, dtypes="fp32,tf32,bf16")
