@@ -47,6 +47,7 @@ def unlike_environments(pairs: Sequence[Pair[Any]]) -> Iterator[Finding]:
 
 
 def replaced_runs(study: Comparison[Any, Any]) -> Iterator[Finding]:
+    """How many runs of a cell were left out for a better or newer one."""
     if study.replaced:
         yield note(
             "several-runs",
