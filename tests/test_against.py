@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from stepscope.analysis.against import Comparison, compare
 from stepscope.analysis.attribution import Attribution, attribute
+from stepscope.analysis.comparisons.captures import CaptureComparison, compare_captures
 from stepscope.analysis.kernel_spelling import one_spelling
 from stepscope.core.errors import InputError
 from stepscope.report.against import as_json, render_comparison
@@ -49,7 +49,7 @@ def after() -> Attribution:
 
 
 def test_by_hand():
-    comparison = compare(before(), after())
+    comparison = compare_captures(before(), after())
     comparison.self_check()
     assert (comparison.before_ns, comparison.after_ns, comparison.difference_ns) == (10 * MS, 5 * MS, -5 * MS)
     assert (comparison.before_steps, comparison.after_steps) == (2, 1)
@@ -67,32 +67,34 @@ def test_by_hand():
 
 
 def test_the_sentence_has_its_figures():
-    assert compare(before(), after()).summary == (
+    assert compare_captures(before(), after()).summary == (
         "The step's device time went from 10 ms to 5 ms (-50.0 %): matrix multiplication -3 ms in backward, softmax "
         "-3 ms in forward, memcpy/memset +1 ms in forward."
     )
-    assert compare(before(), before()).summary == (
+    assert compare_captures(before(), before()).summary == (
         "The step's device time went from 10 ms to 10 ms (less than 0.05 %), and no family changed."
     )
     nothing = traced([])
-    assert compare(nothing, after()).summary == (
+    assert compare_captures(nothing, after()).summary == (
         "The step's device time went from 0 ns to 5 ms: matrix multiplication +3 ms in backward, "
         "activation/elementwise +1 ms in forward, memcpy/memset +1 ms in forward."
     )
-    compare(nothing, nothing).self_check()
+    compare_captures(nothing, nothing).self_check()
     outside = traced([work(0, 5 * MS, launch=0)])
-    assert "matrix multiplication +5 ms outside the phases" in compare(nothing, outside).summary
+    assert "matrix multiplication +5 ms outside the phases" in compare_captures(nothing, outside).summary
 
 
 def test_small_changes_are_not_named():
     small = traced([work(0, 100 * MS, launch=0), work(100 * MS, 101 * MS, launch=0, name=ADD)])
     large = traced([work(0, 200 * MS, launch=0), work(200 * MS, 202 * MS, launch=0, name=ADD)])
-    assert compare(small, large).summary.endswith("(+100.0 %): matrix multiplication +100 ms outside the phases.")
+    assert compare_captures(small, large).summary.endswith(
+        "(+100.0 %): matrix multiplication +100 ms outside the phases."
+    )
 
 
 def test_what_sets_the_captures_apart_is_said():
     other = traced([work(0, 5, launch=0), work(0, 5, launch=0, device=1)], devices={0: "NVIDIA A100", 1: "NVIDIA A100"})
-    assert compare(before(), other).caveats == (
+    assert compare_captures(before(), other).caveats == (
         "the captures are of different devices: NVIDIA H200, and NVIDIA A100",
         "device time is summed over 1 devices before and 2 after",
         "no step or phase is marked in the capture after: all of it counts as one step",
@@ -110,8 +112,8 @@ def test_a_cpu_and_a_device_cannot_be_compared():
     )
     on_cpu = attribute(table)
     with pytest.raises(InputError, match="CPU operators only"):
-        compare(on_cpu, after())
-    assert "operator time" in compare(on_cpu, on_cpu).summary
+        compare_captures(on_cpu, after())
+    assert "operator time" in compare_captures(on_cpu, on_cpu).summary
 
 
 SPELLINGS = [
@@ -150,16 +152,16 @@ def test_what_differs_stays_apart():
 def test_between_profilers_kernels_go_by_one_spelling():
     kineto, nsys = SPELLINGS[1]
     one, other = traced([work(0, 5, launch=0, name=kineto)]), traced([work(0, 7, launch=0, name=nsys)])
-    assert compare(one, other).kernels["change"].to_list() == ["appeared", "disappeared"]
+    assert compare_captures(one, other).kernels["change"].to_list() == ["appeared", "disappeared"]
     relabelled = TraceTable(
         profiler="Nsight Systems", work=other.table.work, calls=other.table.calls, ranges=other.table.ranges
     )
-    comparison = compare(one, attribute(relabelled))
+    comparison = compare_captures(one, attribute(relabelled))
     assert comparison.kernels.select("name", "change", "difference_ns").rows() == [(nsys, "both", 2.0)]
     assert comparison.caveats[0] == "the captures were made by Kineto and Nsight Systems, whose own cost differs"
 
 
-def rendered(comparison: Comparison, width: int) -> str:
+def rendered(comparison: CaptureComparison, width: int) -> str:
     console = Console(width=width, record=True, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(render_comparison(comparison, "old.json", "new\x1b[31m.json"))
@@ -170,7 +172,7 @@ def rendered(comparison: Comparison, width: int) -> str:
 def test_on_the_screen(width: int):
     long = "ker\x1bnel" + "a" * 300 + "tail"
     many = traced([work(0, 5 * MS, launch=0, name=long), *(work(0, n, launch=0, name=f"k{n}") for n in range(1, 30))])
-    text = rendered(compare(before(), many), width)
+    text = rendered(compare_captures(before(), many), width)
     assert "new\\u001b[31m.json against old.json" in text and "\x1b" not in text
     assert "new: ker\\u001bnelaa" in text and "…" in text
     assert all(len(line) <= width for line in text.splitlines())
@@ -180,10 +182,10 @@ def test_on_the_screen(width: int):
 def test_eighty_columns_break_no_cell():
     many = [work(0, 100 * MS, launch=310, name=ADD)] + [work(0, 1, launch=310, name=ADD)] * 2_000
     crowded = traced(many, ranges=PHASES)
-    lines = rendered(compare(crowded, traced([], ranges=PHASES)), 80).splitlines()
+    lines = rendered(compare_captures(crowded, traced([], ranges=PHASES)), 80).splitlines()
     row = ["activation/elementwise", "backward", "100.0", "-100.0", "100", "%", "2001→0"]
     assert row in [line.split() for line in lines]
-    lines = rendered(compare(before(), after()), 80).splitlines()
+    lines = rendered(compare_captures(before(), after()), 80).splitlines()
     rows = [line.split() for line in lines if line.strip().startswith(("matrix", "softmax", "memcpy/memset"))]
     assert ["softmax", "forward", "3.00", "-3.00", "43", "%", "1→0"] in rows
     assert ["matrix", "multiplication", "backward", "6.00", "3.00", "-3.00", "43", "%", "1.5→1"] in rows
@@ -191,10 +193,10 @@ def test_eighty_columns_break_no_cell():
 
 
 def test_plain_data_is_json():
-    data = msgspec.json.decode(msgspec.json.encode(as_json(compare(before(), after()))))
+    data = msgspec.json.decode(msgspec.json.encode(as_json(compare_captures(before(), after()))))
     assert data["difference_ns"] == -5 * MS and data["places"][0]["family"] == "matrix multiplication"
     assert {"phase", "family", "before_ns", "after_ns", "difference_ns", "share"} <= set(data["places"][0])
-    same = as_json(compare(before(), before()))
+    same = as_json(compare_captures(before(), before()))
     assert all(row["share"] is None for row in same["kernels"])
 
 
@@ -214,7 +216,7 @@ CAPTURES = st.lists(
 @given(CAPTURES, CAPTURES)
 def test_against_sums_by_hand(one: list[dict[str, Any]], other: list[dict[str, Any]]):
     again = [(name, start + 1_000, end + 1_000) for name, start, end in PHASES]
-    comparison = compare(traced(one, ranges=PHASES), traced(other, ranges=[*PHASES, *again]))
+    comparison = compare_captures(traced(one, ranges=PHASES), traced(other, ranges=[*PHASES, *again]))
     comparison.self_check()
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
     for side, rows, steps in ((0, one, 1), (1, other, 2)):
@@ -226,5 +228,5 @@ def test_against_sums_by_hand(one: list[dict[str, Any]], other: list[dict[str, A
     assert found == {name: pytest.approx(values) for name, values in sums.items()}
     sizes = comparison.kernels["difference_ns"].abs().to_list()
     assert sizes == sorted(sizes, reverse=True)
-    swapped = compare(traced(other, ranges=[*PHASES, *again]), traced(one, ranges=PHASES))
+    swapped = compare_captures(traced(other, ranges=[*PHASES, *again]), traced(one, ranges=PHASES))
     assert swapped.difference_ns == pytest.approx(-comparison.difference_ns)

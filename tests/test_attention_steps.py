@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from stepscope.analysis.attention_steps import StepCell, group_cells
-from stepscope.analysis.attention_steps_answer import FAMILIES, MEMORY, MISSING, MOVED, TIMES, answer_steps
+from stepscope.analysis.comparisons.attention.answer import FAMILIES, MEMORY, MISSING, MOVED, TIMES, answer_steps
+from stepscope.analysis.comparisons.attention.cells import StepCell, StepGroup, StepPair, compare_steps, step_groups
 from stepscope.analysis.trace_digest import FamilyRow, PlaceRow, TraceDigest, load_digest
 from stepscope.cli.app import app
 from stepscope.core.errors import InputError
@@ -84,19 +84,25 @@ CELLS = [
 ]
 
 
+def group_cells(cells: list[StepCell]) -> tuple[list[StepGroup], tuple[StepCell, ...]]:
+    """The groups, and the cells without a time."""
+    study = compare_steps(cells)
+    return step_groups(study), study.unmeasured
+
+
 def test_the_reference_is_the_base_whatever_the_order():
     (group,), (missing,) = group_cells(CELLS)
-    assert [cell.attention for cell in group.cells] == ["reference", "flash"] and missing.attention == "unsafe"
-    ratio = group.speed_up(group.cells[1])
-    assert ratio is not None and ratio.value == pytest.approx(128 / 64) and group.speed_up(group.base) is None
+    assert [cell.value for cell in group.cells] == ["reference", "flash"] and missing.value == "unsafe"
+    (pair,) = group.pairs
+    assert (pair.base, pair.other) == group.cells and pair.speed_up.value == pytest.approx(128 / 64)
 
 
 def test_what_moved_by_hand():
     (group,), _ = group_cells(CELLS)
-    moves = dict(group.moves(group.cells[1]))
+    moves = dict(group.pairs[0].moves)
     assert list(moves) == ["softmax", "products", "copies", "attention"]
     assert moves == pytest.approx({"softmax": -0.030, "products": -0.020, "copies": -0.010, "attention": 0.006})
-    assert group.moves(StepCell(run=CELLS[0].run)) == []
+    assert StepPair(base=group.base, other=StepCell(run=CELLS[0].run)).moves == []
 
 
 def test_other_models_dtypes_and_devices_are_other_groups():
@@ -108,6 +114,17 @@ def test_other_models_dtypes_and_devices_are_other_groups():
     newer = StepCell(run=msgspec.structs.replace(CELLS[0].run, created="2027-01-01"))
     (group,), _ = group_cells([newer, *CELLS[:2]])
     assert group.cells[1].digest is not None, "a run with a capture goes before a newer one without"
+
+
+def test_a_step_within_a_memory_limit_is_not_set_beside_one_without():
+    """A limit makes the allocator give its cache back and ask again, which takes time that is no attention's."""
+    reference, flash = stepped("reference", 40, 80, 18, 11), stepped("flash", 20, 36, 10, 4)
+    assert flash.environment is not None
+    limited = msgspec.structs.replace(flash.environment, memory_limit_bytes=12 * GIB)
+    groups, _ = group_cells(
+        [StepCell(run=reference), StepCell(run=msgspec.structs.replace(flash, environment=limited))]
+    )
+    assert [[cell.value for cell in group.cells] for group in groups] == [["reference"], ["flash"]]
 
 
 def test_tables_and_sentences():
@@ -149,6 +166,20 @@ def test_one_attention_alone_and_doubted_runs_are_said():
     assert "doubtful-runs" not in said(*CELLS) and "nothing to compare" not in said(*CELLS)
 
 
+def test_other_software_and_runs_left_out_are_said():
+    flash = CELLS[0].run
+    assert flash.environment is not None
+    versions = {**flash.environment.versions, "torch": "0.1"}
+    elsewhere = msgspec.structs.replace(
+        flash, environment=msgspec.structs.replace(flash.environment, versions=versions)
+    )
+    other = said(CELLS[1], StepCell(run=elsewhere))["different-environments"]
+    assert "with flash and reference were measured in different environments: torch" in other and "0.1" in other
+    again = msgspec.structs.replace(CELLS[0].run, created="2027-01-01")
+    assert "1 more runs of these cells were left out" in said(*CELLS, StepCell(run=again))["several-runs"]
+    assert not {"different-environments", "several-runs"} & set(said(*CELLS))
+
+
 def said(*cells: StepCell) -> dict[str, str]:
     return {finding.kind: finding.sentence for finding in answer_steps(cells).findings}
 
@@ -157,7 +188,7 @@ def test_what_attention_moved_stands_apart_from_what_moved_elsewhere():
     base = StepCell(run=stepped("reference", 40, 80, 18, 11), digest=digest({"softmax": 30}, softmax=32, products=60))
     ours = StepCell(run=stepped("flash", 20, 36, 10, 4), digest=digest({"fused": 6}, softmax=3, products=57, fused=6))
     (group,), _ = group_cells([base, ours])
-    assert dict(group.moves_inside(ours)) == pytest.approx({"softmax": -0.030, "fused": 0.006, "products": 0})
+    assert dict(group.pairs[0].moves_inside) == pytest.approx({"softmax": -0.030, "fused": 0.006, "products": 0})
     assert ours.outside_s == pytest.approx(0.060) and base.outside_s == pytest.approx(0.062)
     moved = said(base, ours)["moved"]
     assert moved.endswith(
@@ -187,7 +218,7 @@ def test_a_step_is_faster_by_more_than_the_optimizer_differs_or_not_at_all():
     base = StepCell(run=stepped("reference", 40, 80, 18, 11))
     gained = StepCell(run=stepped("flash", 30, 80, 10, 4, optimizer_ms=8.1))
     (group,), _ = group_cells([base, gained])
-    assert group.noise == pytest.approx(0.0125) and not group.why_alike(gained, base)
+    assert group.noise == pytest.approx(0.0125) and not group.why_alike(group.pairs[0])
     assert "faster" in said(base, gained)
     noisy = StepCell(run=stepped("flash", 32, 80, 10, 4, optimizer_ms=10))  # the step -4.7 %, the optimizer +25 %
     found = said(base, noisy)

@@ -14,7 +14,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.analysis.compile_study import (
+from stepscope.analysis.comparisons.compiling.answer import (
+    COST,
+    KERNELS,
+    MEMORY,
+    MISSING,
+    REPORT,
+    TIMES,
+    answer_compile,
+)
+from stepscope.analysis.comparisons.compiling.cells import (
     ATTENTION,
     COPIES,
     ELEMENTWISE,
@@ -29,7 +38,6 @@ from stepscope.analysis.compile_study import (
     pair_up,
     payback,
 )
-from stepscope.analysis.compile_study_answer import COST, KERNELS, MEMORY, MISSING, REPORT, TIMES, answer_compile
 from stepscope.analysis.trace_digest import FamilyRow, TraceDigest
 from stepscope.cli.app import app
 from stepscope.core.errors import InputError

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from stepscope.analysis.attention_steps import StepCell
-from stepscope.analysis.attention_steps_answer import answer_steps
+from stepscope.analysis.comparisons.attention.answer import answer_steps
+from stepscope.analysis.comparisons.attention.cells import StepCell
 from stepscope.analysis.doubts import doubt_mark, doubting_kinds, doubts_sentence, marked
 from stepscope.cli.app import app
 from stepscope.core.finding import Finding, Severity

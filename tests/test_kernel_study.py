@@ -8,9 +8,10 @@ from rich.console import Console
 
 from stepscope.analysis.trace_digest import FamilyRow, RoofRow, TraceDigest, digest_of, load_digest, save_digest
 from stepscope.analysis.trace_summary import PhaseSummary
+from stepscope.core.run import Run
 from stepscope.report.kernel_study import StudiedCell, render_kernel_study
 from tests.captures import training_steps, write_kineto
-from tests.conftest import make_run
+from tests.conftest import make_run, workload
 from tests.test_trace_checks import summarise
 
 
@@ -48,6 +49,30 @@ def test_the_share_falls_for_the_optimizers_sake_where_it_multiplies_nothing():
     multiplies = phase("optimizer", 50, 10, 5)
     assert "in 1 of 1 cells." in text(digest(FORWARD, backward, multiplies), "d")
     assert "in 0 of 1 cells." in text(digest(FORWARD, backward), "d")
+
+
+def test_inference_stands_beside_the_training_that_differs_in_nothing_else():
+    """Checkpointing changes no inference: both plans have it beside them. Training on another device has none."""
+    runs = [
+        make_run(workload(phase="forward"), forward=[0.1]),
+        make_run(workload(), forward=[0.1], backward=[0.2]),
+        make_run(workload(checkpointing="every-1"), forward=[0.1], backward=[0.2]),
+    ]
+    environment = runs[0].environment
+    assert environment is not None
+    elsewhere = msgspec.structs.replace(environment, device_name="another GPU")
+    runs.append(msgspec.structs.replace(runs[1], environment=elsewhere))
+    assert [line.count(" %") for line in shares(runs)] == [3, 3, 2], "inference, forward and the whole step"
+
+
+def shares(runs: list[Run]) -> list[str]:
+    """The rows of table d: FORWARD is inference, and FORWARD with OPTIMIZER is training."""
+    inference, training = digest(FORWARD), digest(FORWARD, OPTIMIZER)
+    cells = [StudiedCell(run=run, digest=inference if run.workload.phase == "forward" else training) for run in runs]
+    console = Console(width=300)
+    with console.capture() as captured:
+        console.print(render_kernel_study(cells, "d"))
+    return [line for line in captured.get().splitlines() if "-b2-" in line]
 
 
 @pytest.mark.parametrize(("products", "said"), [(8, True), (9, False)])

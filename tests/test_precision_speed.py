@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.analysis.precision_speed import Amdahl, Parts, TimedCell, pair_up
-from stepscope.analysis.precision_speed_answer import LAW, MEMORY, MISSING, PARTS, TIMES, answer_speed
+from stepscope.analysis.comparisons.precision.answer import LAW, MEMORY, MISSING, PARTS, TIMES, answer_speed
+from stepscope.analysis.comparisons.precision.cells import Amdahl, Parts, TimedCell, pair_up
 from stepscope.analysis.trace_digest import FamilyRow, TraceDigest
 from stepscope.analysis.trace_summary import PhaseSummary
 from stepscope.cli.app import app

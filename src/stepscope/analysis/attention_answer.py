@@ -1,14 +1,23 @@
 """The answer to "what does each attention cost": tables by sequence and implementation, curves, and what follows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from stepscope.analysis.attention_findings import attention_findings
 from stepscope.analysis.attention_study import AttentionStudy, Curve, arrange, both_s, flops_per_s
 from stepscope.core.attention_timing import AttentionTiming, AttentionTimings
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import Cell, Experiment, Panel, Point, Table
-from stepscope.core.samples import INTERVALS, Samples
-from stepscope.core.units import GIB, MIB
+from stepscope.core.experiment import Cell, Experiment, Panel, Point, Table, known_columns, measured_answer
+from stepscope.core.figures import (
+    digits,
+    gibibytes,
+    mebibytes,
+    median_ms,
+    median_within_ms,
+    milliseconds,
+    percent,
+    tera,
+)
+from stepscope.core.units import MIB
 from stepscope.work.attention_call import forward_flops
 
 STUDY = "attention"
@@ -43,31 +52,29 @@ def answer_attention(timings: AttentionTimings) -> Experiment:
     if not timings.timings:
         raise InputError("no call of attention was measured: give it more time")
     study = arrange(timings)
-    environment = timings.environment
     by_sequence = (
         ()
         if study.mixed
         else (
             _compiled(study),
-            _by_sequence(study, BOTH, lambda row: _ms(row.both)),
-            _by_sequence(study, FORWARD, lambda row: _ms(row.forward)),
-            _by_sequence(study, BACKWARD, lambda row: _ms(row.backward)),
-            _by_sequence(study, HELD, lambda row: _mib(row.memory.before_backward_bytes) if row.memory else None),
-            _by_sequence(study, PEAK, lambda row: _mib(row.memory.peak_bytes) if row.memory else None),
-            _by_sequence(study, RATES, lambda row: _tera(flops_per_s(row))),
+            _by_sequence(study, BOTH, lambda row: median_ms(row.both)),
+            _by_sequence(study, FORWARD, lambda row: median_ms(row.forward)),
+            _by_sequence(study, BACKWARD, lambda row: median_ms(row.backward)),
+            _by_sequence(study, HELD, lambda row: mebibytes(row.memory.before_backward_bytes) if row.memory else None),
+            _by_sequence(study, PEAK, lambda row: mebibytes(row.memory.peak_bytes) if row.memory else None),
+            _by_sequence(study, RATES, lambda row: tera(flops_per_s(row))),
             _slopes(study),
         )
     )
     tables = (*by_sequence, _saved(study), _cells(study), _missing(study))
-    return Experiment(
+    return measured_answer(
+        timings.environment,
         study=STUDY,
         question=QUESTION,
-        device=environment.device_name,
-        versions=dict(environment.versions),
         settings=_settings(study),
-        tables=tuple(table for table in tables if table.rows),
+        tables=tables,
         panels=() if study.mixed else _panels(study),
-        findings=tuple(attention_findings(study)),
+        findings=attention_findings(study),
     )
 
 
@@ -84,10 +91,9 @@ def _settings(study: AttentionStudy) -> dict[str, Cell]:
     hidden = timings.launches == "hidden"
     settings["L2 cache"] = "overwritten before each pass" if hidden else "as the pass before left it"
     if timings.environment.l2_bytes:
-        settings["L2 MiB"] = _digits(timings.environment.l2_bytes / MIB)
+        settings["L2 MiB"] = digits(timings.environment.l2_bytes / MIB)
     settings["launches"] = timings.launches
     settings["data"] = "random"
-    settings["intervals"] = INTERVALS
     return settings
 
 
@@ -142,8 +148,8 @@ def _compiled(study: AttentionStudy) -> Table:
             pair = (row, other)
             if all(r is None or r.outcome in _NOTHING for r in pair):
                 continue
-            times = [_figure_or_word(r, lambda r, p=p: _ms(getattr(r, p))) for r in pair for p in PHASES]
-            held = [_gib(r.memory.before_backward_bytes) if r and r.memory else None for r in pair]
+            times = [_figure_or_word(r, lambda r, p=p: median_ms(getattr(r, p))) for r in pair for p in PHASES]
+            held = [gibibytes(r.memory.before_backward_bytes) if r and r.memory else None for r in pair]
             ratio = other.both.speedup_over(row.both) if other and other.both and row.both else None
             rows.append(
                 (
@@ -152,7 +158,7 @@ def _compiled(study: AttentionStudy) -> Table:
                     length,
                     eager.head_dim,
                     *times,
-                    _digits(ratio.value) if ratio else None,
+                    digits(ratio.value) if ratio else None,
                     *held,
                 )
             )  # fmt: skip
@@ -174,7 +180,7 @@ def _slopes(study: AttentionStudy) -> Table:
             powers = [round(slope.power, 2) if slope else None for slope in slopes.values()]
             rows.append((curve.dtype, curve.head_dim, curve.line, *powers, ", ".join(f"{s:,}" for s in some.sequences)))
     heads = ("dtype", "head_dim", "implementation", "time", "memory before backward", "peak memory", "over sequences")
-    return _known(SLOPES, heads, rows)
+    return known_columns(SLOPES, heads, rows)
 
 
 def _saved(study: AttentionStudy) -> Table:
@@ -189,7 +195,7 @@ def _saved(study: AttentionStudy) -> Table:
             rows.append(
                 (
                     curve.dtype, curve.head_dim, row.cell.shape.queries, curve.line,
-                    paper.terms if paper else "", _mib(paper.bytes) if paper else None, _mib(measured),
+                    paper.terms if paper else "", mebibytes(paper.bytes) if paper else None, mebibytes(measured),
                     round(off, 2) if off is not None else None,
                 )
             )  # fmt: skip
@@ -208,10 +214,10 @@ def _cells(study: AttentionStudy) -> Table:
             rows.append(
                 (
                     str(shape), curve.dtype, curve.line, both.count if both else None, row.checked,
-                    *_with_interval(forward), *_with_interval(row.backward), *_with_interval(both),
-                    _tera(forward_flops(shape) / forward_s if forward_s else None), _tera(flops_per_s(row)),
-                    round(share * 100, 1) if share is not None else None,
-                    _digits(row.cell.working_set_bytes / l2_bytes) if l2_bytes else None,
+                    *median_within_ms(forward), *median_within_ms(row.backward), *median_within_ms(both),
+                    tera(forward_flops(shape) / forward_s if forward_s else None), tera(flops_per_s(row)),
+                    percent(share),
+                    digits(row.cell.working_set_bytes / l2_bytes) if l2_bytes else None,
                     row.launches,
                 )
             )  # fmt: skip
@@ -220,14 +226,7 @@ def _cells(study: AttentionStudy) -> Table:
         "forward ms", "from", "to", "backward ms", "from", "to", "both ms", "from", "to",
         "TFLOP/s forward", "TFLOP/s both", "of the ceiling %", "working set / L2", "launches",
     )  # fmt: skip
-    return _known(CELLS, heads, rows)
-
-
-def _known(title: str, heads: Sequence[str], rows: Sequence[tuple[Cell, ...]]) -> Table:
-    """Without the columns that nobody has a figure of."""
-    kept = [i for i in range(len(heads)) if any(row[i] is not None for row in rows)]
-    columns = tuple(heads[i] for i in kept)
-    return Table(title=title, columns=columns, rows=tuple(tuple(row[i] for i in kept) for row in rows))
+    return known_columns(CELLS, heads, rows)
 
 
 def _missing(study: AttentionStudy) -> Table:
@@ -262,9 +261,9 @@ def _panels(study: AttentionStudy) -> tuple[Panel, ...]:
                 for row in curve.measured:
                     x, seconds = float(row.cell.shape.queries), both_s(row)
                     if seconds is not None:
-                        times.append(Point(line=line, x=x, y=_digits(seconds * 1e3) or 0.0))
+                        times.append(Point(line=line, x=x, y=milliseconds(seconds) or 0.0))
                     if row.memory is not None:
-                        bytes_.append(Point(line=line, x=x, y=_mib(row.memory.before_backward_bytes) or 0.0))
+                        bytes_.append(Point(line=line, x=x, y=mebibytes(row.memory.before_backward_bytes) or 0.0))
             x_title = f"sequence length ({dtype}, head_dim {head_dim}{part})"
             panels += [
                 Panel(x_title=x_title, y_title=title, points=tuple(points), x_log=True, y_log=True)
@@ -293,34 +292,3 @@ def _line(curve: Curve) -> str:
         if slope
     ]
     return f"{curve.line}: {', '.join(powers)}" if powers else curve.line
-
-
-def _with_interval(samples: Samples | None) -> tuple[float | None, float | None, float | None]:
-    interval = samples.interval() if samples else None
-    low, high = (interval.low, interval.high) if interval else (None, None)
-    return _ms(samples), _milli(low), _milli(high)
-
-
-def _ms(samples: Samples | None) -> float | None:
-    return _milli(samples.median_s) if samples else None
-
-
-def _milli(seconds: float | None) -> float | None:
-    return None if seconds is None else _digits(seconds * 1e3)
-
-
-def _mib(count: float | None) -> float | None:
-    return None if count is None else _digits(count / MIB)
-
-
-def _gib(count: float | None) -> float | None:
-    return None if count is None else _digits(count / GIB)
-
-
-def _tera(rate: float | None) -> float | None:
-    return None if rate is None else _digits(rate / 1e12)
-
-
-def _digits(value: float | None) -> float | None:
-    """Four significant digits."""
-    return None if value is None else float(f"{value:.4g}")

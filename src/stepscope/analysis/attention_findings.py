@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from stepscope.analysis.attention_study import BASELINE, AttentionStudy, Contest, Curve, both_s, flops_per_s
 from stepscope.core.attention_timing import AttentionTiming
-from stepscope.core.finding import Finding
+from stepscope.core.finding import Finding, note, warning
 from stepscope.core.units import format_bytes, format_rate, format_share
 from stepscope.work.attention_call import CONVENTION
 
@@ -34,12 +34,11 @@ def _gate(study: AttentionStudy) -> Iterator[Finding]:
     if right:
         least = min(row.checked for row in right)
         lines = dict.fromkeys(row.cell.line for row in right)
-        yield Finding(
-            kind="gate",
-            severity="note",
-            sentence=f"Before it was timed, each of {len(lines)} implementations was right beside float64 attention "
+        yield note(
+            "gate",
+            f"Before it was timed, each of {len(lines)} implementations was right beside float64 attention "
             f"in its dtype and head_dim, output and gradients, on {least} call{'s' if least > 1 else ''} or more.",
-            evidence={"implementations": len(lines), "calls": least},
+            {"implementations": len(lines), "calls": least},
         )
     for line in dict.fromkeys(row.cell.line for row in wrong):
         of_line = [row for row in wrong if row.cell.line == line]
@@ -54,12 +53,11 @@ def _gate(study: AttentionStudy) -> Iterator[Finding]:
 def _interpreted(study: AttentionStudy) -> Iterator[Finding]:
     names = study.timings.interpreted
     if names:
-        yield Finding(
-            kind="interpreted",
-            severity="warning",
-            sentence=f"Triton's interpreter ran {', '.join(names)} on this CPU, in Python: whether it is right is the "
+        yield warning(
+            "interpreted",
+            f"Triton's interpreter ran {', '.join(names)} on this CPU, in Python: whether it is right is the "
             "kernel's, its times are not.",
-            evidence={"implementations": len(names)},
+            {"implementations": len(names)},
         )
 
 
@@ -85,11 +83,10 @@ def _memory_runs_out(study: AttentionStudy) -> Iterator[Finding]:
         memory = study.timings.environment.memory_bytes
         of = f" of {format_bytes(memory)}" if memory else ""
         where = f"{dtype}, head_dim {first.head_dim}" if len(curves) > 1 else dtype
-        yield Finding(
-            kind="out of memory",
-            severity="note",
-            sentence=f"{line} runs out of memory{of} at sequence {shortest:,} ({where}){held}.",
-            evidence={"sequence": shortest, "memory": memory},
+        yield note(
+            "out of memory",
+            f"{line} runs out of memory{of} at sequence {shortest:,} ({where}){held}.",
+            {"sequence": shortest, "memory": memory},
         )
 
 
@@ -114,11 +111,10 @@ def _contests(study: AttentionStudy) -> Iterator[Finding]:
         which = f" with head_dim {', '.join(map(str, alike))}" if 0 < len(alike) < len(at) else ""
         doubt = f", which is not distinguishable from as fast{which}" if alike else ""
         kind = "faster" if at[low].value > 1 else "slower"
-        yield Finding(
-            kind="not distinguishable" if len(alike) == len(at) else kind,
-            severity="note",
-            sentence=f"{line} is {factor} at sequence {longest:,} ({dtype}){doubt}{_crossing(of_line)}.",
-            evidence={"sequence": longest, "least": at[low].value, "most": at[high].value},
+        yield note(
+            "not distinguishable" if len(alike) == len(at) else kind,
+            f"{line} is {factor} at sequence {longest:,} ({dtype}){doubt}{_crossing(of_line)}.",
+            {"sequence": longest, "least": at[low].value, "most": at[high].value},
         )
 
 
@@ -150,11 +146,10 @@ def _compiled(study: AttentionStudy) -> Iterator[Finding]:
             if (row := c.other.at(longest)) and (base := c.base.at(longest)) and row.memory and base.memory
         ]
         memory = f", holding {_span(held)} times the memory before backward" if held else ""
-        yield Finding(
-            kind="compiled",
-            severity="note",
-            sentence=f"Compiled, {line} is {_span(values)} times as fast at sequence {longest:,} ({dtype}){memory}.",
-            evidence={"sequence": longest, "least": min(values), "most": max(values)},
+        yield note(
+            "compiled",
+            f"Compiled, {line} is {_span(values)} times as fast at sequence {longest:,} ({dtype}){memory}.",
+            {"sequence": longest, "least": min(values), "most": max(values)},
         )
 
 
@@ -170,12 +165,11 @@ def _powers(study: AttentionStudy) -> Iterator[Finding]:
                     parts.append(f"{_span(powers)} ({line})")
                     evidence[line] = round(sum(powers) / len(powers), 3)
             if parts:
-                yield Finding(
-                    kind="grows",
-                    severity="note",
-                    sentence=f"{what} grows with the sequence to the power {', '.join(parts)} in {dtype}, fitted over "
+                yield note(
+                    "grows",
+                    f"{what} grows with the sequence to the power {', '.join(parts)} in {dtype}, fitted over "
                     "the longest sequences of each.",
-                    evidence=evidence,
+                    evidence,
                 )
 
 
@@ -202,12 +196,11 @@ def _formula(study: AttentionStudy) -> Iterator[Finding]:
     worst, row = max(off, key=lambda entry: entry[0])
     most = f"; {row.cell} is furthest off, by {format_share(worst)}" if worst >= CLOSE else ""
     exact = sum(share == 0 for share, _ in off)
-    yield Finding(
-        kind="saved bytes",
-        severity="note",
-        sentence=f"What autograd saves is what the formula says, to {format_share(CLOSE)}, in {close} of {len(off)} "
+    yield note(
+        "saved bytes",
+        f"What autograd saves is what the formula says, to {format_share(CLOSE)}, in {close} of {len(off)} "
         f"cells, in {exact} of them to the byte{most}.",
-        evidence={"cells": len(off), "close": close, "exact": exact, "worst": worst},
+        {"cells": len(off), "close": close, "exact": exact, "worst": worst},
     )
 
 
@@ -221,15 +214,14 @@ def _best(study: AttentionStudy) -> Iterator[Finding]:
             continue
         share = study.share(best)
         of = f", {format_share(share)} of the best matrix product measured here" if share is not None else ""
-        yield Finding(
-            kind="rate",
-            severity="note",
-            sentence=f"The highest rate in {dtype} is {format_rate(rate, 'FLOP/s')}, of {best.cell.line} at sequence "
+        yield note(
+            "rate",
+            f"The highest rate in {dtype} is {format_rate(rate, 'FLOP/s')}, of {best.cell.line} at sequence "
             f"{best.cell.shape.queries:,} with head_dim {best.cell.shape.head_dim}{of}.",
-            evidence={"rate": rate, "share": share},
+            {"rate": rate, "share": share},
         )
     if any(curve.measured for curve in study.curves):
-        yield Finding(kind="convention", severity="note", sentence=f"FLOPs are counted as {CONVENTION}.")
+        yield note("convention", f"FLOPs are counted as {CONVENTION}.")
 
 
 def _shown(study: AttentionStudy) -> Iterator[Finding]:
@@ -238,24 +230,22 @@ def _shown(study: AttentionStudy) -> Iterator[Finding]:
         return
     rows = [row for curve in study.curves for row in curve.measured if row.launches == "shown"]
     if rows:
-        yield Finding(
-            kind="launches",
-            severity="warning",
-            sentence=f"In {_cells(len(rows))} the host was slower than the lead it was given, so that launches may be "
+        yield warning(
+            "launches",
+            f"In {_cells(len(rows))} the host was slower than the lead it was given, so that launches may be "
             f"in the times: {rows[0].cell} first.",
-            evidence={"cells": len(rows)},
+            {"cells": len(rows)},
         )
 
 
 def _unfinished(study: AttentionStudy) -> Iterator[Finding]:
     rows = [row for curve in study.curves for row in curve.rows if row.outcome in ("not reached", "interrupted")]
     if rows:
-        yield Finding(
-            kind="unfinished",
-            severity="warning",
-            sentence=f"Of {sum(len(curve.rows) for curve in study.curves)} cells {len(rows)} had not been measured at "
+        yield warning(
+            "unfinished",
+            f"Of {sum(len(curve.rows) for curve in study.curves)} cells {len(rows)} had not been measured at "
             f"the end: {rows[0].cell} first.",
-            evidence={"cells": len(rows)},
+            {"cells": len(rows)},
         )
     failed = [row for curve in study.curves for row in curve.rows if row.outcome == "failed"]
     if failed:

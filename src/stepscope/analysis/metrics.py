@@ -19,12 +19,6 @@ def memory_of(run: Run, field: str) -> int | None:
     return getattr(run.evidence.memory, field) if run.evidence.memory else None
 
 
-def memory_change(base: Run, other: Run, field: str) -> float | None:
-    """By which share of the first run's bytes this figure is larger in the other; None where one is not known."""
-    before, after = memory_of(base, field), memory_of(other, field)
-    return after / before - 1 if before and after is not None else None
-
-
 def median_s(run: Run, name: str) -> float | None:
     """Median of the named samples."""
     samples = samples_of(run, name)

@@ -8,7 +8,7 @@ from stepscope.analysis.kernel_names.decoding import decode, is_tf32
 from stepscope.analysis.range_names import phase_of
 from stepscope.analysis.trace_summary import GEMM, TraceSummary
 from stepscope.core.finding import SEVERITIES, Finding
-from stepscope.core.units import format_count, format_share
+from stepscope.core.units import format_count, format_share, in_ms
 from stepscope.trace.launches import is_launch
 from stepscope.trace.nesting import Nest, numbered
 from stepscope.trace.table import TraceTable
@@ -121,7 +121,7 @@ def launches_unknown(summary: TraceSummary) -> Finding | None:
         kind="launches-unknown",
         severity="warning" if share >= _WORTH_A_WORD else "note",
         sentence=(
-            f"{format_count(unknown.height)} kernels ({_ms(lost_ns)}, {format_share(share)} of kernel time) have no "
+            f"{format_count(unknown.height)} kernels ({in_ms(lost_ns)}, {format_share(share)} of kernel time) have no "
             "launch record, so no phase or module can be told; they are counted as unattributed."
         ),
         remedy="start the capture before the first launch that matters, and trace the CUDA runtime as well as kernels",
@@ -147,9 +147,9 @@ def phases_span_threads(summary: TraceSummary) -> Finding | None:
         kind="phases-span-threads",
         severity="note",
         sentence=(
-            f"Backward launched {_ms(total)} of kernels, of which only {_ms(by_thread)} from the thread whose range "
-            "says backward: autograd launches from a thread of its own. They are attributed by time, on any thread of "
-            "the process; a tool that goes by thread would lose them."
+            f"Backward launched {in_ms(total)} of kernels, of which only {in_ms(by_thread)} from the thread whose "
+            "range says backward: autograd launches from a thread of its own. They are attributed by time, on any "
+            "thread of the process; a tool that goes by thread would lose them."
         ),
         evidence={"backward_ns": total, "same_thread_ns": by_thread},
     )
@@ -177,7 +177,7 @@ def correlation_shared(summary: TraceSummary) -> Finding | None:
         severity="note",
         sentence=(
             f"{calls['process'].n_unique()} processes use the same correlation ids for {format_count(shared.height)} "
-            f"kernels: joined by the id alone, {_ms(by_id)} would be attributed of {_ms(summary.busy_ns)}. "
+            f"kernels: joined by the id alone, {in_ms(by_id)} would be attributed of {in_ms(summary.busy_ns)}. "
             "The key here is (process, correlation id)."
         ),
         evidence={"kernels": shared.height, "by_id_ns": by_id, "busy_ns": summary.busy_ns},
@@ -206,7 +206,7 @@ def graphs_unseen(summary: TraceSummary) -> Finding | None:
         kind="graphs-unseen",
         severity="warning",
         sentence=(
-            f"{format_count(graphs.height)} launches of CUDA graphs are recorded as a whole: {_ms(total)} of device "
+            f"{format_count(graphs.height)} launches of CUDA graphs are recorded as a whole: {in_ms(total)} of device "
             "time whose kernels are not in this capture, so they count as family other."
         ),
         remedy="capture with --cuda-graph-trace=node",
@@ -233,8 +233,8 @@ def outside_steps(summary: TraceSummary) -> Finding | None:
         kind="outside-steps",
         severity="warning",
         sentence=(
-            f"{_ms(outside_ns)} of {_ms(summary.busy_ns)} of kernels ran in a phase and in none of the {steps} marked "
-            "steps (an evaluation between them, say); figures per step divide them among the steps all the same."
+            f"{in_ms(outside_ns)} of {in_ms(summary.busy_ns)} of kernels ran in a phase and in none of the {steps} "
+            "marked steps (an evaluation between them, say); figures per step divide them among the steps all the same."
         ),
         remedy="capture the steps alone, or name the ranges of what lies between them otherwise than a step's phases",
         evidence={"outside_ns": outside_ns, "kernels": outside.height, "steps": steps},
@@ -263,8 +263,8 @@ def products_by_unit(summary: TraceSummary) -> Finding | None:
             kind="tf32-products",
             severity="error" if said == "fp32" else "warning",
             sentence=(
-                f"{_ms(tf32)} of {_ms(total)} in matrix products ran as TF32 (10 bits of mantissa), by the kernels' "
-                f"names{': the run says fp32' if said == 'fp32' else ': do not call these numbers fp32'}."
+                f"{in_ms(tf32)} of {in_ms(total)} in matrix products ran as TF32 (10 bits of mantissa), by the "
+                f"kernels' names{': the run says fp32' if said == 'fp32' else ': do not call these numbers fp32'}."
             ),
             remedy='torch.set_float32_matmul_precision("highest") gives true fp32',
             evidence={"tf32_ns": tf32, "products_ns": total},
@@ -274,8 +274,8 @@ def products_by_unit(summary: TraceSummary) -> Finding | None:
             kind="products-on-cuda-cores",
             severity="note",
             sentence=(
-                f"{_ms(cuda_core)} of {_ms(total)} in matrix products ({format_share(cuda_core / total)}) ran as true "
-                "fp32 on CUDA cores: the Tensor Cores took no part in them."
+                f"{in_ms(cuda_core)} of {in_ms(total)} in matrix products ({format_share(cuda_core / total)}) ran as "
+                "true fp32 on CUDA cores: the Tensor Cores took no part in them."
             ),
             remedy="bf16 autocast, or TF32 where its precision is enough",
             evidence={"cuda_core_ns": cuda_core, "products_ns": total},
@@ -343,11 +343,6 @@ def arrows_disagree(summary: TraceSummary) -> Finding | None:
         ),
         evidence={"checked": checked, "agree": agree},
     )
-
-
-def _ms(nanoseconds: float) -> str:
-    milliseconds = nanoseconds * 1e-6
-    return f"{milliseconds:.2f} ms" if milliseconds >= 1 else f"{milliseconds:.4f} ms"
 
 
 TRACE_CHECKS: tuple[TraceCheck, ...] = (

@@ -231,7 +231,7 @@ def attention(
         from stepscope.cli.study_attention_steps import measure_steps
 
         if only is not None:
-            from stepscope.analysis.attention_steps_answer import TITLES
+            from stepscope.analysis.comparisons.attention.answer import TITLES
 
             check_only(only, TITLES)
         measure_steps(

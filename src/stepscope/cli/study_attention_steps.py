@@ -12,7 +12,7 @@ from stepscope.core.experiment import Experiment
 from stepscope.core.run import Run
 
 if TYPE_CHECKING:
-    from stepscope.analysis.attention_steps import StepCell
+    from stepscope.analysis.comparisons.attention.cells import StepCell
 
 Shown = Callable[[Callable[[object], Experiment]], None]
 
@@ -72,12 +72,12 @@ def read_steps(places: Iterable[Path], keep: bool, shown: Shown) -> None:
 
 
 def _experiment(cells: "list[StepCell]") -> Experiment:
-    from stepscope.analysis.attention_steps_answer import answer_steps
+    from stepscope.analysis.comparisons.attention.answer import answer_steps
 
     return answer_steps(cells, unread=unread(cell.run for cell in cells))
 
 
 def _cell(run: Run, directory: Path, keep: bool) -> "StepCell":
-    from stepscope.analysis.attention_steps import StepCell
+    from stepscope.analysis.comparisons.attention.cells import StepCell
 
     return StepCell(run=run, digest=captured(run, directory, keep))

@@ -16,7 +16,7 @@ from stepscope.core.experiment import Experiment
 from stepscope.core.run import Run
 
 if TYPE_CHECKING:
-    from stepscope.analysis.compile_study import CompileCell
+    from stepscope.analysis.comparisons.compiling.cells import CompileCell
 
 STUDY = "compile"
 
@@ -130,14 +130,14 @@ def _device_type(device: str) -> str:
 
 
 def _experiment(cells: "list[CompileCell]") -> Experiment:
-    from stepscope.analysis.compile_study import pair_up
-    from stepscope.analysis.compile_study_answer import answer_compile
+    from stepscope.analysis.comparisons.compiling.answer import answer_compile
+    from stepscope.analysis.comparisons.compiling.cells import pair_up
 
     return answer_compile(pair_up(cells), unread=unread(cell.run for cell in cells))
 
 
 def _cell(run: Run, directory: Path, keep: bool) -> "CompileCell":
-    from stepscope.analysis.compile_study import CompileCell
+    from stepscope.analysis.comparisons.compiling.cells import CompileCell
 
     return CompileCell(run=run, digest=captured(run, directory, keep))
 

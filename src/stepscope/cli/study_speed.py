@@ -16,7 +16,7 @@ from stepscope.core.run import Run
 from stepscope.studies.request import Tell
 
 if TYPE_CHECKING:
-    from stepscope.analysis.precision_speed import TimedCell
+    from stepscope.analysis.comparisons.precision.cells import TimedCell
 
 STUDY = "speed"
 
@@ -116,8 +116,8 @@ def _device_type(device: str) -> str:
 
 
 def _experiment(cells: "list[TimedCell]", dtypes: str | None, lacking: tuple[str, ...] = ()) -> Experiment:
-    from stepscope.analysis.precision_speed import pair_up
-    from stepscope.analysis.precision_speed_answer import answer_speed
+    from stepscope.analysis.comparisons.precision.answer import answer_speed
+    from stepscope.analysis.comparisons.precision.cells import pair_up
     from stepscope.cli.sweep import words
     from stepscope.core.workload import DTYPES
 
@@ -126,7 +126,7 @@ def _experiment(cells: "list[TimedCell]", dtypes: str | None, lacking: tuple[str
 
 
 def _cell(run: Run, directory: Path, keep: bool) -> "TimedCell":
-    from stepscope.analysis.precision_speed import TimedCell
+    from stepscope.analysis.comparisons.precision.cells import TimedCell
 
     return TimedCell(run=run, digest=captured(run, directory, keep))
 

@@ -66,10 +66,10 @@ def trace(
 
 
 def _compare(before: "TraceSummary", after: "TraceSummary", old: Path, new: Path, json: bool) -> None:
-    from stepscope.analysis.against import compare
+    from stepscope.analysis.comparisons.captures import compare_captures
     from stepscope.report.against import as_json, render_comparison
 
-    comparison = compare(before.attribution, after.attribution)
+    comparison = compare_captures(before.attribution, after.attribution)
     if json:
         emit_json(as_json(comparison))
     else:

@@ -1,12 +1,15 @@
 """What an experiment of the precision lab found: tables, curves, and sentences made from its own figures."""
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.finding import Finding
+from stepscope.core.samples import INTERVALS
 
 # 1  2026-11  first
 EXPERIMENT_VERSION = 1
@@ -60,6 +63,37 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
     def table(self, title: str) -> Table:
         """The table of this title."""
         return next(table for table in self.tables if table.title == title)
+
+
+def measured_answer(
+    where: Environment | None,
+    *,
+    study: str,
+    question: str,
+    tables: Iterable[Table],
+    findings: Iterable[Finding],
+    panels: Sequence[Panel] = (),
+    settings: Mapping[str, Cell] | None = None,
+) -> Experiment:
+    """The answer to a question about what was measured there. A table without rows is left out."""
+    return Experiment(
+        study=study,
+        question=question,
+        device=where.device_name if where else "",
+        versions=dict(where.versions) if where else {},
+        settings={**(settings or {}), "intervals": INTERVALS},
+        tables=tuple(table for table in tables if table.rows),
+        panels=tuple(panels),
+        findings=tuple(findings),
+    )
+
+
+def known_columns(title: str, columns: Sequence[str], rows: Sequence[tuple[Cell, ...]]) -> Table:
+    """A table without the columns that no row has a figure of."""
+    kept = [i for i in range(len(columns)) if any(row[i] is not None for row in rows)]
+    return Table(
+        title=title, columns=tuple(columns[i] for i in kept), rows=tuple(tuple(row[i] for i in kept) for row in rows)
+    )
 
 
 def decode_experiment(data: bytes, source: str) -> Experiment:

@@ -1,6 +1,6 @@
 """A Finding: what the tool concludes, in one sentence with its figures."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -19,6 +19,18 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     sentence: str
     remedy: str = ""
     evidence: dict[str, float | int | str | None] = {}
+
+
+def note(
+    kind: str, sentence: str, evidence: Mapping[str, float | int | str | None] | None = None, remedy: str = ""
+) -> Finding:
+    """A finding that is good to know."""
+    return Finding(kind=kind, severity="note", sentence=sentence, remedy=remedy, evidence={**(evidence or {})})
+
+
+def warning(kind: str, sentence: str, evidence: Mapping[str, float | int | str | None] | None = None) -> Finding:
+    """A finding that says to take care."""
+    return Finding(kind=kind, severity="warning", sentence=sentence, evidence={**(evidence or {})})
 
 
 def worst(findings: Iterable[Finding]) -> Severity | None:

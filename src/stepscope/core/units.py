@@ -30,6 +30,24 @@ def format_milliseconds(seconds: float) -> str:
     return f"{milliseconds:.{digits}f}"
 
 
+def ms_text(nanoseconds: float | None, digits: int = 3, below_one: int = 3) -> str:
+    """Nanoseconds as a number of milliseconds; `below_one` digits if there is less than one. Unknown is empty."""
+    if nanoseconds is None:
+        return ""
+    milliseconds = nanoseconds * 1e-6
+    return f"{milliseconds:.{digits if milliseconds >= 1 else below_one}f}"
+
+
+def ms_text_of_s(seconds: float | None) -> str:
+    """Seconds as a number of milliseconds, to a microsecond. Unknown is empty."""
+    return "" if seconds is None else f"{seconds * 1e3:.3f}"
+
+
+def in_ms(nanoseconds: float) -> str:
+    """Nanoseconds in a sentence: 20.21 ms, 0.0012 ms."""
+    return f"{ms_text(nanoseconds, 2, 4)} ms"
+
+
 def format_bytes(count: float) -> str:
     """Binary units: 80.00 GiB, 12.3 MiB, 512 B."""
     for scale, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):

@@ -85,14 +85,25 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def key(self) -> str:
         """A readable name of the cell, safe in file names, that ends in a digest of every field."""
-        parts = [self.model.name, f"b{self.batch_size}", f"s{self.seq_len}", self.dtype, self.phase]
-        parts += [self.attention] if self.attention != "reference" else []
-        parts += [f"compile-{self.compile}"] if self.compile != "eager" else []
-        parts += [self.optimizer] if self.optimizer not in (None, "adamw-foreach") else []
-        parts += [f"checkpoint-{self.checkpointing}"] if self.checkpointing != "none" else []
-        parts += [f"accumulate-{self.accumulation}"] if self.accumulation != 1 else []
         digest = hashlib.sha256(msgspec.json.encode(self.identity, order="sorted")).hexdigest()[:8]
-        return "-".join([*parts, digest])
+        return "-".join([*self.words(), digest])
+
+    def words(self, *without: str) -> list[str]:
+        """What the key says of the cell in words, but for these fields: sizes, and choices that are not the usual."""
+        optimizer = self.optimizer or ""
+        said = {
+            "model": self.model.name,
+            "batch_size": f"b{self.batch_size}",
+            "seq_len": f"s{self.seq_len}",
+            "dtype": self.dtype,
+            "phase": self.phase,
+            "attention": self.attention if self.attention != "reference" else "",
+            "compile": f"compile-{self.compile}" if self.compile != "eager" else "",
+            "optimizer": optimizer if optimizer != "adamw-foreach" else "",
+            "checkpointing": f"checkpoint-{self.checkpointing}" if self.checkpointing != "none" else "",
+            "accumulation": f"accumulate-{self.accumulation}" if self.accumulation != 1 else "",
+        }
+        return [word for field, word in said.items() if word and field not in without]
 
     @property
     def identity(self) -> dict[str, object]:

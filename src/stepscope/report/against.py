@@ -9,7 +9,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from stepscope.analysis.against import Comparison
+from stepscope.analysis.comparisons.captures import CaptureComparison
 from stepscope.core.shown_text import middle_cut, printable
 from stepscope.core.units import format_milliseconds
 from stepscope.report.kernel_label import kernel_label
@@ -20,7 +20,7 @@ NARROWEST = 24
 """Characters of a kernel's name that stay, however narrow the screen."""
 
 
-def render_comparison(comparison: Comparison, before: str, after: str) -> RenderableType:
+def render_comparison(comparison: CaptureComparison, before: str, after: str) -> RenderableType:
     """The sentence, then a table by phase and family and one by kernel; `before` and `after` name the captures."""
     parts: list[RenderableType] = [
         Text(printable(f"{after} against {before}"), style="bold"),
@@ -34,7 +34,7 @@ def render_comparison(comparison: Comparison, before: str, after: str) -> Render
     return Group(*parts)
 
 
-def as_json(comparison: Comparison) -> dict[str, Any]:
+def as_json(comparison: CaptureComparison) -> dict[str, Any]:
     """Plain data: nanoseconds and calls per step; what there is none of is null."""
     return {
         "before_ns": comparison.before_ns,
@@ -49,7 +49,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _place_table(comparison: Comparison) -> Table:
+def _place_table(comparison: CaptureComparison) -> Table:
     table = make_table("family, ms a step", "phase", *_HEADS, right_from=2)
     table.collapse_padding = True
     for row in comparison.places.head(ROWS_SHOWN).iter_rows(named=True):
@@ -60,7 +60,7 @@ def _place_table(comparison: Comparison) -> Table:
     return table
 
 
-def _kernel_table(comparison: Comparison) -> Table:
+def _kernel_table(comparison: CaptureComparison) -> Table:
     table = make_table("kernel, ms a step", *_HEADS, right_from=1, fold_first=True)
     table.collapse_padding = True
     table.columns[0].min_width = NARROWEST

@@ -7,12 +7,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from stepscope.analysis.comparisons.comparison import same_but
 from stepscope.analysis.doubts import marked
+from stepscope.analysis.metrics import median_s
 from stepscope.analysis.range_names import PHASES
 from stepscope.analysis.trace_digest import TraceDigest
 from stepscope.analysis.trace_summary import KernelRow, PhaseSummary
 from stepscope.core.run import Run
-from stepscope.core.units import format_share
+from stepscope.core.units import format_share, ms_text, ms_text_of_s
 from stepscope.report.kernel_label import kernel_label
 from stepscope.report.terminal import cell_name, make_table, render_finding
 
@@ -34,6 +36,11 @@ class StudiedCell:
     @property
     def trains(self) -> bool:
         return self.run.workload.phase != "forward"
+
+    @property
+    def as_inference(self) -> tuple[object, ...]:
+        """Equal of a training step and the inference of the same model on the same device."""
+        return same_but(self.run, phase="forward")
 
     @property
     def order(self) -> tuple[int, int, str, bool]:
@@ -65,14 +72,16 @@ def _times(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
         for name in PHASES:
             phase = cell.digest.phase(name)
             row += [
-                _ms(phase.busy_ns) if phase else "",
-                marked(_seconds(phase.unprofiled_s), cell.run) if phase else "",
+                ms_text(phase.busy_ns) if phase else "",
+                marked(ms_text_of_s(phase.unprofiled_s), cell.run) if phase else "",
             ]
-        traced, plain = _traced_step_s(cell), _median(cell.run, "step")
+        traced, plain = _traced_step_s(cell), median_s(cell.run, "step")
         slowed = traced / plain if traced and plain else None
         if slowed:
             ratios.append((slowed, cell.name))
-        table.add_row(*row, _seconds(traced), marked(_seconds(plain), cell.run), f"{slowed:.2f}x" if slowed else "")
+        table.add_row(
+            *row, ms_text_of_s(traced), marked(ms_text_of_s(plain), cell.run), f"{slowed:.2f}x" if slowed else ""
+        )
     words = []
     if ratios:
         least, most = min(ratios), max(ratios)
@@ -131,22 +140,19 @@ def _without_products(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
 
 
 def _named(row: KernelRow) -> tuple[str, str]:
-    return kernel_label(row.name, _NAME_WIDTH), f"{_ms(row.busy_ns)} ({format_share(row.share)})"
+    return kernel_label(row.name, _NAME_WIDTH), f"{ms_text(row.busy_ns)} ({format_share(row.share)})"
 
 
 def _fractions(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
     table = make_table("cell", "inference", "training: forward", "backward", "whole step", right_from=1)
-    inference = {_without_phase(cell): cell.digest for cell in cells if not cell.trains}
+    inference = {cell.as_inference: cell.digest for cell in cells if not cell.trains}
+    training = [cell for cell in cells if cell.trains]
     falls = 0
-    rows = 0
-    for cell in cells:
-        if not cell.trains:
-            continue
-        alone = inference.pop(_without_phase(cell), None)
+    for cell in training:
+        alone = inference.get(cell.as_inference)
         forward, backward = cell.digest.phase("forward"), cell.digest.phase("backward")
         if forward and cell.digest.gemm_fraction < forward.gemm_fraction:
             falls += 1
-        rows += 1
         table.add_row(
             cell.name,
             format_share(alone.gemm_fraction) if alone else "",
@@ -154,13 +160,14 @@ def _fractions(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
             format_share(backward.gemm_fraction) if backward else "",
             format_share(cell.digest.gemm_fraction),
         )
+    shown = {cell.as_inference for cell in training}
     for cell in cells:
-        if not cell.trains and _without_phase(cell) in inference:
+        if cell.as_inference not in shown:
             table.add_row(cell.name, format_share(cell.digest.gemm_fraction), "", "", "")
     words = []
-    if rows:
+    if training:
         words.append(
-            f"Over a whole training step the share is lower than in forward alone in {falls} of {rows} cells"
+            f"Over a whole training step the share is lower than in forward alone in {falls} of {len(training)} cells"
             f"{': the optimizer multiplies no matrices' if falls and _optimizer_without_products(cells) else ''}."
         )
     return table, words
@@ -169,11 +176,6 @@ def _fractions(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
 def _optimizer_without_products(cells: list[StudiedCell]) -> bool:
     optimizers = [phase for cell in cells if cell.trains and (phase := cell.digest.phase("optimizer"))]
     return bool(optimizers) and not any(phase.gemm_ns for phase in optimizers)
-
-
-def _without_phase(cell: StudiedCell) -> tuple[object, ...]:
-    workload = cell.run.workload
-    return (workload.model, workload.batch_size, workload.seq_len, workload.dtype, workload.attention, workload.compile)
 
 
 def _softmax(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
@@ -194,7 +196,7 @@ def _softmax(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
             costs.append(cost)
         table.add_row(
             cell.name,
-            *(_ms(row.busy_ns) for row in (scores, scaling, softmax, output)),
+            *(ms_text(row.busy_ns) for row in (scores, scaling, softmax, output)),
             *(f"{ratio:.2f}" if ratio else "" for ratio in (time_ratio, flop_ratio, cost)),
         )
     words = []
@@ -217,7 +219,9 @@ def _families(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
             ratios.append((ratio, cell.name))
         shown = [_family_ns(cell, family) for family in busiest]
         rest = cell.digest.busy_ns / cell.digest.steps - sum(shown)
-        table.add_row(cell.name, f"{ratio:.2f}" if ratio else "", *(_ms(ns) if ns else "" for ns in shown), _ms(rest))
+        table.add_row(
+            cell.name, f"{ratio:.2f}" if ratio else "", *(ms_text(ns) if ns else "" for ns in shown), ms_text(rest)
+        )
     words = []
     if ratios:
         least, most = min(ratios), max(ratios)
@@ -254,7 +258,7 @@ def _tools(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
             shares.append(abs(points))
             same = "" if twin.kernels == phase.kernels else f" and {twin.kernels:g}"
             table.add_row(
-                cell.name, phase.phase, f"{phase.kernels:g}{same}", _ms(phase.busy_ns), _ms(twin.busy_ns),
+                cell.name, phase.phase, f"{phase.kernels:g}{same}", ms_text(phase.busy_ns), ms_text(twin.busy_ns),
                 f"{differ * 100:+.2f} %", format_share(phase.gemm_fraction), format_share(twin.gemm_fraction),
                 f"{points:+.2f}",
             )  # fmt: skip
@@ -314,19 +318,6 @@ def _findings(cells: list[StudiedCell]) -> list[RenderableType]:
             if finding.severity != "note"
         ]
     return lines
-
-
-def _median(run: Run, name: str) -> float | None:
-    samples = run.samples.get(name)
-    return samples.median_s if samples else None
-
-
-def _ms(nanoseconds: float) -> str:
-    return f"{nanoseconds * 1e-6:.3f}"
-
-
-def _seconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e3:.3f}"
 
 
 QUESTIONS: dict[str, tuple[str, Callable[[list[StudiedCell]], tuple[Table, list[str]]]]] = {

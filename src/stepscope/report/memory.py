@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepscope.core.errors import printable
-from stepscope.core.units import format_bytes, format_count, format_share
+from stepscope.core.units import format_bytes, format_count, format_share, ms_text
 from stepscope.memory.at_moment import Moment, phase_peaks
 from stepscope.memory.blocks import Contributor, SavedByBlock, alike, saved_by_block
 from stepscope.memory.explain import Explained
@@ -46,8 +46,8 @@ def _heading(explained: Explained) -> list[Text]:
     last = explained.time_us(len(snapshot.events) - 1)
     lines.append(
         Text(
-            f"{format_count(len(snapshot.events))} events in {_ms(last)}: {_count(made, 'allocation')}, and "
-            f"{format_count(before)} that were there before."
+            f"{format_count(len(snapshot.events))} events in {ms_text(last * 1e3)} ms: {_count(made, 'allocation')}, "
+            f"and {format_count(before)} that were there before."
         )
     )
     return lines
@@ -58,7 +58,7 @@ def _moment_words(explained: Explained, moment: Moment) -> list[Text]:
     alive = _count(moment.alive.height, "allocation")
     phase = next((s.name for s in explained.phases if s.start_us <= moment.time_us <= s.end_us), None)
     during = f" in {phase}," if phase else ""
-    when = f"{_ms(moment.time_us)} after the first event"
+    when = f"{ms_text(moment.time_us * 1e3)} ms after the first event"
     if moment.event == explained.peak_event and moment.name == "the peak":
         lines = [f"The peak:{during} {when}, {allocated} are allocated in {alive}."]
     else:
@@ -111,7 +111,7 @@ def _phase_table(explained: Explained) -> Table:
     table = make_table("phase", "peak", "of the peak", "at ms", right_from=1)
     for peak in phase_peaks(explained):
         share = _share(peak.peak_bytes, explained.peak_bytes)
-        table.add_row(_cut(peak.phase), format_bytes(peak.peak_bytes), share, f"{peak.time_us / 1e3:.3f}")
+        table.add_row(_cut(peak.phase), format_bytes(peak.peak_bytes), share, ms_text(peak.time_us * 1e3))
     return table
 
 
@@ -194,10 +194,6 @@ def _cut(text: str) -> str:
 
 def _share(part: int, whole: int) -> str:
     return format_share(part / whole) if whole else ""
-
-
-def _ms(time_us: int) -> str:
-    return f"{time_us / 1e3:.3f} ms"
 
 
 def _count(count: int, noun: str) -> str:

@@ -8,7 +8,7 @@ from stepscope.analysis.critical_path import CriticalPath
 from stepscope.analysis.occupation import Occupation
 from stepscope.analysis.overlap import Overlap
 from stepscope.core.errors import printable
-from stepscope.core.units import format_count, format_share
+from stepscope.core.units import format_count, format_share, ms_text
 from stepscope.report.terminal import make_table
 
 _NAMED_SHARE = 0.005
@@ -29,7 +29,7 @@ def render_occupation(
         table.add_row(
             cause,
             f"{count / steps:.0f}",
-            f"{idle_ns / steps * 1e-6:.3f}",
+            ms_text(idle_ns / steps),
             f"{largest_ns * 1e-3:.1f}",
             format_share(idle_ns / occupied.span_ns) if occupied.span_ns else "",
         )
@@ -38,8 +38,8 @@ def render_occupation(
         parts.append(
             Text(
                 printable(
-                    f"Device {device.device} had work for {(device.span_ns - device.idle_ns) / steps * 1e-6:.3f} of "
-                    f"{device.span_ns / steps * 1e-6:.3f} ms a step under the profiler: "
+                    f"Device {device.device} had work for {ms_text((device.span_ns - device.idle_ns) / steps)} of "
+                    f"{ms_text(device.span_ns / steps)} ms a step under the profiler: "
                     f"idle {format_share(device.idle_share)}."
                 )
             )
@@ -52,9 +52,9 @@ def render_occupation(
 
 def _overlap_words(one: Overlap, steps: int) -> str:
     return (
-        f"Device {one.device} communicates {one.communication_ns / steps * 1e-6:.3f} ms a step; "
+        f"Device {one.device} communicates {ms_text(one.communication_ns / steps)} ms a step; "
         f"{format_share(one.hidden_share or 0.0)} of it hides behind computation, "
-        f"{one.exposed_ns / steps * 1e-6:.3f} ms is exposed."
+        f"{ms_text(one.exposed_ns / steps)} ms is exposed."
     )
 
 
@@ -65,8 +65,8 @@ def _path_words(path: CriticalPath) -> str:
     ).iter_rows():
         if share >= _NAMED_SHARE:
             what = family if category == "computation" and family else category
-            named.append(f"{what} {format_share(share)} ({duration_ns * 1e-6:.3f} ms)")
+            named.append(f"{what} {format_share(share)} ({ms_text(duration_ns)} ms)")
     which = f"step {format_count(path.step)}" if path.step is not None else "the capture"
     return printable(
-        f"The critical path of {which} on device {path.device}, {path.duration_ns * 1e-6:.3f} ms: {', '.join(named)}."
+        f"The critical path of {which} on device {path.device}, {ms_text(path.duration_ns)} ms: {', '.join(named)}."
     )

@@ -10,7 +10,7 @@ from rich.text import Text
 from stepscope.analysis.peaks import Peak
 from stepscope.analysis.roofs import FamilyRoof, OperatorRoof, Roofline
 from stepscope.core.errors import printable
-from stepscope.core.units import format_rate, format_share
+from stepscope.core.units import format_rate, format_share, ms_text
 from stepscope.report.kernel_label import LABEL_WIDTH, cut
 from stepscope.report.terminal import make_table
 
@@ -32,7 +32,7 @@ def render_roofline(roofline: Roofline, top: int = TOP) -> RenderableType:
         left = len(roofline.operators) - top
         if left > 0:
             rest = sum(each.device_ns for each in roofline.operators[top:])
-            parts.append(Text(f"{left} more take {_ms(rest, roofline.steps)} ms a step."))
+            parts.append(Text(f"{left} more take {ms_text(rest / roofline.steps, 2, 3)} ms a step."))
     if any(each.is_launch_bound for each in roofline.operators):
         words = "Launch-bound: the host takes longer over a call than the device; under a profiler the more so."
         parts.append(Text(words, style="dim"))
@@ -49,7 +49,8 @@ def render_roofline(roofline: Roofline, top: int = TOP) -> RenderableType:
 
 def family_sentence(family: FamilyRoof, steps: int) -> str:
     """What the family takes, how dense its work is, and what holds it back."""
-    sentence = f"{family.family[0].upper()}{family.family[1:]} kernels take {_ms(family.device_ns, steps)} ms a step"
+    takes = ms_text(family.device_ns / steps, 2, 3)
+    sentence = f"{family.family[0].upper()}{family.family[1:]} kernels take {takes} ms a step"
     if family.intensity is not None:
         sentence += f" at {_intensity(family.intensity)} FLOP/B"
     if family.covered_ns and family.coverage < _NEARLY_ALL:
@@ -59,7 +60,7 @@ def family_sentence(family: FamilyRoof, steps: int) -> str:
         if family.verdict_share < _NEARLY_ALL:
             sentence += f" in {format_share(family.verdict_share)} of it"
         if family.over_bound is not None:
-            sentence += f", {family.over_bound:.2f} times their bound of {_ms(family.bound_ns, steps)} ms"
+            sentence += f", {family.over_bound:.2f} times their bound of {ms_text(family.bound_ns / steps, 2, 3)} ms"
     elif family.covered_ns:
         sentence += "; their bound is not known"
     else:
@@ -72,9 +73,9 @@ def pass_sentence(roofline: Roofline) -> str | None:
     passes = roofline.passes
     if not passes.time_ratio:
         return None
+    forward, backward = (ms_text(ns / roofline.steps, 2, 3) for ns in (passes.forward_ns, passes.backward_ns))
     sentence = (
-        f"Backward takes {passes.time_ratio:.2f} times forward ({_ms(passes.backward_ns, roofline.steps)} against "
-        f"{_ms(passes.forward_ns, roofline.steps)} ms a step of kernels)"
+        f"Backward takes {passes.time_ratio:.2f} times forward ({backward} against {forward} ms a step of kernels)"
     )
     if passes.flops_ratio:
         sentence += f" for {passes.flops_ratio:.2f} times its matrix FLOPs"
@@ -190,12 +191,12 @@ def _family_table(roofline: Roofline) -> Table:
     for each in roofline.families:
         table.add_row(
             each.family,
-            _ms(each.device_ns, roofline.steps),
+            ms_text(each.device_ns / roofline.steps, 2, 3),
             format_share(each.coverage) if each.covered_ns else "",
             _intensity(each.intensity),
             _scaled(each.flops_per_s if each.flops else None, 1e12, 2),
             _scaled(each.bytes_per_s, 1e9, 0),
-            _ms(each.bound_ns, roofline.steps) if each.bound_ns else "",
+            ms_text(each.bound_ns / roofline.steps, 2, 3) if each.bound_ns else "",
             _ratio(each.over_bound),
             each.mostly or "",
             _ratio(each.backward_over_forward),
@@ -213,7 +214,7 @@ def _operator_table(roofline: Roofline, top: int) -> Table:
             operator_label(each),
             each.phase or "",
             f"{each.calls / roofline.steps:g}",
-            _ms(each.device_ns, roofline.steps),
+            ms_text(each.device_ns / roofline.steps, 2, 3),
             f"{each.host_ns / 1e3:.1f}",
             f"{each.device_ns / each.calls / 1e3:.1f}",
             _intensity(each.intensity),
@@ -248,11 +249,6 @@ def _shape(shape: object) -> str:
     if isinstance(shape[0], list):
         return f"[{len(shape)} tensors]"
     return "x".join(str(side) for side in shape)
-
-
-def _ms(time_ns: float, steps: int) -> str:
-    milliseconds = time_ns / steps / 1e6
-    return f"{milliseconds:.2f}" if milliseconds >= 1 else f"{milliseconds:.3f}"
 
 
 def _intensity(value: float | None) -> str:

@@ -163,7 +163,7 @@ def doubts(run: Run) -> str:
 
 def cell_name(workload: Workload, settings: Settings | None = None) -> str:
     """The key without its digest, and the number of warm-up steps where the settings fix one."""
-    name = workload.key.rpartition("-")[0]
+    name = "-".join(workload.words())
     if settings is None or settings.warmup_floor != settings.warmup_cap:
         return name
     return f"{name}, warm-up {settings.warmup_floor}"

@@ -14,7 +14,7 @@ from stepscope.analysis.range_names import RECOMPUTATION
 from stepscope.analysis.trace_summary import GEMM, OUTSIDE, AttentionRow, KernelRow, TraceSummary
 from stepscope.core.errors import printable
 from stepscope.core.finding import Finding
-from stepscope.core.units import format_count, format_rate, format_share
+from stepscope.core.units import format_count, format_rate, format_share, ms_text, ms_text_of_s
 from stepscope.report.kernel_label import cut, kernel_label
 from stepscope.report.occupation import render_occupation
 from stepscope.report.roofline import render_roofline
@@ -56,17 +56,18 @@ def _heading(summary: TraceSummary, source: str) -> list[Text]:
     if summary.run:
         lines += [Text(describe_model(summary.run.workload)), Text(describe_workload(summary.run.workload))]
     what = "operators (by their own time)" if table.on_cpu else "kernels"
-    idle = f", {_ms(summary.union_ns)} ms with at least one running" if not table.on_cpu else ""
+    idle = f", {ms_text(summary.union_ns)} ms with at least one running" if not table.on_cpu else ""
     covered = 1 - summary.unattributed_ns / summary.busy_ns if summary.busy_ns else 1.0
+    counted = f"{format_count(summary.kernel_count)} {what} in {_count(summary.steps, 'step')}"
     lines.append(
         Text(
-            f"{format_count(summary.kernel_count)} {what} in {_count(summary.steps, 'step')}: {_ms(summary.busy_ns)} ms"
-            f"{idle}; {format_share(covered)} of it attributed, {_ms(summary.unattributed_ns)} ms unattributed."
+            f"{counted}: {ms_text(summary.busy_ns)} ms{idle}; {format_share(covered)} of it attributed, "
+            f"{ms_text(summary.unattributed_ns)} ms unattributed."
         )
     )
     copies, copies_ns = summary.copies
     if copies:
-        lines.append(Text(f"Beside them {format_count(copies)} copies and fills: {_ms(copies_ns)} ms."))
+        lines.append(Text(f"Beside them {format_count(copies)} copies and fills: {ms_text(copies_ns)} ms."))
     if summary.attribution.links_checked:
         lines.append(
             Text(
@@ -87,8 +88,8 @@ def _phase_table(summary: TraceSummary) -> Table:
     heads += ["matrix products"] if products else []
     table = make_table(*heads, "matrix share", right_from=1)
     for phase in summary.phases:
-        cells = [phase.phase, f"{phase.kernels:g}", _ms(phase.busy_ns), _ms(phase.range_ns)]
-        own = f"{phase.unprofiled_s * 1e3:.3f}" if phase.unprofiled_s is not None else ""
+        cells = [phase.phase, f"{phase.kernels:g}", ms_text(phase.busy_ns), ms_text(phase.range_ns)]
+        own = ms_text_of_s(phase.unprofiled_s)
         cells += [marked(own, summary.run)] if unprofiled else []
         expected = f" of {phase.expected_products}" if phase.expected_products is not None else ""
         cells += [f"{phase.product_kernels:g}{expected}" if phase.product_kernels is not None else ""] * products
@@ -96,7 +97,7 @@ def _phase_table(summary: TraceSummary) -> Table:
     total = [
         "all",
         f"{sum(phase.kernels for phase in summary.phases):g}",
-        _ms(sum(phase.busy_ns for phase in summary.phases)),
+        ms_text(sum(phase.busy_ns for phase in summary.phases)),
         "",
     ]
     total += [""] * (unprofiled + products)
@@ -123,9 +124,11 @@ def _phase_words(summary: TraceSummary) -> list[Text]:
         )
     for role, busy_ns in summary.roles.items():
         does = {RECOMPUTATION: "recomputes what forward did not keep"}.get(role, f"is {role}")
-        words.append(f"{_ms(busy_ns)} ms a step {does}.")
+        words.append(f"{ms_text(busy_ns)} ms a step {does}.")
     if OUTSIDE in named:
-        words.append(f"{_ms(named[OUTSIDE].busy_ns)} ms a step ran outside the phases, or no launch of it is known.")
+        words.append(
+            f"{ms_text(named[OUTSIDE].busy_ns)} ms a step ran outside the phases, or no launch of it is known."
+        )
     return [Text(line) for line in words]
 
 
@@ -140,8 +143,8 @@ def _family_table(summary: TraceSummary) -> Table:
         assert family in FAMILIES
         table.add_row(
             family,
-            *(_ms(cells[family, phase]) if (family, phase) in cells else "" for phase in phases),
-            _ms(busy_ns),
+            *(ms_text(cells[family, phase]) if (family, phase) in cells else "" for phase in phases),
+            ms_text(busy_ns),
             format_share(busy_ns / whole) if whole else "",
         )
     return table
@@ -165,7 +168,7 @@ def _kernel_tables(summary: TraceSummary, phase: str) -> list[RenderableType]:
 
 
 def _add_kernel(table: Table, row: KernelRow) -> None:
-    table.add_row(kernel_label(row.name), row.family, f"{row.calls:g}", _ms(row.busy_ns), format_share(row.share))
+    table.add_row(kernel_label(row.name), row.family, f"{row.calls:g}", ms_text(row.busy_ns), format_share(row.share))
 
 
 def _attention_table(rows: tuple[AttentionRow, ...]) -> Table:
@@ -174,7 +177,7 @@ def _attention_table(rows: tuple[AttentionRow, ...]) -> Table:
     heads = ["attention in forward", "ms a step", *(("FLOPs, full square", "rate") if counted else ())]
     table = make_table(*heads, right_from=1)
     for row in rows:
-        cells = [row.part, _ms(row.busy_ns)]
+        cells = [row.part, ms_text(row.busy_ns)]
         if counted:
             cells += [format_rate(row.flops, "FLOP") if row.flops else ""]
             cells += [format_rate(row.flops / row.busy_ns * 1e9, "FLOP/s") if row.flops and row.busy_ns else ""]
@@ -214,23 +217,19 @@ def _module_table(summary: TraceSummary) -> Table:
         table.add_row(
             {"": "(the model itself)", "?": "(no module known)"}.get(module, cut(module, _MODULE_WIDTH)),
             str(layers),
-            *(_ms(cells[module, phase]) if (module, phase) in cells else "" for phase in phases),
-            _ms(busy_ns),
+            *(ms_text(cells[module, phase]) if (module, phase) in cells else "" for phase in phases),
+            ms_text(busy_ns),
             format_share(gemm_ns / busy_ns) if busy_ns else "",
         )
     left = totals.tail(max(0, totals.height - _MODULES_SHOWN))
     if left.height:
         table.add_section()
-        table.add_row(f"{left.height} more", "", *("" for _ in phases), _ms(int(left["busy_ns"].sum())), "")
+        table.add_row(f"{left.height} more", "", *("" for _ in phases), ms_text(int(left["busy_ns"].sum())), "")
     return table
 
 
 def _noun(summary: TraceSummary) -> str:
     return "operator" if summary.attribution.table.on_cpu else "kernel"
-
-
-def _ms(nanoseconds: float | None) -> str:
-    return "" if nanoseconds is None else f"{nanoseconds * 1e-6:.3f}"
 
 
 def _count(count: int, noun: str) -> str:

@@ -4,32 +4,20 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any
 
+from stepscope.analysis.comparisons.compiling.cells import CompileCell
 from stepscope.core.errors import InputError, choose
-from stepscope.core.model_config import ModelConfig
-from stepscope.core.run import Settings
 from stepscope.core.workload import COMPILES
-from stepscope.studies.grid import grid
-from stepscope.studies.sweep_plan import Cell, order_cells
+from stepscope.studies.compared_cells import Sizes, compared_cells
+from stepscope.studies.sweep_plan import Cell
 
-BASELINE = "eager"
+BASELINE = CompileCell.BASELINE
 MODES: tuple[str, ...] = tuple(mode for mode in COMPILES if mode != BASELINE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What is measured where the user says nothing."""
-
-    models: str
-    seq_len: str
-    batch_size: int
-    dtypes: str
-    phases: str = "forward,train"
-
-
-ON_GPU = Sizes(models="small,large,2.7B", seq_len="512", batch_size=4, dtypes="bf16")
-ON_CPU = Sizes(models="tiny", seq_len="32", batch_size=1, dtypes="fp32")
+ON_GPU = Sizes(models="small,large,2.7B", seq_len="512", batch_size=4, dtypes="bf16", phases="forward,train")
+ON_CPU = Sizes(models="tiny", seq_len="32", batch_size=1, dtypes="fp32", phases="forward,train")
 """Two minutes on two cores, nearly all of it a C++ compiler's."""
 
 
@@ -48,27 +36,10 @@ def check_modes(modes: Sequence[str]) -> tuple[str, ...]:
 
 
 def compile_cells(
-    *,
-    models: Sequence[ModelConfig],
-    seq_lens: Sequence[int],
-    batch_size: int,
-    dtypes: Sequence[str],
-    phases: Sequence[str],
-    modes: Sequence[str],
-    attentions: Sequence[str],
-    settings: Settings,
+    *, phases: Sequence[str], modes: Sequence[str], attentions: Sequence[str], **sizes: Any
 ) -> tuple[Cell, ...]:
-    """Each combination eager and in every mode, small models first."""
-    workloads = grid(
-        model=models,
-        seq_len=list(seq_lens),
-        batch_size=[batch_size],
-        dtype=list(dtypes),
-        phase=list(phases),
-        attention=list(attentions),
-        compile=[BASELINE, *modes],
-    )
-    return order_cells([Cell(workload=workload, settings=settings) for workload in workloads])
+    """Each combination of these and the sizes, as `compared_cells` takes them, eager and in every mode."""
+    return compared_cells(phase=phases, attention=attentions, compile=[BASELINE, *modes], **sizes)
 
 
 @contextlib.contextmanager

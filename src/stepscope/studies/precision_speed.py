@@ -1,26 +1,15 @@
 """How much faster is a step in TF32 or bf16, and why? Forward and backward of some models in each dtype."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
+from stepscope.analysis.comparisons.precision.cells import TimedCell
 from stepscope.core.errors import InputError, choose
-from stepscope.core.model_config import ModelConfig
-from stepscope.core.run import Settings
 from stepscope.core.workload import DTYPES
-from stepscope.studies.grid import grid
-from stepscope.studies.sweep_plan import Cell, order_cells
+from stepscope.studies.compared_cells import Sizes, compared_cells
+from stepscope.studies.sweep_plan import Cell
 
-BASELINE = "fp32"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What is measured where the user says nothing."""
-
-    models: str
-    seq_len: str
-    batch_size: int
-    dtypes: str
+BASELINE = TimedCell.BASELINE
 
 
 ON_GPU = Sizes(models="small,medium,large,xl,2.7B", seq_len="512", batch_size=4, dtypes="fp32,tf32,bf16")
@@ -50,21 +39,6 @@ def dtypes_here(dtypes: Sequence[str], device_type: str) -> tuple[tuple[str, ...
     return here, lacking
 
 
-def speed_cells(
-    *,
-    models: Sequence[ModelConfig],
-    seq_lens: Sequence[int],
-    batch_size: int,
-    dtypes: Sequence[str],
-    settings: Settings,
-) -> tuple[Cell, ...]:
-    """A cell for each model, sequence length and dtype, small models first. No optimizer: it is the same in each."""
-    workloads = grid(
-        model=models,
-        seq_len=list(seq_lens),
-        batch_size=[batch_size],
-        dtype=list(dtypes),
-        phase=["forward-backward"],
-        optimizer=[None],
-    )
-    return order_cells([Cell(workload=workload, settings=settings) for workload in workloads])
+def speed_cells(**sizes: Any) -> tuple[Cell, ...]:
+    """A cell for each of the sizes, as `compared_cells` takes them. No optimizer: it is the same in each dtype."""
+    return compared_cells(phase=["forward-backward"], optimizer=[None], **sizes)

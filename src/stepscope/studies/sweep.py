@@ -151,7 +151,7 @@ class _Sweep:
             cell = self._waiting.pop(0)
             smaller = self._smaller_that_did_not_fit(cell.cell.workload)
             if smaller is not None and self._policy.skip:
-                message = f"{smaller.workload.key.rpartition('-')[0]} ran out of memory"
+                message = f"{'-'.join(smaller.workload.words())} ran out of memory"
                 run = self.record(cell.cell, None, "skipped", Failure(message=message, during="plan"))
             else:
                 start = time.monotonic()

@@ -3,9 +3,16 @@
 import itertools
 from collections.abc import Iterator, Sequence
 
+from stepscope.analysis.comparisons.doubts import (
+    doubtful_runs,
+    listed,
+    replaced_runs,
+    speed_ups_of,
+    unlike_environments,
+)
+from stepscope.analysis.comparisons.precision.cells import Amdahl, SpeedPair, SpeedStudy
 from stepscope.analysis.metrics import launch_bound_share, median_s, memory_of
-from stepscope.analysis.precision_speed import Amdahl, Pair, SpeedStudy
-from stepscope.core.finding import Finding
+from stepscope.core.finding import Finding, note, warning
 from stepscope.core.units import format_bytes, format_seconds, format_share
 
 _FIGURES = (
@@ -15,8 +22,6 @@ _FIGURES = (
 """Of PhaseMemory, the first that is known: field, kind of finding, name."""
 _RISE = 0.001
 """A peak that is higher by less is the same peak: allocators round."""
-_NAMED = 4
-"""Cells that a sentence names; the others are counted."""
 
 
 def speed_findings(study: SpeedStudy, lacking: Sequence[str], unread: int) -> Iterator[Finding]:
@@ -30,22 +35,18 @@ def speed_findings(study: SpeedStudy, lacking: Sequence[str], unread: int) -> It
 
 def _by_size(study: SpeedStudy) -> Iterator[Finding]:
     """The speed-up over the models, for each dtype and shape."""
-    lines: dict[tuple[str, str], list[Pair]] = {}
-    for pair in study.pairs:
-        lines.setdefault((pair.other.dtype, pair.other.shape), []).append(pair)
-    for (dtype, shape), pairs in lines.items():
+    for (dtype, shape), pairs in study.lines.items():
         ratios = [pair.speed_up for pair in pairs]
-        listed = ", ".join(f"{pair.other.run.workload.model.name} {pair.speed_up.value:.2f}" for pair in pairs)
+        speed_ups = ", ".join(f"{pair.other.model} {pair.speed_up.value:.2f}" for pair in pairs)
         grows = ""
         if len(pairs) > 1 and all(b.surely_above(a) for a, b in itertools.pairwise(ratios)):
             grows = "; it grows with the model"
         elif any(a.surely_above(b) for a, b in itertools.pairwise(ratios)):
             grows = "; it does not grow with every size"
-        yield Finding(
-            kind="speed-up",
-            severity="note",
-            sentence=f"{dtype} against fp32 ({shape}), speed-up of forward and backward: {listed}{grows}.",
-            evidence={pair.other.run.workload.model.name: pair.speed_up.value for pair in pairs},
+        yield note(
+            "speed-up",
+            f"{dtype} against fp32 ({shape}), speed-up of forward and backward: {speed_ups}{grows}.",
+            {pair.other.model: pair.speed_up.value for pair in pairs},
         )
 
 
@@ -54,37 +55,32 @@ def _slower(study: SpeedStudy) -> Iterator[Finding]:
     for pair in study.pairs:
         if not pair.slower:
             continue
-        base, other = pair.base.both, pair.other.both
-        assert base and other and base.median_s and other.median_s  # a pair has both
-        yield Finding(
-            kind="slower",
-            severity="warning",
-            sentence=f"Against folk wisdom, {pair.label} is slower than in fp32: {format_seconds(other.median_s)} "
-            f"for {format_seconds(base.median_s)}{_lost_where(pair)}.",
-            evidence={"speed_up": pair.speed_up.value, **_law_evidence(pair.amdahl)},
+        yield warning(
+            "slower",
+            f"Against folk wisdom, {pair.label} is slower than in fp32: {format_seconds(pair.other.time_s)} "
+            f"for {format_seconds(pair.base.time_s)}{_lost_where(pair)}.",
+            {"speed_up": pair.speed_up.value, **_law_evidence(pair.amdahl)},
         )
-    untold = [pair for pair in study.pairs if pair.undecided and pair.speed_up.interval is None]
+    untold = [pair for pair in study.pairs if pair.untold]
     if untold:
-        yield Finding(
-            kind="cannot-be-told",
-            severity="note",
-            sentence=f"Whether {_listed([pair.label for pair in untold])} differ"
+        yield note(
+            "cannot-be-told",
+            f"Whether {listed(pair.label for pair in untold)} differ"
             f"{'s' if len(untold) == 1 else ''} from fp32 cannot be told: {untold[0].speed_up.why_undecided}.",
+            speed_ups_of(untold),
             remedy="measure more steps: --steps 30",
-            evidence={pair.label: pair.speed_up.value for pair in untold},
         )
-    undecided = [pair for pair in study.pairs if pair.undecided and pair not in untold]
-    if undecided:
-        yield Finding(
-            kind="no-difference",
-            severity="note",
-            sentence=f"No difference from fp32 is measured for {_listed([pair.label for pair in undecided])}: the "
+    level = [pair for pair in study.pairs if pair.level]
+    if level:
+        yield note(
+            "no-difference",
+            f"No difference from fp32 is measured for {listed(pair.label for pair in level)}: the "
             "interval of the speed-up holds 1.",
-            evidence={pair.label: pair.speed_up.value for pair in undecided},
+            speed_ups_of(level),
         )
 
 
-def _lost_where(pair: Pair) -> str:
+def _lost_where(pair: SpeedPair) -> str:
     """From the captures, or from the profiled steps where there are none."""
     law = pair.amdahl
     if law is None:
@@ -108,8 +104,8 @@ def _memory_findings(study: SpeedStudy) -> Iterator[Finding]:
 
     Where nobody counted a peak (a CPU), what is kept for backward stands for it.
     """
-    for dtype in dict.fromkeys(pair.other.dtype for pair in study.pairs):
-        pairs = [pair for pair in study.pairs if pair.other.dtype == dtype]
+    for dtype in dict.fromkeys(pair.other.value for pair in study.pairs):
+        pairs = [pair for pair in study.pairs if pair.other.value == dtype]
         for field, kind, name in _FIGURES:
             changes = {pair: change for pair in pairs if (change := pair.memory_change(field)) is not None}
             if changes:
@@ -118,12 +114,12 @@ def _memory_findings(study: SpeedStudy) -> Iterator[Finding]:
                 break
 
 
-def _rise(changes: dict[Pair, float], field: str, kind: str, name: str) -> Iterator[Finding]:
+def _rise(changes: dict[SpeedPair, float], field: str, kind: str, name: str) -> Iterator[Finding]:
     rises = {pair: change for pair, change in changes.items() if change > _RISE}
     if not rises:
         return
     worst = max(rises, key=lambda pair: rises[pair])
-    dtype, memory = worst.other.dtype, worst.base.run.evidence.memory
+    dtype, memory = worst.other.value, worst.base.run.evidence.memory
     more = (memory_of(worst.other.run, field) or 0) - (memory_of(worst.base.run, field) or 0)
     copies = (
         ": autocast keeps 16-bit copies of the weights that products read, of every parameter it would be "
@@ -131,47 +127,44 @@ def _rise(changes: dict[Pair, float], field: str, kind: str, name: str) -> Itera
         if memory and dtype in ("bf16", "fp16")
         else ""
     )
-    named = _listed([f"{pair.other.name} ({change * 100:+.1f} %)" for pair, change in rises.items()])
-    yield Finding(
-        kind=f"{kind}-rises",
-        severity="warning",
-        sentence=f"Against folk wisdom, {dtype} raises {name} in {len(rises)} of {len(changes)} cells: {named}. In "
+    named = listed([f"{pair.other.name} ({change * 100:+.1f} %)" for pair, change in rises.items()])
+    yield warning(
+        f"{kind}-rises",
+        f"Against folk wisdom, {dtype} raises {name} in {len(rises)} of {len(changes)} cells: {named}. In "
         f"{worst.other.name} it is {format_bytes(more)} more{copies}.",
-        evidence={pair.other.name: change for pair, change in rises.items()},
+        {pair.other.name: change for pair, change in rises.items()},
     )
 
 
-def _fall(changes: dict[Pair, float], kind: str, name: str) -> Iterator[Finding]:
+def _fall(changes: dict[SpeedPair, float], kind: str, name: str) -> Iterator[Finding]:
     falls = {pair: change for pair, change in changes.items() if change < -_RISE}
     if not falls:
         return
     best = min(falls, key=lambda pair: falls[pair])
-    yield Finding(
-        kind=f"{kind}-falls",
-        severity="note",
-        sentence=f"{best.other.dtype} lowers {name} in {len(falls)} of {len(changes)} cells, most in "
+    yield note(
+        f"{kind}-falls",
+        f"{best.other.value} lowers {name} in {len(falls)} of {len(changes)} cells, most in "
         f"{best.other.name}: {falls[best] * 100:+.1f} %.{' Nowhere is it halved.' if falls[best] > -0.5 else ''}",
-        evidence={pair.other.name: change for pair, change in falls.items()},
+        {pair.other.name: change for pair, change in falls.items()},
     )
 
 
 def _bounds(study: SpeedStudy) -> Iterator[Finding]:
     """Which part makes the gain and which one bounds it, in each dtype's least and greatest speed-up."""
-    for dtype in dict.fromkeys(pair.other.dtype for pair in study.pairs):
-        explained = [pair for pair in study.pairs if pair.other.dtype == dtype and pair.amdahl is not None]
+    for dtype in dict.fromkeys(pair.other.value for pair in study.pairs):
+        explained = [pair for pair in study.pairs if pair.other.value == dtype and pair.amdahl is not None]
         ordered = sorted(explained, key=lambda pair: pair.speed_up.value)
         for pair in dict.fromkeys([*ordered[:1], *ordered[-1:]]):
             law = pair.amdahl
             assert law is not None
-            yield Finding(
-                kind="bound",
-                severity="note",
-                sentence=_law_in_words(pair, law),
-                evidence={"speed_up": pair.speed_up.value, **_law_evidence(law)},
+            yield note(
+                "bound",
+                _law_in_words(pair, law),
+                {"speed_up": pair.speed_up.value, **_law_evidence(law)},
             )
 
 
-def _law_in_words(pair: Pair, law: Amdahl) -> str:
+def _law_in_words(pair: SpeedPair, law: Amdahl) -> str:
     peaks = f" (the datasheet's peaks: {pair.peaks_ratio:.1f})" if pair.peaks_ratio else ""
     others = f", the other kernels {law.rest:.2f} times" if law.rest else ""
     products = f"which run {law.products:.2f} times as fast{peaks}" if law.products else "which take no time in it"
@@ -188,7 +181,7 @@ def _law_in_words(pair: Pair, law: Amdahl) -> str:
     return (
         f"{pair.label}, speed-up {pair.speed_up.value:.2f}: {format_share(law.product_share)} of fp32's time is in "
         f"products, {products}{others}. A step {won}. By products alone the speed-up would be "
-        f"{law.by_products_alone:.2f}{limit}. What is left in {pair.other.dtype} is {now}."
+        f"{law.by_products_alone:.2f}{limit}. What is left in {pair.other.value} is {now}."
     )
 
 
@@ -210,68 +203,27 @@ def _law_evidence(law: Amdahl | None) -> dict[str, float | int | str | None]:
 def _doubts(study: SpeedStudy, lacking: Sequence[str], unread: int) -> Iterator[Finding]:
     """What is missing, and what makes a comparison doubtful."""
     if any(cell.parts is not None and not cell.on_gpu for cell in study.cells):
-        yield _doubt(
+        yield note(
             "on-cpu",
             "On a CPU the kernels are operators, and their times those of a captured step, which the profiler slows: "
             "the parts say what the gain is made of, the medians how large it is.",
-            "note",
         )
     if lacking:
-        yield _doubt("dtype-lacking", f"Left out: {', '.join(lacking)}, which a CPU does not have.", "note")
-    bare = [f"{cell.name} in {cell.dtype}" for cell in study.cells if cell.parts is None]
+        yield note("dtype-lacking", f"Left out: {', '.join(lacking)}, which a CPU does not have.")
+    bare = [cell.label for cell in study.cells if cell.parts is None]
     if bare:
         reason = "polars, which reads them, is not installed" if unread else "none lies beside them that can be read"
-        yield _doubt(
+        yield note(
             "no-capture",
             f"{len(bare)} of {len(study.cells)} runs are shown without a captured step ({reason}): their share of "
             "products is not known.",
-            "note",
         )
-    wrong = [
-        f"{cell.name} in {cell.dtype} ({finding.kind})"
-        for cell in study.cells
-        for finding in cell.run.findings
-        if finding.severity == "error"
-    ]
-    if wrong:
-        yield _doubt("doubtful-run", f"A check found these wrong: {_listed(wrong)}.", "warning")
-    yield from _unlike(study)
-    fused = [f"{cell.name} in {cell.dtype}" for cell in study.cells if cell.fused_attention]
+    yield from doubtful_runs(study)
+    yield from unlike_environments(study.pairs)
+    fused = [cell.label for cell in study.cells if cell.fused_attention]
     if fused:
-        yield _doubt(
+        yield note(
             "fused-attention",
-            f"Attention is one kernel in {_listed(fused)}: its products stand with the other kernels.",
-            "note",
+            f"Attention is one kernel in {listed(fused)}: its products stand with the other kernels.",
         )
-    if study.replaced:
-        yield _doubt(
-            "several-runs",
-            f"{study.replaced} more runs of these cells were left out: one with a capture goes before one without, "
-            "then the newest.",
-            "note",
-        )
-
-
-def _unlike(study: SpeedStudy) -> Iterator[Finding]:
-    for pair in study.pairs:
-        base, other = pair.base.run.environment, pair.other.run.environment
-        found = base.differences(other) if base and other else {}
-        # The commit and the folder's state change with every result that is kept.
-        moving = {field: values for field, values in found.items() if not field.startswith("git_")}
-        if moving:
-            field, (first, second) = next(iter(moving.items()))
-            yield _doubt(
-                "different-environments",
-                f"{pair.label} and fp32 were measured in different environments: {field} {second} and {first}.",
-                "warning",
-            )
-            return
-
-
-def _doubt(kind: str, sentence: str, severity: str) -> Finding:
-    return Finding(kind=kind, severity="warning" if severity == "warning" else "note", sentence=sentence)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    yield from replaced_runs(study)

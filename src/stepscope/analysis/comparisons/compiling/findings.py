@@ -1,23 +1,30 @@
 """What follows from the same step eager and compiled: sentences made from its figures."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from stepscope.analysis.compile_study import (
+from stepscope.analysis.comparisons.compiling.cells import (
     ATTENTION,
-    BASELINE,
     FUSABLE,
     GENERATED,
     KINDS,
     OPTIMIZER,
     PRODUCTS,
+    CompilePair,
     CompileStudy,
     Kernels,
-    Pair,
     Payback,
+    with_kernels,
+)
+from stepscope.analysis.comparisons.doubts import (
+    doubtful_runs,
+    listed,
+    replaced_runs,
+    speed_ups_of,
+    unlike_environments,
 )
 from stepscope.analysis.metrics import median_s, memory_of
-from stepscope.core.finding import Finding, Severity
+from stepscope.core.finding import Finding, note, warning
 from stepscope.core.units import format_bytes, format_seconds, format_share
 
 _LAUNCH_BOUND = 0.2
@@ -26,8 +33,6 @@ _SAME = 0.05
 """Products whose time changes by less are the same products."""
 _MUCH = 0.1
 """Of what compiling changes in a step: so much in a phase that is not compiled is said."""
-_NAMED = 4
-"""Cells that a sentence names; the others are counted."""
 
 
 def compile_findings(study: CompileStudy, unread: int) -> Iterator[Finding]:
@@ -51,7 +56,8 @@ def _what_ran(study: CompileStudy) -> Iterator[Finding]:
         why = (report.graph_break_reasons or report.recompile_reasons) if report else ()
         more = f" Reason: {why[0]}." if why and why[0] not in fault.sentence else ""
         eager = " Its speed-up compares eager with eager." if fault.severity == "error" else ""
-        yield _finding(fault.kind, f"{pair.label}: {fault.sentence}{more}{eager}", fault.evidence, fault.severity)
+        sentence = f"{pair.label}: {fault.sentence}{more}{eager}"
+        yield Finding(kind=fault.kind, severity=fault.severity, sentence=sentence, evidence=fault.evidence)
     reported = [
         (pair, report)
         for pair in study.pairs
@@ -59,7 +65,7 @@ def _what_ran(study: CompileStudy) -> Iterator[Finding]:
     ]  # fmt: skip
     if reported:
         frames = sum(report.frames_compiled for _, report in reported)
-        yield _finding(
+        yield note(
             "no-fallback",
             f"No fallback to eager in {len(reported)} of {len(study.pairs)} compiled cells: each of the {frames} "
             "frames that dynamo saw was compiled, with no graph break, recompilation or limit, in its own process.",
@@ -68,97 +74,84 @@ def _what_ran(study: CompileStudy) -> Iterator[Finding]:
     counts = [pair.other.generated for pair, _ in reported if pair.other.on_gpu and pair.other.generated]
     strangers = [pair.base.name for pair in study.pairs if pair.base.on_gpu and pair.base.generated]
     if counts:
-        eager = f"an eager step has them too: {_listed(strangers)}" if strangers else "no eager step has one"
+        eager = f"an eager step has them too: {listed(strangers)}" if strangers else "no eager step has one"
         span = f"{min(counts):,.0f}" if min(counts) == max(counts) else f"{min(counts):,.0f} to {max(counts):,.0f}"
-        yield _finding(
+        say = warning if strangers else note
+        yield say(
             "compiled-object-ran",
             f"What was timed is what torch.compile returned: in {len(counts)} of {len(study.pairs)} compiled cells a "
             f"step launches {span} kernels that the compiler generated; {eager}.",
             {"least": min(counts), "most": max(counts), "eager_with_generated": len(strangers)},
-            "warning" if strangers else "note",
         )
     unknown = [pair.label for pair in study.pairs if pair.other.ran == "not known"]
     if unknown:
-        yield _finding(
+        yield warning(
             "no-report",
-            f"What torch.compile did is not known of {_listed(unknown)}: dynamo's counters were not kept.",
-            {},
-            "warning",
+            f"What torch.compile did is not known of {listed(unknown)}: dynamo's counters were not kept.",
         )
 
 
 def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
     """The speed-up over the models, for each shape and mode, by phase, and where there is none."""
-    lines: dict[tuple[str, str], list[Pair]] = {}
-    for pair in study.pairs:
-        lines.setdefault((pair.other.mode, pair.other.shape), []).append(pair)
-    for (mode, shape), pairs in lines.items():
-        listed = "; ".join(f"{_model(pair)} {pair.speed_up.value:.2f}{_by_phase(pair)}" for pair in pairs)
-        yield _finding(
+    for (mode, shape), pairs in study.lines.items():
+        speed_ups = "; ".join(f"{pair.other.model} {pair.speed_up.value:.2f}{_by_phase(pair)}" for pair in pairs)
+        yield note(
             "speed-up",
-            f"compile {mode} against eager ({shape}), speed-up of the step: {listed}.",
-            {_model(pair): pair.speed_up.value for pair in pairs},
+            f"compile {mode} against eager ({shape}), speed-up of the step: {speed_ups}.",
+            {pair.other.model: pair.speed_up.value for pair in pairs},
         )
     bound = [pair for pair in study.pairs if _optimizer_share(pair)]
     if bound:
         most = max(bound, key=lambda pair: _optimizer_share(pair) or 0.0)
         share, before = _optimizer_share(most) or 0.0, (median_s(most.base.run, "optimizer") or 0.0)
-        yield _finding(
+        yield note(
             "optimizer-eager",
             f"The optimizer is not compiled: in {most.label} it takes {format_share(share)} of the step, eagerly "
-            f"{format_share(before / (most.base.step_s or 1.0))}.",
+            f"{format_share(before / most.base.time_s)}.",
             {"share": share},
         )
     yield from _not_compilings(study)
     for pair in study.pairs:
-        base_s, other_s = pair.base.step_s, pair.other.step_s
-        if not pair.speed_up.undecided and pair.speed_up.value < 1 and base_s and other_s and not _is_noise(pair):
-            yield _finding(
+        if pair.slower and not _is_noise(pair):
+            yield warning(
                 "slower",
-                f"Compiling does not pay for {pair.label}: a step takes {format_seconds(other_s)}, eagerly "
-                f"{format_seconds(base_s)}.",
+                f"Compiling does not pay for {pair.label}: a step takes {format_seconds(pair.other.time_s)}, "
+                f"eagerly {format_seconds(pair.base.time_s)}.",
                 {"speed_up": pair.speed_up.value},
-                "warning",
             )
     noise = [pair.label for pair in study.pairs if _is_noise(pair)]
     if noise:
-        yield _finding(
+        yield warning(
             "no-more-than-noise",
-            f"Whether compiling pays cannot be told for {_listed(noise)}: the step changes by no more than its "
+            f"Whether compiling pays cannot be told for {listed(noise)}: the step changes by no more than its "
             "optimizer, which is the same code in both.",
             {"cells": len(noise)},
-            "warning",
         )
-    untold = [pair for pair in study.pairs if pair.speed_up.undecided and pair.speed_up.interval is None]
+    untold = [pair for pair in study.pairs if pair.untold]
     if untold:
-        yield _finding(
+        yield note(
             "cannot-be-told",
-            f"Whether compiling pays cannot be told for {_listed([pair.label for pair in untold])}: "
+            f"Whether compiling pays cannot be told for {listed(pair.label for pair in untold)}: "
             f"{untold[0].speed_up.why_undecided}.",
-            {pair.label: pair.speed_up.value for pair in untold},
-            "note",
+            speed_ups_of(untold),
         )
-    undecided = [pair for pair in study.pairs if pair.speed_up.undecided and pair not in untold]
-    if undecided:
-        yield _finding(
+    level = [pair for pair in study.pairs if pair.level]
+    if level:
+        yield warning(
             "no-difference",
-            f"Compiling does not pay for {_listed([pair.label for pair in undecided])}: the interval of the step's "
+            f"Compiling does not pay for {listed(pair.label for pair in level)}: the interval of the step's "
             "speed-up holds 1.",
-            {pair.label: pair.speed_up.value for pair in undecided},
-            "warning",
+            speed_ups_of(level),
         )
 
 
-def _is_noise(pair: Pair) -> bool:
+def _is_noise(pair: CompilePair) -> bool:
     """Whether the step changes by no more than its optimizer does, which is the same code in both."""
-    eager_s, own_s = median_s(pair.base.run, "optimizer"), median_s(pair.other.run, "optimizer")
-    base_s, other_s = pair.base.step_s, pair.other.step_s
-    if not (eager_s and own_s and base_s and other_s):
-        return False
-    return 0 < abs(base_s - other_s) <= abs(eager_s - own_s)
+    optimizer_s, step_s = pair.won_s("optimizer"), pair.won_s("step")
+    return optimizer_s is not None and step_s is not None and 0 < abs(step_s) <= abs(optimizer_s)
 
 
-def _by_phase(pair: Pair) -> str:
+def _by_phase(pair: CompilePair) -> str:
     ratios = {part: pair.ratio(part) for part in ("forward", "backward", "optimizer")}
     if ratios["backward"] is None:
         return ""
@@ -170,28 +163,26 @@ def _not_compilings(study: CompileStudy) -> Iterator[Finding]:
     """Two processes differ though they do the same: what the optimizer, the same code in both, has of a change."""
     found: dict[str, tuple[float, float]] = {}
     for pair in study.pairs:
-        eager_s, own_s = median_s(pair.base.run, "optimizer"), median_s(pair.other.run, "optimizer")
-        base_s, other_s = pair.base.step_s, pair.other.step_s
-        if eager_s and own_s and base_s and other_s and abs(eager_s - own_s) >= _MUCH * abs(base_s - other_s):
-            found[pair.label] = eager_s - own_s, base_s - other_s
+        optimizer_s, step_s = pair.won_s("optimizer"), pair.won_s("step")
+        if optimizer_s is not None and step_s is not None and abs(optimizer_s) >= _MUCH * abs(step_s):
+            found[pair.label] = optimizer_s, step_s
     if found:
         label = max(found, key=lambda name: abs(found[name][0] / (found[name][1] or math.inf)))
         optimizer_s, step_s = found[label]
         others = f" (and so in {len(found) - 1} more)" if len(found) > 1 else ""
-        yield _finding(
+        yield warning(
             "not compiling's",
             f"The optimizer is the same code in both, and yet takes {format_seconds(abs(optimizer_s))} "
             f"{'less' if optimizer_s >= 0 else 'more'} in {label}, where the step "
             f"{'wins' if step_s >= 0 else 'loses'} {format_seconds(abs(step_s))}: that much is noise between two "
             f"processes{others}.",
             {"optimizer_s": optimizer_s, "step_s": step_s},
-            "warning",
         )
 
 
-def _optimizer_share(pair: Pair) -> float | None:
-    optimizer_s, step_s = median_s(pair.other.run, "optimizer"), pair.other.step_s
-    return optimizer_s / step_s if optimizer_s and step_s else None
+def _optimizer_share(pair: CompilePair) -> float | None:
+    optimizer_s = median_s(pair.other.run, "optimizer")
+    return optimizer_s / pair.other.time_s if optimizer_s else None
 
 
 def _cost(study: CompileStudy) -> Iterator[Finding]:
@@ -199,30 +190,30 @@ def _cost(study: CompileStudy) -> Iterator[Finding]:
     paid = [(pair, pair.payback) for pair in told if pair.payback and pair.payback.steps is not None]
     paid.sort(key=lambda both: both[1].steps or 0)
     for pair, payback in dict.fromkeys([*paid[:1], *paid[-1:]]):
-        yield _finding(
+        yield note(
             "paid-after",
             f"{pair.label}: compiling costs {format_seconds(payback.extra_s)} and wins "
             f"{format_seconds(payback.won_s)} a step, so it is paid for after {payback.steps:,} steps"
-            f"{_range(payback)}, {format_seconds((payback.steps or 0) * (pair.base.step_s or 0))} of eager ones.",
+            f"{_range(payback)}, {format_seconds((payback.steps or 0) * pair.base.time_s)} of eager ones.",
             {"extra_s": payback.extra_s, "won_s": payback.won_s, "steps": payback.steps},
         )
     never = [pair.label for pair in told if pair.payback and pair.payback.steps is None]
     if never:
-        yield _finding(
-            "never-paid", f"Compiling is never paid for in {_listed(never)}: no step is faster.", {}, "warning"
+        yield warning(
+            "never-paid",
+            f"Compiling is never paid for in {listed(never)}: no step is faster.",
         )
     reports = [(pair, report) for pair in study.pairs if (report := pair.other.run.evidence.compilation)]
     cached = [pair.label for pair, report in reports if report.cached_graphs]
     if cached:
-        yield _finding(
+        yield warning(
             "from-caches",
-            f"Code of {_listed(cached)} came from torch's caches on disk: its first step did not compile all of it.",
+            f"Code of {listed(cached)} came from torch's caches on disk: its first step did not compile all of it.",
             {"cells": len(cached)},
-            "warning",
         )
     uncounted = sum(report.cached_graphs is None for _, report in reports)
     if uncounted:
-        yield _finding(
+        yield note(
             "caches-unknown",
             f"Whether code came from torch's caches on disk was not counted in {uncounted} of {len(reports)} compiled "
             "runs: their cost is that of a first start only if the caches were cold.",
@@ -239,10 +230,10 @@ def _range(payback: Payback) -> str:
 
 def _kernels(study: CompileStudy) -> Iterator[Finding]:
     """What fused and where the gain lies, in each mode's least and greatest speed-up; products, in all."""
-    known = [(pair, kernels) for pair, kernels in study.with_kernels if pair.other.ran != BASELINE]
-    for mode in dict.fromkeys(pair.other.mode for pair, _ in known):
+    known = [(pair, kernels) for pair, kernels in with_kernels(study) if pair.other.ran != "eager"]
+    for mode in dict.fromkeys(pair.other.value for pair, _ in known):
         mine = sorted(
-            ((pair, kernels) for pair, kernels in known if pair.other.mode == mode),
+            ((pair, kernels) for pair, kernels in known if pair.other.value == mode),
             key=lambda both: both[0].speed_up.value,
         )
         ends = {id(pair): (pair, kernels) for pair, kernels in [*mine[:1], *mine[-1:]]}
@@ -252,14 +243,14 @@ def _kernels(study: CompileStudy) -> Iterator[Finding]:
     yield from _products(known)
 
 
-def _fused(pair: Pair, kernels: Kernels) -> Finding:
+def _fused(pair: CompilePair, kernels: Kernels) -> Finding:
     all_before, all_after = kernels.of()
     loose_before, loose_after = kernels.of(FUSABLE)
     _, generated = kernels.of([GENERATED])
     kinds = [(kind, *kernels.of([kind])) for kind in FUSABLE]
     gone = [f"{kind} {b.calls:,.0f} to {a.calls:,.0f}" for kind, b, a in kinds if b.calls and a.calls != b.calls]
     told = f" ({'; '.join(gone)})" if gone else ""
-    return _finding(
+    return note(
         "fused",
         f"{pair.label}: {all_before.calls:,.0f} kernels a step become {all_after.calls:,.0f}. "
         f"{generated.calls:,.0f} generated ones, {format_seconds(generated.busy_s)}, stand for "
@@ -276,7 +267,7 @@ def _fused(pair: Pair, kernels: Kernels) -> Finding:
     )
 
 
-def _gains(pair: Pair, kernels: Kernels) -> Finding:
+def _gains(pair: CompilePair, kernels: Kernels) -> Finding:
     fusions_s = kernels.won_s((*FUSABLE, GENERATED))
     parts = [
         (fusions_s, "by fusion"),
@@ -288,7 +279,7 @@ def _gains(pair: Pair, kernels: Kernels) -> Finding:
     total_s = sum(won_s for won_s, _ in parts)
     told = [(won_s, where) for won_s, where in parts if abs(won_s) >= 0.01 * abs(total_s)]
     said = ", ".join(f"{'' if won_s >= 0 else '-'}{format_seconds(abs(won_s))} {where}" for won_s, where in told)
-    return _finding(
+    return note(
         "gain",
         f"{pair.label}: a step wins {format_seconds(total_s)}: {said}."
         if total_s > 0
@@ -297,14 +288,14 @@ def _gains(pair: Pair, kernels: Kernels) -> Finding:
     )
 
 
-def _products(known: Sequence[tuple[Pair, Kernels]]) -> Iterator[Finding]:
+def _products(known: Sequence[tuple[CompilePair, Kernels]]) -> Iterator[Finding]:
     """Compiling leaves matrix products to the libraries: are they the same?"""
     found = {pair.label: kernels.of([PRODUCTS]) for pair, kernels in known}
     timed = {label: (b, a) for label, (b, a) in found.items() if b.busy_s and a.busy_s}
     same = {label: a.busy_s / b.busy_s for label, (b, a) in timed.items() if abs(a.busy_s / b.busy_s - 1) <= _SAME}
     if same:
         calls = sum(timed[label][0].calls == timed[label][1].calls for label in same)
-        yield _finding(
+        yield note(
             "products-same",
             f"Products did not change in {len(same)} of {len(timed)} cells: they take {min(same.values()):.3f} to "
             f"{max(same.values()):.3f} times as long as before, in {calls} of these by as many kernels.",
@@ -313,7 +304,7 @@ def _products(known: Sequence[tuple[Pair, Kernels]]) -> Iterator[Finding]:
     for label, (before, after) in timed.items():
         if label in same:
             continue
-        yield _finding(
+        yield note(
             "products-changed",
             f"{label}: matrix products take {format_seconds(after.busy_s)} by {after.calls:,.0f} kernels, eagerly "
             f"{format_seconds(before.busy_s)} by {before.calls:,.0f}.",
@@ -323,11 +314,8 @@ def _products(known: Sequence[tuple[Pair, Kernels]]) -> Iterator[Finding]:
 
 def _launches(study: CompileStudy) -> Iterator[Finding]:
     """Where the host set the pace, before and after."""
-    for pair, kernels in study.with_kernels:
-        before_s, after_s = pair.base.step_s, pair.other.step_s
-        if not before_s or not after_s:
-            continue
-        idle = (kernels.none_s[0] / before_s, kernels.none_s[1] / after_s)
+    for pair, kernels in with_kernels(study):
+        idle = (kernels.none_s[0] / pair.base.time_s, kernels.none_s[1] / pair.other.time_s)
         if max(idle) < _LAUNCH_BOUND:
             continue
         calls = [total.calls for total in kernels.of(KINDS)]
@@ -337,13 +325,13 @@ def _launches(study: CompileStudy) -> Iterator[Finding]:
             issued = f" The host takes {format_seconds(host[1])} to issue it, eagerly {format_seconds(host[0])}."
         graphs = (
             " CUDA graphs would issue them at once: --modes reduce-overhead."
-            if idle[1] >= _LAUNCH_BOUND and pair.other.mode == "default"
+            if idle[1] >= _LAUNCH_BOUND and pair.other.value == "default"
             else ""
         )
-        yield _finding(
+        yield note(
             "launch-bound",
             f"Launches set the pace of {pair.other.name}: no kernel runs for {format_share(idle[0])} of the eager step "
-            f"({calls[0]:,.0f} kernels) and {format_share(idle[1])} of the compiled one ({pair.other.mode}, "
+            f"({calls[0]:,.0f} kernels) and {format_share(idle[1])} of the compiled one ({pair.other.value}, "
             f"{calls[1]:,.0f}).{issued}{graphs}",
             {"before": idle[0], "after": idle[1]},
         )
@@ -359,7 +347,7 @@ def _memory(study: CompileStudy) -> Iterator[Finding]:
             continue
         best, worst = min(changes, key=lambda p: changes[p]), max(changes, key=lambda p: changes[p])
         before, after = (memory_of(cell.run, field) or 0 for cell in (best.base, best.other))
-        yield _finding(
+        yield note(
             f"memory-{kind}",
             f"Compiling changes {name} by {changes[best] * 100:+.1f} % ({best.label}, {format_bytes(before)} to "
             f"{format_bytes(after)}) to {changes[worst] * 100:+.1f} % ({worst.label})."
@@ -373,68 +361,21 @@ def _memory(study: CompileStudy) -> Iterator[Finding]:
 def _doubts(study: CompileStudy, unread: int) -> Iterator[Finding]:
     """What is missing, and what makes a comparison doubtful."""
     if any(not pair.other.on_gpu for pair in study.pairs):
-        yield _finding(
+        yield note(
             "on-cpu",
             "On a CPU compiled code calls no operators, so that there are no kernels to compare; and most of its first "
             "step is a C++ compiler's.",
         )
     bare = [pair.label for pair in study.pairs if pair.other.on_gpu and pair.kernels is None]
     if bare:
-        yield _finding("no-kernels", f"Neither a capture nor a profiled step of both is there for {_listed(bare)}.")
-    named = sum(not (pair.base.digest and pair.other.digest) for pair, _ in study.with_kernels)
+        yield note("no-kernels", f"Neither a capture nor a profiled step of both is there for {listed(bare)}.")
+    named = sum(not (pair.base.digest and pair.other.digest) for pair, _ in with_kernels(study))
     if named:
         reason = "polars, which reads captures, is not installed" if unread else "there is no capture of both"
-        yield _finding(
+        yield note(
             "kinds-by-name",
             f"Kernels of {named} pairs are sorted by their names alone, as the profiled step has them ({reason}).",
         )
-    wrong = [
-        f"{cell.label} ({finding.kind})"
-        for cell in study.cells
-        for finding in cell.run.findings
-        if finding.severity == "error" and not (cell.fault and cell.fault.kind == finding.kind)
-    ]
-    if wrong:
-        yield _finding("doubtful-run", f"A check found these wrong: {_listed(wrong)}.", {}, "warning")
-    yield from _unlike(study)
-    if study.replaced:
-        yield _finding(
-            "several-runs",
-            f"{study.replaced} more runs of these cells were left out: one with a capture goes before one without, "
-            "then the newest.",
-        )
-
-
-def _unlike(study: CompileStudy) -> Iterator[Finding]:
-    for pair in study.pairs:
-        base, other = pair.base.run.environment, pair.other.run.environment
-        found = base.differences(other) if base and other else {}
-        # The commit and the folder's state change with every result that is kept.
-        moving = {field: values for field, values in found.items() if not field.startswith("git_")}
-        if moving:
-            field, (first, second) = next(iter(moving.items()))
-            yield _finding(
-                "different-environments",
-                f"{pair.label} and {BASELINE} were measured in different environments: {field} {second} and {first}.",
-                {},
-                "warning",
-            )
-            return
-
-
-def _finding(
-    kind: str,
-    sentence: str,
-    evidence: Mapping[str, float | int | str | None] | None = None,
-    severity: Severity = "note",
-) -> Finding:
-    return Finding(kind=kind, severity=severity, sentence=sentence, evidence={**(evidence or {})})
-
-
-def _model(pair: Pair) -> str:
-    return pair.other.run.workload.model.name
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    yield from doubtful_runs(study)
+    yield from unlike_environments(study.pairs)
+    yield from replaced_runs(study)

@@ -1,20 +1,20 @@
 """The answer to "what does torch.compile give, and what does it cost": tables, curves, and what follows from them."""
 
-from stepscope.analysis.compile_study import (
-    BASELINE,
+from stepscope.analysis.comparisons.answers import missing_cells, nothing_to_compare, over_sizes
+from stepscope.analysis.comparisons.compiling.cells import (
     KINDS,
     PARTS,
     CompileCell,
+    CompilePair,
     CompileStudy,
-    Pair,
+    with_kernels,
 )
-from stepscope.analysis.compile_study_findings import compile_findings
-from stepscope.analysis.doubts import doubt_mark, doubting_kinds
+from stepscope.analysis.comparisons.compiling.findings import compile_findings
+from stepscope.analysis.doubts import doubting_kinds
 from stepscope.analysis.metrics import memory_of
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import Cell, Experiment, Panel, Point, Table
-from stepscope.core.samples import INTERVALS, Samples
-from stepscope.core.units import GIB
+from stepscope.core.experiment import Cell, Experiment, Panel, Table, measured_answer
+from stepscope.core.figures import digits, gibibytes, median_within_ms, milliseconds, percent, times_within
 
 STUDY = "compile"
 QUESTION = "What does torch.compile give the whole model, and what does it cost?"
@@ -40,40 +40,17 @@ def answer_compile(study: CompileStudy, *, unread: int = 0) -> Experiment:
     Raises InputError where no cell was measured both eager and compiled.
     """
     if not study.pairs:
-        raise InputError(_nothing_to_compare(study))
-    first = study.pairs[0].base.run.environment
-    tables = (_times(study), _cost(study), _report(study), _kernels(study), _memory(study), _missing(study))
-    return Experiment(
+        raise InputError(
+            nothing_to_compare(study, verb=STUDY, asked="was measured", sides=f"{CompileCell.BASELINE} and compiled")
+        )
+    return measured_answer(
+        study.pairs[0].base.run.environment,
         study=STUDY,
         question=QUESTION,
-        device=first.device_name if first else "",
-        versions=dict(first.versions) if first else {},
-        settings={"intervals": INTERVALS},
-        tables=tuple(table for table in tables if table.rows),
+        tables=(_times(study), _cost(study), _report(study), _kernels(study), _memory(study), _missing(study)),
         panels=_panels(study),
-        findings=tuple(compile_findings(study, unread)),
+        findings=compile_findings(study, unread),
     )
-
-
-def _nothing_to_compare(study: CompileStudy) -> str:
-    if study.unmeasured:
-        cell = study.unmeasured[0]
-        return f"nothing to compare: {cell.label} {why(cell)}"
-    if not study.cells:
-        return "no run here (of those asked for) was measured: measure with `stepscope study compile`"
-    modes = ", ".join(dict.fromkeys(cell.mode for cell in study.cells))
-    return (
-        f"nothing to compare: no cell here was measured both {BASELINE} and compiled (there is {modes}); "
-        "give the folder of the others too, by a second --read"
-    )
-
-
-def why(cell: CompileCell) -> str:
-    """Why there is no result of this cell."""
-    failure = cell.run.failure
-    if failure is None:
-        return f"ended {cell.run.status}"
-    return f"ended {cell.run.status} ({failure.where}): {failure.message}"
 
 
 def _times(study: CompileStudy) -> Table:
@@ -83,17 +60,14 @@ def _times(study: CompileStudy) -> Table:
             base, other, ratio = pair.base.samples(part), pair.other.samples(part), pair.ratio(part)
             if base is None or other is None or ratio is None:
                 continue
-            within = ratio.interval
             rows.append(
                 (
                     pair.other.name,
-                    pair.other.mode,
+                    pair.other.value,
                     part,
-                    *_median_within(base),
-                    *_median_within(other),
-                    _digits(ratio.value),
-                    _digits(within.low) if within else None,
-                    _digits(within.high) if within else None,
+                    *median_within_ms(base),
+                    *median_within_ms(other),
+                    *times_within(ratio),
                     _doubts(pair) if part == "step" else "",
                 )
             )
@@ -104,13 +78,7 @@ def _times(study: CompileStudy) -> Table:
     return Table(title=TIMES, columns=("cell", "compile", "phase", *heads), rows=tuple(rows))
 
 
-def _median_within(samples: Samples) -> tuple[Cell, Cell, Cell]:
-    within = samples.interval()
-    low, high = (within.low, within.high) if within else (None, None)
-    return _ms(samples.median_s), _ms(low), _ms(high)
-
-
-def _doubts(pair: Pair) -> str:
+def _doubts(pair: CompilePair) -> str:
     kinds = doubting_kinds(pair.base.run, pair.other.run)
     return ", ".join(dict.fromkeys([*kinds, *([pair.other.fault.kind] if pair.other.fault else [])]))
 
@@ -123,16 +91,16 @@ def _cost(study: CompileStudy) -> Table:
         rows.append(
             (
                 pair.other.name,
-                pair.other.mode,
-                _digits(pair.base.first_step_s),
-                _digits(pair.other.first_step_s),
-                _digits(report.compile_s) if report else None,
-                _digits(paid.extra_s) if paid else None,
-                _ms(paid.won_s) if paid else None,
+                pair.other.value,
+                digits(pair.base.first_step_s),
+                digits(pair.other.first_step_s),
+                digits(report.compile_s) if report else None,
+                digits(paid.extra_s) if paid else None,
+                milliseconds(paid.won_s) if paid else None,
                 paid.steps if paid else None,
                 paid.least if paid else None,
                 paid.most if paid else None,
-                _digits(spent_s),
+                digits(spent_s),
             )
         )
     heads = (
@@ -142,9 +110,9 @@ def _cost(study: CompileStudy) -> Table:
     return Table(title=COST, columns=("cell", "compile", *heads), rows=tuple(rows))
 
 
-def _spent_until_even(pair: Pair) -> float | None:
-    paid, step_s = pair.payback, pair.base.step_s
-    return paid.steps * step_s if paid and paid.steps is not None and step_s else None
+def _spent_until_even(pair: CompilePair) -> float | None:
+    paid = pair.payback
+    return paid.steps * pair.base.time_s if paid and paid.steps is not None else None
 
 
 def _report(study: CompileStudy) -> Table:
@@ -161,7 +129,7 @@ def _report(study: CompileStudy) -> Table:
         rows.append(
             (
                 cell.name,
-                cell.mode,
+                cell.value,
                 cell.ran,
                 *counted,
                 None if generated is None else round(generated),
@@ -177,19 +145,19 @@ def _report(study: CompileStudy) -> Table:
 
 def _kernels(study: CompileStudy) -> Table:
     rows: list[tuple[Cell, ...]] = []
-    for pair, kernels in study.with_kernels:
+    for pair, kernels in with_kernels(study):
         named = [(kind, *kernels.of([kind])) for kind in KINDS]
         for name, before, after in [*named, ("all kernels", *kernels.of())]:
             if before.calls or after.calls:
                 counts = (round(before.calls), round(after.calls))
-                rows.append((pair.other.name, pair.other.mode, name, *counts, *_change(before.busy_s, after.busy_s)))
-        rows.append((pair.other.name, pair.other.mode, "no kernel", None, None, *_change(*kernels.none_s)))
+                rows.append((pair.other.name, pair.other.value, name, *counts, *_change(before.busy_s, after.busy_s)))
+        rows.append((pair.other.name, pair.other.value, "no kernel", None, None, *_change(*kernels.none_s)))
     heads = ("eager", "compiled", "eager ms", "compiled ms", "won ms")
     return Table(title=KERNELS, columns=("cell", "compile", "kernels", *heads), rows=tuple(rows))
 
 
 def _change(before_s: float, after_s: float) -> tuple[Cell, Cell, Cell]:
-    return _ms(before_s), _ms(after_s), _ms(before_s - after_s)
+    return milliseconds(before_s), milliseconds(after_s), milliseconds(before_s - after_s)
 
 
 def _memory(study: CompileStudy) -> Table:
@@ -198,70 +166,27 @@ def _memory(study: CompileStudy) -> Table:
         for field, name in _HELD:
             before, after = memory_of(pair.base.run, field), memory_of(pair.other.run, field)
             if before is not None and after is not None:
-                change = _percent(pair.memory_change(field))
-                rows.append((pair.other.name, pair.other.mode, name, _gib(before), _gib(after), change))
+                change = percent(pair.memory_change(field))
+                rows.append((pair.other.name, pair.other.value, name, gibibytes(before), gibibytes(after), change))
     heads = ("figure", "eager GiB", "compiled GiB", "%")
     return Table(title=MEMORY, columns=("cell", "compile", *heads), rows=tuple(rows))
 
 
 def _missing(study: CompileStudy) -> Table:
-    rows = [(cell.name, cell.mode, why(cell)) for cell in study.unmeasured]
-    rows += [(cell.name, cell.mode, f"no {_counterpart(cell)} run beside it") for cell in study.alone]
-    return Table(title=MISSING, columns=("cell", "compile", "why"), rows=tuple(rows))
+    alone = [(cell.name, cell.value, f"no {_counterpart(cell)} run beside it") for cell in study.alone]
+    return missing_cells(MISSING, CompileCell.FIELD, study.unmeasured, alone)
 
 
 def _counterpart(cell: CompileCell) -> str:
-    return "compiled" if cell.mode == BASELINE else BASELINE
+    return "compiled" if cell.is_base else cell.BASELINE
 
 
 def _panels(study: CompileStudy) -> tuple[Panel, ...]:
-    many = len({pair.other.shape for pair in study.pairs}) > 1
-    speed_ups = tuple(
-        Point(line=_line(pair.other, many), x=_millions(pair.other), y=pair.speed_up.value, doubted=_is_doubted(pair))
-        for pair in study.pairs
+    several = len({pair.other.shape for pair in study.pairs}) > 1
+    speed_ups = [(pair.other, pair.speed_up.value, pair.doubted) for pair in study.pairs]
+    paid = [(pair.other, pair.payback.steps, pair.doubted) for pair in study.pairs if pair.payback]
+    steps = [(cell, float(count), doubted) for cell, count, doubted in paid if count is not None]
+    return (
+        *over_sizes("speed-up of the step over eager", speed_ups, several_shapes=several),
+        *over_sizes("steps until compiling is paid for", steps, several_shapes=several, y_log=True),
     )
-    paid = tuple(
-        Point(
-            line=_line(pair.other, many),
-            x=_millions(pair.other),
-            y=float(pair.payback.steps),
-            doubted=_is_doubted(pair),
-        )
-        for pair in study.pairs
-        if pair.payback and pair.payback.steps is not None
-    )
-    panels = (("speed-up of the step over eager", speed_ups, False), ("steps until compiling is paid for", paid, True))
-    return tuple(
-        Panel(x_title="million parameters", y_title=title, points=points, x_log=True, y_log=log)
-        for title, points, log in panels
-        if points
-    )
-
-
-def _is_doubted(pair: Pair) -> bool:
-    return bool(doubt_mark(pair.base.run, pair.other.run))
-
-
-def _line(cell: CompileCell, many: bool) -> str:
-    return f"{cell.mode}, {cell.shape}" if many else cell.mode
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else _digits(seconds * 1e3)
-
-
-def _gib(count: int | None) -> float | None:
-    return None if count is None else _digits(count / GIB)
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else round(share * 100, 1)
-
-
-def _digits(value: float | None) -> float | None:
-    """Four significant digits."""
-    return None if value is None else float(f"{value:.4g}")
-
-
-def _millions(cell: CompileCell) -> float:
-    return float(f"{cell.parameters / 1e6:.4g}")

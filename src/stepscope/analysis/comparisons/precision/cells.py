@@ -12,17 +12,9 @@ the whole: S = 1 / (p / s_p + o / s_o + i / s_i).
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-from stepscope.analysis.metrics import memory_change, samples_of
-from stepscope.core.run import Run
-from stepscope.core.samples import Ratio, Samples
-from stepscope.work.transformer import parameter_count
+from stepscope.analysis.comparisons.comparison import ComparedRun, Comparison, Pair, compare
 
-if TYPE_CHECKING:
-    from stepscope.analysis.trace_digest import TraceDigest
-
-BASELINE = "fp32"
 PHASES = ("forward", "backward")
 CASTS = "copy/cast"
 FUSED = "attention (fused)"
@@ -125,55 +117,29 @@ def _speed_up(base_s: float, other_s: float) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TimedCell:
-    """A run, and what is kept of its captured step, if it has one."""
+class TimedCell(ComparedRun):
+    """Forward and backward of a step in one dtype."""
 
-    run: Run
-    digest: "TraceDigest | None" = None
-
-    @property
-    def dtype(self) -> str:
-        return self.run.workload.dtype
+    FIELD = "dtype"
+    BASELINE = "fp32"
+    PART = "forward-backward"
+    WITH_BACKWARD = True
 
     @property
-    def name(self) -> str:
-        """The cell without its dtype: `small-b4-s512-train`."""
-        return self.run.workload.key.rpartition("-")[0].replace(f"-{self.dtype}-", "-", 1)
+    def label(self) -> str:
+        return f"{self.name} in {self.value}"
 
     @property
-    def shape(self) -> str:
-        """The name without its model: `b4-s512-train`."""
-        return self.name.removeprefix(f"{self.run.workload.model.name}-")
-
-    @property
-    def parameters(self) -> int:
-        return parameter_count(self.run.workload.model)
-
-    @property
-    def group(self) -> tuple[object, ...]:
-        """Equal where nothing but the dtype differs, and the device is the same."""
-        fields = {field: value for field, value in self.run.workload.identity.items() if field != "dtype"}
-        environment = self.run.environment
-        where = (environment.device_name, environment.memory_limit_bytes) if environment else None
-        return (repr(fields), where)
-
-    @property
-    def both(self) -> Samples | None:
-        """Forward and backward together, step by step; None where the run did not end, or has not both."""
-        samples = samples_of(self.run, "forward-backward") if self.run.status == "done" else None
-        return samples if samples is not None and samples.median_s else None
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.run.environment is not None and self.run.environment.device_type != "cpu"
+    def captured(self) -> bool:
+        return self.parts is not None
 
     @cached_property
     def parts(self) -> Parts | None:
         """None without a capture that holds both phases."""
         phases = [self.digest.phase(name) for name in PHASES] if self.digest else []
         found = [phase for phase in phases if phase is not None]
-        timed_s = self.both.median_s if self.both else None
-        if self.digest is None or len(found) < len(PHASES) or timed_s is None:
+        both = self.samples(self.PART)
+        if self.digest is None or len(found) < len(PHASES) or both is None or both.median_s is None:
             return None
         busy_s = sum(phase.busy_ns for phase in found) * 1e-9
         products_s = sum(phase.gemm_ns for phase in found) * 1e-9
@@ -181,7 +147,7 @@ class TimedCell:
         return Parts(
             products_s=products_s,
             rest_s=busy_s - products_s,
-            between_s=max(0.0, timed_s - busy_s) if self.on_gpu else None,
+            between_s=max(0.0, both.median_s - busy_s) if self.on_gpu else None,
             casts_s=sum(casts) * 1e-9,
             kernels=sum(phase.kernels for phase in found),
         )
@@ -192,33 +158,8 @@ class TimedCell:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Pair:
-    """A cell in another dtype, and the same in fp32."""
-
-    base: TimedCell
-    other: TimedCell
-
-    @property
-    def label(self) -> str:
-        return f"{self.other.name} in {self.other.dtype}"
-
-    @cached_property
-    def speed_up(self) -> Ratio:
-        """Of forward and backward together, by the medians."""
-        base, other = self.base.both, self.other.both
-        ratio = other.speedup_over(base) if base and other else None
-        assert ratio is not None, "a pair is made of cells with both phases"
-        return ratio
-
-    @property
-    def slower(self) -> bool:
-        """Slower than fp32, and not by chance as far as the samples tell."""
-        return not self.speed_up.undecided and self.speed_up.value < 1
-
-    @property
-    def undecided(self) -> bool:
-        """Whether the samples do not tell which is faster."""
-        return self.speed_up.undecided
+class SpeedPair(Pair[TimedCell]):
+    """A step in another dtype, and the same in fp32."""
 
     @cached_property
     def amdahl(self) -> Amdahl | None:
@@ -237,55 +178,19 @@ class Pair:
         slow = spec.peak_for(self.base.run.workload.dtype) if spec else None
         return fast / slow if fast and slow else None
 
-    def memory_change(self, field: str) -> float | None:
-        """By which share of fp32's bytes this figure of PhaseMemory is larger; None where one of them is not known."""
-        return memory_change(self.base.run, self.other.run, field)
 
-
-@dataclass(frozen=True, kw_only=True)
-class SpeedStudy:
-    """Every cell, and the pairs among them. `replaced` counts runs of a cell that has a better or a newer one."""
-
-    cells: tuple[TimedCell, ...]
-    pairs: tuple[Pair, ...]
-    unmeasured: tuple[TimedCell, ...]
-    replaced: int
-
-    def pair_of(self, cell: TimedCell) -> Pair | None:
-        """The pair in which this cell is set beside fp32."""
-        return next((pair for pair in self.pairs if pair.other is cell), None)
+SpeedStudy = Comparison[TimedCell, SpeedPair]
 
 
 def pair_up(found: Iterable[TimedCell], order: Sequence[str]) -> SpeedStudy:
     """Cells in the order of their size and of `order` (of dtypes), and each dtype beside fp32 of the same cell.
 
-    Runs without a backward say nothing here and are left out. Of several runs of one cell, one with a capture goes
-    before one without, then the newest.
+    Runs without a backward say nothing here and are left out.
     """
-    best: dict[tuple[object, ...], TimedCell] = {}
-    replaced = 0
-    asked = [cell for cell in found if cell.run.workload.phase != "forward"]
-    for cell in sorted(asked, key=lambda c: (c.both is not None, c.parts is not None, c.run.created, c.run.id)):
-        key = (*cell.group, cell.dtype)
-        replaced += key in best
-        best[key] = cell
-    cells = sorted(best.values(), key=lambda c: _order(c, order))
-    measured = [cell for cell in cells if cell.both is not None]
-    bases = {cell.group: cell for cell in measured if cell.dtype == BASELINE}
-    pairs = [
-        Pair(base=bases[cell.group], other=cell)
-        for cell in measured
-        if cell.dtype != BASELINE and cell.group in bases
-    ]  # fmt: skip
-    return SpeedStudy(
-        cells=tuple(measured),
-        pairs=tuple(pairs),
-        unmeasured=tuple(cell for cell in cells if cell.both is None),
-        replaced=replaced,
-    )
+    return compare(found, SpeedPair, order=lambda cell: _order(cell, order))
 
 
 def _order(cell: TimedCell, order: Sequence[str]) -> tuple[object, ...]:
     workload = cell.run.workload
-    place = order.index(cell.dtype) if cell.dtype in order else len(order)
-    return (workload.seq_len, workload.batch_size, cell.parameters, cell.name, place, cell.dtype)
+    place = order.index(cell.value) if cell.value in order else len(order)
+    return (workload.seq_len, workload.batch_size, cell.parameters, cell.name, place, cell.value)

@@ -15,21 +15,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from stepscope.analysis.checks.computation import compile_fallback, compile_not_used
+from stepscope.analysis.comparisons.comparison import ComparedRun, Comparison, Pair, compare
 from stepscope.analysis.families import classify
-from stepscope.analysis.metrics import median_s, memory_change
 from stepscope.core.finding import Finding
 from stepscope.core.run import Run
-from stepscope.core.samples import Ratio, Samples
+from stepscope.core.samples import Samples
 from stepscope.core.workload import COMPILES
-from stepscope.work.transformer import parameter_count
 
 if TYPE_CHECKING:
     from stepscope.analysis.trace_digest import TraceDigest
 
-BASELINE = "eager"
 PARTS = ("forward", "backward", "optimizer", "step")
 """What is timed; `step` by the host's clock round a synchronised region."""
 
@@ -93,54 +89,11 @@ def _totals(rows: Iterable[tuple[str, float, float]]) -> dict[str, Total]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class CompileCell:
-    """A run, and what is kept of its captured step, if it has one."""
+class CompileCell(ComparedRun):
+    """A step, eager or in one mode of torch.compile."""
 
-    run: Run
-    digest: "TraceDigest | None" = None
-
-    @property
-    def mode(self) -> str:
-        return self.run.workload.compile
-
-    @cached_property
-    def name(self) -> str:
-        """The cell as it would be called eagerly: `small-b4-s512-bf16-train`."""
-        return msgspec.structs.replace(self.run.workload, compile=BASELINE).key.rpartition("-")[0]
-
-    @property
-    def label(self) -> str:
-        return f"{self.name}, {self.mode}"
-
-    @property
-    def shape(self) -> str:
-        """The name without its model: `b4-s512-bf16-train`."""
-        return self.name.removeprefix(f"{self.run.workload.model.name}-")
-
-    @property
-    def parameters(self) -> int:
-        return parameter_count(self.run.workload.model)
-
-    @property
-    def group(self) -> tuple[object, ...]:
-        """Equal where nothing but the mode of compilation differs, and the device is the same."""
-        fields = {field: value for field, value in self.run.workload.identity.items() if field != "compile"}
-        environment = self.run.environment
-        where = (environment.device_name, environment.memory_limit_bytes) if environment else None
-        return (repr(fields), where)
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.run.environment is not None and self.run.environment.device_type != "cpu"
-
-    def samples(self, part: str) -> Samples | None:
-        """Of one part of the step; None where it has no such part, or the run did not end."""
-        found = self.run.samples.get(part) if self.run.status == "done" else None
-        return found if found is not None and found.median_s else None
-
-    @property
-    def step_s(self) -> float | None:
-        return median_s(self.run, "step") if self.samples("step") else None
+    FIELD = "compile"
+    BASELINE = "eager"
 
     @property
     def first_step_s(self) -> float | None:
@@ -155,7 +108,7 @@ class CompileCell:
         Judged anew from the evidence. The third: a GPU's compiled step has kernels that the compiler generated.
         """
         found = compile_not_used(self.run) or compile_fallback(self.run)
-        if found is not None or self.mode == BASELINE or self.run.status != "done":
+        if found is not None or self.is_base or self.run.status != "done":
             return found
         if self.on_gpu and self.generated == 0:
             return Finding(
@@ -167,10 +120,15 @@ class CompileCell:
         return None
 
     @property
+    def errors(self) -> list[str]:
+        """Without its fault, of which the study says more."""
+        return [kind for kind in super().errors if self.fault is None or kind != self.fault.kind]
+
+    @property
     def ran(self) -> str:
         """What was timed: eager, compiled, in part, or not known where dynamo's counters were not kept."""
-        if self.mode == BASELINE or (self.fault and self.fault.severity == "error"):
-            return BASELINE
+        if self.is_base or (self.fault and self.fault.severity == "error"):
+            return self.BASELINE
         report = self.run.evidence.compilation
         if report is None:
             return "not known"
@@ -271,27 +229,8 @@ def _spent_s(samples: Samples, steps: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Pair:
-    """A compiled cell, and the same eager."""
-
-    base: CompileCell
-    other: CompileCell
-
-    @property
-    def label(self) -> str:
-        return self.other.label
-
-    def ratio(self, part: str) -> Ratio | None:
-        """How many times as fast this part is, by the medians; None where one has no such part."""
-        base, other = self.base.samples(part), self.other.samples(part)
-        return other.speedup_over(base) if base and other else None
-
-    @cached_property
-    def speed_up(self) -> Ratio:
-        """Of the step."""
-        found = self.ratio("step")
-        assert found is not None, "a pair is made of measured cells"
-        return found
+class CompilePair(Pair[CompileCell]):
+    """A compiled step, and the same eager."""
 
     @cached_property
     def payback(self) -> Payback | None:
@@ -301,7 +240,7 @@ class Pair:
     @cached_property
     def kernels(self) -> Kernels | None:
         """None on a CPU, where compiled code calls no operators that could be counted, and without a record of both."""
-        if not (self.base.on_gpu and self.other.on_gpu) or self.base.step_s is None or self.other.step_s is None:
+        if not (self.base.on_gpu and self.other.on_gpu):
             return None
         if self.base.digest and self.other.digest:
             before, after = kernels_of_capture(self.base.digest), kernels_of_capture(self.other.digest)
@@ -310,67 +249,24 @@ class Pair:
         if not before or not after:
             return None
         busy = [sum(total.busy_s for total in side.values()) for side in (before, after)]
-        none_s = (max(0.0, self.base.step_s - busy[0]), max(0.0, self.other.step_s - busy[1]))
+        none_s = (max(0.0, self.base.time_s - busy[0]), max(0.0, self.other.time_s - busy[1]))
         return Kernels(before=before, after=after, none_s=none_s)
 
-    def memory_change(self, field: str) -> float | None:
-        """By which share of the eager bytes this figure of PhaseMemory is larger; None where one is not known."""
-        return memory_change(self.base.run, self.other.run, field)
 
-
-@dataclass(frozen=True, kw_only=True)
-class CompileStudy:
-    """Every measured cell, and the pairs among them. `replaced` counts runs of a cell that has a better or newer."""
-
-    cells: tuple[CompileCell, ...]
-    pairs: tuple[Pair, ...]
-    unmeasured: tuple[CompileCell, ...]
-    replaced: int
-
-    @property
-    def with_kernels(self) -> list[tuple[Pair, Kernels]]:
-        """Pairs of which a step's kernels are known on both sides."""
-        return [(pair, pair.kernels) for pair in self.pairs if pair.kernels is not None]
-
-    @property
-    def alone(self) -> tuple[CompileCell, ...]:
-        """Measured, with nothing to be set beside."""
-        paired = {id(cell) for pair in self.pairs for cell in (pair.base, pair.other)}
-        return tuple(cell for cell in self.cells if id(cell) not in paired)
+CompileStudy = Comparison[CompileCell, CompilePair]
 
 
 def pair_up(found: Iterable[CompileCell]) -> CompileStudy:
-    """Cells in the order of their size, and each compiled one beside the eager one.
-
-    Of several runs of one cell, one with a capture goes before one without, then the newest.
-    """
-    best: dict[tuple[object, ...], CompileCell] = {}
-    replaced = 0
-    for cell in sorted(found, key=lambda c: (_measured(c), c.digest is not None, c.run.created, c.run.id)):
-        key = (*cell.group, cell.mode)
-        replaced += key in best
-        best[key] = cell
-    cells = sorted(best.values(), key=_order)
-    measured = [cell for cell in cells if _measured(cell)]
-    bases = {cell.group: cell for cell in measured if cell.mode == BASELINE}
-    pairs = [
-        Pair(base=bases[cell.group], other=cell)
-        for cell in measured
-        if cell.mode != BASELINE and cell.group in bases
-    ]  # fmt: skip
-    return CompileStudy(
-        cells=tuple(measured),
-        pairs=tuple(pairs),
-        unmeasured=tuple(cell for cell in cells if not _measured(cell)),
-        replaced=replaced,
-    )
+    """Cells in the order of their size, and each compiled one beside the eager one."""
+    return compare(found, CompilePair, order=_order)
 
 
-def _measured(cell: CompileCell) -> bool:
-    return cell.samples("step") is not None
+def with_kernels(study: CompileStudy) -> list[tuple[CompilePair, Kernels]]:
+    """Pairs of which a step's kernels are known on both sides."""
+    return [(pair, pair.kernels) for pair in study.pairs if pair.kernels is not None]
 
 
 def _order(cell: CompileCell) -> tuple[object, ...]:
     workload = cell.run.workload
     size = (workload.phase, workload.dtype, workload.seq_len, workload.batch_size, cell.parameters)
-    return (*size, cell.name, COMPILES.index(cell.mode))
+    return (*size, cell.name, COMPILES.index(workload.compile))

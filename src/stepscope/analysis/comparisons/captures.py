@@ -24,7 +24,7 @@ NAMED_SHARE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class CaptureComparison:
     """Two captures, `before` and `after`, per step.
 
     `places` and `kernels` have before_ns, after_ns, difference_ns, before_calls, after_calls, and `share`: the size of
@@ -78,7 +78,7 @@ class Comparison:
                 assert abs(float(frame[column].sum()) - total) <= 1e-9 * max(1.0, total), f"{column} does not add up"
 
 
-def compare(before: Attribution, after: Attribution) -> Comparison:
+def compare_captures(before: Attribution, after: Attribution) -> CaptureComparison:
     """What changed from one capture to the other. Raises InputError where one is of a CPU and the other of a device."""
     if before.work.height and after.work.height and before.table.on_cpu != after.table.on_cpu:
         raise InputError(
@@ -87,7 +87,7 @@ def compare(before: Attribution, after: Attribution) -> Comparison:
         )
     one_tongue = before.table.profiler == after.table.profiler
     kernels = _joined(_by_kernel(before, one_tongue), _by_kernel(after, one_tongue), ["key"]).drop("key")
-    return Comparison(
+    return CaptureComparison(
         before_ns=before.busy_ns / before.steps,
         after_ns=after.busy_ns / after.steps,
         before_steps=before.steps,

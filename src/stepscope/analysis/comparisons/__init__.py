@@ -1,0 +1,1 @@
+"""Comparisons: runs that differ in one thing, side by side."""

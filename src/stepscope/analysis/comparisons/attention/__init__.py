@@ -1,0 +1,1 @@
+"""A whole step with each attention, side by side."""

@@ -1,0 +1,1 @@
+"""A step eager and compiled, side by side."""

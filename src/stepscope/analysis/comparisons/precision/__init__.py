@@ -1,0 +1,1 @@
+"""A step in several dtypes, side by side."""
