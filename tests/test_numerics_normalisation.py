@@ -183,7 +183,7 @@ def test_inputs_beyond_a_format_are_said_to_be():
 def test_the_verb(tmp_path: Path):
     command = [sys.executable, "-m", "stepscope", "study", "normalisation", "--scales", "1,300", "--widths", "16,32"]
     done = subprocess.run(
-        [*command, "--json", "--plot", str(tmp_path / "norms.svg")],
+        [*command, "--json", "--save", str(tmp_path / "norms.svg")],
         capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

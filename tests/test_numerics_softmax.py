@@ -188,7 +188,7 @@ def test_a_row_of_ones_own(found: Experiment):
 def test_the_verb(tmp_path: Path):
     command = [sys.executable, "-m", "stepscope", "study", "softmax", "--scales", "1,4"]
     done = subprocess.run(
-        [*command, "--json", "--plot", str(tmp_path / "softmax.svg")],
+        [*command, "--json", "--save", str(tmp_path / "softmax.svg")],
         capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -97,7 +97,7 @@ def draw_experiment(experiment: Experiment) -> "alt.TopLevelMixin":
     from stepscope.report.plots.series import HOLLOW, SeriesPanel, SeriesPoint, draw_series  # noqa: PLC0415
 
     if not experiment.panels:
-        raise InputError(f"study {experiment.study} has no curves: leave out --plot")
+        raise InputError(f"study {experiment.study} has no curves: leave out --save")
     over: dict[tuple[str, bool | None, bool | None], list[SeriesPanel]] = {}
     for panel in experiment.panels:
         points = tuple(
