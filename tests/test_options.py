@@ -15,7 +15,7 @@ import typer
 
 from stepscope.cli.app import app
 from stepscope.cli.grammar import OLD_SPELLINGS
-from stepscope.cli.options import GROUPS, OPTIONS
+from stepscope.cli.options import GROUPS, OPTIONS, line_of
 from stepscope.cli.verb import EXAMPLES
 from stepscope.core.model_config import SIZE_FIELDS
 from stepscope.core.workload import Workload
@@ -26,6 +26,14 @@ VERBS: dict[str, Any] = {
     **{name: COMMAND.commands[name] for name in COMMAND.commands if name != "study"},
     **{f"study {name}": command for name, command in COMMAND.commands["study"].commands.items()},
 }
+
+
+PAGE_HEAD = """# Options
+
+Every option of every verb; one name means the same in all of them. `N,...` takes several values, by commas, in verbs
+that measure or read several. `stepscope VERB --help` has the defaults and two examples. This page is written from the
+table in `src/stepscope/cli/options.py` by `tests/test_options.py`.
+"""
 
 
 def options_of(verb: str) -> dict[str, Any]:
@@ -135,6 +143,41 @@ def test_the_old_modes_of_study_attention_are_verbs(capsys: pytest.CaptureFixtur
     app(["study", "attention-gate", "--from", "results/h200/attention/gate.json"], standalone_mode=False)
     assert capsys.readouterr().out == old.out
     assert "study attention --gate is spelled study attention-gate now" in old.err
+
+
+def value_of(flag: str, verb: str) -> str:
+    param = options_of(verb)[flag]
+    return "" if param.is_flag else str(param.metavar)
+
+
+def page() -> str:
+    """docs/options.md."""
+    parts = [PAGE_HEAD]
+    for group in GROUPS:
+        parts.append(f"## {group}\n\n| option | what it is | in |\n|---|---|---|")
+        for option in (option for option in OPTIONS if option.group == group):
+            flag = option.flag.partition("/")[0]
+            verbs = [v for v in VERBS if flag in options_of(v) and line_of(option.name, v) is option]
+            values = sorted({value_of(flag, verb) for verb in verbs}, key=len)
+            named = "every verb" if len(verbs) == len(VERBS) else ", ".join(verbs)
+            spelled = f"{option.flag} {values[-1]}".strip().replace("|", "\\|")
+            parts.append(f"| `{spelled}` | {option.words} | {named} |")
+        parts[-1] += "\n"
+    parts.append("## Old spellings\n\n| before | now |\n|---|---|")
+    parts += [f"| `{old}` | {' or '.join(f'`{name}`' for name in new)} |" for old, new in OLD_SPELLINGS.items()]
+    parts += [
+        "| `--memory` without a size | `--record memory` |",
+        "| `study attention --gate` | `study attention-gate` |",
+        "| `study attention --model` | `study attention-step` |",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def test_the_page_of_options_is_the_table():
+    path = ROOT / "docs" / "options.md"
+    if os.environ.get("STEPSCOPE_UPDATE_DOCS"):
+        path.write_text(page())
+    assert path.read_text() == page()
 
 
 def offered(line: str) -> list[str]:

@@ -20,7 +20,8 @@ from stepscope.memory.plain_pickle import read_plain_pickle, without_collector
 SNAPSHOT_FILE = "memory.pickle.gz"
 """The artifact of kind `memory` in a run directory."""
 NO_HISTORY_REMEDY = (
-    "record one with torch.cuda.memory._record_memory_history() before the step, or take it with stepscope run --record memory"
+    "record one with torch.cuda.memory._record_memory_history() before the step, or take it with "
+    "stepscope run --record memory"
 )
 
 _T = TypeVar("_T")
