@@ -253,6 +253,22 @@ def test_the_plots_in_the_documents_are_drawn_from_the_runs(tmp_path: Path):
 # --- Bad input ---
 
 
+def test_without_a_size_the_peak_is_said_and_several_devices_are_answered_each():
+    command = ["--model", "tiny", "--seq-len", 128]
+    peak = said(*command)
+    assert (peak["fits"], peak["budget"], peak["plans"]) == (None, None, [])
+    small, large = said(*command, "--device", "4090,H200")
+    assert small["peak_bytes"] == large["peak_bytes"] == peak["peak_bytes"] and small["fits"] and large["fits"]
+    assert small["budget"]["total_bytes"] < large["budget"]["total_bytes"]
+    assert set(peak) == set(small) == set(large)
+    shown = stepscope("fit", *command)
+    assert (
+        shown.returncode == 0
+        and "The peak is" in shown.stdout
+        and "to hear whether it fits" in " ".join(shown.stdout.split())
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -173,9 +173,9 @@ def _read(places: tuple[Path, ...], keep: bool, shown: Shown, save: Path | None,
         read_steps(places, keep, functools.partial(shown, read=None))
         return
     _refuse("a file", {"--keep-digests": keep or None})
-    if len(places) > 1:
+    place, *others = places
+    if others:
         raise InputError("--from shows one file at a time: give one, or folders of runs")
-    place = places[0]
     data = read_stored(place)
     match kind_of(data):
         case "attention-timings":
