@@ -154,7 +154,7 @@ def test_the_reading_wing_needs_no_torch(tmp_path: Path):
         import sys
         from stepscope.cli.app import app
         out = sys.argv[1]
-        for verb in (["ls", out], ["show", "last", "--out", out], ["table", out], ["table", out, "--style", "csv"],
+        for verb in (["ls", out], ["show", "last", "--runs", out], ["table", out], ["table", out, "--style", "csv"],
                      ["models"], ["--help"], ["sweep", "--help"]):
             app(verb, standalone_mode=False)
         assert "torch" not in sys.modules
@@ -191,7 +191,7 @@ def test_the_acting_wing_runs_on_a_bare_machine(tmp_path: Path):
         sys.meta_path.insert(0, Missing())
         from stepscope.cli.app import app
         try:
-            app(["run", "--out", sys.argv[1], "--d-model", "32", "--heads", "2", "--seq-len", "16", "--steps", "5",
+            app(["run", "--runs", sys.argv[1], "--d-model", "32", "--heads", "2", "--seq-len", "16", "--steps", "5",
                  "--warmup", "1", "--no-profile"], standalone_mode=False)
         except SystemExit:
             pass

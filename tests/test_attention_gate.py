@@ -529,20 +529,18 @@ def test_large_calls_are_judged_in_chunks(monkeypatch: pytest.MonkeyPatch):
 
 
 def gate(*words: str) -> int:
-    return (
-        app(["study", "attention", "--gate", "--device", "cpu", "--workers", "1", *words], standalone_mode=False) or 0
-    )
+    return app(["study", "attention-gate", "--device", "cpu", "--workers", "1", *words], standalone_mode=False) or 0
 
 
 def test_nothing_judged_is_wrong_input(capfd: pytest.CaptureFixture[str], tmp_path: Path):
     """What was asked for runs nowhere here, or there was no time: one line, and the table of why before it."""
     out = tmp_path / "gate.json"
     with pytest.raises(InputError, match=r"^the gate judged nothing: attention sdpa-cudnn does not run on cpu, the"):
-        gate("--implementations", "sdpa-cudnn,sdpa-efficient", "--dtypes", "bf16", "--out", str(out))
+        gate("--attention", "sdpa-cudnn,sdpa-efficient", "--dtype", "bf16", "--figures", str(out))
     assert "0 of 32 calls were judged, and 32 are not supported" in capfd.readouterr().out
     assert decode_matrix(out.read_bytes(), "gate").reached == 32
     with pytest.raises(InputError, match="judged nothing: none of 16 calls was reached: give it more") as caught:
-        gate("--implementations", "sdpa", "--dtypes", "bf16", "--seconds", "0")
+        gate("--attention", "sdpa", "--dtype", "bf16", "--seconds", "0")
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
 
 
@@ -553,5 +551,5 @@ def test_a_wrong_implementation_is_a_failed_check(monkeypatch: pytest.MonkeyPatc
     for reports, code in (((right, absent), 0), ((right, absent, wrong), 1)):
         matrix = GateMatrix(device="cpu", reports=reports, calls=2 * len(reports))
         monkeypatch.setattr(attention_matrix, "judge_matrix", lambda *_, matrix=matrix, **__: matrix)
-        assert gate("--implementations", "sdpa") == code
+        assert gate("--attention", "sdpa") == code
     assert "flash fails (1, 3 over 1, 17, 64, causal, transposed) in bf16: out is off by" in capfd.readouterr().out

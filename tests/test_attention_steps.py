@@ -291,12 +291,14 @@ def test_cells_differ_in_attention_alone():
 
 def test_a_step_is_measured_kept_and_read_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     out = tmp_path / "runs"
-    command = ["study", "attention", "--device", "cpu", "--model", "tiny", "--seq-len", "16", "--steps", "2"]
-    app([*command, "--implementations", "sdpa", "--out", str(out)], standalone_mode=False)
+    command = ["study", "attention-step", "--device", "cpu", "--model", "tiny", "--seq-len", "16", "--steps", "2"]
+    app([*command, "--attention", "sdpa", "--runs", str(out)], standalone_mode=False)
     first = capfd.readouterr().out
     assert TIMES in first and FAMILIES in first
     assert [run.workload.attention for run in load_runs([out])[0]] == ["sdpa"]
-    app(["study", "attention", "--read", str(out), "--keep-digests"], standalone_mode=False)
+    app(["study", "attention-step", "--from", str(out), "--keep-digests"], standalone_mode=False)
+    assert capfd.readouterr().out == first
+    app(["study", "attention", "--from", str(out)], standalone_mode=False)
     assert capfd.readouterr().out == first
     (file,) = out.glob("*/trace-kineto.json")
     kept = load_digest(file.parent)
@@ -312,10 +314,10 @@ def test_a_step_is_measured_kept_and_read_again(tmp_path: Path, capfd: pytest.Ca
 def test_folders_without_a_step_say_what_to_read(tmp_path: Path):
     def read(*words: str) -> str:
         with pytest.raises(InputError) as raised:
-            app(["study", "attention", "--read", str(tmp_path), *words], standalone_mode=False)
+            app(["study", "attention", "--from", str(tmp_path), *words], standalone_mode=False)
         return str(raised.value)
 
-    assert read() == f"no run of a training step in {tmp_path}: give one that --model filled"
+    assert read() == f"no run of a training step in {tmp_path}: give one that this study filled"
     (tmp_path / "gate.json").touch()
     assert read().endswith(f"give one of its files, as in {tmp_path / 'gate.json'}")
-    assert "--plot says nothing with a folder of runs" in read("--plot", str(tmp_path / "a.svg"))
+    assert "--save says nothing with a folder of runs" in read("--save", str(tmp_path / "a.svg"))

@@ -149,8 +149,8 @@ def traced_run(out: Path, *tools: Any, **changes: Any) -> Run:
 
 
 def test_the_run_lists_the_trace_and_its_steps(tmp_path: Path):
-    result = stepscope("run", *QUICK, "--no-profile", "--trace", "kineto", "--trace-steps", "1", "--trace-stacks",
-                       "--out", str(tmp_path))  # fmt: skip
+    result = stepscope("run", *QUICK, "--no-profile", "--record", "kineto", "--trace-steps", "1", "--trace-stacks",
+                       "--runs", str(tmp_path))  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "in the kineto trace of 1 steps" in result.stdout and "trace.kineto.json.gz" in result.stdout
     (run,), _ = load_runs([tmp_path])
@@ -161,7 +161,15 @@ def test_the_run_lists_the_trace_and_its_steps(tmp_path: Path):
 
 def test_ctrl_c_while_tracing_keeps_the_times(tmp_path: Path):
     process = run_until(
-        ("trace kineto",), *QUICK, "--no-profile", "--trace", "kineto", "--trace-steps", "1000", "--out", str(tmp_path)
+        ("trace kineto",),
+        *QUICK,
+        "--no-profile",
+        "--record",
+        "kineto",
+        "--trace-steps",
+        "1000",
+        "--runs",
+        str(tmp_path),
     )
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)

@@ -34,7 +34,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess
     """One real run by the command line, with its directory of runs."""
     out = tmp_path_factory.mktemp("cli") / "runs"
     cache = str(tmp_path_factory.getbasetemp() / "cache")
-    return out, stepscope("run", *QUICK, "--out", str(out), "--tag", "mine", "--json", STEPSCOPE_CACHE=cache)
+    return out, stepscope("run", *QUICK, "--runs", str(out), "--tag", "mine", "--json", STEPSCOPE_CACHE=cache)
 
 
 def test_run_json_is_the_run_and_nothing_else(measured: tuple[Path, subprocess.CompletedProcess[str]]):
@@ -53,14 +53,14 @@ def test_run_json_is_the_run_and_nothing_else(measured: tuple[Path, subprocess.C
 
 def test_the_run_is_listed_shown_and_tabled(measured: tuple[Path, subprocess.CompletedProcess[str]]):
     out, _ = measured
-    listed = stepscope("ls", "--out", str(out))
+    listed = stepscope("ls", "--runs", str(out))
     assert listed.returncode == 0 and "mine" in listed.stdout and "done" in listed.stdout
-    assert "no runs" in stepscope("ls", "--out", str(out), "--tag", "other").stdout
-    shown = stepscope("show", "last", "--out", str(out))
+    assert "no runs" in stepscope("ls", "--runs", str(out), "--tag", "other").stdout
+    shown = stepscope("show", "last", "--runs", str(out))
     assert shown.returncode == 0
     for word in ("parameters (d_model 32", "forward", "backward", "optimizer", "95 % interval", "tokens/s", "MFU"):
         assert word in shown.stdout
-    again = stepscope("show", "last", "--out", str(out), "--json")
+    again = stepscope("show", "last", "--runs", str(out), "--json")
     assert msgspec.json.decode(again.stdout, type=Run) == load_runs([out])[0][0]
     table = stepscope("table", str(out), "--tag", "mine", "--value", "forward,backward", "--stat", "mean-std")
     assert table.returncode == 0 and "±" in table.stdout
@@ -79,18 +79,22 @@ def test_the_run_is_listed_shown_and_tabled(measured: tuple[Path, subprocess.Com
         (["run", "--optimizer", "sgd"], "unknown optimizer 'sgd'"),
         (["run", "--device", "tpu"], "unknown device 'tpu'"),
         (["run", "--device", "cuda:99"], "no GPU for --device cuda:99"),
-        (["run", "--memory-limit", "lots"], "cannot read the size 'lots'"),
-        (["run", "--device", "cpu", "--memory-limit", "1GiB"], "does not apply to a CPU"),
+        (["run", "--memory", "lots"], "cannot read the size 'lots'"),
+        (["run", "--device", "cpu", "--memory", "1GiB"], "does not apply to a CPU"),
         (["run", "--peak-flops", "much"], "cannot read the rate 'much'"),
         (["run", "--device", "cpu", "--dtype", "tf32"], "tf32 needs an NVIDIA GPU"),
         (["run", "--device", "cpu", "--attention", "sdpa-cudnn"], "sdpa-cudnn does not run on cpu"),
-        (["run", "--out", "/dev/null/runs", *QUICK], "cannot write runs to /dev/null/runs"),
+        (["run", "--runs", "/dev/null/runs", *QUICK], "cannot write runs to /dev/null/runs"),
         (["run", "--steps", "many"], "Invalid value for '--steps'"),
         (["run", "--warmup", "-1"], "Invalid value for '--warmup'"),
-        (["run", "--trace", "vtune"], "unknown trace 'vtune': choose one of kineto, nsys"),
-        (["run", "--trace", "kineto", "--trace-steps", "0"], "trace-steps is 0: it must be 1 to 1000"),
-        (["run", "--trace-stacks"], "--trace-stacks belongs to --trace kineto"),
+        (["run", "--record", "vtune"], "unknown record 'vtune': choose one of memory, kineto, nsys"),
+        (["run", "--record", "kineto", "--trace-steps", "0"], "trace-steps is 0: it must be 1 to 1000"),
+        (["run", "--trace-stacks"], "--trace-stacks belongs to --record kineto"),
         (["run", "--colour"], "--colour"),
+        (["study", "attention-gate", "--heads", "2"], "No such option: --heads"),
+        (["study", "attention-step", "--head-dim", "2"], "No such option: --head-dim"),
+        (["study", "attention", "--tag", "mine"], "No such option: --tag"),
+        (["study", "attention", "--every-shape"], "No such option: --every-shape"),
         (["sweep", "--seq-len", "12,x"], "cannot read --seq-len '12,x'"),
         (["sweep", "--model", ","], "--model is empty"),
         (["sweep", "missing.py"], "no recipe at missing.py"),
@@ -101,15 +105,15 @@ def test_the_run_is_listed_shown_and_tabled(measured: tuple[Path, subprocess.Com
         (["table", ".", "--style", "latex"], "unknown style 'latex'"),
         (["table", ".", "--where", "dtype"], "cannot read --where 'dtype'"),
         (["table", "."], "no runs to show"),
-        (["study", "warmup", "--warmups", "a"], "cannot read --warmups 'a'"),
-        (["study", "warmup", "--warmups", "-1"], "warmup_floor is -1"),
+        (["study", "warmup", "--warmup", "a"], "cannot read --warmup 'a'"),
+        (["study", "warmup", "--warmup", "-1"], "warmup_floor is -1"),
         (["device", "--device", "cuda:99"], "no GPU for --device cuda:99"),
         (["nonsense"], "nonsense"),
         (["run", "--model", ""], "unknown model ''"),
         (["run", "--tag", ""], "the tag is ''"),
         (["run", "--tag", "a\x1b[31mb"], "the tag is 'a\\x1b[31mb'"),
         (["run", "--tag", "two\nlines"], "printable characters"),
-        (["run", "--memory-limit", "9" * 400], "out of range"),
+        (["run", "--memory", "9" * 400], "out of range"),
         (["run", "--seed", "9" * 30], "seed is"),
         (["run", "--d-model", "99999999999", "--heads", "7"], "d_model is 99999999999"),
         (["run", "--phase", "forward", "--optimizer", "sgd"], "unknown optimizer 'sgd'"),
@@ -127,9 +131,9 @@ def test_the_run_is_listed_shown_and_tabled(measured: tuple[Path, subprocess.Com
         (["sweep", "--checkpointing", "none,all"], "unknown checkpointing 'all'"),
         (["sweep", "recipe.py", "--checkpointing", "none"], "leave out --checkpointing"),
         (["run", "--seconds", "nan"], "seconds"),  # typer's own words, or ours, as typer's version has it
-        (["run", "--out", "x" * 300, *QUICK], "cannot write runs to"),
+        (["run", "--runs", "x" * 300, *QUICK], "cannot write runs to"),
         (["sweep", "recipe.py", "--model", "small"], "leave out --model"),
-        (["sweep", "--out", "x" * 300], "cannot write runs to"),
+        (["sweep", "--runs", "x" * 300], "cannot write runs to"),
         (["show", "x" * 300], "no run named"),
         (["ls", "x" * 300], "no runs at"),
     ],
@@ -145,7 +149,7 @@ def test_wrong_input_is_one_line_and_code_2(arguments: list[str], says: str, tmp
 
 
 def test_out_of_memory_is_code_3_and_a_run_that_says_where(tmp_path: Path):
-    result = stepscope("run", *QUICK, "--seq-len", "500000", "--batch-size", "1", "--out", str(tmp_path))
+    result = stepscope("run", *QUICK, "--seq-len", "500000", "--batch-size", "1", "--runs", str(tmp_path))
     assert result.returncode == 3, result.stderr
     assert "out-of-memory (warm-up, forward, blocks.0.attention)" in result.stdout
     assert "Traceback" not in result.stderr + result.stdout
@@ -172,7 +176,7 @@ def run_until(stages: tuple[str, ...], *arguments: str) -> "subprocess.Popen[str
 
 
 def test_ctrl_c_leaves_a_usable_run(tmp_path: Path):
-    process = run_until(("measure",), *QUICK, "--steps", "10000000", "--out", str(tmp_path))
+    process = run_until(("measure",), *QUICK, "--steps", "10000000", "--runs", str(tmp_path))
     time.sleep(2.0)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
@@ -183,7 +187,7 @@ def test_ctrl_c_leaves_a_usable_run(tmp_path: Path):
 
 
 def test_ctrl_c_while_observing_keeps_the_times(tmp_path: Path):
-    process = run_until(("profile", "ceiling"), *QUICK, "--out", str(tmp_path))
+    process = run_until(("profile", "ceiling"), *QUICK, "--runs", str(tmp_path))
     for _ in range(3):  # an impatient user
         process.send_signal(signal.SIGINT)
         time.sleep(0.05)
@@ -199,7 +203,7 @@ def test_ctrl_c_while_observing_keeps_the_times(tmp_path: Path):
 def test_a_display_that_is_gone_is_no_failure_of_the_device(tmp_path: Path):
     with Path("/dev/full").open("w") as full:
         result = subprocess.run(
-            [sys.executable, "-m", "stepscope", "run", *QUICK, "--no-profile", "--out", str(tmp_path)],
+            [sys.executable, "-m", "stepscope", "run", *QUICK, "--no-profile", "--runs", str(tmp_path)],
             stdout=subprocess.PIPE, stderr=full, text=True, check=False,
         )  # fmt: skip
     assert result.returncode == 0 and "backward" in result.stdout
@@ -215,7 +219,7 @@ def test_streams_that_are_closed_full_or_narrow(measured: tuple[Path, subprocess
         f"{sys.executable} -m stepscope models > /dev/full", shell=True, capture_output=True, text=True, check=False
     )
     assert full.returncode == 2 and full.stderr.startswith("stepscope: cannot write the result to stdout")
-    narrow = stepscope("show", "last", "--out", str(out), PYTHONIOENCODING="ascii")
+    narrow = stepscope("show", "last", "--runs", str(out), PYTHONIOENCODING="ascii")
     assert narrow.returncode == 0 and "forward" in narrow.stdout
 
 
@@ -247,7 +251,7 @@ def test_hostile_run_files_are_one_line_each(tmp_path: Path, measured: tuple[Pat
 
 def test_a_step_with_checkpointing_and_accumulation(tmp_path: Path):
     said = ["--checkpointing", "every-2", "--accumulation", "2", "--optimizer", "adamw-bf16-state"]
-    result = stepscope("run", *QUICK, *said, "--out", str(tmp_path))
+    result = stepscope("run", *QUICK, *said, "--runs", str(tmp_path))
     assert result.returncode == 0, result.stderr
     text = " ".join(result.stdout.split())
     assert "adamw-bf16-state, checkpointing every-2, 2 micro-batches of 2" in text
@@ -262,7 +266,7 @@ def test_a_step_with_checkpointing_and_accumulation(tmp_path: Path):
 
 def test_a_failed_check_is_code_1(tmp_path: Path):
     # A peak stated far too low makes the measured rate impossible: an error that is certain to be found.
-    result = stepscope("run", *QUICK, "--peak-flops", "1000", "--out", str(tmp_path))
+    result = stepscope("run", *QUICK, "--peak-flops", "1000", "--runs", str(tmp_path))
     assert result.returncode == 1, result.stderr
     assert "error impossible-rate" in result.stdout
 
@@ -285,7 +289,7 @@ def test_a_closed_pipe_is_no_failure(measured: tuple[Path, subprocess.CompletedP
 
 
 def test_warm_up_study(tmp_path: Path):
-    result = stepscope("study", "warmup", "--seq-len", "8", "--steps", "3", "--warmups", "0,2", "--out", str(tmp_path))
+    result = stepscope("study", "warmup", "--seq-len", "8", "--steps", "3", "--warmup", "0,2", "--runs", str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert "After 0 warm-up steps the mean step is" in result.stdout
     runs, _ = load_runs([tmp_path])

@@ -418,7 +418,7 @@ app(sys.argv[1:], standalone_mode=False)
 def test_text_of_the_kept_sweep_on_a_bare_machine():
     """What a reader sees, where polars is not installed too. STEPSCOPE_UPDATE_GOLDEN=1 writes it anew."""
     bare = subprocess.run(
-        [sys.executable, "-c", WITHOUT_POLARS, "study", "compile", "--read", str(RESULTS / "compile")],
+        [sys.executable, "-c", WITHOUT_POLARS, "study", "compile", "--from", str(RESULTS / "compile")],
         capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
     assert bare.returncode == 0, bare.stderr
@@ -446,14 +446,14 @@ def stored(place: Path) -> list[Run]:
 def test_the_answer_travels_is_chosen_from_and_drawn(tmp_path: Path):
     kept, drawn = tmp_path / "compile.json", tmp_path / "compile.svg"
     done = study(
-        "--read", RESULTS / "compile", "--read", RESULTS / "best", "--dtypes", "bf16", "--models", "small", "--json"
+        "--from", RESULTS / "compile", "--from", RESULTS / "best", "--dtype", "bf16", "--model", "small", "--json"
     )
     kept.write_text(done.stdout)
     tables = {table["title"]: table for table in json.loads(done.stdout)["tables"]}
     assert set(tables) == {TIMES, COST, REPORT, KERNELS, MEMORY, MISSING}
     assert {row[0] for row in tables[TIMES]["rows"]} == {"small-b4-s512-bf16-train"}
     assert {row[1] for row in tables[MISSING]["rows"]} == {"default", "reduce-overhead"}  # those of best have no eager
-    again = study("--read", kept, "--only", "costs", "--plot", drawn)
+    again = study("--from", kept, "--only", "costs", "--save", drawn)
     assert again.returncode == 0 and COST in again.stdout and TIMES not in again.stdout
     assert drawn.read_text().startswith("<svg")
 
@@ -465,20 +465,20 @@ def test_bad_input_is_one_line(tmp_path: Path):
     run = cell("default", 1.0).run
     save_run(run, create_run_directory(lone, run.workload))
     for arguments, word in (
-        (["--read", empty], "no run here"),
-        (["--read", tmp_path / "none"], "it is no folder"),
-        (["--read", text], "holds no answer"),
-        (["--read", text, "--models", "small"], "is a finished answer"),
-        (["--read", lone], "both eager and compiled (there is default)"),
-        (["--read", lone, "--dtypes", "fp31"], "unknown dtype 'fp31'"),
-        (["--read", lone, "--modes", "eager"], "always measured"),
-        (["--device", "cpu", "--modes", "fast"], "unknown compile mode 'fast'"),
-        (["--device", "cpu", "--phases", "both"], "unknown phase 'both'"),
-        (["--device", "cpu", "--models", "huge"], "unknown model 'huge'"),
+        (["--from", empty], "no run here"),
+        (["--from", tmp_path / "none"], "it is no folder"),
+        (["--from", text], "holds no answer"),
+        (["--from", text, "--model", "small"], "is a finished answer"),
+        (["--from", lone], "both eager and compiled (there is default)"),
+        (["--from", lone, "--dtype", "fp31"], "unknown dtype 'fp31'"),
+        (["--from", lone, "--compile", "eager"], "always measured"),
+        (["--device", "cpu", "--compile", "fast"], "unknown compile mode 'fast'"),
+        (["--device", "cpu", "--phase", "both"], "unknown phase 'both'"),
+        (["--device", "cpu", "--model", "huge"], "unknown model 'huge'"),
         (["--device", "cpu", "--seq-len", "x"], "cannot read --seq-len 'x'"),
     ):
         with pytest.raises(InputError) as refused:
             app(["study", "compile", *map(str, arguments)], standalone_mode=False)
         assert word in str(refused.value) and "\n" not in str(refused.value)
-    done = study("--read", empty)
+    done = study("--from", empty)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

@@ -31,7 +31,7 @@ VERBS = ("table", "show", "ls", "models", "kernel", "trace", "memory", "fit")
 def command_for(shown: str) -> list[str] | None:
     """What to run for a command as shown, or None for one that measures."""
     words = shlex.split(READS_AGAIN.get(shown, shown), comments=True)
-    if words[0] == "stepscope" and (words[1] in VERBS or "--read" in words or "--from" in words):
+    if words[0] == "stepscope" and (words[1] in VERBS or "--from" in words):
         return [sys.executable, "-m", *words]
     if words[:2] == ["stepscope", "study"] and words[2] in STUDIES_OF_ARITHMETIC:
         return [sys.executable, "-m", *words]

@@ -239,13 +239,29 @@ def test_the_plots_in_the_documents_are_drawn_from_the_runs(tmp_path: Path):
     save_plot(draw_accuracy_of(judged()), tmp_path / "accuracy.svg")
     assert (tmp_path / "accuracy.svg").read_bytes() == (ROOT / "docs" / "memory-accuracy.svg").read_bytes()
     done = stepscope(
-        "memory", "small-b4-s512-bf16-train", "--out", "results/h200/memory-recorded", "--plot", tmp_path / "live.svg"
+        "memory", "small-b4-s512-bf16-train", "--runs", "results/h200/memory-recorded", "--save", tmp_path / "live.svg"
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "live.svg").read_bytes() == (ROOT / "docs" / "memory-timeline.svg").read_bytes()
 
 
 # --- Bad input ---
+
+
+def test_without_a_size_the_peak_is_said_and_several_devices_are_answered_each():
+    command = ["--model", "tiny", "--seq-len", 128]
+    peak = said(*command)
+    assert (peak["fits"], peak["budget"], peak["plans"]) == (None, None, [])
+    small, large = said(*command, "--device", "4090,H200")
+    assert small["peak_bytes"] == large["peak_bytes"] == peak["peak_bytes"] and small["fits"] and large["fits"]
+    assert small["budget"]["total_bytes"] < large["budget"]["total_bytes"]
+    assert set(peak) == set(small) == set(large)
+    shown = stepscope("fit", *command)
+    assert (
+        shown.returncode == 0
+        and "The peak is" in shown.stdout
+        and "to hear whether it fits" in " ".join(shown.stdout.split())
+    )
 
 
 @pytest.mark.parametrize(
@@ -256,7 +272,8 @@ def test_the_plots_in_the_documents_are_drawn_from_the_runs(tmp_path: Path):
         ("--memory lots", "as in 80GiB"),
         ("--memory -5GiB", "as in 80GiB"),
         ("--memory 80GiB --device H100", "give one of them"),
-        ("", "--memory 80GiB, or --device"),
+        ("--sweep", "--memory 80GiB, or one --device"),
+        ("--sweep --device H100,H200", "or one --device"),
         ("--device GTX-9999", "choose one of"),
         ("--device H", "matches several"),
         ("--memory 80GiB --model huge", "choose one of tiny"),
@@ -268,13 +285,13 @@ def test_the_plots_in_the_documents_are_drawn_from_the_runs(tmp_path: Path):
         ("--memory 80GiB --checkpointing every-99", "choose every-1 to every-12"),
         ("--memory 80GiB --checkpointing foo", "unknown checkpointing"),
         ("--memory 80GiB --optimizer sgd", "choose one of"),
-        ("--memory 80GiB --plot fit.svg", "--plot belongs to --against"),
+        ("--memory 80GiB --save fit.svg", "--save belongs to --against"),
         ("--memory 80GiB --apart results/h200/memory", "--apart belongs to --against"),
         ("--tensors --phase forward", "keeps nothing for backward"),
         ("--against nowhere", "does not exist"),
         ("--against tests/golden", "no run in tests/golden"),
         ("--against results/cpu/first", "measure on a GPU"),
-        ("--against results/h200/memory-limits --plot fit.txt", ".svg"),
+        ("--against results/h200/memory-limits --save fit.txt", ".svg"),
         ("--memory 8GiB --attention sdpa-flash", "does not run in fp32"),
         ("--memory 8GiB --layers 100000", "at most"),
         ("--tensors --sweep --memory 8GiB", "one at a time"),
@@ -316,8 +333,8 @@ def test_a_cpu_has_no_limit_to_foretell_by():
 def test_the_sweep_says_it_before_it_measures(tmp_path: Path):
     """On a device that is not there: the cells are refused, what was foretold stands before that."""
     done = stepscope(
-        "sweep", "--model", "tiny,xl", "--seq-len", 1024, "--memory-limit", f"{2 * GIB // MIB}MiB",
-        "--devices", "cuda:99", "--out", tmp_path,
+        "sweep", "--model", "tiny,xl", "--seq-len", 1024, "--memory", f"{2 * GIB // MIB}MiB",
+        "--device", "cuda:99", "--runs", tmp_path,
     )  # fmt: skip
     first = done.stderr.splitlines()[0]
     assert "1 of 2 cells are predicted not to fit into 2.00 GiB" in first

@@ -237,9 +237,9 @@ def test_cells_of_csv_are_inert_and_numbers_stay_numbers(tmp_path: Path):
 @pytest.mark.parametrize(
     "verb",
     [
-        ("device", "--read"),
-        ("study", "formats", "--read"),
-        ("study", "attention", "--read"),
+        ("device", "--from"),
+        ("study", "formats", "--from"),
+        ("study", "attention", "--from"),
         ("show",),
         ("memory",),
         ("trace",),
@@ -256,7 +256,7 @@ def test_a_document_of_no_bound_is_refused(tmp_path: Path):
     file = tmp_path / "report.json"
     file.touch()
     os.truncate(file, 1 << 40)
-    is_refused(run_verb("device", "--read", file), "larger than 64.00 MiB")
+    is_refused(run_verb("device", "--from", file), "larger than 64.00 MiB")
 
 
 def test_an_export_without_strings_is_read(tmp_path: Path):
@@ -287,14 +287,14 @@ ENDS = {
 def test_a_recipe_that_ends_its_process_is_named(tmp_path: Path, how: str):
     recipe = tmp_path / "recipe.py"
     recipe.write_text(ENDS[how])
-    is_refused(run_verb("sweep", recipe, "--out", tmp_path / "runs"), str(recipe))
+    is_refused(run_verb("sweep", recipe, "--runs", tmp_path / "runs"), str(recipe))
     assert not (tmp_path / "runs").exists()
 
 
 def test_what_a_recipe_prints_is_no_result(tmp_path: Path):
     recipe = tmp_path / "recipe.py"
     recipe.write_text("print('hello')\ndef sweep():\n    return []\n")
-    done = run_verb("sweep", recipe, "--out", tmp_path / "runs")
+    done = run_verb("sweep", recipe, "--runs", tmp_path / "runs")
     assert done.returncode == 2 and not done.stdout and done.stderr.startswith("hello\n")
 
 

@@ -22,7 +22,7 @@ SENT = [pytest.param(number, id=number.name) for number in CODES]
 @pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.4, 0.8, 1.3])
 def test_a_signal_while_the_command_and_torch_are_imported(sent: signal.Signals, delay_s: float, tmp_path: Path):
     process = subprocess.Popen(
-        [sys.executable, "-m", "stepscope", "run", *QUICK, "--out", str(tmp_path)],
+        [sys.executable, "-m", "stepscope", "run", *QUICK, "--runs", str(tmp_path)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert wait_until_it_answers(process.pid)
@@ -42,7 +42,7 @@ def test_signals_at_random_moments():
 
 @pytest.mark.parametrize("sent", SENT)
 def test_what_was_measured_is_kept_however_often_it_is_asked(sent: signal.Signals, tmp_path: Path):
-    process = run_until(("measure",), *QUICK, "--steps", "10000000", "--out", str(tmp_path))
+    process = run_until(("measure",), *QUICK, "--steps", "10000000", "--runs", str(tmp_path))
     time.sleep(1.0)
     for _ in range(5):
         process.send_signal(sent)
@@ -61,7 +61,7 @@ def test_a_signal_that_is_ignored_stays_so(tmp_path: Path):
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, sys.executable, "-m", "stepscope", "run", *QUICK, "--no-profile",
-         "--out", str(tmp_path)],
+         "--runs", str(tmp_path)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert wait_until_it_answers(process.pid)

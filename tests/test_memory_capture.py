@@ -349,7 +349,7 @@ def test_a_history_that_fails_is_a_note_and_the_run_is_done(out: Path, monkeypat
 
 
 def test_ctrl_c_while_recording_keeps_the_times(tmp_path: Path):
-    process = run_until(("stepscope: memory",), *QUICK, "--no-profile", "--memory", "--out", str(tmp_path))
+    process = run_until(("stepscope: memory",), *QUICK, "--no-profile", "--record", "memory", "--runs", str(tmp_path))
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert "Traceback" not in stderr
@@ -360,7 +360,7 @@ def test_ctrl_c_while_recording_keeps_the_times(tmp_path: Path):
 
 
 def test_the_run_prints_what_filled_its_memory(tmp_path: Path):
-    small = ("run", *QUICK, "--steps", "3", "--no-profile", "--memory", "--out", str(tmp_path))
+    small = ("run", *QUICK, "--steps", "3", "--no-profile", "--record", "memory", "--runs", str(tmp_path))
     result = stepscope(*small)
     assert result.returncode == 0, result.stderr
     assert "The peak: in backward" in result.stdout and "saved for backward by" in result.stdout
@@ -371,6 +371,6 @@ def test_the_run_prints_what_filled_its_memory(tmp_path: Path):
 
 def test_stacks_without_memory_are_refused():
     result = stepscope("run", "--memory-stacks", "all")
-    assert result.returncode == 2 and "--memory-stacks belongs to --memory" in result.stderr
-    result = stepscope("run", *QUICK, "--memory", "--memory-stacks", "c")
+    assert result.returncode == 2 and "--memory-stacks belongs to --record memory" in result.stderr
+    result = stepscope("run", *QUICK, "--record", "memory", "--memory-stacks", "c")
     assert result.returncode == 2 and "unknown memory-stacks 'c': choose one of python, all" in result.stderr

@@ -79,14 +79,14 @@ def test_the_line_that_says_what_failed(output: str, code: int, line: str):
 
 
 def test_no_nsys_is_one_line_before_anything_is_measured(tmp_path: Path):
-    result = stepscope("run", *QUICK, *FEW, "--trace", "nsys", "--out", str(tmp_path / "runs"), STEPSCOPE_NSYS="",
+    result = stepscope("run", *QUICK, *FEW, "--record", "nsys", "--runs", str(tmp_path / "runs"), STEPSCOPE_NSYS="",
                        PATH=str(Path(sys.executable).parent), HOME=str(tmp_path))  # fmt: skip
     (line,) = result.stderr.strip().splitlines()
     assert result.returncode == 2 and line.startswith("stepscope: no nsys on this machine")
     assert "https://developer.nvidia.com/nsight-systems" in line and "scripts/install-nsys" in line
     assert not (tmp_path / "runs").exists()
     wrong = stepscope(
-        "run", *QUICK, *FEW, "--trace", "nsys", "--out", str(tmp_path / "runs"), STEPSCOPE_NSYS="/no/nsys"
+        "run", *QUICK, *FEW, "--record", "nsys", "--runs", str(tmp_path / "runs"), STEPSCOPE_NSYS="/no/nsys"
     )
     assert wrong.returncode == 2 and "STEPSCOPE_NSYS names /no/nsys, which cannot be run" in wrong.stderr
 
@@ -103,13 +103,13 @@ def test_a_program_that_is_no_nsys_is_refused(stand_in: StandIn):
 
 
 def test_under_a_watching_tool_a_second_one_is_refused(tmp_path: Path):
-    result = stepscope("run", *QUICK, *FEW, "--trace", "nsys", "--out", str(tmp_path), NSYS_PROFILING_SESSION_ID="7")
-    assert result.returncode == 2 and "watches this process already: leave out --trace nsys" in result.stderr
+    result = stepscope("run", *QUICK, *FEW, "--record", "nsys", "--runs", str(tmp_path), NSYS_PROFILING_SESSION_ID="7")
+    assert result.returncode == 2 and "watches this process already: leave out --record nsys" in result.stderr
 
 
 def test_an_nsys_that_fails_after_the_steps_costs_the_trace_alone(stand_in: StandIn, tmp_path: Path):
     stand_in("echo 'Unable to configure the collection' >&2; exit 1")
-    result = stepscope("run", *QUICK, *FEW, "--trace", "nsys", "--out", str(tmp_path / "runs"))
+    result = stepscope("run", *QUICK, *FEW, "--record", "nsys", "--runs", str(tmp_path / "runs"))
     assert result.returncode == 0, result.stderr
     assert "stepscope: no nsys trace: Unable to configure the collection" in result.stderr.splitlines()
     assert "No nsys trace: Unable to configure the collection." in result.stdout
@@ -123,14 +123,14 @@ def test_an_nsys_that_fails_after_the_steps_costs_the_trace_alone(stand_in: Stan
 def test_an_nsys_that_ends_before_it_began_is_asked_once_more(stand_in: StandIn, tmp_path: Path):
     """As a real one does now and then on a busy machine."""
     stand_in(f"echo once >> {tmp_path}/asked; echo 'The agent did not answer' >&2; exit 1")
-    result = stepscope("run", *QUICK, *FEW, "--trace", "nsys", "--out", str(tmp_path / "runs"))
+    result = stepscope("run", *QUICK, *FEW, "--record", "nsys", "--runs", str(tmp_path / "runs"))
     assert result.returncode == 0 and "no nsys trace: The agent did not answer" in result.stderr
     assert (tmp_path / "asked").read_text() == "once\nonce\n"
 
 
 def test_ctrl_c_while_nsys_works_keeps_the_times_and_leaves_no_process(stand_in: StandIn, tmp_path: Path):
     stand_in(f"echo $$ > {tmp_path}/pid; exec cat > /dev/null")  # ends when its stdin does, as the watched process
-    process = run_until(("trace nsys",), *QUICK, *FEW, "--trace", "nsys", "--out", str(tmp_path / "runs"))
+    process = run_until(("trace nsys",), *QUICK, *FEW, "--record", "nsys", "--runs", str(tmp_path / "runs"))
     deadline = time.monotonic() + 30
     while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -170,7 +170,7 @@ def ranges_in(sqlite: Path) -> list[Range]:
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of one run with both traces, by a real nsys."""
     out = tmp_path_factory.mktemp("nsys") / "50% of runs"
-    result = stepscope("run", *QUICK, *FEW, "--trace", "kineto", "--trace", "nsys", "--out", str(out),
+    result = stepscope("run", *QUICK, *FEW, "--record", "kineto", "--record", "nsys", "--runs", str(out),
                        STEPSCOPE_CACHE=str(tmp_path_factory.getbasetemp() / "cache"), SOME_TOKEN="hunter2")  # fmt: skip
     assert result.returncode == 0 and "no nsys trace" not in result.stderr, result.stderr
     (directory,) = out.iterdir()
@@ -249,7 +249,7 @@ def test_a_stream_recorded_elsewhere_is_imported_where_nsys_is_whole(traced: Pat
     target = tmp_path / "target-linux-x64"
     shutil.copytree(whole.path.resolve().parent, target, symlinks=True, ignore=shutil.ignore_patterns("python", "nvtx"))
     out = tmp_path / "runs"
-    result = stepscope("run", *QUICK, *FEW, "--trace", "nsys", "--out", str(out), STEPSCOPE_NSYS=str(target / "nsys"))
+    result = stepscope("run", *QUICK, *FEW, "--record", "nsys", "--runs", str(out), STEPSCOPE_NSYS=str(target / "nsys"))
     assert result.returncode == 0 and "trace.qdstrm awaits its import" in result.stderr, result.stderr
     (directory,) = out.iterdir()
     before = load_run(directory)
@@ -273,7 +273,7 @@ def test_started_by_hand_every_step_has_its_phases_and_one_pass_has_all(tmp_path
     assert nsys
     subprocess.run(
         [nsys, "profile", "--trace=cuda,nvtx", "-o", tmp_path / "hand", "--export", "sqlite", sys.executable, "-m",
-         "stepscope", "run", *QUICK, *FEW, "--out", tmp_path / "runs"],
+         "stepscope", "run", *QUICK, *FEW, "--runs", tmp_path / "runs"],
         check=True, capture_output=True, timeout=120,
     )  # fmt: skip
     (run,), _ = load_runs([tmp_path / "runs"])

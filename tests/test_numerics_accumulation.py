@@ -51,21 +51,21 @@ def test_the_command_gives_the_known_results_and_reads_them_again(tmp_path: Path
     assert {key: got[key] for key in KNOWN} == KNOWN
     kept = tmp_path / "sums.json"
     kept.write_text(written.stdout)
-    again = run("--read", str(kept), "--json", "--plot", str(tmp_path / "sums.svg"))
+    again = run("--from", str(kept), "--json", "--save", str(tmp_path / "sums.svg"))
     assert again.stdout == written.stdout and (tmp_path / "sums.svg").stat().st_size > 1000
 
 
 def test_only_shows_the_tables_named_or_the_sentences(tmp_path: Path):
     kept = tmp_path / "sums.json"
     kept.write_text(run("--json").stdout)
-    shorter = run("--read", str(kept), "--only", "1,000 X 0.01")
+    shorter = run("--from", str(kept), "--only", "1,000 X 0.01")
     assert shorter.stdout.startswith("1,000 x 0.01\n") and "10,000 x" not in shorter.stdout
-    sentences = run("--read", str(kept), "--only", "findings")
+    sentences = run("--from", str(kept), "--only", "findings")
     assert sentences.stdout.startswith("In bf16 the sum of") and "accumulator" not in sentences.stdout.splitlines()[0]
-    wrong = run("--read", str(kept), "--only", "products")
+    wrong = run("--from", str(kept), "--only", "products")
     assert wrong.returncode == 2 and "'1,000 x 0.01', '10,000 x 0.001'" in wrong.stderr
     for arguments, says in (((), "names no table"), (("--json",), "--json writes the whole answer")):
-        refused = run("--read", str(kept), "--only", "", *arguments)
+        refused = run("--from", str(kept), "--only", "", *arguments)
         assert (refused.returncode, refused.stdout) == (2, "") and says in refused.stderr
 
 

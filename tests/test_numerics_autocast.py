@@ -366,7 +366,7 @@ def test_json_is_the_experiment_and_is_read_again(tmp_path: Path):
     assert tree(found)["fc1"]["output"] == "bf16" and found.settings["model"] == "toy"
     kept = tmp_path / "answer.json"
     kept.write_text(done.stdout)
-    shown = autocast("--read", str(kept))
+    shown = autocast("--from", str(kept))
     assert shown.returncode == 0 and "LayerNorm" in shown.stdout and "scaled_dot_product_attention" in shown.stdout
 
 

@@ -201,8 +201,8 @@ def test_the_verb_writes_json_and_reads_it_again(tmp_path: Path):
     assert (written.returncode, written.stderr) == (0, "")
     kept = tmp_path / "formats.json"
     kept.write_text(written.stdout)
-    assert formats("--read", str(kept), "--json").stdout == written.stdout
-    assert formats("--read", str(kept)).stdout == formats("--value", "1e-7").stdout
+    assert formats("--from", str(kept), "--json").stdout == written.stdout
+    assert formats("--from", str(kept)).stdout == formats("--value", "1e-7").stdout
 
 
 def test_bad_input_is_one_line(tmp_path: Path):
@@ -220,13 +220,13 @@ def test_bad_input_is_one_line(tmp_path: Path):
         (["--value", "1e-999999999999"], "--value '1e-999999999999' is zero in fp64"),
         (["--value", "0." + "1" * 5000], "--value has 5,002 characters"),
         (["--value", ""], "--value '' is no number"),
-        (["--read", str(tmp_path / "none.json")], "cannot read"),
-        (["--read", str(tmp_path / "broken.json")], "holds no answer of `stepscope study --json`"),
-        (["--read", str(tmp_path / "other.json")], "is of the study softmax"),
-        (["--read", str(tmp_path / "uneven.json")], "is damaged: the table 'Formats' has a row"),
-        (["--read", str(tmp_path / "later.json")], "is of version 99"),
-        (["--plot", str(tmp_path / "plot.svg")], "has no curves: leave out --plot"),
-        (["--plot", str(tmp_path / "plot.txt")], "end its name in one of"),
+        (["--from", str(tmp_path / "none.json")], "cannot read"),
+        (["--from", str(tmp_path / "broken.json")], "holds no answer of `stepscope study --json`"),
+        (["--from", str(tmp_path / "other.json")], "is of the study softmax"),
+        (["--from", str(tmp_path / "uneven.json")], "is damaged: the table 'Formats' has a row"),
+        (["--from", str(tmp_path / "later.json")], "is of version 99"),
+        (["--save", str(tmp_path / "plot.svg")], "has no curves: leave out --save"),
+        (["--save", str(tmp_path / "plot.txt")], "end its name in one of"),
     ):
         done = formats(*arguments)
         assert (done.returncode, done.stdout) == (2, ""), arguments

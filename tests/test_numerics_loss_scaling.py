@@ -116,7 +116,7 @@ def study(*arguments: object) -> Done:
 def test_the_verb(tmp_path: Path):
     plot = tmp_path / "scale.svg"
     done = study("--steps", "30", "--growth-interval", "5", "--overflow-at", "12", "--device", "cpu", "--json",
-                 "--plot", str(plot))  # fmt: skip
+                 "--save", str(plot))  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = decode_experiment(done.stdout.encode(), "stdout")
     assert found.settings["planted"] == "12" and plot.stat().st_size > 1000

@@ -181,7 +181,7 @@ def test_inputs_beyond_a_format_are_said_to_be():
 
 def test_the_verb(tmp_path: Path):
     command = ("study", "normalisation", "--scales", "1,300", "--widths", "16,32")
-    done = stepscope(*command, "--json", "--plot", str(tmp_path / "norms.svg"))
+    done = stepscope(*command, "--json", "--save", str(tmp_path / "norms.svg"))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["study"] == "normalisation"
     assert "width" in (tmp_path / "norms.svg").read_text()

@@ -410,7 +410,7 @@ def test_bad_input_is_one_line():
 def test_the_verb_reads_and_draws(found: Experiment, tmp_path: Path):
     kept, plot = tmp_path / "quality.json", tmp_path / "quality.svg"
     kept.write_text(encode_experiment(found))
-    done = study("--read", str(kept), "--plot", str(plot), "--only", RUNS)
+    done = study("--from", str(kept), "--save", str(plot), "--only", RUNS)
     assert done.returncode == 0, done.stderr
     assert plot.stat().st_size > 1000 and "bf16-pure-kahan" in done.stdout
 

@@ -188,7 +188,7 @@ def test_a_row_of_ones_own(found: Experiment):
 
 def test_the_verb(tmp_path: Path):
     command = ("study", "softmax", "--scales", "1,4")
-    done = stepscope(*command, "--json", "--plot", str(tmp_path / "softmax.svg"))
+    done = stepscope(*command, "--json", "--save", str(tmp_path / "softmax.svg"))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["study"] == "softmax"
     assert "head_dim 128" in (tmp_path / "softmax.svg").read_text()

@@ -159,8 +159,8 @@ def study(*arguments: object) -> Done:
 
 def test_the_verb(tmp_path: Path):
     plot = tmp_path / "swallowed.svg"
-    done = study("--steps", "3", "--d-model", "32", "--layers", "1", "--device", "cpu", "--learning-rates", "1e-3",
-                 "--json", "--plot", str(plot))  # fmt: skip
+    done = study("--steps", "3", "--d-model", "32", "--layers", "1", "--device", "cpu", "--learning-rate", "1e-3",
+                 "--json", "--save", str(plot))  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = decode_experiment(done.stdout.encode(), "stdout")
     assert plot.stat().st_size > 1000 and {"updates-swallowed", "updates-kept"} <= {f.kind for f in found.findings}
@@ -168,7 +168,7 @@ def test_the_verb(tmp_path: Path):
 
 def test_bad_input_is_one_line():
     for arguments, word in (
-        (("--learning-rates", "fast"), "--learning-rates 'fast'"),
+        (("--learning-rate", "fast"), "--learning-rate 'fast'"),
         (("--remedies-at", "-1"), "learning rate -1.0"),
     ):
         done = study(*arguments)

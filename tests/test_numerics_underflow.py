@@ -138,7 +138,7 @@ def study(*arguments: object) -> Done:
 def test_the_verb_and_its_plot(tmp_path: Path):
     plot = tmp_path / "underflow.svg"
     done = study("--vocabulary", "101", "--seq-len", "16", "--format", "fp8-e5m2", "--device", "cpu", "--json",
-                 "--plot", str(plot))  # fmt: skip
+                 "--save", str(plot))  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = decode_experiment(done.stdout.encode(), "stdout")
     assert found.settings["format"] == "fp8-e5m2" and plot.stat().st_size > 1000

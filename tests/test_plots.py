@@ -399,14 +399,14 @@ def test_the_verb_plots_what_it_prints(tmp_path: Path):
         return stepscope("table", "runs", *options, cwd=tmp_path)
 
     printed = table("--columns", "dtype")
-    plotted = table("--columns", "dtype", "--plot", "table.svg")
+    plotted = table("--columns", "dtype", "--save", "table.svg")
     assert (plotted.returncode, plotted.stdout) == (0, printed.stdout)
     assert plotted.stderr == "stepscope: 5 points in table.svg; cells left out, without a result or such a figure: 1\n"
     assert "step (ms)" in (tmp_path / "table.svg").read_text()
     for options, says in (
-        (("--columns", "dtype", "--plot", "table.pdf"), "end its name in one of .svg"),
-        (("--rows", "model,dtype", "--columns", "seq_len", "--plot", "other.svg"), "needs a number to go by"),
-        (("--columns", "dtype", "--plot", "no/such/place.png"), "cannot write the plot no/such/place.png"),
+        (("--columns", "dtype", "--save", "table.pdf"), "end its name in one of .svg"),
+        (("--rows", "model,dtype", "--columns", "seq_len", "--save", "other.svg"), "needs a number to go by"),
+        (("--columns", "dtype", "--save", "no/such/place.png"), "cannot write the plot no/such/place.png"),
     ):
         refused = table(*options)
         assert (refused.returncode, refused.stdout) == (2, "")

@@ -197,7 +197,7 @@ def study(*arguments: object) -> Done:
 
 def test_text_of_the_kept_kernels():
     """What a reader sees. STEPSCOPE_UPDATE_GOLDEN=1 writes it anew."""
-    done = study("--read", RESULTS / "kernels")
+    done = study("--from", RESULTS / "kernels")
     assert done.returncode == 0, done.stderr
     if os.environ.get("STEPSCOPE_UPDATE_GOLDEN"):
         GOLDEN.write_text(done.stdout)
@@ -206,18 +206,18 @@ def test_text_of_the_kept_kernels():
 
 def test_the_answer_travels_and_is_drawn(tmp_path: Path):
     kept, drawn = tmp_path / "speed.json", tmp_path / "speed.svg"
-    done = study("--read", RESULTS / "kernels", "--seq-len", "512", "--json")
+    done = study("--from", RESULTS / "kernels", "--seq-len", "512", "--json")
     kept.write_text(done.stdout)
     tables = {table["title"]: table for table in json.loads(done.stdout)["tables"]}
     assert set(tables) == {TIMES, MEMORY, PARTS, LAW} and len(tables[TIMES]["rows"]) == 6
-    again = study("--read", kept, "--plot", drawn)
+    again = study("--from", kept, "--save", drawn)
     assert again.returncode == 0 and "large-b4-s512-train" in again.stdout and "s1024" not in again.stdout
     assert drawn.read_text().startswith("<svg")
 
 
 def test_runs_of_two_folders_without_captures():
     done = study(
-        "--read", RESULTS / "plain", "--read", RESULTS / "tf32", "--models", "2.7B", "--seq-len", "512", "--json"
+        "--from", RESULTS / "plain", "--from", RESULTS / "tf32", "--model", "2.7B", "--seq-len", "512", "--json"
     )
     found = json.loads(done.stdout)
     assert [table["title"] for table in found["tables"]] == [TIMES, MEMORY]  # no shares without a capture
@@ -233,18 +233,18 @@ def test_bad_input_is_one_line(tmp_path: Path):
     run = timed("bf16", 5, 10)
     save_run(run, create_run_directory(lone, run.workload))
     for arguments, word in (
-        (["--read", empty], "no run here"),
-        (["--read", tmp_path / "none"], "it is no folder"),
-        (["--read", lone], "measured both in fp32 and in another dtype (there is bf16)"),
-        (["--read", lone, "--dtypes", "fp31"], "unknown dtype 'fp31'"),
-        (["--device", "cpu", "--dtypes", "bf16"], "lacks fp32"),
-        (["--device", "cpu", "--dtypes", "fp32,tf32"], "not on a CPU"),
-        (["--device", "cpu", "--models", "huge"], "unknown model 'huge'"),
+        (["--from", empty], "no run here"),
+        (["--from", tmp_path / "none"], "it is no folder"),
+        (["--from", lone], "measured both in fp32 and in another dtype (there is bf16)"),
+        (["--from", lone, "--dtype", "fp31"], "unknown dtype 'fp31'"),
+        (["--device", "cpu", "--dtype", "bf16"], "lacks fp32"),
+        (["--device", "cpu", "--dtype", "fp32,tf32"], "not on a CPU"),
+        (["--device", "cpu", "--model", "huge"], "unknown model 'huge'"),
     ):
         with pytest.raises(InputError) as refused:
             app(["study", "speed", *map(str, arguments)], standalone_mode=False)
         assert word in str(refused.value) and "\n" not in str(refused.value)
-    done = study("--read", empty)
+    done = study("--from", empty)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
@@ -265,7 +265,7 @@ def test_a_bare_machine_measures_and_another_reads_the_captures(tmp_path: Path):
     sizes = (
         "--device",
         "cpu",
-        "--models",
+        "--model",
         "tiny",
         "--seq-len",
         "16",
@@ -277,12 +277,12 @@ def test_a_bare_machine_measures_and_another_reads_the_captures(tmp_path: Path):
         "0",
     )
     bare = subprocess.run(
-        [sys.executable, "-c", WITHOUT_POLARS, "study", "speed", *sizes, "--out", str(tmp_path)],
+        [sys.executable, "-c", WITHOUT_POLARS, "study", "speed", *sizes, "--runs", str(tmp_path)],
         capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
     assert TIMES in bare.stdout and PARTS not in bare.stdout, bare.stderr
     assert "polars, which reads them, is not installed" in bare.stdout.replace("\n", " ")
-    assert f"study speed --read {tmp_path}" in bare.stderr
-    done = study("--read", tmp_path, "--keep-digests")
+    assert f"study speed --from {tmp_path}" in bare.stderr
+    done = study("--from", tmp_path, "--keep-digests")
     assert done.returncode == 0 and PARTS in done.stdout and LAW in done.stdout, done.stderr
     assert len(list(tmp_path.glob("*/trace-kineto.json"))) == 2

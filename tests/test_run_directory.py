@@ -97,7 +97,7 @@ def test_runs_are_found_by_a_part_of_their_name(out: Path):
 def test_a_place_that_cannot_be_written_is_known_before_measuring(tmp_path: Path):
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
-    with pytest.raises(InputError, match=r"cannot write runs to .*--out"):
+    with pytest.raises(InputError, match=r"cannot write runs to .*--runs"):
         create_run_directory(blocked, workload())
     if os.geteuid() != 0:  # root may write anywhere
         tmp_path.chmod(0o500)

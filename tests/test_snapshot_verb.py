@@ -79,16 +79,16 @@ def test_a_run_by_its_name(tmp_path: Path):
     run = make_run(mini(), forward=[0.1] * 6)
     directory = create_run_directory(out, run.workload)
     save_run(run, directory)
-    none = memory("last", "--out", out)
-    assert none.returncode == 2 and "measure it again with --memory" in none.stderr
+    none = memory("last", "--runs", out)
+    assert none.returncode == 2 and "measure it again with --record memory" in none.stderr
     with gzip.open(directory / "memory.pickle.gz", "wb") as file:
         pickle.dump(handmade().content(), file)
     answers = [
         memory(*arguments, "--json").stdout
-        for arguments in ((directory,), ("last", "--out", out), (directory.name[:12], "--out", out))
+        for arguments in ((directory,), ("last", "--runs", out), (directory.name[:12], "--runs", out))
     ]
     assert answers[0] and answers[0] == answers[1] == answers[2]
-    unknown = memory("nobody", "--out", out)
+    unknown = memory("nobody", "--runs", out)
     assert unknown.returncode == 2 and unknown.stderr.count("\n") == 1
 
 
@@ -168,7 +168,7 @@ def emptied(content: Content) -> None:
 
 WRONG: dict[str, tuple[Callable[[Content], object], str]] = {
     "no history": (emptied, "_record_memory_history"),
-    "no traces at all": (without("device_traces"), "stepscope run --memory"),
+    "no traces at all": (without("device_traces"), "stepscope run --record memory"),
     "neither": (lambda content: content.clear(), "no memory snapshot: it holds a dict without segments"),
     "traces are a number": (lambda content: content.update(device_traces=5), "`device_traces`"),
     "a trace is a text": (lambda content: content.update(device_traces=["x"]), "`device_traces[0]`"),
@@ -250,7 +250,7 @@ def test_wrong_options_are_one_line(tmp_path: Path):
     for options, expected in (
         (("--at", "teatime"), "cannot tell which moment"),
         (("--at", "9s"), "after the history"),
-        (("--plot", tmp_path / "p.docx"), "plot"),
+        (("--save", tmp_path / "p.docx"), "plot"),
         (("--device", "zero"), "device"),
     ):
         done = memory(path, *options)
@@ -260,7 +260,7 @@ def test_wrong_options_are_one_line(tmp_path: Path):
 def test_a_plot(tmp_path: Path):
     pytest.importorskip("altair")
     path = handmade().write(tmp_path / "s.pickle")
-    done = memory(path, "--plot", tmp_path / "p.svg", "--json")
+    done = memory(path, "--save", tmp_path / "p.svg", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["peak_bytes"] and "saved for backward" in (tmp_path / "p.svg").read_text()
 

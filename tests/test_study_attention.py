@@ -487,29 +487,25 @@ def run(*words: str) -> None:
         (["--seq-len", "0"], "--seq-len is 0, which is an empty tensor"),
         (["--head-dim", "100000"], "--head-dim is 100000: it must be 1 to 4,096"),
         (["--heads", "3", "--kv-heads", "2"], "--kv-heads 2 does not divide --heads 3"),
-        (["--implementations", "sdpa-cudnn"], "sdpa-cudnn does not run on cpu: choose one of reference, sdpa"),
-        (["--implementations", "quick"], "unknown attention 'quick': choose one of reference"),
-        (["--dtypes", "fp64"], "cannot judge fp64"),
-        (["--dtypes", "int8"], "unknown dtype 'int8'"),
+        (["--attention", "sdpa-cudnn"], "sdpa-cudnn does not run on cpu: choose one of reference, sdpa"),
+        (["--attention", "quick"], "unknown attention 'quick': choose one of reference"),
+        (["--dtype", "fp64"], "cannot judge fp64"),
+        (["--dtype", "int8"], "unknown dtype 'int8'"),
         (["--device", "cuda:99"], "no GPU for --device cuda:99"),
         (["--compile", "max"], "unknown compile 'max': choose one of none, default"),
         (["--launches", "gone"], "unknown launches 'gone'"),
         (["--preset", "mine"], "unknown preset 'mine': choose one of seeds"),
-        (["--gate", "--heads", "2"], "--heads says nothing with --gate"),
-        (["--model", "tiny", "--head-dim", "2"], "--head-dim says nothing with --model"),
-        (["--model", "tiny", "--plot", "a.svg"], "--plot says nothing with --model"),
-        (["--read", "a.json", "--seq-len", "8", "--tag", "mine"], "--seq-len, --tag says nothing with --read"),
-        (["--read", "a.json", "--keep-digests"], "--keep-digests says nothing without a folder of runs"),
-        (["--tag", "mine", "--keep-digests"], "--tag, --keep-digests says nothing without --model"),
-        (["--every-shape"], "--every-shape says nothing without --gate"),
+        (["--from", "a.json", "--seq-len", "8", "--heads", "2"], "--seq-len, --heads says nothing with --from"),
+        (["--from", "a.json", "--keep-digests"], "--keep-digests says nothing with a file"),
+        (["--keep-digests"], "--keep-digests says nothing without --from"),
         (["--only", "nothing"], "--only 'nothing' names no table: there are 'Forward and backward, ms'"),
         (["--model", "tiny", "--only", "nothing"], "--only 'nothing' names no table: there are 'The step: medians"),
         (["--seq-len", ""], "--seq-len is empty: name at least one"),
-        (["--implementations", ""], "--implementations"),
+        (["--attention", ""], "--attention"),
         (["--budget", "0"], "none of the 16 cells was reached in --budget 0: give it more seconds"),
-        (["--model", "tiny", "--implementations", "quick"], "unknown attention 'quick'"),
-        (["--read", "/nowhere/at-all.json"], "cannot read /nowhere/at-all.json"),
-        (["--out", "/proc/nowhere/at-all.json"], "choose another --out"),
+        (["--model", "tiny", "--attention", "quick"], "unknown attention 'quick'"),
+        (["--from", "/nowhere/at-all.json"], "cannot read /nowhere/at-all.json"),
+        (["--figures", "/proc/nowhere/at-all.json"], "choose another --figures"),
     ],
 )
 def test_wrong_input_is_one_line(words: list[str], said: str):
@@ -530,23 +526,23 @@ def test_numbers_that_are_not_finite_are_named(bad: float):
 
 def test_an_answer_is_kept_read_again_and_drawn(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     kept, answered, drawn = tmp_path / "kept.json", tmp_path / "answer.json", tmp_path / "curves.svg"
-    sizes = ["--seq-len", "32,64", "--head-dim", "8", "--implementations", "reference,sdpa", "--steps", "5"]
-    run(*sizes, "--seconds", "0", "--budget", "60", "--out", str(kept), "--json")
+    sizes = ["--seq-len", "32,64", "--head-dim", "8", "--attention", "reference,sdpa", "--steps", "5"]
+    run(*sizes, "--seconds", "0", "--budget", "60", "--figures", str(kept), "--json")
     first = capfd.readouterr().out
     answered.write_text(first)
     assert decode_timings(kept.read_bytes(), "kept").timings
-    run("--read", str(kept), "--json", "--plot", str(drawn))
+    run("--from", str(kept), "--json", "--save", str(drawn))
     assert json.loads(capfd.readouterr().out)["tables"] == json.loads(first)["tables"]
     assert drawn.read_text().startswith("<svg") and "memory S^" in drawn.read_text()
-    run("--read", str(answered), "--only", "Powers")
+    run("--from", str(answered), "--only", "Powers")
     assert capfd.readouterr().out.startswith(SLOPES)
     (tmp_path / "empty.json").touch()
-    with pytest.raises(InputError, match=r"empty\.json is empty: .* first row; measure again with --out"):
-        run("--read", str(tmp_path / "empty.json"))
+    with pytest.raises(InputError, match=r"empty\.json is empty: .* first row; measure again with --figures"):
+        run("--from", str(tmp_path / "empty.json"))
     garbage = tmp_path / "garbage.json"
     garbage.write_bytes(b"\xff{")
     with pytest.raises(InputError, match=r"garbage\.json holds no answer"):
-        run("--read", str(garbage))
+        run("--from", str(garbage))
 
 
 # ---- the gate's matrix
@@ -554,7 +550,8 @@ def test_an_answer_is_kept_read_again_and_drawn(tmp_path: Path, capfd: pytest.Ca
 
 def test_the_matrix_is_whole_and_says_who_is_wrong(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     kept = tmp_path / "gate.json"
-    run("--gate", "--implementations", "sdpa,sdpa-cudnn", "--dtypes", "fp32,bf16", "--workers", "1", "--out", str(kept))
+    gate = ["study", "attention-gate", "--attention", "sdpa,sdpa-cudnn", "--dtype", "fp32,bf16", "--workers", "1"]
+    app([*gate, "--figures", str(kept)], standalone_mode=False)
     text = capfd.readouterr().out
     assert "32 of 64 calls were judged, and 32 are not supported" in text
     matrix = decode_matrix(kept.read_bytes(), "gate")
@@ -563,10 +560,12 @@ def test_the_matrix_is_whole_and_says_who_is_wrong(tmp_path: Path, capfd: pytest
     ]  # fmt: skip
     assert all(verdict.repeats for verdict in matrix.reports[0].verdicts)
     assert decode_matrix(encode_matrix(matrix), "again") == matrix
-    run("--read", str(kept))
+    app(["study", "attention-gate", "--from", str(kept)], standalone_mode=False)
+    assert capfd.readouterr().out == text
+    run("--from", str(kept))
     assert capfd.readouterr().out == text
     with pytest.raises(InputError, match="--only says nothing with the gate's matrix"):
-        run("--read", str(kept), "--only", "findings")
+        run("--from", str(kept), "--only", "findings")
 
 
 def test_a_worker_that_dies_costs_one_task_and_time_that_is_over_leaves_the_rest():

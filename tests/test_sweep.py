@@ -134,7 +134,7 @@ def test_a_full_disk_ends_the_sweep_in_one_line_and_the_measurement_is_not_lost(
     recipe = tmp_path / "recipe.py"
     recipe.write_text(RECIPE)
     result = subprocess.run(
-        [sys.executable, "-c", limited, "sweep", str(recipe), "--out", str(out), "--devices", "cpu", "--steps", "200",
+        [sys.executable, "-c", limited, "sweep", str(recipe), "--runs", str(out), "--device", "cpu", "--steps", "200",
          "--seconds", "0", "--no-profile"],
         capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "TMPDIR": str(tmp_path)},
     )  # fmt: skip
@@ -190,7 +190,7 @@ def sweep():
 def start_sweep(tmp_path: Path, out: Path) -> subprocess.Popen[str]:
     recipe = tmp_path / "recipe.py"
     recipe.write_text(RECIPE)
-    command = [sys.executable, "-m", "stepscope", "sweep", str(recipe), "--out", str(out), "--devices", "cpu"]
+    command = [sys.executable, "-m", "stepscope", "sweep", str(recipe), "--runs", str(out), "--device", "cpu"]
     return subprocess.Popen(
         [*command, "--seconds", "1", "--no-profile"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -233,7 +233,7 @@ def test_killed_in_the_middle_the_same_command_finishes_and_repeats_only_that_ce
 def test_ctrl_c_keeps_what_the_running_cell_has(tmp_path: Path, out: Path):
     recipe = tmp_path / "recipe.py"
     recipe.write_text(RECIPE)
-    command = [sys.executable, "-m", "stepscope", "sweep", str(recipe), "--out", str(out), "--devices", "cpu"]
+    command = [sys.executable, "-m", "stepscope", "sweep", str(recipe), "--runs", str(out), "--device", "cpu"]
     process = subprocess.Popen(
         [*command, "--warmup", "1", "--steps", "10000000", "--no-profile"],
         stdout=subprocess.PIPE,

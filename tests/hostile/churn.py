@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         verbs = {
             "ls": ["ls", folder],
             "table": ["table", folder, "--style", "csv", "--rows", "tag"],
-            "show": ["show", "last", "--out", folder],
+            "show": ["show", "last", "--runs", folder],
         }
         for words in verbs.values():
             walk(words)  # what they import takes longer than many passes

@@ -128,7 +128,7 @@ def documents() -> Write:
     def write(dice: Dice, folder: Path) -> list[str]:
         text, verb = dice.choice(loaded)
         (folder / "answer.json").write_bytes(damaged_json(text, dice))
-        return [*verb, "--read", str(folder / "answer.json"), *dice.choice(([], ["--json"]))]
+        return [*verb, "--from", str(folder / "answer.json"), *dice.choice(([], ["--json"]))]
 
     return write
 

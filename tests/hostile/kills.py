@@ -106,7 +106,7 @@ class _Campaign:
 
     def _start(self, recipe: Path, out: Path) -> "subprocess.Popen[str]":
         self.starts += 1
-        command = (*STEPSCOPE, "sweep", str(recipe), "--out", str(out), "--devices", "cpu")
+        command = (*STEPSCOPE, "sweep", str(recipe), "--runs", str(out), "--device", "cpu")
         return subprocess.Popen(
             (*command, "--warmup", "1", "--steps", "3", "--seconds", "0", "--no-profile"),
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(HOSTILE=str(recipe.parent)),

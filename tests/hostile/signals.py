@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 def interrupt(sent: signal.Signals, delay_s: float, again: bool, out: Path) -> tuple[str, str]:
     """One run, and one signal, or two; how it ended, and what is wrong with that."""
     process = subprocess.Popen(
-        (*STEPSCOPE, "run", *QUICK, "--out", str(out)),
+        (*STEPSCOPE, "run", *QUICK, "--runs", str(out)),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
         preexec_fn=as_in_a_terminal,  # noqa: PLW1509  (there are no threads)
     )  # fmt: skip

@@ -4,13 +4,13 @@ import contextlib
 import io
 import os
 import sys
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
 from stepscope import __version__
 from stepscope.cli import device, fit, kernel, ls, memory, models, run, show, study, sweep, table, trace
+from stepscope.cli.grammar import Verbs, help_width
 from stepscope.cli.output import emit
 from stepscope.core import interrupts
 from stepscope.core.address_space import address_space_limit
@@ -27,8 +27,27 @@ _OPTIONAL = {
 """A machine that only reads needs no torch, a bare GPU machine that only measures no polars."""
 
 
-class _Verbs(TyperGroup):
-    """The verbs. In them, and only there, a signal is a KeyboardInterrupt, which goes no further."""
+_FIRST = (
+    ("stepscope run", "measure a training step here, and save what was found"),
+    ("stepscope show last", "show it again"),
+    ("stepscope fit --model xl", "predict the memory of a larger one, without running it"),
+    ("stepscope study formats", "one question each: `stepscope study` lists them"),
+    ("stepscope VERB --help", "the options of a verb, and two examples"),
+)
+
+
+class _Command(Verbs):
+    """The command itself. In its verbs, and only there, a signal is a KeyboardInterrupt, which goes no further."""
+
+    verbs: ClassVar = {
+        "run": run.run, "sweep": sweep.sweep, "table": table.table, "trace": trace.trace, "memory": memory.memory,
+        "fit": fit.fit, "show": show.show, "ls": ls.ls, "models": models.models, "device": device.device,
+        "kernel": kernel.kernel,
+    }  # fmt: skip
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("To begin with"):
+            formatter.write_dl(_FIRST)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -39,24 +58,14 @@ class _Verbs(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Verbs,
+    cls=_Command,
     help="A laboratory for one thing: a transformer training step. Measures it, explains it, makes it faster.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings=help_width(),
 )
-app.command("run")(run.run)
-app.command("sweep")(sweep.sweep)
-app.command("table")(table.table)
-app.command("trace")(trace.trace)
-app.command("memory")(memory.memory)
-app.command("fit")(fit.fit)
-app.command("show")(show.show)
-app.command("ls")(ls.ls)
-app.command("models")(models.models)
-app.command("device")(device.device)
-app.command("kernel")(kernel.kernel)
 app.add_typer(study.app, name="study")
 
 
@@ -80,7 +89,7 @@ def main() -> NoReturn:
     interrupts.install()
     _mend_streams()
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="stepscope", standalone_mode=False)
     except StepscopeError as error:
         _leave(str(error), error.exit_code)
     except ModuleNotFoundError as error:

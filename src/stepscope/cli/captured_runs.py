@@ -2,13 +2,15 @@
 
 import functools
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stepscope.cli.output import warn
-from stepscope.core.errors import InputError
+from stepscope.core.attentions import attention_names
+from stepscope.core.errors import InputError, choose
 from stepscope.core.run import Run
+from stepscope.core.workload import DTYPES, PHASES
 
 if TYPE_CHECKING:
     from stepscope.analysis.trace_digest import TraceDigest
@@ -61,3 +63,41 @@ def stored_runs(places: Iterable[Path]) -> Iterator[tuple[Run, Path]]:
             yield load_run(file), file.parent
         except InputError as error:
             warn(f"left out: {error}")
+
+
+def finished_answer(places: tuple[Path, ...], wanted: Mapping[str, object]) -> Path | None:
+    """The one file among stored results, an answer that is finished; None where they are folders of runs."""
+    if len(places) != 1 or not places[0].is_file():
+        return None
+    if wanted:
+        flags = ", ".join(f"--{field.replace('_', '-')}" for field in wanted)
+        raise InputError(f"{places[0]} is a finished answer: {flags} would choose among the runs of a folder")
+    return places[0]
+
+
+def wanted_runs(given: Mapping[str, tuple[Any, ...] | None]) -> dict[str, tuple[Any, ...]]:
+    """Which runs of a folder are wanted, by a field of the workload; a field that is not named keeps all."""
+    choices = {"dtype": DTYPES, "phase": PHASES, "attention": attention_names()}
+    wanted = {field: values for field, values in given.items() if values is not None}
+    for field, values in wanted.items():
+        for value in values:
+            choose(value, choices.get(field, (value,)), field)
+    return wanted
+
+
+def is_wanted(run: Run, wanted: Mapping[str, tuple[Any, ...]]) -> bool:
+    """Whether the run's workload has, in each of these fields, one of the values."""
+    workload = run.workload
+    return all(
+        (workload.model.name if field == "model" else getattr(workload, field)) in values
+        for field, values in wanted.items()
+    )
+
+
+def type_of_device(device: str) -> str:
+    """cpu or cuda; asks torch only where the user leaves it open."""
+    if device != "auto":
+        return device.partition(":")[0]
+    from stepscope.measure.device import resolve_device
+
+    return resolve_device(device).type

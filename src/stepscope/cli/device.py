@@ -1,26 +1,20 @@
 """`stepscope device`: what this device promises, and what it reaches."""
 
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 
-from stepscope.cli import options
 from stepscope.cli.output import emit, progress, show, stdout_kept_clean
+from stepscope.cli.verb import verb
 from stepscope.core.bounded_file import read_document
 from stepscope.core.device_spec import DeviceReport
 from stepscope.core.errors import InputError, one_line
 
 
-def device(
-    device: options.Device = "auto",
-    again: Annotated[bool, typer.Option("--again", help="Measure anew even if ceilings are stored.")] = False,
-    read: Annotated[Path | None, typer.Option("--read", help="Show a report that --json wrote.")] = None,
-    json: options.Json = False,
-) -> None:
+@verb("device", "stepscope device", "stepscope device --from results/h200/device.json")
+def device(*, device: str, again: bool, from_: Path | None, json: bool) -> None:
     """Name the device, its datasheet peaks, and the ceilings measured on it (stored for later runs)."""
-    report = _measure(device, again) if read is None else _load(read)
+    report = _measure(device, again) if from_ is None else _load(from_)
     if json:
         emit(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
         return

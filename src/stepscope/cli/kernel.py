@@ -5,14 +5,18 @@ from typing import Annotated
 import msgspec
 import typer
 
-from stepscope.cli import options
 from stepscope.cli.output import emit, show
+from stepscope.cli.verb import verb
 from stepscope.core.errors import InputError
 
 
+@verb(
+    "kernel",
+    "stepscope kernel ampere_bf16_s16816gemm_bf16_128x64_ldg8_f2f_stages_64x3_tn",
+    "stepscope kernel sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3 --json",
+)
 def kernel(
-    name: Annotated[str, typer.Argument(help="The kernel's name as a profiler shows it.")],
-    json: options.Json = False,
+    name: Annotated[str, typer.Argument(help="The kernel's name as a profiler shows it.")], *, json: bool
 ) -> None:
     """Explain a kernel by its name: library, types, layout, tile, and which product of a step it is."""
     from stepscope.analysis.kernel_explanation import explain

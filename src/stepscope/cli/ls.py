@@ -5,21 +5,24 @@ from typing import Annotated
 
 import typer
 
-from stepscope.cli import options
 from stepscope.cli.output import emit_json, show, warn
+from stepscope.cli.verb import verb
 from stepscope.core.run_directory import load_runs
 
 
+@verb("ls", "stepscope ls", "stepscope ls results/h200/plain --tag plain")
 def ls(
-    runs: Annotated[
-        list[Path] | None, typer.Argument(help="Run directories, or folders of them (default: --out).")
+    places: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUNS]...", help="Run directories, or folders of them (default: --runs)."),
     ] = None,
-    tag: Annotated[str | None, typer.Option("--tag", help="Only runs with this tag.")] = None,
-    out: options.Out = Path("runs"),
-    json: options.Json = False,
+    *,
+    tag: str | None,
+    runs: Path,
+    json: bool,
 ) -> None:
     """List runs, oldest first."""
-    found, faults = load_runs(runs or [out])
+    found, faults = load_runs(places or [runs])
     for fault in faults:
         warn(f"left out: {fault}")
     kept = [run for run in found if tag is None or run.tag == tag]

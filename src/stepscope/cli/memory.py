@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepscope.cli import options
+from stepscope.cli import completion
 from stepscope.cli.output import emit_json, show, warn
+from stepscope.cli.verb import verb
 from stepscope.core.errors import InputError
 from stepscope.core.run_directory import find_run_files
 
@@ -15,43 +16,39 @@ if TYPE_CHECKING:
     from stepscope.memory.explain import Explained
 
 
+@verb("memory", "stepscope memory last --at backward", "stepscope memory snapshot.pickle --save memory.html")
 def memory(
     file: Annotated[
         str,
         typer.Argument(
             help="A snapshot of torch.cuda.memory._dump_snapshot (.pickle, gzip too), a run directory, a part of a "
-            "run's name, or `last`."
+            "run's name, or `last`.",
+            autocompletion=completion.run_names,
         ),
     ],
-    at: Annotated[
-        str | None,
-        typer.Option("--at", help="Another moment than the peak: 12ms, 12000us, start, end, or a phase for its peak."),
-    ] = None,
-    device: Annotated[
-        int | None, typer.Option("--device", help="Which device of a snapshot of several (default: the busiest).")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw live memory over time: .svg, .png, .html or .json.")
-    ] = None,
-    out: options.Out = Path("runs"),
-    json: options.Json = False,
+    *,
+    at: str | None,
+    device: int | None,
+    runs: Path,
+    save: Path | None,
+    json: bool,
 ) -> None:
     """Where the memory went: the peak by category, tensor, line of code and block, every byte accounted for."""
     # polars' allocator, read when polars is loaded: pages no longer used go back at once.
     os.environ.setdefault("_RJEM_MALLOC_CONF", "narenas:2,dirty_decay_ms:50,muzzy_decay_ms:0")
-    if plot is not None:
+    if save is not None:
         from stepscope.report.plots.save import check_target
 
-        check_target(plot)
+        check_target(save)
     from stepscope.memory.at_moment import moment_at
     from stepscope.memory.explain import explain
     from stepscope.memory.snapshot import read_snapshot
 
-    explained = explain(read_snapshot(_find(file, out), device=device))
+    explained = explain(read_snapshot(_find(file, runs), device=device))
     explained.self_check()
     moment = moment_at(explained, at)
-    if plot is not None:
-        _draw(explained, plot)
+    if save is not None:
+        _draw(explained, save)
     if json:
         from stepscope.memory.memory_json import memory_as_json
 
@@ -62,21 +59,21 @@ def memory(
         show(render_memory(explained, moment))
 
 
-def _find(name: str, out: Path) -> Path:
-    """The file or directory of this name; else the run of this name under `out`, or the newest for `last`."""
+def _find(name: str, place: Path) -> Path:
+    """The file or directory of this name; else the run of this name under `place`, or the newest for `last`."""
     path = Path(name)
     try:
         if path.exists():
             return path
-        runs = [found.parent for found in find_run_files(out)]
+        runs = [found.parent for found in find_run_files(place)]
     except OSError as error:
         raise InputError(f"{name[:100]}: cannot be read: {error.strerror or error}") from None
     matches = runs[-1:] if name == "last" else [run for run in runs if name in run.name]
     if len(matches) == 1:
         return matches[0]
     if matches:
-        raise InputError(f"{len(matches)} runs in {out} match {name!r}: write more of the name")
-    raise InputError(f"{name}: no such file, nor a run of that name in {out}")
+        raise InputError(f"{len(matches)} runs in {place} match {name!r}: write more of the name")
+    raise InputError(f"{name}: no such file, nor a run of that name in {place}")
 
 
 def _draw(explained: "Explained", target: Path) -> None:

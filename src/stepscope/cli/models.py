@@ -2,13 +2,14 @@
 
 import msgspec
 
-from stepscope.cli import options
 from stepscope.cli.output import emit, show
+from stepscope.cli.verb import verb
 from stepscope.core.model_config import PRESETS
 from stepscope.work.transformer import parameter_count
 
 
-def models(json: options.Json = False) -> None:
+@verb("models", "stepscope models", "stepscope models --json")
+def models(*, json: bool) -> None:
     """List the presets: name, parameters and every size."""
     rows = [
         {"name": c.name, "parameters": parameter_count(c), **c.sizes, "head_dim": c.head_dim} for c in PRESETS.values()

@@ -1,77 +1,314 @@
-"""Options that several verbs share, and what they make."""
+"""The table of every option, and what options together fill.
 
+A verb takes its options from here (`cli/verb.py`). A new field of ModelConfig or Workload is one line of the table:
+`run`, `sweep` and `fit` have it then, and hand it on.
+"""
+
+import itertools
+import keyword
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
-import typer
+import msgspec
 
-from stepscope.core.attentions import attention_names
-from stepscope.core.errors import InputError
-from stepscope.core.evidence import TraceTool
-from stepscope.core.model_config import configure
+from stepscope.cli import completion
+from stepscope.core.attentions import ATTENTIONS, attention_names
+from stepscope.core.errors import InputError, choose
+from stepscope.core.evidence import TRACE_TOOLS, TraceTool
+from stepscope.core.model_config import PRESETS, ModelConfig, configure
 from stepscope.core.run import Settings
-from stepscope.core.workload import CHECKPOINTING_CHOICES, COMPILES, DTYPES, OPTIMIZERS, PHASES, Workload
-from stepscope.studies.request import MemoryRequest, TraceRequest
-from stepscope.studies.request import MemoryStacks as RecordedStacks
+from stepscope.core.units import parse_bytes, parse_flops_per_s
+from stepscope.core.workload import (
+    CHECKPOINTING_CHOICES,
+    COMPILES,
+    DTYPES,
+    OPTIMIZERS,
+    PHASES,
+    Workload,
+)
+from stepscope.studies.grid import grid
+from stepscope.studies.request import MEMORY_STACKS, MemoryRequest, MemoryStacks, TraceRequest
 
-Out = Annotated[Path, typer.Option("--out", help="Where runs are kept.")]
-Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
+RECORDED = ("memory", *TRACE_TOOLS)
 
 
-def _tag(text: str | None) -> str | None:
-    if text is not None and (not text.isprintable() or not 0 < len(text) <= 100):
+class Recording(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of some more steps, after the timed ones."""
+
+    trace: TraceRequest = TraceRequest()
+    memory: MemoryRequest | None = None
+
+
+def _tag(text: str) -> str:
+    if not text.isprintable() or not 0 < len(text) <= 100:
         raise InputError(f"the tag is {text[:40]!a}: use 1 to 100 printable characters")
     return text
 
 
-Tag = Annotated[str | None, typer.Option("--tag", callback=_tag, help="A word of your own to find the run by.")]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
-Warmup = Annotated[
-    int | None,
-    typer.Option("--warmup", min=0, help="Exactly this many warm-up steps (default: until steady)."),
-]
-Steps = Annotated[
-    int | None, typer.Option("--steps", min=1, help="Exactly this many measured steps (default: 10 to 100).")
-]
-Seconds = Annotated[float, typer.Option("--seconds", min=0, help="Measure for about this long.")]
-NoProfile = Annotated[bool, typer.Option("--no-profile", help="Leave out the profiled step after the timed ones.")]
-Trace = Annotated[
-    list[str] | None,
-    typer.Option("--trace", help="kineto or nsys: keep a trace of some more steps under it. May be given twice."),
-]
-TraceSteps = Annotated[int, typer.Option("--trace-steps", help="How many steps a trace holds.")]
-TraceStacks = Annotated[bool, typer.Option("--trace-stacks", help="With Python stacks in the Kineto trace (slow).")]
-Memory = Annotated[
-    bool, typer.Option("--memory", help="Record every allocation of one more step, with its stack: stepscope memory.")
-]
-MemoryStacks = Annotated[
-    str | None, typer.Option("--memory-stacks", help="python (default), or all: C++ too, which takes minutes.")
-]
-MemoryLimit = Annotated[
-    str | None, typer.Option("--memory-limit", help="Let a GPU stand for a smaller one, as in 80GiB.")
-]
-PeakFlops = Annotated[
-    str | None, typer.Option("--peak-flops", help="The device's peak for this dtype, as in 989T, if unknown.")
-]
-DModel = Annotated[int | None, typer.Option("--d-model", help="Override the preset.")]
-DFf = Annotated[int | None, typer.Option("--d-ff", help="Override the preset.")]
-Layers = Annotated[int | None, typer.Option("--layers", help="Override the preset.")]
-Heads = Annotated[int | None, typer.Option("--heads", help="Override the preset.")]
-Vocabulary = Annotated[int | None, typer.Option("--vocabulary", help="Override the preset.")]
-KvHeads = Annotated[
-    int | None, typer.Option("--kv-heads", help="Heads of keys and values, shared by those of queries.")
-]
-Seed = Annotated[int, typer.Option("--seed", help="Of parameters and data.")]
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One line of the table."""
 
-DTYPE_HELP = f"One of {', '.join(DTYPES)}."
-PHASE_HELP = f"One of {', '.join(PHASES)}."
-ATTENTION_HELP = f"One of {', '.join(attention_names())}."
-COMPILE_HELP = f"One of {', '.join(COMPILES)}."
-OPTIMIZER_HELP = f"One of {', '.join(OPTIMIZERS)}."
-CHECKPOINTING_HELP = f"What backward runs again instead of keeping: {CHECKPOINTING_CHOICES}."
+    name: str
+    """The parameter's; the option is spelled like it."""
+    takes: Callable[[str], Any]
+    """A type of typer's, or what makes a value of the text."""
+    group: str
+    help: str
+    fills: type | None = None
+    """The type that this option fills, with others: a verb takes them together."""
+    default: Any = None
+    choices: tuple[str, ...] = ()
+    """Names that may be given: said by the help, and offered by the shell."""
+    metavar: str | None = None
+    least: float | None = None
+    repeated: bool = False
+    """Whether several values are given by several options, and not by commas."""
+    verbs: tuple[str, ...] = ()
+    """This line holds in these verbs alone, and goes before one that holds in all."""
+    spelled: str = ""
+    """Where it is not --name."""
+    complete: Callable[..., list[str]] | None = None
+
+    @property
+    def flag(self) -> str:
+        """As it is written, and named in messages."""
+        return self.spelled or f"--{self.name.replace('_', '-')}"
+
+    @property
+    def parameter(self) -> str:
+        """As Python lets a parameter be called."""
+        return f"{self.name}_" if keyword.iskeyword(self.name) else self.name
+
+    @property
+    def words(self) -> str:
+        """Its help, with the names that may be given."""
+        return f"{self.help} One of {', '.join(self.choices)}.".strip() if self.choices else self.help
 
 
-def settings_from(warmup: int | None, steps: int | None, seconds: float, no_profile: bool) -> Settings:
+MODEL, WORKLOAD, CALLS, TRAINING, NUMBERS = "Model", "Workload", "Attention calls", "Training", "Numbers"
+MEASURING, RECORDING, SWEEPING = "Measuring", "Recording", "Sweep"
+BUDGET, QUESTION, STORED, OUTPUT = "Memory", "Question", "Stored runs and results", "Output"
+
+GROUPS = (
+    MODEL, WORKLOAD, CALLS, TRAINING, NUMBERS, MEASURING, RECORDING, SWEEPING, BUDGET, QUESTION, STORED, OUTPUT,
+)  # fmt: skip
+"""In the order of a help text."""
+
+_ATTENTION = ("study attention", "study attention-gate")
+_TRAINED = ("study quality", "study scaling", "study swallowed")
+_TRACED = "Needs --record kineto."
+
+OPTIONS = (
+    # A new size of the model, or a new field of a workload, is one line here: run, sweep and fit have it then.
+    Option("model", str, MODEL, "A preset.", ModelConfig, choices=tuple(PRESETS)),
+    Option("d_model", int, MODEL, "Width of the model, in place of the preset's.", ModelConfig),
+    Option("d_ff", int, MODEL, "Width inside the feed-forward network, in place of the preset's.", ModelConfig),
+    Option("layers", int, MODEL, "Blocks, in place of the preset's.", ModelConfig),
+    Option("heads", int, MODEL, "Heads of attention, in place of the preset's.", ModelConfig),
+    Option("vocabulary", int, MODEL, "Tokens in the vocabulary, in place of the preset's.", ModelConfig),
+    Option("kv_heads", int, MODEL, "Heads of keys and values, each shared by several heads of queries.", ModelConfig),
+    Option("tied", bool, MODEL, "Let the output head be the embedding's weight.", ModelConfig),
+    Option("seq_len", int, WORKLOAD, "Tokens in a sequence.", Workload),
+    Option("batch_size", int, WORKLOAD, "Sequences in a step.", Workload),
+    Option("dtype", str, WORKLOAD, "", Workload, choices=DTYPES),
+    Option("phase", str, WORKLOAD, "", Workload, choices=PHASES),
+    Option("attention", str, WORKLOAD, "", Workload, choices=attention_names()),
+    Option("compile", str, WORKLOAD, "", Workload, choices=COMPILES),
+    Option("optimizer", str, WORKLOAD, "", Workload, choices=OPTIMIZERS),
+    Option(
+        "checkpointing", str, WORKLOAD, f"What backward runs again instead of keeping: {CHECKPOINTING_CHOICES}.",
+        Workload, complete=completion.words("none", "selective", "every-1", "every-2", "every-4"),
+    ),
+    Option("accumulation", int, WORKLOAD, "Micro-batches that a step is split into.", Workload),
+    Option(
+        "seed", int, WORKLOAD, "Seed of parameters and data.", Workload, 0,
+        verbs=("run", "sweep", "study underflow", "study scaling", "study swallowed", "study quality"),
+    ),
+    # What a verb has besides, or says otherwise.
+    Option("model", str, MODEL, "A toy, or a preset.", verbs=("study autocast",), choices=("toy", *PRESETS)),
+    Option(
+        "module", str, MODEL,
+        "Your own, as package.module:factory, run with your rights. factory() returns (module, inputs, loss), or "
+        "(module, inputs) or a module whose forward returns the loss.",
+    ),
+    Option("model_size", str, MODEL, "What is trained: cpu or gpu; the device's if left out.",
+           complete=completion.words("cpu", "gpu")),
+    Option("dtype", str, WORKLOAD, "", choices=("fp16", "bf16"), verbs=("study autocast",)),
+    Option("dtype", str, WORKLOAD, "", choices=("fp32", "bf16", "fp16"), verbs=_ATTENTION),
+    Option("attention", str, WORKLOAD, "", choices=tuple(ATTENTIONS), verbs=_ATTENTION),
+    Option("compile", str, WORKLOAD, "", choices=("none", "default"), verbs=("study attention",)),
+    Option("compile", str, WORKLOAD, "", choices=COMPILES[1:-1], verbs=("study compile",)),
+    Option("batch_size", int, WORKLOAD, "Sequences.", verbs=("study attention",)),
+    Option("heads", int, CALLS, "Heads of the queries.", verbs=("study attention",)),
+    Option(
+        "kv_heads", int, CALLS, "Heads of keys and values, where they have fewer: a divisor of --heads.",
+        verbs=("study attention",),
+    ),
+    Option("head_dim", int, CALLS, "Numbers in a head."),
+    Option("causal", bool, CALLS, "What a query sees.", spelled="--causal/--full"),
+    Option("launches", str, CALLS, "hidden (the device's own time) or shown (as on an idle device).",
+           complete=completion.words("hidden", "shown")),
+    Option("preset", str, CALLS, "seeds: the write-ups' grid, batch 8, no heads, fp32, naive.",
+           complete=completion.words("seeds")),
+    Option("every_shape", bool, CALLS, "58 shapes, every length with every head_dim, not 16.", default=False),
+    Option("steps", int, TRAINING, "Training steps of each run.", verbs=_TRAINED),
+    Option("learning_rate", float, TRAINING, "The highest, after the warm-up.", verbs=("study quality",)),
+    Option("learning_rate", float, TRAINING, "Shares of swallowed updates at each of these.",
+           verbs=("study swallowed",)),
+    Option("remedies_at", float, TRAINING, "The learning rate of the remedies.", default=1e-4),
+    Option("variants", str, TRAINING, "Only these beside fp32, as in bf16,fp16-unscaled,bf16-pure."),
+    Option("growth_interval", int, TRAINING, "Steps without an overflow until the scale grows.", default=20),
+    Option("overflow_at", int, TRAINING, "Steps that are made to overflow, as in 7,8,60."),
+    Option("value", str, NUMBERS, "What does each format make of this number? As in 1e-7.", verbs=("study formats",)),
+    Option("format", str, NUMBERS, "By kind of module in this one: fp16, bf16, fp8-e5m2 or fp8-e4m3.", default="fp16",
+           complete=completion.words("fp16", "bf16", "fp8-e5m2", "fp8-e4m3")),
+    Option("row", str, NUMBERS, "What does each softmax make of these numbers? As in 10,11.5,89."),
+    Option("scales", str, NUMBERS, "Standard deviations of the input, as in 0.1,10,300."),
+    Option("widths", str, NUMBERS, "Numbers in a row, as in 256,4096."),
+    Option("epsilon", str, NUMBERS, "Added under the root; 1e-5 if left out."),
+    # How it is measured.
+    Option("device", str, MEASURING, "auto, cpu, cuda or cuda:N.", default="auto",
+           complete=completion.words("auto", "cpu", "cuda", "cuda:0", "cuda:1")),
+    Option("device", str, MEASURING, "auto, cpu, cuda or cuda:N; cells are shared by several, as in cuda:0,cuda:1.",
+           default=("auto",), verbs=("sweep",), complete=completion.words("auto", "cpu", "cuda", "cuda:0", "cuda:1")),
+    Option("device", str, MEASURING, "Where PyTorch casts --value to 8 bits: auto, cpu, cuda or cuda:N.",
+           verbs=("study formats",), complete=completion.words("auto", "cpu", "cuda", "cuda:0", "cuda:1")),
+    Option("device", int, STORED, "Which device of a snapshot of several (default: the busiest).",
+           verbs=("memory",)),
+    Option("warmup", int, MEASURING, "Exactly this many warm-up steps (default: until steady).", Settings, least=0),
+    Option("warmup", int, MEASURING, "Numbers of warm-up steps.", verbs=("study warmup",)),
+    Option("steps", int, MEASURING, "Exactly this many measured steps (default: 10 to 100).", Settings, least=1),
+    Option("steps", int, MEASURING, "Measured steps.", least=2, verbs=("study warmup",)),
+    Option("steps", int, MEASURING, "Exactly this many passes of each cell.", least=1, verbs=("study attention",)),
+    Option("seconds", float, MEASURING, "Measure for about this long.", Settings, default=5.0, least=0),
+    Option("seconds", float, MEASURING, "Seconds for each cell.", least=0, verbs=("study attention",)),
+    Option("seconds", float, MEASURING, "Seconds for the whole matrix; the rest is not reached.", least=0,
+           verbs=("study attention-gate",)),
+    Option("no_profile", bool, MEASURING, "Leave out the profiled step after the timed ones.", Settings, False),
+    Option("peak_flops", parse_flops_per_s, MEASURING, "The device's peak for this dtype, as in 989T, if unknown.",
+           metavar="RATE"),
+    Option("budget", float, MEASURING, "Seconds for the whole grid; the rest is not reached.", least=0),
+    Option("workers", int, MEASURING, "Processes that judge, or compile ahead (on a GPU).", least=0),
+    Option("again", bool, MEASURING, "Measure anew even if ceilings are stored.", default=False),
+    Option("record", str, RECORDING,
+           "What to keep of some more steps: every allocation with its stack (memory), a trace of torch.profiler "
+           "(kineto) or of Nsight Systems (nsys). Several by commas.",
+           Recording, default=(), metavar="|".join(RECORDED), repeated=True, complete=completion.words(*RECORDED)),
+    Option("trace_steps", int, RECORDING, "How many steps a trace holds.", Recording, default=2),
+    Option("trace_stacks", bool, RECORDING, f"With Python stacks in the trace (slow). {_TRACED}", Recording, False),
+    Option("memory_stacks", str, RECORDING,
+           "Whose stacks allocations keep: python (default), or all: C++ too, which takes minutes. Needs --record "
+           "memory.", Recording, complete=completion.words(*MEMORY_STACKS)),
+    Option("keep_digests", bool, RECORDING, "Write each capture's tables beside its run, as trace-TOOL.json.",
+           default=False),
+    Option("timeout", float, SWEEPING, "Seconds that one cell may take.", default=900.0, least=1),
+    Option("no_skip", bool, SWEEPING, "Also try cells larger than one that ran out of memory.", default=False),
+    Option("retry", bool, SWEEPING, "Measure failed, killed and timed-out cells again.", default=False),
+    Option("fresh", bool, SWEEPING, "Measure every cell again.", default=False),
+    # How much memory there is.
+    Option("memory", parse_bytes, BUDGET, "What PyTorch may allocate, as in 80GiB: a GPU stands for a smaller one.",
+           metavar="SIZE"),
+    Option("memory", parse_bytes, BUDGET, "What PyTorch may allocate, as in 80GiB.", metavar="SIZE", verbs=("fit",)),
+    Option("device", str, BUDGET, "A device by its name, as in H100 or 4090; the datasheet's memory.", verbs=("fit",),
+           complete=completion.device_names),
+    # What is asked.
+    Option("tensors", bool, QUESTION, "List what a block keeps for backward, with the arithmetic of each size.",
+           default=False),
+    Option("sweep", bool, QUESTION, "The largest batch and the longest sequence that fit, by model: several, or all.",
+           default=False),
+    Option("fake", bool, QUESTION, "Predict a second time, by running the step on PyTorch's fake tensors.",
+           default=False),
+    Option("against", Path, QUESTION, "Another capture: what changed from it to this one."),
+    Option("against", Path, QUESTION, "Compare with the measured runs in this folder.", metavar="DIR",
+           verbs=("fit",)),
+    Option("apart", Path, QUESTION,
+           "With --against: runs shown apart, and not counted (the model was corrected by them).", metavar="DIR"),
+    Option("at", str, QUESTION, "Another moment than the peak: 12ms, 12000us, start, end, or a phase for its peak.",
+           complete=completion.words("start", "end", "forward", "backward", "optimizer")),
+    Option("rows", str, QUESTION, "Fields of the rows."),
+    Option("columns", str, QUESTION, "Fields of the columns."),
+    Option("value", str, QUESTION, "Figures, as in forward,backward."),
+    Option("stat", str, QUESTION, "median, median-interval or mean-std, for times.", default="median",
+           complete=completion.words("median", "median-interval", "mean-std")),
+    Option("speedup", str, QUESTION, "A column's label: show speed-ups over it."),
+    Option("no_ranges", bool, QUESTION, "Read an nsys export without NVTX ranges: kernels alone.", default=False),
+    Option("tool", str, QUESTION, "Whose captures to read.", default="kineto", choices=TRACE_TOOLS),
+    # Runs and results that are stored.
+    Option("runs", Path, STORED, "Where runs lie.", default=Path("runs"), metavar="DIR"),
+    Option("from", Path, STORED, "Show an answer that --json wrote; nothing is run.", metavar="FILE"),
+    Option("from", Path, STORED, "A file that --figures or --json wrote: nothing is measured.", metavar="FILE",
+           verbs=_ATTENTION),
+    Option("from", Path, STORED, "A folder of runs measured before: nothing is measured.", metavar="DIR",
+           verbs=("study kernels",)),
+    Option("from", Path, STORED, "A folder of runs, or an answer that --json wrote: nothing is measured.",
+           metavar="PLACE", verbs=("study compile", "study speed", "study attention-step")),
+    Option("where", str, STORED, "Keep runs with field=value[,value].", metavar="FIELD=VALUE", repeated=True),
+    Option("tag", _tag, STORED, "A word of your own to find the run by."),
+    Option("tag", str, STORED, "Only runs with this tag.", verbs=("ls", "table")),
+    # What becomes of the answer.
+    Option("only", str, OUTPUT, "Show the tables whose title contains this; `findings` for the sentences alone."),
+    Option("only", str, OUTPUT, "Only these tables, by their letters, as in d or b,e (default: all).", default=(),
+           verbs=("study kernels",)),
+    Option("style", str, OUTPUT, "terminal, markdown, csv or jsonl.", default="terminal",
+           complete=completion.words("terminal", "markdown", "csv", "jsonl")),
+    Option("figures", Path, OUTPUT, "Keep the figures in this file, as they come; --from shows it.", metavar="FILE"),
+    Option("perfetto", Path, OUTPUT, "Write a trace for Perfetto, with phases and families as tracks.",
+           metavar="FILE"),
+    Option("save", Path, OUTPUT, "Draw a plot into this file: .svg, .png, .html or .json.", metavar="FILE"),
+    Option("json", bool, OUTPUT, "JSON on stdout, and nothing else there.", default=False),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OneWorkload:
+    """What was said of a workload, by the names of the options; what was not said is not in it."""
+
+    said: Mapping[str, Any]
+
+    def workload(self, **otherwise: Any) -> Workload:
+        """The workload; what was not said is as in `otherwise`, or else as Workload has it."""
+        chosen = {**otherwise, **self.said}
+        sizes = {name: chosen.pop(name) for name in _SIZES if name in chosen}
+        return Workload(model=configure(chosen.pop("model"), **sizes), **chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class ManyWorkloads:
+    """The same, each option with several values."""
+
+    said: Mapping[str, tuple[Any, ...]]
+
+    @property
+    def flags(self) -> list[str]:
+        """The options that were given."""
+        return [
+            option.flag for option in OPTIONS if option.fills in (ModelConfig, Workload) and option.name in self.said
+        ]
+
+    def workloads(self, **otherwise: Any) -> list[Workload]:
+        """Every combination."""
+        chosen = {**{name: (value,) for name, value in otherwise.items()}, **self.said}
+        chosen = {name: chosen[name] for name in _FIELDS if name in chosen}  # in the order of the table
+        presets = chosen.pop("model")
+        sizes = {name: chosen.pop(name) for name in _SIZES if name in chosen}
+        models = [
+            configure(preset, **dict(zip(sizes, combination, strict=True)))
+            for preset in presets
+            for combination in itertools.product(*sizes.values())
+        ]
+        return grid(model=models, **chosen)
+
+
+_FIELDS = [option.name for option in OPTIONS if option.fills in (ModelConfig, Workload)]
+_SIZES = [option.name for option in OPTIONS if option.fills is ModelConfig and option.name != "model"]
+
+
+def settings_from(
+    warmup: int | None, steps: int | None, seconds: float | None = None, no_profile: bool = False
+) -> Settings:
     """How to measure, from what the user fixed; a fixed number is a floor equal to its cap."""
     default = Settings()
     return Settings(
@@ -79,28 +316,51 @@ def settings_from(warmup: int | None, steps: int | None, seconds: float, no_prof
         warmup_cap=default.warmup_cap if warmup is None else warmup,
         steps_floor=default.steps_floor if steps is None else steps,
         steps_cap=default.steps_cap if steps is None else steps,
-        seconds=seconds,
+        seconds=default.seconds if seconds is None else seconds,
         profile=not no_profile,
     )
 
 
-def trace_from(tools: list[str] | None, steps: int, stacks: bool) -> TraceRequest:
-    """What to trace; a tool named twice is asked once."""
-    if stacks and "kineto" not in (tools or ()):
-        raise InputError("--trace-stacks belongs to --trace kineto: add it, or leave the stacks out")
-    named = cast("tuple[TraceTool, ...]", tuple(dict.fromkeys(tools or ())))  # TraceRequest refuses others
-    return TraceRequest(tools=named, steps=steps, stacks=stacks)
+def recording_from(
+    record: tuple[str, ...], trace_steps: int, trace_stacks: bool = False, memory_stacks: str | None = None
+) -> Recording:
+    """What to keep; what is named twice is kept once."""
+    named = dict.fromkeys(word for text in record for word in words(text, "--record"))
+    for name in named:
+        choose(name, RECORDED, "record")
+    if trace_stacks and "kineto" not in named:
+        raise InputError("--trace-stacks belongs to --record kineto: add it, or leave the stacks out")
+    if memory_stacks is not None and "memory" not in named:
+        raise InputError("--memory-stacks belongs to --record memory: add it, or leave the stacks out")
+    tools = cast("tuple[TraceTool, ...]", tuple(name for name in named if name in TRACE_TOOLS))
+    stacks = cast("MemoryStacks", memory_stacks or "python")  # MemoryRequest refuses others
+    return Recording(
+        trace=TraceRequest(tools=tools, steps=trace_steps, stacks=trace_stacks),
+        memory=MemoryRequest(stacks=stacks) if "memory" in named else None,
+    )
 
 
-def memory_from(asked: bool, stacks: str | None) -> MemoryRequest | None:
-    """Whether and how allocations are recorded."""
-    if not asked:
-        if stacks is not None:
-            raise InputError("--memory-stacks belongs to --memory: add it, or leave the stacks out")
-        return None
-    return MemoryRequest(stacks=cast("RecordedStacks", stacks or "python"))  # MemoryRequest refuses others
+def line_of(name: str, verb: str) -> Option | None:
+    """The line of the table that holds for an option in a verb."""
+    lines = [option for option in OPTIONS if option.name == name and (not option.verbs or verb in option.verbs)]
+    return max(lines, key=lambda option: len(option.verbs) > 0, default=None)
 
 
-def workload_from(preset: str, sizes: dict[str, int | None], choices: dict[str, Any]) -> Workload:
-    """A preset, what of it is overridden, and the fields of the workload as typed; Workload refuses what is wrong."""
-    return Workload(model=configure(preset, **sizes), **choices)
+def several(text: str, option: Option) -> tuple[Any, ...]:
+    """What a comma-separated list says, each word once."""
+    found = words(text, option.flag)
+    if option.takes is bool:
+        return tuple(choose(word, ("true", "false"), option.flag) == "true" for word in found)
+    try:
+        return tuple(option.takes(word) for word in found)
+    except ValueError:
+        expected = "whole numbers, as in 128,256" if option.takes is int else "numbers, as in 1e-4,1e-3"
+        raise InputError(f"cannot read {option.flag} {text!r}: write {expected}") from None
+
+
+def words(text: str, option: str) -> list[str]:
+    """A comma-separated list of words, each once."""
+    found = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not found:
+        raise InputError(f"{option} is empty: name at least one")
+    return found

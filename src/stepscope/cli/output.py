@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
-from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.table import Table
@@ -43,17 +42,20 @@ class CleanConsole(Console):
 
 
 def show(renderable: RenderableType) -> None:
-    """Print on stdout; a pipe or a file gets tables as wide as they are, and text folded at 120."""
+    """Print on stdout, at the width of the terminal; a pipe or a file gets tables as wide as they are, and text folded
+    at 120."""
+    from stepscope.report.layout import fitted, natural_width
+
     if sys.stdout.isatty():
         console = CleanConsole()
         for part in _parts(renderable):
-            if isinstance(part, Table):
-                _leave_room_for_figures(part, console)
-            console.print(part)
+            for piece in fitted(part, console) if isinstance(part, Table) else [part]:
+                console.print(piece)
         return
     for part in _parts(renderable):
-        width = 1000 if isinstance(part, Table) else 120
-        text = CleanConsole(width=width, file=io.StringIO())
+        text = CleanConsole(width=120, file=io.StringIO())
+        if isinstance(part, Table):
+            text.width = max(120, natural_width(part, text))
         text.print(part)
         assert isinstance(text.file, io.StringIO)
         lines = [line.rstrip() for line in text.file.getvalue().splitlines()]
@@ -67,16 +69,6 @@ def _parts(renderable: RenderableType) -> Iterator[RenderableType]:
         return
     for inner in renderable.renderables:
         yield from _parts(inner)
-
-
-def _leave_room_for_figures(table: Table, console: Console) -> None:
-    """Labels that would take most of a screen are folded too: figures beside them would fall to columns of nothing."""
-    if not table.columns or not table.columns[0].no_wrap:
-        return
-    labels = table.columns[0]
-    widths = [Measurement.get(console, console.options, cell).maximum for cell in labels.cells]
-    if Measurement.get(console, console.options.update(max_width=1000), table).maximum > console.width:
-        labels.no_wrap = max(widths, default=0) <= console.width // 3
 
 
 def emit(text: str) -> None:

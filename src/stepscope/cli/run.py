@@ -1,91 +1,54 @@
 """`stepscope run`: measure one training step here."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from stepscope.cli import options
+from stepscope.cli.options import OneWorkload, Recording
 from stepscope.cli.output import emit, progress, show, stdout_kept_clean, warn
+from stepscope.cli.verb import verb
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DONE, EXIT_INTERRUPTED, StepscopeError
 from stepscope.core.finding import worst
-from stepscope.core.run import Run
-from stepscope.core.units import parse_bytes, parse_flops_per_s
+from stepscope.core.run import Run, Settings
 
 if TYPE_CHECKING:
     from stepscope.analysis.trace_summary import TraceSummary
     from stepscope.memory.explain import Explained
 
 
+@verb(
+    "run",
+    "stepscope run --model small --seq-len 512 --dtype bf16 --attention sdpa --compile default",
+    "stepscope run --model small --record kineto,memory",
+    model="small on a GPU, tiny on a CPU",
+    seq_len="512 on a GPU, 128 on a CPU",
+)
 def run(
-    model: Annotated[
-        str | None, typer.Option("--model", help="A preset (default: small on a GPU, tiny on a CPU).")
-    ] = None,
-    seq_len: Annotated[
-        int | None, typer.Option("--seq-len", help="Tokens in a sequence (512 on a GPU, 128 on a CPU).")
-    ] = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Sequences in a step.")] = 4,
-    dtype: Annotated[str, typer.Option("--dtype", help=options.DTYPE_HELP)] = "fp32",
-    phase: Annotated[str, typer.Option("--phase", help=options.PHASE_HELP)] = "train",
-    attention: Annotated[str, typer.Option("--attention", help=options.ATTENTION_HELP)] = "reference",
-    compile_mode: Annotated[str, typer.Option("--compile", help=options.COMPILE_HELP)] = "eager",
-    optimizer: Annotated[str, typer.Option("--optimizer", help=options.OPTIMIZER_HELP)] = "adamw-foreach",
-    checkpointing: Annotated[str, typer.Option("--checkpointing", help=options.CHECKPOINTING_HELP)] = "none",
-    accumulation: Annotated[int, typer.Option("--accumulation", help="Micro-batches that a step is split into.")] = 1,
-    d_model: options.DModel = None,
-    d_ff: options.DFf = None,
-    layers: options.Layers = None,
-    heads: options.Heads = None,
-    vocabulary: options.Vocabulary = None,
-    kv_heads: options.KvHeads = None,
-    seed: options.Seed = 0,
-    device: options.Device = "auto",
-    warmup: options.Warmup = None,
-    steps: options.Steps = None,
-    seconds: options.Seconds = 5.0,
-    no_profile: options.NoProfile = False,
-    trace: options.Trace = None,
-    trace_steps: options.TraceSteps = 2,
-    trace_stacks: options.TraceStacks = False,
-    memory: options.Memory = False,
-    memory_stacks: options.MemoryStacks = None,
-    memory_limit: options.MemoryLimit = None,
-    peak_flops: options.PeakFlops = None,
-    tag: options.Tag = None,
-    out: options.Out = Path("runs"),
-    json: options.Json = False,
+    *,
+    said: OneWorkload,
+    device: str,
+    settings: Settings,
+    peak_flops: float | None,
+    recording: Recording,
+    memory: int | None,
+    tag: str | None,
+    runs: Path,
+    json: bool,
 ) -> None:
     """Measure one step: time by phase, rates, memory, and what to doubt. Saves a run directory."""
-    sizes = {"d_model": d_model, "d_ff": d_ff, "layers": layers, "heads": heads, "vocabulary": vocabulary}
-    sizes["kv_heads"] = kv_heads
-    choices = {
-        "batch_size": batch_size, "dtype": dtype, "phase": phase, "attention": attention,
-        "compile": compile_mode, "optimizer": optimizer, "checkpointing": checkpointing, "accumulation": accumulation,
-        "seed": seed,
-    }  # fmt: skip
     # Which preset stands in for none is known with the device: any with many layers tells whether the rest is sound.
-    stand_in = sizes if model is not None or layers is not None else {**sizes, "layers": 1000}
-    options.workload_from(
-        "tiny" if model is None else model, stand_in, {**choices, "seq_len": 1 if seq_len is None else seq_len}
-    )
-    settings = options.settings_from(warmup, steps, seconds, no_profile)
-    traced = options.trace_from(trace, trace_steps, trace_stacks)
-    recorded = options.memory_from(memory, memory_stacks)
-    limit = parse_bytes(memory_limit) if memory_limit else None
-    peak = parse_flops_per_s(peak_flops) if peak_flops else None
+    stand_in = {} if "model" in said.said else {"layers": 1000}
+    said.workload(model="tiny", seq_len=1, **stand_in)
 
     from stepscope.measure.device import resolve_device  # torch, only now that the input is known to be sound
     from stepscope.studies.step import StepRequest, measure_step
 
     on_gpu = resolve_device(device).type == "cuda"
-    workload = options.workload_from(
-        model if model is not None else "small" if on_gpu else "tiny",
-        sizes,
-        {**choices, "seq_len": seq_len if seq_len is not None else (512 if on_gpu else 128)},
-    )
+    workload = said.workload(model="small" if on_gpu else "tiny", seq_len=512 if on_gpu else 128)
     request = StepRequest(
-        workload=workload, settings=settings, device=device, out=str(out), tag=tag,
-        memory_limit_bytes=limit, peak_flops_per_s=peak, trace=traced, memory=recorded,
+        workload=workload, settings=settings, device=device, out=str(runs), tag=tag,
+        memory_limit_bytes=memory, peak_flops_per_s=peak_flops, trace=recording.trace, memory=recording.memory,
     )  # fmt: skip
     with stdout_kept_clean(), progress() as tell:
         measured, directory = measure_step(request, tell)

@@ -1,63 +1,107 @@
-"""`stepscope study attention --model`: a whole training step with each attention, measured and captured, or read."""
+"""`stepscope study attention-step`: a whole training step with each attention, measured and captured, or read."""
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepscope.cli import options
-from stepscope.cli.captured_runs import captured, stored_runs, unread
+from stepscope.cli.captured_runs import captured, finished_answer, stored_runs, type_of_device, unread
+from stepscope.cli.options import settings_from
 from stepscope.cli.output import warn
+from stepscope.cli.study_precision import answer
+from stepscope.cli.verb import verb
+from stepscope.core.attentions import attention_names
 from stepscope.core.errors import InputError, choose
 from stepscope.core.experiment import Experiment
 from stepscope.core.run import Run
+from stepscope.studies.request import TraceRequest
 
 if TYPE_CHECKING:
     from stepscope.analysis.comparisons.attention.cells import StepCell
 
-Shown = Callable[[Callable[[object], Experiment]], None]
+STUDY = "attention"
+"""The answer's study: calls and steps are one."""
+
+Shown = Callable[..., None]
 
 
-def measure_steps(
-    *, models: str, seq_len: str | None, batch_size: int | None, dtypes: str | None, implementations: str | None,
-    seconds: float | None, steps: int | None, device: str, tag: str | None, out: Path, keep: bool, shown: Shown,
-) -> None:  # fmt: skip
-    """Each cell in a process of its own; `shown` gets the answer."""
-    from stepscope.cli.sweep import measure_and_report, numbers, words
-    from stepscope.core.attentions import attention_names
+@verb(
+    "study attention-step",
+    "stepscope study attention-step --model small,medium --seq-len 1024 --attention reference,flash",
+    "stepscope study attention-step --from results/h200/attention-steps --only findings",
+    seq_len="1024; 64 on a CPU",
+    batch_size="4; 1 on a CPU",
+    dtype="bf16; fp32 on a CPU",
+    attention="reference,sdpa-cudnn,flash; reference,sdpa on a CPU",
+)
+def attention_step(
+    *,
+    model: tuple[str, ...] = ("tiny",),
+    seq_len: tuple[int, ...] | None,
+    batch_size: int | None,
+    dtype: tuple[str, ...] | None,
+    attention: tuple[str, ...] | None,
+    device: str,
+    steps: int | None,
+    seconds: float = 1.0,
+    keep_digests: bool,
+    runs: Path,
+    from_: tuple[Path, ...] = (),
+    tag: str | None,
+    only: str | None,
+    json: bool,
+) -> None:
+    """A whole training step with each attention in it: time, memory, and where the difference comes from."""
+    shown = functools.partial(answer, study=STUDY, save=None, json=json, only=only)
+    if from_:
+        file = finished_answer(from_, {})
+        if file is not None:
+            shown(lambda _: never(), read=file)
+        else:
+            read_steps(from_, keep_digests, functools.partial(shown, read=None))
+        return
+    if only is not None:
+        from stepscope.analysis.comparisons.attention.answer import TITLES
+
+        check_only(only, TITLES)
+    from stepscope.cli.sweep import measure_and_report
     from stepscope.core.model_config import configure
     from stepscope.studies.attention_steps import step_cells, step_sizes_for
     from stepscope.studies.sweep_plan import Policy, SweepPlan
 
-    device_type = device.partition(":")[0]
-    if device == "auto":
-        from stepscope.measure.device import resolve_device
-
-        device_type = resolve_device(device).type
+    device_type = type_of_device(device)
     usual = step_sizes_for(device_type)
-    names = words(implementations or usual.implementations, "--implementations")
     plan = SweepPlan(
         cells=step_cells(
-            models=[configure(name) for name in words(models, "--model")],
-            seq_lens=numbers(seq_len or usual.seq_len, "--seq-len"),
+            models=[configure(name) for name in model],
+            seq_lens=seq_len or tuple(map(int, usual.seq_len.split(","))),
             batch_size=usual.batch_size if batch_size is None else batch_size,
-            dtypes=words(dtypes or usual.dtypes, "--dtypes"),
-            attentions=[choose(name, attention_names(), "attention") for name in names],
-            settings=options.settings_from(None, steps, 1.0 if seconds is None else seconds, device_type == "cpu"),
+            dtypes=dtype or usual.dtypes.split(","),
+            attentions=[
+                choose(name, attention_names(), "attention") for name in attention or usual.implementations.split(",")
+            ],
+            settings=settings_from(None, steps, seconds, device_type == "cpu"),
         ),
         devices=(device,),
-        out=str(out),
+        out=str(runs),
         tag=tag,
         # Operators of a CPU take now this long and now that; kernels do not.
-        trace=options.trace_from(["kineto"], 5 if device_type == "cpu" else 1, False),
+        trace=TraceRequest(tools=("kineto",), steps=5 if device_type == "cpu" else 1),
     )
 
-    def report(runs: list[Run]) -> None:
-        cells = [_cell(run, out / run.id, keep) for run in runs]
-        shown(lambda _: _experiment(cells))
+    def report(found: list[Run]) -> None:
+        cells = [_cell(run, runs / run.id, keep_digests) for run in found]
+        shown(lambda _: _experiment(cells), read=None)
         if unread(cell.run for cell in cells):
-            warn(f"the captures lie in {out}: `stepscope study attention --read {out}` answers where polars is")
+            warn(f"the captures lie in {runs}: `stepscope study attention-step --from {runs}` answers where polars is")
 
     measure_and_report(plan, Policy(), report)
+
+
+def check_only(only: str, titles: Sequence[str]) -> None:
+    """Raises InputError, before anything is measured, for what is in no title that the answer may have."""
+    if not only or not any(only.casefold() in title.casefold() for title in (*titles, "findings")):
+        raise InputError(f"--only {only!r} names no table: there are {', '.join(map(repr, titles))}, and findings")
 
 
 def read_steps(places: Iterable[Path], keep: bool, shown: Shown) -> None:
@@ -66,7 +110,7 @@ def read_steps(places: Iterable[Path], keep: bool, shown: Shown) -> None:
     cells = [_cell(run, directory, keep) for run, directory in stored_runs(places) if run.workload.phase != "forward"]
     if not cells:
         files = [file for place in places for file in sorted(place.glob("*.json"))]
-        remedy = f"give one of its files, as in {files[0]}" if files else "give one that --model filled"
+        remedy = f"give one of its files, as in {files[0]}" if files else "give one that this study filled"
         raise InputError(f"no run of a training step in {', '.join(map(str, places))}: {remedy}")
     shown(lambda _: _experiment(cells))
 
@@ -81,3 +125,8 @@ def _cell(run: Run, directory: Path, keep: bool) -> "StepCell":
     from stepscope.analysis.comparisons.attention.cells import StepCell
 
     return StepCell(run=run, digest=captured(run, directory, keep))
+
+
+def never() -> Experiment:
+    """Stands where an answer would be made; it is read."""
+    raise AssertionError("an answer is read, not made")

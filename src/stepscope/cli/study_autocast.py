@@ -1,31 +1,29 @@
 """`stepscope study autocast`: what dtype everything has under autocast."""
 
-from typing import Annotated
+from pathlib import Path
 
-import typer
-
-from stepscope.cli import options
-from stepscope.cli.study_precision import Only, Read, answer
+from stepscope.cli.study_precision import answer
+from stepscope.cli.verb import verb
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Experiment
 from stepscope.studies.request import Tell
 
 
+@verb(
+    "study autocast",
+    "stepscope study autocast --model tiny --dtype fp16",
+    "stepscope study autocast --module my_package:my_factory --only modules",
+    model="toy",
+)
 def autocast(
-    model: Annotated[str | None, typer.Option("--model", help="toy (default) or a preset, as in tiny.")] = None,
-    module: Annotated[
-        str | None,
-        typer.Option(
-            "--module",
-            help="Your own, as package.module:factory, run with your rights. factory() returns (module, inputs, loss), "
-            "or (module, inputs) or a module whose forward returns the loss.",
-        ),
-    ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="fp16 or bf16.")] = "bf16",
-    device: options.Device = "auto",
-    read: Read = None,
-    only: Only = None,
-    json: options.Json = False,
+    *,
+    model: str | None = None,
+    module: str | None,
+    dtype: str = "bf16",
+    device: str,
+    from_: Path | None,
+    only: str | None,
+    json: bool,
 ) -> None:
     """The dtype of every parameter, input, output, loss and gradient; what autocast does with each operator."""
     if model is not None and module is not None:
@@ -40,4 +38,4 @@ def autocast(
 
         return study_autocast(model or "toy", None, dtype, device)
 
-    answer(run, study="autocast", read=read, plot=None, json=json, only=only)
+    answer(run, study="autocast", read=from_, save=None, json=json, only=only)

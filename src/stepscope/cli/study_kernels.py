@@ -1,12 +1,11 @@
 """`stepscope study kernels`: which kernels a step runs, over models and sequence lengths, captured here or before."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from stepscope.cli import options
+from stepscope.cli.options import recording_from, settings_from
 from stepscope.cli.output import emit_json, show, warn
+from stepscope.cli.verb import verb
 from stepscope.core.errors import InputError
 from stepscope.core.run import Run
 from stepscope.core.run_directory import find_run_files, load_run
@@ -16,82 +15,77 @@ if TYPE_CHECKING:
     from stepscope.report.kernel_study import StudiedCell
 
 
+@verb(
+    "study kernels",
+    "stepscope study kernels --model small --seq-len 128,512",
+    "stepscope study kernels --from results/h200/kernels --where model=large --only d,h",
+)
 def kernels(
-    model: Annotated[str, typer.Option("--model", help="Presets, comma-separated.")] = "tiny",
-    seq_len: Annotated[str, typer.Option("--seq-len", help="Comma-separated.")] = "64,128",
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Sequences in a step.")] = 4,
-    dtype: Annotated[str, typer.Option("--dtype", help=f"Several of {options.DTYPE_HELP[7:]}")] = "fp32",
-    phase: Annotated[str, typer.Option("--phase", help=f"Several of {options.PHASE_HELP[7:]}")] = "forward,train",
-    attention: Annotated[str, typer.Option("--attention", help=options.ATTENTION_HELP)] = "reference",
-    compile_mode: Annotated[str, typer.Option("--compile", help=options.COMPILE_HELP)] = "eager",
-    trace: options.Trace = None,
-    trace_steps: options.TraceSteps = 2,
-    warmup: options.Warmup = None,
-    steps: options.Steps = None,
-    seconds: options.Seconds = 2.0,
-    device: options.Device = "auto",
-    tag: options.Tag = None,
-    out: options.Out = Path("runs"),
-    stored: Annotated[
-        Path | None, typer.Option("--from", help="A folder of runs measured before: nothing is measured.")
-    ] = None,
-    where: Annotated[
-        list[str] | None,
-        typer.Option("--where", help="With --from: keep runs with field=value[,value]; may be repeated."),
-    ] = None,
-    keep: Annotated[
-        bool, typer.Option("--keep-digests", help="Write each capture's tables beside its run, as trace-TOOL.json.")
-    ] = False,
-    tool: Annotated[str, typer.Option("--tool", help="Whose captures to read: kineto or nsys.")] = "kineto",
-    question: Annotated[
-        str, typer.Option("--question", help="Only these tables, by their letters, as in d or b,e (default: all).")
-    ] = "",
-    json: options.Json = False,
+    *,
+    model: tuple[str, ...] = ("tiny",),
+    seq_len: tuple[int, ...] = (64, 128),
+    batch_size: int = 4,
+    dtype: tuple[str, ...] = ("fp32",),
+    phase: tuple[str, ...] = ("forward", "train"),
+    attention: str = "reference",
+    compile: str = "eager",
+    device: str,
+    warmup: int | None,
+    steps: int | None,
+    seconds: float = 2.0,
+    record: tuple[str, ...] = (),
+    trace_steps: int,
+    keep_digests: bool,
+    tool: str,
+    runs: Path,
+    from_: Path | None,
+    where: tuple[str, ...] = (),
+    tag: str | None,
+    only: tuple[str, ...],
+    json: bool,
 ) -> None:
     """Kernels by phase, their share, softmax and the rest, over models and sequence lengths."""
     from stepscope.core.errors import choose
     from stepscope.core.evidence import TRACE_TOOLS
-
-    choose(tool, TRACE_TOOLS, "tool")
     from stepscope.report.kernel_study import QUESTIONS
 
-    letters = [letter.strip() for letter in question.split(",") if letter.strip()]
-    for letter in letters:
+    choose(tool, TRACE_TOOLS, "tool")
+    for letter in only:
         choose(letter, list(QUESTIONS), "question")
-    asked = "".join(letters)
-    if stored is not None:
-        _report(_stored(stored, where or [], tool, keep), asked, json)
+    asked = "".join(only)
+    if from_ is not None:
+        _report(_stored(from_, where, tool, keep_digests), asked, json)
         return
-    from stepscope.cli.sweep import measure_and_report, numbers, words
+    from stepscope.cli.sweep import measure_and_report
     from stepscope.core.model_config import configure
     from stepscope.studies.grid import grid
     from stepscope.studies.sweep_plan import Cell, Policy, SweepPlan, order_cells
 
     workloads = grid(
-        model=[configure(name) for name in words(model, "--model")],
-        seq_len=numbers(seq_len, "--seq-len"),
-        batch_size=[batch_size],
-        dtype=words(dtype, "--dtype"),
-        phase=words(phase, "--phase"),
-        attention=[attention],
-        compile=[compile_mode],
-        optimizer=["adamw-foreach"],
-        seed=0,
+        model=[configure(name) for name in model],
+        seq_len=seq_len,
+        batch_size=batch_size,
+        dtype=dtype,
+        phase=phase,
+        attention=attention,
+        compile=compile,
     )
-    settings = options.settings_from(warmup, steps, seconds, False)
+    settings = settings_from(warmup, steps, seconds)
+    recording = recording_from(record or (tool,), trace_steps)
     plan = SweepPlan(
         cells=order_cells([Cell(workload=workload, settings=settings) for workload in workloads]),
         devices=(device,),
-        out=str(out),
+        out=str(runs),
         tag=tag,
-        trace=options.trace_from(trace or [tool], trace_steps, False),
+        trace=recording.trace,
+        memory=recording.memory,
     )
-    measure_and_report(plan, Policy(), lambda runs: _report(_of_runs(runs, out, tool, keep), asked, json))
+    measure_and_report(plan, Policy(), lambda found: _report(_of_runs(found, runs, tool, keep_digests), asked, json))
 
 
 def _report(cells: "list[StudiedCell]", questions: str, json: bool) -> None:
     if not cells:
-        raise InputError("no run here (with these conditions) holds a capture: measure with --trace kineto")
+        raise InputError("no run here (with these conditions) holds a capture: measure with --record kineto")
     if json:
         for cell in cells:
             row = {"run": cell.run.id, "workload": cell.run.workload, "trace": cell.digest}
@@ -102,7 +96,7 @@ def _report(cells: "list[StudiedCell]", questions: str, json: bool) -> None:
     show(render_kernel_study(cells, questions))
 
 
-def _stored(place: Path, where: list[str], tool: str, keep: bool) -> "list[StudiedCell]":
+def _stored(place: Path, where: tuple[str, ...], tool: str, keep: bool) -> "list[StudiedCell]":
     from stepscope.cli.table import condition
     from stepscope.report.tables import matches
 
@@ -121,8 +115,8 @@ def _stored(place: Path, where: list[str], tool: str, keep: bool) -> "list[Studi
     return found
 
 
-def _of_runs(runs: list[Run], out: Path, tool: str, keep: bool) -> "list[StudiedCell]":
-    return [cell for run in runs for cell in _cell(run, out / run.id, tool, keep)]
+def _of_runs(runs: list[Run], place: Path, tool: str, keep: bool) -> "list[StudiedCell]":
+    return [cell for run in runs for cell in _cell(run, place / run.id, tool, keep)]
 
 
 def _cell(run: Run, directory: Path, tool: str, keep: bool) -> "list[StudiedCell]":

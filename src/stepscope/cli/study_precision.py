@@ -2,23 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from stepscope.cli import options
 from stepscope.cli.output import emit, progress, show, stdout_kept_clean, warn
+from stepscope.cli.verb import verb
 from stepscope.core.bounded_file import read_document
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Experiment, decode_experiment, encode_experiment
 from stepscope.studies.request import Tell
-
-Read = Annotated[Path | None, typer.Option("--read", help="Show an answer that --json wrote; nothing is run.")]
-Only = Annotated[
-    str | None,
-    typer.Option("--only", help="Show the tables whose title contains this; `findings` for the sentences alone."),
-]
-Plot = Annotated[Path | None, typer.Option("--plot", help="Draw the curves: .svg, .png, .html or .json.")]
 
 
 def answer(
@@ -26,28 +17,28 @@ def answer(
     *,
     study: str,
     read: Path | None,
-    plot: Path | None,
+    save: Path | None,
     json: bool,
     only: str | None = None,
 ) -> None:
     """Run the experiment, or read one, and show it, or the part of it that `only` names."""
     if json and only is not None:
         raise InputError("--json writes the whole answer: leave out --only")
-    if plot is not None:
+    if save is not None:
         from stepscope.report.plots.save import check_target
 
-        check_target(plot)
+        check_target(save)
     if read is None:
         with stdout_kept_clean(), progress() as tell:
             found = run(tell)
     else:
         found = _read(read, study)
-    if plot is not None:
+    if save is not None:
         from stepscope.report.experiment import draw_experiment
         from stepscope.report.plots.save import save_plot
 
-        save_plot(draw_experiment(found), plot)
-        warn(f"plotted in {plot}")
+        save_plot(draw_experiment(found), save)
+        warn(f"plotted in {save}")
     if json:
         emit(encode_experiment(found))
         return
@@ -67,17 +58,15 @@ def _read(path: Path, study: str) -> Experiment:
     return found
 
 
+@verb("study formats", "stepscope study formats --value 1e-7 --only becomes", "stepscope study formats --only Formats")
 def formats(
-    value: Annotated[
-        str | None, typer.Option("--value", help="What does each format make of this number? As in 1e-7.")
-    ] = None,
-    device: Annotated[
-        str, typer.Option("--device", help="Where PyTorch casts --value to 8 bits: auto, cpu, cuda or cuda:N.")
-    ] = "cpu",
-    read: Read = None,
-    only: Only = None,
-    plot: Plot = None,
-    json: options.Json = False,
+    *,
+    value: str | None,
+    device: str = "cpu",
+    from_: Path | None,
+    only: str | None,
+    save: Path | None,
+    json: bool,
 ) -> None:
     """Range, precision and largest integer of every floating format, from its bits."""
 
@@ -86,10 +75,11 @@ def formats(
 
         return study_formats(value, device)
 
-    answer(run, study="formats", read=read, plot=plot, json=json, only=only)
+    answer(run, study="formats", read=from_, save=save, json=json, only=only)
 
 
-def accumulation(read: Read = None, only: Only = None, plot: Plot = None, json: options.Json = False) -> None:
+@verb("study accumulation", "stepscope study accumulation", "stepscope study accumulation --only findings")
+def accumulation(*, from_: Path | None, only: str | None, save: Path | None, json: bool) -> None:
     """Sums of many small numbers in every pair of accumulator and addend: where they stop growing, and why."""
 
     def run(tell: Tell) -> Experiment:
@@ -97,20 +87,24 @@ def accumulation(read: Read = None, only: Only = None, plot: Plot = None, json: 
 
         return study_accumulation(tell)
 
-    answer(run, study="accumulation", read=read, plot=plot, json=json, only=only)
+    answer(run, study="accumulation", read=from_, save=save, json=json, only=only)
 
 
+@verb(
+    "study normalisation",
+    "stepscope study normalisation --scales 0.1,10,300 --widths 256,4096",
+    "stepscope study normalisation --from results/cpu/precision/normalisation.json --save normalisation.svg",
+)
 def normalisation(
-    scales: Annotated[
-        str | None, typer.Option("--scales", help="Standard deviations of the input, as in 0.1,10,300.")
-    ] = None,
-    widths: Annotated[str | None, typer.Option("--widths", help="Numbers in a row, as in 256,4096.")] = None,
-    epsilon: Annotated[str | None, typer.Option("--epsilon", help="Added under the root; 1e-5 if left out.")] = None,
-    device: options.Device = "cpu",
-    read: Read = None,
-    only: Only = None,
-    plot: Plot = None,
-    json: options.Json = False,
+    *,
+    scales: str | None,
+    widths: str | None,
+    epsilon: str | None,
+    device: str = "cpu",
+    from_: Path | None,
+    only: str | None,
+    save: Path | None,
+    json: bool,
 ) -> None:
     """RMSNorm and LayerNorm in fp16, bf16 and fp32: where squares overflow and epsilon vanishes, and the safe way."""
 
@@ -128,21 +122,23 @@ def normalisation(
 
         return study_normalisation(tell, device=device, **given)
 
-    answer(run, study="normalisation", read=read, plot=plot, json=json, only=only)
+    answer(run, study="normalisation", read=from_, save=save, json=json, only=only)
 
 
+@verb(
+    "study softmax",
+    "stepscope study softmax --row 10,11.5,89",
+    "stepscope study softmax --from results/cpu/precision/softmax.json --only 'exp in each format'",
+)
 def softmax(
-    row: Annotated[
-        str | None, typer.Option("--row", help="What does each softmax make of these numbers? As in 10,11.5,89.")
-    ] = None,
-    scales: Annotated[
-        str | None, typer.Option("--scales", help="Standard deviations of the inputs, as in 1,4,64.")
-    ] = None,
-    device: options.Device = "cpu",
-    read: Read = None,
-    only: Only = None,
-    plot: Plot = None,
-    json: options.Json = False,
+    *,
+    row: str | None,
+    scales: str | None,
+    device: str = "cpu",
+    from_: Path | None,
+    only: str | None,
+    save: Path | None,
+    json: bool,
 ) -> None:
     """Softmax, naive, safe and online, and attention's scores: where each overflows as its inputs grow."""
 
@@ -158,4 +154,4 @@ def softmax(
 
         return study_softmax(tell, device=device, **given)
 
-    answer(run, study="softmax", read=read, plot=plot, json=json, only=only)
+    answer(run, study="softmax", read=from_, save=save, json=json, only=only)

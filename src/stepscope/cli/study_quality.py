@@ -1,36 +1,36 @@
 """`stepscope study quality`: the same training in every precision."""
 
-from typing import Annotated
+from pathlib import Path
 
 import typer
 
-from stepscope.cli import options
-from stepscope.cli.study_precision import Only, Plot, Read, answer
-from stepscope.cli.sweep import words
+from stepscope.cli.study_precision import answer
+from stepscope.cli.verb import verb
 from stepscope.core import interrupts
 from stepscope.core.errors import EXIT_INTERRUPTED
 from stepscope.core.experiment import Experiment
 from stepscope.studies.request import Stage, Tell
 
 
+@verb(
+    "study quality",
+    "stepscope study quality --save curves.svg",
+    "stepscope study quality --from results/h200/precision/quality.json --only runs",
+)
 def quality(
-    model_size: Annotated[
-        str | None, typer.Option("--model-size", help="cpu or gpu: what is trained; the device's if left out.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option("--steps", help="Training steps of each run.")] = None,
-    learning_rate: Annotated[float | None, typer.Option("--lr", help="The highest, after the warm-up.")] = None,
-    variants: Annotated[
-        str | None, typer.Option("--variants", help="Only these beside fp32, as in bf16,fp16-unscaled,bf16-pure.")
-    ] = None,
-    device: options.Device = "auto",
-    seed: options.Seed = 0,
-    read: Read = None,
-    only: Only = None,
-    plot: Plot = None,
-    json: options.Json = False,
+    *,
+    model_size: str | None,
+    seed: int,
+    steps: int | None,
+    learning_rate: float | None,
+    variants: tuple[str, ...] | None,
+    device: str,
+    from_: Path | None,
+    only: str | None,
+    save: Path | None,
+    json: bool,
 ) -> None:
     """A small transformer trained on real text in every precision: quality, and the step at which a run departs."""
-    names = None if variants is None else tuple(words(variants, "--variants"))
     interrupted = False
 
     def run(tell: Tell) -> Experiment:
@@ -42,7 +42,7 @@ def quality(
                 size=model_size,
                 steps=steps,
                 learning_rate=learning_rate,
-                variants=names,
+                variants=variants,
                 device=device,
                 seed=seed,
             )
@@ -50,6 +50,6 @@ def quality(
         interrupted = any(finding.kind == "interrupted" for finding in found.findings)
         return found
 
-    answer(run, study="quality", read=read, plot=plot, json=json, only=only)
+    answer(run, study="quality", read=from_, save=save, json=json, only=only)
     if interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)

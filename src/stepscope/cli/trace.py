@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepscope.cli import options
 from stepscope.cli.output import emit_json, show, warn
+from stepscope.cli.verb import verb
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError
 from stepscope.core.finding import worst
 from stepscope.core.run import Run
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from stepscope.core.finding import Finding
 
 
+@verb(
+    "trace",
+    "stepscope trace runs/small-b4-s512-fp32-train-4f2c --perfetto trace.json.gz",
+    "stepscope trace after.json.gz --against before.json.gz",
+)
 def trace(
     file: Annotated[
         Path,
@@ -26,16 +31,11 @@ def trace(
             help="A trace of torch.profiler (.json, .json.gz), an nsys report or export, or a run directory."
         ),
     ],
-    against: Annotated[
-        Path | None, typer.Option("--against", help="Another capture: what changed from it to this one.")
-    ] = None,
-    perfetto: Annotated[
-        Path | None, typer.Option("--perfetto", help="Write a trace for Perfetto, with phases and families as tracks.")
-    ] = None,
-    no_ranges: Annotated[
-        bool, typer.Option("--no-ranges", help="Read an nsys export without NVTX ranges: kernels alone.")
-    ] = False,
-    json: options.Json = False,
+    *,
+    against: Path | None,
+    no_ranges: bool,
+    perfetto: Path | None,
+    json: bool,
 ) -> None:
     """Where the time of a captured step went: by phase, family, kernel and module, every nanosecond accounted for."""
     if against is not None and perfetto is not None:

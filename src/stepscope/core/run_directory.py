@@ -35,7 +35,7 @@ def create_run_directory(out: Path, workload: Workload, now: datetime | None = N
                 moment += timedelta(milliseconds=1)
     except OSError as error:
         raise InputError(
-            f"cannot write runs to {out}: {error.strerror or error}; choose another place with --out"
+            f"cannot write runs to {out}: {error.strerror or error}; choose another place with --runs"
         ) from error
 
 
@@ -62,7 +62,7 @@ def save_run(run: Run, directory: Path, *, rescue: bool = True) -> Path:
     except OSError as error:
         reason = f"cannot write {target}: {error.strerror or error}"
     if not rescue:
-        raise InputError(f"{reason}; choose another place with --out")
+        raise InputError(f"{reason}; choose another place with --runs")
     try:
         refuge = _write_in_a_private_folder(data)
     except OSError:
@@ -158,7 +158,7 @@ def find_run(name: str, out: Path) -> Run:
     if len(matches) == 1:
         return load_run(matches[0])
     if not matches:
-        raise InputError(f"no run named {name!r} in {out}: `stepscope ls --out {out}` lists those there are")
+        raise InputError(f"no run named {name!r} in {out}: `stepscope ls --runs {out}` lists those there are")
     raise InputError(f"{len(matches)} runs in {out} match {name!r}: write more of the name")
 
 

@@ -113,10 +113,10 @@ def limit_memory(device: torch.device, limit_bytes: int | None) -> None:
     if limit_bytes is None:
         return
     if device.type != "cuda":
-        raise InputError("--memory-limit stands for a smaller GPU; it does not apply to a CPU")
+        raise InputError("--memory stands for a smaller GPU; it does not apply to a CPU")
     total = torch.cuda.get_device_properties(device).total_memory
     if limit_bytes > total:
-        raise InputError(f"--memory-limit {format_bytes(limit_bytes)} is more than the GPU has ({format_bytes(total)})")
+        raise InputError(f"--memory {format_bytes(limit_bytes)} is more than the GPU has ({format_bytes(total)})")
     try:
         torch.cuda.set_per_process_memory_fraction(limit_bytes / total, device)
     except RuntimeError as error:

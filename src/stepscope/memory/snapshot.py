@@ -20,7 +20,8 @@ from stepscope.memory.plain_pickle import read_plain_pickle, without_collector
 SNAPSHOT_FILE = "memory.pickle.gz"
 """The artifact of kind `memory` in a run directory."""
 NO_HISTORY_REMEDY = (
-    "record one with torch.cuda.memory._record_memory_history() before the step, or take it with stepscope run --memory"
+    "record one with torch.cuda.memory._record_memory_history() before the step, or take it with "
+    "stepscope run --record memory"
 )
 
 _T = TypeVar("_T")
@@ -151,7 +152,7 @@ def find_snapshot(path: Path) -> Path:
             return path / SNAPSHOT_FILE
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    remedy = " (measure it again with --memory)" if (path / "run.json").exists() else ""
+    remedy = " (measure it again with --record memory)" if (path / "run.json").exists() else ""
     raise InputError(f"{path}: this directory holds no memory snapshot, {SNAPSHOT_FILE}{remedy}")
 
 

@@ -117,7 +117,7 @@ def _learned(outcomes: Outcomes) -> Finding:
         severity="note" if learned else "warning",
         sentence=f"fp32 ends at {reference.validation_loss:.4g} nats a byte on held-out text, where equal chances for "
         f"all bytes give {_BYTES_ALIKE:.4g} and their frequencies {unigram:.4g}: {judged}.",
-        remedy="" if learned else "train longer (--steps), or at another learning rate (--lr)",
+        remedy="" if learned else "train longer (--steps), or at another learning rate (--learning-rate)",
         evidence={"validation_loss": reference.validation_loss, "unigram_loss": unigram},
     )
 
@@ -129,7 +129,7 @@ def _no_yardstick(outcomes: Outcomes) -> Finding:
         kind="no-yardstick",
         severity="warning",
         sentence=f"No departure is told: {why}, so there is nothing to hold a difference against.",
-        remedy="choose a lower learning rate (--lr)" if failed else "let the study run on",
+        remedy="choose a lower learning rate (--learning-rate)" if failed else "let the study run on",
         evidence={"runs": len(outcomes.all)},
     )
 

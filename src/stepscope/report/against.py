@@ -74,12 +74,11 @@ def _kernel_table(comparison: CaptureComparison) -> Table:
 
 def _labels(names: list[str]) -> dict[str, str]:
     """Each name's short label or, where two names have the same one, the whole of it."""
-    labels = {name: kernel_label(name, width=_LABEL_WIDTH) for name in names}
+    labels = {name: kernel_label(name) for name in names}
     shared = Counter(labels.values())
     return {name: label if shared[label] == 1 else name for name, label in labels.items()}
 
 
-_LABEL_WIDTH = 200
 _HEADS = ("before", "after", "change", "share", "calls")
 
 

@@ -10,12 +10,11 @@ from rich.text import Text
 from stepscope.core.errors import InputError, printable
 from stepscope.core.experiment import Cell, Experiment
 from stepscope.core.experiment import Table as Figures
+from stepscope.report.layout import name_shown
 from stepscope.report.terminal import make_table
 
 if TYPE_CHECKING:
     import altair as alt
-
-_WIDEST = 60
 
 
 def render_experiment(experiment: Experiment) -> RenderableType:
@@ -83,8 +82,7 @@ def _text(cell: Cell) -> str:
         return f"{cell:,}"
     if isinstance(cell, float):
         return repr(cell) if math.isfinite(cell) and len(repr(cell)) <= 9 else f"{cell:.8g}"
-    text = printable(cell)
-    return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
+    return name_shown(cell)
 
 
 def draw_experiment(experiment: Experiment) -> "alt.TopLevelMixin":
@@ -97,7 +95,7 @@ def draw_experiment(experiment: Experiment) -> "alt.TopLevelMixin":
     from stepscope.report.plots.series import HOLLOW, SeriesPanel, SeriesPoint, draw_series  # noqa: PLC0415
 
     if not experiment.panels:
-        raise InputError(f"study {experiment.study} has no curves: leave out --plot")
+        raise InputError(f"study {experiment.study} has no curves: leave out --save")
     over: dict[tuple[str, bool | None, bool | None], list[SeriesPanel]] = {}
     for panel in experiment.panels:
         points = tuple(

@@ -31,24 +31,39 @@ _OF_CUDA_GRAPHS = (
 
 def render_fit(answer: Fit, workload: Workload) -> RenderableType:
     """The verdict, the peak and its make-up, the peaks of the phases, and the plans."""
+    parts = _make_up(answer.estimate, workload, _verdict(answer))
+    if not answer.fits:
+        parts += [Text(), *_plan_parts(answer)]
+    return Group(*parts)
+
+
+def render_peak(estimate: MemoryEstimate, workload: Workload) -> RenderableType:
+    """The peak and its make-up, where nobody said how much memory there is."""
+    how = "Say --memory, as in --memory 80GiB, or --device, as in --device H100, to hear whether it fits."
+    return Group(*_make_up(estimate, workload, Text(f"{_peak(estimate)}. {how}", style="bold")))
+
+
+def _make_up(estimate: MemoryEstimate, workload: Workload, verdict: Text) -> list[RenderableType]:
     parts: list[RenderableType] = [
         Text(describe_model(workload), style="bold"),
         Text(describe_workload(workload)),
         Text(),
-        _verdict(answer),
+        verdict,
         Text(),
-        _category_table(answer.estimate),
+        _category_table(estimate),
         Text(),
-        _phase_table(answer.estimate),
+        _phase_table(estimate),
     ]
-    reason = _reason(answer.estimate, workload)
+    reason = _reason(estimate, workload)
     if reason:
         parts += [Text(), Text(reason)]
     if workload.compile in _WITH_CUDA_GRAPHS:
         parts += [Text(), Text(_OF_CUDA_GRAPHS, style="yellow")]
-    if not answer.fits:
-        parts += [Text(), *_plan_parts(answer)]
-    return Group(*parts)
+    return parts
+
+
+def _peak(estimate: MemoryEstimate) -> str:
+    return f"The peak is {format_bytes(estimate.peak_bytes)}, in the {estimate.peak_phase} phase"
 
 
 def render_second(first: MemoryEstimate, memory: PhaseMemory, peak_bytes: int) -> RenderableType:
@@ -70,7 +85,7 @@ def render_second(first: MemoryEstimate, memory: PhaseMemory, peak_bytes: int) -
 
 def _verdict(answer: Fit) -> Text:
     estimate, budget = answer.estimate, answer.budget
-    peak = f"The peak is {format_bytes(estimate.peak_bytes)}, in the {estimate.peak_phase} phase"
+    peak = _peak(estimate)
     if answer.fits:
         left = f"{format_bytes(answer.margin_bytes)} are left"
         return Text(f"It fits into {budget.said}. {peak}: {left}.", style="bold green")

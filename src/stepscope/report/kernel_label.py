@@ -1,28 +1,20 @@
-"""A kernel's name at the width of a table cell: what tells it apart, without namespaces and parameter lists."""
+"""A kernel's name in a table cell: what tells it apart, without namespaces and parameter lists."""
 
 import re
 
 from stepscope.analysis.kernel_names.decoding import decode
-from stepscope.core.errors import printable
-
-LABEL_WIDTH = 64
+from stepscope.report.layout import name_shown
 
 _FUNCTORS = re.compile(r"\b\w*(?:Functor\w*|_kernel_cuda\w*|_kernel_impl|_kernel|Ops|_functor)\b")
 _PLUMBING = re.compile(r"gpu_kernel_impl\w*|func_wrapper\w*|ReduceOp|elementwise_kernel|vectorized_\w+|unrolled_\w+")
 """Wrappers that every pointwise kernel has; they tell nothing apart."""
 
 
-def kernel_label(name: str, width: int = LABEL_WIDTH) -> str:
+def kernel_label(name: str) -> str:
     """What runs, and the functors that it applies: `elementwise_kernel BinaryFunctor MulFunctor`."""
     decoded = decode(name)
     base = decoded.operation or decoded.function
     if decoded.library == "ATen" and decoded.arguments:
         found = dict.fromkeys(token for token in _FUNCTORS.findall(decoded.arguments) if not _PLUMBING.fullmatch(token))
         base = " ".join([base, *list(found)[:2]])
-    return cut(base, width)
-
-
-def cut(text: str, width: int) -> str:
-    """At most `width` printable characters, cut at the end."""
-    text = printable(text)
-    return text if len(text) <= width else f"{text[: width - 1]}…"
+    return name_shown(base)

@@ -18,8 +18,6 @@ from stepscope.core.units import format_share, ms_text, ms_text_of_s
 from stepscope.report.kernel_label import kernel_label
 from stepscope.report.terminal import cell_name, make_table, render_finding
 
-_NAME_WIDTH = 46
-
 
 @dataclass(frozen=True, kw_only=True)
 class StudiedCell:
@@ -110,7 +108,7 @@ def _top(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
                 counted += 1
                 right += phase.product_kernels == phase.expected_products
             table.add_row(
-                cell.name, phase.phase, kernel_label(first.name, _NAME_WIDTH), f"{first.calls:g}",
+                cell.name, phase.phase, kernel_label(first.name), f"{first.calls:g}",
                 format_share(first.share), _products(phase),
             )  # fmt: skip
     words = []
@@ -140,7 +138,7 @@ def _without_products(cells: list[StudiedCell]) -> tuple[Table, list[str]]:
 
 
 def _named(row: KernelRow) -> tuple[str, str]:
-    return kernel_label(row.name, _NAME_WIDTH), f"{ms_text(row.busy_ns)} ({format_share(row.share)})"
+    return kernel_label(row.name), f"{ms_text(row.busy_ns)} ({format_share(row.share)})"
 
 
 def _fractions(cells: list[StudiedCell]) -> tuple[Table, list[str]]:

@@ -10,12 +10,11 @@ from stepscope.memory.at_moment import Moment, phase_peaks
 from stepscope.memory.blocks import Contributor, SavedByBlock, alike, saved_by_block
 from stepscope.memory.explain import Explained
 from stepscope.memory.memory_json import sites, tensor_of
+from stepscope.report.layout import name_shown
 from stepscope.report.terminal import describe_model, describe_workload, make_table
 
 _LARGEST_SHOWN = 10
 _SITES_SHOWN = 10
-_WIDEST = 90
-"""Characters of a site or tensor: names come from a file, and may have any length."""
 
 
 def render_memory(explained: Explained, moment: Moment) -> RenderableType:
@@ -111,7 +110,7 @@ def _phase_table(explained: Explained) -> Table:
     table = make_table("phase", "peak", "of the peak", "at ms", right_from=1)
     for peak in phase_peaks(explained):
         share = _share(peak.peak_bytes, explained.peak_bytes)
-        table.add_row(_cut(peak.phase), format_bytes(peak.peak_bytes), share, ms_text(peak.time_us * 1e3))
+        table.add_row(name_shown(peak.phase), format_bytes(peak.peak_bytes), share, ms_text(peak.time_us * 1e3))
     return table
 
 
@@ -121,7 +120,7 @@ def _largest_table(moment: Moment) -> Table:
     alike_rows = moment.alive.group_by(keys, maintain_order=True).len().head(_LARGEST_SHOWN)
     for row in alike_rows.iter_rows(named=True):
         size = format_bytes(row["block"])
-        table.add_row(_cut(row["site"]), _tensor(row), row["category"], str(row["len"]), size)
+        table.add_row(name_shown(row["site"]), _tensor(row), row["category"], str(row["len"]), size)
     return table
 
 
@@ -130,7 +129,7 @@ def _site_table(moment: Moment) -> Table:
     by_site = sites(moment.alive)
     for row in by_site.head(_SITES_SHOWN).iter_rows(named=True):
         table.add_row(
-            _cut(row["site"]) or "(unknown)",
+            name_shown(row["site"]) or "(unknown)",
             format_bytes(row["bytes"]),
             _share(row["bytes"], moment.allocated_bytes),
             format_count(row["allocations"]),
@@ -154,17 +153,19 @@ def _block_tables(blocks: list[SavedByBlock]) -> list[RenderableType]:
     for one in merged:
         times = 1 + len(one.alike)
         table.add_row(
-            _cut(f"{one.block} and {len(one.alike)} alike" if one.alike else one.block or "outside of blocks"),
+            name_shown(f"{one.block} and {len(one.alike)} alike" if one.alike else one.block or "outside of blocks"),
             format_bytes(one.saved_bytes), str(one.saved_tensors), format_bytes(one.gradient_bytes),
             format_bytes(one.saved_bytes * times),
         )  # fmt: skip
     first = max((one for one in merged if one.block), key=lambda one: one.saved_bytes, default=None)
     if first is None:
         return [table]
-    largest = make_table(f"largest saved by {_cut(first.block)}", "tensor", "saved", "share", right_from=2)
+    largest = make_table(f"largest saved by {name_shown(first.block)}", "tensor", "saved", "share", right_from=2)
     for contributor in first.largest:
         share = _share(contributor.bytes, first.saved_bytes)
-        largest.add_row(_cut(_place(contributor)), _contributed(contributor), format_bytes(contributor.bytes), share)
+        largest.add_row(
+            name_shown(_place(contributor)), _contributed(contributor), format_bytes(contributor.bytes), share
+        )
     return [table, Text(), largest]
 
 
@@ -175,7 +176,7 @@ def _place(contributor: Contributor) -> str:
 def _contributed(contributor: Contributor) -> str:
     shape = "" if contributor.shape is None else " x ".join(map(str, contributor.shape))
     what = f"{contributor.name} of {contributor.operator}" if contributor.operator else contributor.name
-    return _cut(" ".join(part for part in (what, shape, contributor.dtype) if part))
+    return name_shown(" ".join(part for part in (what, shape, contributor.dtype) if part))
 
 
 def _tensor(row: dict) -> str:
@@ -184,12 +185,7 @@ def _tensor(row: dict) -> str:
         return ""
     what = f"{known['name']} of {known['operator']}" if known["operator"] else known["name"]
     shape = "" if known["shape"] is None else " x ".join(map(str, known["shape"]))
-    return _cut(" ".join(part for part in (what, shape, known["dtype"]) if part))
-
-
-def _cut(text: str) -> str:
-    text = printable(text)
-    return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
+    return name_shown(" ".join(part for part in (what, shape, known["dtype"]) if part))
 
 
 def _share(part: int, whole: int) -> str:

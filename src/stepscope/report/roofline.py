@@ -11,7 +11,7 @@ from stepscope.analysis.peaks import Peak
 from stepscope.analysis.roofs import FamilyRoof, OperatorRoof, Roofline
 from stepscope.core.errors import printable
 from stepscope.core.units import format_rate, format_share, ms_text
-from stepscope.report.kernel_label import LABEL_WIDTH, cut
+from stepscope.report.layout import name_shown
 from stepscope.report.terminal import make_table
 
 TOP = 20
@@ -228,10 +228,10 @@ def _operator_table(roofline: Roofline, top: int) -> Table:
 
 def operator_label(operator: OperatorRoof) -> str:
     """`bmm fp32 48x512x64 48x64x512`: the operator, what its products are computed in, and the first shapes."""
-    name = cut(operator.operator.removeprefix("aten::"), LABEL_WIDTH)
+    name = name_shown(operator.operator.removeprefix("aten::"))
     product = operator.family in {"matrix multiplication", "attention (fused)"}
     arithmetic = operator.arithmetic if product else None
-    return printable(" ".join(part for part in (name, arithmetic, cut(_shapes(operator.shapes), LABEL_WIDTH)) if part))
+    return printable(" ".join(part for part in (name, arithmetic, name_shown(_shapes(operator.shapes))) if part))
 
 
 def _shapes(text: str | None) -> str:

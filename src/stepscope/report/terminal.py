@@ -22,6 +22,7 @@ from stepscope.core.units import (
     format_share,
 )
 from stepscope.core.workload import Workload
+from stepscope.report.layout import OneLine
 from stepscope.work.transformer import parameter_count, recomputed_flops
 
 _SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -112,19 +113,23 @@ def render_finding(finding: Finding) -> Text:
 
 
 def render_runs(runs: list[Run]) -> RenderableType:
-    """One line a run, oldest first."""
-    table = make_table("run", "tag", "status", "step", "tokens/s", "peak", "findings", fold_first=True)
+    """One line a run, oldest first: when it began, which names it too, and which cell it measured."""
+    table = OneLine(box=box.SIMPLE_HEAD, pad_edge=False)
+    for head in ("run", "cell", "status", "step", "tag", "tokens/s", "peak", "findings"):
+        table.add_column(head)
     for run in runs:
         step_s, tokens, peak = (
             metrics.median_s(run, "step"),
             metrics.tokens_per_s(run),
             metrics.peak_bytes(run),
         )
+        began, _, cell = run.id.partition("-")
         table.add_row(
-            printable(run.id),
-            printable(run.tag or ""),
+            printable(began),
+            printable(cell),
             status_word(run),
             marked(format_seconds(step_s) if step_s else "", run),
+            printable(run.tag or ""),
             marked(f"{tokens:,.0f}" if tokens else "", run),
             marked(format_bytes(peak) if peak else "", run),
             doubts(run),

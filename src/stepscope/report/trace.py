@@ -14,16 +14,19 @@ from stepscope.analysis.range_names import RECOMPUTATION
 from stepscope.analysis.trace_summary import GEMM, OUTSIDE, AttentionRow, KernelRow, TraceSummary
 from stepscope.core.errors import printable
 from stepscope.core.finding import Finding
+from stepscope.core.shown_text import middle_cut
 from stepscope.core.units import format_count, format_rate, format_share, ms_text, ms_text_of_s
-from stepscope.report.kernel_label import cut, kernel_label
+from stepscope.report.kernel_label import kernel_label
+from stepscope.report.layout import name_shown
 from stepscope.report.occupation import render_occupation
 from stepscope.report.roofline import render_roofline
 from stepscope.report.terminal import describe_model, describe_workload, make_table, render_finding
 
 _MODULES_SHOWN = 12
-_MODULE_WIDTH = 100
-"""A path of modules is seldom half as long; a hostile name can be a megabyte."""
 _OPERATORS_SHOWN = 12
+
+_IN_A_SENTENCE = 64
+"""Characters of a kernel's name in a sentence; the table beside it has the whole."""
 
 
 def render_trace(summary: TraceSummary, findings: tuple[Finding, ...], source: str) -> RenderableType:
@@ -162,7 +165,7 @@ def _kernel_tables(summary: TraceSummary, phase: str) -> list[RenderableType]:
         for row in rest:
             _add_kernel(table, row)
     first = top[0]
-    label, share = kernel_label(first.name), format_share(first.share)
+    label, share = middle_cut(kernel_label(first.name), _IN_A_SENTENCE), format_share(first.share)
     sentence = f"{label} takes the most time in {phase}: {share}, in {first.calls:g} calls a step."
     return [table, Text(sentence)]
 
@@ -215,7 +218,7 @@ def _module_table(summary: TraceSummary) -> Table:
     cells = {(row["module"], row["phase"]): row["busy_ns"] for row in summary.modules.iter_rows(named=True)}
     for module, layers, busy_ns, gemm_ns in totals.head(_MODULES_SHOWN).iter_rows():
         table.add_row(
-            {"": "(the model itself)", "?": "(no module known)"}.get(module, cut(module, _MODULE_WIDTH)),
+            {"": "(the model itself)", "?": "(no module known)"}.get(module, name_shown(module)),
             str(layers),
             *(ms_text(cells[module, phase]) if (module, phase) in cells else "" for phase in phases),
             ms_text(busy_ns),

@@ -69,7 +69,7 @@ def _check_devices(names: list[str], events: int) -> int:
     try:
         devices = [resolve_device(name) for name in names]
         if len(set(devices)) < len(devices):
-            raise InputError(f"--devices {','.join(names)} names a device twice: each measures one cell at a time")
+            raise InputError(f"--device {','.join(names)} names a device twice: each measures one cell at a time")
     except StepscopeError as error:
         _send(events, CellEvent(error=str(error), error_for_all=True))
         return error.exit_code

@@ -29,7 +29,7 @@ def sizes_for(device_type: str) -> Sizes:
 def check_modes(modes: Sequence[str]) -> tuple[str, ...]:
     """The modes to set beside eager. Raises InputError for one that there is not."""
     if BASELINE in modes:
-        raise InputError(f"--modes names what is set beside {BASELINE}, which is always measured: leave it out")
+        raise InputError(f"--compile names what is set beside {BASELINE}, which is always measured: leave it out")
     for mode in modes:
         choose(mode, MODES, "compile mode")
     return tuple(modes)

@@ -56,7 +56,7 @@ def nsys_for(request: StepRequest, device_type: str) -> Nsys | None:
     from stepscope.measure import ranges  # noqa: PLC0415  (torch, which the rest of this file does without)
 
     if ranges.watched():
-        raise InputError("a tool that records NVTX ranges watches this process already: leave out --trace nsys")
+        raise InputError("a tool that records NVTX ranges watches this process already: leave out --record nsys")
     nsys = require_nsys()
     if device_type != "cuda" and not ranges.nvtx_available():
         raise InputError(NO_NVTX)

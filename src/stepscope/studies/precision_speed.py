@@ -30,12 +30,12 @@ def dtypes_here(dtypes: Sequence[str], device_type: str) -> tuple[tuple[str, ...
     for dtype in dtypes:
         choose(dtype, DTYPES, "dtype")
     if BASELINE not in dtypes:
-        raise InputError(f"--dtypes {','.join(dtypes)} lacks {BASELINE}, which the others are compared with: add it")
+        raise InputError(f"--dtype {','.join(dtypes)} lacks {BASELINE}, which the others are compared with: add it")
     lacking = tuple(dtype for dtype in dtypes if device_type == "cpu" and dtype == "tf32")
     here = tuple(dtype for dtype in dtypes if dtype not in lacking)
     if len(here) < 2:
         told = f" ({', '.join(lacking)}: not on a CPU)" if lacking else ""
-        raise InputError(f"nothing to compare {BASELINE} with{told}: name another dtype, as in --dtypes fp32,bf16")
+        raise InputError(f"nothing to compare {BASELINE} with{told}: name another dtype, as in --dtype fp32,bf16")
     return here, lacking
 
 

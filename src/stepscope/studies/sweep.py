@@ -67,7 +67,7 @@ def _locked(out: Path, key: str) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
         file = (out / f".sweep-{key}.lock").open("w")
     except OSError as error:
-        raise InputError(f"cannot write runs to {out}: {error.strerror or error}; choose another --out") from error
+        raise InputError(f"cannot write runs to {out}: {error.strerror or error}; choose another --runs") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -18,7 +18,7 @@ _SQLITE = b"SQLite format 3\x00"
 RUN_FILE = "run.json"
 _EXPORT, _STREAM = "trace.nsys.sqlite", "trace.qdstrm"
 IN_RUN = ("trace.kineto.json.gz", _EXPORT, "trace.nsys-rep", _STREAM)
-"""Captures that `stepscope run --trace` leaves in a run directory, the quickest to read first."""
+"""Captures that `stepscope run --record` leaves in a run directory, the quickest to read first."""
 
 
 def read_trace(path: Path, *, without_ranges: bool = False) -> TraceTable:
@@ -68,5 +68,5 @@ def find_capture(path: Path) -> Path:
     for name in IN_RUN:
         if (path / name).exists():
             return path / name
-    remedy = " (measure it again with --trace kineto)" if (path / RUN_FILE).exists() else ""
+    remedy = " (measure it again with --record kineto)" if (path / RUN_FILE).exists() else ""
     raise InputError(f"{path}: this directory holds no trace{remedy}")

@@ -76,7 +76,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def budget_of_memory(memory_bytes: int) -> Budget:
-    """A budget for PyTorch's allocator alone, as `stepscope run --memory-limit` enforces one."""
+    """A budget for PyTorch's allocator alone, as `stepscope run --memory` enforces one."""
     return Budget(
         total_bytes=memory_bytes,
         usable_bytes=memory_bytes,
