@@ -20,7 +20,6 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.core.attention_support import TensorDtype
 from stepscope.core.attention_timing import (
     PRODUCTS,
     AttentionCell,
@@ -30,6 +29,7 @@ from stepscope.core.attention_timing import (
     encode_timings,
 )
 from stepscope.core.attention_verdict import AttentionShape
+from stepscope.core.attentions import Attention, TensorDtype
 from stepscope.core.errors import (
     EXIT_CHECK_FAILED,
     EXIT_INTERRUPTED,
@@ -41,7 +41,6 @@ from stepscope.core.errors import (
 from stepscope.core.run_directory import write_atomically
 from stepscope.core.samples import Samples
 from stepscope.core.units import parse_seconds
-from stepscope.core.workload import Attention
 from stepscope.report.terminal import describe_environment
 from stepscope.work.attention_call import CONVENTION, backward_flops, forward_flops
 

@@ -39,7 +39,7 @@ def why_not_hopper() -> str | None:
     import torch  # noqa: PLC0415
     import triton  # noqa: PLC0415
 
-    from stepscope.kernels.flash_launch import hopper_takes  # noqa: PLC0415
+    from stepscope.kernels.flash.launch import hopper_takes  # noqa: PLC0415
 
     if device_type() != "cuda" or torch.cuda.get_device_capability() != (9, 0):
         return "the kernels in Gluon need a Hopper GPU (compute capability 9.0), and this machine has none"
@@ -50,21 +50,23 @@ def why_not_hopper() -> str | None:
 
 
 def median_ms(run: Any, warmup_ms: int, repeat_ms: int) -> float:
-    """Of `do_bench`; without a GPU one call by the host's clock."""
-    if device_type() == "cuda":
-        from triton.testing import do_bench  # noqa: PLC0415
+    """Of the device's own time; without a GPU one call by the host's clock."""
+    from stepscope.core.run import Settings  # noqa: PLC0415
+    from stepscope.measure.device import resolve_device  # noqa: PLC0415
+    from stepscope.measure.lead import median_call_s  # noqa: PLC0415
 
-        median = do_bench(run, warmup=warmup_ms, rep=repeat_ms, return_mode="median")
-        assert isinstance(median, float)
-        return median
-    started = time.perf_counter()
-    run()
-    return (time.perf_counter() - started) * 1e3
+    once = Settings(warmup_floor=0, warmup_cap=0, steps_floor=1, steps_cap=1, seconds=0)
+    timed = Settings(
+        warmup_floor=1, warmup_cap=1000, warmup_seconds=warmup_ms * 1e-3, steps_floor=3, steps_cap=10_000,
+        seconds=repeat_ms * 1e-3,
+    )  # fmt: skip
+    device = resolve_device("auto")
+    return median_call_s(run, device, timed if device.type == "cuda" else once) * 1e3
 
 
 def tiles_of(task: dict[str, Any], name: str = "tile") -> Any:
     """The task's tiles."""
-    from stepscope.kernels.flash_configuration import Tiles  # noqa: PLC0415
+    from stepscope.kernels.flash.configuration import Tiles  # noqa: PLC0415
 
     block_m, block_n, warps, stages = task[name]
     return Tiles(
@@ -75,8 +77,8 @@ def tiles_of(task: dict[str, Any], name: str = "tile") -> Any:
 
 def forward_of(task: dict[str, Any]) -> Any:
     """The task as a configuration of the forward kernel."""
-    from stepscope.kernels.flash_configuration import ForwardConfiguration, tiles  # noqa: PLC0415
-    from stepscope.kernels.hopper_configuration import HopperForward  # noqa: PLC0415
+    from stepscope.kernels.flash.configuration import ForwardConfiguration, tiles  # noqa: PLC0415
+    from stepscope.kernels.hopper.configuration import HopperForward  # noqa: PLC0415
 
     if "hopper" in task:
         return ForwardConfiguration(tiles=tiles(64, 64, 4, 2), hopper=HopperForward(**task["hopper"]))
@@ -88,8 +90,8 @@ def forward_of(task: dict[str, Any]) -> Any:
 
 def backward_of(task: dict[str, Any]) -> Any:
     """The task as a configuration of the backward kernels."""
-    from stepscope.kernels.flash_configuration import BackwardConfiguration, tiles  # noqa: PLC0415
-    from stepscope.kernels.hopper_configuration import HopperBackward  # noqa: PLC0415
+    from stepscope.kernels.flash.configuration import BackwardConfiguration, tiles  # noqa: PLC0415
+    from stepscope.kernels.hopper.configuration import HopperBackward  # noqa: PLC0415
 
     if "hopper" in task:
         some = tiles(64, 64, 4, 2)
@@ -109,7 +111,7 @@ class Bench:
     def __init__(self, shape: Shape, *, empty: bool = False, launcher: Any = None) -> None:
         import torch  # noqa: PLC0415
 
-        from stepscope.kernels.flash_replay import launch  # noqa: PLC0415
+        from stepscope.kernels.flash.replay import launch  # noqa: PLC0415
 
         self.launcher = launcher or launch
 
@@ -132,7 +134,7 @@ class Bench:
 
     def runner(self, task: dict[str, Any]) -> Any:  # noqa: PLR0911
         """A function that runs the task's kernel once."""
-        from stepscope.kernels.flash_launch import Backward, launch_forward, statistics_for, sums_for  # noqa: PLC0415
+        from stepscope.kernels.flash.launch import Backward, launch_forward, statistics_for, sums_for  # noqa: PLC0415
 
         kind = task["kind"]
         self.refuse_elsewhere(task)
@@ -173,7 +175,7 @@ class Bench:
 
     def refuse_elsewhere(self, *tasks: dict[str, Any]) -> None:
         """Raise where one is for a kernel in Gluon that would not run: another's time would be taken for its own."""
-        from stepscope.kernels.flash_launch import hopper_takes  # noqa: PLC0415
+        from stepscope.kernels.flash.launch import hopper_takes  # noqa: PLC0415
 
         if any("hopper" in t for t in tasks) and not hopper_takes(self.q, self.k, self.v, self.gradient, window=None):
             raise RuntimeError(why_not_hopper() or "the kernels in Gluon take 16 bits of head_dim 64 or 128")
@@ -278,7 +280,7 @@ def short(shape: Shape) -> Shape:
 
 def compile_ahead(task: dict[str, Any]) -> None:
     """In a process of the pool: compile the task's kernel into Triton's cache on disk, without running it."""
-    from stepscope.kernels import flash_launch  # noqa: PLC0415
+    from stepscope.kernels.flash import launch as flash_launch  # noqa: PLC0415
 
     if flash_launch.interpreted():
         return
@@ -347,8 +349,8 @@ def work(deadline: float) -> None:
 
 def time_total(bench: Bench, task: dict[str, Any]) -> dict[str, Any]:
     """Forward, and forward and backward through the operator and autograd, with the given configurations."""
-    from stepscope.kernels import flash_tuning  # noqa: PLC0415
-    from stepscope.kernels.flash_attention import flash_attention  # noqa: PLC0415
+    from stepscope.kernels.flash import tuning as flash_tuning  # noqa: PLC0415
+    from stepscope.kernels.flash.attention import flash_attention  # noqa: PLC0415
 
     f = task["forward"]
     forward, backward = forward_of(f), backward_of(task["backward"])

@@ -7,8 +7,8 @@ Gluon, on Hopper: hopper-forward, hopper-backward (a whole pass). Then whole pas
 
 Kernels are compiled ahead by a pool of processes. One process owns the GPU and is started again when a configuration
 kills or hangs it. Every configuration is first compared with float64 attention on a shorter sequence and with PyTorch's
-flash attention on the shape itself: a wrong one gets no time. Times are medians of `triton.testing.do_bench` (CUDA
-events; the L2 cache is overwritten before each call). The list is worked through breadth first, and the budget of
+flash attention on the shape itself: a wrong one gets no time. Times are medians of stepscope's own timer (CUDA events;
+the L2 cache is overwritten before each call). The list is worked through breadth first, and the budget of
 seconds is kept: what is not reached is named.
 """
 
@@ -29,7 +29,7 @@ from typing import Any
 from flash_bench import HOPPER_KINDS, SHAPES, compile_ahead, rivals, why_not_hopper, work
 from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.units import parse_seconds
-from stepscope.kernels.hopper_configuration import HopperBackward, HopperForward
+from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
 
 KINDS = ("forward", "hopper-forward", "keys", "queries", "joint", "hopper-backward")
 RESERVE_S = 28

@@ -40,8 +40,8 @@ def time_host() -> dict[str, Any]:
     """Microseconds that the host needs to enqueue a call, part by part; the GPU has next to nothing to do."""
     import torch  # noqa: PLC0415
 
-    from stepscope.kernels import flash_tuning  # noqa: PLC0415
-    from stepscope.kernels.flash_attention import FlashAttention, _forward, flash_attention  # noqa: PLC0415
+    from stepscope.kernels.flash import tuning as flash_tuning  # noqa: PLC0415
+    from stepscope.kernels.flash.attention import FlashAttention, _forward, flash_attention  # noqa: PLC0415
 
     size = HOST_SHAPE[:4]
     q, k, v = (torch.randn(size, device=device_type(), dtype=torch.bfloat16).requires_grad_() for _ in range(3))

@@ -16,10 +16,10 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from stepscope.kernels.flash_configuration import Problem, default_backward, default_forward
-from stepscope.kernels.hopper_backward import STAGES, hopper_gradients
-from stepscope.kernels.hopper_forward import hopper_forward
-from stepscope.kernels.hopper_launch import (
+from stepscope.kernels.flash.configuration import Problem, default_backward, default_forward
+from stepscope.kernels.hopper.backward import STAGES, hopper_gradients
+from stepscope.kernels.hopper.forward import hopper_forward
+from stepscope.kernels.hopper.launch import (
     _BACKWARD_REGISTERS,
     _PRODUCER_REGISTERS,
     _WORKER_REGISTERS,

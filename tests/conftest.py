@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import settings as hypothesis_settings
 
 from stepscope.core.environment import Environment
-from stepscope.core.model_config import configure
+from stepscope.core.model_config import SIZE_FIELDS, configure
 from stepscope.core.nsight import find_nsys
 from stepscope.core.run import Run, Settings
 from stepscope.core.samples import Samples
@@ -40,10 +40,22 @@ hypothesis_settings.register_profile(
 hypothesis_settings.load_profile("busy")
 
 
-# Where tests run side by side, each has a core: PyTorch's threads wait by spinning, ten times slower when they compete.
-# Set before anything imports torch; the processes that tests start inherit it.
+# Where tests run side by side, each has a core: PyTorch's threads wait by spinning, ten times slower when they compete,
+# and those of polars cost more than they bring to small frames.
+# Set before anything imports either; the processes that tests start inherit it.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("POLARS_MAX_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="random cases in their full number, see `make hostile`")
+
+
+@pytest.fixture
+def share(request: pytest.FixtureRequest) -> float:
+    """Which share of a campaign's cases to run: a part that says whether it works, or with --long all of them."""
+    return 1.0 if request.config.getoption("--long") else 0.25
 
 
 def pytest_collection_finish() -> None:
@@ -90,9 +102,7 @@ MakeRun = Callable[..., Run]
 
 def workload(**changes: Any) -> Workload:
     """A small workload; sizes of the model by their names, everything else as Workload has it."""
-    sizes = {
-        name: changes.pop(name) for name in ("d_model", "d_ff", "layers", "heads", "vocabulary") if name in changes
-    }
+    sizes = {name: changes.pop(name) for name in (*SIZE_FIELDS, "tied") if name in changes}
     model = changes.pop("model", None) or configure("tiny", **sizes)
     defaults: dict[str, Any] = {"seq_len": 16, "batch_size": 2}
     return Workload(model=configure(model) if isinstance(model, str) else model, **{**defaults, **changes})

@@ -46,9 +46,13 @@ def main() -> int:
     environment = read_environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
+        compiled: dict[str, str] = {}
+        if given.capability is not None:  # what was compiled for other instructions must not be taken from a cache
+            compiled["TORCHINDUCTOR_CACHE_DIR"] = str(Path(directory) / "inductor")
         start = time.monotonic()
         suite = subprocess.Popen(
-            [sys.executable, "-m", "pytest", f"--junitxml={report}", *given.pytest], env={**os.environ, **settings}
+            [sys.executable, "-m", "pytest", f"--junitxml={report}", *given.pytest],
+            env={**os.environ, **settings, **compiled},
         )
         try:
             suite.wait(given.limit)

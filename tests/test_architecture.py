@@ -71,6 +71,66 @@ def test_imports_go_downward_only(file: Path):
             assert top in LIBRARIES[room], f"{room} imports {name}"
 
 
+def files_imported(source: Path) -> dict[str, set[str]]:
+    """Each module under `source`, a package, and those of them that importing it imports, inside functions too. The
+    import of a module runs the `__init__` of every package above it first.
+    """
+    modules = {
+        ".".join((source.name, *file.relative_to(source).with_suffix("").parts)).removesuffix(".__init__"): file
+        for file in source.glob("**/*.py")
+    }
+    found: dict[str, set[str]] = {}
+    for module, file in modules.items():
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        parts = [name.split(".") for name in names]
+        above = {".".join(each[:length]) for each in parts for length in range(2, len(each) + 1)}
+        found[module] = (above & modules.keys()) - {module}
+    return found
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """The groups of modules that import one another, however long the way round."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            for name in graph[waiting.pop()] - seen:
+                seen.add(name)
+                waiting.append(name)
+        return seen
+
+    ahead = {module: reached(module) for module in graph}
+    groups = {frozenset(o for o in ahead[module] if module in ahead[o]) for module in graph if module in ahead[module]}
+    return sorted(map(set, groups), key=sorted)
+
+
+def test_no_files_import_one_another():
+    assert circles(files_imported(SOURCE)) == []
+
+
+IN_A_FUNCTION = {"a": "from house.b import x", "b": "import house.c", "c": "def f():\n    from house import a"}
+IN_A_PACKAGE = {"room/__init__": "from house.room.a import x", "room/a": "import house.room.b", "room/b": ""}
+NONE = {"a": "import house.b", "b": "import house.room", "room/__init__": "import os", "room/a": "import house.a"}
+
+
+@pytest.mark.parametrize(
+    ("files", "found"), [(IN_A_FUNCTION, ["a", "b", "c"]), (IN_A_PACKAGE, ["room", "room.a"]), (NONE, [])]
+)
+def test_a_circle_of_imports_is_seen(tmp_path: Path, files: dict[str, str], found: list[str]):
+    for name, text in files.items():
+        file = tmp_path / "house" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    expected = [{f"house.{name}" for name in found}] if found else []
+    assert circles(files_imported(tmp_path / "house")) == expected
+
+
 def test_every_room_is_in_the_plan():
     rooms = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert rooms == set(ALLOWED)

@@ -9,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stepscope.core.attention_support import TensorDtype
 from stepscope.core.attention_timing import AttentionCell
 from stepscope.core.attention_verdict import AttentionShape, Differentiated, Layout, Numbers
-from stepscope.core.workload import Attention
-from stepscope.models.attention import CHUNK, AttentionFunction, for_all_heads, hidden_keys, reference, sdpa
-from stepscope.models.attention_cases import (
+from stepscope.core.attentions import Attention, TensorDtype
+from stepscope.models.attention import AttentionFunction
+from stepscope.models.attention.cases import (
     LONG,
     GivenTensor,
     draw_tensors,
@@ -22,6 +21,9 @@ from stepscope.models.attention_cases import (
     gate_shapes,
     long_shapes,
 )
+from stepscope.models.attention.masks import for_all_heads, hidden_keys
+from stepscope.models.attention.pytorch import sdpa
+from stepscope.models.attention.written_out import CHUNK, reference
 from stepscope.studies.attention_calls import odd_shapes
 from stepscope.studies.attention_matrix import shapes_of
 from tests.test_attention_gate import CPU, PLAIN, PROBES, judged, square

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 import stepscope.kernels
+from stepscope.core.attentions import Attention
 from stepscope.core.errors import InputError
-from stepscope.core.workload import Attention
-from stepscope.kernels import FlashAttention, FlashAttentionTiled, flash_attention, flash_tiled
+from stepscope.kernels import FlashAttention, FlashAttentionTiled
+from stepscope.kernels.flash import attention as flash_attention
+from stepscope.kernels.flash import tiled as flash_tiled
 from stepscope.models.attention import AttentionFunction, implementation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -16,18 +16,19 @@ from rich.console import Console
 from torch import Tensor
 
 from stepscope.cli.app import app
-from stepscope.core.attention_support import SUPPORT, TensorDtype
 from stepscope.core.attention_verdict import (
     AttentionShape,
     GateFailure,
     GateReport,
 )
+from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.errors import InputError
-from stepscope.core.workload import Attention
-from stepscope.kernels.flash_tiled import flash_tiled
-from stepscope.models.attention import AttentionFunction, implementation, reference, sdpa
-from stepscope.models.attention_cases import few_shapes, gate_shapes
-from stepscope.models.attention_gate import check_attention_implementation, check_attention_matrix
+from stepscope.kernels.flash.tiled import flash_tiled
+from stepscope.models.attention import AttentionFunction, implementation
+from stepscope.models.attention.cases import few_shapes, gate_shapes
+from stepscope.models.attention.gate import check_attention_implementation, check_attention_matrix
+from stepscope.models.attention.pytorch import sdpa
+from stepscope.models.attention.written_out import reference
 from stepscope.report.attention_gate import render_gate
 from stepscope.studies import attention_matrix
 from stepscope.studies.attention_matrix import GateMatrix, decode_matrix
@@ -57,7 +58,7 @@ def judged(function: AttentionFunction, *shapes: AttentionShape, dtype: TensorDt
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_every_implementation_passes_on_every_length_and_head_dim(dtype: TensorDtype):
-    names: list[Attention] = [name for name in SUPPORT if name not in ("flash", "flex")]
+    names: list[Attention] = [name for name in ATTENTIONS if name not in ("flash", "flex")]
     reports = check_attention_matrix(
         names,
         device=CPU,
@@ -67,7 +68,7 @@ def test_every_implementation_passes_on_every_length_and_head_dim(dtype: TensorD
     )
     for report in reports:
         name = report.implementation
-        if "cpu" in SUPPORT[name].device_types:
+        if "cpu" in ATTENTIONS[name].device_types:
             report.require()
             assert len(report.verdicts) == 16
             ran = [verdict for verdict in report.verdicts if verdict.outcome == "passed"]
@@ -101,14 +102,14 @@ def test_the_kernel_passes_in_tritons_interpreter(dtype: TensorDtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("name", [name for name in SUPPORT if name != "flex"])
+@pytest.mark.parametrize("name", [name for name in ATTENTIONS if name != "flex"])
 def test_every_implementation_passes_on_a_gpu(name: Attention, dtype: TensorDtype):
     report = check_attention_implementation(
         name, device=torch.device("cuda"), dtypes=(dtype,), shapes=gate_shapes(), repeat=True
     )
     assert [verdict.sentence for verdict in report.unexplained] == []
     ran = any(verdict.outcome != "not supported" for verdict in report.verdicts)
-    assert ran or dtype not in SUPPORT[name].cuda_dtypes
+    assert ran or dtype not in ATTENTIONS[name].cuda_dtypes
 
 
 @pytest.mark.gpu
@@ -319,7 +320,7 @@ def test_a_planted_mistake_is_refused(function: AttentionFunction, shape: Attent
 
 
 def test_who_subtracts_no_maximum_is_judged_on_the_scores_that_it_takes():
-    """By what SUPPORT states: where exp of the scores overflows it is not asked, elsewhere it has to be right."""
+    """By what ATTENTIONS states: where exp of the scores overflows it is not asked, elsewhere it has to be right."""
     (report,) = check_attention_matrix(("unsafe",), device=CPU, dtypes=("fp32", "fp16"), shapes=few_shapes())
     asked = {verdict.shape.numbers for verdict in report.verdicts if verdict.outcome == "passed"}
     assert report.passed and asked == {"normal", "rising", "falling"}  # rising as far as its keys go
@@ -364,7 +365,7 @@ def test_who_may_be_further_off_is_said():
 
 def test_grouped_heads_of_fp32_are_held_against_the_worse_of_sdpas_two(monkeypatch: pytest.MonkeyPatch):
     """On a GPU sdpa writes attention out where heads are grouped in fp32, and closer than its fused one comes."""
-    from stepscope.models import attention_gate
+    from stepscope.models.attention import gate
 
     def coarse(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **_: object) -> Tensor:
         """As a fused kernel might be: off by a hundred times where heads are not grouped, exact where they are."""
@@ -372,7 +373,7 @@ def test_grouped_heads_of_fp32_are_held_against_the_worse_of_sdpas_two(monkeypat
         return out if q.shape[1] != k.shape[1] else out * (1 + 1e-5)
 
     grouped, even = square(17, heads=4), square(17, heads=4, key_heads=4)
-    monkeypatch.setattr(attention_gate, "sdpa", coarse)
+    monkeypatch.setattr(gate, "sdpa", coarse)
     for shape in (grouped, even):
         (verdict,) = judged(reference, shape, dtype="fp32").verdicts
         assert verdict.errors[0].sdpa == pytest.approx(1e-5, rel=0.02)
@@ -481,9 +482,9 @@ def test_what_a_benchmark_is_told():
 
 
 def test_a_yardstick_that_fails_is_said_to(monkeypatch: pytest.MonkeyPatch):
-    from stepscope.models import attention_gate
+    from stepscope.models.attention import gate
 
-    monkeypatch.setattr(attention_gate, "sdpa", raises)
+    monkeypatch.setattr(gate, "sdpa", raises)
     with pytest.raises(
         RuntimeError, match="sdpa, by whose error the gate judges, raises RuntimeError: out of resource"
     ):
@@ -515,10 +516,10 @@ def test_the_table_says_who_is_wrong_and_where():
 
 def test_large_calls_are_judged_in_chunks(monkeypatch: pytest.MonkeyPatch):
     """The same verdict as by the reference in one piece."""
-    from stepscope.models import attention_gate
+    from stepscope.models.attention import gate
 
     whole = judged(reference, square(300), dtype="fp32")
-    monkeypatch.setattr(attention_gate, "_MOST_SCORES", 0)
+    monkeypatch.setattr(gate, "_MOST_SCORES", 0)
     chunks = judged(reference, square(300), dtype="fp32")
     for a, b in zip(whole.verdicts[0].errors, chunks.verdicts[0].errors, strict=True):
         assert a.error == pytest.approx(b.error, rel=1e-6)

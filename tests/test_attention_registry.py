@@ -16,24 +16,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from stepscope.core import attention_support
-from stepscope.core.attention_support import (
-    IN_PIECES,
-    PREDICTED,
-    SUPPORT,
-    AttentionCall,
-    attention_of,
-    is_predicted,
-    predicted_attention,
-    resolve_attention,
-)
+from stepscope.core.attention_support import attention_of, is_predicted, predicted_attention, resolve_attention
+from stepscope.core.attentions import ATTENTIONS, Attention, AttentionCall, attention_names
 from stepscope.core.errors import InputError
 from stepscope.core.run import Settings
-from stepscope.core.workload import ATTENTIONS, Attention
 from stepscope.memory.prediction.estimate import estimate
 from stepscope.memory.prediction.fit import budget_of_memory
-from stepscope.models import attention as attention_module
-from stepscope.models.attention import CHUNK, attention_for, chunked, implementation, reference
-from stepscope.models.attention_inputs import attend, check_inputs
+from stepscope.models.attention import attention_for, implementation, written_out
+from stepscope.models.attention.inputs import attend, check_inputs
+from stepscope.models.attention.written_out import CHUNK, chunked, reference
 from stepscope.models.training_step import TrainingStep
 from stepscope.report.terminal import render_run
 from stepscope.studies.fake_step import estimate_by_running
@@ -45,7 +36,12 @@ from tests.conftest import mini
 from tests.test_prediction_cpu import assert_alike, kept_in_truth, kept_on_paper
 
 CPU = torch.device("cpu")
-WITH_WINDOW: list[Attention] = ["reference", "unsafe", "chunked", "sdpa", "sdpa-math", "flash-tiled"]
+HERE = [
+    name
+    for name, record in ATTENTIONS.items()
+    if record.compiler is None and "cpu" in record.device_types and "cpu" in record.trains_on
+]
+"""The attentions that train on a CPU and are not compiled: each of them is tested without being named."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs Triton, and TRITON_INTERPRET=1")
 
@@ -82,14 +78,14 @@ def call_tensors(
     return made
 
 
-@pytest.mark.parametrize("name", [*WITH_WINDOW, "sdpa-flash", "auto"])
+@pytest.mark.parametrize("name", [*HERE, "auto"])
 @given(data=st.data())
 @settings(max_examples=15, deadline=None)
 def test_every_implementation_is_attention(name: Attention, data: st.DataObject):
     """Grouped heads, unequal lengths, windows, any layout: values and all three gradients, to float64's rounding."""
     heads, key_heads = data.draw(st.sampled_from([(1, 1), (4, 4), (4, 2), (3, 1)]))
     queries, keys = data.draw(st.integers(1, 150)), data.draw(st.integers(1, 150))
-    window = data.draw(st.none() | st.integers(1, 160)) if name != "sdpa-flash" else None
+    window = data.draw(st.none() | st.integers(1, 160)) if name == "auto" or ATTENTIONS[name].window else None
     causal, scale = data.draw(st.booleans()), data.draw(st.sampled_from([None, 0.2, 0.0, -0.3]))
     head_dim = data.draw(st.sampled_from([2, 5, 16]))
     inputs = call_tensors(heads, key_heads, queries, keys, head_dim, transposed=data.draw(st.booleans()))
@@ -127,7 +123,7 @@ def test_unsafe_overflows_where_the_reference_does_not():
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_chunks_of_queries_are_cut_where_they_must_be(monkeypatch: pytest.MonkeyPatch, causal: bool):
-    monkeypatch.setattr(attention_module, "CHUNK", 8)
+    monkeypatch.setattr(written_out, "CHUNK", 8)
     for queries, keys, window in [(24, 24, None), (25, 9, None), (7, 30, 3), (31, 20, 8), (9, 9, 1)]:
         inputs = call_tensors(2, 1, queries, keys, 4)
         out = chunked(*inputs, causal=causal, window=window)
@@ -208,7 +204,7 @@ def everything(_name: Attention, _device_type: str) -> None:
 
 
 def no_triton(name: Attention, _device_type: str) -> str | None:
-    return "needs Triton" if SUPPORT[name].triton else None
+    return "needs Triton" if ATTENTIONS[name].triton else None
 
 
 @pytest.mark.parametrize(
@@ -236,7 +232,7 @@ def test_the_remedy_names_those_that_would_work_and_never_the_one_for_the_lab():
         resolve_attention("sdpa-flash", call(window=5, dtype="fp64"), everything)
     remedy = str(caught.value).partition("choose one of ")[2].split(", ")
     assert remedy == ["reference", "sdpa", "sdpa-math", "chunked", "flash-tiled"]
-    willing = [name for name in SUPPORT if SUPPORT[name].fault(call(window=5, dtype="fp64")) is None]
+    willing = [name for name in ATTENTIONS if ATTENTIONS[name].fault(call(window=5, dtype="fp64")) is None]
     assert willing == [*remedy[:3], "unsafe", *remedy[3:]]
 
 
@@ -274,8 +270,9 @@ def test_flash_says_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch):
 
 def test_every_name_is_known_without_torch():
     code = (
-        "import sys; from stepscope.core.attention_support import SUPPORT, is_predicted; "
-        "from stepscope.core.workload import ATTENTIONS; assert set(ATTENTIONS) == {*SUPPORT, 'auto'}; "
+        "import sys; from stepscope.core.attentions import ATTENTIONS, attention_names; "
+        "from stepscope.core.attention_support import is_predicted; "
+        "assert attention_names() == (*ATTENTIONS, 'auto'); "
         "assert 'torch' not in sys.modules and 'triton' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -284,7 +281,7 @@ def test_every_name_is_known_without_torch():
 # ---- in the model
 
 
-@pytest.mark.parametrize("name", [*WITH_WINDOW, "sdpa-flash", "auto"])
+@pytest.mark.parametrize("name", [*HERE, "auto"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_each_trains_the_model(name: Attention, dtype: str):
     """The loss after two steps is that of the reference."""
@@ -317,7 +314,7 @@ def test_inference_takes_what_has_no_backward():
 
 
 def test_every_name_is_a_cell_of_its_own():
-    assert len({mini(attention=name).key for name in ATTENTIONS}) == len(ATTENTIONS)
+    assert len({mini(attention=name).key for name in attention_names()}) == len(ATTENTIONS) + 1
     assert mini().key.endswith("-b2-s16-fp32-train-0a5feb3f")  # as it was when there were six names
 
 
@@ -345,7 +342,7 @@ def test_flash_keeps_what_is_on_paper(dtype: str):
 @interpreted
 def test_selective_checkpointing_keeps_flashs_output(monkeypatch: pytest.MonkeyPatch):
     """Its kernel runs once, and not again in backward; gradients are those without checkpointing."""
-    from stepscope.kernels import flash_launch
+    from stepscope.kernels.flash import launch as flash_launch
 
     launched: list[int] = []
     launch_forward = flash_launch.launch_forward
@@ -377,7 +374,7 @@ def test_flash_is_predicted_to_keep_what_pytorchs_flash_keeps():
     assert estimate_by_running(ours).memory.saved_for_backward == estimate_by_running(theirs).memory.saved_for_backward
 
 
-@pytest.mark.parametrize("name", [*IN_PIECES, "flex"])
+@pytest.mark.parametrize("name", ["chunked", "flash-tiled", "flex"])
 def test_memory_that_is_not_predicted_is_refused_not_guessed(name: Attention):
     workload = mini(attention=name, d_model=64)
     for predict in (estimate, estimate_by_running):
@@ -392,7 +389,11 @@ def test_unsafe_is_not_predicted_compiled():
     assert is_predicted(mini(attention="unsafe")) and not is_predicted(mini(attention="unsafe", compile="default"))
     with pytest.raises(InputError, match="a compiled step with attention unsafe is not predicted"):
         predicted_attention(mini(attention="unsafe", compile="default"), "cuda")
-    assert set(PREDICTED) == set(SUPPORT) - {"chunked", "flash-tiled", "flex"}
+    assert {n for n in ATTENTIONS if is_predicted(mini(attention=n))} == set(ATTENTIONS) - {
+        "chunked",
+        "flash-tiled",
+        "flex",
+    }
 
 
 @pytest.mark.parametrize("name", ["sdpa", "sdpa-flash", "sdpa-math"])

@@ -475,7 +475,7 @@ def plainly(capture: Capture, call: Row | None) -> tuple[str | None, str | None,
 
 
 @given(captures(), st.sampled_from([2, 1 << 17]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_random_captures(capture: Capture, stretch: int):
     """In stretches or in one go, as in the plain way."""
     with pytest.MonkeyPatch.context() as patch:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from stepscope.core.workload import Attention
+from stepscope.core.attentions import Attention
 from stepscope.measure import capture, ranges
 from stepscope.measure.backward_ranges import ACCUMULATION, BackwardRanges, SequenceNotes
 from stepscope.measure.device import HostDevice

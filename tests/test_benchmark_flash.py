@@ -188,7 +188,7 @@ class Hopper:
     def get_active_torch_device(self): return torch.device("cpu")
 
 triton.runtime.driver.set_active(Hopper())
-from stepscope.kernels import flash_launch
+from stepscope.kernels.flash import launch as flash_launch
 flash_launch.hopper_takes = lambda *tensors, window: True
 sys.path.insert(0, "benchmarks")
 import flash_bench
@@ -200,7 +200,7 @@ for task in json.loads(sys.argv[1]):
 
 def test_kernels_in_gluon_are_compiled_ahead_by_a_process_that_runs_nothing(experiments: ModuleType, tmp_path: Path):
     """The pool's: told that it has a Hopper, on tensors that lie elsewhere."""
-    from stepscope.kernels.flash_launch import _GLUON_KNOWN
+    from stepscope.kernels.flash.launch import _GLUON_KNOWN
 
     if not pytest.importorskip("triton").__version__.startswith(_GLUON_KNOWN):
         pytest.skip("Gluon of this Triton is not known to the kernels")

@@ -1,7 +1,6 @@
 """The command line as its users meet it: exit codes, one clear line, nothing on stdout but the result."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,19 +12,13 @@ import pytest
 
 from stepscope.core.run import Run
 from stepscope.core.run_directory import load_runs
+from tests.command import stepscope
 
 KNOWN = {
     "small": 128_625_408, "medium": 423_183_360, "large": 969_411_840, "xl": 1_998_235_200, "2.7B": 3_406_809_600,
 }  # fmt: skip
 QUICK = ["--d-model", "32", "--d-ff", "64", "--layers", "2", "--heads", "2", "--seq-len", "16", "--device", "cpu"]
 QUICK += ["--warmup", "1", "--steps", "60"]
-
-
-def stepscope(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stepscope", *arguments], cwd=cwd, env={**os.environ, **environment},
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
 
 
 def test_models_json_has_the_parameter_counts():
@@ -163,7 +156,7 @@ def test_out_of_memory_is_code_3_and_a_run_that_says_where(tmp_path: Path):
     (run,), _ = load_runs([tmp_path])
     assert run.status == "out-of-memory" and run.artifacts["failure"] == "failure.txt"
     (traceback,) = tmp_path.rglob("failure.txt")
-    assert 'File "stepscope/models/attention.py"' in traceback.read_text()
+    assert 'File "stepscope/models/attention/written_out.py"' in traceback.read_text()
     assert str(Path(__file__).parent.parent) not in traceback.read_text()
 
 

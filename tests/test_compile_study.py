@@ -41,6 +41,7 @@ from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.samples import Samples
 from stepscope.measure.compilation import compile_report, reset_compilation
 from stepscope.studies.compile_study import check_modes, cold_caches, compile_cells
+from tests.command import Done, stepscope
 from tests.conftest import make_run, workload
 
 RESULTS = Path(__file__).parent.parent / "results" / "h200"
@@ -390,11 +391,8 @@ def test_dynamo_says_why_it_compiled_again():
     reset_compilation()
 
 
-def study(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stepscope", "study", "compile", *map(str, arguments)],
-        capture_output=True, text=True, check=False, timeout=240,
-    )  # fmt: skip
+def study(*arguments: object) -> Done:
+    return stepscope("study", "compile", *arguments)
 
 
 WITHOUT_POLARS = """

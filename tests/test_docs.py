@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import stepscope
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?<=```console\n)\$ (?P<command>.+?)\n(?P<output>.*?)(?=```)", re.DOTALL)
@@ -40,7 +42,10 @@ def command_for(shown: str) -> list[str] | None:
 
 
 def output_of(command: list[str]) -> str:
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    if command[1:3] == ["-m", "stepscope"]:
+        result = stepscope(*command[3:], cwd=ROOT, timeout=120)
+    else:
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -22,19 +22,13 @@ from stepscope.report.plots.memory_accuracy import draw_accuracy_of
 from stepscope.report.plots.save import save_plot
 from stepscope.studies.forecast import cells_that_will_not_fit, memory_of
 from stepscope.studies.sweep_plan import Cell, SweepPlan
+from tests.command import stepscope
 from tests.conftest import workload
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
 RESULTS = ROOT / "results" / "h200"
 OLDER = ("memory-limits", "plain", "limit-80GiB", "best", "compile", "optimizer")
-
-
-def stepscope(*arguments: object, **choices: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stepscope", *map(str, arguments)],
-        capture_output=True, text=True, check=False, timeout=120, cwd=ROOT, **choices,
-    )  # fmt: skip
 
 
 def said(*options: object) -> Any:
@@ -120,7 +114,8 @@ def test_the_largest_that_fits_is_the_largest():
 def test_two_predictions_that_know_nothing_of_each_other_agree():
     """On paper, and on PyTorch's fake tensors."""
     command = ["--model", "tiny", "--seq-len", 128, "--memory", "80GiB", "--fake"]
-    for choices in ([], ["--dtype", "bf16", "--attention", "sdpa", "--checkpointing", "every-2"]):
+    shared = ["--attention", "sdpa", "--kv-heads", 2]
+    for choices in ([], ["--dtype", "bf16", "--attention", "sdpa", "--checkpointing", "every-2"], shared):
         answer = said(*command, *choices)
         on_paper, fake = answer["estimate"], answer["fake"]
         for figure in ("after_parameters", "forward_peak", "backward_peak", "optimizer_peak"):

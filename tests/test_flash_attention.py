@@ -11,10 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 from stepscope.core.errors import InputError
-from stepscope.kernels import flash_attention as flash
-from stepscope.kernels import flash_launch, flash_tuning
-from stepscope.kernels.flash_attention import FlashAttention, flash_attention
-from stepscope.kernels.flash_configuration import (
+from stepscope.kernels.flash import attention as flash
+from stepscope.kernels.flash import launch as flash_launch
+from stepscope.kernels.flash import tuning as flash_tuning
+from stepscope.kernels.flash.attention import FlashAttention, flash_attention
+from stepscope.kernels.flash.configuration import (
     LARGEST_TILE,
     BackwardConfiguration,
     ForwardConfiguration,

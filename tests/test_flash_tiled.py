@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from stepscope.core.errors import InputError
-from stepscope.kernels.flash_tiled import KEY_TILE, QUERY_TILE, FlashAttentionTiled, Sight, flash_tiled
-from stepscope.models.attention import reference
+from stepscope.kernels.flash.tiled import KEY_TILE, QUERY_TILE, FlashAttentionTiled, Sight, flash_tiled
+from stepscope.models.attention.written_out import reference
 from stepscope.models.training_step import TrainingStep
 from tests.conftest import mini
 

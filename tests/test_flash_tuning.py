@@ -15,8 +15,10 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 from triton.runtime.errors import OutOfResources
 
 from stepscope.core.errors import InputError
-from stepscope.kernels import flash_kept, flash_tune, flash_tuning
-from stepscope.kernels.flash_configuration import (
+from stepscope.kernels.flash import kept as flash_kept
+from stepscope.kernels.flash import tune as flash_tune
+from stepscope.kernels.flash import tuning as flash_tuning
+from stepscope.kernels.flash.configuration import (
     BackwardConfiguration,
     ForwardConfiguration,
     Problem,
@@ -24,8 +26,8 @@ from stepscope.kernels.flash_configuration import (
     default_forward,
     tiles,
 )
-from stepscope.kernels.flash_launch import hopper_takes
-from stepscope.kernels.flash_tune import (
+from stepscope.kernels.flash.launch import hopper_takes
+from stepscope.kernels.flash.tune import (
     MOST,
     Candidate,
     Part,
@@ -36,7 +38,7 @@ from stepscope.kernels.flash_tune import (
     search,
     tune,
 )
-from stepscope.kernels.hopper_configuration import HopperBackward, HopperForward
+from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
 from stepscope.measure.precision import matmul_precision
 
 HOPPER = Problem(capability=(9, 0), head_dim=128, bytes_per_element=2, causal=True, log2_queries=14)
@@ -295,7 +297,7 @@ def test_wrong_input_to_tuning_is_one_clear_error():
 def test_candidates_are_run_into_poison_and_compared(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     """Everything but the clock, with grouped heads: right by far, and wrong where the truth is another."""
     monkeypatch.setattr(flash_tuning, "_capability", lambda device: (0, 0))
-    monkeypatch.setattr(flash_tune, "_median_ms", lambda run, warmup_ms, repeat_ms: 1.0)
+    monkeypatch.setattr(flash_tune, "median_call_s", lambda run, device, settings: 0.001)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q = torch.randn(1, 2, 40, 16, device=device).to(dtype)
     k, v = (torch.randn(1, 1, 40, 16, device=device).to(dtype) for _ in range(2))
@@ -324,7 +326,7 @@ def test_candidates_are_run_into_poison_and_compared(dtype: torch.dtype, monkeyp
 def test_where_the_truth_is_zero_all_else_is_wrong(monkeypatch: pytest.MonkeyPatch):
     """Values of zero: so are the output and the gradients of queries and keys."""
     monkeypatch.setattr(flash_tuning, "_capability", lambda device: (0, 0))
-    monkeypatch.setattr(flash_tune, "_median_ms", lambda run, warmup_ms, repeat_ms: 1.0)
+    monkeypatch.setattr(flash_tune, "median_call_s", lambda run, device, settings: 0.001)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k = (torch.randn(1, 2, 20, 16, device=device) for _ in range(2))
     problem = flash_tuning.problem_of(q, causal=True)

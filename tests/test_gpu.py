@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from stepscope.analysis.checks import check_run
-from stepscope.core.attention_support import SUPPORT
+from stepscope.core.attentions import ATTENTIONS, Attention
 from stepscope.core.evidence import Evidence
 from stepscope.core.run import Run, Settings
 from stepscope.core.units import GIB
-from stepscope.core.workload import COMPILES, OPTIMIZERS, Attention, Dtype
+from stepscope.core.workload import COMPILES, OPTIMIZERS, Dtype
 from stepscope.measure.device import CudaDevice
 from stepscope.measure.nvml import nvml_kept_open, read_gpu
 from stepscope.measure.observe import observe_step
@@ -24,7 +24,7 @@ from stepscope.measure.precision import matmul_precision, probe_relative_error
 from stepscope.measure.profile import profile_step
 from stepscope.measure.timer import Phase, measure
 from stepscope.models import training_step
-from stepscope.models.attention import IMPLEMENTATIONS, implementation
+from stepscope.models.attention import implementation
 from stepscope.models.training_step import CUDA_GRAPH_MODES, TrainingStep
 from stepscope.studies.request import StepRequest
 from stepscope.studies.step import measure_step
@@ -191,16 +191,16 @@ def test_a_timer_that_does_not_wait_is_found_for_real(gpu: torch.device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", [name for name, record in ATTENTIONS.items() if record.compiler is None])
 def test_attention_on_the_gpu_against_float64(name: Attention, dtype: torch.dtype, gpu: torch.device):
     asked: Dtype = "fp32" if dtype == torch.float32 else "bf16"
-    if asked not in SUPPORT[name].cuda_dtypes:
+    if asked not in ATTENTIONS[name].cuda_dtypes:
         pytest.skip(f"{name} does not run in {asked}")
     generator = torch.Generator(device=gpu).manual_seed(0)
     q, k, v = (torch.randn(2, 4, 128, 64, device=gpu, generator=generator).to(dtype) for _ in range(3))
     with matmul_precision("fp32"):
-        out = IMPLEMENTATIONS[name](q, k, v, causal=True)
-    exact = IMPLEMENTATIONS["reference"](q.double(), k.double(), v.double(), causal=True)
+        out = implementation(name)(q, k, v, causal=True)
+    exact = implementation("reference")(q.double(), k.double(), v.double(), causal=True)
     error = (out.double() - exact).norm() / exact.norm()
     assert error < (1e-5 if dtype == torch.float32 else 1e-2)
 

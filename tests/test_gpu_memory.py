@@ -91,7 +91,7 @@ def test_events_carry_phase_module_and_node(out: Path):
     of_softmax = [e for e in allocations if e["user_metadata"] == "backward|blocks.1.attention|softmax"]
     assert any(e["frames"] and e["frames"][0]["name"] == "ExpBackward0" for e in of_softmax)
     files = {frame["filename"] for event in allocations for frame in event["frames"]}
-    assert "stepscope/models/attention.py" in files and not any(name.startswith("/") for name in files)
+    assert "stepscope/models/attention/written_out.py" in files and not any(name.startswith("/") for name in files)
 
 
 def test_notes_name_parameters_saved_tensors_and_cast_copies(out: Path):

@@ -17,9 +17,10 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 
 import triton
 
-from stepscope.kernels import flash_launch, flash_tuning
-from stepscope.kernels.flash_attention import flash_attention
-from stepscope.kernels.flash_configuration import (
+from stepscope.kernels.flash import launch as flash_launch
+from stepscope.kernels.flash import tuning as flash_tuning
+from stepscope.kernels.flash.attention import flash_attention
+from stepscope.kernels.flash.configuration import (
     BackwardConfiguration,
     ForwardConfiguration,
     Problem,
@@ -27,7 +28,7 @@ from stepscope.kernels.flash_configuration import (
     default_forward,
     tiles,
 )
-from stepscope.kernels.hopper_configuration import HopperBackward, HopperForward
+from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
 
 GLUON = triton.__version__.startswith(flash_launch._GLUON_KNOWN)
 needs_gluon = pytest.mark.skipif(not GLUON, reason=f"Gluon of Triton {triton.__version__} is not known to the kernels")
@@ -190,7 +191,7 @@ def test_no_tile_of_queries_lies_behind_the_rows_of_its_head(
 @needs_gluon
 def test_no_grid_is_larger_than_devices_allow(monkeypatch: pytest.MonkeyPatch):
     """Many short sequences: CUDA has 2^31 - 1 blocks in a grid's first dimension, 65535 in the others."""
-    from stepscope.kernels import hopper_launch
+    from stepscope.kernels.hopper import launch as hopper_launch
 
     grids = []
 

@@ -65,7 +65,7 @@ def test_without_a_home_there_is_no_cache_and_nothing_fails():
     find_nsys()
     import torch
 
-    from stepscope.kernels import flash_kept
+    from stepscope.kernels.flash import kept as flash_kept
     from stepscope.measure.ceilings import load_ceilings
 
     assert load_ceilings(torch.device("cpu")) is None

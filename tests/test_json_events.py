@@ -105,7 +105,7 @@ def laid_out(draw: st.DataObject, events: list[Event], fields: dict[str, Any]) -
 
 
 @given(st.data(), EVENTS, FIELDS, st.sampled_from([16, 200, 1000, 4096, 8 << 20]))
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_any_layout_gives_the_same_events(
     tmp_path: Path, data: st.DataObject, events: list[Event], fields: dict[str, Any], block_bytes: int
 ):

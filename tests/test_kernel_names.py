@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.analysis.families import classify
-from stepscope.analysis.kernel_names import KernelName, decode, is_tf32, split_name
+from stepscope.analysis.kernel_names.decoding import decode, is_tf32
+from stepscope.analysis.kernel_names.name import KernelName, split_name
 from stepscope.core.run_directory import load_runs
 
 RESULTS = Path(__file__).parent.parent / "results"

@@ -192,7 +192,7 @@ def test_events_carry_module_part_and_the_line_of_code(tmp_path: Path):
     ]
     exponentials = next(e for e in scores if e["frames"][0]["name"] == "aten::exp")
     line = exponentials["frames"][1]
-    assert (line["filename"], line["name"]) == ("stepscope/models/attention.py", "reference")
+    assert (line["filename"], line["name"]) == ("stepscope/models/attention/written_out.py", "reference")
     source = Path(__file__).parents[1] / "src" / line["filename"]
     assert "torch.exp(" in source.read_text().splitlines()[line["line"] - 1]
     in_backward = [e for e in events if e["user_metadata"] == "backward|blocks.1.attention|softmax"]

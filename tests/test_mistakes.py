@@ -17,6 +17,7 @@ import torch
 
 from stepscope.analysis import metrics
 from stepscope.analysis.checks import CHECKS, check_run
+from stepscope.core.attentions import Attention
 from stepscope.core.device_spec import Ceiling, Ceilings, find_device_spec, overridden_spec
 from stepscope.core.environment import Environment, GpuReading, HostReading
 from stepscope.core.evidence import (
@@ -33,7 +34,7 @@ from stepscope.core.evidence import (
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.run import Run, Settings
 from stepscope.core.work import Work
-from stepscope.core.workload import COMPILES, OPTIMIZERS, Attention, Workload
+from stepscope.core.workload import COMPILES, OPTIMIZERS, Workload
 from stepscope.measure.compilation import CompilationWatch, compile_report, reset_compilation
 from stepscope.measure.device import HostDevice
 from stepscope.measure.environment import HostLoad

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.experiment import Experiment, Table, decode_experiment, encode_experiment
 from stepscope.core.float_format import FORMATS
 from stepscope.numerics.accumulation import SUMS, study_accumulation
+from tests.command import Done, stepscope
 
 KNOWN = {
     ("1,000 x 0.01", "fp32", "fp32"): 10.000133514404297,
@@ -26,11 +25,8 @@ KNOWN = {
 }
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stepscope", "study", "accumulation", *arguments],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+def run(*arguments: object) -> Done:
+    return stepscope("study", "accumulation", *arguments)
 
 
 @pytest.fixture(scope="module")

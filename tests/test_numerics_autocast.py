@@ -1,7 +1,5 @@
 """Dtypes under autocast as they were seen: the toy network, transformers, a user's own, and operator by operator."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ from stepscope.numerics.autocast_operators import (
     observe_cuda_rules,
     observe_operators,
 )
+from tests.command import Done, stepscope
 
 CPU = torch.device("cpu")
 
@@ -356,11 +355,8 @@ def test_wrong_names(arguments: dict[str, str], said: str):
 # --- the command line ---
 
 
-def autocast(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stepscope", "study", "autocast", *arguments],
-        cwd=cwd, capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+def autocast(*arguments: object, cwd: Path | None = None) -> Done:
+    return stepscope("study", "autocast", *arguments, cwd=cwd)
 
 
 def test_json_is_the_experiment_and_is_read_again(tmp_path: Path):

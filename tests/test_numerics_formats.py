@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.experiment import decode_experiment, encode_experiment
 from stepscope.core.float_format import FORMATS, float_format
 from stepscope.numerics.formats import CASTS, EIGHT_BITS, SATURATING, cast_convention, study_formats
+from tests.command import Done, stepscope
 
 DTYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
@@ -25,11 +24,8 @@ DTYPES = {
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def formats(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stepscope", "study", "formats", *arguments],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+def formats(*arguments: object) -> Done:
+    return stepscope("study", "formats", *arguments)
 
 
 @pytest.mark.parametrize("name", DTYPES)

@@ -1,8 +1,6 @@
 """Our loss scaler against torch.amp.GradScaler: any pattern of overflows, to the bit; the traced run; bad input."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import nn
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import decode_experiment
 from stepscope.numerics.loss_scaling import PLANTED, DynamicLossScaler, study_scaling
+from tests.command import Done, stepscope
 
 
 def driven(pattern: list[float], scaler: DynamicLossScaler) -> tuple[list[float], list[bool], nn.Parameter]:
@@ -110,11 +109,8 @@ def test_a_scaler_that_could_not_work(changes: dict[str, Any]):
         DynamicLossScaler(**changes)
 
 
-def study(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stepscope", "study", "scaling", *arguments],
-        capture_output=True, text=True, check=False, timeout=240,
-    )  # fmt: skip
+def study(*arguments: object) -> Done:
+    return stepscope("study", "scaling", *arguments)
 
 
 def test_the_verb(tmp_path: Path):

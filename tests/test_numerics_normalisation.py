@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from stepscope.models.transformer import NORM_EPSILON, RMSNorm
 from stepscope.numerics.accumulation import DTYPES
 from stepscope.numerics.against_float64 import last_number_where, next_number, outcome
 from stepscope.numerics.normalisation import IN_TURN, MEAN, NORMS, SUM, UPCAST, normalise, study_normalisation
+from tests.command import stepscope
 
 CPU = torch.device("cpu")
 
@@ -181,15 +180,12 @@ def test_inputs_beyond_a_format_are_said_to_be():
 
 
 def test_the_verb(tmp_path: Path):
-    command = [sys.executable, "-m", "stepscope", "study", "normalisation", "--scales", "1,300", "--widths", "16,32"]
-    done = subprocess.run(
-        [*command, "--json", "--save", str(tmp_path / "norms.svg")],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+    command = ("study", "normalisation", "--scales", "1,300", "--widths", "16,32")
+    done = stepscope(*command, "--json", "--save", str(tmp_path / "norms.svg"))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["study"] == "normalisation"
     assert "width" in (tmp_path / "norms.svg").read_text()
-    wrong = subprocess.run([*command, "--epsilon", "inf"], capture_output=True, text=True, check=False, timeout=120)
+    wrong = stepscope(*command, "--epsilon", "inf")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == "stepscope: --epsilon holds 'inf', which is not finite: leave it out\n"
 

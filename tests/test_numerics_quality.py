@@ -31,6 +31,7 @@ from stepscope.numerics.quality_training import (
     rate_at,
     train,
 )
+from tests.command import Done, stepscope
 
 CPU = torch.device("cpu")
 SMALL = TrainingSize(
@@ -396,11 +397,8 @@ def test_questions_that_cannot_be_answered(options: dict[str, Any], words: str):
         study_quality(**{"device": "cpu", **options})
 
 
-def study(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stepscope", "study", "quality", "--device", "cpu", *arguments],
-        capture_output=True, text=True, check=False, timeout=240,
-    )  # fmt: skip
+def study(*arguments: object) -> Done:
+    return stepscope("study", "quality", "--device", "cpu", *arguments)
 
 
 def test_bad_input_is_one_line():

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from stepscope.cli.app import app
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Experiment
 from stepscope.core.float_format import FORMATS
-from stepscope.models.attention import reference
+from stepscope.models.attention.written_out import reference
 from stepscope.numerics.accumulation import DTYPES
 from stepscope.numerics.softmax import (
     AFTER,
@@ -31,6 +29,7 @@ from stepscope.numerics.softmax import (
     scores_of,
     study_softmax,
 )
+from tests.command import stepscope
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +119,9 @@ def test_where_each_softmax_breaks(found: Experiment):
     for name in ("fp32", "fp16", "bf16"):
         assert max(table[name, SAFE].values()) <= 3 * FORMATS[name].epsilon
         assert max(table[name, ONLINE].values()) <= 16 * FORMATS[name].epsilon  # of 16 blocks
-        assert max(table[name, "PyTorch's own"].values()) <= 3 * FORMATS[name].epsilon
+        # Its vectors add up a row of 1,024 in 4 to 16 lanes, as wide as the CPU has them: up to 256 additions one after
+        # another, each off by half an epsilon. As errors of either sign they make 8 epsilons; twice that is allowed.
+        assert max(table[name, "PyTorch's own"].values()) <= 16 * FORMATS[name].epsilon
 
 
 def test_scores_and_attention_are_the_models():
@@ -186,15 +187,12 @@ def test_a_row_of_ones_own(found: Experiment):
 
 
 def test_the_verb(tmp_path: Path):
-    command = [sys.executable, "-m", "stepscope", "study", "softmax", "--scales", "1,4"]
-    done = subprocess.run(
-        [*command, "--json", "--save", str(tmp_path / "softmax.svg")],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+    command = ("study", "softmax", "--scales", "1,4")
+    done = stepscope(*command, "--json", "--save", str(tmp_path / "softmax.svg"))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["study"] == "softmax"
     assert "head_dim 128" in (tmp_path / "softmax.svg").read_text()
-    wrong = subprocess.run([*command, "--row", "1,nan"], capture_output=True, text=True, check=False, timeout=120)
+    wrong = stepscope(*command, "--row", "1,nan")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == "stepscope: --row holds 'nan', which is not finite: leave it out\n"
 

@@ -1,7 +1,5 @@
 """Updates that bf16 swallows: by hand, by every way of keeping the rest, and as a study."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from stepscope.core.float_format import FORMATS
 from stepscope.core.model_config import configure
 from stepscope.models.bf16_parameters import KEEPINGS, AdamWBf16Parameters, Keeping
 from stepscope.numerics.swallowed_updates import Tally, half_unit, layer_of, study_swallowed
+from tests.command import Done, stepscope
 
 SMALL = configure("tiny", d_model=32, d_ff=64, layers=1, heads=2, vocabulary=101)
 
@@ -154,11 +153,8 @@ def test_bytes_a_parameter_are_those_of_the_tensors():
         assert said[name] == (parameter.nbytes + sum(tensor.nbytes for tensor in state)) / 8
 
 
-def study(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stepscope", "study", "swallowed", *arguments],
-        capture_output=True, text=True, check=False, timeout=240,
-    )  # fmt: skip
+def study(*arguments: object) -> Done:
+    return stepscope("study", "swallowed", *arguments)
 
 
 def test_the_verb(tmp_path: Path):

@@ -1,8 +1,6 @@
 """Gradients against formats: thresholds by hand and by PyTorch's own casts, a real step's histogram, bad input."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from stepscope.numerics.gradient_underflow import (
     shares_of,
     study_underflow,
 )
+from tests.command import Done, stepscope
 from tests.conftest import mini
 
 DTYPES = {
@@ -132,11 +131,8 @@ def test_questions_that_cannot_be_answered(options: dict[str, Any]):
         study_underflow(model=SMALL, **options)
 
 
-def study(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stepscope", "study", "underflow", *arguments],
-        capture_output=True, text=True, check=False, timeout=240,
-    )  # fmt: skip
+def study(*arguments: object) -> Done:
+    return stepscope("study", "underflow", *arguments)
 
 
 def test_the_verb_and_its_plot(tmp_path: Path):

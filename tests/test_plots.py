@@ -32,6 +32,7 @@ from stepscope.report.plots.table_plot import draw_table
 from stepscope.report.plots.theme import CATEGORY_COLOURS
 from stepscope.report.plots.thinning import thin
 from stepscope.report.tables import TableQuery
+from tests.command import Done, stepscope
 from tests.conftest import make_run, workload
 
 PHASES = (
@@ -394,9 +395,8 @@ def test_the_verb_plots_what_it_prints(tmp_path: Path):
     for run in RUNS:
         save_run(run, create_run_directory(tmp_path / "runs", run.workload))
 
-    def table(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "stepscope", "table", "runs", *options]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    def table(*options: str) -> Done:
+        return stepscope("table", "runs", *options, cwd=tmp_path)
 
     printed = table("--columns", "dtype")
     plotted = table("--columns", "dtype", "--save", "table.svg")

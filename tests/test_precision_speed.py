@@ -23,6 +23,7 @@ from stepscope.core.run import Failure, Run, Settings
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.workload import DTYPES
 from stepscope.studies.precision_speed import dtypes_here, speed_cells
+from tests.command import Done, stepscope
 from tests.conftest import make_run, workload
 
 RESULTS = Path(__file__).parent.parent / "results" / "h200"
@@ -190,11 +191,8 @@ def test_cells_of_the_sweep():
     assert dtypes_here(["fp32", "tf32"], "cuda") == (("fp32", "tf32"), ())
 
 
-def study(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stepscope", "study", "speed", *map(str, arguments)],
-        capture_output=True, text=True, check=False, timeout=240,
-    )  # fmt: skip
+def study(*arguments: object) -> Done:
+    return stepscope("study", "speed", *arguments)
 
 
 def test_text_of_the_kept_kernels():

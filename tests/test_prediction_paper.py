@@ -325,8 +325,8 @@ def test_flash_holds_in_backward_what_is_on_paper(capability: tuple[int, int]):
     """By every default of the kernels in Triton: two numbers for each row, and no sum of dQ beside dQ."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
-    from stepscope.kernels.flash_configuration import Problem, default_backward
-    from stepscope.kernels.flash_launch import statistics_for
+    from stepscope.kernels.flash.configuration import Problem, default_backward
+    from stepscope.kernels.flash.launch import statistics_for
 
     batch, heads = 2, 3
     for head_dim, itemsize, causal, length in itertools.product(

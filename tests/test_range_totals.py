@@ -32,7 +32,7 @@ def captures(draw: st.DrawFn) -> Capture:
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(capture=captures())
 def test_totals_are_those_of_counting_one_by_one(capture: Capture, tmp_path_factory):

@@ -11,9 +11,9 @@ from stepscope.analysis.attribution import attribute
 from stepscope.analysis.peaks import element_bytes, operand_arithmetic, peaks_for, product_arithmetic
 from stepscope.analysis.roofline import roofline
 from stepscope.analysis.roofs import FamilyRoof, OperatorRoof, Roofline
+from stepscope.core.attentions import Attention
 from stepscope.core.device_spec import Ceiling, Ceilings, find_device_spec
 from stepscope.core.errors import InputError
-from stepscope.core.workload import Attention
 from stepscope.report.roofline import as_json, family_sentence, render_roofline
 from stepscope.trace.read import read_trace
 from stepscope.work.transformer import forward_flops

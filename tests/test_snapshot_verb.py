@@ -14,6 +14,7 @@ import pytest
 from benchmarks.recording_allocator import MIB, RecordingAllocator
 
 from stepscope.core.run_directory import create_run_directory, save_run
+from tests.command import Done, stepscope
 from tests.conftest import make_run, mini
 from tests.handmade_snapshot import START_US, handmade
 
@@ -21,15 +22,12 @@ GOLDEN = Path(__file__).parent / "golden" / "memory.txt"
 Content = dict[str, Any]
 
 
-def stepscope(*arguments: object, **choices: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stepscope", "memory", *map(str, arguments)],
-        capture_output=True, text=True, check=False, timeout=120, **choices,
-    )  # fmt: skip
+def memory(*arguments: object, cwd: Path | None = None) -> Done:
+    return stepscope("memory", *arguments, cwd=cwd)
 
 
 def spoken(path: Path, *options: object) -> dict[str, Any]:
-    done = stepscope(path, "--json", *options)
+    done = memory(path, "--json", *options)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -68,7 +66,7 @@ def test_another_moment_has_the_same_shape(tmp_path: Path):
 def test_text(tmp_path: Path):
     """What a reader sees. STEPSCOPE_UPDATE_GOLDEN=1 writes it anew."""
     path = handmade(layers=3).write(tmp_path / "s.pickle", before=False)
-    done = stepscope(path.name, cwd=tmp_path)
+    done = memory(path.name, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     if os.environ.get("STEPSCOPE_UPDATE_GOLDEN"):
         GOLDEN.write_text(done.stdout)
@@ -81,16 +79,16 @@ def test_a_run_by_its_name(tmp_path: Path):
     run = make_run(mini(), forward=[0.1] * 6)
     directory = create_run_directory(out, run.workload)
     save_run(run, directory)
-    none = stepscope("last", "--runs", out)
+    none = memory("last", "--runs", out)
     assert none.returncode == 2 and "measure it again with --record memory" in none.stderr
     with gzip.open(directory / "memory.pickle.gz", "wb") as file:
         pickle.dump(handmade().content(), file)
     answers = [
-        stepscope(*arguments, "--json").stdout
+        memory(*arguments, "--json").stdout
         for arguments in ((directory,), ("last", "--runs", out), (directory.name[:12], "--runs", out))
     ]
     assert answers[0] and answers[0] == answers[1] == answers[2]
-    unknown = stepscope("nobody", "--runs", out)
+    unknown = memory("nobody", "--runs", out)
     assert unknown.returncode == 2 and unknown.stderr.count("\n") == 1
 
 
@@ -106,7 +104,7 @@ def test_devices(tmp_path: Path):
     assert spoken(path)["device"] == 0 and any("--device" in note for note in spoken(path)["notes"])
     assert spoken(path, "--device", 1)["peak_bytes"] == 3 * MIB
     for device in (2, 3, -1):
-        done = stepscope(path, "--device", device)
+        done = memory(path, "--device", device)
         assert done.returncode == 2 and "those with a history are 0, 1" in done.stderr
 
 
@@ -138,7 +136,7 @@ def test_names_of_any_bytes(tmp_path: Path):
     step = handmade()
     step.at(600, hostile, {"name": hostile, "filename": hostile, "line": 2**40})
     step.note(step.allocator.malloc(9 * MIB), bytes=9 * MIB, category="inputs", name=hostile, shape=(1,) * 500)
-    done = stepscope(step.write(tmp_path / "s.pickle"), "--at", "end")
+    done = memory(step.write(tmp_path / "s.pickle"), "--at", "end")
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout and "\r" not in done.stdout and max(map(len, done.stdout.splitlines())) < 500
 
@@ -202,7 +200,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, what: str):
     change(content)
     path = tmp_path / "s.pickle"
     path.write_bytes(pickle.dumps(content))
-    done = stepscope(path)
+    done = memory(path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"stepscope: {path}: "), done.stderr
     assert expected in done.stderr and done.stdout == ""
@@ -233,7 +231,7 @@ class _Touches:
 def test_what_is_no_snapshot_is_one_line(tmp_path: Path, data: bytes, expected: str):
     path = tmp_path / "s.pickle"
     path.write_bytes(data)
-    done = stepscope(path)
+    done = memory(path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert expected in done.stderr, done.stderr
 
@@ -242,7 +240,7 @@ def test_a_malicious_pickle_is_refused_and_nothing_runs(tmp_path: Path):
     mark = tmp_path / "mark"
     path = tmp_path / "s.pickle"
     path.write_bytes(pickle.dumps({**handmade().content(), "more": _Touches(mark)}))
-    done = stepscope(path)
+    done = memory(path)
     assert done.returncode == 2 and f"{os.system.__module__}.system" in done.stderr
     assert done.stderr.count("\n") == 1 and not mark.exists()
 
@@ -255,14 +253,14 @@ def test_wrong_options_are_one_line(tmp_path: Path):
         (("--save", tmp_path / "p.docx"), "plot"),
         (("--device", "zero"), "device"),
     ):
-        done = stepscope(path, *options)
+        done = memory(path, *options)
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and expected in done.stderr, done.stderr
 
 
 def test_a_plot(tmp_path: Path):
     pytest.importorskip("altair")
     path = handmade().write(tmp_path / "s.pickle")
-    done = stepscope(path, "--save", tmp_path / "p.svg", "--json")
+    done = memory(path, "--save", tmp_path / "p.svg", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["peak_bytes"] and "saved for backward" in (tmp_path / "p.svg").read_text()
 

@@ -28,7 +28,6 @@ from stepscope.analysis.attention_answer import (
 )
 from stepscope.analysis.attention_study import Contest, arrange, fit_slope
 from stepscope.cli.app import app
-from stepscope.core.attention_support import TensorDtype
 from stepscope.core.attention_timing import (
     AttentionCell,
     AttentionTiming,
@@ -38,13 +37,15 @@ from stepscope.core.attention_timing import (
     encode_timings,
 )
 from stepscope.core.attention_verdict import AttentionShape
+from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Table, decode_experiment, encode_experiment
 from stepscope.core.samples import Samples
-from stepscope.core.workload import Attention
-from stepscope.models.attention import implementation, reference, sdpa
-from stepscope.models.attention_inputs import attend, check_inputs
+from stepscope.models.attention import implementation
+from stepscope.models.attention.inputs import attend, check_inputs
+from stepscope.models.attention.pytorch import sdpa
+from stepscope.models.attention.written_out import reference
 from stepscope.report.experiment import render_experiment
 from stepscope.studies.attention_grid import PRESETS, grid_groups, measure_grid, sizes_for
 from stepscope.studies.attention_matrix import GateMatrix, decode_matrix, encode_matrix, judge_matrix
@@ -81,7 +82,9 @@ def groups_of(*implementations: str, seq: Sequence[int] = (32,), **changes: Any)
 # ---- formulas
 
 
-@pytest.mark.parametrize("name", ["reference", "unsafe", "chunked", "flash-tiled", "sdpa-flash", "sdpa", "sdpa-math"])
+@pytest.mark.parametrize(
+    "name", [n for n, r in ATTENTIONS.items() if r.memory and r.compiler is None and "cpu" in r.device_types]
+)
 def test_what_autograd_saves_is_what_the_formula_says(name: Attention):
     dtypes: tuple[TensorDtype, ...] = ("fp64", "fp32", "bf16", "fp16")
     for dtype, causal, key_heads, head_dim in itertools.product(dtypes, (True, False), (4, 2), (16, 20)):

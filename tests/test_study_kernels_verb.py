@@ -1,18 +1,15 @@
 """`stepscope study kernels` on runs measured before, and on this machine."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.command import Done, stepscope
 
 KEPT = Path(__file__).parent.parent / "results" / "h200" / "kernels"
 
 
-def study(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stepscope", "study", "kernels", *map(str, arguments)],
-        capture_output=True, text=True, check=False, timeout=240,
-    )  # fmt: skip
+def study(*arguments: object) -> Done:
+    return stepscope("study", "kernels", *arguments)
 
 
 def test_tables_of_digests_kept_with_the_results():

@@ -16,14 +16,8 @@ from stepscope.cli.output import show
 from stepscope.core.run_directory import save_run
 from stepscope.report.terminal import make_table
 from tests.captures import nsys_tables, training_steps, write_kineto, write_sqlite
+from tests.command import stepscope
 from tests.conftest import make_run
-
-
-def stepscope(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stepscope", *map(str, arguments)],
-        capture_output=True, text=True, check=False, timeout=60, env={**os.environ, **environment},
-    )  # fmt: skip
 
 
 def refused(done: subprocess.CompletedProcess[str]) -> str:

@@ -21,16 +21,10 @@ from tests.captures import (
     write_parquetdir,
     write_sqlite,
 )
+from tests.command import stepscope
 from tests.conftest import make_run
 
 GOLDEN = Path(__file__).parent / "golden" / "trace.txt"
-
-
-def stepscope(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stepscope", *map(str, arguments)],
-        capture_output=True, text=True, check=False, timeout=120, env={**os.environ, **environment},
-    )  # fmt: skip
 
 
 def spoken(path: Path, *options: str) -> dict:

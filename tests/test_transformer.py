@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.core.attention_support import SUPPORT
+from stepscope.core.attentions import ATTENTIONS, Attention
 from stepscope.core.errors import InputError
-from stepscope.core.workload import Attention, Dtype
+from stepscope.core.workload import Dtype
 from stepscope.measure import ranges
-from stepscope.models.attention import IMPLEMENTATIONS, attention_for, reference
+from stepscope.models.attention import attention_for, implementation
+from stepscope.models.attention.written_out import reference
 from stepscope.models.training_step import build_model
 from stepscope.models.transformer import (
     Block,
@@ -27,7 +28,7 @@ from stepscope.models.transformer import (
 )
 from tests.conftest import mini
 
-CPU = [name for name in IMPLEMENTATIONS if "cpu" in SUPPORT[name].device_types]
+CPU = [n for n, record in ATTENTIONS.items() if record.compiler is None and "cpu" in record.device_types]
 
 
 def qkv(seq: int, head_dim: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[torch.Tensor]:
@@ -53,7 +54,7 @@ def by_loops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sc
 @pytest.mark.parametrize("name", CPU)
 def test_attention_is_its_definition(name: Attention, causal: bool):
     q, k, v = (t.detach() for t in qkv(7, 4))
-    out = IMPLEMENTATIONS[name](q, k, v, causal=causal)
+    out = implementation(name)(q, k, v, causal=causal)
     torch.testing.assert_close(out, by_loops(q, k, v, causal, 0.5))
 
 
@@ -209,6 +210,35 @@ def test_the_model_is_the_same_with_every_attention(name: Attention):
     models[1].load_state_dict(models[0].state_dict())
     tokens = torch.randint(101, (2, 16))
     torch.testing.assert_close(models[1](tokens), models[0](tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("name", ["reference", "sdpa", "sdpa-math", "chunked", "flash-tiled"])
+def test_shared_keys_are_those_of_a_model_that_has_each_of_them_for_itself(name: Attention, kv_heads: int):
+    """Keys and values of a group written out once for each of its heads give the same logits."""
+    shared = build_model(mini(attention=name, d_model=64, heads=4, kv_heads=kv_heads), "cpu")
+    whole = build_model(mini(d_model=64, heads=4), "cpu")
+    weights = shared.state_dict()
+    for key in weights:
+        if key.endswith(("attention.key.weight", "attention.value.weight")):
+            weights[key] = weights[key].unflatten(0, (kv_heads, 16)).repeat_interleave(4 // kv_heads, 0).flatten(0, 1)
+    whole.load_state_dict(weights)
+    tokens = torch.randint(101, (2, 16))
+    torch.testing.assert_close(shared(tokens), whole(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_a_tied_head_is_the_embedding_and_gets_both_gradients():
+    tied, untied = (build_model(mini(tied=t), "cpu") for t in (True, False))
+    assert tied.head.weight is tied.embedding.weight
+    untied.load_state_dict({**tied.state_dict(), "head.weight": tied.embedding.weight.detach()})
+    tokens = torch.randint(101, (2, 16))
+    for model in (tied, untied):
+        model(tokens).logsumexp(-1).sum().backward()
+    both = [untied.embedding.weight.grad, untied.head.weight.grad]
+    assert both[0] is not None and both[1] is not None
+    torch.testing.assert_close(tied.embedding.weight.grad, both[0] + both[1])
+    # A head's deviation: with the embedding's, 1, logits would be as large as the root of d_model.
+    assert float(tied.head.weight.detach().std()) == pytest.approx((2 / (32 + 101)) ** 0.5, rel=0.1)
 
 
 def test_gradients_of_the_model_against_float64():

@@ -4,16 +4,18 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from stepscope.core.model_config import PRESETS
+from stepscope.core.model_config import PRESETS, configure
 from stepscope.core.work import Convention, Work
 from stepscope.models.training_step import TrainingStep, build_model
 from stepscope.work.operations import adamw_work, copy_work, matmul_work
 from stepscope.work.transformer import (
+    block_shapes,
     forward_flops,
     parameter_count,
     phase_work,
     recomputed_flops,
     recomputed_products,
+    shapes_outside_blocks,
     step_flops,
 )
 from tests.conftest import mini, workload
@@ -33,9 +35,15 @@ def test_parameter_counts_of_the_presets():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_formula_counts_what_the_model_has(name: str):
-    model = build_model(workload(model=name), "meta")
-    assert sum(p.numel() for p in model.parameters()) == parameter_count(PRESETS[name])
-    assert all(p.is_meta for p in model.parameters())
+    of_presets = workload(model=name)
+    for of in (of_presets, workload(model=configure(name, kv_heads=1, tied=True))):
+        model = build_model(of, "meta")
+        assert sum(p.numel() for p in model.parameters()) == parameter_count(of.model)
+        assert all(p.is_meta for p in model.parameters())
+        shapes = {name: tuple(p.shape) for name, p in model.blocks[0].named_parameters()}
+        assert shapes == block_shapes(of.model)
+        outside = {name: tuple(p.shape) for name, p in model.named_parameters() if not name.startswith("blocks.")}
+        assert outside == shapes_outside_blocks(of.model)
 
 
 @pytest.mark.parametrize("phase", ["forward", "forward-backward"])

@@ -7,6 +7,7 @@ import pytest
 
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import PRESETS, ModelConfig, configure
+from stepscope.core.run import Settings
 from stepscope.core.run_directory import load_run
 from stepscope.core.workload import Workload
 from stepscope.studies.grid import grid
@@ -99,6 +100,50 @@ def test_the_key_of_a_stored_sweep_stays_what_it_was():
     )
     assert plan.key == "b77d01cf4bcd"
     assert {run.sweep for run in runs} == {plan.key}
+
+
+class GrownModel(ModelConfig, frozen=True, kw_only=True):
+    experts: int | None = None
+
+
+class GrownWorkload(Workload, frozen=True, kw_only=True):
+    context_parallel: int = 1
+
+
+class GrownSettings(Settings, frozen=True, kw_only=True):
+    repeats: int = 1
+
+
+def test_a_later_field_at_its_default_changes_no_key():
+    """Neither in the workload nor in its model nor in the settings of a sweep's cells."""
+    now = workload(model="small")
+    sizes = {**msgspec.structs.asdict(now.model)}
+
+    def grown(experts: int | None = None, context_parallel: int = 1) -> Workload:
+        model = GrownModel(**sizes, experts=experts)
+        return GrownWorkload(**{**msgspec.structs.asdict(now), "model": model}, context_parallel=context_parallel)
+
+    assert grown().key == now.key
+    assert len({now.key, grown(experts=4).key, grown(context_parallel=2).key}) == 3
+    plan = SweepPlan(cells=(Cell(workload=now),)).key
+    assert SweepPlan(cells=(Cell(workload=grown(), settings=GrownSettings()),)).key == plan
+    assert SweepPlan(cells=(Cell(workload=grown(), settings=GrownSettings(repeats=2)),)).key != plan
+
+
+def test_shared_keys_and_a_tied_head_make_cells_of_their_own_unless_nothing_is_shared():
+    small = configure("small")
+    assert configure("small", kv_heads=12) == small and workload(model=configure("small", kv_heads=12)).key.startswith(
+        "small-"
+    )
+    shared = configure("small", kv_heads=4)
+    assert (shared.name, shared.key_heads, shared.key_width) == ("small+kv_heads4", 4, 256)
+    assert workload(model=shared).key != workload(model=small).key
+    tied = configure("small", tied=True)
+    assert (tied.name, configure("small", tied=False)) == ("small+tied", small)
+    for other in (shared, tied):
+        assert not workload(model=other).at_most(workload(model=small))
+    with pytest.raises(InputError, match=r"kv_heads 5 do not divide heads 12: choose one of 1, 2, 3, 4, 6, 12$"):
+        configure("small", kv_heads=5)
 
 
 def test_checkpointing_and_accumulation_make_cells_of_their_own():

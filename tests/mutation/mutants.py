@@ -51,9 +51,9 @@ MUTANTS = (
     # Workloads, units, metrics.
     Mutant(
         name="later fields are left out of digests",
-        file="core/workload.py",
-        old="if name not in _LATER or value != _LATER[name]",
-        new="if name not in _LATER",
+        file="core/identity.py",
+        old="if (value := getattr(record, field.name)) != field.default or field.name in first_fields",
+        new="if (value := getattr(record, field.name)) is not None and field.name in first_fields",
         falsifies="cells that differ in accumulation or checkpointing are one experiment",
         tests=("test_workload.py",),
     ),

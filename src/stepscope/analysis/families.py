@@ -4,7 +4,7 @@ import re
 from typing import get_args
 
 from stepscope.analysis.family_rules import KERNEL_RULES, OPERATOR_RULES, Family, Rule
-from stepscope.analysis.kernel_names import split_name
+from stepscope.analysis.kernel_names.name import split_name
 
 __all__ = ["FAMILIES", "Family", "classify", "rule_of"]
 

@@ -159,7 +159,7 @@ OPERATOR_RULES = Rulebook((
          r"^aten::_amp_(?:foreach|update)", example="aten::_fused_adamw_"),
     Rule(family="attention (fused)", function=r"scaled_dot_product|_flash_attention|_efficient_attention|"
          r"_cudnn_attention|flex_attention", example="aten::_scaled_dot_product_flash_attention"),
-    Rule(family="attention (fused)", function=r"^stepscope::flash_attention_",
+    Rule(family="attention (fused)", function=r"^stepscope::\w*attention_",
          example="stepscope::flash_attention_backward"),
     Rule(family="matrix multiplication", function=r"^aten::(?:_?(?:addmm|mm|bmm|baddbmm|addbmm|matmul|linear|addmv|mv|"
          r"dot|vdot|einsum|_scaled_mm|_scaled_grouped_mm|_grouped_mm|_int_mm|addmm_activation|linear_backward|"

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from stepscope.analysis.families import Family, classify
-from stepscope.analysis.kernel_names import KernelName, decode, is_tf32
+from stepscope.analysis.kernel_names.decoding import decode, is_tf32
+from stepscope.analysis.kernel_names.name import KernelName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

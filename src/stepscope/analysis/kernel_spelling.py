@@ -6,7 +6,7 @@ void k<(int)4, void f(T1)::[lambda(float) (instance 1)], std::array<char *, (uns
 
 import re
 
-from stepscope.analysis.kernel_names import split_name
+from stepscope.analysis.kernel_names.name import split_name
 
 _LAMBDA = re.compile(r"[\[{]lambda\(([^()]*)\)(?: \(instance (\d+)\)\]|#(\d+)\})")
 _BRACKETS = re.compile(r"\([^()]*\)")

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from stepscope.analysis.kernel_names import decode
+from stepscope.analysis.kernel_names.decoding import decode
 from stepscope.analysis.operator_call import ELEMENT_BYTES
 from stepscope.core.device_spec import Ceilings, DeviceSpec
 from stepscope.core.errors import InputError

@@ -11,7 +11,7 @@ import polars as pl
 
 from stepscope.analysis.attribution import Attribution
 from stepscope.analysis.families import FAMILIES
-from stepscope.analysis.kernel_names import decode
+from stepscope.analysis.kernel_names.decoding import decode
 from stepscope.analysis.operator_work import is_product, operator_rule, operator_work
 from stepscope.analysis.peaks import (
     Arithmetic,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import polars as pl
 
-from stepscope.analysis.kernel_names import decode, is_tf32
+from stepscope.analysis.kernel_names.decoding import decode, is_tf32
 from stepscope.analysis.range_names import phase_of
 from stepscope.analysis.trace_summary import GEMM, TraceSummary
 from stepscope.core.finding import SEVERITIES, Finding

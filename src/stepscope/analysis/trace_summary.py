@@ -10,11 +10,11 @@ import msgspec
 import polars as pl
 
 from stepscope.analysis.attribution import ROOT, Attribution
-from stepscope.analysis.kernel_names import decode
+from stepscope.analysis.kernel_names.decoding import decode
 from stepscope.analysis.range_names import GRADIENT_ACCUMULATION, PARTS, PHASES
 from stepscope.analysis.roofline import roofline
 from stepscope.analysis.roofs import Roofline
-from stepscope.core.attention_support import IN_PIECES
+from stepscope.core.attentions import scores_of
 from stepscope.core.run import Run
 from stepscope.core.workload import Workload
 from stepscope.trace.nesting import union
@@ -291,7 +291,7 @@ def _expected_products(workload: Workload, phase: str) -> int | None:
 
     Every micro-batch has them all; checkpointing runs products again in backward.
     """
-    if workload.attention in IN_PIECES:
+    if scores_of(workload.attention) == "pieces":
         return None
     forward, again = products_per_forward(workload), recomputed_products(workload)
     counts = {"forward": forward, "backward": 2 * forward + again}

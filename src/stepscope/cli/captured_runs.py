@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepscope.cli.output import warn
+from stepscope.core.attentions import attention_names
 from stepscope.core.errors import InputError, choose
 from stepscope.core.run import Run
-from stepscope.core.workload import ATTENTIONS, DTYPES, PHASES
+from stepscope.core.workload import DTYPES, PHASES
 
 if TYPE_CHECKING:
     from stepscope.analysis.trace_digest import TraceDigest
@@ -76,7 +77,7 @@ def finished_answer(places: tuple[Path, ...], wanted: Mapping[str, object]) -> P
 
 def wanted_runs(given: Mapping[str, tuple[Any, ...] | None]) -> dict[str, tuple[Any, ...]]:
     """Which runs of a folder are wanted, by a field of the workload; a field that is not named keeps all."""
-    choices = {"dtype": DTYPES, "phase": PHASES, "attention": ATTENTIONS}
+    choices = {"dtype": DTYPES, "phase": PHASES, "attention": attention_names()}
     wanted = {field: values for field, values in given.items() if values is not None}
     for field, values in wanted.items():
         for value in values:

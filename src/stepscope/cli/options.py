@@ -14,13 +14,13 @@ from typing import Any, cast
 import msgspec
 
 from stepscope.cli import completion
+from stepscope.core.attentions import ATTENTIONS, attention_names
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
 from stepscope.core.model_config import PRESETS, ModelConfig, configure
 from stepscope.core.run import Settings
 from stepscope.core.units import parse_bytes, parse_flops_per_s
 from stepscope.core.workload import (
-    ATTENTIONS,
     CHECKPOINTING_CHOICES,
     COMPILES,
     DTYPES,
@@ -109,11 +109,13 @@ OPTIONS = (
     Option("layers", int, MODEL, "Blocks, in place of the preset's.", ModelConfig),
     Option("heads", int, MODEL, "Heads of attention, in place of the preset's.", ModelConfig),
     Option("vocabulary", int, MODEL, "Tokens in the vocabulary, in place of the preset's.", ModelConfig),
+    Option("kv_heads", int, MODEL, "Heads of keys and values, shared by those of queries.", ModelConfig),
+    Option("tied", bool, MODEL, "Let the output head be the embedding's weight.", ModelConfig),
     Option("seq_len", int, WORKLOAD, "Tokens in a sequence.", Workload),
     Option("batch_size", int, WORKLOAD, "Sequences in a step.", Workload),
     Option("dtype", str, WORKLOAD, "", Workload, choices=DTYPES),
     Option("phase", str, WORKLOAD, "", Workload, choices=PHASES),
-    Option("attention", str, WORKLOAD, "", Workload, choices=ATTENTIONS),
+    Option("attention", str, WORKLOAD, "", Workload, choices=attention_names()),
     Option("compile", str, WORKLOAD, "", Workload, choices=COMPILES),
     Option("optimizer", str, WORKLOAD, "", Workload, choices=OPTIMIZERS),
     Option(
@@ -136,7 +138,7 @@ OPTIONS = (
            complete=completion.words("cpu", "gpu")),
     Option("dtype", str, WORKLOAD, "", choices=("fp16", "bf16"), verbs=("study autocast",)),
     Option("dtype", str, WORKLOAD, "", choices=("fp32", "bf16", "fp16"), verbs=_ATTENTION),
-    Option("attention", str, WORKLOAD, "", choices=ATTENTIONS[:-1], verbs=_ATTENTION),
+    Option("attention", str, WORKLOAD, "", choices=tuple(ATTENTIONS), verbs=_ATTENTION),
     Option("compile", str, WORKLOAD, "", choices=("none", "default"), verbs=("study attention",)),
     Option("compile", str, WORKLOAD, "", choices=COMPILES[1:-1], verbs=("study compile",)),
     Option("batch_size", int, WORKLOAD, "Sequences.", verbs=("study attention",)),

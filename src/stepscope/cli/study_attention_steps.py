@@ -10,10 +10,10 @@ from stepscope.cli.options import settings_from
 from stepscope.cli.output import warn
 from stepscope.cli.study_precision import answer
 from stepscope.cli.verb import verb
+from stepscope.core.attentions import attention_names
 from stepscope.core.errors import InputError, choose
 from stepscope.core.experiment import Experiment
 from stepscope.core.run import Run
-from stepscope.core.workload import ATTENTIONS
 from stepscope.studies.request import TraceRequest
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def attention_step(
             batch_size=usual.batch_size if batch_size is None else batch_size,
             dtypes=dtype or usual.dtypes.split(","),
             attentions=[
-                choose(name, ATTENTIONS, "attention") for name in attention or usual.implementations.split(",")
+                choose(name, attention_names(), "attention") for name in attention or usual.implementations.split(",")
             ],
             settings=settings_from(None, steps, seconds, device_type == "cpu"),
         ),

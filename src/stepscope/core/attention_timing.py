@@ -4,12 +4,12 @@ from typing import Literal, get_args
 
 import msgspec
 
-from stepscope.core.attention_support import SUPPORT, TensorDtype
 from stepscope.core.attention_verdict import AttentionShape
+from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype, check_attention
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.samples import Samples
-from stepscope.core.workload import Attention, Dtype
+from stepscope.core.workload import Dtype
 
 # 1  2026-11  first
 TIMINGS_VERSION = 1
@@ -41,6 +41,9 @@ class AttentionCell(msgspec.Struct, frozen=True, kw_only=True):
     dtype: TensorDtype
     shape: AttentionShape
     compile: CallCompile = "none"
+
+    def __post_init__(self) -> None:
+        check_attention(self.implementation)
 
     @property
     def line(self) -> str:
@@ -123,7 +126,7 @@ class AttentionTimings(msgspec.Struct, frozen=True, kw_only=True):
         if self.environment.device_type != "cpu":
             return ()
         timed: dict[Attention, None] = {row.cell.implementation: None for row in self.timings if row.forward}
-        return tuple(name for name in timed if SUPPORT[name].triton)
+        return tuple(name for name in timed if ATTENTIONS[name].triton)
 
 
 def encode_timings(timings: AttentionTimings) -> bytes:
@@ -137,7 +140,7 @@ def decode_timings(data: bytes, source: str) -> AttentionTimings:
         raise InputError(f"{source} is empty: what was to write it ended before its first row; measure again")
     try:
         found = msgspec.json.decode(data, type=AttentionTimings)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InputError) as error:
         raise InputError(f"{source} holds no timings of attention: {one_line(error)}") from error
     if found.version > TIMINGS_VERSION:
         raise InputError(f"{source} is of version {found.version}: this stepscope reads up to {TIMINGS_VERSION}")

@@ -5,9 +5,8 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.core.attention_support import TensorDtype
+from stepscope.core.attentions import Attention, AttentionCall, TensorDtype, check_attention
 from stepscope.core.errors import EXIT_CHECK_FAILED, StepscopeError
-from stepscope.core.workload import Attention
 
 Layout = Literal["contiguous", "transposed", "strided", "one head", "one batch", "one number"]
 """Of a tensor (batch, heads, seq, head_dim). transposed: (batch, seq, heads, head_dim) seen so, as a model's are.
@@ -55,6 +54,16 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(self.layout, tuple):
             return self.layout
         return self.layout, self.layout, self.layout, self.layout
+
+    def call(
+        self, device_type: str, dtype: TensorDtype, *, backward: bool = True, largest_score: float | None = None
+    ) -> AttentionCall:
+        """What it asks of an implementation there."""
+        return AttentionCall(
+            device_type=device_type, dtype=dtype, head_dim=self.head_dim, queries=self.queries, keys=self.keys,
+            heads=self.heads, key_heads=self.key_heads, window=self.window, backward=backward,
+            largest_score=largest_score,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         grouped = f" over {self.key_heads}" if self.key_heads != self.heads else ""
@@ -145,6 +154,9 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     seed: int
     verdicts: tuple[AttentionVerdict, ...]
+
+    def __post_init__(self) -> None:
+        check_attention(self.implementation)
 
     @property
     def failures(self) -> tuple[AttentionVerdict, ...]:

@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from stepscope.core.attentions import Attention, check_attention
 from stepscope.core.samples import Samples
-from stepscope.core.workload import Attention
 
 TraceTool = Literal["kineto", "nsys"]
 TRACE_TOOLS: tuple[TraceTool, ...] = ("kineto", "nsys")
@@ -222,3 +222,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     captures: tuple[Capture, ...] = ()
     """One for each profiler that took a trace, or should have."""
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.attention is not None:
+            check_attention(self.attention)

@@ -6,7 +6,10 @@ from typing import Any
 import msgspec
 
 from stepscope.core.errors import InputError, choose
+from stepscope.core.identity import identity_of
 
+_FIRST_FIELDS = ("name", "d_model", "d_ff", "layers", "heads", "vocabulary")
+"""The fields that every digest has, see core/identity.py. Do not add to it."""
 LARGEST = 2**40
 """More tokens than this in a step, or a larger seed, is a slip of the pen."""
 
@@ -18,7 +21,7 @@ def whole_number(value: object, what: str, least: int, most: int) -> None:
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sizes of a decoder-only transformer: pre-norm blocks, RoPE, SwiGLU, untied output head, no biases.
+    """Sizes of a decoder-only transformer: pre-norm blocks, RoPE, SwiGLU, no biases.
 
     A preset's name stays only while its sizes do: `configure` renames
     an overridden one, `small` with d_ff 4096 to `small+d_ff4096`.
@@ -30,11 +33,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     layers: int
     heads: int
     vocabulary: int = 10_000
+    kv_heads: int | None = None
+    """Heads of keys and values, each shared by as many heads of queries (grouped-query attention, Ainslie et al. 2023);
+    None: one for each."""
+    tied: bool = False
+    """Whether the output head is the embedding's weight (Press and Wolf 2017)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not re.fullmatch(r"[\w.+-]{1,100}", self.name):
             raise InputError(f"the model's name is {self.name!r}: use up to 100 letters, digits and . + - _")
-        for field in SIZE_FIELDS:
+        for field in _FIRST_FIELDS[1:]:
             whole_number(getattr(self, field), field, 1, 2**24)
         if self.d_model % self.heads:
             raise InputError(
@@ -46,18 +54,47 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"head_dim is {self.head_dim} (d_model {self.d_model} / heads {self.heads}): "
                 "rotary embedding rotates pairs, so it must be even"
             )
+        if self.kv_heads is not None:
+            self._check_kv_heads(self.kv_heads)
+        if not isinstance(self.tied, bool):
+            raise InputError(f"tied is {self.tied!r}: it must be true or false")
+
+    def _check_kv_heads(self, kv_heads: int) -> None:
+        whole_number(kv_heads, "kv_heads", 1, 2**24)
+        if self.heads % kv_heads:
+            raise InputError(
+                f"kv_heads {kv_heads} do not divide heads {self.heads}: "
+                f"choose one of {', '.join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)}"
+            )
+        if kv_heads == self.heads:
+            msgspec.structs.force_setattr(self, "kv_heads", None)  # one experiment has one key
 
     @property
     def head_dim(self) -> int:
         return self.d_model // self.heads
 
     @property
+    def key_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def key_width(self) -> int:
+        """What all heads of keys have together; d_model unless they are shared."""
+        return self.key_heads * self.head_dim
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What digests are made of."""
+        return identity_of(self, _FIRST_FIELDS)
+
+    @property
     def sizes(self) -> dict[str, int]:
-        """Every size by its field name."""
-        return {field: getattr(self, field) for field in SIZE_FIELDS}
+        """Every size by its field name, those left out that are as usual."""
+        return {field: size for field in SIZE_FIELDS if (size := getattr(self, field)) is not None}
 
 
-SIZE_FIELDS = ("d_model", "d_ff", "layers", "heads", "vocabulary")
+SIZE_FIELDS = ("d_model", "d_ff", "layers", "heads", "vocabulary", "kv_heads")
 
 
 def _preset(name: str, d_model: int, d_ff: int, layers: int, heads: int) -> ModelConfig:
@@ -85,9 +122,11 @@ def configure(preset: str, **overrides: int | None) -> ModelConfig:
     changed: dict[str, Any] = {
         field: size for field, size in overrides.items() if size is not None and size != getattr(base, field)
     }
+    if changed.get("kv_heads") == changed.get("heads", base.heads):
+        changed.pop("kv_heads")  # nothing is shared
     if not changed:
         return base
-    name = "+".join([base.name, *(f"{field}{size}" for field, size in changed.items())])
+    name = "+".join([base.name, *(field if size is True else f"{field}{size}" for field, size in changed.items())])
     return msgspec.structs.replace(base, name=name, **changed)
 
 

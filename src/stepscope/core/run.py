@@ -9,6 +9,7 @@ from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence
 from stepscope.core.finding import Finding
+from stepscope.core.identity import identity_of
 from stepscope.core.samples import Samples
 from stepscope.core.work import Work
 from stepscope.core.workload import Workload
@@ -20,6 +21,11 @@ Status = Literal["unfinished", "done", "interrupted", "out-of-memory", "failed",
 REPEATED: tuple[Status, ...] = ("unfinished", "interrupted")
 """A sweep measures these again; every other status is a result. A run is `unfinished` from its start to its end, and
 stays so if its process dies without a word."""
+
+_FIRST_SETTINGS = (
+    "warmup_floor", "warmup_cap", "warmup_seconds", "steps_floor", "steps_cap", "seconds", "profile",
+)  # fmt: skip
+"""The fields that every digest has, see core/identity.py. Do not add to it."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,6 +41,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Measuring goes on until this much time has passed, between the floor and the cap of steps."""
     profile: bool = True
     """Whether one more step runs under the profiler, after the timed ones."""
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What digests are made of."""
+        return identity_of(self, _FIRST_SETTINGS)
 
     def __post_init__(self) -> None:
         for field, least in (

@@ -6,7 +6,9 @@ from typing import Literal, get_args
 
 import msgspec
 
+from stepscope.core.attentions import Attention, attention_names
 from stepscope.core.errors import InputError, choose
+from stepscope.core.identity import identity_of
 from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
 
 Dtype = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure"]
@@ -15,15 +17,6 @@ fp32 parameters (fp16 with gradient scaling). bf16-pure: parameters, gradients a
 
 Phase = Literal["forward", "forward-backward", "train"]
 """forward: inference under no_grad, logits only. forward-backward: loss and gradients. train: and the optimizer."""
-
-Attention = Literal[
-    "reference", "sdpa", "sdpa-math", "sdpa-efficient", "sdpa-flash", "sdpa-cudnn",
-    "unsafe", "chunked", "flex", "flash-tiled", "flash", "auto",
-]  # fmt: skip
-"""reference: written out. sdpa: PyTorch chooses the backend (the run names it). sdpa-*: that backend or an error.
-unsafe: written out, without the maximum that keeps exp from overflowing. chunked: written out for a chunk of queries at
-a time. flex: PyTorch's FlexAttention, compiled. flash-tiled: FlashAttention-2 tile by tile in PyTorch. flash: the same
-in Triton. auto: the first of `attention_support.PREFERRED` that runs (the run names it)."""
 
 Compile = Literal["eager", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 """eager, or a mode of torch.compile."""
@@ -39,12 +32,13 @@ outputs of its matrix products and of fused attention, and backward recomputes t
 
 DTYPES: tuple[str, ...] = get_args(Dtype)
 PHASES: tuple[str, ...] = get_args(Phase)
-ATTENTIONS: tuple[str, ...] = get_args(Attention)
 COMPILES: tuple[str, ...] = get_args(Compile)
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 
-_LATER: dict[str, object] = {"checkpointing": "none", "accumulation": 1}
-"""Fields that came after the first results were stored: digests leave them out while they have these values."""
+_FIRST_FIELDS = (
+    "model", "batch_size", "seq_len", "dtype", "phase", "attention", "compile", "optimizer", "seed",
+)  # fmt: skip
+"""The fields that every digest has, see core/identity.py. Do not add to it."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,7 +68,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         whole_number(self.tokens, "batch_size x seq_len", 1, LARGEST)
         choose(self.dtype, DTYPES, "dtype")
         choose(self.phase, PHASES, "phase")
-        choose(self.attention, ATTENTIONS, "attention")
+        choose(self.attention, attention_names(), "attention")
         choose(self.compile, COMPILES, "compile mode")
         if self.optimizer is not None or self.phase == "train":
             choose(str(self.optimizer), OPTIMIZERS, "optimizer")
@@ -102,11 +96,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def identity(self) -> dict[str, object]:
-        """What digests are made of: every field, but for later ones at their defaults, so that keys of stored runs
-        stay what they were.
-        """
-        fields = msgspec.structs.asdict(self)
-        return {name: value for name, value in fields.items() if name not in _LATER or value != _LATER[name]}
+        """What digests are made of: the fields of the workload and of its model."""
+        return {**identity_of(self, _FIRST_FIELDS), "model": self.model.identity}
 
     @property
     def tokens(self) -> int:
@@ -125,13 +116,15 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def at_most(self, other: "Workload") -> bool:
         """Whether this cell needs no more memory than `other`: no size larger, everything else the same."""
-        sizes = (*self.model.sizes.values(), self.batch_size, self.seq_len)
-        others = (*other.model.sizes.values(), other.batch_size, other.seq_len)
-        return self._sort() == other._sort() and all(a <= b for a, b in zip(sizes, others, strict=True))
+        ours, theirs = self.model.sizes, other.model.sizes
+        sizes = (*ours.values(), self.batch_size, self.seq_len)
+        others = (*theirs.values(), other.batch_size, other.seq_len)
+        alike = self._sort() == other._sort() and ours.keys() == theirs.keys()
+        return alike and all(a <= b for a, b in zip(sizes, others, strict=True))
 
     def _sort(self) -> tuple[str | None, ...]:
         choices = (self.dtype, self.phase, self.attention, self.compile, self.optimizer)
-        return (*choices, self.checkpointing, str(self.accumulation))
+        return (*choices, self.checkpointing, str(self.accumulation), str(self.model.tied))
 
     def _check_checkpointing(self) -> None:
         if self.checkpointing in ("none", "selective"):

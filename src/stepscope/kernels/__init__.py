@@ -8,10 +8,20 @@
 Both take (..., seq, head_dim) and save q, k, v, the output and the logsumexp (..., seq).
 """
 
+import importlib
+from typing import Any
+
 from stepscope.core.address_space import require_room_for_torch
 
 require_room_for_torch()
 
-from stepscope.kernels.flash_attention import FlashAttention, FlashAttentionTiled  # noqa: E402  (torch)
+_PUBLIC = {"FlashAttention": "flash.attention", "FlashAttentionTiled": "flash.tiled"}
 
-__all__ = ["FlashAttention", "FlashAttentionTiled"]
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported when it is asked for: the files beside this one import it before they import each other,
+    so an import of one of them here would be a circle.
+    """
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -82,8 +82,10 @@ class AsOnCuda(TorchFunctionMode):
         self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        """As at::scaled_dot_product_attention does, without mask, dropout or grouped heads."""
-        assert not enable_gqa
+        """As at::scaled_dot_product_attention does, without mask or dropout.
+
+        enable_gqa: keys and values have fewer heads. The efficient kernel takes none such, and gets them repeated.
+        """
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
             query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
@@ -91,6 +93,9 @@ class AsOnCuda(TorchFunctionMode):
         aten = torch.ops.aten
         differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         if backend == "efficient":
+            group = query.shape[1] // key.shape[1]
+            if group > 1:
+                key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
             return aten._scaled_dot_product_efficient_attention(
                 query, key, value, None, differentiable, 0.0, is_causal, scale=scale
             )[0]
@@ -106,7 +111,9 @@ class AsOnCuda(TorchFunctionMode):
                 query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
             out = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False, scale=scale)[0]
             return out[..., :head_dim] if padding else out
-        return aten._scaled_dot_product_attention_math(query, key, value, is_causal=is_causal, scale=scale)[0]
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
 
 
 def _is_half(value: object) -> bool:

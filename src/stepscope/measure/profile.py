@@ -1,5 +1,6 @@
 """One step under torch.profiler, after the timed steps: kernels, busy time, and what profiling costs."""
 
+import re
 from collections.abc import Iterable
 
 import torch
@@ -11,7 +12,8 @@ from stepscope.measure.device import Device
 from stepscope.measure.timer import Subject, measure
 
 KERNEL_NAME_LIMIT = 240
-_ATTENTION_OPERATORS = ("_scaled_dot_product", "stepscope::flash_attention", "flex_attention")
+_ATTENTION_OPERATORS = re.compile(r"(aten::)?_scaled_dot_product|stepscope::\w*attention|(aten::)?flex_attention")
+"""From the start of the name. Our own operators are named for what they are."""
 _ONE_STEP = Settings(warmup_floor=0, warmup_cap=0, steps_floor=1, steps_cap=1, seconds=0)
 
 
@@ -26,9 +28,7 @@ def profile_step(subject: Subject, device: torch.device, timing: Device) -> Prof
     _profiled(subject, timing, activities)
     step_s, profiler = _profiled(subject, timing, activities)
     events = profiler.events() or []
-    operators = tuple(
-        sorted({event.name for event in events if event.name.removeprefix("aten::").startswith(_ATTENTION_OPERATORS)})
-    )
+    operators = tuple(sorted({event.name for event in events if _ATTENTION_OPERATORS.match(event.name)}))
     if device.type == "cuda":
         on_device = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
         intervals = [(event.time_range.start, event.time_range.end) for event in on_device]

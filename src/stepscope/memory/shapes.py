@@ -33,6 +33,7 @@ def natural_tensors(workload: Workload) -> list[Natural]:
     floats = [
         (batch, seq, width), (batch, seq, hidden), (batch, heads, seq, seq), (batch, seq, words), (batch, seq, 1),
         (batch, heads, seq, 1), (width, width), (hidden, width), (words, width), (seq, model.head_dim // 2),
+        (batch, seq, model.key_width), (model.key_width, width),
     ]  # fmt: skip
     itemsizes = (4, 2) if workload.dtype in _HALF else (4,)
     found = [Natural(shape=shape, itemsize=itemsize) for shape in floats for itemsize in itemsizes]

@@ -1,13 +1,13 @@
 """AdamW for parameters in bf16, and four ways to keep what does not fit into them."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from stepscope.core.errors import InputError, choose
-from stepscope.models.optimizer import round_stochastically
+from stepscope.models.optimizer import OneByOne, round_stochastically
 
 Keeping = Literal["nearest", "stochastic", "kahan", "master"]
 """nearest: the new parameter is rounded to bf16, and the rest is lost. stochastic: it is rounded up or down at random,
@@ -22,7 +22,7 @@ Watch = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 that was wanted, and the one that was made: the difference of what is held."""
 
 
-class AdamWBf16Parameters(torch.optim.Optimizer):
+class AdamWBf16Parameters(OneByOne):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) on bf16 parameters, its moments and its arithmetic in fp32.
 
     What differs between the ways of keeping is the storing of the new parameter, and nothing else.
@@ -39,25 +39,6 @@ class AdamWBf16Parameters(torch.optim.Optimizer):
             if parameter.dtype != torch.bfloat16:
                 raise InputError(f"a parameter of {parameter.dtype} was given to keep in bf16: convert the model first")
         self.keeping, self.watch = keeping, watch
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient; returns what `closure`, run first, returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad.float(), group)
-        return loss
 
     @torch.no_grad()
     def held(self, parameter: Tensor) -> Tensor:

@@ -13,25 +13,28 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-import stepscope.kernels.flash_attention  # noqa: F401  (its operators are named below)
+from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.workload import Workload
 from stepscope.measure.ranges import detail_range
+from stepscope.models.attention import implementation
 
 RECOMPUTATION = "recomputation"
 """The range round what backward runs again, as readers of traces know it."""
 
-_aten = torch.ops.aten
-KEPT_OPERATORS = [
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten.baddbmm.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.stepscope.flash_attention_forward.default,
-]
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+
+
+def _kept_operators() -> list[Any]:
+    names: list[str] = [*_PRODUCTS]
+    for attention, record in ATTENTIONS.items():
+        if record.kept_operators:
+            implementation(attention)  # its module defines its operators
+            names += record.kept_operators
+    parts = [name.split("::") for name in names]
+    return [getattr(getattr(torch.ops, namespace), operator).default for namespace, operator in parts]
+
+
+KEPT_OPERATORS = _kept_operators()
 """What `selective` keeps the outputs of: matrix products (a Linear is one) and fused attention. Each output is kept,
 also the last product's of a block, which backward never asks for."""
 

@@ -7,22 +7,8 @@ import torch
 from torch import Tensor
 
 
-class AdamWBf16State(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019, algorithm 2) with exp_avg and exp_avg_sq stored in bf16.
-
-    Arithmetic is fp32, one parameter at a time, in at most two fp32 temporaries of that parameter's size (and a third,
-    its gradient's copy, where gradients are not fp32).
-
-    The second moment is rounded stochastically. With beta2 = 0.999 it moves by a thousandth of itself in a step, and
-    half a unit in the last of bf16's 8 bits is two to four: rounded to nearest, it would never decay again. The first
-    moves by a tenth, and is rounded to nearest.
-    """
-
-    def __init__(
-        self, parameters: Iterable[Tensor], *, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 1e-2,
-    ) -> None:  # fmt: skip
-        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+class OneByOne(torch.optim.Optimizer):
+    """An optimizer that updates one parameter after another, from its gradient in fp32."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -42,6 +28,27 @@ class AdamWBf16State(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad.float(), group)
         return loss
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class AdamWBf16State(OneByOne):
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2) with exp_avg and exp_avg_sq stored in bf16.
+
+    Arithmetic is fp32, one parameter at a time, in at most two fp32 temporaries of that parameter's size (and a third,
+    its gradient's copy, where gradients are not fp32).
+
+    The second moment is rounded stochastically. With beta2 = 0.999 it moves by a thousandth of itself in a step, and
+    half a unit in the last of bf16's 8 bits is two to four: rounded to nearest, it would never decay again. The first
+    moves by a tenth, and is rounded to nearest.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], *, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 1e-2,
+    ) -> None:  # fmt: skip
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         (beta1, beta2), lr = group["betas"], group["lr"]

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.errors import InputError
 from stepscope.core.workload import Dtype, Workload
 from stepscope.measure.timer import Phase
@@ -53,7 +54,9 @@ class TrainingStep:
         torch.manual_seed(workload.seed)
         self.model = build_model(workload, device)
         self.compiled = workload.compile != "eager"
-        self.compiles_parts = not self.compiled and chosen_attention(workload, device.type) == "flex"
+        self.compiles_parts = (
+            not self.compiled and ATTENTIONS[chosen_attention(workload, device.type)].compiler == "inductor"
+        )
         self.cuda_graphs = device.type == "cuda" and workload.compile in CUDA_GRAPH_MODES
         self.inference = workload.phase == "forward"
         module = self.model if self.inference else ForwardLoss(self.model)

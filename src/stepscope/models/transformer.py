@@ -3,7 +3,8 @@
     tokens -> embedding -> L x [ x + attention(norm(x));  x + feed_forward(norm(x)) ] -> norm -> head -> logits
 
 Pre-norm with RMSNorm (Zhang and Sennrich 2019), rotary position embedding (Su et al. 2021), SwiGLU (Shazeer 2020),
-an untied output head and no biases: the shape of the Llama family.
+an output head of its own and no biases: the shape of the Llama family. Heads of queries may share keys and values
+(grouped-query attention, Ainslie et al. 2023), and the head may be the embedding's weight (Press and Wolf 2017).
 
 Shape legend: B batch, S sequence, M d_model, F d_ff, H heads, D head_dim, V vocabulary.
 """
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepscope.core.model_config import ModelConfig
-from stepscope.models.attention import AttentionFunction, reference
+from stepscope.models.attention import AttentionFunction
+from stepscope.models.attention.written_out import reference
 from stepscope.models.checkpointing import BlockRunner, keep_all
 
 ROPE_BASE = 10_000.0
@@ -87,14 +89,13 @@ class CausalSelfAttention(nn.Module):
         device: torch.device | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.heads = config.heads
+        self.head_dim = config.head_dim
         self.rotary = rotary
         self.attention = attention
-        linear = {"in_features": config.d_model, "out_features": config.d_model}
-        self.query = nn.Linear(**linear, bias=False, device=device)
-        self.key = nn.Linear(**linear, bias=False, device=device)
-        self.value = nn.Linear(**linear, bias=False, device=device)
-        self.output = nn.Linear(**linear, bias=False, device=device)
+        self.query = nn.Linear(config.d_model, config.d_model, bias=False, device=device)
+        self.key = nn.Linear(config.d_model, config.key_width, bias=False, device=device)
+        self.value = nn.Linear(config.d_model, config.key_width, bias=False, device=device)
+        self.output = nn.Linear(config.d_model, config.d_model, bias=False, device=device)
 
     def forward(self, x_BSM: Tensor) -> Tensor:
         q_BHSD = self.rotary(self._split_heads(self.query(x_BSM)))
@@ -104,7 +105,7 @@ class CausalSelfAttention(nn.Module):
         return self.output(out_BHSD.transpose(1, 2).flatten(-2))
 
     def _split_heads(self, x_BSM: Tensor) -> Tensor:
-        return x_BSM.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return x_BSM.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class SwiGLU(nn.Module):
@@ -156,7 +157,11 @@ class Transformer(nn.Module):
         self.rotary = RotaryEmbedding(config.head_dim, max_seq_len, device)
         self.blocks = nn.ModuleList(Block(config, self.rotary, attention, device) for _ in range(config.layers))
         self.norm = RMSNorm(config.d_model, device)
-        self.head = nn.Linear(config.d_model, config.vocabulary, bias=False, device=device)
+        # A weight that is only replaced needs no memory.
+        of_head = torch.device("meta") if config.tied else device
+        self.head = nn.Linear(config.d_model, config.vocabulary, bias=False, device=of_head)
+        if config.tied:
+            self.head.weight = self.embedding.weight
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         # The embedding's output has no name here: it would live on beside the blocks where no graph needs it.
@@ -165,7 +170,10 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """Normal weights with variance 2 / (fan_in + fan_out), cut at 3 deviations (Glorot and Bengio 2010)."""
+        """Normal weights with variance 2 / (fan_in + fan_out), cut at 3 deviations (Glorot and Bengio 2010).
+
+        A tied head comes after the embedding, and the weight has the deviation of a head.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 deviation = (2 / (module.in_features + module.out_features)) ** 0.5

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 from stepscope.analysis import metrics
 from stepscope.core.attention_support import is_predicted
+from stepscope.core.attentions import attention_names
 from stepscope.core.model_config import PRESETS
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.units import GIB
-from stepscope.core.workload import ATTENTIONS, COMPILES, DTYPES, OPTIMIZERS, PHASES
+from stepscope.core.workload import COMPILES, DTYPES, OPTIMIZERS, PHASES
 from stepscope.memory.prediction.estimate import estimate
 from stepscope.work.transformer import parameter_count
 
@@ -55,13 +56,14 @@ FIELDS: dict[str, Field] = {
     "d_ff": Field(read=lambda run: run.workload.model.d_ff),
     "layers": Field(read=lambda run: run.workload.model.layers),
     "heads": Field(read=lambda run: run.workload.model.heads),
+    "kv_heads": Field(read=lambda run: run.workload.model.key_heads),
     "head_dim": Field(read=lambda run: run.workload.model.head_dim),
     "vocabulary": Field(read=lambda run: run.workload.model.vocabulary),
     "batch_size": Field(read=_workload("batch_size")),
     "seq_len": Field(read=_workload("seq_len")),
     "dtype": Field(read=_workload("dtype"), order=DTYPES),
     "phase": Field(read=_workload("phase"), order=PHASES),
-    "attention": Field(read=_workload("attention"), order=ATTENTIONS),
+    "attention": Field(read=_workload("attention"), order=attention_names()),
     "compile": Field(read=_workload("compile"), order=COMPILES),
     "optimizer": Field(read=_workload("optimizer"), order=OPTIMIZERS),
     "checkpointing": Field(read=_workload("checkpointing"), order=_CHECKPOINTINGS),

@@ -18,7 +18,8 @@ from stepscope.report.terminal import cell_name, describe_model, describe_worklo
 from stepscope.work.transformer import parameter_count
 
 _SYMBOLS = {
-    "batch_size": "B", "seq_len": "S", "d_model": "M", "d_ff": "F", "heads": "H", "head_dim": "D", "bytes": "bytes",
+    "batch_size": "B", "seq_len": "S", "d_model": "M", "d_ff": "F", "heads": "H", "head_dim": "D",
+    "key_width": "K", "bytes": "bytes",
 }  # fmt: skip
 
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")

@@ -2,7 +2,7 @@
 
 import re
 
-from stepscope.analysis.kernel_names import decode
+from stepscope.analysis.kernel_names.decoding import decode
 from stepscope.report.layout import name_shown
 
 _FUNCTORS = re.compile(r"\b\w*(?:Functor\w*|_kernel_cuda\w*|_kernel_impl|_kernel|Ops|_functor)\b")

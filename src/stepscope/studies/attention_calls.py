@@ -13,9 +13,8 @@ from typing import get_args
 
 import msgspec
 import torch
-from torch import Tensor
 
-from stepscope.core.attention_support import AttentionCall, TensorDtype, find_fault
+from stepscope.core.attention_support import find_fault
 from stepscope.core.attention_timing import (
     AttentionCell,
     AttentionTiming,
@@ -26,26 +25,21 @@ from stepscope.core.attention_timing import (
     Launches,
 )
 from stepscope.core.attention_verdict import AttentionShape, AttentionVerdict, Numbers
+from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.errors import one_line
 from stepscope.core.run import Settings
-from stepscope.core.workload import Attention
 from stepscope.measure.device import timing_device
 from stepscope.measure.environment import read_environment
+from stepscope.measure.lead import Leads, launches_hidden, overwrite_cache
 from stepscope.measure.precision import matmul_precision
-from stepscope.measure.timer import Measurement, Phase, StepFailed, measure
+from stepscope.measure.timer import Measurement, StepFailed, measure
 from stepscope.models.attention import AttentionFunction, fault_of_device, implementation
-from stepscope.models.attention_cases import LONG
-from stepscope.models.attention_gate import check_attention_matrix
-from stepscope.studies.attention_pass import AttentionPass, CallInputs, compile_attention, saved_storages
+from stepscope.models.attention.cases import LONG
+from stepscope.models.attention.compiled import compile_for_each_shape
+from stepscope.models.attention.gate import check_attention_matrix
+from stepscope.studies.attention_pass import AttentionPass, CallInputs, saved_storages
 from stepscope.studies.device_failure import is_out_of_memory, let_go
 
-_TRIAL = Settings(warmup_floor=1, warmup_cap=1, steps_floor=3, steps_cap=3, seconds=0)
-"""Passes that tell how long the host needs to issue one."""
-_CHOSEN_BY_LENGTH: frozenset[Attention] = frozenset({"flash"})
-"""Whose kernels are others for longer calls."""
-_LEAD = 2.0
-"""Times as long as that the device is kept busy beforehand."""
-_MOST_FILLS = 400
 _MOST_JUDGED_SCORES = {"cuda": 1 << 33, "cpu": 1 << 22}
 """Of a shape that the gate makes in float64 too."""
 _FEWEST_JUDGED = 1024
@@ -78,8 +72,7 @@ class AttentionCalls:
         self._compiled: Functions = {}
         self._judged: dict[_Key, AttentionVerdict] = {}
         self._settings = settings_for(seconds, steps)
-        self._buffer: Tensor | None = None
-        self._fill_s = math.inf
+        self._leads: Leads | None = None
 
     @property
     def over(self) -> bool:
@@ -164,14 +157,9 @@ class AttentionCalls:
     def _fault(self, cell: AttentionCell) -> str | None:
         if cell.implementation in self._functions:
             return None
-        if cell.compile != "none" and cell.implementation == "flex":
+        if cell.compile != "none" and ATTENTIONS[cell.implementation].compiler == "inductor":
             return "is compiled as it is: measure it with --compile none"
-        shape = cell.shape
-        call = AttentionCall(
-            device_type=self.device.type, dtype=cell.dtype, head_dim=shape.head_dim, queries=shape.queries,
-            keys=shape.keys, heads=shape.heads, key_heads=shape.key_heads, window=shape.window,
-        )  # fmt: skip
-        return find_fault(cell.implementation, call, here=fault_of_device)
+        return find_fault(cell.implementation, cell.shape.call(self.device.type, cell.dtype), here=fault_of_device)
 
     def _judge_together(self, cells: Sequence[AttentionCell], gate_shapes: GateShapes) -> None:
         """Several on the same numbers: those in float64 are made once. What does not fit is left to `_gate`."""
@@ -183,17 +171,24 @@ class AttentionCalls:
         for (_, dtype, shape), group in together.items():
             if self.over:
                 return
-            try:
-                reports = check_attention_matrix(
-                    [cell.implementation for cell in group], device=self.device, dtypes=(dtype,), shapes=(shape,),
-                    functions=self._to_be_judged(group),
-                )  # fmt: skip
-            except torch.OutOfMemoryError as error:
-                let_go(error)
-                self._clean_up()
-                continue
-            for cell, report in zip(group, reports, strict=True):
-                self._judged[self._key(cell, shape)] = report.verdicts[0]
+            self._judge_on(shape, dtype, group)
+
+    def _judge_on(
+        self, shape: AttentionShape, dtype: TensorDtype, cells: Sequence[AttentionCell]
+    ) -> torch.OutOfMemoryError | None:
+        """Keep what the gate says of the cells on this shape. Returns the error where memory ran out."""
+        try:
+            reports = check_attention_matrix(
+                [cell.implementation for cell in cells], device=self.device, dtypes=(dtype,), shapes=(shape,),
+                functions=self._to_be_judged(cells),
+            )  # fmt: skip
+        except torch.OutOfMemoryError as error:
+            let_go(error)
+            self._clean_up()
+            return error
+        for cell, report in zip(cells, reports, strict=True):
+            self._judged[self._key(cell, shape)] = report.verdicts[0]
+        return None
 
     def _key(self, cell: AttentionCell, shape: AttentionShape) -> "_Key":
         return cell.implementation, cell.compile, cell.dtype, shape
@@ -211,17 +206,8 @@ class AttentionCalls:
         judged: list[AttentionVerdict] = []
         for shape in shapes:
             key = self._key(cell, shape)
-            if key not in self._judged:
-                try:
-                    (report,) = check_attention_matrix(
-                        (cell.implementation,), device=self.device, dtypes=(cell.dtype,), shapes=(shape,),
-                        functions=self._to_be_judged([cell]),
-                    )  # fmt: skip
-                except torch.OutOfMemoryError as error:
-                    let_go(error)
-                    self._clean_up()
-                    return _fallen(cell, error, f"the gate's call ({shape})")
-                self._judged[key] = report.verdicts[0]
+            if key not in self._judged and (error := self._judge_on(shape, cell.dtype, [cell])):
+                return _fallen(cell, error, f"the gate's call ({shape})")
             judged.append(self._judged[key])
         wrong = [verdict for verdict in judged if verdict.outcome == "failed"]
         if wrong:
@@ -238,7 +224,7 @@ class AttentionCalls:
         if cell.compile == "none":
             return function
         if cell.implementation not in self._compiled:
-            self._compiled[cell.implementation] = compile_attention(function)
+            self._compiled[cell.implementation] = compile_for_each_shape(function)
         return self._compiled[cell.implementation]
 
     # ---- memory
@@ -283,7 +269,9 @@ class AttentionCalls:
             names = {str(cell): cell for cell in passes}
             try:
                 if self._launches == "hidden":
-                    self._hide_launches(passes)
+                    self._leads = self._leads or Leads(self._timing, overwrite_cache(self.device))
+                    for name, cell in names.items():
+                        self._leads.give(name, passes[cell])
                 found = measure(
                     {name: passes[cell] for name, cell in names.items()}, device=self._timing, settings=self._settings
                 )
@@ -294,48 +282,11 @@ class AttentionCalls:
                 passes.pop(cell).prepare()
                 self._clean_up()
                 continue
-            return {cell: (found[name], self._came_out(found[name])) for name, cell in names.items()}
+            return {
+                cell: (found[name], "hidden" if launches_hidden(found[name]) else "shown")
+                for name, cell in names.items()
+            }
         return {}
-
-    def _hide_launches(self, passes: dict[AttentionCell, AttentionPass]) -> None:
-        """Give each pass a lead: the L2 cache overwritten until the host has had time to issue the pass."""
-        for cell, made in passes.items():
-            made.lead = None
-            trial = measure({str(cell): made}, device=self._timing, settings=_TRIAL)[str(cell)]
-            issue_s = trial.samples["host"].median_s or 0.0
-            made.prepare()
-            made.lead = self._fills(min(_MOST_FILLS, math.ceil(_LEAD * issue_s / self._seconds_a_fill())))
-
-    def _fills(self, times: int) -> Callable[[], object]:
-        buffer = self._overwritten()
-
-        def fill() -> None:
-            for _ in range(times):
-                buffer.zero_()
-
-        return fill
-
-    def _overwritten(self) -> Tensor:
-        """Four times the L2 cache, and 64 MiB at least."""
-        if self._buffer is None:
-            l2_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
-            self._buffer = torch.empty(max(4 * l2_bytes, 1 << 26), dtype=torch.uint8, device=self.device)
-        return self._buffer
-
-    def _seconds_a_fill(self) -> float:
-        if math.isinf(self._fill_s):
-            fills = 10
-            found = measure({"fill": _Fills(self._fills(fills))}, device=self._timing, settings=_TRIAL)["fill"]
-            self._fill_s = (found.samples["lead"].median_s or 1e-4) / fills
-        return self._fill_s
-
-    def _came_out(self, found: Measurement) -> Launches:
-        """Hidden where the host had issued the whole pass before the device began it."""
-        lead = found.samples.get("lead")
-        if lead is None or not lead.count:
-            return "shown"
-        host_s, lead_s = found.samples["host"].median_s or 0.0, lead.median_s or 0.0
-        return "hidden" if host_s <= lead_s else "shown"
 
     @property
     def _on_gpu(self) -> bool:
@@ -349,16 +300,6 @@ class AttentionCalls:
                 torch.cuda.empty_cache()
             except RuntimeError as error:  # an illegal access, say: nothing runs any more in this process
                 self.broken = one_line(error)
-
-
-class _Fills:
-    """The lead alone as a subject of `measure`."""
-
-    def __init__(self, fill: Callable[[], object]) -> None:
-        self.phases = (Phase(name="lead", run=fill),)
-
-    def prepare(self) -> None:
-        pass
 
 
 def settings_for(seconds: float, steps: int | None = None) -> Settings:
@@ -412,7 +353,7 @@ def odd_shapes(cell: AttentionCell) -> tuple[AttentionShape, ...]:
     """
     odd = odd_shape(cell.shape)
     shapes = tuple(msgspec.structs.replace(odd, numbers=numbers) for numbers in get_args(Numbers))
-    if cell.implementation not in _CHOSEN_BY_LENGTH or cell.shape.queries <= LONG:
+    if not ATTENTIONS[cell.implementation].kernel_by_length or cell.shape.queries <= LONG:
         return shapes
     return (*shapes, msgspec.structs.replace(odd, batch=1, queries=LONG + 85, keys=LONG + 85))
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from stepscope.core.attention_support import SUPPORT, TensorDtype
 from stepscope.core.attention_timing import (
     CALL_COMPILES,
     PRODUCTS,
@@ -16,8 +15,8 @@ from stepscope.core.attention_timing import (
     Launches,
 )
 from stepscope.core.attention_verdict import AttentionShape
+from stepscope.core.attentions import ATTENTIONS, Attention
 from stepscope.core.errors import InputError, choose, one_line
-from stepscope.core.workload import Attention
 from stepscope.studies.attention_matrix import gate_dtypes_of, implementations_of
 from stepscope.studies.attention_workers import WorkerAnswer, WorkerTask, work_through
 from stepscope.studies.request import Stage, Tell
@@ -136,21 +135,15 @@ def grid_groups(
 
 def check_runnable(groups: Sequence[Sequence[AttentionCell]], device_type: str) -> None:
     """Raises InputError where none of the cells runs here, as the first of them says."""
-    from stepscope.core.attention_support import AttentionCall, find_fault  # noqa: PLC0415
+    from stepscope.core.attention_support import find_fault, runnable  # noqa: PLC0415
     from stepscope.models.attention import fault_of_device  # noqa: PLC0415
 
-    def call(cell: AttentionCell, dtype: TensorDtype | None = None) -> AttentionCall:
-        shape = cell.shape
-        return AttentionCall(
-            device_type=device_type, dtype=dtype or cell.dtype, head_dim=shape.head_dim, queries=shape.queries,
-            keys=shape.keys, heads=shape.heads, key_heads=shape.key_heads,
-        )  # fmt: skip
-
     cells = [cell for group in groups for cell in group]
-    faults = {cell: find_fault(cell.implementation, call(cell), here=fault_of_device) for cell in cells}
+    calls = {cell: cell.shape.call(device_type, cell.dtype) for cell in cells}
+    faults = {cell: find_fault(cell.implementation, call, here=fault_of_device) for cell, call in calls.items()}
     if all(faults.values()):
         cell = cells[0]
-        others = [n for n in SUPPORT if n != "unsafe" and find_fault(n, call(cell), here=fault_of_device) is None]
+        others = runnable(calls[cell], here=fault_of_device)
         raise InputError(f"attention {cell.implementation} {faults[cell]}: choose one of {', '.join(others)}")
 
 
@@ -195,7 +188,7 @@ def measure_grid(
     def gate_shapes(cell: AttentionCell) -> tuple[AttentionShape, ...]:
         own = judged_shape(smallest[cell.shape.head_dim, cell.dtype], found)
         # Each shape is compiled anew: the odd one is for what is not compiled.
-        compiled = cell.compile != "none" or cell.implementation == "flex"
+        compiled = cell.compile != "none" or ATTENTIONS[cell.implementation].compiler == "inductor"
         return own if compiled and own else (*odd_shapes(cell), *own)
 
     kept_s = _CEILING_S * len({group[0].dtype for group in groups}) if ceilings else 0.0
@@ -248,7 +241,7 @@ def _compile_ahead(
         )
         for group in groups
         for cell in group
-        if cell.compile != "none" or cell.implementation in ("flash", "flex")
+        if cell.compile != "none" or ATTENTIONS[cell.implementation].compiler is not None
         for shape in (cell.shape, *gate_shapes(cell))
     ]  # fmt: skip
 

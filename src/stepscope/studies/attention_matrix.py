@@ -5,15 +5,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from stepscope.core.attention_support import SUPPORT, TensorDtype
 from stepscope.core.attention_verdict import AttentionShape, AttentionVerdict, GateReport
+from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.errors import InputError, choose, one_line
-from stepscope.core.workload import Attention
 from stepscope.studies.attention_workers import WorkerAnswer, WorkerTask, lost, work_through
 
 GATE_DTYPES: tuple[TensorDtype, ...] = ("fp32", "bf16", "fp16")
-_COMPILED: tuple[Attention, ...] = ("flash", "flex")
-"""Compiled for each shape: tasks of their own."""
 
 # 1  2026-11  first
 # 2  2026-11  calls with a scale, numbers, layouts and gradients of their own; what is allowed to whom
@@ -48,7 +45,7 @@ def decode_matrix(data: bytes, source: str) -> GateMatrix:
     """What `encode_matrix` wrote. Raises InputError that names the source."""
     try:
         found = msgspec.json.decode(data, type=GateMatrix)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InputError) as error:
         raise InputError(f"{source} holds no verdicts of the gate: {one_line(error)}") from error
     if found.version > GATE_VERSION:
         raise InputError(f"{source} is of version {found.version}: this stepscope reads up to {GATE_VERSION}")
@@ -57,8 +54,7 @@ def decode_matrix(data: bytes, source: str) -> GateMatrix:
 
 def implementations_of(names: Sequence[str]) -> tuple[Attention, ...]:
     """Checked names, each once. Raises InputError for one that there is not."""
-    known: dict[str, Attention] = {name: name for name in SUPPORT}
-    return tuple(dict.fromkeys(known[choose(name, list(known), "attention")] for name in names))
+    return tuple(dict.fromkeys(choose(name, list(ATTENTIONS), "attention") for name in names))
 
 
 def gate_dtypes_of(names: Sequence[str]) -> tuple[TensorDtype, ...]:
@@ -72,7 +68,7 @@ def gate_dtypes_of(names: Sequence[str]) -> tuple[TensorDtype, ...]:
 
 def shapes_of(every: bool, device_type: str) -> tuple[AttentionShape, ...]:
     """The gate's shapes: every length with every head_dim, or each of them once; on a GPU long ones too."""
-    from stepscope.models.attention_cases import few_shapes, gate_shapes, long_shapes  # noqa: PLC0415
+    from stepscope.models.attention.cases import few_shapes, gate_shapes, long_shapes  # noqa: PLC0415
 
     shapes = gate_shapes() if every else few_shapes()
     return shapes if device_type == "cpu" else (*shapes, *long_shapes())
@@ -138,6 +134,6 @@ def judge_matrix(
 
 def _together(names: Sequence[Attention]) -> list[tuple[Attention, ...]]:
     """Those that are compiled alone, first, since they take longest; the others on the same numbers."""
-    rest: tuple[Attention, ...] = tuple(name for name in names if name not in _COMPILED)
-    alone: list[tuple[Attention, ...]] = [(name,) for name in names if name in _COMPILED]
+    rest = tuple(name for name in names if ATTENTIONS[name].compiler is None)
+    alone = [(name,) for name in names if ATTENTIONS[name].compiler is not None]
     return [*alone, rest] if rest else alone

@@ -1,27 +1,22 @@
 """One pass of attention, forward and backward: its inputs, its phases, what it saves, and compiling it."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo import config as dynamo_config
 
-from stepscope.core.attention_support import TensorDtype
 from stepscope.core.attention_timing import CallCompile
 from stepscope.core.attention_verdict import AttentionShape
-from stepscope.core.workload import Attention
+from stepscope.core.attentions import Attention, TensorDtype
 from stepscope.measure.device import timing_device
+from stepscope.measure.lead import with_lead
 from stepscope.measure.precision import matmul_precision
 from stepscope.measure.saved_tensors import saved_tensors
 from stepscope.measure.timer import Phase
 from stepscope.models.attention import AttentionFunction, implementation
-from stepscope.models.attention_inputs import TORCH_DTYPES
-
-_SHAPES = 1024
-"""Shapes that torch.compile is asked for before dynamo gives up on a function (its default is 8)."""
+from stepscope.models.attention.compiled import compile_for_each_shape
+from stepscope.models.attention.inputs import TORCH_DTYPES
 
 
 class AttentionPass:
@@ -39,8 +34,8 @@ class AttentionPass:
 
     @property
     def phases(self) -> Sequence[Phase]:
-        lead = [Phase(name="lead", run=self.lead)] if self.lead is not None else []
-        return (*lead, Phase(name="forward", run=self.forward), Phase(name="backward", run=self.backward))
+        forward, backward = Phase(name="forward", run=self.forward), Phase(name="backward", run=self.backward)
+        return with_lead(self.lead, forward, backward)
 
     def prepare(self) -> None:
         self.out, self._gradients = None, ()
@@ -86,29 +81,12 @@ def saved_storages(out: Tensor, inputs: Sequence[Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr() not in own}
 
 
-def compile_attention(function: AttentionFunction) -> AttentionFunction:
-    # Static shapes: what is compared is a kernel for this shape. fullgraph: an error where it would run uncompiled.
-    compiled: Any = torch.compile(function, dynamic=False, fullgraph=True)
-
-    def call(*tensors: Tensor, **options: Any) -> Tensor:
-        with _any_number_of_shapes():
-            return compiled(*tensors, **options)
-
-    return call
-
-
-def _any_number_of_shapes() -> AbstractContextManager[Any]:
-    if dynamo_config.recompile_limit >= _SHAPES:
-        return nullcontext()
-    return dynamo_config.patch(recompile_limit=_SHAPES, accumulated_recompile_limit=_SHAPES)
-
-
 def call_once(
     name: Attention, compile: CallCompile, shape: AttentionShape, dtype: TensorDtype, device: torch.device
 ) -> None:
     """One pass, so that what it compiles lies in the caches on disk."""
     with matmul_precision("fp32"):
-        function = implementation(name) if compile == "none" else compile_attention(implementation(name))
+        function = implementation(name) if compile == "none" else compile_for_each_shape(implementation(name))
         made = AttentionPass(function, shape, CallInputs.draw(shape, dtype, device))
         made.forward()
         made.backward()

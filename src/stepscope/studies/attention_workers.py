@@ -17,11 +17,10 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.core.attention_support import TensorDtype
 from stepscope.core.attention_timing import CallCompile
 from stepscope.core.attention_verdict import AttentionShape, AttentionVerdict, GateReport
+from stepscope.core.attentions import Attention, TensorDtype
 from stepscope.core.errors import one_line
-from stepscope.core.workload import Attention
 
 WORKER_COMMAND = (sys.executable, "-P", "-m", "stepscope.studies.attention_workers")
 
@@ -142,7 +141,7 @@ def perform(task: WorkerTask) -> WorkerAnswer:
     import torch  # noqa: PLC0415
 
     from stepscope.measure.device import resolve_device  # noqa: PLC0415
-    from stepscope.models.attention_gate import check_attention_matrix  # noqa: PLC0415
+    from stepscope.models.attention.gate import check_attention_matrix  # noqa: PLC0415
     from stepscope.studies.attention_pass import call_once  # noqa: PLC0415
 
     device = resolve_device(task.device)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stepscope.core.attention_support import predicted_attention
+from stepscope.core.attentions import ATTENTIONS, Memory
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import MemoryCategory
@@ -38,6 +39,12 @@ LARGEST_TENSOR = 2**58
 STEPS_BEFORE = 2
 """Steps before the one that is judged: the first makes the optimizer's state, so the second is the first like all that
 follow."""
+
+_BACKENDS: dict[Memory, AttentionBackend] = {
+    "math": "math", "efficient": "efficient", "flash": "flash", "cudnn": "cudnn", "fused": "flash", "hopper": "flash",
+}  # fmt: skip
+"""The backend of scaled_dot_product_attention that stands for an attention: fused kernels of our own keep and make what
+PyTorch's of the same algorithm does."""
 
 
 class FakeEstimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,16 +117,17 @@ def watch_fake_step(workload: Workload, *, workspace_bytes: int = WORKSPACE_BYTE
 
 
 def attention_backend(workload: Workload, query: Tensor) -> AttentionBackend:
-    """What scaled_dot_product_attention becomes on a Hopper GPU. Measured (PyTorch 2.11): 16-bit takes cuDNN's."""
-    attention = predicted_attention(workload, "cuda")
-    if attention == "sdpa":
-        return "efficient" if query.dtype == torch.float32 else "cudnn"
-    # Our own keeps and makes what PyTorch's of the same algorithm does.
-    names: dict[str, AttentionBackend] = {
-        "sdpa-math": "math", "sdpa-efficient": "efficient", "sdpa-flash": "flash", "sdpa-cudnn": "cudnn",
-        "flash": "flash",
-    }  # fmt: skip
-    return names[attention]
+    """What scaled_dot_product_attention becomes on a Hopper GPU. Measured (PyTorch 2.11): 16-bit takes cuDNN's.
+
+    The only fused kernel for fp32, the efficient one, takes no shared keys (sdp_utils.cpp).
+    """
+    memory = ATTENTIONS[predicted_attention(workload, "cuda")].memory
+    assert memory is not None
+    if memory == "chosen" and query.dtype == torch.float32:
+        return "math" if workload.model.kv_heads else "efficient"
+    if memory == "chosen":
+        return "cudnn"
+    return _BACKENDS[memory]
 
 
 def make_fake_step(workload: Workload) -> TrainingStep:
@@ -130,7 +138,7 @@ def make_fake_step(workload: Workload) -> TrainingStep:
     stand_in = msgspec.structs.replace(
         workload,
         dtype="fp32" if workload.dtype in ("tf32", "bf16-pure") else workload.dtype,
-        attention=attention if attention in ("reference", "unsafe") else "sdpa",
+        attention=attention if ATTENTIONS[attention].memory == "scores" else "sdpa",
         compile="eager",
     )
     with _default_dtype(torch.bfloat16 if workload.dtype == "bf16-pure" else torch.float32):

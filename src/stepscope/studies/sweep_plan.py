@@ -38,7 +38,7 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def key(self) -> str:
         """Digest of what is measured; which devices share the work does not change it."""
-        cells = ({"workload": cell.workload.identity, "settings": cell.settings} for cell in self.cells)
+        cells = ({"workload": cell.workload.identity, "settings": cell.settings.identity} for cell in self.cells)
         measured = (sorted(msgspec.json.encode(cell, order="sorted") for cell in cells), self.tag)
         limits = (self.memory_limit_bytes, self.peak_flops_per_s, self.devices[0].partition(":")[0])
         traced = (msgspec.json.encode(self.trace, order="sorted"),) if self.trace.tools else ()

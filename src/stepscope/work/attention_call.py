@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from stepscope.core.attention_timing import BYTES, AttentionCell
 from stepscope.core.attention_verdict import AttentionShape
+from stepscope.core.attentions import ATTENTIONS
 from stepscope.work.operations import AttentionSizes, attention_backward_flops, attention_flops
 
 BACKWARD_OVER_FORWARD = 2.5
@@ -49,14 +50,15 @@ _EIGHT = 8
 
 
 def saved_on_paper(cell: AttentionCell, device_type: str) -> SavedOnPaper | None:  # noqa: PLR0911  (one for each)
-    """By formula. None where there is none: compiled, it is the compiler's choice; `sdpa` on a GPU, PyTorch's.
+    """By the formula that the attention's record names (`memory`). None where there is none, and where it is not ours
+    to say: compiled, it is the compiler's choice; of a backend that PyTorch chooses on a GPU, PyTorch's.
 
-    reference, unsafe  exp of the scores and their quotient by its row's sum, each B H S T; the sums, B H S; the mask,
-                       S T bytes. Not the scores: exp's derivative is its result, and the maximum is detached.
-    chunked            nothing: each chunk is made again
-    sdpa-math          scaled q and k, the softmax's result; in 16 bits all of it in fp32, and v too
-                       (aten/src/ATen/native/transformers/attention.cpp)
-    fused              the output, B H S D, and the logsumexp, B H S in fp32
+    scores    exp of the scores and their quotient by its row's sum, each B H S T; the sums, B H S; the mask, S T bytes.
+              Not the scores: exp's derivative is its result, and the maximum is detached.
+    nothing   each chunk is made again
+    math      scaled q and k, the softmax's result; in 16 bits all of it in fp32, and v too
+              (aten/src/ATen/native/transformers/attention.cpp)
+    others    the output, B H S D, and the logsumexp, B H S in fp32
 
     Keys and values of fewer heads are repeated first, and kept so, by all but the fused ones.
     """
@@ -67,26 +69,28 @@ def saved_on_paper(cell: AttentionCell, device_type: str) -> SavedOnPaper | None
     rows, grouped = heads * shape.queries, shape.key_heads != shape.heads
     repeated, repeats = (2 * heads * shape.keys * shape.head_dim * e, " + 2 B H T D e") if grouped else (0, "")
     fused, logsumexp = rows * shape.head_dim * e, 4 * rows
-    match cell.implementation:
-        case "reference" | "unsafe":
+    match ATTENTIONS[cell.implementation].memory:
+        case None:
+            return None
+        case "scores":
             mask = shape.queries * shape.keys if shape.causal else 0
             terms = "2 B H S T e + B H S e" + (" + S T" if mask else "") + repeats
             return SavedOnPaper(bytes=2 * rows * shape.keys * e + rows * e + mask + repeated, terms=terms)
-        case "chunked":
+        case "nothing":
             return SavedOnPaper(bytes=0, terms="0")
-        case "sdpa-math":
+        case "math":
             return _math(cell, rows, grouped)
-        case "flash-tiled":
+        case "tiled":
             wide = rows * (max(e, 4) - 4)
             terms = f"B H S D e + {max(e, 4)} B H S" + repeats
             return SavedOnPaper(bytes=fused + logsumexp + wide + repeated, terms=terms)
-        case "sdpa-efficient":
+        case "efficient":
             filled = 4 * heads * -(-shape.queries // _BLOCK_OF_ROWS) * _BLOCK_OF_ROWS
             terms = "B H S D e + 4 B H S, S filled to 32" + repeats
             return SavedOnPaper(bytes=fused + filled + repeated, terms=terms)
-        case "sdpa" if device_type != "cpu":
+        case "chosen" if device_type != "cpu":
             return None
-        case "sdpa-flash" | "sdpa-cudnn" if device_type != "cpu" and (grouped or shape.head_dim % _EIGHT):
+        case "flash" | "cudnn" if device_type != "cpu" and (grouped or shape.head_dim % _EIGHT):
             return None  # copies of q, k and v, filled or repeated, as the release has it
         case _:
             wide = rows * (max(e, 4) - 4)

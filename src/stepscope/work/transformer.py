@@ -1,8 +1,9 @@
 """Parameters and model FLOPs of the transformer in `models/transformer.py`.
 
-With d = d_model, f = d_ff, L = layers, V = vocabulary, B = batch_size, S = seq_len:
+With d = d_model, f = d_ff, L = layers, V = vocabulary, B = batch_size, S = seq_len, and heads that share no keys:
 
-parameters   2 V d  (embedding, untied head)  +  L (4 d^2 + 3 d f + 2 d)  +  d (final norm)
+parameters   those of `block_shapes` and `shapes_outside_blocks`:
+             2 V d  (embedding, untied head)  +  L (4 d^2 + 3 d f + 2 d)  +  d (final norm)
 
 forward      products of activations with weights, 2 FLOPs a weight and token (Kaplan et al. 2020, table 1):
              2 B S (L (4 d^2 + 3 d f) + d V)
@@ -18,26 +19,55 @@ no FLOPs: the micro-batches are the batch.
 
 import math
 
-from stepscope.core.attention_support import WRITTEN_OUT
+from stepscope.core.attentions import scores_of
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.work import CausalConvention, Convention, Work
 from stepscope.core.workload import Workload
 from stepscope.work.operations import adamw_work
 
+Shapes = dict[str, tuple[int, ...]]
+"""Parameters by name, as (out, in)."""
+
+
+def block_shapes(config: ModelConfig) -> Shapes:
+    """The parameters of one block, by their names inside it, in the order in which the model has them."""
+    d, f, k = config.d_model, config.d_ff, config.key_width
+    return {
+        "attention_norm.weight": (d,),
+        "attention.query.weight": (d, d),
+        "attention.key.weight": (k, d),
+        "attention.value.weight": (k, d),
+        "attention.output.weight": (d, d),
+        "feed_forward_norm.weight": (d,),
+        "feed_forward.gate.weight": (f, d),
+        "feed_forward.up.weight": (f, d),
+        "feed_forward.down.weight": (d, f),
+    }
+
+
+def shapes_outside_blocks(config: ModelConfig) -> Shapes:
+    """The other parameters."""
+    d, words = config.d_model, config.vocabulary
+    head = {} if config.tied else {"head.weight": (words, d)}
+    return {"embedding.weight": (words, d), "norm.weight": (d,), **head}
+
+
+def count_of(shapes: Shapes) -> int:
+    """The elements of all these parameters."""
+    return sum(map(math.prod, shapes.values()))
+
 
 def parameter_count(config: ModelConfig) -> int:
     """Number of parameters of the transformer."""
-    d, f = config.d_model, config.d_ff
-    block = 4 * d * d + 3 * d * f + 2 * d
-    return 2 * config.vocabulary * d + config.layers * block + d
+    return count_of(shapes_outside_blocks(config)) + config.layers * count_of(block_shapes(config))
 
 
 def forward_flops(workload: Workload, causal: CausalConvention = "half") -> int:
     """Model FLOPs of one forward pass, loss excluded."""
     config = workload.model
-    d, f = config.d_model, config.d_ff
-    weights = config.layers * (4 * d * d + 3 * d * f) + d * config.vocabulary
-    attention = 4 * workload.batch_size * workload.seq_len**2 * d * config.layers
+    matrices = {name: shape for name, shape in block_shapes(config).items() if len(shape) > 1}
+    weights = config.layers * count_of(matrices) + config.d_model * config.vocabulary
+    attention = 4 * workload.batch_size * workload.seq_len**2 * config.d_model * config.layers
     if causal == "half":
         attention //= 2
     return 2 * workload.tokens * weights + attention
@@ -97,7 +127,7 @@ def step_flops(workload: Workload, causal: CausalConvention = "half") -> int:
 
 
 def _products_per_block(workload: Workload) -> int:
-    return 9 if workload.attention in WRITTEN_OUT else 7
+    return 9 if scores_of(workload.attention) == "whole" else 7
 
 
 def _checkpointed_groups(workload: Workload) -> int:

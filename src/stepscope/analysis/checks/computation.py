@@ -3,7 +3,7 @@
 The numbers in brackets are the rows of docs/measuring.md, where each mistake is described as seen in the wild.
 """
 
-from stepscope.analysis.kernel_names import decode, is_tf32
+from stepscope.analysis.kernel_names.decoding import decode, is_tf32
 from stepscope.core.finding import Finding
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes

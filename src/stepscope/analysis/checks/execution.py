@@ -6,25 +6,11 @@ reads what the step did, never what it was told to do.
 
 import re
 
+from stepscope.core.attentions import ATTENTIONS, AUTO, Attention
 from stepscope.core.evidence import StepObservation
 from stepscope.core.finding import Finding
 from stepscope.core.run import Run
-from stepscope.core.workload import Attention, Compile, Optimizer
-
-_SIGNS: dict[Attention, str] = {
-    "sdpa-math": r"^aten::_scaled_dot_product_attention_math",
-    "sdpa-efficient": r"_scaled_dot_product_efficient_attention|^fmha_cutlass[FB]_|PyTorchMemEffAttention",
-    "sdpa-flash": r"_scaled_dot_product_flash_attention|pytorch_flash::flash_|FlashAttnFwdSm\d",
-    "sdpa-cudnn": r"_scaled_dot_product_cudnn_attention|^cudnn\w*_sdpa_",
-    "flex": r"flex_attention|FlexAttention",
-    "flash-tiled": r"FlashAttentionTiled",
-    "flash": r"^stepscope::flash_attention_forward|^flash_forward",
-}
-"""How each implementation shows: names of operators on the host, and of kernels, which a replayed CUDA graph has alone.
-Those without a sign are written out in operators that others use too."""
-
-_SEEN_COMPILED: tuple[Attention, ...] = ("sdpa-efficient", "sdpa-flash", "sdpa-cudnn", "flash")
-"""What compiled code calls by the same operators."""
+from stepscope.core.workload import Compile, Optimizer
 
 _MODES: dict[Compile, dict[str, bool]] = {
     "default": {"triton.cudagraphs": False, "max_autotune": False},
@@ -39,28 +25,30 @@ def attention_mismatch(run: Run) -> Finding | None:
     """[27] The attention that ran, against the one asked for."""
     workload, evidence = run.workload, run.evidence
     asked = evidence.attention or workload.attention
-    if evidence.operators is None or asked == "auto":
+    if evidence.operators is None or asked == AUTO:
         return None
+    record = ATTENTIONS[asked]
     calls = evidence.operators.calls.get("forward", {})
     kernels = evidence.profile.kernels if evidence.profile else ()
+    signs = {name: each.signs for name, each in ATTENTIONS.items() if each.signs}
     counted = {
         name: sum(count for operator, count in calls.items() if re.search(sign, operator))
-        for name, sign in _SIGNS.items()
+        for name, sign in signs.items()
     }
-    ran = [n for n, sign in _SIGNS.items() if counted[n] or any(re.search(sign, kernel.name) for kernel in kernels)]
-    allowed = [name for name in _SIGNS if name == asked or (asked == "sdpa" and name.startswith("sdpa-"))]
+    ran = [n for n, sign in signs.items() if counted[n] or any(re.search(sign, kernel.name) for kernel in kernels)]
+    allowed = [name for name in signs if name == asked or name in record.chooses_among]
     strangers = [name for name in ran if name not in allowed]
     eager, due = workload.compile == "eager", workload.model.layers * workload.accumulation
     times = sum(counted[name] for name in allowed)
     fault = ""
     if strangers and (eager or allowed):  # a compiler may make fused attention of one that is written out
         fault = f"{' and '.join(strangers)} ran"
-    elif eager and not allowed and (found := _written_out(calls)) != asked:
-        fault = f"{found} ran" if found else "nothing of it ran"
-    elif eager and allowed and times < due and not (asked == "flex" and (not kernels or ran)):
+    elif eager and not allowed and asked not in (found := _written_out(calls)):
+        fault = f"{' or '.join(found)} ran" if found else "nothing of it ran"
+    elif eager and allowed and times < due and not (record.compiler == "inductor" and (not kernels or ran)):
         # The host calls FlexAttention's kernels by names that only its code generator knows.
         fault = f"it ran {times} times where the step has {due} calls"
-    elif not eager and asked in _SEEN_COMPILED and not ran and not _replayed(run):
+    elif not eager and record.signs_when_compiled and not ran and not _replayed(run):
         fault = "nothing of it ran"
     if not fault:
         return None
@@ -73,13 +61,18 @@ def attention_mismatch(run: Run) -> Finding | None:
     )
 
 
-def _written_out(calls: dict[str, int]) -> Attention | None:
-    """Which of those that are written out: by how it takes its softmax."""
-    if calls.get("aten::_softmax"):
-        return "chunked"
-    if calls.get("aten::exp"):
-        return "reference" if calls.get("aten::amax") else "unsafe"
-    return None
+def _written_out(calls: dict[str, int]) -> list[Attention]:
+    """Those without signs that take their softmax by these operators."""
+    softmax, maximum = bool(calls.get("aten::_softmax")), bool(calls.get("aten::amax"))
+    if not softmax and not calls.get("aten::exp"):
+        return []
+    return [
+        name
+        for name, record in ATTENTIONS.items()
+        if not (record.signs or record.chooses_among)
+        and record.calls_softmax == softmax
+        and (softmax or record.subtracts_maximum == maximum)
+    ]
 
 
 def optimizer_mismatch(run: Run) -> Finding | None:

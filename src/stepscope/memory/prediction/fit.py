@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from stepscope.core.attention_support import WRITTEN_OUT
+from stepscope.core.attentions import scores_of
 from stepscope.core.device_spec import DATASHEET, DeviceSpec
 from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import MemoryCategory
@@ -157,7 +157,7 @@ def _levers(workload: Workload) -> list[_Lever]:
     """The levers that this workload has left, those that cost nothing first. Groups of
     checkpointed blocks are not among them (`_groups`): of those the search takes the best."""
     levers: list[_Lever] = []
-    if workload.attention in WRITTEN_OUT:
+    if scores_of(workload.attention) == "whole":
         levers.append((_change("fused attention", "--attention", "sdpa"),))
     if workload.optimizer in ("adamw-foreach", "adamw-loop"):
         levers.append((_change("fused AdamW", "--optimizer", "adamw-fused"),))

@@ -77,7 +77,7 @@ def _described(workload: Workload, storage: Storage, operators: tuple[str, ...])
     config, batch, length = workload.model, workload.micro_batch_size, workload.seq_len
     size = {
         "batch_size": batch, "seq_len": length, "d_model": config.d_model, "d_ff": config.d_ff,
-        "heads": config.heads, "head_dim": config.head_dim,
+        "heads": config.heads, "head_dim": config.head_dim, "key_width": config.key_width,
     }  # fmt: skip
     for dimensions, itemsizes in _WEIGHTS if is_weight else _ACTIVATIONS:
         for itemsize in itemsizes:
@@ -95,9 +95,10 @@ def _described(workload: Workload, storage: Storage, operators: tuple[str, ...])
 
 
 _Shapes = tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
-_WEIGHTS: _Shapes = ((("d_model", "d_model"), (2,)), (("d_model", "d_ff"), (2,)))
+_WEIGHTS: _Shapes = ((("d_model", "d_model"), (2,)), (("d_model", "d_ff"), (2,)), (("key_width", "d_model"), (2,)))
 _ACTIVATIONS: _Shapes = (
     (("batch_size", "seq_len", "d_model"), (4, 2)),
+    (("batch_size", "seq_len", "key_width"), (4, 2)),
     (("batch_size", "seq_len", "d_ff"), (4, 2)),
     (("batch_size", "heads", "seq_len", "seq_len"), (4, 2)),
     (("batch_size", "heads", "seq_len"), (4, 2)),

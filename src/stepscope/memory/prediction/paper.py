@@ -132,20 +132,31 @@ class Storage:
 class Parameter:
     """A leaf: its gradient is kept where backward leaves it."""
 
-    __slots__ = ("elements", "gradient", "itemsize", "name")
+    __slots__ = ("_first_is_view", "_waiting", "elements", "gradient", "itemsize", "name", "uses")
 
     def __init__(self, name: str, elements: int, itemsize: int) -> None:
         self.name, self.elements, self.itemsize = name, elements, itemsize
+        self.uses = 1
+        """Operations that it goes into, each with a gradient of its own."""
         self.gradient: Storage | None = None
+        self._waiting: list[Storage] = []
+        self._first_is_view = False
 
     @property
     def bytes(self) -> int:
         return self.elements * self.itemsize
 
-    def accumulate(self, gradient: Storage) -> None:
+    def accumulate(self, tape: "Tape", gradient: Storage, is_view: bool) -> None:
+        """Autograd waits until all uses have theirs, and adds each to the first: in place, unless that is a view."""
+        self._waiting.append(gradient)
+        self._first_is_view = is_view if len(self._waiting) == 1 else self._first_is_view
+        if len(self._waiting) < self.uses:
+            return
+        summed = tape.storage(self.bytes) if self._first_is_view and self.uses > 1 else self._waiting[0]
+        self._waiting = []
         if self.gradient is None:
-            gradient.become(_GRADIENT)
-            self.gradient = gradient  # a further one is added in place
+            summed.become(_GRADIENT)
+            self.gradient = summed  # a further one is added in place
 
 
 Backward = Callable[["Tape", Storage], Sequence["Storage | None"]]
@@ -343,7 +354,8 @@ class Tape:
             if gradient is None or above is None:
                 continue
             if isinstance(above, Parameter):
-                above.accumulate(gradient)
+                # A linear map takes its weight transposed, and the gradient comes back as a view.
+                above.accumulate(self, gradient, is_view=node.operator == "Mm")
             elif above not in pending:
                 pending[above] = gradient
                 heapq.heappush(queue, (-above.number, above))

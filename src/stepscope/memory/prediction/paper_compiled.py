@@ -74,8 +74,8 @@ class CompiledPaperModel(PaperModel):
         return self._linear(tape, normal, self.head_weight, self.d_model)
 
     def _gated(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
-        gate = self._linear(tape, x, block.gate, self.d_model)
-        up = self._linear(tape, x, block.up, self.d_model)
+        gate = self._linear(tape, x, block["feed_forward.gate"], self.d_model)
+        up = self._linear(tape, x, block["feed_forward.up"], self.d_model)
         if not tape.recording:
             return gate  # written over
         return tape.op("SwiGLU", up.elements, up.itemsize, [gate, up], saves=[gate, up])

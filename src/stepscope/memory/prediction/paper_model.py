@@ -1,4 +1,4 @@
-"""The transformer's step on paper, line by line beside `models/transformer.py` and `models/attention.py`.
+"""The transformer's step on paper, line by line beside `models/transformer.py` and `models/attention/`.
 
 Each operation says how many bytes it makes, what autograd keeps of it for backward, and what its backward makes; the
 peaks follow from that and from nothing else. What is kept of a block, in elements, with r = B S M, f = B S F and
@@ -16,51 +16,23 @@ In fp32 this is 10 r + 4 f + 2 ss elements a block, or 10 r + 4 f + B H S with f
 sum under autocast too.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
-from stepscope.core.attention_support import WRITTEN_OUT, predicted_attention
+from stepscope.core.attention_support import predicted_attention
+from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.workload import Workload
+from stepscope.memory.prediction.item_sizes import item_sizes
 from stepscope.memory.prediction.paper import Parameter, Storage, Tape, Tensor, passes, passes_twice
+from stepscope.work.transformer import Shapes, block_shapes, shapes_outside_blocks
 
 _CAST = CATEGORIES.index("cast copies")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ItemSizes:
-    """Bytes of an element, by what it belongs to."""
-
-    parameters: int
-    residual: int
-    """Of the residual stream."""
-    products: int
-    """Of what goes into matrix products, and comes out."""
-    exponentials: int
-    """Of softmax written out."""
-
-
-def item_sizes(workload: Workload, device_type: str) -> ItemSizes:
-    """Autocast leaves parameters and the residual stream in fp32; on a GPU it takes exponentials up to fp32 too."""
-    if workload.dtype in ("bf16", "fp16"):
-        exponentials = 4 if device_type == "cuda" else 2
-        return ItemSizes(parameters=4, residual=4, products=2, exponentials=exponentials)
-    size = 2 if workload.dtype == "bf16-pure" else 4
-    return ItemSizes(parameters=size, residual=size, products=size, exponentials=size)
-
-
-class BlockParameters(NamedTuple):
-    attention_norm: Parameter
-    query: Parameter
-    key: Parameter
-    value: Parameter
-    output: Parameter
-    feed_forward_norm: Parameter
-    gate: Parameter
-    up: Parameter
-    down: Parameter
+BlockParameters = dict[str, Parameter]
+"""By the name inside the block, without `.weight`."""
 
 
 class PaperModel:
@@ -71,7 +43,7 @@ class PaperModel:
 
     def __init__(self, workload: Workload, device_type: str = "cuda") -> None:
         self.workload = workload
-        self.attention = predicted_attention(workload, device_type)
+        self.attention = ATTENTIONS[predicted_attention(workload, device_type)]
         self.sizes = item_sizes(workload, device_type)
         config = workload.model
         self.d_model, self.d_ff = config.d_model, config.d_ff
@@ -79,37 +51,29 @@ class PaperModel:
         self.rows = self.tokens * config.heads
         """Of attention: one for each query of each head."""
         self.scores = self.rows * workload.seq_len
+        self.queries_per_key = config.heads // config.key_heads
+        self.sums_shared_keys = self.queries_per_key > 1 and device_type == "cuda"
+        """Whether fused attention makes gradients of keys for each head of queries, and then sums them."""
         self.parameters: list[Parameter] = []
-        self.embedding_weight = self._parameter("embedding.weight", config.vocabulary * self.d_model)
+        shapes = shapes_outside_blocks(config)
+        self.embedding_weight = self._parameter("embedding.weight", shapes)
         self.blocks = [self._block(i) for i in range(config.layers)]
-        self.norm_weight = self._parameter("norm.weight", self.d_model)
-        self.head_weight = self._parameter("head.weight", config.vocabulary * self.d_model)
+        self.norm_weight = self._parameter("norm.weight", shapes)
+        if config.tied:
+            self.embedding_weight.uses = 2
+        self.head_weight = self.embedding_weight if config.tied else self._parameter("head.weight", shapes)
         self._casts: dict[str, Tensor] = {}
         """Autocast's copies of weights, kept until it ends."""
         self._cast_alike: list[Storage] = []
 
-    def _parameter(self, name: str, elements: int) -> Parameter:
-        parameter = Parameter(name, elements, self.sizes.parameters)
+    def _parameter(self, name: str, shapes: Shapes, prefix: str = "") -> Parameter:
+        parameter = Parameter(prefix + name, math.prod(shapes[name]), self.sizes.parameters)
         self.parameters.append(parameter)
         return parameter
 
     def _block(self, index: int) -> BlockParameters:
-        square, wide = self.d_model * self.d_model, self.d_model * self.d_ff
-
-        def parameter(name: str, elements: int) -> Parameter:
-            return self._parameter(f"blocks.{index}.{name}", elements)
-
-        return BlockParameters(
-            attention_norm=parameter("attention_norm.weight", self.d_model),
-            query=parameter("attention.query.weight", square),
-            key=parameter("attention.key.weight", square),
-            value=parameter("attention.value.weight", square),
-            output=parameter("attention.output.weight", square),
-            feed_forward_norm=parameter("feed_forward_norm.weight", self.d_model),
-            gate=parameter("feed_forward.gate.weight", wide),
-            up=parameter("feed_forward.up.weight", wide),
-            down=parameter("feed_forward.down.weight", wide),
-        )
+        shapes = block_shapes(self.workload.model)
+        return {name.removesuffix(".weight"): self._parameter(name, shapes, f"blocks.{index}.") for name in shapes}
 
     # ---- what a step calls
 
@@ -125,8 +89,8 @@ class PaperModel:
         return tape.op("Embedding", self.tokens * self.d_model, self.sizes.residual, [weight], backward=backward)
 
     def block(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
-        x = self._branch(tape, x, block.attention_norm, partial(self._attention, block=block))
-        return self._branch(tape, x, block.feed_forward_norm, partial(self._feed_forward, block=block))
+        x = self._branch(tape, x, block["attention_norm"], partial(self._attention, block=block))
+        return self._branch(tape, x, block["feed_forward_norm"], partial(self._feed_forward, block=block))
 
     def _branch(self, tape: Tape, x: Tensor, weight: Parameter, module: "Callable[[Tape, Tensor], Tensor]") -> Tensor:
         """x + module(norm(x)). A module's input lives until the module has returned, beyond all that is made in it."""
@@ -168,7 +132,7 @@ class PaperModel:
         self._cast_alike += [storage for i, storage in left if i == _CAST]
         if not tape.recording:
             return x
-        parameters = [parameter for block in group for parameter in block]
+        parameters = [parameter for block in group for parameter in block.values()]
         saved = [storage for i, storage in left if i != _CAST or self.workload.checkpointing == "none"]
 
         def backward(tape: Tape, gradient: Storage) -> Sequence[Storage | None]:
@@ -291,18 +255,18 @@ class PaperModel:
         return tape.storage(self.workload.seq_len * self.workload.model.head_dim * self.sizes.products)
 
     def _attention(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
-        q = self._rotated(tape, x, block.query)
-        k = self._rotated(tape, x, block.key)
-        v = self._project(tape, x, block.value)
-        if self.attention in ("reference", "unsafe"):
+        q = self._rotated(tape, x, block["attention.query"])
+        k = self._rotated(tape, x, block["attention.key"])
+        v = self._project(tape, x, block["attention.value"])
+        if self.attention.memory == "scores":
             out = self._written_out(tape, q, k, v)
-        elif self.attention == "sdpa-math":
+        elif self.attention.memory == "math" or self.no_kernel_fits:
             out = self._sdpa_math(tape, q, k, v)
         else:
             out = self._fused(tape, q, k, v)
         # Heads stand before positions where attention is made of products: to stand beside each other they are copied.
         together = out if self.fused or self.workload.model.heads == 1 else self._beside(tape, out)
-        return self._linear(tape, together, block.output, self.d_model)
+        return self._linear(tape, together, block["attention.output"], self.d_model)
 
     def _rotated(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
         projected = self._project(tape, x, weight)
@@ -311,7 +275,8 @@ class PaperModel:
     def _project(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
         """A linear map, its output seen as heads."""
         projected = self._linear(tape, x, weight, self.d_model)
-        if self.fused or not tape.recording:
+        heads = weight.elements // (self.d_model * self.workload.model.head_dim)
+        if self.fused or heads == 1 or not tape.recording:
             return projected
         # Backward meets gradients whose heads stand before positions, and copies them into place.
         elements, size = projected.elements, projected.itemsize
@@ -319,16 +284,28 @@ class PaperModel:
 
     @property
     def fused(self) -> bool:
-        return self.attention not in WRITTEN_OUT
+        return self.attention.scores != "whole" and not self.no_kernel_fits
+
+    @property
+    def no_kernel_fits(self) -> bool:
+        """PyTorch's one fused kernel for fp32 on a GPU takes no shared keys: where PyTorch chooses, it takes none."""
+        return self.attention.memory == "chosen" and self.sums_shared_keys and self.sizes.products == 4
+
+    def _for_all_heads(self, tape: Tape, x: Tensor) -> Tensor:
+        """Keys or values, repeated for the heads of queries that share them. Backward sums their gradients."""
+        if self.queries_per_key == 1:
+            return x
+        return tape.op("RepeatInterleave", x.elements * self.queries_per_key, x.itemsize, [x])
 
     def _written_out(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """models/attention.py `reference`, and `unsafe`."""
+        """models/attention/written_out.py: `reference`, and `unsafe`."""
         a, p, ss = self.sizes.products, self.sizes.exponentials, self.scores
-        scores = self._product(tape, ss, self._contiguous(tape, q), self._contiguous(tape, k))
+        k, v = self._for_all_heads(tape, k), self._for_all_heads(tape, v)
+        scores = self._product(tape, ss, self._contiguous(tape, q), self._laid_out(tape, k))
         scores = tape.op("Mul", ss, a, [scores])
         _positions = [tape.storage(self.workload.seq_len * 8) for _ in range(2)]
         scores = self._masked(tape, scores)
-        _maximum = None if self.attention == "unsafe" else tape.storage(self.rows * a)
+        _maximum = tape.storage(self.rows * a) if self.attention.subtracts_maximum else None
         exponentials = self._exponentials(tape, scores)
         sums = tape.op("Sum", self.rows, p, [exponentials], backward=passes)
 
@@ -346,7 +323,7 @@ class PaperModel:
         weights = tape.op("Div", ss, p, [exponentials, sums], saves=[exponentials, sums], backward=of_quotient)
         del sums
         cast = tape.cast(weights, a)
-        return self._product(tape, v.elements, cast, self._contiguous(tape, v))
+        return self._product(tape, v.elements, cast, self._laid_out(tape, v))
 
     def _masked(self, tape: Tape, scores: Tensor) -> Tensor:
         mask = tape.storage(self.workload.seq_len**2)
@@ -354,7 +331,7 @@ class PaperModel:
 
     def _exponentials(self, tape: Tape, scores: Tensor) -> Tensor:
         a, p, ss = self.sizes.products, self.sizes.exponentials, self.scores
-        shifted = scores if self.attention == "unsafe" else tape.op("Sub", ss, a, [scores], backward=passes)
+        shifted = tape.op("Sub", ss, a, [scores], backward=passes) if self.attention.subtracts_maximum else scores
         return tape.op("Exp", ss, p, [tape.cast(shifted, p)], saves_output=True)
 
     def _product(self, tape: Tape, elements: int, a: Tensor, b: Tensor) -> Tensor:
@@ -371,39 +348,48 @@ class PaperModel:
             return x
         return tape.op("Clone", x.elements, x.itemsize, [x], backward=passes)
 
+    def _laid_out(self, tape: Tape, x: Tensor) -> Tensor:
+        """Keys or values for all heads in one dimension with the batch; repeated, they lie so already."""
+        return x if self.queries_per_key > 1 else self._contiguous(tape, x)
+
     def _sdpa_math(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """aten/src/ATen/native/transformers/attention.cpp, `_scaled_dot_product_attention_math`: in fp32, always."""
         size, ss = self.sizes.products, self.scores
         q, k, v = tape.cast(q, 4), tape.cast(k, 4), tape.cast(v, 4)
         queries = tape.op("Mul", q.elements, 4, [q])
         _mask = tape.storage(self.workload.seq_len**2 * 4)
+        k, v = self._for_all_heads(tape, k), self._for_all_heads(tape, v)
         keys = tape.op("Mul", k.elements, 4, [k])
-        scores = self._product(tape, ss, self._contiguous(tape, queries), self._contiguous(tape, keys))
+        scores = self._product(tape, ss, self._contiguous(tape, queries), self._laid_out(tape, keys))
         del keys
         # `_safe_softmax` looks for rows that are masked whole, in a bool for each score, and sets those to 0 in place.
         weights = tape.op("Softmax", ss, 4, [scores], saves_output=True)
         masked, rows = tape.storage(ss), tape.storage(self.rows)
         del masked, rows, scores
         _second_output = tape.storage(ss * size if size != 4 else 0)
-        out = self._product(tape, v.elements, weights, self._contiguous(tape, v))
+        out = self._product(tape, v.elements, weights, self._laid_out(tape, v))
         return tape.cast(out, size)
 
     def _fused(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One operator that keeps its inputs, its output and the logsumexp of each row."""
+        if self.attention.repeats_keys:
+            k, v = self._for_all_heads(tape, k), self._for_all_heads(tape, v)
         n, size = q.elements, q.itemsize
+        of_keys = k.elements
+        for_all_heads = 2 * n * size if self.sums_shared_keys and of_keys < n else 0
         head_dim = n // self.rows
         # In fp32 the kernels for Hopper split these head dimensions' operands into three parts of bf16, in rows padded
-        # to a power of two (kernels/flash_operands.py). Those for other GPUs do not, and need less.
-        split = self.attention == "flash" and size == 4 and 64 < head_dim <= 128
+        # to a power of two (kernels/flash/operands.py). Those for other GPUs do not, and need less.
+        split = self.attention.memory == "hopper" and size == 4 and 64 < head_dim <= 128
         parts = n // head_dim * 128 * 3 * 2 if split else 0
 
         def backward(tape: Tape, _: Storage) -> Sequence[Storage]:
-            for_q, for_k, for_v = (tape.storage(n * size) for _ in range(3))
-            if self.attention == "flash":
+            for_q, for_k, for_v = (tape.storage(elements * size) for elements in (n, of_keys, of_keys))
+            if self.attention.memory == "hopper":
                 # The logsumexp and D of each row. The kernels fill each head's rows up to a tile's, 128 at most: for
                 # sequences of a multiple of 128 by none, and that is left out.
                 _statistics = tape.storage(self.rows * 2 * 4)
-                # In 16 bits the kernels for Hopper (kernels/hopper_launch.py) add dQ of long sequences up in fp32.
+                # In 16 bits the kernels for Hopper (kernels/hopper/launch.py) add dQ of long sequences up in fp32.
                 # Those for other GPUs do in registers and need less than this, unless a `fused` backward was tuned.
                 fp32_sums = size == 2 and head_dim in {64, 128} and self.workload.seq_len > _HOPPER_SHORT
                 _accumulated = tape.storage(n * 4 if fp32_sums else 0)
@@ -412,6 +398,7 @@ class PaperModel:
             _delta = tape.storage(self.rows * 4)
             # Gradients of the queries are added up in fp32, over blocks of keys.
             _accumulated = tape.storage(n * 4 if size != 4 else 0)
+            _of_all_heads = tape.storage(for_all_heads)
             return for_q, for_k, for_v
 
         _of_operands = tape.storage(3 * parts)
@@ -422,12 +409,12 @@ class PaperModel:
 
     def _feed_forward(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
         inner = self._gated(tape, x, block)
-        return self._linear(tape, inner, block.down, self.d_ff)
+        return self._linear(tape, inner, block["feed_forward.down"], self.d_ff)
 
     def _gated(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
         """silu(gate(x)) * up(x)."""
-        active = self._silu(tape, self._linear(tape, x, block.gate, self.d_model))
-        up = self._linear(tape, x, block.up, self.d_model)
+        active = self._silu(tape, self._linear(tape, x, block["feed_forward.gate"], self.d_model))
+        up = self._linear(tape, x, block["feed_forward.up"], self.d_model)
         return tape.op("Mul", up.elements, up.itemsize, [active, up], saves=[active, up])
 
     def _silu(self, tape: Tape, gate: Tensor) -> Tensor:
@@ -445,6 +432,6 @@ class PaperModel:
 
 
 _HOPPER_SHORT = 1024
-"""Queries up to which they are not taken for backward (kernels/flash_configuration.py)."""
+"""Queries up to which they are not taken for backward (kernels/flash/configuration.py)."""
 _EMBEDDING_SORTS_FROM = 3072
 """Tokens beyond which the embedding's backward on a GPU sorts them (aten/src/ATen/native/cuda/Embedding.cu)."""

@@ -11,7 +11,7 @@ No step of stepscope runs sharded yet, so these figures come from the formula al
 from stepscope.core.memory_notes import MemoryCategory
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.estimate import MemoryEstimate
-from stepscope.work.transformer import parameter_count
+from stepscope.work.transformer import block_shapes, count_of, shapes_outside_blocks
 
 _SHARDED: tuple[MemoryCategory, ...] = ("parameters", "gradients", "optimizer state")
 _BLOCKS_GATHERED = 2
@@ -21,8 +21,7 @@ def sharded_peak(workload: Workload, alone: MemoryEstimate, gpus: int) -> int:
     """Peak bytes on each of `gpus`, from the estimate of the same step on one."""
     config = workload.model
     size = 2 if workload.dtype == "bf16-pure" else 4
-    outside_blocks = 2 * config.vocabulary * config.d_model + config.d_model
-    block = (parameter_count(config) - outside_blocks) // config.layers
+    block, outside_blocks = count_of(block_shapes(config)), count_of(shapes_outside_blocks(config))
     gathered = size * (_BLOCKS_GATHERED * block + outside_blocks)
     extra = {"forward": gathered, "backward": 2 * gathered, "optimizer": 0}
     peaks = []

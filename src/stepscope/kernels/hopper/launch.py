@@ -7,12 +7,10 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from stepscope.kernels.flash_launch import SMALLEST_SCALE, described_strides, tiles_of
-from stepscope.kernels.flash_replay import Launcher
-from stepscope.kernels.flash_tiles import LOG2E
-from stepscope.kernels.hopper_backward import STAGES, hopper_gradients
-from stepscope.kernels.hopper_configuration import HOPPER_BLOCK_N, HOPPER_HEAD_DIMS, HopperBackward, HopperForward
-from stepscope.kernels.hopper_forward import hopper_forward
+from stepscope.kernels.hopper.backward import STAGES, hopper_gradients
+from stepscope.kernels.hopper.configuration import HOPPER_BLOCK_N, HOPPER_HEAD_DIMS, HopperBackward, HopperForward
+from stepscope.kernels.hopper.forward import hopper_forward
+from stepscope.kernels.launching import LOG2E, SMALLEST_SCALE, Launcher, described_strides, tiles_of
 
 BLOCK_M = 64
 """Queries of a tile of the backward kernel."""
@@ -26,7 +24,7 @@ _WORKER_REGISTERS = {1: 240, 2: 240, 3: 160}
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the kernels are written for these operands, all describable (`flash_launch.describable`)."""
+    """Whether the kernels are written for these operands, all describable (`launching.describable`)."""
     q = tensors[0]
     return (
         q.device.type == "cuda" and q.element_size() == 2 and q.shape[-1] in HOPPER_HEAD_DIMS and _is_hopper(q.device)
@@ -51,47 +49,23 @@ def _swizzled(block: list[int], dtype: gl.dtype) -> gl.NVMMASharedLayout:
 
 
 def launch_hopper_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    configuration: HopperForward,
-    launcher: Launcher,
-) -> object:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
+    *, causal: bool, scale: float, configuration: HopperForward, launcher: Launcher,
+) -> object:  # fmt: skip
     """Fill `out` (B, H, S, D) and `logsumexp` ((B, H, S) fp32, contiguous). No window; the scale is not negative."""
     batches, heads, queries, _ = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     chosen = configuration
     return launcher(
-        hopper_forward,
-        (tiles_of(queries, 64 * chosen.consumers) * batches * heads,),
-        _described(q, 64),
-        _described(k, chosen.block_n),
-        _described(v, chosen.block_n),
-        _described(out, 64),
-        logsumexp,
-        max(scale * LOG2E.value, SMALLEST_SCALE),
-        heads,
-        queries,
-        keys,
-        heads // kv_heads,
-        chosen.block_n,
-        chosen.stages,
-        chosen.consumers,
-        causal,
-        causal or keys % chosen.block_n == 0,
-        chosen.turns and chosen.consumers > 1,
-        chosen.late,
-        chosen.rows_first,
-        _WORKER_REGISTERS[chosen.consumers],
-        _PRODUCER_REGISTERS,
-        num_warps=4,
-        **({} if chosen.max_registers is None else {"maxnreg": chosen.max_registers}),
-    )
+        hopper_forward, (tiles_of(queries, 64 * chosen.consumers) * batches * heads,),
+        _described(q, 64), _described(k, chosen.block_n), _described(v, chosen.block_n), _described(out, 64),
+        logsumexp, max(scale * LOG2E.value, SMALLEST_SCALE),
+        heads, queries, keys, heads // kv_heads, chosen.block_n, chosen.stages, chosen.consumers,
+        causal, causal or keys % chosen.block_n == 0,
+        chosen.turns and chosen.consumers > 1, chosen.late, chosen.rows_first,
+        _WORKER_REGISTERS[chosen.consumers], _PRODUCER_REGISTERS,
+        num_warps=4, **({} if chosen.max_registers is None else {"maxnreg": chosen.max_registers}),
+    )  # fmt: skip
 
 
 def sums_for(q: Tensor, statistics: Tensor) -> Tensor:
@@ -101,20 +75,9 @@ def sums_for(q: Tensor, statistics: Tensor) -> Tensor:
 
 
 def launch_hopper_gradients(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    statistics: Tensor,
-    sums: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    configuration: HopperBackward,
-    launcher: Launcher,
-) -> object:
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, statistics: Tensor, sums: Tensor,
+    *, causal: bool, scale: float, configuration: HopperBackward, launcher: Launcher,
+) -> object:  # fmt: skip
     """Fill dk and dv, and add dQ / scale to the sums. `padded`, of the statistics, is a multiple of BLOCK_N."""
     batches, heads, queries, head_dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
@@ -122,30 +85,12 @@ def launch_hopper_gradients(
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     half = [BLOCK_M, head_dim // 2]
     return launcher(
-        hopper_gradients,
-        (tiles_of(keys, BLOCK_N) * batches * kv_heads,),
-        _described(q, BLOCK_M),
-        _described(k, BLOCK_N),
-        _described(v, BLOCK_N),
-        _described(gradient, BLOCK_M),
+        hopper_gradients, (tiles_of(keys, BLOCK_N) * batches * kv_heads,),
+        _described(q, BLOCK_M), _described(k, BLOCK_N), _described(v, BLOCK_N), _described(gradient, BLOCK_M),
         TensorDescriptor(statistics, list(statistics.shape), [padded, 1], [1, BLOCK_M], flat),
         TensorDescriptor(sums, list(sums.shape), [head_dim, 1], half, _swizzled(half, gl.float32)),
-        dk,
-        dv,
-        *dk.stride()[:3],
-        *dv.stride()[:3],
-        kv_heads,
-        queries,
-        keys,
-        rows,
-        padded,
-        scale,
-        scale * LOG2E.value,
-        heads // kv_heads,
-        causal,
-        keys % BLOCK_N == 0,
-        configuration.v_in_registers,
-        STAGES,
-        num_warps=4,
-        maxnreg=_BACKWARD_REGISTERS,
-    )
+        dk, dv, *dk.stride()[:3], *dv.stride()[:3],
+        kv_heads, queries, keys, rows, padded, scale, scale * LOG2E.value, heads // kv_heads,
+        causal, keys % BLOCK_N == 0, configuration.v_in_registers, STAGES,
+        num_warps=4, maxnreg=_BACKWARD_REGISTERS,
+    )  # fmt: skip

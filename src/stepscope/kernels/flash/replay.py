@@ -7,30 +7,21 @@ long as every address is a multiple of 16 bytes, which is asked each time.
 """
 
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from stepscope.kernels.launching import Launcher, launch
 
 ALIGNMENT_BYTES = 16
 """Triton compiles a kernel apart for addresses that are a multiple of this."""
 _MOST = 512
 """Recordings kept: sequence lengths may differ from call to call without end."""
 
-_Call = Callable[[tuple[Tensor, ...], "Launcher"], None]
+_Call = Callable[[tuple[Tensor, ...], Launcher], None]
 _Operand = tuple[int, int, tuple[type[Any], dict[str, Any]] | None]
 """Where in the arguments, which tensor, and, of a descriptor, its class and what is the same each time."""
-
-
-class Launcher(Protocol):
-    """What runs a kernel and returns what Triton compiled, None in its interpreter."""
-
-    def __call__(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: int) -> Any: ...
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: int) -> object:
-    """Run a kernel the plain way."""
-    return kernel[grid](*arguments, **options)
 
 
 def _is_descriptor(argument: Any) -> bool:

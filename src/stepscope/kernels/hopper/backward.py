@@ -1,6 +1,6 @@
 """FlashAttention's backward pass for Hopper, in Gluon: five products, one kernel, dQ added up by the memory itself.
 
-The mathematics is `flash_backward`'s, over tiles of keys: a program has one tile of K and V, lets the tiles of queries
+The mathematics is `flash/backward.py`'s, over tiles of keys: a program has one tile of K and V, lets tiles of queries
 pass by, and keeps dK and dV in registers. dQ of a row is a sum over keys, so over programs: each adds its part to sums
 in fp32 in global memory through the tensor-memory accelerator, in an order that differs between runs. Before it
 `flash_row_statistics` zeroes the sums, and after it `flash_finish_queries` turns them into dQ.
@@ -14,7 +14,7 @@ of its keys; then, while products run,
     meeting the other's dS^T there      behind dV and dK
     dQ, half of its columns each, into shared memory, and away
 
-Barriers, as `hopper_forward` has them explained. Tile i of queries, with its dO, logsumexp and delta, and dS^T of it
+Barriers, as `forward.py` has them explained. Tile i of queries, with its dO, logsumexp and delta, and dS^T of it
 use buffer s = i % STAGES as the (u = i // STAGES)th:
 
     full[s]      1 arrival a phase: the producer's, which also says how many bytes will come. Consumers wait for parity

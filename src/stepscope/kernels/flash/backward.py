@@ -22,9 +22,8 @@ the layout in which the next reads its left operand from registers.
 import triton
 import triton.language as tl
 
-from stepscope.kernels.flash_operands import as_operand, joined, load_operand, product, transposed
-from stepscope.kernels.flash_tiles import (
-    LOG2E,
+from stepscope.kernels.flash.operands import as_operand, joined, load_operand, product, transposed
+from stepscope.kernels.flash.tiles import (
     head_and_row,
     keys_visited,
     load_tile,
@@ -33,6 +32,7 @@ from stepscope.kernels.flash_tiles import (
     store_tile,
     visible,
 )
+from stepscope.kernels.launching import LOG2E
 
 
 @triton.jit

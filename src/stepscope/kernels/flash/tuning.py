@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from stepscope.kernels import flash_replay
-from stepscope.kernels.flash_configuration import (
+from stepscope.kernels.flash import replay
+from stepscope.kernels.flash.configuration import (
     BackwardConfiguration,
     ForwardConfiguration,
     Precision,
@@ -16,8 +16,8 @@ from stepscope.kernels.flash_configuration import (
     default_backward,
     default_forward,
 )
-from stepscope.kernels.flash_kept import device_name, kept_choices
-from stepscope.kernels.flash_launch import interpreted
+from stepscope.kernels.flash.kept import device_name, kept_choices
+from stepscope.kernels.launching import interpreted
 
 _forced_forward: ForwardConfiguration | None = None
 _forced_backward: BackwardConfiguration | None = None
@@ -92,7 +92,7 @@ def forget() -> None:
     """Choose again, and read again what is kept: after tuning."""
     _choice.cache_clear()
     kept_choices.cache_clear()
-    flash_replay.forget()
+    replay.forget()
 
 
 def forward_configuration(q: Tensor, *, causal: bool) -> ForwardConfiguration:

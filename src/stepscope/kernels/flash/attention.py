@@ -2,7 +2,7 @@
 
     flash_attention(q, k, v, causal=..., scale=None, window=None) -> out        (B, H, S, D)
     FlashAttention.apply(q, k, v, is_causal=False) -> out                       (..., S, D)
-    FlashAttentionTiled.apply(q, k, v, is_causal=False) -> out                  (..., S, D), in PyTorch: flash_tiled.py
+    FlashAttentionTiled.apply(q, k, v, is_causal=False) -> out                  (..., S, D), in PyTorch: tiled.py
 
 A query i sees a key j when, causal, j <= i (top-left alignment where S and T differ, as `is_causal` of PyTorch's
 scaled_dot_product_attention has it), and, with a window w, i - j < w, without causal also j - i < w. A row that sees no
@@ -25,7 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from stepscope.core.errors import InputError
 from stepscope.kernels.autocast_inputs import as_autocast
-from stepscope.kernels.flash_tiled import FlashAttentionTiled
+from stepscope.kernels.flash.tiled import FlashAttentionTiled
 from stepscope.kernels.function_transforms import refuse_transforms, transformed_by_func
 
 if TYPE_CHECKING:
@@ -50,10 +50,10 @@ _library.define(
 def _launching() -> tuple["ModuleType", "ModuleType", "ModuleType"]:
     """The modules that need Triton, imported by the first call."""
     try:
-        from stepscope.kernels import flash_launch, flash_replay, flash_tuning  # noqa: PLC0415
+        from stepscope.kernels.flash import launch, replay, tuning  # noqa: PLC0415
     except ImportError as error:
         raise InputError(f"flash attention needs Triton 3.6 or later ({error}): choose another attention") from error
-    return flash_launch, flash_replay, flash_tuning
+    return launch, replay, tuning
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -104,17 +104,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window
 
 
 def _backward(
-    gradient: Tensor,
-    logsumexp_gradient: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    causal: bool,
-    scale: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradient: Tensor, logsumexp_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    logsumexp: Tensor, causal: bool, scale: float, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     launch, replay, tuning = _launching()
     window = _needed(window, q, k, causal)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -158,24 +150,13 @@ _library.impl("flash_attention_backward", _backward, "CompositeExplicitAutograd"
 
 
 @torch.library.register_fake("stepscope::flash_attention_forward", lib=_library)
-def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None
-) -> tuple[Tensor, Tensor]:
+def _fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
 @torch.library.register_fake("stepscope::flash_attention_backward", lib=_library)
 def _fake_backward(
-    gradient: Tensor,
-    logsumexp_gradient: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    causal: bool,
-    scale: float,
-    window: int | None,
+    _gradient: Tensor, _logsumexp_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
@@ -282,9 +263,9 @@ def _watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 @functools.cache
 def _transforms() -> "ModuleType":
-    from stepscope.kernels import flash_transforms  # noqa: PLC0415  (seldom needed)
+    from stepscope.kernels.flash import transforms  # noqa: PLC0415  (seldom needed)
 
-    return flash_transforms
+    return transforms
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

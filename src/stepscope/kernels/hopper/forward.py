@@ -1,6 +1,6 @@
 """FlashAttention's forward pass for Hopper, in Gluon: who waits for what is written out, not left to a compiler.
 
-The mathematics is `flash_forward`'s; what differs is who does what when (Shah et al. 2024, FlashAttention-3,
+The mathematics is `flash/forward.py`'s; what differs is who does what when (Shah et al. 2024, FlashAttention-3,
 arXiv:2407.08608, sections 3.1 and 3.2). A program has one tile of queries and two kinds of warps:
 
     producer      one warp with few registers: loads Q once, then the tiles of K and of V, each into a ring of STAGES

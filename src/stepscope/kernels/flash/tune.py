@@ -18,12 +18,12 @@ import msgspec
 import torch
 from torch import Tensor
 from triton.errors import TritonError
-from triton.testing import do_bench
 
 from stepscope.core.errors import InputError
-from stepscope.kernels import flash_tuning
-from stepscope.kernels.flash_attention import check_inputs
-from stepscope.kernels.flash_configuration import (
+from stepscope.core.run import Settings
+from stepscope.kernels.flash import tuning
+from stepscope.kernels.flash.attention import check_inputs
+from stepscope.kernels.flash.configuration import (
     BackwardConfiguration,
     ForwardConfiguration,
     Precision,
@@ -33,8 +33,8 @@ from stepscope.kernels.flash_configuration import (
     default_forward,
     tiles,
 )
-from stepscope.kernels.flash_kept import Choice, device_name, keep
-from stepscope.kernels.flash_launch import (
+from stepscope.kernels.flash.kept import Choice, device_name, keep
+from stepscope.kernels.flash.launch import (
     Backward,
     hopper_takes,
     launch_forward,
@@ -42,7 +42,8 @@ from stepscope.kernels.flash_launch import (
     statistics_for,
     sums_for,
 )
-from stepscope.kernels.hopper_configuration import HopperBackward, HopperForward
+from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
+from stepscope.measure.lead import median_call_s
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -301,12 +302,11 @@ def _chosen(trying: Search, candidates: list[_Whole], default: _Whole) -> tuple[
 
 _NEXT_TO_NOTHING = 1e-30
 """The error allowed where the truth is zero."""
+_TIMED = Settings(warmup_floor=1, warmup_cap=1000, warmup_seconds=0.01, steps_floor=3, steps_cap=10_000, seconds=0.05)
 
 
 class OnDevice:
-    """Measures on the tensors of a call: results against PyTorch's own attention, then the median of `do_bench`."""
-
-    WARMUP_MS, REPEAT_MS = 10, 50
+    """Measures on the tensors of a call: results against PyTorch's own attention, then the device's own time."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, problem: Problem) -> None:
         self.q, self.k, self.v = (t.detach() for t in (q, k, v))
@@ -355,7 +355,7 @@ class OnDevice:
             self._has_forward = True
             self.out = self.results["out"].clone()
             self.saved_logsumexp = self.logsumexp.clone()
-        return Trial(ms=_median_ms(run, self.WARMUP_MS, self.REPEAT_MS), of_allowed=worst)
+        return Trial(ms=median_call_s(run, self.q.device, _TIMED) * 1e3, of_allowed=worst)
 
     def _forward(self, configuration: ForwardConfiguration) -> Callable[[], object]:
         if configuration.hopper is not None and not hopper_takes(self.q, self.k, self.v, self.out, window=None):
@@ -392,12 +392,6 @@ def _not_taken(candidate: Candidate) -> ValueError:
     return ValueError(f"{candidate}: the kernel for Hopper does not take this call")
 
 
-def _median_ms(run: Callable[[], object], warmup_ms: int, repeat_ms: int) -> float:
-    median = do_bench(run, warmup=warmup_ms, rep=repeat_ms, return_mode="median")
-    assert isinstance(median, float)
-    return median
-
-
 def tune(
     q: Tensor,
     k: Tensor,
@@ -419,7 +413,7 @@ def tune(
         raise InputError(f"tuning takes a budget above zero seconds, not {seconds:g}")
     if measure is None and q.device.type != "cuda":
         raise InputError(f"tuning flash attention measures on an NVIDIA GPU, and these tensors lie on {q.device}")
-    problem = flash_tuning.problem_of(q, causal=causal)
+    problem = tuning.problem_of(q, causal=causal)
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         measure = measure or OnDevice(q, k, v, causal=causal, problem=problem)
         choice = search(
@@ -428,5 +422,5 @@ def tune(
         )  # fmt: skip
     if choice.forward_ms is not None or choice.backward_ms is not None:
         keep(device_name(q.device), choice)
-        flash_tuning.forget()
+        tuning.forget()
     return choice

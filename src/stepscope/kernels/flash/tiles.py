@@ -14,8 +14,6 @@ sums (its warning C7515).
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-
 FIRST_COLUMN = tl.constexpr(0)
 
 

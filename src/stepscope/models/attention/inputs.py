@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from stepscope.core.attention_support import AttentionCall, TensorDtype, resolve_attention
+from stepscope.core.attention_support import resolve_attention
+from stepscope.core.attentions import Attention, AttentionCall, TensorDtype
 from stepscope.core.errors import InputError
-from stepscope.core.workload import Attention
 from stepscope.models.attention import fault_of_device, implementation
 
 DTYPES: dict[torch.dtype, TensorDtype] = {

@@ -4,11 +4,11 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.kernels.hopper_configuration import HOPPER_HEAD_DIMS, HopperBackward, HopperForward
+from stepscope.kernels.hopper.configuration import HOPPER_HEAD_DIMS, HopperBackward, HopperForward
 
 Way = Literal["apart", "joint", "fused"]
 Precision = Literal["ieee", "tf32", "tf32x3", "bf16x6"]
-"""How fp32 is multiplied: exactly, in TF32, as three products of TF32, or as six of bf16 (`flash_operands`)."""
+"""How fp32 is multiplied: exactly, in TF32, as three products of TF32, or as six of bf16 (`operands.py`)."""
 
 LARGEST_TILE = 256
 """Rows of a tile; row statistics are padded to a multiple of it."""

@@ -10,15 +10,15 @@ worst row is held against sdpa's worst row too, more loosely, since it is the ex
 own rounding, a single key too many in a row that sees hundreds, is for fp32 to find: judge a kernel in fp32 too.
 
 Attention written out in 16 bits rounds its scores and its weights to 16 bits, which no fused kernel does, nor
-PyTorch's own written-out one: that is a rounding more in every product, and it may be off twice as far
-(ROUNDS_SCORES). In fp32 nothing distinguishes them. So may a Triton kernel in bf16 in Triton's interpreter, which cuts
+PyTorch's own written-out one: that is a rounding more in every product, and it may be off twice as far (its record says
+`rounds_scores`). In fp32 nothing distinguishes them. So may a Triton kernel in bf16 in Triton's interpreter, which cuts
 numbers off where a GPU rounds to the nearest. float64 itself is not judged: the judge would be no better.
 
 PyTorch's fused attention of fp32 has no grouped heads: for a call with them sdpa falls back to attention written out,
 whose matrix products come closer than any fused kernel's (pytorch/pytorch#181528). There its error is the larger of
 the two that it makes, of the call and of keys and values repeated for each head, so that fused is held against fused
 whether heads are grouped or not. And where scores are not of the size 1, their own rounding is what they may be off:
-BLUR unit roundoffs of the largest score, in fp32, or in the tensors' dtype for those of ROUNDS_SCORES.
+BLUR unit roundoffs of the largest score, in fp32, or in the tensors' dtype for those that round scores.
 
 Every case draws numbers of its own, so that what an earlier one left in memory is wrong; and before each run, memory of
 the sizes of the results is filled with NaN and given back, so that what a kernel does not write is seen. Around the
@@ -34,20 +34,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from stepscope.core.attention_support import SUPPORT, AttentionCall, TensorDtype, find_fault
+from stepscope.core.attention_support import find_fault
 from stepscope.core.attention_verdict import AttentionShape, AttentionVerdict, GateReport, TensorError
+from stepscope.core.attentions import ATTENTIONS, Attention, AttentionCall, TensorDtype
 from stepscope.core.errors import InputError, one_line
-from stepscope.core.workload import Attention
-from stepscope.models.attention import (
-    AttentionFunction,
-    chunked,
-    fault_of_device,
-    for_all_heads,
-    implementation,
-    reference,
-    sdpa,
-)
-from stepscope.models.attention_cases import GivenTensor, draw_tensors, scale_of
+from stepscope.models.attention import AttentionFunction, fault_of_device, implementation
+from stepscope.models.attention.cases import GivenTensor, draw_tensors, scale_of
+from stepscope.models.attention.masks import for_all_heads
+from stepscope.models.attention.pytorch import sdpa
+from stepscope.models.attention.written_out import chunked, reference
 
 FACTOR = 2.0
 """Times sdpa's error."""
@@ -55,10 +50,6 @@ ROW_FACTOR = 4.0
 """Times the error of sdpa's worst row."""
 ROW_UNITS = 16.0
 """Unit roundoffs that the worst row may be off in any case."""
-ROUNDS_SCORES: tuple[Attention, ...] = ("reference", "unsafe", "chunked")
-"""May be off twice as far as the others in 16 bits."""
-ROUNDS_WEIGHTS: tuple[Attention, ...] = ("sdpa-efficient",)
-"""Backward kernels that round the weights to 16 bits before they make the scores' gradient of them."""
 KNOWN_FACTOR = 2.0
 """Times what is allowed, at most: that rounding reaches 1.12 of it on an H200, and 1.14 emulated."""
 BLUR = 2.0
@@ -77,10 +68,6 @@ _CUT_OFF = "twice as far as on a GPU, where bf16 is rounded: Triton's interprete
 _GROUPED = (
     "in fp32 with grouped heads is twice the larger of two errors of sdpa, of the call and of keys and values repeated "
     "for each head: PyTorch has no fused attention of the first, and what it writes out comes closer"
-)
-_WEIGHTS_ROUNDED = (
-    "known of PyTorch's memory-efficient kernel, seen with PyTorch 2.11: its backward keeps the weights in 16 bits and "
-    "makes dS = P (dP - D) of the rounded ones, one rounding more than FlashAttention (kernel_backward.h)"
 )
 _BLURRED = (
     f"where scores are not of the size 1 is at least {BLUR:g} unit roundoffs of the largest, for their own rounding: "
@@ -193,7 +180,7 @@ class _Case:
                 backward, reason = False, self._fault(name, backward=False)
             if reason is not None:
                 return AttentionVerdict(dtype=self.dtype, shape=self.shape, outcome="not supported", reason=reason)
-        elif reason := SUPPORT[name].fault_of_scores(self._call(backward=True)):
+        elif reason := ATTENTIONS[name].fault_of_scores(self._call(backward=True)):
             return AttentionVerdict(dtype=self.dtype, shape=self.shape, outcome="not supported", reason=reason)
         try:
             called = implementation(name) if function is None else function
@@ -211,7 +198,7 @@ class _Case:
         return verdict(
             outcome="passed" if all(error.passed for error in errors) else "failed",
             errors=errors,
-            known=_WEIGHTS_ROUNDED if self._is_known(name, errors) else "",
+            known=ATTENTIONS[name].rounds_weights if self._is_known(name, errors) else "",
             repeats=None if again is None else all(torch.equal(found[each], again[each]) for each in found),
         )
 
@@ -223,12 +210,7 @@ class _Case:
         return find_fault(name, self._call(backward=backward), here=fault_of_device)
 
     def _call(self, *, backward: bool) -> AttentionCall:
-        shape = self.shape
-        return AttentionCall(
-            device_type=self._device_type, dtype=self.dtype, head_dim=shape.head_dim, queries=shape.queries,
-            keys=shape.keys, heads=shape.heads, key_heads=shape.key_heads, window=shape.window, backward=backward,
-            largest_score=self.largest_score,
-        )  # fmt: skip
+        return self.shape.call(self._device_type, self.dtype, backward=backward, largest_score=self.largest_score)
 
     @property
     def _device_type(self) -> str:
@@ -238,7 +220,7 @@ class _Case:
         """Why it may be off twice as far; empty where it may not."""
         if self._rounds_scores(name):
             return _ROUNDED
-        cuts_off = SUPPORT[name].triton and self._device_type != "cuda" and self.dtype == "bf16"
+        cuts_off = ATTENTIONS[name].triton and self._device_type != "cuda" and self.dtype == "bf16"
         return _CUT_OFF if cuts_off else ""
 
     def _yardsticks(self) -> tuple[str, ...]:
@@ -254,13 +236,13 @@ class _Case:
         wrong = [error for error in errors if not error.passed]
         return (
             bool(wrong)
-            and name in ROUNDS_WEIGHTS
+            and bool(ATTENTIONS[name].rounds_weights)
             and self.dtype != "fp32"
             and all(error.tensor in ("dq", "dk") and error.share <= KNOWN_FACTOR for error in wrong)
         )
 
     def _rounds_scores(self, name: Attention) -> bool:
-        return name in ROUNDS_SCORES and self.dtype != "fp32"
+        return ATTENTIONS[name].rounds_scores and self.dtype != "fp32"
 
     def _overwritten(self) -> str:
         """Which of its tensors the call has written to. They are made good: others are judged on them."""

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stepscope.core.attention_support import TensorDtype
 from stepscope.core.attention_verdict import AttentionShape, Differentiated, Layout, Numbers
-from stepscope.models.attention_inputs import TORCH_DTYPES
+from stepscope.core.attentions import TensorDtype
+from stepscope.models.attention.inputs import TORCH_DTYPES
 
 _LENGTHS = (1, 17, 63, 64, 65, 127, 200)
 _HEAD_DIMS = (16, 24, 40, 64, 80, 128, 256)
@@ -32,7 +32,7 @@ _MARGIN = 1024
 """Numbers before and after a tensor that are none. A multiple of what any kernel wants its tensors aligned to."""
 
 LONG = 1024
-"""Beyond so many queries kernels may be others (`kernels/flash_configuration.py`)."""
+"""Beyond so many queries kernels may be others (`kernels/flash/configuration.py`)."""
 
 _PROBES = (
     # One position after a multiple of every tile; the weight is at the diagonal, where a maximum of earlier tiles is

@@ -15,8 +15,8 @@ instruction of the special-function unit.
 import triton
 import triton.language as tl
 
-from stepscope.kernels.flash_operands import as_operand, load_operand, negated, product, transposed
-from stepscope.kernels.flash_tiles import keys_visited, long, store_tile, visible
+from stepscope.kernels.flash.operands import as_operand, load_operand, negated, product, transposed
+from stepscope.kernels.flash.tiles import keys_visited, long, store_tile, visible
 
 LN2 = tl.constexpr(0.6931471805599453)
 

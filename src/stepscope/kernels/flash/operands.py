@@ -15,7 +15,7 @@ is part of.
 import triton
 import triton.language as tl
 
-from stepscope.kernels.flash_tiles import head_and_row, load_tile, long
+from stepscope.kernels.flash.tiles import head_and_row, load_tile, long
 
 PARTS = 3
 """Parts of a split operand."""

@@ -1,20 +1,16 @@
 """PyTorch's FlexAttention: the mask is a function of positions, and its kernel is compiled for it."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo import config as dynamo_config
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from stepscope.kernels.autocast_inputs import as_autocast
-from stepscope.models.attention import blind_queries, with_zeros
-
-_SHAPES = 1024
-"""Shapes that it is compiled for before dynamo gives up on it (its default is 8). Uncompiled, flex_attention holds all
-S x T scores, and is another implementation.
-"""
+from stepscope.models.attention.compiled import compile_for_each_shape
+from stepscope.models.attention.masks import blind_queries, with_zeros
 
 
 def flex(
@@ -40,15 +36,12 @@ def flex(
         options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     if q.device.type != "cuda" or torch.compiler.is_compiling():
         return flex_attention(q, k, v, **options)
-    with dynamo_config.patch(recompile_limit=_SHAPES, accumulated_recompile_limit=_SHAPES):
-        return _compiled()(q, k, v, **options)
+    return _compiled()(q, k, v, **options)
 
 
 @cache
-def _compiled() -> Any:
-    # Static shapes: a kernel for any shape would not be the one that is compared. fullgraph: raises where it would run
-    # uncompiled.
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+def _compiled() -> Callable[..., Tensor]:
+    return compile_for_each_shape(flex_attention)
 
 
 @cache

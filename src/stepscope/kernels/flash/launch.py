@@ -10,54 +10,43 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 from torch import Tensor
-from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stepscope.kernels.flash_backward import (
+from stepscope.kernels.flash.backward import (
     flash_finish_queries,
     flash_joint_gradients,
     flash_key_gradients,
     flash_query_gradients,
     flash_row_statistics,
 )
-from stepscope.kernels.flash_configuration import (
+from stepscope.kernels.flash.configuration import (
     LARGEST_TILE,
     BackwardConfiguration,
     ForwardConfiguration,
     Precision,
     Tiles,
 )
-from stepscope.kernels.flash_forward import flash_forward
-from stepscope.kernels.flash_operands import PARTS, flash_split_operands, is_split
-from stepscope.kernels.flash_replay import Launcher, launch
-from stepscope.kernels.flash_tiles import LOG2E
-from stepscope.kernels.hopper_configuration import HOPPER_BLOCK_N, HopperBackward
+from stepscope.kernels.flash.forward import flash_forward
+from stepscope.kernels.flash.operands import PARTS, flash_split_operands, is_split
+from stepscope.kernels.hopper.configuration import HOPPER_BLOCK_N, HopperBackward
+from stepscope.kernels.launching import (
+    LOG2E,
+    SMALLEST_SCALE,
+    Launcher,
+    describable,
+    described_strides,
+    interpreted,
+    launch,
+    tiles_of,
+)
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-SMALLEST_SCALE = 2.0**-100
-"""Not zero, which would make NaN of a hidden score, -inf; this small it changes nothing."""
 _PREPROCESS_ROWS = 64
 _SPLIT_ROWS = 32
 _GLUON_KNOWN = ("3.6.", "3.7.")
 """Gluon is experimental and changes: releases of Triton that the kernels for Hopper were compiled with."""
-
-
-def interpreted() -> bool:
-    """Whether Triton runs its kernels in Python, on CPU tensors."""
-    return bool(knobs.runtime.interpret)
-
-
-def describable(*tensors: Tensor) -> bool:
-    """Whether the tensor-memory accelerator can address these: 16-byte steps, nothing broadcast."""
-    for tensor in tensors:
-        if tensor.data_ptr() % 16 or tensor.numel() == 0:
-            return False
-        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
-            if size > 1 and (stride == 0 or stride * tensor.element_size() % 16):
-                return False
-    return True
 
 
 @functools.cache
@@ -65,7 +54,7 @@ def _hopper() -> "ModuleType | None":
     """The module that launches the kernels in Gluon, where they can be had."""
     if interpreted() or not triton.__version__.startswith(_GLUON_KNOWN):
         return None
-    from stepscope.kernels import hopper_launch  # noqa: PLC0415  Gluon is imported where it is known only
+    from stepscope.kernels.hopper import launch as hopper_launch  # noqa: PLC0415  (Gluon: where it is known)
 
     return hopper_launch
 
@@ -74,13 +63,6 @@ def hopper_takes(*tensors: Tensor, window: int | None) -> bool:
     """Whether a call on these operands goes to a kernel in Gluon where its configuration names one."""
     module = _hopper()
     return module is not None and window is None and module.takes(*tensors) and describable(*tensors)
-
-
-def described_strides(tensor: Tensor) -> list[int]:
-    """As a descriptor takes them, which checks them all: that of a dimension of one element may be anything."""
-    step = 16 // tensor.element_size()
-    strides = [stride if size > 1 else step for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
-    return [*strides, 1]
 
 
 def _described(tensor: Tensor, rows: int, block_d: int) -> TensorDescriptor:
@@ -102,11 +84,6 @@ def _precision(precision: Precision, operand: Tensor) -> str:
     return "upcast" if operand.dtype == torch.bfloat16 else precision
 
 
-def tiles_of(length: int, block: int) -> int:
-    """How many tiles of so many rows cover a length."""
-    return -(-length // block)
-
-
 def block_d_of(head_dim: int) -> int:
     """The tile's columns: the power of two from 16 up that holds head_dim."""
     return max(16, 1 << (head_dim - 1).bit_length())
@@ -126,37 +103,18 @@ def _split(first: Tensor, second: Tensor, parts: tuple[Tensor, Tensor], launcher
     """Fill the parts of two operands of one shape, or, where their parts are one tensor, of one."""
     batches, heads, rows, head_dim = first.shape
     launcher(
-        flash_split_operands,
-        (tiles_of(rows, _SPLIT_ROWS) * batches * heads, 1 if parts[0] is parts[1] else 2),
-        first,
-        second,
-        *parts,
-        *first.stride()[:3],
-        *second.stride()[:3],
-        heads,
-        rows,
-        head_dim,
-        block_d_of(head_dim),
-        _SPLIT_ROWS,
+        flash_split_operands, (tiles_of(rows, _SPLIT_ROWS) * batches * heads, 1 if parts[0] is parts[1] else 2),
+        first, second, *parts, *first.stride()[:3], *second.stride()[:3],
+        heads, rows, head_dim, block_d_of(head_dim), _SPLIT_ROWS,
         num_warps=4,
-    )
+    )  # fmt: skip
 
 
 def launch_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    window: int | None,
-    precision: Precision,
-    configuration: ForwardConfiguration,
-    parts: tuple[Tensor, ...] = (),
-    launcher: Launcher = launch,
-) -> object:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
+    *, causal: bool, scale: float, window: int | None, precision: Precision, configuration: ForwardConfiguration,
+    parts: tuple[Tensor, ...] = (), launcher: Launcher = launch,
+) -> object:  # fmt: skip
     """Fill `out` and `logsumexp` ((B, H, S) fp32, contiguous), by way of `parts` (`parts_for` q, k and v)."""
     if configuration.hopper is not None and scale >= 0 and hopper_takes(q, k, v, out, window=window):
         return _required_hopper().launch_hopper_forward(
@@ -178,40 +136,19 @@ def launch_forward(
     if configuration.persistent and not interpreted():
         programs = min(programs, torch.cuda.get_device_properties(q.device).multi_processor_count)
     return launcher(
-        flash_forward,
-        (programs,),
+        flash_forward, (programs,),
         _described(q, tiles.block_m, block_d) if tma else q,
         _described(k, tiles.block_n, block_d) if tma else k,
         _described(v, tiles.block_n, block_d) if tma else v,
-        out,
-        logsumexp,
-        max(abs(scale) * LOG2E.value, SMALLEST_SCALE),
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *out.stride()[:3],
-        batches,
-        heads,
-        queries,
-        keys,
-        window or 0,
-        heads // kv_heads,
-        head_dim,
-        block_d,
-        tiles.block_m,
-        tiles.block_n,
-        causal,
-        window is not None,
-        queries % tiles.block_m == 0,
-        keys % tiles.block_n == 0,
-        scale < 0,
-        _precision(precision, q),
-        tma,
-        configuration.warp_specialize,
-        configuration.rows_first,
-        configuration.persistent,
+        out, logsumexp, max(abs(scale) * LOG2E.value, SMALLEST_SCALE),
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        batches, heads, queries, keys, window or 0,
+        heads // kv_heads, head_dim, block_d, tiles.block_m, tiles.block_n,
+        causal, window is not None, queries % tiles.block_m == 0, keys % tiles.block_n == 0, scale < 0,
+        _precision(precision, q), tma,
+        configuration.warp_specialize, configuration.rows_first, configuration.persistent,
         **_options(tiles),
-    )
+    )  # fmt: skip
 
 
 def statistics_for(q: Tensor, configuration: BackwardConfiguration | None = None) -> Tensor:
@@ -226,16 +163,9 @@ def statistics_for(q: Tensor, configuration: BackwardConfiguration | None = None
 
 
 def sums_for(
-    configuration: BackwardConfiguration,
-    statistics: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gradient: Tensor,
-    *,
-    causal: bool,
-    window: int | None,
-) -> Tensor | None:
+    configuration: BackwardConfiguration, statistics: Tensor, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor,
+    *, causal: bool, window: int | None,
+) -> Tensor | None:  # fmt: skip
     """Room for the sums of dQ, where the pass is one for the kernel in Gluon; None has the others make it.
 
     That kernel adds dQ up in an order that differs between runs: not where PyTorch was asked for determinism. Nor where
@@ -261,27 +191,11 @@ class Backward:
     """One backward pass: its tensors, and the kernels that can make it up, each a method that launches one."""
 
     def __init__(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        statistics: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        window: int | None,
-        precision: Precision,
-        tma: bool,
-        parts: tuple[Tensor, ...] = (),
-        sums: Tensor | None = None,
-        launcher: Launcher = launch,
-    ) -> None:
+        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
+        dq: Tensor, dk: Tensor, dv: Tensor, statistics: Tensor,
+        *, causal: bool, scale: float, window: int | None, precision: Precision, tma: bool,
+        parts: tuple[Tensor, ...] = (), sums: Tensor | None = None, launcher: Launcher = launch,
+    ) -> None:  # fmt: skip
         """Nothing is launched yet; to be filled are dq, dk, dv, the statistics (`statistics_for`), by `split` the parts
         (`parts_for` q, k, v and the gradient, made here if absent), and by `hopper` the sums (`sums_for`)."""
         self.gradient, self.q, self.k, self.v, self.out, self.logsumexp = gradient, q, k, v, out, logsumexp

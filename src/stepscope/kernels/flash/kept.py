@@ -12,7 +12,7 @@ import triton
 from stepscope.core.bounded_file import read_document
 from stepscope.core.cache_directory import cache_directory, replace_file
 from stepscope.core.errors import InputError, one_line
-from stepscope.kernels.flash_configuration import BackwardConfiguration, ForwardConfiguration, Problem
+from stepscope.kernels.flash.configuration import BackwardConfiguration, ForwardConfiguration, Problem
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,0 +1,265 @@
+"""The attentions: one record for each, with what the rooms need to know of it. None of it needs torch.
+
+To add one: its function in a file of `models/attention/`, its record in `ATTENTIONS`, and a case in the tests.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from stepscope.core.errors import choose
+
+Attention = str
+"""The name of an attention: one of `ATTENTIONS`, or `auto`, which stands for the first of `PREFERRED` that runs."""
+
+AUTO: Attention = "auto"
+
+TensorDtype = Literal["fp64", "fp32", "bf16", "fp16"]
+"""Of queries, keys and values."""
+
+Compiler = Literal["triton", "inductor"]
+
+Scores = Literal["whole", "pieces", "fused"]
+"""How the scores are made. whole: all of them, as one matrix product. pieces: by products whose number depends on the
+sequence. fused: inside a kernel that never stores them."""
+
+Memory = Literal["scores", "nothing", "tiled", "math", "efficient", "flash", "cudnn", "chosen", "fused", "hopper"]
+"""The formulas for what autograd saves and what a step needs.
+
+scores: the exponentials and their quotient. nothing: all is made again. tiled: the output and the logsumexp, with keys
+and values repeated for each head. math, efficient, flash, cudnn: as PyTorch's backend of that name. chosen: as the
+backend that PyTorch chooses. fused: the output and the logsumexp. hopper: the same, and what the kernels for Hopper
+make on the way."""
+
+_ALL: tuple[TensorDtype, ...] = ("fp64", "fp32", "bf16", "fp16")
+_FUSED: tuple[TensorDtype, ...] = ("fp32", "bf16", "fp16")
+_HALF: tuple[TensorDtype, ...] = ("bf16", "fp16")
+
+LARGEST_EXPONENT: dict[TensorDtype, int] = {"fp64": 709, "fp32": 88, "bf16": 88, "fp16": 11}
+"""Up to which exp is finite, in whole numbers."""
+
+
+class AttentionCall(msgspec.Struct, frozen=True, kw_only=True):
+    """What one call asks of an implementation. Lengths and heads that are not known yet are None."""
+
+    device_type: str
+    dtype: TensorDtype
+    head_dim: int
+    queries: int | None = None
+    keys: int | None = None
+    heads: int | None = None
+    key_heads: int | None = None
+    window: int | None = None
+    largest_score: float | None = None
+    """Of all queries and keys that meet, without its sign; None where the numbers are not known."""
+    backward: bool = True
+    """Whether gradients are asked for."""
+
+
+class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of an attention.
+
+    Every attention takes these, so no field says them: causal or not; any number of queries and of keys from `shortest`
+    on, the two unequal too; keys and values of fewer heads than the queries, where those divide these; non-contiguous
+    tensors; any scale, zero and below too.
+    """
+
+    function: str
+    """Where it is, as `module:name`. It is imported by the first call."""
+
+    # ---- where it runs
+
+    device_types: tuple[str, ...] = ("cpu", "cuda")
+    trains_on: tuple[str, ...] = ("cpu", "cuda")
+    """Where it has a backward."""
+    capability: tuple[int, int] = (0, 0)
+    """The compute capability that a GPU needs."""
+    cuda_dtypes: tuple[TensorDtype, ...] = _ALL
+    cpu_dtypes: tuple[TensorDtype, ...] = _ALL
+    min_head_dim: int = 1
+    max_head_dim: int | None = None
+    """On a GPU, and in Triton's interpreter; elsewhere nothing depends on it."""
+    head_dim_multiple: int = 1
+    shortest: int = 1
+    """Queries, and keys."""
+    window: bool = True
+    """Whether it takes a sliding window."""
+    subtracts_maximum: bool = True
+    """Whether it takes scores of any size: without the maximum of its row subtracted, exp of a score must be finite."""
+    compiler: Compiler | None = None
+    """What compiles its kernels, anew for each shape. triton: it runs on a GPU, or anywhere in Triton's interpreter.
+    inductor: it calls torch.compile itself."""
+    kernel_by_length: bool = False
+    """Whether long sequences have a kernel of their own."""
+    proposed: bool = True
+    """Whether it is proposed to a user. One that is for the lab alone is not."""
+
+    # ---- what it makes and keeps
+
+    scores: Scores = "fused"
+    repeats_keys: bool = False
+    """Fused: whether heads of queries that share keys and values each get a copy of them."""
+    memory: Memory | None = None
+    """None: no formula says what it saves."""
+    predicted: Literal["always", "eager", "never"] = "never"
+    """Which steps with it have a predicted memory: all, those that are not compiled, or none."""
+
+    kept_operators: tuple[str, ...] = ()
+    """Fused operators whose output selective checkpointing keeps, as `namespace::name`: they are not run again."""
+
+    # ---- how far it may be off
+
+    rounds_scores: bool = False
+    """Whether it rounds scores and weights to the tensors' dtype: in 16 bits it may be off twice as far as others."""
+    rounds_weights: str = ""
+    """A known fault: its backward rounds the weights to 16 bits before it makes the scores' gradient of them. What is
+    known of that; empty where it does not."""
+
+    # ---- how it shows in what ran
+
+    signs: str = ""
+    """A pattern of names: of operators on the host, and of kernels, which a replayed CUDA graph has alone. Empty: it is
+    written out in operators that others use too."""
+    signs_when_compiled: bool = False
+    """Whether compiled code calls it by the same operators."""
+    calls_softmax: bool = False
+    """Without signs: whether it calls PyTorch's softmax. The others call exp."""
+    chooses_among: tuple[Attention, ...] = ()
+    """Those that it may turn out to be."""
+
+    @property
+    def triton(self) -> bool:
+        """Whether it is written in Triton."""
+        return self.compiler == "triton"
+
+    def fault(self, call: AttentionCall) -> str | None:
+        """Why it does not run so, to follow its name; None where it does."""
+        return self._fault_of_place(call) or self._fault_of_sizes(call) or self.fault_of_scores(call)
+
+    def _fault_of_place(self, call: AttentionCall) -> str | None:
+        if call.device_type not in self.device_types:
+            return f"does not run on {call.device_type}"
+        if call.backward and call.device_type not in self.trains_on:
+            return f"has no backward on {call.device_type}"
+        dtypes = self.cpu_dtypes if call.device_type == "cpu" else self.cuda_dtypes
+        if call.dtype not in dtypes:
+            return f"does not run in {call.dtype} (it takes {', '.join(dtypes)})"
+        return None
+
+    def _fault_of_sizes(self, call: AttentionCall) -> str | None:
+        limited = call.device_type != "cpu" or self.triton
+        if limited and self.max_head_dim is not None and call.head_dim > self.max_head_dim:
+            return f"takes head_dim up to {self.max_head_dim}, not {call.head_dim}"
+        if limited and call.head_dim < self.min_head_dim:
+            return f"takes head_dim from {self.min_head_dim} on, not {call.head_dim}"
+        if limited and call.head_dim % self.head_dim_multiple:
+            return f"takes head_dim in multiples of {self.head_dim_multiple}, not {call.head_dim}"
+        for length, what in ((call.queries, "queries"), (call.keys, "keys")):
+            if length is not None and length < self.shortest:
+                return f"takes {what} from {self.shortest} on, not {length}"
+        if call.window is not None and not self.window:
+            return "takes no sliding window"
+        return None
+
+    def fault_of_scores(self, call: AttentionCall) -> str | None:
+        """Why it does not take these numbers, wherever it runs, compiled or not; None where it does."""
+        if not self.subtracts_maximum and call.largest_score is not None:
+            limit = LARGEST_EXPONENT[call.dtype]
+            if call.largest_score > limit:
+                return f"subtracts no maximum: in {call.dtype} it takes scores up to {limit}"
+        return None
+
+
+_WRITTEN_OUT = "stepscope.models.attention.written_out"
+_PYTORCH = "stepscope.models.attention.pytorch"
+
+ATTENTIONS: dict[Attention, AttentionRecord] = {
+    # Written out: scores, mask, softmax with the maximum subtracted, weighted sum.
+    "reference": AttentionRecord(
+        function=f"{_WRITTEN_OUT}:reference", scores="whole", memory="scores", predicted="always", rounds_scores=True,
+    ),
+    # PyTorch's scaled_dot_product_attention. PyTorch chooses the backend, and the run names it.
+    "sdpa": AttentionRecord(
+        function=f"{_PYTORCH}:sdpa", memory="chosen", predicted="always",
+        chooses_among=("sdpa-math", "sdpa-efficient", "sdpa-flash", "sdpa-cudnn"),
+    ),
+    # The following four: that backend, or an error.
+    "sdpa-math": AttentionRecord(
+        function=f"{_PYTORCH}:sdpa_math", scores="whole", memory="math", predicted="always",
+        signs=r"^aten::_scaled_dot_product_attention_math",
+    ),
+    "sdpa-efficient": AttentionRecord(
+        function=f"{_PYTORCH}:sdpa_efficient", memory="efficient", predicted="always", repeats_keys=True,
+        kept_operators=("aten::_scaled_dot_product_efficient_attention",),
+        # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. Its loads are of 16 bytes.
+        device_types=("cuda",), cuda_dtypes=_FUSED, head_dim_multiple=8,
+        rounds_weights="known of PyTorch's memory-efficient kernel, seen with PyTorch 2.11: its backward keeps the "
+        "weights in 16 bits and makes dS = P (dP - D) of the rounded ones, one rounding more than FlashAttention "
+        "(kernel_backward.h)",
+        signs=r"_scaled_dot_product_efficient_attention|^fmha_cutlass[FB]_|PyTorchMemEffAttention",
+        signs_when_compiled=True,
+    ),
+    "sdpa-flash": AttentionRecord(
+        function=f"{_PYTORCH}:sdpa_flash", memory="flash", predicted="always",
+        kept_operators=(
+            "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
+        ),
+        cuda_dtypes=_HALF, max_head_dim=256, window=False,
+        signs=r"_scaled_dot_product_flash_attention|pytorch_flash::flash_|FlashAttnFwdSm\d", signs_when_compiled=True,
+    ),
+    "sdpa-cudnn": AttentionRecord(
+        function=f"{_PYTORCH}:sdpa_cudnn", memory="cudnn", predicted="always",
+        kept_operators=("aten::_scaled_dot_product_cudnn_attention",),
+        # Beyond 128 only cuDNN from 9.22 on has a backward, and on some GPUs.
+        device_types=("cuda",), cuda_dtypes=_HALF, max_head_dim=128, head_dim_multiple=8, shortest=2,
+        signs=r"_scaled_dot_product_cudnn_attention|^cudnn\w*_sdpa_", signs_when_compiled=True,
+    ),
+    # Written out, without the maximum that keeps exp from overflowing.
+    "unsafe": AttentionRecord(
+        function=f"{_WRITTEN_OUT}:unsafe", scores="whole", memory="scores", predicted="eager", rounds_scores=True,
+        subtracts_maximum=False, proposed=False,
+    ),
+    # Written out for a chunk of queries at a time.
+    "chunked": AttentionRecord(
+        function=f"{_WRITTEN_OUT}:chunked", scores="pieces", memory="nothing", rounds_scores=True, calls_softmax=True,
+    ),
+    # PyTorch's FlexAttention, compiled.
+    "flex": AttentionRecord(
+        function="stepscope.models.attention.flex:flex", memory="fused", compiler="inductor",
+        trains_on=("cuda",), cuda_dtypes=_FUSED, cpu_dtypes=_FUSED, min_head_dim=16, max_head_dim=256,
+        signs=r"flex_attention|FlexAttention",
+    ),
+    # FlashAttention-2 tile by tile in PyTorch.
+    "flash-tiled": AttentionRecord(
+        function="stepscope.kernels.flash.tiled:flash_tiled", scores="pieces", memory="tiled",
+        signs=r"FlashAttentionTiled",
+    ),
+    # The same in Triton. bf16, and the copies from memory that run beside the arithmetic, begin with Ampere.
+    "flash": AttentionRecord(
+        function="stepscope.kernels.flash.attention:flash_attention", memory="hopper", predicted="always",
+        kept_operators=("stepscope::flash_attention_forward",), compiler="triton", kernel_by_length=True,
+        capability=(8, 0), cuda_dtypes=_FUSED, cpu_dtypes=_FUSED, max_head_dim=256,
+        signs=r"^stepscope::flash_attention_forward|^flash_forward", signs_when_compiled=True,
+    ),
+}  # fmt: skip
+
+PREFERRED: dict[str, tuple[Attention, ...]] = {
+    "cuda": ("flash", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "sdpa", "reference"),
+}
+PREFERRED_ELSEWHERE: tuple[Attention, ...] = ("sdpa", "reference")
+"""Not `flash`: Triton's interpreter is for testing."""
+
+
+def check_attention(name: Attention) -> None:
+    """Raise an InputError where there is no such implementation: what a file may say is checked by this."""
+    choose(name, tuple(ATTENTIONS), "attention")
+
+
+def scores_of(name: Attention) -> Scores:
+    """How the scores are made; what `auto` picks is fused."""
+    return ATTENTIONS[name].scores if name != AUTO else "fused"
+
+
+def attention_names() -> tuple[Attention, ...]:
+    """What a workload may ask for, `auto` last."""
+    return (*ATTENTIONS, AUTO)

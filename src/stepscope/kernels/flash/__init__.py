@@ -1,0 +1,1 @@
+"""FlashAttention-2: in Triton, and tile by tile in PyTorch (`tiled.py`)."""

@@ -1,0 +1,36 @@
+"""What the attentions share: which keys a query sees, and keys and values for each head."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from stepscope.models.attention import AttentionFunction
+
+
+def hidden_keys(query_S1: Tensor, key_1T: Tensor, causal: bool, window: int | None) -> Tensor:
+    """(S, T): whether the query does not see the key."""
+    if window is None:
+        return key_1T > query_S1
+    outside = query_S1 - key_1T >= window
+    return outside | (key_1T > query_S1 if causal else key_1T - query_S1 >= window)
+
+
+def for_all_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values once for each query head."""
+    group = q.shape[1] // k.shape[1]
+    if group == 1:
+        return k, v
+    return k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+
+
+def blind_queries(q: Tensor, k: Tensor, window: int | None) -> int:
+    """How many queries, the last ones, see no key: those from T + w - 1 on, causal or not."""
+    return 0 if window is None else max(0, q.shape[-2] - (k.shape[-2] + window - 1))
+
+
+def with_zeros(
+    function: AttentionFunction, blind: int, q: Tensor, k: Tensor, v: Tensor,
+    *, causal: bool, scale: float | None, window: int | None,
+) -> Tensor:  # fmt: skip
+    """Attention of all queries but the last `blind`, and zeros for these."""
+    out = function(q[:, :, :-blind], k, v, causal=causal, scale=scale, window=window)
+    return F.pad(out, (0, 0, 0, blind))

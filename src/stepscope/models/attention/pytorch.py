@@ -1,0 +1,68 @@
+"""PyTorch's scaled_dot_product_attention, and each of its backends."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from stepscope.models.attention import AttentionFunction
+from stepscope.models.attention.masks import blind_queries, for_all_heads, hidden_keys, with_zeros
+
+
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
+) -> Tensor:
+    """PyTorch's scaled_dot_product_attention; PyTorch chooses the backend. A sliding window becomes a mask (S, T)."""
+    blind = blind_queries(q, k, window)
+    if blind:
+        return with_zeros(sdpa, blind, q, k, v, causal=causal, scale=scale, window=window)
+    # The fused backends read rows of D numbers that lie side by side.
+    q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
+    if scale is not None and scale <= 0:
+        # Its CPU kernel scales what the mask has made -inf: NaN of 0 * -inf, and infinity of a negative scale.
+        q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
+    grouped = q.shape[1] != k.shape[1]
+    if window is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+    query_S1 = torch.arange(q.shape[-2], device=q.device)[:, None]
+    key_1T = torch.arange(k.shape[-2], device=q.device)[None, :]
+    seen_ST = ~hidden_keys(query_S1, key_1T, causal, window)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen_ST, scale=scale, enable_gqa=grouped)
+
+
+def _by(backend: SDPBackend) -> AttentionFunction:
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
+    ) -> Tensor:
+        with sdpa_kernel(backend):
+            return sdpa(q, k, v, causal=causal, scale=scale, window=window)
+
+    return attention
+
+
+sdpa_math, sdpa_cudnn = _by(SDPBackend.MATH), _by(SDPBackend.CUDNN_ATTENTION)
+
+
+def sdpa_efficient(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
+) -> Tensor:
+    """Not every release's kernel has grouped heads: keys and values are repeated for it."""
+    k, v = for_all_heads(q, k, v)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return sdpa(q, k, v, causal=causal, scale=scale, window=window)
+
+
+def sdpa_flash(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
+) -> Tensor:
+    """PyTorch's FlashAttention has causal squares alone, so that an oblong is cut: keys from S on nobody sees, and
+    queries from T on see all keys.
+    """
+    queries, keys = q.shape[-2], k.shape[-2]
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        if not causal or queries == keys:
+            return sdpa(q, k, v, causal=causal, scale=scale, window=window)
+        if queries < keys:
+            return sdpa(q, k[:, :, :queries], v[:, :, :queries], causal=True, scale=scale, window=window)
+        square = sdpa(q[:, :, :keys], k, v, causal=True, scale=scale, window=window)
+        return torch.cat([square, sdpa(q[:, :, keys:], k, v, causal=False, scale=scale, window=window)], dim=-2)

@@ -1,0 +1,103 @@
+"""Attention written out in PyTorch's operators: with all scores at once, or for a chunk of queries at a time."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from stepscope.measure.ranges import detail_range
+from stepscope.models.attention.masks import blind_queries, for_all_heads, hidden_keys, with_zeros
+
+CHUNK = 256
+"""Queries of a chunk."""
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None,
+    subtract_maximum: bool = True,
+) -> Tensor:  # fmt: skip
+    """Attention written out: scores, mask, softmax with the maximum subtracted, weighted sum."""
+    blind = blind_queries(q, k, window)
+    if blind:
+        function = partial(reference, subtract_maximum=subtract_maximum)
+        return with_zeros(function, blind, q, k, v, causal=causal, scale=scale, window=window)
+    k, v = for_all_heads(q, k, v)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    with detail_range("attention scores"):
+        scores_BHST = q @ k.transpose(-2, -1) * scale
+        if causal or window is not None:
+            query_S1 = torch.arange(q.shape[-2], device=q.device)[:, None]
+            key_1T = torch.arange(k.shape[-2], device=q.device)[None, :]
+            scores_BHST = scores_BHST.masked_fill(hidden_keys(query_S1, key_1T, causal, window), float("-inf"))
+    with detail_range("softmax"):
+        if subtract_maximum:
+            # exp overflows in fp16 above ln(65504) = 11.09: with the row's maximum subtracted, no exponent is above 0.
+            # Softmax does not change when a row is shifted, so the maximum's gradient is zero: detached, the scores
+            # need not be saved for backward (one S x T tensor in three).
+            maximum_BHS1 = scores_BHST.detach().amax(dim=-1, keepdim=True)
+            exponentials_BHST = torch.exp(scores_BHST - maximum_BHS1)
+        else:
+            exponentials_BHST = torch.exp(scores_BHST)
+        weights_BHST = exponentials_BHST / exponentials_BHST.sum(dim=-1, keepdim=True)
+    with detail_range("attention output"):
+        return weights_BHST @ v
+
+
+def unsafe(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
+) -> Tensor:
+    """The same with exp of the scores as they are: in fp16 a score above 11.09 makes infinity, in fp32 one above 88.7;
+    and where all of a row lie far below zero, 0 / 0.
+    """
+    return reference(q, k, v, causal=causal, scale=scale, window=window, subtract_maximum=False)
+
+
+def chunked(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
+) -> Tensor:
+    """Written out for CHUNK queries at a time, over the keys that any of them sees (Rabe & Staats 2021,
+    arXiv:2112.05682, without their chunks of keys).
+
+    At most CHUNK x T scores are alive. Backward computes each chunk's scores once more (`torch.utils.checkpoint`), and
+    keeps queries, keys and values alone: kept by autograd, the chunks would make up the whole S x T again.
+    """
+    blind = blind_queries(q, k, window)
+    if blind:
+        return with_zeros(chunked, blind, q, k, v, causal=causal, scale=scale, window=window)
+    queries, keys = q.shape[-2], k.shape[-2]
+    recomputes = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
+    outs: list[Tensor] = []
+    for first in range(0, queries, CHUNK):
+        after = min(first + CHUNK, queries)
+        first_key = max(0, first - window + 1) if window is not None else 0
+        after_key = min(after if causal else after + window - 1 if window is not None else keys, keys)
+        rows = _rows(first, first_key, causal=causal, scale=scale, window=window)
+        inputs = q[:, :, first:after], k[:, :, first_key:after_key], v[:, :, first_key:after_key]
+        if recomputes:
+            # Nothing here is random.
+            out = checkpoint(rows, *inputs, use_reentrant=False, preserve_rng_state=False)
+            assert isinstance(out, Tensor)
+            outs.append(out)
+        else:
+            outs.append(rows(*inputs))
+    return torch.cat(outs, dim=-2)
+
+
+def _rows(
+    first: int, first_key: int, *, causal: bool, scale: float | None, window: int | None
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Attention written out, for the queries from position `first` on over the keys from `first_key` on."""
+
+    def rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = for_all_heads(q, k, v)
+        scores_BHST = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+        if causal or window is not None:
+            query_S1 = torch.arange(first, first + q.shape[-2], device=q.device)[:, None]
+            key_1T = torch.arange(first_key, first_key + k.shape[-2], device=q.device)[None, :]
+            scores_BHST = scores_BHST.masked_fill(hidden_keys(query_S1, key_1T, causal, window), float("-inf"))
+        return scores_BHST.softmax(dim=-1) @ v
+
+    return rows

@@ -1,0 +1,139 @@
+"""The `stepscope` command, run as its user runs it: with a process, an exit code, stdout and stderr of its own.
+
+To import torch takes longer than most of what the tests ask of the command. So there is one process that has imported
+everything, and forks: the child is `python -m stepscope` from its first line on. A call in another environment than
+that process started in gets a process of its own from the beginning.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, Any
+
+Done = subprocess.CompletedProcess[str]
+_COMMAND = (sys.executable, "-m", "stepscope")
+_NO_MATTER = ("PYTEST_CURRENT_TEST", "COLUMNS", "LINES")
+"""Variables that change from test to test, or that are read when something is shown: no import depends on them."""
+
+
+def stepscope(*arguments: object, cwd: Path | None = None, timeout: float = 240, **environment: str) -> Done:
+    """Run `stepscope` with these arguments to its end. Keywords are further variables of its environment."""
+    words = [str(argument) for argument in arguments]
+    variables = {**os.environ, **environment}
+    if _of_imports(variables) == _of_imports(dict(os.environ)) and (fork := _Fork.here(variables)) is not None:
+        return fork.run(words, cwd or Path.cwd(), variables, timeout)
+    return subprocess.run(
+        [*_COMMAND, *words], cwd=cwd, env=variables, capture_output=True, text=True, check=False, timeout=timeout
+    )
+
+
+def _of_imports(variables: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name not in _NO_MATTER}
+
+
+class _Fork:
+    """The process that forks, as the tests see it."""
+
+    _known: "dict[int, _Fork]" = {}  # noqa: RUF012  (one for each process of tests)
+
+    @classmethod
+    def here(cls, variables: dict[str, str]) -> "_Fork | None":
+        """That of this process of tests; None where it started in another environment."""
+        if not hasattr(os, "fork"):
+            return None
+        fork = cls._known.get(os.getpid()) or cls._known.setdefault(os.getpid(), cls())
+        return fork if fork._started_in == _of_imports(variables) else None
+
+    def __init__(self) -> None:
+        self._started_in = _of_imports(dict(os.environ))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.command"], cwd=Path(__file__).parent.parent,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def run(self, words: list[str], cwd: Path, variables: dict[str, str], timeout: float) -> Done:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with tempfile.TemporaryDirectory() as folder:
+            out, error = Path(folder, "out"), Path(folder, "err")
+            asked = {
+                "words": words, "cwd": str(cwd), "variables": variables, "timeout": timeout,
+                "out": str(out), "error": str(error),
+            }  # fmt: skip
+            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.flush()
+            code = json.loads(self._process.stdout.readline())
+            if code is None:
+                raise subprocess.TimeoutExpired([*_COMMAND, *words], timeout)
+            return Done([*_COMMAND, *words], code, out.read_text(), error.read_text())
+
+
+def _serve(requests: IO[str], answers: IO[str]) -> None:
+    """Fork for each request, and answer with the child's exit code. Returns in the child, which is ready to begin."""
+    import polars  # noqa: F401
+    import torch  # noqa: F401
+
+    import stepscope.cli.app
+    import stepscope.studies.step
+    import stepscope.studies.sweep  # noqa: F401
+
+    for line in requests:
+        asked = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _become(asked)
+            return
+        print(json.dumps(_wait(pid, asked["timeout"])), file=answers, flush=True)
+    os._exit(0)
+
+
+def _become(asked: dict[str, Any]) -> None:
+    os.chdir(asked["cwd"])
+    os.environ.clear()
+    os.environ.update(asked["variables"])
+    for number, path, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, asked["out"], os.O_WRONLY | os.O_CREAT),
+        (2, asked["error"], os.O_WRONLY | os.O_CREAT),
+    ):
+        opened = os.open(path, flags, 0o600)
+        os.dup2(opened, number)
+        os.close(opened)
+    # As `python -m` has them: what click makes the command's name of.
+    sys.argv = ["-m", *asked["words"]]
+    sys.path[0] = asked["cwd"]
+
+
+def _wait(pid: int, timeout: float) -> int | None:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+if __name__ == "__main__":
+    _requests = os.fdopen(os.dup(0), "r")
+    _answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an import prints is no answer
+    _serve(_requests, _answers)
+    try:
+        runpy.run_module("stepscope", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        # Two seconds go into taking modules down that the fork shares with its parent.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else 0)
