@@ -17,7 +17,7 @@ from stepscope.cli.app import app
 from stepscope.cli.grammar import OLD_SPELLINGS
 from stepscope.cli.options import GROUPS, OPTIONS, line_of
 from stepscope.cli.verb import EXAMPLES
-from stepscope.core.model_config import SIZE_FIELDS
+from stepscope.core.model_config import ModelConfig
 from stepscope.core.workload import Workload
 
 ROOT = Path(__file__).parent.parent
@@ -48,7 +48,8 @@ def stepscope(*arguments: str, **environment: str) -> subprocess.CompletedProces
 
 
 def test_every_field_of_a_workload_is_an_option_of_run_sweep_and_fit():
-    fields = {*SIZE_FIELDS, *(field.name for field in msgspec.structs.fields(Workload))}
+    sizes = (field.name for field in msgspec.structs.fields(ModelConfig) if field.name != "name")
+    fields = {*sizes, *(field.name for field in msgspec.structs.fields(Workload))}
     flags = {f"--{field.replace('_', '-')}" for field in fields}
     assert flags <= set(options_of("run"))
     assert flags <= set(options_of("sweep"))

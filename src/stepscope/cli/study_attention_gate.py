@@ -42,7 +42,7 @@ def attention_gate(
     if from_ is not None:
         show_matrix(read_matrix(from_), json)
         return
-    from stepscope.core.attention_support import SUPPORT
+    from stepscope.core.attentions import ATTENTIONS
     from stepscope.core.run_directory import write_atomically
     from stepscope.measure.device import resolve_device
     from stepscope.measure.environment import read_environment
@@ -56,7 +56,7 @@ def attention_gate(
         shapes_of,
     )
 
-    names = implementations_of(attention or list(SUPPORT))
+    names = implementations_of(attention or list(ATTENTIONS))
     wanted = gate_dtypes_of(dtype or GATE_DTYPES)
     found = resolve_device(device)
     environment = read_environment(found)

@@ -109,7 +109,7 @@ class _Part:
         text = option.words
         if self._repeats:
             kind, default, text = list[kind], default or None, f"{text} May be repeated."
-        elif self.several:
+        elif self.several and kind is not bool:
             kind, default, metavar = str, ",".join(map(str, default or ())) or None, f"{metavar},..."
         if usual is None and option.takes is not bool and default is not None:
             usual = str(default)
@@ -135,7 +135,7 @@ class _Part:
         if value is None:
             return self.default
         if self.several:
-            return several(value, option)
+            return (value,) if option.takes is bool else several(value, option)
         return value if option.takes in (int, float, bool, Path, str) else option.takes(value)
 
     @property
