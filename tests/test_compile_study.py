@@ -232,7 +232,7 @@ def test_where_launches_set_the_pace():
     found = findings(cell("eager", 1.25), cell("default", 1.12))
     sentence = found["launch-bound"].sentence
     assert "no kernel runs for 36.0 % of the eager step (134 kernels) and 50.0 % of the compiled one" in sentence
-    assert "--modes reduce-overhead" in sentence
+    assert "--compile reduce-overhead" in sentence
     assert "launch-bound" not in findings(cell("eager", 0.9), cell("default", 0.6))
 
 

@@ -26,7 +26,7 @@ def nothing_to_compare(study: Comparison[Any, Any], *, verb: str, asked: str, si
     there = ", ".join(dict.fromkeys(cell.value for cell in study.cells))
     return (
         f"nothing to compare: no cell here was measured both {sides} (there is {there}); "
-        "give the folder of the others too, by a second --read"
+        "give the folder of the others too, by a second --from"
     )
 
 

@@ -189,7 +189,7 @@ def _alone(groups: Sequence[StepGroup]) -> Iterator[Finding]:
         yield note(
             "nothing to compare",
             f"There is nothing to compare in {len(alone)} of {len(groups)} cells, {first}: one attention alone was "
-            f"measured there ({names}). Others: --implementations.",
+            f"measured there ({names}). Others: --attention.",
             {"cells": len(alone)},
         )
 

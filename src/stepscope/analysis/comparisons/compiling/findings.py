@@ -324,7 +324,7 @@ def _launches(study: CompileStudy) -> Iterator[Finding]:
         if host[0] and host[1]:
             issued = f" The host takes {format_seconds(host[1])} to issue it, eagerly {format_seconds(host[0])}."
         graphs = (
-            " CUDA graphs would issue them at once: --modes reduce-overhead."
+            " CUDA graphs would issue them at once: --compile reduce-overhead."
             if idle[1] >= _LAUNCH_BOUND and pair.other.value == "default"
             else ""
         )
