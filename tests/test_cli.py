@@ -298,3 +298,22 @@ def test_warm_up_study(tmp_path: Path):
 
 def test_version():
     assert stepscope("--version").stdout == "stepscope 0.1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run", "--seconds", "inf"], "--seconds is inf: write a finite number"),
+        (["run", "--seconds", "1e300"], "seconds is 1e+300: it must be at most 10,000,000"),
+        (["fit", "--against", "runs", "--tied"], "--against takes its workloads from the runs: leave out --tied"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_runs(arguments: list[str], says: str, tmp_path: Path):
+    done = stepscope(*arguments, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"stepscope: {says}\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_completion_that_asks_for_nothing_is_one_line():
+    done = stepscope(_STEPSCOPE_COMPLETE="complete_bash")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr

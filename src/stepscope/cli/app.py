@@ -103,6 +103,8 @@ def main() -> NoReturn:
         if interrupts.received():  # a library made something else of it
             _leave("interrupted", EXIT_INTERRUPTED)
         _leave_if_named(error)
+        if "_STEPSCOPE_COMPLETE" in os.environ:
+            _leave("the shell's completion asked for nothing: stepscope --install-completion", EXIT_WRONG_INPUT)
         raise
     if code == EXIT_INTERRUPTED or interrupts.received():
         _leave("interrupted", EXIT_INTERRUPTED)

@@ -41,6 +41,8 @@ def fit(
 ) -> None:
     """Predict the peak memory of a step, say whether it fits, and what would make it fit. Needs no GPU."""
     _check_together({"--tensors": tensors, "--sweep": sweep, "--fake": fake}, memory, device, against)
+    if against and said.flags:
+        raise InputError(f"--against takes its workloads from the runs: leave out {', '.join(said.flags)}")
     if against:
         _compare(against, apart, save, json)
         return

@@ -166,7 +166,8 @@ def study_now(args: list[str]) -> list[str]:
     """`study attention --gate` and `--model` are verbs of their own."""
     if args[:1] != ["attention"]:
         return args
-    for arg in args[1:]:
+    options = args[1 : args.index("--")] if "--" in args else args[1:]
+    for arg in options:
         mode = arg.partition("=")[0]
         if mode in _OLD_MODES:
             _say(f"study attention {mode}", f"study {_OLD_MODES[mode]}")

@@ -268,6 +268,11 @@ class OneWorkload:
 
     said: Mapping[str, Any]
 
+    @property
+    def flags(self) -> list[str]:
+        """The options that were given."""
+        return _flags(self.said)
+
     def workload(self, **otherwise: Any) -> Workload:
         """The workload; what was not said is as in `otherwise`, or else as Workload has it."""
         chosen = {**otherwise, **self.said}
@@ -284,9 +289,7 @@ class ManyWorkloads:
     @property
     def flags(self) -> list[str]:
         """The options that were given."""
-        return [
-            option.flag for option in OPTIONS if option.fills in (ModelConfig, Workload) and option.name in self.said
-        ]
+        return _flags(self.said)
 
     def workloads(self, **otherwise: Any) -> list[Workload]:
         """Every combination."""
@@ -300,6 +303,11 @@ class ManyWorkloads:
             for combination in itertools.product(*sizes.values())
         ]
         return grid(model=models, **chosen)
+
+
+def _flags(said: Mapping[str, Any]) -> list[str]:
+    names = dict.fromkeys(option.name for option in OPTIONS if option.fills in (ModelConfig, Workload))
+    return [f"--{name.replace('_', '-')}" for name in names if name in said]
 
 
 _FIELDS = [option.name for option in OPTIONS if option.fills in (ModelConfig, Workload)]
@@ -349,8 +357,6 @@ def line_of(name: str, verb: str) -> Option | None:
 def several(text: str, option: Option) -> tuple[Any, ...]:
     """What a comma-separated list says, each word once."""
     found = words(text, option.flag)
-    if option.takes is bool:
-        return tuple(choose(word, ("true", "false"), option.flag) == "true" for word in found)
     try:
         return tuple(option.takes(word) for word in found)
     except ValueError:

@@ -7,6 +7,7 @@ Each keyword parameter names a line of the table; its annotation says how many v
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from stepscope.cli.options import (
     settings_from,
     several,
 )
+from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.run import Settings
 from stepscope.core.workload import Workload
@@ -136,6 +138,8 @@ class _Part:
             return self.default
         if self.several:
             return (value,) if option.takes is bool else several(value, option)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"{option.flag} is {value}: write a finite number")
         return value if option.takes in (int, float, bool, Path, str) else option.takes(value)
 
     @property

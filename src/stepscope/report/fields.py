@@ -57,6 +57,7 @@ FIELDS: dict[str, Field] = {
     "layers": Field(read=lambda run: run.workload.model.layers),
     "heads": Field(read=lambda run: run.workload.model.heads),
     "kv_heads": Field(read=lambda run: run.workload.model.key_heads),
+    "tied": Field(read=lambda run: "true" if run.workload.model.tied else "false"),
     "head_dim": Field(read=lambda run: run.workload.model.head_dim),
     "vocabulary": Field(read=lambda run: run.workload.model.vocabulary),
     "batch_size": Field(read=_workload("batch_size")),
