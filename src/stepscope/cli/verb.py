@@ -138,7 +138,7 @@ class _Part:
             return self.default
         if self.several:
             return (value,) if option.takes is bool else several(value, option)
-        if isinstance(value, float) and not math.isfinite(value):
+        if option.takes is float and not math.isfinite(value):
             raise InputError(f"{option.flag} is {value}: write a finite number")
         return value if option.takes in (int, float, bool, Path, str) else option.takes(value)
 
