@@ -304,7 +304,6 @@ def test_version():
     ("arguments", "says"),
     [
         (["run", "--seconds", "inf"], "--seconds is inf: write a finite number"),
-        (["run", "--seconds", "1e300"], "seconds is 1e+300: it must be at most 10,000,000"),
         (["fit", "--against", "runs", "--tied"], "--against takes its workloads from the runs: leave out --tied"),
     ],
 )

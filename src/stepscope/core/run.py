@@ -11,7 +11,6 @@ from stepscope.core.evidence import Evidence
 from stepscope.core.finding import Finding
 from stepscope.core.identity import identity_of
 from stepscope.core.samples import Samples
-from stepscope.core.units import MOST_SECONDS
 from stepscope.core.work import Work
 from stepscope.core.workload import Workload
 
@@ -59,9 +58,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ):
             if not getattr(self, field) >= least:  # so written, a NaN is refused too
                 raise InputError(f"{field} is {getattr(self, field)}: it must be at least {least}")
-        for field in ("warmup_seconds", "seconds"):
-            if getattr(self, field) > MOST_SECONDS:
-                raise InputError(f"{field} is {getattr(self, field)}: it must be at most {MOST_SECONDS:,.0f}")
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
