@@ -177,7 +177,7 @@ def drift(run: Run, n: int, rho: float, deviations: float, runs: int) -> Drift:
 
 
 def stored_runs(results: Path) -> list[Run]:
-    """Those with enough steps to be halved."""
+    """The stored runs with enough steps to be halved."""
     runs = [msgspec.json.decode(path.read_bytes(), type=Run) for path in sorted(results.rglob("run.json"))]
     return [run for run in runs if "step" in run.samples and run.samples["step"].count >= LEAST_STEPS]
 

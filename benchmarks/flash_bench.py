@@ -50,7 +50,7 @@ def why_not_hopper() -> str | None:
 
 
 def median_ms(run: Any, warmup_ms: int, repeat_ms: int) -> float:
-    """Of the device's own time; without a GPU one call by the host's clock."""
+    """The median of the device's own time; without a GPU the time of one call by the host's clock."""
     from stepscope.core.run import Settings  # noqa: PLC0415
     from stepscope.measure.device import resolve_device  # noqa: PLC0415
     from stepscope.measure.lead import median_call_s  # noqa: PLC0415

@@ -62,7 +62,7 @@ def attention_mismatch(run: Run) -> Finding | None:
 
 
 def _written_out(calls: dict[str, int]) -> list[Attention]:
-    """Those without signs that take their softmax by these operators."""
+    """Attentions without signs that take their softmax by these operators."""
     softmax, maximum = bool(calls.get("aten::_softmax")), bool(calls.get("aten::amax"))
     if not softmax and not calls.get("aten::exp"):
         return []

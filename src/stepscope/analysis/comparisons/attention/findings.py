@@ -20,7 +20,7 @@ from stepscope.core.units import format_bytes, format_milliseconds
 _MOVES = 4
 """Named in a sentence."""
 _FILLED = 0.9
-"""Of the step, by kernels: where they fill less, the device waits for the host."""
+"""The share of the step that kernels fill: below it, the device waits for the host."""
 
 
 def steps_findings(study: StepStudy, groups: Sequence[StepGroup], unread: int) -> Iterator[Finding]:
