@@ -24,6 +24,7 @@ from stepscope.numerics.autocast_operators import (
 from tests.command import Done, stepscope
 
 CPU = torch.device("cpu")
+TORCH_RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +125,12 @@ def test_rules_of_cuda_without_a_gpu(cuda_rules: dict[str, Observed]):
         "exp", "log", "pow", "rsqrt", "reciprocal", "softplus", "sum", "prod", "cumsum",
         "binary_cross_entropy_with_logits",
     }  # fmt: skip
-    assert by["promotes"] == {
+    assert by["promotes"] - {"grid_sample"} == {
         "addcmul", "atan2", "cross", "dot", "tensordot", "scatter_add", "index_put", "bilinear",
     }  # fmt: skip
+    # PyTorch 2.13 runs no grid_sample on fake tensors, so its rule cannot be seen without a GPU; 2.11 does.
+    seen = cuda_rules["grid_sample"].treatment
+    assert seen == "promotes" or (seen is None and TORCH_RELEASE > (2, 11))
     assert by["as its inputs"] >= {"relu", "gelu", "silu", "add", "mul", "mean", "amax", "batch_norm"}
     assert by["refuses"] == {"binary_cross_entropy"}
 
