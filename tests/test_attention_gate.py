@@ -102,7 +102,7 @@ def test_the_kernel_passes_in_tritons_interpreter(dtype: TensorDtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("name", [name for name in ATTENTIONS if name != "flex"])
+@pytest.mark.parametrize("name", [name for name in ATTENTIONS if name not in {"flash", "flex"}])
 def test_every_implementation_passes_on_a_gpu(name: Attention, dtype: TensorDtype):
     report = check_attention_implementation(
         name, device=torch.device("cuda"), dtypes=(dtype,), shapes=gate_shapes(), repeat=True
@@ -110,6 +110,16 @@ def test_every_implementation_passes_on_a_gpu(name: Attention, dtype: TensorDtyp
     assert [verdict.sentence for verdict in report.unexplained] == []
     ran = any(verdict.outcome != "not supported" for verdict in report.verdicts)
     assert ran or dtype not in ATTENTIONS[name].cuda_dtypes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_flash_passes_on_a_gpu(dtype: TensorDtype, part: int):
+    """In parts, side by side: every shape has kernels of its own to compile."""
+    check_attention_implementation(
+        "flash", device=torch.device("cuda"), dtypes=(dtype,), shapes=gate_shapes()[part::4], repeat=True
+    ).require()
 
 
 @pytest.mark.gpu

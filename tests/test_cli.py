@@ -149,7 +149,8 @@ def test_wrong_input_is_one_line_and_code_2(arguments: list[str], says: str, tmp
 
 
 def test_out_of_memory_is_code_3_and_a_run_that_says_where(tmp_path: Path):
-    result = stepscope("run", *QUICK, "--seq-len", "500000", "--batch-size", "1", "--runs", str(tmp_path))
+    sizes = ("--d-model", "16", "--heads", "8", "--seq-len", "2200000", "--batch-size", "1")  # 128 TiB of scores
+    result = stepscope("run", *QUICK, *sizes, "--runs", str(tmp_path))
     assert result.returncode == 3, result.stderr
     assert "out-of-memory (warm-up, forward, blocks.0.attention)" in result.stdout
     assert "Traceback" not in result.stderr + result.stdout

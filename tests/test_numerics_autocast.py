@@ -1,5 +1,6 @@
 """Dtypes under autocast as they were seen: the toy network, transformers, a user's own, and operator by operator."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -351,7 +352,10 @@ def test_what_is_wrong_with_a_module_is_one_line(own: str, factory: str, said: s
         ({"device": "tpu"}, "unknown device 'tpu'"),
     ],
 )
-def test_wrong_names(arguments: dict[str, str], said: str):
+def test_wrong_names(arguments: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch):
+    told = {"SC_PHYS_PAGES": 2**22, "SC_PAGE_SIZE": 2**12}  # a machine of 16 GiB
+    asked = os.sysconf
+    monkeypatch.setattr(os, "sysconf", lambda name: told.get(name) or asked(name))
     with pytest.raises(InputError, match=said):
         study_autocast(**{"device": "cpu", **arguments})
 

@@ -551,7 +551,7 @@ def test_an_answer_is_kept_read_again_and_drawn(tmp_path: Path, capfd: pytest.Ca
 def test_the_matrix_is_whole_and_says_who_is_wrong(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     kept = tmp_path / "gate.json"
     gate = ["study", "attention-gate", "--attention", "sdpa,sdpa-cudnn", "--dtype", "fp32,bf16", "--workers", "1"]
-    app([*gate, "--figures", str(kept)], standalone_mode=False)
+    app([*gate, "--device", "cpu", "--figures", str(kept)], standalone_mode=False)
     text = capfd.readouterr().out
     assert "32 of 64 calls were judged, and 32 are not supported" in text
     matrix = decode_matrix(kept.read_bytes(), "gate")
