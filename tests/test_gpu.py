@@ -63,10 +63,11 @@ def kinds(run: Run) -> set[str]:
 
 
 def test_events_and_host_clock_agree(out: Path):
+    """Where others use the machine, the host waits between phases in some steps: the phases are then less than them."""
     run = measured(out, model="small", seq_len=256, batch_size=4)
-    phases = sum(run.samples[name].median_s or 0 for name in ("forward", "backward", "optimizer"))
-    step_s = run.samples["step"].median_s
-    assert step_s is not None and phases == pytest.approx(step_s, rel=0.05)
+    phases = [run.samples[name].values_s for name in ("forward", "backward", "optimizer")]
+    shares = [sum(parts) / step for *parts, step in zip(*phases, run.samples["step"].values_s, strict=True)]
+    assert max(shares) == pytest.approx(1, abs=0.05)
     assert run.samples["forward"].clock == "cuda events"
     assert not {"timer-stopped-early", "impossible-rate", "precision-mismatch"} & kinds(run)
 
