@@ -2,10 +2,11 @@
 
     python tests/recorded.py --out results/h200/tests/suite.json -- -n 14 --dist worksteal
     python tests/recorded.py --out results/cpu/tests/avx2-1.json --capability avx2 --threads 1 -- -n 2 --dist loadfile
+    python tests/recorded.py --show results/*/tests/*.json
 
 What follows `--` goes to pytest. `--limit` seconds interrupt it, and what it has done by then is kept. A capability
 limits PyTorch's vector instructions, and those of MKL and oneDNN under it, so that a machine shows what an older one
-would. Exit code: pytest's.
+would. Exit code: pytest's. `--show` prints what was kept as a table in Markdown.
 """
 
 import argparse
@@ -34,12 +35,18 @@ CAPABILITIES = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--capability", choices=CAPABILITIES)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--limit", type=float)
     parser.add_argument("pytest", nargs="*", help="what pytest is given")
     given = parser.parse_args()
+    if given.show:
+        print(table(given.show))
+        return 0
+    if given.out is None:
+        parser.error("--out says where to keep what the tests said, --show shows what was kept")
     settings = dict(CAPABILITIES.get(given.capability, {}))
     if given.threads is not None:
         settings["OMP_NUM_THREADS"] = str(given.threads)
@@ -77,6 +84,20 @@ def main() -> int:
     given.out.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{found['passed']} passed, {found['failed']} failed, {found['skipped']} skipped in {seconds:.0f} s")
     return suite.returncode
+
+
+def table(paths: list[Path]) -> str:
+    """What suites said, a row each, as docs/measuring.md shows it."""
+    rows = ["| suite | machine | versions | passed | failed | skipped |", "|---|---|---|---|---|---|"]
+    for path in sorted(paths):
+        kept = json.loads(path.read_text())
+        versions = kept["environment"]["versions"]
+        named = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "triton") if name in versions)
+        suite = Path(*path.parts[-3:])
+        counts = (kept[kind] for kind in ("passed", "failed", "skipped"))
+        cells = (f"[{suite}](../results/{suite})", kept["environment"]["device_name"], named, *map(str, counts))
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 def _name(case: ElementTree.Element) -> str:
