@@ -16,7 +16,8 @@ from stepscope.core.run_directory import write_atomically
 
 DIGEST_FILE = "trace-{tool}.json"
 _TOOLS = {"Kineto": "kineto", "Nsight Systems": "nsys"}
-_TOP = 8
+KEPT_ROWS = 8
+"""Kernels kept of each ranking."""
 
 
 class FamilyRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +74,10 @@ class TraceDigest(msgspec.Struct, frozen=True, kw_only=True):
     """Empty where the capture holds no operators with shapes."""
     places: tuple[PlaceRow, ...] = ()
     """Empty in digests that were kept before there were any, and where no kernel has a module."""
+    top_together: tuple[KernelRow, ...] = ()
+    """The kernels that take longest in forward and backward together. Older digests have none."""
+    softmax_kernels: tuple[KernelRow, ...] = ()
+    """The kernels that softmax is made of in forward. Older digests have none."""
 
     def phase(self, name: str) -> PhaseSummary | None:
         """The phase of that name, or None."""
@@ -94,14 +99,16 @@ def digest_of(summary: TraceSummary, findings: tuple[Finding, ...]) -> TraceDige
         gemm_fraction=summary.gemm_fraction,
         phases=summary.phases,
         families=tuple(FamilyRow(**row) for row in summary.families.iter_rows(named=True)),
-        top=tuple(row for phase in summary.phase_names for row in summary.top_kernels(phase, _TOP)),
+        top=tuple(row for phase in summary.phase_names for row in summary.top_kernels(phase, KEPT_ROWS)),
         top_without_products=tuple(
-            row for phase in summary.phase_names for row in summary.top_kernels(phase, _TOP, without_products=True)
+            row for phase in summary.phase_names for row in summary.top_kernels(phase, KEPT_ROWS, without_products=True)
         ),
         attention=summary.attention,
         findings=findings,
         roofs=_roofs(summary),
         places=tuple(PlaceRow(**row) for row in summary.places.iter_rows(named=True)) if summary.has_modules else (),
+        top_together=tuple(summary.top_together(KEPT_ROWS)),
+        softmax_kernels=tuple(summary.softmax_kernels(KEPT_ROWS)),
     )
 
 

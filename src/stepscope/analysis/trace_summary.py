@@ -24,6 +24,8 @@ from stepscope.work.transformer import products_per_forward, recomputed_products
 GEMM = "matrix multiplication"
 OUTSIDE = "outside"
 """The phase of what was launched outside the three phases, or by no call that was recorded."""
+FORWARD_AND_BACKWARD = "forward + backward"
+"""Both phases taken as one."""
 
 
 _LAYERS_TOGETHER = pl.col("module").cast(pl.String).fill_null("?").str.replace_all(r"(^|\.)\d+(\.|$)", "${1}*${2}")
@@ -53,7 +55,10 @@ class PhaseSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One kernel within one phase, per step. `share` is of the phase's kernel time."""
+    """One kernel within one phase, or within forward and backward together, per step.
+
+    `share` is of the kernel time that the rows are of: of the phase, of both phases, or of softmax.
+    """
 
     phase: str
     name: str
@@ -185,11 +190,25 @@ class TraceSummary:
     def top_kernels(self, phase: str, top: int = 5, *, without_products: bool = False) -> list[KernelRow]:
         """Questions (b) and (c): the kernels that take longest in a phase, matrix products left out if wanted."""
         mine = self._kernels.filter(pl.col("phase") == phase)
-        total = int(mine["duration_ns"].sum())
-        if without_products:
-            mine = mine.filter(pl.col("family") != GEMM)
+        chosen = mine.filter(pl.col("family") != GEMM) if without_products else mine
+        return self._longest(chosen, phase, int(mine["duration_ns"].sum()), top)
+
+    def top_together(self, top: int = 5) -> list[KernelRow]:
+        """The kernels that take longest in forward and backward together; none where the capture lacks one of them."""
+        if not {"forward", "backward"} <= set(self.phase_names):
+            return []
+        mine = self._kernels.filter(pl.col("phase").is_in(["forward", "backward"]))
+        return self._longest(mine, FORWARD_AND_BACKWARD, int(mine["duration_ns"].sum()), top)
+
+    def softmax_kernels(self, top: int = 5) -> list[KernelRow]:
+        """The kernels that softmax is made of in forward; none where attention has no range for it."""
+        inside = self._kernels.filter((pl.col("phase") == "forward") & (pl.col("part").cast(pl.String) == PARTS[1]))
+        return self._longest(inside, "forward", int(inside["duration_ns"].sum()), top)
+
+    def _longest(self, kernels: pl.DataFrame, phase: str, total: int, top: int) -> list[KernelRow]:
+        """By name, the longest first. `total`: the nanoseconds that a share is of."""
         rows = (
-            mine.group_by("name", "family")
+            kernels.group_by("name", "family")
             .agg(pl.len().alias("calls"), pl.col("duration_ns").sum().alias("busy_ns"))
             .with_columns(pl.col("name").cast(pl.String))
             .sort(["busy_ns", "name"], descending=[True, False])

@@ -11,8 +11,8 @@ from stepscope.core.run import Run
 from stepscope.core.run_directory import find_run_files, load_run
 
 if TYPE_CHECKING:
+    from stepscope.analysis.comparisons.kernels.cells import CapturedCell
     from stepscope.analysis.trace_digest import TraceDigest
-    from stepscope.report.kernel_study import StudiedCell
 
 
 @verb(
@@ -42,19 +42,23 @@ def kernels(
     where: tuple[str, ...] = (),
     tag: str | None,
     only: tuple[str, ...],
+    save: Path | None,
     json: bool,
 ) -> None:
     """Kernels by phase, their share, softmax and the rest, over models and sequence lengths."""
+    from stepscope.analysis.comparisons.kernels.answer import QUESTIONS
     from stepscope.core.errors import choose
     from stepscope.core.evidence import TRACE_TOOLS
-    from stepscope.report.kernel_study import QUESTIONS
+    from stepscope.report.plots.save import check_target
 
+    if save is not None:
+        check_target(save)
     choose(tool, TRACE_TOOLS, "tool")
     for letter in only:
         choose(letter, list(QUESTIONS), "question")
     asked = "".join(only)
     if from_ is not None:
-        _report(_stored(from_, where, tool, keep_digests), asked, json)
+        _report(_stored(from_, where), tool, keep_digests, asked, save, json)
         return
     from stepscope.cli.sweep import measure_and_report
     from stepscope.core.model_config import configure
@@ -80,23 +84,42 @@ def kernels(
         trace=recording.trace,
         memory=recording.memory,
     )
-    measure_and_report(plan, Policy(), lambda found: _report(_of_runs(found, runs, tool, keep_digests), asked, json))
+
+    def report(found: "list[tuple[Run, Path]]") -> None:
+        _report(found, tool, keep_digests, asked, save, json)
+
+    measure_and_report(plan, Policy(), lambda found: report([(run, runs / run.id) for run in found]))
 
 
-def _report(cells: "list[StudiedCell]", questions: str, json: bool) -> None:
+def _report(
+    found: list[tuple[Run, Path]], tool: str, keep: bool, questions: str, save: Path | None, json: bool
+) -> None:
+    """The answer from these runs, each with its directory."""
+    from stepscope.analysis.comparisons.kernels.answer import answer_kernels
+
+    cells = [cell for run, directory in found for cell in _cell(run, directory, tool, keep)]
     if not cells:
         raise InputError("no run here (with these conditions) holds a capture: measure with --record kineto")
+    captured = {cell.run.id for cell in cells}
+    ended = [run for run, _ in found if run.id not in captured and run.status != "done"]
+    answer = answer_kernels(cells, questions, ended)
+    if save is not None:
+        from stepscope.report.experiment import draw_experiment
+        from stepscope.report.plots.save import save_plot
+
+        save_plot(draw_experiment(answer), save)
+        warn(f"plotted in {save}")
     if json:
         for cell in cells:
-            row = {"run": cell.run.id, "workload": cell.run.workload, "trace": cell.digest}
-            emit_json(row)
+            emit_json({"run": cell.run.id, "workload": cell.run.workload, "trace": cell.digest})
         return
-    from stepscope.report.kernel_study import render_kernel_study
+    from stepscope.report.experiment import render_body, render_experiment
 
-    show(render_kernel_study(cells, questions))
+    show(render_body(answer) if questions else render_experiment(answer))
 
 
-def _stored(place: Path, where: tuple[str, ...], tool: str, keep: bool) -> "list[StudiedCell]":
+def _stored(place: Path, where: tuple[str, ...]) -> list[tuple[Run, Path]]:
+    """The runs in a folder that meet the conditions, each with its directory."""
     from stepscope.cli.table import condition
     from stepscope.report.tables import matches
 
@@ -111,18 +134,14 @@ def _stored(place: Path, where: tuple[str, ...], tool: str, keep: bool) -> "list
             warn(f"left out: {error}")
             continue
         if all(matches(run, *wanted) for wanted in conditions):
-            found += _cell(run, file.parent, tool, keep)
+            found.append((run, file.parent))
     return found
 
 
-def _of_runs(runs: list[Run], place: Path, tool: str, keep: bool) -> "list[StudiedCell]":
-    return [cell for run in runs for cell in _cell(run, place / run.id, tool, keep)]
-
-
-def _cell(run: Run, directory: Path, tool: str, keep: bool) -> "list[StudiedCell]":
+def _cell(run: Run, directory: Path, tool: str, keep: bool) -> "list[CapturedCell]":
     """The run's captures as digests: of the tool asked for, and of the other, if the run has one."""
+    from stepscope.analysis.comparisons.kernels.cells import CapturedCell
     from stepscope.core.evidence import TRACE_TOOLS
-    from stepscope.report.kernel_study import StudiedCell
 
     try:
         digests: dict[str, TraceDigest | None] = {
@@ -132,7 +151,7 @@ def _cell(run: Run, directory: Path, tool: str, keep: bool) -> "list[StudiedCell
         warn(f"left out: {error}")
         return []
     wanted = digests.pop(tool)
-    return [StudiedCell(run=run, digest=wanted, other=next(iter(digests.values())))] if wanted else []
+    return [CapturedCell(run=run, digest=wanted, other=next(iter(digests.values())))] if wanted else []
 
 
 def digest_beside(run: Run, directory: Path, tool: str, keep: bool) -> "TraceDigest | None":

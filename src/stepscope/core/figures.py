@@ -11,6 +11,11 @@ def digits(value: float | None) -> Figure:
     return None if value is None else float(f"{value:.4g}")
 
 
+def count(value: float | None) -> Figure:
+    """A whole number as one; a mean of numbers to four significant digits."""
+    return int(value) if value is not None and float(value).is_integer() else digits(value)
+
+
 def milliseconds(seconds: float | None) -> Figure:
     return None if seconds is None else digits(seconds * 1e3)
 

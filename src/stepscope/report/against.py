@@ -10,9 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from stepscope.analysis.comparisons.captures import CaptureComparison
+from stepscope.analysis.kernel_names.label import kernel_label
 from stepscope.core.shown_text import middle_cut, printable
 from stepscope.core.units import format_milliseconds
-from stepscope.report.kernel_label import kernel_label
+from stepscope.report.layout import name_shown
 from stepscope.report.terminal import make_table
 
 ROWS_SHOWN = 12
@@ -74,7 +75,7 @@ def _kernel_table(comparison: CaptureComparison) -> Table:
 
 def _labels(names: list[str]) -> dict[str, str]:
     """Each name's short label or, where two names have the same one, the whole of it."""
-    labels = {name: kernel_label(name) for name in names}
+    labels = {name: name_shown(kernel_label(name)) for name in names}
     shared = Counter(labels.values())
     return {name: label if shared[label] == 1 else name for name, label in labels.items()}
 

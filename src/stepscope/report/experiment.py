@@ -21,12 +21,16 @@ def render_experiment(experiment: Experiment) -> RenderableType:
     """The question, every table, and what follows."""
     versions = ", ".join(f"{name} {version}" for name, version in experiment.versions.items())
     settings = ", ".join(f"{name} {_text(value)}" for name, value in experiment.settings.items())
-    parts: list[RenderableType] = [
-        Text(printable(experiment.question), style="bold"),
-        Text(printable("; ".join(part for part in (experiment.device, versions, settings) if part))),
-    ]
+    where = "; ".join(part for part in (experiment.device, versions, settings) if part)
+    heading = (Text(printable(experiment.question), style="bold"), Text(printable(where)))
+    return Group(*heading, *([Text()] if experiment.tables else []), render_body(experiment))
+
+
+def render_body(experiment: Experiment) -> RenderableType:
+    """Every table, and what follows."""
+    parts: list[RenderableType] = []
     for figures in experiment.tables:
-        parts += [Text(), *_titled(figures)]
+        parts += [*([Text()] if parts else []), *_titled(figures)]
     if experiment.findings:
         parts.append(Text())
     return Group(*parts, *_sentences(experiment))

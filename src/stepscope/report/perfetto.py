@@ -18,11 +18,12 @@ import msgspec
 import polars as pl
 
 from stepscope.analysis.attribution import ROOT, Attribution
+from stepscope.analysis.kernel_names.label import kernel_label
 from stepscope.analysis.trace_digest import DIGEST_FILE
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.run_directory import RUN_FILE
-from stepscope.report.kernel_label import kernel_label
+from stepscope.report.layout import name_shown
 from stepscope.trace.read import IN_RUN, find_capture
 
 _BLOCK = 65_536
@@ -299,5 +300,5 @@ def _spans(work: pl.DataFrame, by: list[str]) -> pl.DataFrame:
 def _labels(names: pl.Series, alias: str) -> pl.Series:
     """The kernels' short names: the whole one stands on the stream's track."""
     distinct = names.unique().cast(pl.String)
-    labels = pl.Series([kernel_label(name) for name in distinct.to_list()], dtype=pl.String)
+    labels = pl.Series([name_shown(kernel_label(name)) for name in distinct.to_list()], dtype=pl.String)
     return names.cast(pl.String).replace_strict(distinct, labels).alias(alias)

@@ -8,6 +8,7 @@ from rich.text import Text
 from stepscope.analysis.critical_path import critical_path
 from stepscope.analysis.doubts import marked
 from stepscope.analysis.families import FAMILIES
+from stepscope.analysis.kernel_names.label import kernel_label
 from stepscope.analysis.occupation import occupation
 from stepscope.analysis.overlap import overlap
 from stepscope.analysis.range_names import RECOMPUTATION
@@ -16,7 +17,6 @@ from stepscope.core.errors import printable
 from stepscope.core.finding import Finding
 from stepscope.core.shown_text import middle_cut
 from stepscope.core.units import format_count, format_rate, format_share, ms_text, ms_text_of_s
-from stepscope.report.kernel_label import kernel_label
 from stepscope.report.layout import name_shown
 from stepscope.report.occupation import render_occupation
 from stepscope.report.roofline import render_roofline
@@ -165,13 +165,15 @@ def _kernel_tables(summary: TraceSummary, phase: str) -> list[RenderableType]:
         for row in rest:
             _add_kernel(table, row)
     first = top[0]
-    label, share = middle_cut(kernel_label(first.name), _IN_A_SENTENCE), format_share(first.share)
+    label, share = middle_cut(name_shown(kernel_label(first.name)), _IN_A_SENTENCE), format_share(first.share)
     sentence = f"{label} takes the most time in {phase}: {share}, in {first.calls:g} calls a step."
     return [table, Text(sentence)]
 
 
 def _add_kernel(table: Table, row: KernelRow) -> None:
-    table.add_row(kernel_label(row.name), row.family, f"{row.calls:g}", ms_text(row.busy_ns), format_share(row.share))
+    table.add_row(
+        name_shown(kernel_label(row.name)), row.family, f"{row.calls:g}", ms_text(row.busy_ns), format_share(row.share)
+    )
 
 
 def _attention_table(rows: tuple[AttentionRow, ...]) -> Table:

@@ -1,9 +1,8 @@
-"""A kernel's name in a table cell: what tells it apart, without namespaces and parameter lists."""
+"""A kernel's name in short: what tells it apart, without namespaces and parameter lists."""
 
 import re
 
 from stepscope.analysis.kernel_names.decoding import decode
-from stepscope.report.layout import name_shown
 
 _FUNCTORS = re.compile(r"\b\w*(?:Functor\w*|_kernel_cuda\w*|_kernel_impl|_kernel|Ops|_functor)\b")
 _PLUMBING = re.compile(r"gpu_kernel_impl\w*|func_wrapper\w*|ReduceOp|elementwise_kernel|vectorized_\w+|unrolled_\w+")
@@ -17,4 +16,4 @@ def kernel_label(name: str) -> str:
     if decoded.library == "ATen" and decoded.arguments:
         found = dict.fromkeys(token for token in _FUNCTORS.findall(decoded.arguments) if not _PLUMBING.fullmatch(token))
         base = " ".join([base, *list(found)[:2]])
-    return name_shown(base)
+    return base

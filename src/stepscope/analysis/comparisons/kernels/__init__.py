@@ -1,0 +1,1 @@
+"""The kernels of many cells side by side."""
