@@ -5,7 +5,6 @@ everything, and forks: the child is `python -m stepscope` from its first line on
 that process started in gets a process of its own from the beginning.
 """
 
-import atexit
 import contextlib
 import json
 import os
@@ -129,11 +128,4 @@ if __name__ == "__main__":
     _answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an import prints is no answer
     _serve(_requests, _answers)
-    try:
-        runpy.run_module("stepscope", run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        # Two seconds go into taking modules down that the fork shares with its parent.
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(end.code if isinstance(end.code, int) else 0)
+    runpy.run_module("stepscope", run_name="__main__", alter_sys=True)

@@ -8,7 +8,14 @@ def main() -> None:
     interrupts.install()
     from stepscope.cli.app import main as run_command  # noqa: PLC0415  (takes a while)
 
-    run_command()
+    try:
+        run_command()
+    except SystemExit as ended:
+        if not isinstance(ended.code, int):
+            raise
+        from stepscope.core.leaving import leave  # noqa: PLC0415
+
+        leave(ended.code)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import msgspec
 
 from stepscope.core import interrupts
 from stepscope.core.errors import EXIT_WRONG_INPUT, InputError, StepscopeError, one_line
+from stepscope.core.leaving import leave
 from stepscope.studies.cell_event import CellEvent
 from stepscope.studies.cell_process import MARK, kill_marked
 from stepscope.studies.request import Stage, StepRequest
@@ -103,4 +104,4 @@ def die_with_parent(mark: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(interrupts.exit_code(main()))
+    leave(interrupts.exit_code(main()))
