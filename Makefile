@@ -19,7 +19,7 @@ hostile: $(INSTALLED)  ## The long campaigns: kills, signals, directories that v
 	$(BIN)/python -m tests.hostile.churn --out results/cpu/hostile/churn.json
 	$(BIN)/python -m tests.hostile.kills --out results/cpu/hostile/kills.json
 	$(BIN)/python -m tests.hostile.inputs --out results/cpu/hostile/inputs.json
-	$(BIN)/pytest --long tests/test_trace_mutations.py
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --long
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

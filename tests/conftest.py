@@ -29,12 +29,15 @@ if not Path("/dev/nvidiactl").exists():
 # machine alone a step in fp16 takes more memory than is predicted. Read when torch is imported; for children too.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-# On a busy machine examples are slow to come, and slow to run: no fault of what is tested.
-hypothesis_settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+# A property sees some examples here, and many with --long. On a busy machine examples are slow to come, and slow to run: no fault of what is tested.
+hypothesis_settings.register_profile(
+    "busy", suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=30
+)
 # Where it is enough to know that there is a counterexample, minutes are saved by not looking for the smallest.
 hypothesis_settings.register_profile(
     "any-counterexample",
     parent=hypothesis_settings.get_profile("busy"),
+    max_examples=100,
     phases=[Phase.explicit, Phase.generate, Phase.target],
 )
 hypothesis_settings.load_profile("busy")
@@ -64,7 +67,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--long"):
+        hypothesis_settings.register_profile("long", parent=hypothesis_settings.get_profile("busy"), max_examples=200)
+        hypothesis_settings.load_profile("long")
     # Started in the background of a script, this process ignores Ctrl-C, and so would every process it tests with it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
