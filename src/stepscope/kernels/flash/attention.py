@@ -306,7 +306,7 @@ class FlashAttention(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any, **options: Any) -> Any:
-        """As of any Function."""
+        """Run forward and record backward, as `Function.apply` does; raises inside a transform of torch.func."""
         refuse_transforms("FlashAttention.apply", "flash_attention")
         return super().apply(*args, **options)
 
@@ -314,7 +314,7 @@ class FlashAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         q, k, v = as_autocast(q, k, v)  # autograd casts the gradients back
         q4, k4, v4 = _four_dimensional(q), _four_dimensional(k), _four_dimensional(v)
-        # In any other number of dimensions none of them is said to be the heads, of which keys may have fewer.
+        # Only with 4 dimensions is one known to be the heads, of which keys may have fewer than queries.
         if not q.dim() == k.dim() == v.dim() or (q.dim() != 4 and not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]):
             raise InputError(
                 "attention flash takes q, k and v (..., seq, head_dim) of the same leading dimensions, "

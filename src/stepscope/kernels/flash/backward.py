@@ -41,7 +41,7 @@ def row_statistics(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, EVEN_QUERIES: tl.constexpr,
     HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """Of one tile: the logsumexp in base 2 and delta, also written to STATISTICS (2, rows, padded) fp32.
+    """The logsumexp in base 2 and delta of one tile's rows; also writes both to STATISTICS (2, rows, padded) fp32.
 
     Rows that saw nothing, and rows between `queries` and `padded`, get the logsumexp +inf: their weights are then zero
     without a mask.

@@ -102,12 +102,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """What a choice depends on: a class of calls."""
 
     capability: tuple[int, int]
-    """Of the device; (0, 0) in Triton's interpreter."""
+    """The device's compute capability, (major, minor); (0, 0) in Triton's interpreter."""
     head_dim: int
     bytes_per_element: int
     causal: bool
     log2_queries: int
-    """Rounded up."""
+    """The logarithm to base 2 of the number of queries, rounded up."""
     precision: Precision = "ieee"
     """How fp32 is multiplied; half precisions are always "ieee"."""
 

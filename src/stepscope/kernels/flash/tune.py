@@ -130,7 +130,7 @@ _SHAPES_SPLIT: dict[str, dict[int, tuple[tuple[int, int, int, int, bool], ...]]]
         256: ((64, 32, 4, 2, True), (64, 16, 4, 2, True), (64, 32, 4, 2, False), (32, 32, 4, 1, False)),
     },
 }  # fmt: skip
-"""Of fp32 in "bf16x6": operands are three tiles of 16 bits, of which shared memory holds few."""
+"""Tile shapes for fp32 multiplied as "bf16x6": an operand is three 16-bit tiles, so shared memory holds few of them."""
 
 
 _HOPPER_FORWARDS = {
@@ -146,7 +146,7 @@ _HOPPER_FORWARDS = {
     ),
 }
 _HOPPER_BACKWARDS = {64: (HopperBackward(v_in_registers=True), HopperBackward()), 128: (HopperBackward(),)}
-"""Of the kernels in Gluon, by the head dimension."""
+"""Configurations of the kernels in Gluon to try, by head dimension."""
 
 
 def _listed(problem: Problem, kernel: str) -> list[tuple[Tiles, bool]]:
