@@ -1,4 +1,4 @@
-"""What the attentions share: which keys a query sees, and keys and values for each head."""
+"""What the attentions share: which keys a query sees, and keys and values repeated for each head of queries."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,7 +7,7 @@ from stepscope.models.attention import AttentionFunction
 
 
 def hidden_keys(query_S1: Tensor, key_1T: Tensor, causal: bool, window: int | None) -> Tensor:
-    """(S, T): whether the query does not see the key."""
+    """A mask (S, T), bool: True where the query does not see the key."""
     if window is None:
         return key_1T > query_S1
     outside = query_S1 - key_1T >= window
@@ -15,7 +15,7 @@ def hidden_keys(query_S1: Tensor, key_1T: Tensor, causal: bool, window: int | No
 
 
 def for_all_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values once for each query head."""
+    """Keys and values (B, H, T, D), repeated so that each head of queries has its own."""
     group = q.shape[1] // k.shape[1]
     if group == 1:
         return k, v

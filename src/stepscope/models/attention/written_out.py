@@ -12,7 +12,7 @@ from stepscope.measure.ranges import detail_range
 from stepscope.models.attention.masks import blind_queries, for_all_heads, hidden_keys, with_zeros
 
 CHUNK = 256
-"""Queries of a chunk."""
+"""Queries per chunk."""
 
 
 def reference(
@@ -49,8 +49,8 @@ def reference(
 def unsafe(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
 ) -> Tensor:
-    """The same with exp of the scores as they are: in fp16 a score above 11.09 makes infinity, in fp32 one above 88.7;
-    and where all of a row lie far below zero, 0 / 0.
+    """Attention written out without subtracting the row's maximum: exp overflows to infinity for a score above 11.09 in
+    fp16, 88.7 in fp32; a row whose scores all lie far below zero gives 0 / 0.
     """
     return reference(q, k, v, causal=causal, scale=scale, window=window, subtract_maximum=False)
 
@@ -58,7 +58,7 @@ def unsafe(
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
 ) -> Tensor:
-    """Written out for CHUNK queries at a time, over the keys that any of them sees (Rabe & Staats 2021,
+    """Attention written out for CHUNK queries at a time, over the keys that any of them sees (Rabe & Staats 2021,
     arXiv:2112.05682, without their chunks of keys).
 
     At most CHUNK x T scores are alive. Backward computes each chunk's scores once more (`torch.utils.checkpoint`), and
