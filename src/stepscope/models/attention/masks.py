@@ -22,15 +22,15 @@ def for_all_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
 
-def blind_queries(q: Tensor, k: Tensor, window: int | None) -> int:
-    """How many queries, the last ones, see no key: those from T + w - 1 on, causal or not."""
+def fully_masked_queries(q: Tensor, k: Tensor, window: int | None) -> int:
+    """How many queries see no key: the last ones, from position T + window - 1 on, causal or not."""
     return 0 if window is None else max(0, q.shape[-2] - (k.shape[-2] + window - 1))
 
 
 def with_zeros(
-    function: AttentionFunction, blind: int, q: Tensor, k: Tensor, v: Tensor,
+    function: AttentionFunction, masked: int, q: Tensor, k: Tensor, v: Tensor,
     *, causal: bool, scale: float | None, window: int | None,
 ) -> Tensor:  # fmt: skip
-    """Attention of all queries but the last `blind`, and zeros for these."""
-    out = function(q[:, :, :-blind], k, v, causal=causal, scale=scale, window=window)
-    return F.pad(out, (0, 0, 0, blind))
+    """Attention of all queries but the last `masked`; those see no key and get zeros."""
+    out = function(q[:, :, :-masked], k, v, causal=causal, scale=scale, window=window)
+    return F.pad(out, (0, 0, 0, masked))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from stepscope.measure.ranges import detail_range
-from stepscope.models.attention.masks import blind_queries, for_all_heads, hidden_keys, with_zeros
+from stepscope.models.attention.masks import for_all_heads, fully_masked_queries, hidden_keys, with_zeros
 
 CHUNK = 256
 """Queries per chunk."""
@@ -20,10 +20,10 @@ def reference(
     subtract_maximum: bool = True,
 ) -> Tensor:  # fmt: skip
     """Attention written out: scores, mask, softmax with the maximum subtracted, weighted sum."""
-    blind = blind_queries(q, k, window)
-    if blind:
+    masked = fully_masked_queries(q, k, window)
+    if masked:
         function = partial(reference, subtract_maximum=subtract_maximum)
-        return with_zeros(function, blind, q, k, v, causal=causal, scale=scale, window=window)
+        return with_zeros(function, masked, q, k, v, causal=causal, scale=scale, window=window)
     k, v = for_all_heads(q, k, v)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     with detail_range("attention scores"):
@@ -64,9 +64,9 @@ def chunked(
     At most CHUNK x T scores are alive. Backward computes each chunk's scores once more (`torch.utils.checkpoint`), and
     keeps queries, keys and values alone: kept by autograd, the chunks would make up the whole S x T again.
     """
-    blind = blind_queries(q, k, window)
-    if blind:
-        return with_zeros(chunked, blind, q, k, v, causal=causal, scale=scale, window=window)
+    masked = fully_masked_queries(q, k, window)
+    if masked:
+        return with_zeros(chunked, masked, q, k, v, causal=causal, scale=scale, window=window)
     queries, keys = q.shape[-2], k.shape[-2]
     recomputes = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
     outs: list[Tensor] = []
