@@ -189,13 +189,14 @@ def _saved(study: AttentionStudy) -> Table:
         for row in curve.rows:
             if row.memory is None:
                 continue
-            paper = study.paper(row)
+            formula = study.saved_by_formula(row)
             measured = row.memory.saved_bytes
-            off = (measured / paper.bytes - 1) * 100 if paper and paper.bytes else None
+            off = (measured / formula.bytes - 1) * 100 if formula and formula.bytes else None
             rows.append(
                 (
                     curve.dtype, curve.head_dim, row.cell.shape.queries, curve.line,
-                    paper.terms if paper else "", mebibytes(paper.bytes) if paper else None, mebibytes(measured),
+                    formula.terms if formula else "", mebibytes(formula.bytes) if formula else None,
+                    mebibytes(measured),
                     round(off, 2) if off is not None else None,
                 )
             )  # fmt: skip

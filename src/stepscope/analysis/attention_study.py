@@ -8,7 +8,7 @@ from functools import cached_property
 
 from stepscope.core.attention_timing import PRODUCTS, AttentionTiming, AttentionTimings
 from stepscope.core.samples import Ratio
-from stepscope.work.attention_call import SavedOnPaper, backward_flops, forward_flops, saved_on_paper
+from stepscope.work.attention_call import SavedByFormula, backward_flops, forward_flops, saved_by_formula
 
 FITTED = 3
 """Points of a slope: the longest sequences, where what grows slower no longer shows."""
@@ -137,8 +137,8 @@ class AttentionStudy:
                     found.append(contest)
         return found
 
-    def paper(self, row: AttentionTiming) -> SavedOnPaper | None:
-        return saved_on_paper(row.cell, self.device_type)
+    def saved_by_formula(self, row: AttentionTiming) -> SavedByFormula | None:
+        return saved_by_formula(row.cell, self.device_type)
 
     def share(self, row: AttentionTiming) -> float | None:
         """FLOP/s of forward and backward over the ceiling's."""

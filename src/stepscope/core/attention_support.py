@@ -94,7 +94,7 @@ def attention_of(workload: Workload, device_type: str, here: FaultHere = fault_h
 def predicted_attention(workload: Workload, device_type: str) -> Attention:
     """The same for a machine that has everything installed, where the memory that it takes is predicted.
 
-    Raises InputError where it is not: what such a step keeps, or makes on the way, is not on paper.
+    Raises InputError where it is not: the symbolic model does not know what such a step keeps, or makes on the way.
     """
     name = attention_of(workload, device_type, here=_no_fault)
     predicted = _predicted(workload)

@@ -2,8 +2,8 @@
 
 This is the second of two predictions that know nothing of each other. `memory/prediction/estimate.py` adds up
 formulas, tensor by tensor; here nobody says what is saved: the step itself runs, with the model's own code and
-PyTorch's autograd, and its allocations are watched (`measure/fake_memory.py`). They then go through the allocator on
-paper: that, and the size of cuBLAS' workspace, the two have in common.
+PyTorch's autograd, and its allocations are watched (`measure/fake_memory.py`). They then go through the simulated
+allocator, which both predictions share, as they share the size of cuBLAS' workspace.
 
 Compared with runs on an H200 (results/h200: plain, optimizer, tf32, kernels), every phase's peak is within 0.4 %, and
 many are equal to the byte. What differs is the allocator's remainders: a request keeps up to 1 MiB beyond its size, or

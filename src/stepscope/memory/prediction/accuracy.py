@@ -40,7 +40,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 
     comparisons: tuple[Comparison, ...]
     apart: tuple[Comparison, ...] = ()
-    """Runs by which the model on paper was corrected: shown, and never counted."""
+    """Runs that were used to correct the symbolic model: shown, and never counted."""
 
     @property
     def errors(self) -> list[float]:

@@ -1,8 +1,8 @@
 """What a step of a workload needs, predicted from the workload alone: without torch, without a GPU.
 
-The step is run on paper (`paper_model.py`: what every operation makes, and what autograd keeps of it), its requests are
-served by PyTorch's allocator on paper (`caching_allocator.py`), and the highest moment is the peak. No figure in it was
-fitted: the sizes follow from the model's code, the allocator's rules and the library's workspace from PyTorch's.
+The step runs symbolically (`symbolic_model.py`: what every operation makes, and what autograd keeps of it), a simulated
+allocator serves its requests (`caching_allocator.py`), and the highest moment is the peak. No figure in it was fitted:
+the sizes follow from the model's code; the allocator's rules and the library's workspace, from PyTorch's.
 """
 
 from typing import Literal
@@ -14,9 +14,17 @@ from stepscope.core.memory_notes import CATEGORIES, MemoryCategory
 from stepscope.core.units import MIB
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.caching_allocator import CachingAllocator, OutOfMemory
-from stepscope.memory.prediction.paper import Allocator, Ledger, Parameter, RoundingAllocator, Storage, Tape, Tensor
-from stepscope.memory.prediction.paper_compiled import CompiledPaperModel
-from stepscope.memory.prediction.paper_model import PaperModel
+from stepscope.memory.prediction.symbolic_compiled import CompiledSymbolicModel
+from stepscope.memory.prediction.symbolic_model import SymbolicModel
+from stepscope.memory.prediction.symbolic_tensors import (
+    Allocator,
+    Ledger,
+    Parameter,
+    RoundingAllocator,
+    Storage,
+    Tape,
+    Tensor,
+)
 
 WORKSPACE_BYTES = 32 * MIB
 """What cuBLAS is given for each thread that asks it for matrix products, on Hopper
@@ -39,7 +47,7 @@ MICRO_BATCHES = 4
 
 STEPS_TO_FAIL = 2
 """For the verdict: the first step makes the optimizer's state, the second runs beside it. A third asks a little more
-of a cache that is fragmented on paper; on an H200 the runs with 1 % more than two steps need finished, and those with
+of a simulated cache that is fragmented; on an H200 the runs with 1 % more than two steps need finished, and those with
 1 % less did not (results/h200/memory-limits)."""
 
 DeviceType = Literal["cuda", "cpu"]
@@ -66,19 +74,19 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
 def estimate(workload: Workload, device_type: DeviceType = "cuda") -> MemoryEstimate:
     """Peaks of a steady step, every block as large as PyTorch's caching allocator makes it."""
     allocator: Allocator = CachingAllocator() if device_type == "cuda" else RoundingAllocator(64)
-    return PaperStep(workload, device_type, allocator).run(STEPS)
+    return SymbolicStep(workload, device_type, allocator).run(STEPS)
 
 
 def estimate_quickly(workload: Workload) -> MemoryEstimate:
     """The same without the cache's remainders, and blocks that are alike in one piece: for comparing choices."""
-    step = PaperStep(workload, "cuda", RoundingAllocator())
+    step = SymbolicStep(workload, "cuda", RoundingAllocator())
     step.abridge()
     return step.run(1)
 
 
 def runs_within(workload: Workload, limit_bytes: int) -> str | None:
     """None if the step runs while the allocator may take no more than this; else the phase in which it fails."""
-    step = PaperStep(workload, "cuda", CachingAllocator(limit_bytes))
+    step = SymbolicStep(workload, "cuda", CachingAllocator(limit_bytes))
     try:
         step.run(STEPS_TO_FAIL)
     except OutOfMemory:
@@ -86,16 +94,16 @@ def runs_within(workload: Workload, limit_bytes: int) -> str | None:
     return None
 
 
-def paper_model(workload: Workload, device_type: DeviceType) -> PaperModel:
-    """The model on paper as the workload runs it: op by op, or compiled. Raises InputError for what would not run."""
+def symbolic_model(workload: Workload, device_type: DeviceType) -> SymbolicModel:
+    """The symbolic model as the workload runs it: op by op, or compiled. Raises InputError for what would not run."""
     config = workload.model
     if config.layers > MOST_LAYERS:
         raise InputError(f"layers is {config.layers}: memory is predicted for at most {MOST_LAYERS}")
-    return (PaperModel if workload.compile == "eager" else CompiledPaperModel)(workload, device_type)
+    return (SymbolicModel if workload.compile == "eager" else CompiledSymbolicModel)(workload, device_type)
 
 
-class PaperStep:
-    """Parameters, data and optimizer of a workload on paper, and the phases of its step."""
+class SymbolicStep:
+    """A workload's step without values: symbolic parameters, data and optimizer, and the phases that use them."""
 
     phase = "build"
     """Where the step stands."""
@@ -104,7 +112,7 @@ class PaperStep:
         self._workload, self._allocator = workload, allocator
         self._on_gpu = device_type == "cuda"
         self._ledger = Ledger(allocator)
-        self._model = paper_model(workload, device_type)
+        self._model = symbolic_model(workload, device_type)
         if workload.model.layers > MANY_LAYERS:
             self.abridge()
         self._resident: list[Storage] = []

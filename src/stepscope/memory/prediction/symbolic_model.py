@@ -1,4 +1,4 @@
-"""The transformer's step on paper, line by line beside `models/transformer.py` and `models/attention/`.
+"""The transformer's step in symbolic tensors; its methods follow `models/transformer.py` and `models/attention/`.
 
 Each operation says how many bytes it makes, what autograd keeps of it for backward, and what its backward makes; the
 peaks follow from that and from nothing else. What is kept of a block, in elements, with r = B S M, f = B S F and
@@ -25,7 +25,7 @@ from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.item_sizes import item_sizes
-from stepscope.memory.prediction.paper import Parameter, Storage, Tape, Tensor, passes, passes_twice
+from stepscope.memory.prediction.symbolic_tensors import Parameter, Storage, Tape, Tensor, passes, passes_twice
 from stepscope.work.transformer import Shapes, block_shapes, shapes_outside_blocks
 
 _CAST = CATEGORIES.index("cast copies")
@@ -35,7 +35,7 @@ BlockParameters = dict[str, Parameter]
 """By the name inside the block, without `.weight`."""
 
 
-class PaperModel:
+class SymbolicModel:
     """Parameters, and the operations of forward; each method is the forward of the module it is named for."""
 
     abridged = False

@@ -1,8 +1,8 @@
-"""Tensors on paper: sizes without values, freed when the last reference goes, as PyTorch's are.
+"""Symbolic tensors: sizes without values, freed when the last reference goes, as PyTorch's tensors are.
 
-A step written down with these tensors (`paper_model.py`) allocates, saves for backward and frees in the order in which
-PyTorch does, so that its peaks can be counted where no GPU is. Python's own reference counts decide when a tensor
-dies: a local variable of a function lives as long here as it does in the model.
+A step written in these tensors (`symbolic_model.py`) allocates, saves for backward and frees in the order in which
+PyTorch does, so that its peaks can be counted on a machine without a GPU. Python's own reference counts decide when a
+tensor dies: a local variable of a function lives as long here as it does in the model.
 """
 
 import contextlib

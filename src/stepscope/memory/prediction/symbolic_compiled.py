@@ -15,11 +15,11 @@ H200. In elements a block, with r = B S M, f = B S F and ss = B H S S:
 
 from collections.abc import Sequence
 
-from stepscope.memory.prediction.paper import Parameter, Storage, Tape, Tensor, passes_twice
-from stepscope.memory.prediction.paper_model import BlockParameters, PaperModel
+from stepscope.memory.prediction.symbolic_model import BlockParameters, SymbolicModel
+from stepscope.memory.prediction.symbolic_tensors import Parameter, Storage, Tape, Tensor, passes_twice
 
 
-class CompiledPaperModel(PaperModel):
+class CompiledSymbolicModel(SymbolicModel):
     """The same modules, fused."""
 
     _scores_buffer: Tensor | None = None
