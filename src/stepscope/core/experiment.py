@@ -8,7 +8,7 @@ import msgspec
 
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError, one_line
-from stepscope.core.finding import Finding
+from stepscope.core.finding import Finding, with_present_kind
 from stepscope.core.samples import INTERVALS
 
 # 1  2026-11  first
@@ -97,7 +97,7 @@ def known_columns(title: str, columns: Sequence[str], rows: Sequence[tuple[Cell,
 
 
 def decode_experiment(data: bytes, source: str) -> Experiment:
-    """What `--json` wrote. Raises InputError that names the source."""
+    """The answer that `--json` wrote, with the present kinds of findings. Raises InputError that names the source."""
     if not data:
         raise InputError(f"{source} is empty: what was to write it ended before; write it again with --json")
     try:
@@ -114,7 +114,7 @@ def decode_experiment(data: bytes, source: str) -> Experiment:
                 f"{source} is damaged: the table {table.title!r} has a row that is not of its "
                 f"{len(table.columns)} columns; write it again with --json"
             )
-    return found
+    return msgspec.structs.replace(found, findings=tuple(map(with_present_kind, found.findings)))
 
 
 def encode_experiment(experiment: Experiment) -> str:

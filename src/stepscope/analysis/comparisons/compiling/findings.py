@@ -110,7 +110,7 @@ def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
             f"{format_share(before / most.base.time_s)}.",
             {"share": share},
         )
-    yield from _not_compilings(study)
+    yield from _process_noise(study)
     for pair in study.pairs:
         if pair.slower and not _is_noise(pair):
             yield warning(
@@ -159,8 +159,8 @@ def _by_phase(pair: CompilePair) -> str:
     return f" ({said})"
 
 
-def _not_compilings(study: CompileStudy) -> Iterator[Finding]:
-    """Two processes differ though they do the same: what the optimizer, the same code in both, has of a change."""
+def _process_noise(study: CompileStudy) -> Iterator[Finding]:
+    """A warning where the optimizer, the same code in both runs, changed by a large share of what the step changed."""
     found: dict[str, tuple[float, float]] = {}
     for pair in study.pairs:
         optimizer_s, step_s = pair.won_s("optimizer"), pair.won_s("step")
@@ -171,7 +171,7 @@ def _not_compilings(study: CompileStudy) -> Iterator[Finding]:
         optimizer_s, step_s = found[label]
         others = f" (and so in {len(found) - 1} more)" if len(found) > 1 else ""
         yield warning(
-            "not compiling's",
+            "process-noise",
             f"The optimizer is the same code in both, and yet takes {format_seconds(abs(optimizer_s))} "
             f"{'less' if optimizer_s >= 0 else 'more'} in {label}, where the step "
             f"{'wins' if step_s >= 0 else 'loses'} {format_seconds(abs(step_s))}: that much is noise between two "
