@@ -34,19 +34,19 @@ DISTINCT_BATCHES = 4
 """Batches of tokens and targets that a step's data rotates through (models/training_step.py)."""
 
 STEPS = 3
-"""The first makes the optimizer's state, the second meets the cache that it left; the third is as those after it."""
+"""Steps that are simulated: the first makes the optimizer's state, the second finds its cache; the third is steady."""
 
 MANY_LAYERS = 256
-"""From here on, blocks that are alike stand in one piece, as in `estimate_quickly`."""
+"""With more layers, blocks that are alike are simulated as one piece, as in `estimate_quickly`."""
 
 MOST_LAYERS = 2**15
-"""Beyond it a prediction takes longer than anyone waits, and no such model is."""
+"""The most layers that a prediction accepts: it would take too long, and no such model exists."""
 
 MICRO_BATCHES = 4
-"""Of more, each after the first few meets what the one before it met: playing them too would change no peak."""
+"""The most micro-batches that are simulated: further ones find the memory as the one before did, and change no peak."""
 
 STEPS_TO_FAIL = 2
-"""For the verdict: the first step makes the optimizer's state, the second runs beside it. A third asks a little more
+"""Steps simulated for the verdict: the first makes the optimizer's state, the second has it. A third asks a little more
 of a simulated cache that is fragmented; on an H200 the runs with 1 % more than two steps need finished, and those with
 1 % less did not (results/h200/memory-limits)."""
 
@@ -59,16 +59,16 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int
     peak_phase: str
     categories: dict[MemoryCategory, int]
-    """What is alive at the peak; sums to it exactly."""
+    """Bytes that are alive at the peak, by category; they add up to `peak_bytes` exactly."""
     by_phase: dict[str, dict[MemoryCategory, int]] = {}
-    """The same at the peak of each phase."""
+    """For each phase, the bytes that are alive at its peak, by category."""
     after_parameters: int
     forward_peak: int
     saved_for_backward: int | None = None
     backward_peak: int | None = None
     optimizer_peak: int | None = None
     reserved_peak: int | None = None
-    """What the caching allocator takes from the device for it, where it was played through."""
+    """Bytes that the caching allocator takes from the device; None where it was not simulated."""
 
 
 def estimate(workload: Workload, device_type: DeviceType = "cuda") -> MemoryEstimate:
@@ -78,7 +78,7 @@ def estimate(workload: Workload, device_type: DeviceType = "cuda") -> MemoryEsti
 
 
 def estimate_quickly(workload: Workload) -> MemoryEstimate:
-    """The same without the cache's remainders, and blocks that are alike in one piece: for comparing choices."""
+    """Peaks of a steady step without the cache's remainders and with alike blocks as one piece: to compare choices."""
     step = SymbolicStep(workload, "cuda", RoundingAllocator())
     step.abridge()
     return step.run(1)
@@ -106,7 +106,7 @@ class SymbolicStep:
     """A workload's step without values: symbolic parameters, data and optimizer, and the phases that use them."""
 
     phase = "build"
-    """Where the step stands."""
+    """The phase that the step is in."""
 
     def __init__(self, workload: Workload, device_type: DeviceType, allocator: Allocator) -> None:
         self._workload, self._allocator = workload, allocator
@@ -119,7 +119,7 @@ class SymbolicStep:
         self._peaks: dict[str, tuple[int, list[int]]] = {}
         self._saved = 0
         self._loss: Tensor | None = None
-        """Of the last forward: the step keeps it until the next one's is there."""
+        """The last forward's loss, which the step keeps until the next forward has made its own."""
 
     def run(self, steps: int) -> MemoryEstimate:
         """Build, and predict from the last of so many steps. Raises OutOfMemory where the allocator has a limit."""

@@ -1,4 +1,4 @@
-"""The step as torch.compile runs it: elementwise work is fused, so that its in-betweens never reach memory.
+"""The step as torch.compile runs it: elementwise work is fused, so that its intermediate results never reach memory.
 
 What the compiled forward keeps is the choice of AOTAutograd's min-cut partitioner (torch/_functorch/partitioners.py):
 it keeps what matrix products need and what reductions made, and computes the elementwise rest again inside the fused
@@ -20,11 +20,11 @@ from stepscope.memory.prediction.symbolic_tensors import Parameter, Storage, Tap
 
 
 class CompiledSymbolicModel(SymbolicModel):
-    """The same modules, fused."""
+    """The symbolic model of a step under torch.compile, whose modules are fused."""
 
     _scores_buffer: Tensor | None = None
     _kept_buffers: Sequence[Storage] = ()
-    """Inference: of the sizes of queries, keys and values, kept from block to block to be written again."""
+    """In inference, three buffers the size of queries, keys and values, which every block writes again."""
 
     def _norm(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
         root = tape.storage(x.elements // self.d_model * 4)
@@ -54,7 +54,7 @@ class CompiledSymbolicModel(SymbolicModel):
         return self._product(tape, v.elements, weights, v)
 
     def _in_one_buffer(self, tape: Tape, v: Tensor) -> Tensor:
-        """Inference: softmax is written over the scores, and the buffer is kept for the next block's."""
+        """Attention in inference: softmax is written over the scores, and the next block reuses their buffer."""
         if self._scores_buffer is None:
             self._scores_buffer = self._product(tape, self.scores, v, v)
         return self._product(tape, v.elements, self._scores_buffer, v)
@@ -65,7 +65,7 @@ class CompiledSymbolicModel(SymbolicModel):
         return super()._feed_forward(tape, x, block)
 
     def head(self, tape: Tape, x: Tensor) -> Tensor:
-        """After the last block the buffers are free, and x is as soon as it is normalised."""
+        """The logits. After the last block the buffers are freed, and x is freed once it is normalised."""
         if tape.recording:
             return super().head(tape, x)
         self._scores_buffer, self._kept_buffers = None, ()
