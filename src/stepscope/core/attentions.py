@@ -15,7 +15,7 @@ Attention = str
 AUTO: Attention = "auto"
 
 TensorDtype = Literal["fp64", "fp32", "bf16", "fp16"]
-"""Of queries, keys and values."""
+"""The dtype of queries, keys and values."""
 
 Compiler = Literal["triton", "inductor"]
 
@@ -51,7 +51,7 @@ class AttentionCall(msgspec.Struct, frozen=True, kw_only=True):
     key_heads: int | None = None
     window: int | None = None
     largest_score: float | None = None
-    """Of all queries and keys that meet, without its sign; None where the numbers are not known."""
+    """The largest absolute score of any query and any key that it sees; None where the numbers are not known."""
     backward: bool = True
     """Whether gradients are asked for."""
 
@@ -65,7 +65,7 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     function: str
-    """Where it is, as `module:name`. It is imported by the first call."""
+    """Where the implementation is, as `module:name`. The first call imports it."""
 
     # ---- where it runs
 

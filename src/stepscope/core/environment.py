@@ -54,7 +54,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     git_commit: str | None = None
     git_dirty: bool | None = None
     before: GpuReading | None = None
-    """As the measured steps begin, warmed up; `after` as they end."""
+    """The GPU's state when the measured steps begin, after warm-up; `after` is its state when they end."""
     after: GpuReading | None = None
     host: HostReading | None = None
 

@@ -22,7 +22,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
 
     title: str
     columns: tuple[str, ...]
-    """With their unit, where they have one."""
+    """Names of the columns, with the unit where there is one."""
     rows: tuple[tuple[Cell, ...], ...]
 
 
@@ -125,7 +125,7 @@ def encode_experiment(experiment: Experiment) -> str:
 
 
 def _with_words(value: Any) -> Any:
-    """The same, with `nan`, `inf` and `-inf` as text."""
+    """The value with every NaN and infinity in it replaced by the text `nan`, `inf` or `-inf`."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

@@ -11,7 +11,7 @@ from stepscope.core.attentions import ATTENTIONS
 from stepscope.work.operations import AttentionSizes, attention_backward_flops, attention_flops
 
 BACKWARD_OVER_FORWARD = 2.5
-"""Of fused attention, which makes the scores once more: five products where forward has two."""
+"""FLOPs of backward over those of forward in fused attention, which makes the scores again: five products over two."""
 CONVENTION = (
     "4 B H S T D FLOPs forward and 2.5 times as many backward, half of it where causal, whatever an implementation "
     "does: written-out attention makes the whole square, and four products backward"
@@ -31,27 +31,27 @@ def forward_flops(shape: AttentionShape) -> int:
 
 
 def backward_flops(shape: AttentionShape) -> int:
-    """The five products of fused backward; causal, half."""
+    """FLOPs of the five matrix products of fused backward; half as many where causal."""
     return attention_backward_flops(_sizes(shape), "half" if shape.causal else "full")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedByFormula:
-    """What autograd keeps for backward beside q, k and v, the output too where it keeps it."""
+    """Bytes that autograd keeps for backward besides q, k and v, with the output where it keeps that."""
 
     bytes: int
     terms: str
 
 
 _BLOCK_OF_ROWS = 32
-"""To a multiple of which PyTorch's memory-efficient kernel fills its rows' logsumexp (kAlignLSE)."""
+"""PyTorch's memory-efficient kernel pads the rows of the logsumexp to a multiple of this (kAlignLSE)."""
 _EIGHT = 8
-"""To a multiple of which PyTorch's FlashAttention fills head_dim."""
+"""PyTorch's FlashAttention pads head_dim to a multiple of this."""
 
 
 def saved_by_formula(cell: AttentionCell, device_type: str) -> SavedByFormula | None:  # noqa: PLR0911  (one for each)
-    """By the formula that the attention's record names (`memory`). None where there is none, and where it is not ours
-    to say: compiled, it is the compiler's choice; of a backend that PyTorch chooses on a GPU, PyTorch's.
+    """Saved bytes by the formula that the attention's record names (`memory`). None where there is no formula, where
+    the call is compiled (the compiler chooses), and where PyTorch chooses the backend on a GPU.
 
     scores    exp of the scores and their quotient by its row's sum, each B H S T; the sums, B H S; the mask, S T bytes.
               Not the scores: exp's derivative is its result, and the maximum is detached.
