@@ -87,7 +87,7 @@ class _Stream:
         return text
 
     def read_as_much(self, text: bytes) -> bytes:
-        """As much again as this, at least a block: what must be scanned anew each time doubles each time."""
+        """Further text of at least the length of `text`: a buffer that must be scanned again doubles each time."""
         more = self.read()
         while not self.ended and len(more) < len(text):
             more += self.read()
