@@ -48,7 +48,7 @@ class Curve:
 
     @property
     def slopes(self) -> dict[str, Slope | None]:
-        """Of time, of what is held before backward, of the peak."""
+        """The fitted powers of the sequence of three figures: time, bytes held before backward, and peak bytes."""
         return {
             "time": self._slope(both_s),
             "before backward": self._slope(lambda row: row.memory.before_backward_bytes if row.memory else None),
@@ -163,11 +163,11 @@ def arrange(timings: AttentionTimings) -> AttentionStudy:
 
 
 def both_s(row: AttentionTiming) -> float | None:
-    """The median of forward and backward; None where there is no time."""
+    """The median of forward and backward together, in seconds; None where there is no time."""
     return (row.both.median_s or None) if row.both else None
 
 
 def flops_per_s(row: AttentionTiming) -> float | None:
-    """Of forward and backward, by the convention of `work.attention_call`."""
+    """FLOP/s of forward and backward together, by the convention of `work.attention_call`."""
     seconds = both_s(row)
     return (forward_flops(row.cell.shape) + backward_flops(row.cell.shape)) / seconds if seconds else None

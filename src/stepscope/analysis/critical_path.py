@@ -55,7 +55,7 @@ class CriticalPath:
 
     @property
     def duration_ns(self) -> int:
-        """Of the step, and of the path."""
+        """Duration of the step in nanoseconds, which is also that of the path."""
         return self.end_ns - self.start_ns
 
     @cached_property

@@ -44,7 +44,7 @@ class CaptureComparison:
 
     @property
     def difference_ns(self) -> float:
-        """Of the time per step; below zero where it became shorter."""
+        """Change of the time per step in nanoseconds; below zero where the step became shorter."""
         return self.after_ns - self.before_ns
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The same step eager and compiled: how much faster, when compiling has paid for itself, which kernels went.
+"""A step run eager and compiled: how much faster it gets, when compiling has paid for itself, which kernels are gone.
 
 A step's time is that of its kernels, by kind, and the time in which none runs. Kernels are those of a captured step, or
 of the profiled one where there is no capture: durations that a profiler leaves alone. What remains of the unprofiled

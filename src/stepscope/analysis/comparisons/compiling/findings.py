@@ -1,4 +1,4 @@
-"""What follows from the same step eager and compiled: sentences made from its figures."""
+"""What follows from a step run eager and compiled: sentences made from its figures."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -28,11 +28,11 @@ from stepscope.core.finding import Finding, note, warning
 from stepscope.core.units import format_bytes, format_seconds, format_share
 
 _LAUNCH_BOUND = 0.2
-"""Share of a step without a kernel from which on the host sets its pace: as the finding `launch-bound` has it."""
+"""Share of a step in which no kernel runs; from this on the host sets the pace, as in the finding `launch-bound`."""
 _SAME = 0.05
 """Products whose time changes by less are the same products."""
 _MUCH = 0.1
-"""Of what compiling changes in a step: so much in a phase that is not compiled is said."""
+"""Share of the step's change: if the optimizer, which is not compiled, changes by as much, a finding says so."""
 
 
 def compile_findings(study: CompileStudy, unread: int) -> Iterator[Finding]:
