@@ -146,7 +146,7 @@ def fit_as_json(answer: "Fit", workload: Workload) -> dict[str, object]:
 
 
 def _peak_as_json(predicted: "MemoryEstimate", workload: Workload) -> dict[str, object]:
-    """The same contract where no memory was named: there is no verdict."""
+    """The answer as plain data where no memory was given: it has the keys of `fit_as_json`, and no verdict."""
     return {
         "fits": None,
         "peak_bytes": predicted.peak_bytes,

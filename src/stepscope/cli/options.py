@@ -58,33 +58,33 @@ class Option:
     group: str
     help: str
     fills: type | None = None
-    """The type that this option fills, with others: a verb takes them together."""
+    """The type that this option fills together with others; a verb takes all of them."""
     default: Any = None
     choices: tuple[str, ...] = ()
-    """Names that may be given: said by the help, and offered by the shell."""
+    """Values that may be given: the help lists them, and the shell completes them."""
     metavar: str | None = None
     least: float | None = None
     repeated: bool = False
     """Whether several values are given by several options, and not by commas."""
     verbs: tuple[str, ...] = ()
-    """This line holds in these verbs alone, and goes before one that holds in all."""
+    """The verbs that this line is for; it takes precedence over one for all verbs. Empty: all verbs."""
     spelled: str = ""
-    """Where it is not --name."""
+    """How the option is written, where that is not --name."""
     complete: Callable[..., list[str]] | None = None
 
     @property
     def flag(self) -> str:
-        """As it is written, and named in messages."""
+        """The option as a user writes it, and as messages name it: `--seq-len`."""
         return self.spelled or f"--{self.name.replace('_', '-')}"
 
     @property
     def parameter(self) -> str:
-        """As Python lets a parameter be called."""
+        """The name of the verb's parameter: the option's, with an underscore behind a keyword of Python."""
         return f"{self.name}_" if keyword.iskeyword(self.name) else self.name
 
     @property
     def words(self) -> str:
-        """Its help, with the names that may be given."""
+        """The option's help, with its choices."""
         return f"{self.help} One of {', '.join(self.choices)}.".strip() if self.choices else self.help
 
 
@@ -282,7 +282,7 @@ class OneWorkload:
 
 @dataclass(frozen=True, slots=True)
 class ManyWorkloads:
-    """The same, each option with several values."""
+    """What was said of several workloads, by the names of the options, each with several values."""
 
     said: Mapping[str, tuple[Any, ...]]
 
