@@ -43,8 +43,8 @@ follow."""
 _BACKENDS: dict[Memory, AttentionBackend] = {
     "math": "math", "efficient": "efficient", "flash": "flash", "cudnn": "cudnn", "fused": "flash", "hopper": "flash",
 }  # fmt: skip
-"""The backend of scaled_dot_product_attention that stands for an attention: fused kernels of our own keep and make what
-PyTorch's of the same algorithm does."""
+"""The backend of scaled_dot_product_attention that stands for an attention: our own fused kernels keep and allocate
+what PyTorch's kernels of the same algorithm do."""
 
 
 class FakeEstimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +53,7 @@ class FakeEstimate(msgspec.Struct, frozen=True, kw_only=True):
     memory: PhaseMemory
     peak_phase: str
     categories: dict[MemoryCategory, int]
-    """Of the bytes at the peak; they add up to it."""
+    """Bytes at the peak, by category; they add up to the peak."""
 
     @property
     def peak_bytes(self) -> int:
