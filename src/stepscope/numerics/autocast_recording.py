@@ -23,7 +23,7 @@ class Seen:
     inputs: dict[str, None] = field(default_factory=dict)
     outputs: dict[str, None] = field(default_factory=dict)
     gradients: dict[str, None] = field(default_factory=dict)
-    """Of outputs."""
+    """Dtypes of the gradients of the module's outputs."""
 
 
 @dataclass(frozen=True, kw_only=True)

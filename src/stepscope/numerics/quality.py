@@ -44,7 +44,7 @@ RUNS, BY_STEP, ABOVE = "Runs", "Training loss, smoothed", "More than fp32, smoot
 _SMALL_WORK = 2**28
 """Parameters times tokens of a step: below it a CPU is fastest with one thread."""
 _POINTS = 30
-"""Of each curve; what lies between them is in their means."""
+"""Points per curve of smoothed losses, whose means include the steps between points."""
 _COLUMNS = 8
 
 

@@ -1,4 +1,4 @@
-"""The same training in every precision: same parameters at the start, same batches, same learning rates.
+"""Training in every precision from the same initial parameters, with the same batches and the same learning rates.
 
 fp32, tf32, bf16 and fp16 have parameters in fp32; the latter two run forward under autocast. fp16's loss is scaled by a
 DynamicLossScaler; fp16-unscaled's is not. bf16-pure has everything that forward and backward see in bf16, from the
@@ -64,25 +64,25 @@ class TrainingSize:
     seq_len: int
     steps: int
     learning_rate: float
-    """The highest: see `rate_at`."""
+    """The highest learning rate of the run; `rate_at` gives that of a step."""
 
 
 @dataclass
 class Trained:
-    """What a run came to."""
+    """The results of one training run."""
 
     losses: list[float] = field(default_factory=list)
-    """Of each step, before its update, in the run's own arithmetic; fewer than steps if nothing was finite any more."""
+    """The loss of each step before its update, in the run's own arithmetic; ends early if nothing is finite then."""
     validation_loss: float = math.nan
     """Nats a byte over the whole held-out text, by the parameters that forward uses, in fp32 arithmetic."""
     skipped_steps: int | None = None
-    """None without a loss scale."""
+    """How many steps the loss scaler skipped; None without a loss scale."""
     zero_gradients: float | None = None
     """Share of the elements of gradients, the embedding's left out, that are zero, over the last WATCHED_STEPS."""
     swallowed: float | None = None
     """Share of the updates of bf16 parameters that changed nothing, over the same steps."""
     parameters: list[Tensor] = field(default_factory=list)
-    """As forward uses them, in fp32."""
+    """The parameters that forward uses, in fp32."""
 
 
 def rate_at(step: int, steps: int, highest: float) -> float:
@@ -95,7 +95,7 @@ def rate_at(step: int, steps: int, highest: float) -> float:
 
 
 def initial_model(size: TrainingSize, seed: int) -> Transformer:
-    """On the CPU and in fp32: the same for every variant and every device."""
+    """The model at the start, on the CPU and in fp32: the same for every variant and every device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Transformer(size.model, max_seq_len=size.seq_len)

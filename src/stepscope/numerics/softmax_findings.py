@@ -21,9 +21,9 @@ class ExpLimits:
     """ln of the largest number."""
     finite_up_to: float
     infinite_at: float
-    """The next number."""
+    """The next number of the format, whose exp is infinite."""
     vanishes_below: float
-    """exp of it is the last above zero."""
+    """The smallest number whose exp is above zero."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class SoftmaxCase:
     way: str
     scale: float
     largest: float
-    """Of the input."""
+    """The largest element of the input."""
     result: Outcome
 
 
@@ -51,10 +51,10 @@ class AttentionCase:
     largest_score: float
     """In float64, after the division, if any."""
     largest_weight: float
-    """That softmax gives one key, in float64, on average over the queries: 1 where it has become a choice."""
+    """The largest weight that softmax gives one key, in float64, as a mean over the queries; 1 if it picks one key."""
     finite_scores: bool
     result: Outcome
-    """Of the output."""
+    """The error of attention's output, or the word for what became of it."""
 
 
 def softmax_findings(
@@ -128,7 +128,7 @@ def _remedies(cases: list[SoftmaxCase]) -> Iterator[Finding]:
 
 
 def _attention(cases: list[AttentionCase]) -> Iterator[Finding]:
-    """Of one head_dim and format: where each breaks, and what the division saves of the error before that."""
+    """Findings for one head_dim and format: where each way breaks, and how much error dividing saves before that."""
     cases = [case for case in cases if case.result.word != INPUT_OVERFLOWS.word]
     if not cases:
         return
