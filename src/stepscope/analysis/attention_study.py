@@ -24,7 +24,7 @@ class Slope:
 
 
 def fit_slope(points: Sequence[tuple[int, float]]) -> Slope | None:
-    """Over the FITTED longest of (sequence, y); None below two, or where a y is not above zero."""
+    """The slope over the FITTED longest of (sequence, y); None for fewer than two, or if a y is not above zero."""
     last = sorted(points)[-FITTED:]
     if len({x for x, _ in last}) < 2 or any(y <= 0 for _, y in last):
         return None
@@ -34,7 +34,7 @@ def fit_slope(points: Sequence[tuple[int, float]]) -> Slope | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One implementation over the sequences, everything else the same."""
+    """The timings of one implementation over the sequences, everything else the same."""
 
     line: str
     dtype: str
@@ -127,7 +127,7 @@ class AttentionStudy:
         )
 
     def contests(self) -> list[Contest]:
-        """Every other beside attention written out, and beside nothing where that has no time."""
+        """Each implementation against attention written out; none where the two have no time for a common sequence."""
         found = []
         for curve in self.curves:
             base = self.same(curve, BASELINE)

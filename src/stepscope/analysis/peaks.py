@@ -29,12 +29,12 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """The rates that bound an operator. A rate that nobody states is missing, never guessed."""
+    """The rates that bound an operator. A rate that is neither measured nor documented is missing, never guessed."""
 
     flops_per_s: Mapping[str, Peak] = field(default_factory=dict)
-    """By `Arithmetic`."""
+    """Peak FLOP/s by `Arithmetic`."""
     bytes_per_s: Peak | None = None
-    """Device memory, read plus written."""
+    """Peak bandwidth of device memory: bytes read plus bytes written per second."""
 
 
 def peaks_for(spec: DeviceSpec | None, ceilings: Ceilings | None, device_names: Collection[str] = ()) -> Peaks:

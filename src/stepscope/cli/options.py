@@ -49,7 +49,7 @@ def _tag(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One line of the table."""
+    """One option: a line of the table."""
 
     name: str
     """The parameter's; the option is spelled like it."""
@@ -95,7 +95,7 @@ BUDGET, QUESTION, STORED, OUTPUT = "Memory", "Question", "Stored runs and result
 GROUPS = (
     MODEL, WORKLOAD, CALLS, TRAINING, NUMBERS, MEASURING, RECORDING, SWEEPING, BUDGET, QUESTION, STORED, OUTPUT,
 )  # fmt: skip
-"""In the order of a help text."""
+"""The groups of options, in the order in which a help text shows them."""
 
 _ATTENTION = ("study attention", "study attention-gate")
 _TRAINED = ("study quality", "study scaling", "study swallowed")

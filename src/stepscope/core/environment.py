@@ -7,7 +7,7 @@ class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
     """What NVML said of a GPU at one moment. None where the driver does not tell."""
 
     read_at_s: float | None = None
-    """When it was read, on the host's monotonic clock: only differences mean anything."""
+    """When the GPU was read, in seconds on the host's monotonic clock: only differences mean anything."""
     sm_clock_mhz: int | None = None
     sm_clock_max_mhz: int | None = None
     memory_clock_mhz: int | None = None

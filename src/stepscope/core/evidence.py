@@ -215,12 +215,12 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     compilation: CompileReport | None = None
     compiled_while_measured: MeasuredCompilation | None = None
     updates: Updates | None = None
-    """None without an optimizer phase, or where the optimizer keeps no count."""
+    """How many updates the optimizer made; None without an optimizer phase, or where the optimizer keeps no count."""
     operators: StepOperators | None = None
     attention: Attention | None = None
     """What `auto` picked; None where the workload names its attention."""
     captures: tuple[Capture, ...] = ()
-    """One for each profiler that took a trace, or should have."""
+    """A record for each profiler that was asked for a trace, also where it failed."""
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

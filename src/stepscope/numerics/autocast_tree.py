@@ -67,7 +67,7 @@ class _Tree:
 
 
 def _alike(one: list[Row], other: list[Row]) -> bool:
-    """But for the label of the first row."""
+    """Whether the rows are the same, apart from the label of the first one."""
     return [one[0][1:], *one[1:]] == [other[0][1:], *other[1:]]
 
 

@@ -125,7 +125,7 @@ class _Runner:
     device: torch.device
 
     def cases(self, scales: Sequence[float], width: int, epsilon: float) -> list[NormCase]:
-        """One for each scale: the same numbers, larger and larger."""
+        """A case for each scale, in which the same random numbers are multiplied by the scale."""
         # Made on the CPU: the same numbers on every device.
         generator = torch.Generator().manual_seed(self.seed)
         x64_RW = torch.randn(_ROWS, width, generator=generator, dtype=torch.float64)

@@ -249,7 +249,7 @@ def _by_step(outcomes: Outcomes) -> Iterator[Table]:
 
 
 def _places(steps: int, count: int) -> list[int]:
-    """So many steps, evenly spread; the last is the last."""
+    """Up to `count` steps from 1 to `steps`, evenly spread; the last step is among them."""
     return sorted({round(steps * i / count) for i in range(1, count + 1)})
 
 

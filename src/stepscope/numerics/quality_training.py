@@ -23,9 +23,9 @@ from stepscope.numerics.bundled_text import BundledText
 from stepscope.numerics.loss_scaling import DynamicLossScaler
 
 WATCHED_STEPS = 10
-"""At the end of the run: in these, gradients of zero and swallowed updates are counted."""
+"""The last steps of a run, in which zero gradients and swallowed updates are counted."""
 _FETCHED_EVERY = 50
-"""Steps between two looks at the losses: on a GPU each of them waits for it."""
+"""Steps between two readings of the losses, as on a GPU each reading waits for the device."""
 _JUDGED_AT_ONCE = 64
 """Held-out sequences in one forward pass."""
 
@@ -220,7 +220,7 @@ def _autocast(variant: Variant, device: torch.device) -> contextlib.AbstractCont
 
 
 def _share_of_zeros(model: Transformer) -> Tensor:
-    """Without the embedding, where every byte that a batch lacks has a row of zeros."""
+    """Share of gradient elements that are zero, without the embedding: bytes that a batch lacks have rows of zeros."""
     gradients = [
         parameter.grad
         for parameter in model.parameters()
@@ -231,7 +231,7 @@ def _share_of_zeros(model: Transformer) -> Tensor:
 
 @torch.no_grad()
 def _mean_loss(model: Transformer, text: Tensor, seq_len: int) -> float:
-    """Over the text in sequences of seq_len predictions; what is left at its end is not counted."""
+    """The mean loss over the text in sequences of seq_len predictions; a rest at its end is not counted."""
     forward = ForwardLoss(model)
     count = len(text) // (seq_len + 1)
     sequences = text[: count * (seq_len + 1)].view(count, seq_len + 1)

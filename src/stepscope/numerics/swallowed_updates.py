@@ -53,7 +53,7 @@ class Tally:
     wanted: int = 0
     """Updates that were not zero."""
     swallowed: int = 0
-    """Those of them that changed nothing."""
+    """Updates that were not zero but changed nothing."""
     square: float = 0.0
     """Sum of squares of the wanted updates."""
     square_swallowed: float = 0.0

@@ -194,7 +194,7 @@ class AttentionCalls:
         return cell.implementation, cell.compile, cell.dtype, shape
 
     def _to_be_judged(self, cells: Sequence[AttentionCell]) -> Functions:
-        """In place of what their names stand for."""
+        """The functions that the gate judges, by the name of the implementation that each replaces."""
         return {
             cell.implementation: self._function(cell)
             for cell in cells
@@ -264,7 +264,7 @@ class AttentionCalls:
     def _time(
         self, passes: dict[AttentionCell, AttentionPass], rows: dict[AttentionCell, AttentionTiming]
     ) -> dict[AttentionCell, tuple[Measurement, Launches]]:
-        """In turns. One that fails gets its row, and the others begin again without it."""
+        """Times of the passes, taken in turns. A pass that fails gets its row; the others start again without it."""
         while passes:
             names = {str(cell): cell for cell in passes}
             try:

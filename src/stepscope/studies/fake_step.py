@@ -75,9 +75,9 @@ class WatchedStep:
     """What was allocated and released while a step was made, and run until it was steady."""
 
     watch: FakeMemory
-    """Its phases are those of the last step."""
+    """What was allocated, with the phases of the last step."""
     built: int
-    """How many events made the step."""
+    """How many events belong to building the model and its optimizer, before the step."""
     parameter_bytes: int
 
 

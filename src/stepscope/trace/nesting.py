@@ -14,7 +14,8 @@ _LARGEST = 2**62
 _CLIMB = 40
 """Ancestors tried one by one; ranges and operators of real programs nest less deeply."""
 _CHECKED = 1 << 17
-"""Up to so many intervals are always checked for crossings, in milliseconds. More come from the stack of a thread."""
+"""Up to this many intervals are always checked for crossings, which takes milliseconds. More are taken to nest, as they
+come from the stack of a thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ class Nest:
 
     @cached_property
     def depth(self) -> pl.Series:
-        """By position: how many intervals enclose it."""
+        """For every position, how many intervals enclose it."""
         if not self.height:
             return pl.Series("depth", dtype=pl.Int64)
         closed = self._ends.sort().search_sorted(self._starts, side="right").cast(pl.Int64)

@@ -21,7 +21,7 @@ class KernelName:
 
     name: str
     function: str
-    """With its namespaces, without return type, template arguments and parameters."""
+    """The function with its namespaces, without return type, template arguments and parameters."""
     arguments: str = ""
     """The template arguments, as written."""
     operation: str = ""

@@ -66,7 +66,7 @@ def _dense_target(tensor: Tensor) -> Tensor:
 
 
 def _needed(window: int | None, q: Tensor, k: Tensor, causal: bool) -> int | None:
-    """None for a window that hides nothing; the kernels add others to positions, in 32 bits."""
+    """The window, or None if it hides no key: the kernels add it to positions in 32 bits, where it could overflow."""
     if window is None or window >= (q.shape[2] if causal else max(q.shape[2], k.shape[2])):
         return None
     return window

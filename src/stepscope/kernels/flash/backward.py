@@ -367,8 +367,8 @@ def flash_joint_gradients(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     EVEN_QUERIES2: tl.constexpr, EVEN_KEYS2: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Both of the above in one launch: programs of keys first. Q2 to GRADIENT2 are
-    descriptors of the second's tiles, STATISTICS2 a pointer."""
+    """The gradients of keys and values, and those of queries, in one launch: programs of keys first. Q2 to GRADIENT2
+    are descriptors of the tiles that programs of queries load, STATISTICS2 is a pointer."""
     key_programs = tl.cdiv(keys, BLOCK_N) * batches * kv_heads
     program = tl.program_id(0)
     if program < key_programs:

@@ -166,7 +166,8 @@ def _described(problem: Problem) -> bool:
 # there in bf16 at 1024 (head_dim 64), 2048 (128), 8192 and 16384 positions; in fp32 at 4096.
 
 _SHORT_LOG2 = 10
-"""Up to here a pass at head_dim 64 waits for its host, and pointers cost the host less than descriptors."""
+"""Logarithm to base 2 of the queries up to which a pass at head_dim 64 waits for its host; pointers cost the host less
+than descriptors."""
 _LONG_LOG2 = 13
 
 

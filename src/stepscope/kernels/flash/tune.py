@@ -69,9 +69,9 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a candidate."""
 
     ms: float
-    """Median."""
+    """The candidate's median time in milliseconds."""
     of_allowed: float
-    """Its largest error as a share of what is allowed: above 1, or NaN, is wrong."""
+    """The candidate's largest error as a share of what is allowed; it is wrong above 1, or if NaN."""
 
 
 class Measure(Protocol):

@@ -19,7 +19,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     workload: Workload
     predicted: MemoryEstimate
     measured_peak: int | None
-    """None where the run ended before its peak."""
+    """Measured peak bytes; None where the run ended before its peak."""
     measured_reserved: int | None
     ran: bool
     foretold: bool | None

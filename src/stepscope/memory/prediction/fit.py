@@ -42,7 +42,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     usable_bytes: int
     """What PyTorch's allocator may take of it."""
     said: str
-    """In words: where the figure comes from."""
+    """Where the figure comes from, in words."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ class KeptTensor(msgspec.Struct, frozen=True, kw_only=True):
     """Tensors of one size that the same operators of a block keep."""
 
     operators: tuple[str, ...]
-    """That keep it for their backward, as autograd names them."""
+    """The operators that keep it for their backward, as autograd names them."""
     dimensions: tuple[str, ...]
     """`batch_size`, `seq_len`, `d_model`...: their product is the number of elements."""
     sizes: tuple[int, ...]

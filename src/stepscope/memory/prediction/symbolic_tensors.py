@@ -23,10 +23,10 @@ KEPT_OPERATORS = PRODUCTS | {"Attention"}
 
 
 class Allocator(Protocol):
-    """Where storages come from."""
+    """What storages get their blocks from."""
 
     def allocate(self, size: int) -> tuple[int, int]:
-        """A block for so many bytes: what names it, and how many bytes it really is."""
+        """Allocate a block for `size` bytes; returns the block's number, and how many bytes it really has."""
         ...
 
     def free(self, block: int) -> None: ...

@@ -246,7 +246,7 @@ class _Case:
         return ATTENTIONS[name].rounds_scores and self.dtype != "fp32"
 
     def _overwritten(self) -> str:
-        """Which of its tensors the call has written to. They are made good: others are judged on them."""
+        """A sentence on inputs that the call has written to, or "". They are restored, as others are judged on them."""
         names = ("q", "k", "v", "the output's gradient")
         changed = [what for what, each in zip(names, self.given, strict=True) if each.mend()]
         return f"it writes to {', '.join(changed)}, which are the caller's" if changed else ""

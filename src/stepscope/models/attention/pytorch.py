@@ -46,7 +46,7 @@ sdpa_math, sdpa_cudnn = _by(SDPBackend.MATH), _by(SDPBackend.CUDNN_ATTENTION)
 def sdpa_efficient(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
 ) -> Tensor:
-    """Not every release's kernel has grouped heads: keys and values are repeated for it."""
+    """PyTorch's memory-efficient backend. Some releases lack grouped heads there, so keys and values are repeated."""
     k, v = for_all_heads(q, k, v)
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         return sdpa(q, k, v, causal=causal, scale=scale, window=window)

@@ -31,7 +31,7 @@ class _Scales:
     byte_size: int
     end_us: int
     top: float
-    """In the unit of bytes."""
+    """Upper end of the axis of bytes, in `byte_unit`."""
 
     @property
     def x(self) -> alt.X:

@@ -135,7 +135,7 @@ class TimedCell(ComparedRun):
 
     @cached_property
     def parts(self) -> Parts | None:
-        """None without a capture that holds both phases."""
+        """The parts of forward and backward; None without a capture that holds both phases."""
         phases = [self.digest.phase(name) for name in PHASES] if self.digest else []
         found = [phase for phase in phases if phase is not None]
         both = self.samples(self.PART)
@@ -163,7 +163,7 @@ class SpeedPair(Pair[TimedCell]):
 
     @cached_property
     def amdahl(self) -> Amdahl | None:
-        """None unless both have a captured step."""
+        """Amdahl's law for the two steps; None unless both have a captured step."""
         if self.base.parts is None or self.other.parts is None:
             return None
         found = Amdahl(base=self.base.parts, other=self.other.parts)

@@ -81,7 +81,7 @@ def _slower(study: SpeedStudy) -> Iterator[Finding]:
 
 
 def _lost_where(pair: SpeedPair) -> str:
-    """From the captures, or from the profiled steps where there are none."""
+    """The end of a sentence: where the time was lost, by the captures, or by the profiled steps without captures."""
     law = pair.amdahl
     if law is None:
         idle, before = launch_bound_share(pair.other.run), launch_bound_share(pair.base.run)
