@@ -363,7 +363,9 @@ def test_timings_and_answer_travel_as_json(tmp_path: Path):
     answer = answer_attention(STORY)
     assert decode_experiment(encode_experiment(answer).encode(), "here").tables == answer.tables
     for decode in (decode_timings, decode_experiment):
-        with pytest.raises(InputError, match=r"empty\.json is empty: what was to write it ended before.* again"):
+        with pytest.raises(
+            InputError, match=r"empty\.json is empty: the command that was writing it ended before.* again"
+        ):
             decode(b"", "empty.json")
     with pytest.raises(InputError, match=r"nothing\.json holds no timings of attention"):
         decode_timings(b'{"kind": 3}', "nothing.json")

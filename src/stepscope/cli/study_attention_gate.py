@@ -153,7 +153,8 @@ def read_stored(place: Path) -> bytes:
         raise InputError(f"cannot read {place}: {error.strerror or error}") from error
     if not data:
         raise InputError(
-            f"{place} is empty: what was to write it ended before its first row; measure again with --figures"
+            f"{place} is empty: the command that was writing it ended before its first row; "
+            "measure again with --figures"
         )
     return data
 

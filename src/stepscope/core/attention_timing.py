@@ -137,7 +137,9 @@ def encode_timings(timings: AttentionTimings) -> bytes:
 def decode_timings(data: bytes, source: str) -> AttentionTimings:
     """What `encode_timings` wrote. Raises InputError that names the source."""
     if not data:
-        raise InputError(f"{source} is empty: what was to write it ended before its first row; measure again")
+        raise InputError(
+            f"{source} is empty: the command that was writing it ended before its first row; measure again"
+        )
     try:
         found = msgspec.json.decode(data, type=AttentionTimings)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InputError) as error:

@@ -99,13 +99,15 @@ def known_columns(title: str, columns: Sequence[str], rows: Sequence[tuple[Cell,
 def decode_experiment(data: bytes, source: str) -> Experiment:
     """The answer that `--json` wrote, with the present kinds of findings. Raises InputError that names the source."""
     if not data:
-        raise InputError(f"{source} is empty: what was to write it ended before; write it again with --json")
+        raise InputError(
+            f"{source} is empty: the command that was writing it ended before it was done; write it again with --json"
+        )
     try:
         found = msgspec.json.decode(data, type=Experiment)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{source} holds no answer of `stepscope study --json`: {one_line(error)}") from error
     if found.version < 1:
-        raise InputError(f"{source} is of version {found.version}, which never was: it holds no answer of a study")
+        raise InputError(f"{source} is of version {found.version}, which does not exist: it holds no answer of a study")
     if found.version > EXPERIMENT_VERSION:
         raise InputError(f"{source} is of version {found.version}: this stepscope reads up to {EXPERIMENT_VERSION}")
     for table in found.tables:

@@ -82,7 +82,7 @@ class _Stream:
         if self.position > _SUSPICIOUS_BYTES and self.position > _SUSPICIOUS_RATIO * self._size:
             raise InputError(
                 f"{self.path}: {self._size} bytes that decompress to more than {self.position} are no trace: "
-                "refused as a decompression bomb (a trace that is one all the same is read unpacked)"
+                "refused as a decompression bomb; if it is a trace, unpack it first"
             )
         return text
 

@@ -169,7 +169,7 @@ def _process_noise(study: CompileStudy) -> Iterator[Finding]:
     if found:
         label = max(found, key=lambda name: abs(found[name][0] / (found[name][1] or math.inf)))
         optimizer_s, step_s = found[label]
-        others = f" (and so in {len(found) - 1} more)" if len(found) > 1 else ""
+        others = f" (and in {len(found) - 1} more comparisons)" if len(found) > 1 else ""
         yield warning(
             "process-noise",
             f"The optimizer is the same code in both, and yet takes {format_seconds(abs(optimizer_s))} "
