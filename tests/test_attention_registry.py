@@ -33,7 +33,7 @@ from stepscope.studies.request import StepRequest
 from stepscope.studies.step import measure_step
 from stepscope.studies.sweep_plan import Cell, SweepPlan
 from tests.conftest import mini
-from tests.test_prediction_cpu import assert_alike, kept_in_truth, kept_on_paper
+from tests.test_prediction_cpu import assert_alike, kept_by_symbolic_model, kept_in_truth
 
 CPU = torch.device("cpu")
 HERE = [
@@ -322,9 +322,9 @@ def test_every_name_is_a_cell_of_its_own():
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "bf16-pure"])
-def test_unsafe_keeps_what_is_on_paper(dtype: str):
+def test_unsafe_keeps_what_the_symbolic_model_says(dtype: str):
     workload = mini(attention="unsafe", dtype=dtype, phase="forward-backward")
-    assert kept_in_truth(workload) == kept_on_paper(workload)
+    assert kept_in_truth(workload) == kept_by_symbolic_model(workload)
 
 
 @pytest.mark.parametrize("changes", [{}, {"seq_len": 64}, {"checkpointing": "every-1"}, {"dtype": "fp16"}])
@@ -334,9 +334,9 @@ def test_every_phase_of_unsafe_has_the_peak_that_is_predicted(changes: dict[str,
 
 @interpreted
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16-pure"])
-def test_flash_keeps_what_is_on_paper(dtype: str):
+def test_flash_keeps_what_the_symbolic_model_says(dtype: str):
     workload = mini(attention="flash", dtype=dtype, phase="forward-backward")
-    assert kept_in_truth(workload) == kept_on_paper(workload)
+    assert kept_in_truth(workload) == kept_by_symbolic_model(workload)
 
 
 @interpreted

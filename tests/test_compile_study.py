@@ -42,6 +42,7 @@ from stepscope.analysis.trace_digest import FamilyRow, TraceDigest
 from stepscope.cli.app import app
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import CompileReport, Evidence, KernelTotal, PhaseMemory, ProfiledStep
+from stepscope.core.experiment import decode_experiment
 from stepscope.core.finding import Finding
 from stepscope.core.model_config import configure
 from stepscope.core.run import Failure, Run, Settings
@@ -161,16 +162,47 @@ def findings(*cells: CompileCell) -> dict[str, Finding]:
     return {finding.kind: finding for finding in answer_compile(pair_up(cells)).findings}
 
 
-def test_what_the_optimizer_gains_is_not_compilings():
+def test_what_the_optimizer_gains_is_process_noise():
     """It is the same code in both: of the 300 ms that the step wins, its 60 ms are noise."""
     eager, compiled = cell("eager", 1.0), cell("default", 0.7)
-    sentence = findings(eager, compiled)["not compiling's"].sentence
+    sentence = findings(eager, compiled)["process-noise"].sentence
     assert "takes 60 ms less in " in sentence and "where the step wins 300 ms: that much is noise" in sentence
     (label,) = (pair.label for pair in pair_up([eager, compiled]).pairs)
     assert label in sentence
     as_before = {**compiled.run.samples, "optimizer": eager.run.samples["optimizer"]}
     steady = CompileCell(run=msgspec.structs.replace(compiled.run, samples=as_before))
-    assert "not compiling's" not in findings(eager, steady)
+    assert "process-noise" not in findings(eager, steady)
+
+
+STORED = b"""
+{
+ "study": "compile",
+ "question": "How much does torch.compile give?",
+ "device": "NVIDIA H200",
+ "versions": {"torch": "2.11.0"},
+ "tables": [],
+ "findings": [
+  {
+   "kind": "not compiling's",
+   "severity": "warning",
+   "sentence": "The optimizer is the same code in both, and yet takes 60 ms less in small.",
+   "remedy": "",
+   "evidence": {"optimizer_s": 0.06, "step_s": 0.3}
+  },
+  {"kind": "paid-after", "severity": "note", "sentence": "It is paid for after 34 steps.", "remedy": "", "evidence": {}}
+ ]
+}
+"""
+
+
+def test_a_stored_answer_keeps_its_noise_under_the_present_kind(tmp_path: Path):
+    answer = decode_experiment(STORED, "answer.json")
+    assert [finding.kind for finding in answer.findings] == ["process-noise", "paid-after"]
+    stored = json.loads(STORED)["findings"]
+    (tmp_path / "answer.json").write_bytes(STORED)
+    done = stepscope("study", "compile", "--from", "answer.json", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["findings"] == [{**stored[0], "kind": "process-noise"}, stored[1]]
 
 
 def test_kernels_by_name_and_by_capture():

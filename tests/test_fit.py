@@ -112,14 +112,14 @@ def test_the_largest_that_fits_is_the_largest():
 
 
 def test_two_predictions_that_know_nothing_of_each_other_agree():
-    """On paper, and on PyTorch's fake tensors."""
+    """By the symbolic model, and on PyTorch's fake tensors."""
     command = ["--model", "tiny", "--seq-len", 128, "--memory", "80GiB", "--fake"]
     shared = ["--attention", "sdpa", "--kv-heads", 2]
     for choices in ([], ["--dtype", "bf16", "--attention", "sdpa", "--checkpointing", "every-2"], shared):
         answer = said(*command, *choices)
-        on_paper, fake = answer["estimate"], answer["fake"]
+        symbolic, fake = answer["estimate"], answer["fake"]
         for figure in ("after_parameters", "forward_peak", "backward_peak", "optimizer_peak"):
-            assert fake["memory"][figure] == pytest.approx(on_paper[figure], rel=0.005), figure
+            assert fake["memory"][figure] == pytest.approx(symbolic[figure], rel=0.005), figure
 
 
 # --- What a reader sees ---

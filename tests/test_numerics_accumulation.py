@@ -70,7 +70,7 @@ def test_only_shows_the_tables_named_or_the_sentences(tmp_path: Path):
 
 
 def test_an_answer_of_a_version_that_never_was_is_refused():
-    with pytest.raises(InputError, match="of version 0, which never was"):
+    with pytest.raises(InputError, match="of version 0, which does not exist"):
         decode_experiment(encode_experiment(study_accumulation()).replace('"version": 1', '"version": 0').encode(), "x")
 
 

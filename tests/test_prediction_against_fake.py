@@ -11,7 +11,7 @@ import pytest
 
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.workload import Workload
-from stepscope.memory.prediction.estimate import STEPS, PaperStep, estimate
+from stepscope.memory.prediction.estimate import STEPS, SymbolicStep, estimate
 from stepscope.memory.snapshot import read_snapshot
 from stepscope.studies.fake_step import estimate_by_running, watch_fake_step
 
@@ -41,8 +41,8 @@ class Recorder:
         self.events.append(-self.sizes[block])
 
 
-class PaperPhases(PaperStep):
-    """A step on paper that notes where each phase begins and ends among the events."""
+class SymbolicPhases(SymbolicStep):
+    """A symbolic step that notes where each phase begins and ends among the events."""
 
     def __init__(self, workload: Workload) -> None:
         self.recorder = Recorder()
@@ -59,8 +59,8 @@ class PaperPhases(PaperStep):
         super()._end()
 
 
-def on_paper(workload: Workload) -> Events:
-    step = PaperPhases(workload)
+def on_symbolic_tensors(workload: Workload) -> Events:
+    step = SymbolicPhases(workload)
     step.run(STEPS)
     return {name: in_order(events) for name, events in step.events.items()}
 
@@ -111,12 +111,12 @@ def drawn(seed: int) -> Workload:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_paper_allocates_and_releases_what_the_step_does(seed: int):
+def test_the_symbolic_model_allocates_and_releases_what_the_step_does(seed: int):
     workload = drawn(seed)
-    paper, fake = on_paper(workload), on_fake_tensors(workload)
-    assert paper.keys() == fake.keys()
+    symbolic, fake = on_symbolic_tensors(workload), on_fake_tensors(workload)
+    assert symbolic.keys() == fake.keys()
     for phase in fake:
-        assert paper[phase] == fake[phase], (workload, phase)
+        assert symbolic[phase] == fake[phase], (workload, phase)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "every-3"])
@@ -128,21 +128,21 @@ def test_what_is_taken_from_the_device_is_alike_for_odd_sizes_and_a_large_vocabu
         model=ModelConfig(name="odd", d_model=360, d_ff=d_ff, layers=5, heads=4, vocabulary=50257),
         batch_size=3, seq_len=333, dtype="bf16", attention="sdpa", checkpointing=checkpointing,
     )  # fmt: skip
-    paper, fake = estimate(workload), estimate_by_running(workload).memory
-    assert paper.reserved_peak == pytest.approx(fake.reserved_peak, rel=0.002)
+    symbolic, fake = estimate(workload), estimate_by_running(workload).memory
+    assert symbolic.reserved_peak == pytest.approx(fake.reserved_peak, rel=0.002)
     for name in ("forward_peak", "saved_for_backward", "backward_peak", "optimizer_peak"):
-        assert getattr(paper, name) == pytest.approx(getattr(fake, name), rel=0.01), name
+        assert getattr(symbolic, name) == pytest.approx(getattr(fake, name), rel=0.01), name
 
 
 @pytest.mark.parametrize("cell", ["tiny-b4-s128-fp32-train", "small-b4-s512-fp32-forward", "small-b4-s512-bf16-train"])
 def test_both_are_what_a_gpu_recorded(cell: str):
-    """The paper to the event. Where a sum over many rows is shared by thread blocks, the kernel of the H200 takes a
-    buffer and gives it back; nothing else is there that neither prediction has."""
+    """The symbolic model to the event. Where a sum over many rows is shared by thread blocks, the kernel of the H200
+    takes a buffer and gives it back; nothing else is there that neither prediction has."""
     (file,) = RECORDED.glob(f"*-{cell}-*/memory.pickle.gz")
     snapshot = read_snapshot(file)
     assert snapshot.notes is not None and snapshot.notes.workload is not None
     workload = snapshot.notes.workload
-    paper, fake = on_paper(workload), on_fake_tensors(workload)
+    symbolic, fake = on_symbolic_tensors(workload), on_fake_tensors(workload)
     for span in snapshot.notes.phases:
         sign = {"alloc": 1, "free_requested": -1}
         recorded = [
@@ -151,7 +151,7 @@ def test_both_are_what_a_gpu_recorded(cell: str):
             if event.action in sign and span.start_us <= event.time_us < span.end_us
         ]
         truth = in_order(without_sums(recorded))
-        assert paper[span.name] == truth, span.name
+        assert symbolic[span.name] == truth, span.name
         assert fake[span.name] == truth, span.name
 
 

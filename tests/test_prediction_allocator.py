@@ -1,4 +1,4 @@
-"""The caching allocator on paper: its rules by hand, and random programs against two others of the same rules."""
+"""The simulated caching allocator: its rules by hand, and random programs against two others of the same rules."""
 
 from itertools import pairwise
 from typing import Any

@@ -1,8 +1,8 @@
-"""The step on paper beside the step itself, on the CPU: the same tensors kept, the same bytes at every peak.
+"""The symbolic step beside the step itself, on the CPU: the same tensors kept, the same bytes at every peak.
 
-A change of models/ that is not followed on paper fails here. All tensors of this step are multiples of the 64 bytes to
-which PyTorch's CPU allocator aligns, so predictions are exact but for single numbers: the loss, the count of its
-targets, a factor or -inf that became a tensor.
+A change of models/ that the symbolic model does not follow fails here. All tensors of this step are multiples of the
+64 bytes to which PyTorch's CPU allocator aligns, so predictions are exact but for single numbers: the loss, the count
+of its targets, a factor or -inf that became a tensor.
 """
 
 import gc
@@ -16,15 +16,15 @@ import torch
 
 from stepscope.core.workload import Workload
 from stepscope.measure.memory_history import capture_memory
-from stepscope.memory.prediction.estimate import estimate, paper_model
-from stepscope.memory.prediction.paper import Ledger, Node, RoundingAllocator, Storage, Tape
+from stepscope.memory.prediction.estimate import estimate, symbolic_model
+from stepscope.memory.prediction.symbolic_tensors import Ledger, Node, RoundingAllocator, Storage, Tape
 from stepscope.models.training_step import TrainingStep
 from tests.conftest import mini
 from tests.cpu_allocations import allocated_bytes
 
 CPU = torch.device("cpu")
 NUMBERS = 160
-"""Bytes that single numbers may make: some of 4 or 8 that are not on paper, some on paper that take 64."""
+"""Bytes that single numbers may make: some of 4 or 8 that the symbolic model leaves out, some in it that take 64."""
 LAYERS = 3
 
 
@@ -35,9 +35,9 @@ def three(**changes: Any) -> Workload:
 # ---- tensor by tensor
 
 
-def kept_on_paper(workload: Workload) -> Counter[int]:
+def kept_by_symbolic_model(workload: Workload) -> Counter[int]:
     """Bytes of every storage that the graph of the loss keeps."""
-    model = paper_model(workload, "cpu")
+    model = symbolic_model(workload, "cpu")
     tape = Tape(Ledger(RoundingAllocator(1)), recording=True)
     loss = model.loss(tape, model.head(tape, model.run_blocks(tape, model.embedding(tape))))
     seen: dict[int, Node] = {}
@@ -71,11 +71,11 @@ def kept_in_truth(workload: Workload) -> Counter[int]:
 
 @pytest.mark.parametrize("attention", ["reference", "sdpa-math", "sdpa"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "bf16-pure"])
-def test_autograd_keeps_the_very_tensors_that_are_on_paper(dtype: str, attention: str):
+def test_autograd_keeps_the_very_tensors_that_the_symbolic_model_keeps(dtype: str, attention: str):
     """Size by size. Autocast on a CPU leaves exponentials in 16 bits, where a GPU takes them to fp32."""
     workload = three(dtype=dtype, attention=attention)
     truth = kept_in_truth(workload)
-    assert truth == kept_on_paper(workload)
+    assert truth == kept_by_symbolic_model(workload)
     # The loss, which nothing saves, takes the place of the one before it.
     assert estimate(workload, "cpu").saved_for_backward == sum(-(-size // 64) * 64 * n for size, n in truth.items())
 
@@ -144,7 +144,7 @@ def test_every_phase_has_the_peak_that_is_predicted(dtype: str, attention: str, 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_step_with_shared_keys_is_predicted_to_the_byte(dtype: str, attention: str, kv_heads: int):
     shared = {"d_model": 64, "heads": 4, "kv_heads": kv_heads, "dtype": dtype, "attention": attention}
-    assert kept_in_truth(three(**shared)) == kept_on_paper(three(**shared))
+    assert kept_in_truth(three(**shared)) == kept_by_symbolic_model(three(**shared))
     for checkpointing in ("none", "selective", "every-2"):
         assert_alike(three(checkpointing=checkpointing, **shared))
 
@@ -155,7 +155,7 @@ def test_a_step_with_shared_keys_is_predicted_to_the_byte(dtype: str, attention:
 def test_a_step_with_a_tied_head_is_predicted_to_the_byte(dtype: str, phase: str, accumulation: int):
     """With a vocabulary so large that the weight's two gradients and their sum are the peak of backward."""
     tied = {"tied": True, "vocabulary": 512, "dtype": dtype, "phase": phase, "accumulation": accumulation}
-    assert kept_in_truth(three(**tied)) == kept_on_paper(three(**tied))
+    assert kept_in_truth(three(**tied)) == kept_by_symbolic_model(three(**tied))
     for checkpointing in ("none", "every-1"):
         assert_alike(three(checkpointing=checkpointing, attention="sdpa", **tied))
 

@@ -57,7 +57,7 @@ def test_categories_are_what_the_notes_name(explained: Explained):
     assert forward.get("gradients", 0) == 0
 
 
-def test_a_block_keeps_what_the_paper_model_says(explained: Explained):
+def test_a_block_keeps_what_the_symbolic_model_says(explained: Explained):
     """What the GPU kept for backward of each block, beside the prediction tensor by tensor."""
     notes = explained.snapshot.notes
     assert notes is not None and notes.workload is not None

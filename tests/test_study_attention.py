@@ -51,7 +51,7 @@ from stepscope.studies.attention_grid import PRESETS, grid_groups, measure_grid,
 from stepscope.studies.attention_matrix import GateMatrix, decode_matrix, encode_matrix, judge_matrix
 from stepscope.studies.attention_pass import AttentionPass, CallInputs, saved_storages
 from stepscope.studies.attention_workers import WorkerAnswer, WorkerTask, work_through
-from stepscope.work.attention_call import backward_flops, forward_flops, saved_on_paper
+from stepscope.work.attention_call import backward_flops, forward_flops, saved_by_formula
 
 CPU = torch.device("cpu")
 GOLDEN = Path(__file__).parent / "golden" / "study-attention.txt"
@@ -92,20 +92,20 @@ def test_what_autograd_saves_is_what_the_formula_says(name: Attention):
         call = AttentionPass(implementation(name), shape, CallInputs.draw(shape, dtype, CPU))
         call.forward()
         assert call.out is not None
-        paper = saved_on_paper(AttentionCell(implementation=name, dtype=dtype, shape=shape), "cpu")
-        assert paper is not None
-        assert sum(saved_storages(call.out, call.leaves).values()) == paper.bytes, (dtype, shape)
+        formula = saved_by_formula(AttentionCell(implementation=name, dtype=dtype, shape=shape), "cpu")
+        assert formula is not None
+        assert sum(saved_storages(call.out, call.leaves).values()) == formula.bytes, (dtype, shape)
 
 
 def test_formula_by_hand():
     """B 2, H 3, S 8: scores 384 numbers, rows 48. fp32, causal: two of the scores, the sums, the mask."""
     cell = AttentionCell(implementation="reference", dtype="fp32", shape=square(8, batch=2, heads=3, key_heads=3))
-    paper = saved_on_paper(cell, "cpu")
-    assert paper is not None and paper.bytes == 2 * 384 * 4 + 48 * 4 + 64
-    efficient = saved_on_paper(msgspec.structs.replace(cell, implementation="sdpa-efficient"), "cuda")
+    formula = saved_by_formula(cell, "cpu")
+    assert formula is not None and formula.bytes == 2 * 384 * 4 + 48 * 4 + 64
+    efficient = saved_by_formula(msgspec.structs.replace(cell, implementation="sdpa-efficient"), "cuda")
     assert efficient is not None and efficient.bytes == 48 * 16 * 4 + 6 * 32 * 4  # rows filled from 8 to 32
-    assert saved_on_paper(msgspec.structs.replace(cell, compile="default"), "cpu") is None
-    assert saved_on_paper(msgspec.structs.replace(cell, implementation="sdpa"), "cuda") is None
+    assert saved_by_formula(msgspec.structs.replace(cell, compile="default"), "cpu") is None
+    assert saved_by_formula(msgspec.structs.replace(cell, implementation="sdpa"), "cuda") is None
 
 
 def test_flops_are_counted_half_where_causal():
@@ -363,7 +363,9 @@ def test_timings_and_answer_travel_as_json(tmp_path: Path):
     answer = answer_attention(STORY)
     assert decode_experiment(encode_experiment(answer).encode(), "here").tables == answer.tables
     for decode in (decode_timings, decode_experiment):
-        with pytest.raises(InputError, match=r"empty\.json is empty: what was to write it ended before.* again"):
+        with pytest.raises(
+            InputError, match=r"empty\.json is empty: the command that was writing it ended before.* again"
+        ):
             decode(b"", "empty.json")
     with pytest.raises(InputError, match=r"nothing\.json holds no timings of attention"):
         decode_timings(b'{"kind": 3}', "nothing.json")

@@ -29,7 +29,7 @@ from stepscope.studies.attention_grid import grid_groups, measure_grid
 from stepscope.studies.attention_matrix import decode_matrix, implementations_of
 from stepscope.studies.request import StepRequest
 from stepscope.studies.step import measure_step
-from stepscope.work.attention_call import saved_on_paper
+from stepscope.work.attention_call import saved_by_formula
 from tests.conftest import mini
 
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def test_its_memory_is_predicted_by_the_formulas_that_its_record_names():
         sizes = {"dtype": "bf16", "d_model": 64, "seq_len": 128}
         assert estimate(mini(attention="toy", **sizes)) == estimate(mini(attention=alike, **sizes))
         cells = [AttentionCell(implementation=n, dtype="bf16", shape=few_shapes()[0]) for n in ("toy", alike)]
-        assert saved_on_paper(cells[0], "cpu") == saved_on_paper(cells[1], "cpu") is not None
+        assert saved_by_formula(cells[0], "cpu") == saved_by_formula(cells[1], "cpu") is not None
 
 
 def judge() -> GateReport:
@@ -129,7 +129,7 @@ def test_its_calls_are_measured():
     )
     assert [row.outcome for row in timings.timings] == ["measured", "measured"]
     assert decode_timings(encode_timings(timings), "a file") == timings
-    assert saved_on_paper(timings.timings[1].cell, "cpu") is None
+    assert saved_by_formula(timings.timings[1].cell, "cpu") is None
     assert any("toy" in str(cell) for table in answer_attention(timings).tables for row in table.rows for cell in row)
 
 

@@ -39,11 +39,11 @@ BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, CELLS, COMPILED, COMP
 TITLES = (
     BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, CELLS, COMPILED, COMPILED_SEEDS, MISSING
 )  # fmt: skip
-"""Of every table that an answer may have."""
+"""Titles of all tables that an answer may have."""
 PHASES = ("forward", "backward")
 _NOTHING = ("not supported", "not reached", "interrupted")
 _MOST_LINES = 8
-"""That a plot can tell apart."""
+"""The most lines that a plot can tell apart."""
 _WORDS = {"out of memory": "OOM", "wrong": "WRONG"}
 
 
@@ -136,7 +136,7 @@ def _groups(study: AttentionStudy) -> list[tuple[str, int, list[Curve]]]:
 
 
 def _compiled(study: AttentionStudy) -> Table:
-    """As the write-ups have it; where their grid was asked for, head_dim is their d_model, without heads."""
+    """The table of eager beside compiled calls; with the preset `seeds`, head_dim is d_model, as there is one head."""
     rows: list[tuple[Cell, ...]] = []
     for eager in study.curves:
         compiled = study.same(eager, f"{eager.line}, compiled")
@@ -189,13 +189,14 @@ def _saved(study: AttentionStudy) -> Table:
         for row in curve.rows:
             if row.memory is None:
                 continue
-            paper = study.paper(row)
+            formula = study.saved_by_formula(row)
             measured = row.memory.saved_bytes
-            off = (measured / paper.bytes - 1) * 100 if paper and paper.bytes else None
+            off = (measured / formula.bytes - 1) * 100 if formula and formula.bytes else None
             rows.append(
                 (
                     curve.dtype, curve.head_dim, row.cell.shape.queries, curve.line,
-                    paper.terms if paper else "", mebibytes(paper.bytes) if paper else None, mebibytes(measured),
+                    formula.terms if formula else "", mebibytes(formula.bytes) if formula else None,
+                    mebibytes(measured),
                     round(off, 2) if off is not None else None,
                 )
             )  # fmt: skip

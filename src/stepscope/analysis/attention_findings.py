@@ -186,10 +186,10 @@ def _formula(study: AttentionStudy) -> Iterator[Finding]:
     off: list[tuple[float, AttentionTiming]] = []
     for curve in study.curves:
         for row in curve.rows:
-            paper = study.paper(row)
-            if row.memory is not None and paper is not None:
-                difference = abs(row.memory.saved_bytes - paper.bytes)
-                off.append((difference / paper.bytes if paper.bytes else float(difference > 0), row))
+            formula = study.saved_by_formula(row)
+            if row.memory is not None and formula is not None:
+                difference = abs(row.memory.saved_bytes - formula.bytes)
+                off.append((difference / formula.bytes if formula.bytes else float(difference > 0), row))
     if not off:
         return
     close = sum(share < CLOSE for share, _ in off)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from stepscope.core.attention_timing import PRODUCTS, AttentionTiming, AttentionTimings
 from stepscope.core.samples import Ratio
-from stepscope.work.attention_call import SavedOnPaper, backward_flops, forward_flops, saved_on_paper
+from stepscope.work.attention_call import SavedByFormula, backward_flops, forward_flops, saved_by_formula
 
 FITTED = 3
 """Points of a slope: the longest sequences, where what grows slower no longer shows."""
@@ -24,7 +24,7 @@ class Slope:
 
 
 def fit_slope(points: Sequence[tuple[int, float]]) -> Slope | None:
-    """Over the FITTED longest of (sequence, y); None below two, or where a y is not above zero."""
+    """The slope over the FITTED longest of (sequence, y); None for fewer than two, or if a y is not above zero."""
     last = sorted(points)[-FITTED:]
     if len({x for x, _ in last}) < 2 or any(y <= 0 for _, y in last):
         return None
@@ -34,7 +34,7 @@ def fit_slope(points: Sequence[tuple[int, float]]) -> Slope | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One implementation over the sequences, everything else the same."""
+    """The timings of one implementation over the sequences, everything else the same."""
 
     line: str
     dtype: str
@@ -48,7 +48,7 @@ class Curve:
 
     @property
     def slopes(self) -> dict[str, Slope | None]:
-        """Of time, of what is held before backward, of the peak."""
+        """The fitted powers of the sequence of three figures: time, bytes held before backward, and peak bytes."""
         return {
             "time": self._slope(both_s),
             "before backward": self._slope(lambda row: row.memory.before_backward_bytes if row.memory else None),
@@ -127,7 +127,7 @@ class AttentionStudy:
         )
 
     def contests(self) -> list[Contest]:
-        """Every other beside attention written out, and beside nothing where that has no time."""
+        """Each implementation against attention written out; none where the two have no time for a common sequence."""
         found = []
         for curve in self.curves:
             base = self.same(curve, BASELINE)
@@ -137,8 +137,8 @@ class AttentionStudy:
                     found.append(contest)
         return found
 
-    def paper(self, row: AttentionTiming) -> SavedOnPaper | None:
-        return saved_on_paper(row.cell, self.device_type)
+    def saved_by_formula(self, row: AttentionTiming) -> SavedByFormula | None:
+        return saved_by_formula(row.cell, self.device_type)
 
     def share(self, row: AttentionTiming) -> float | None:
         """FLOP/s of forward and backward over the ceiling's."""
@@ -163,11 +163,11 @@ def arrange(timings: AttentionTimings) -> AttentionStudy:
 
 
 def both_s(row: AttentionTiming) -> float | None:
-    """The median of forward and backward; None where there is no time."""
+    """The median of forward and backward together, in seconds; None where there is no time."""
     return (row.both.median_s or None) if row.both else None
 
 
 def flops_per_s(row: AttentionTiming) -> float | None:
-    """Of forward and backward, by the convention of `work.attention_call`."""
+    """FLOP/s of forward and backward together, by the convention of `work.attention_call`."""
     seconds = both_s(row)
     return (forward_flops(row.cell.shape) + backward_flops(row.cell.shape)) / seconds if seconds else None

@@ -55,7 +55,7 @@ class CriticalPath:
 
     @property
     def duration_ns(self) -> int:
-        """Of the step, and of the path."""
+        """Duration of the step in nanoseconds, which is also that of the path."""
         return self.end_ns - self.start_ns
 
     @cached_property
@@ -190,7 +190,7 @@ class _Walk:
         return before, [(free, start, category, None)] if free < start else []
 
     def _through_host(self, launch: int, start: int) -> tuple[int | None, list[_Segment]]:
-        """From a late launch back to the work whose end let the host go on."""
+        """The work whose end let the host go on to a late launch, and the path's segments from there to `start`."""
         wait = bisect_right(self._waits, launch) - 1
         returned = self._waits[wait] if wait >= 0 else self._begin
         if returned <= self._begin:
@@ -211,7 +211,7 @@ _CATEGORY_OF = {"communication": "communication", "memcpy/memset": "copies"}
 
 
 def _present(*segments: _Segment) -> list[_Segment]:
-    """Those that last at all."""
+    """The segments that are longer than zero."""
     return [segment for segment in segments if segment[0] < segment[1]]
 
 

@@ -13,7 +13,7 @@ _TO_HOST = r"\bDtoH\b"
 
 
 def matching(names: pl.Series, pattern: str, but_not: str | None = None) -> pl.Series:
-    """Those of the names that match: names are few, so each is looked at once."""
+    """The distinct names that match a pattern; there are few, so each is looked at once."""
     distinct = names.unique().cast(pl.String).alias("name").drop_nulls()
     match = pl.col("name").str.contains(pattern)
     if but_not:

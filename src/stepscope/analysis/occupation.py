@@ -33,8 +33,8 @@ LAUNCH_NS = 5_000
 """No launch gets from its call to a running kernel in less: the quickest of 14,000 onto an idle H200 took 5.0 us."""
 
 KERNEL_LATENCY_NS = 4_000
-"""From one kernel's end to the next one's begin, already queued: on one stream 1.1 us in the median, 99 % below 2.5 us;
-between streams, by an event, up to 3.8 us (H200)."""
+"""Longest gap between a kernel's end and the start of the next one, if that was queued already. On an H200, on one
+stream 1.1 us in the median and 99 % below 2.5 us; between streams, by an event, up to 3.8 us."""
 
 CAUSES = ("synchronisation", "data", "launch-bound", "dependency", "kernel-to-kernel latency", "unknown")
 CAUSE = pl.Enum(CAUSES)

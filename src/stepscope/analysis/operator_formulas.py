@@ -268,14 +268,14 @@ def scatter(call: OperatorCall, _: CausalConvention, *, adds: bool) -> Work:
 
 
 def loss(call: OperatorCall, _: CausalConvention) -> Work:
-    """Of each row the target's logarithm: read and added up."""
+    """Negative log-likelihood: for each row the target's logarithm is read and added up."""
     logs, targets = call.tensor(0), call.tensor(1)
     read = targets.bytes + targets.elements * logs.size
     return elementwise_work(targets.elements, 1, bytes_read=read, bytes_written=logs.size)
 
 
 def loss_backward(call: OperatorCall, _: CausalConvention) -> Work:
-    """One element a row is written; the zeros around it by an operator of their own."""
+    """Gradient of the loss: one element per row is written; another operator writes the zeros around it."""
     logs, targets = call.tensor(1), call.tensor(2)
     return Work(flops=0, bytes_read=targets.bytes, bytes_written=targets.elements * logs.size)
 

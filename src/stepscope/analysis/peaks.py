@@ -29,12 +29,12 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """The rates that bound an operator. A rate that nobody states is missing, never guessed."""
+    """The rates that bound an operator. A rate that is neither measured nor documented is missing, never guessed."""
 
     flops_per_s: Mapping[str, Peak] = field(default_factory=dict)
-    """By `Arithmetic`."""
+    """Peak FLOP/s by `Arithmetic`."""
     bytes_per_s: Peak | None = None
-    """Device memory, read plus written."""
+    """Peak bandwidth of device memory: bytes read plus bytes written per second."""
 
 
 def peaks_for(spec: DeviceSpec | None, ceilings: Ceilings | None, device_names: Collection[str] = ()) -> Peaks:
@@ -64,7 +64,7 @@ def peaks_for(spec: DeviceSpec | None, ceilings: Ceilings | None, device_names: 
 
 
 def product_arithmetic(kernel: str) -> Arithmetic | None:
-    """What a kernel of matrix products or attention multiplies with, as far as its name says."""
+    """The arithmetic of a kernel of matrix products or attention, as far as its name says; else None."""
     decoded = decode(kernel)
     if decoded.second_pass:
         return None
@@ -76,7 +76,7 @@ def product_arithmetic(kernel: str) -> Arithmetic | None:
 
 
 def operand_arithmetic(dtype: str | None, *, on_cpu: bool) -> Arithmetic | None:
-    """The same by the operands' dtype. On a GPU fp32 operands leave it open: CUDA cores, TF32, or emulation."""
+    """The arithmetic of a product by its operands' dtype. None for fp32 on a GPU: CUDA cores, TF32, or emulation."""
     if dtype == "float":
         return "fp32" if on_cpu else None
     return _OF_OPERANDS.get(dtype or "")

@@ -13,7 +13,7 @@ from stepscope.trace.table import TraceTable
 
 TOP = 10
 _AT_ONCE, _SHARES = 1_000_000, 8
-"""Of more slices than this an eighth of the names is merged at a time, for the memory's sake."""
+"""More slices than _AT_ONCE are merged in _SHARES parts, each with some of the names, to bound the memory."""
 _PAIRS_LIMIT = 20_000_000
 """Pairs of (range, kernel inside) looked at for the top kernels; real captures have a few per kernel."""
 

@@ -103,7 +103,7 @@ def _while_capturing(calls: pl.DataFrame) -> pl.Expr:
 
 
 def _named(calls: pl.DataFrame, word: str) -> pl.DataFrame:
-    """When and where calls began whose name holds a word; names are few, so each is looked at once."""
+    """Process, thread and start of the calls whose name holds a word; names are few, so each is looked at once."""
     names = calls["name"].unique()
     chosen = names.filter(names.cast(pl.String).str.contains(word, literal=True))
     return calls.lazy().filter(pl.col("name").is_in(chosen.implode())).select("process", "thread", "start_ns").collect()

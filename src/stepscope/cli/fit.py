@@ -93,7 +93,7 @@ def _budgets(memory: int | None, devices: tuple[str, ...] | None) -> "list[Budge
 def _answer(workload: Workload, budgets: "list[Budget]", fake: bool, json: bool) -> None:
     import gc
 
-    # Steps on paper make a million objects, none of them in a cycle: looking for cycles is a tenth of the time.
+    # A symbolic step makes a million objects, none of them in a cycle: looking for cycles is a tenth of the time.
     gc.disable()
     from stepscope.memory.prediction.estimate import estimate
     from stepscope.memory.prediction.fit import fit as predict
@@ -146,7 +146,7 @@ def fit_as_json(answer: "Fit", workload: Workload) -> dict[str, object]:
 
 
 def _peak_as_json(predicted: "MemoryEstimate", workload: Workload) -> dict[str, object]:
-    """The same contract where no memory was named: there is no verdict."""
+    """The answer as plain data where no memory was given: it has the keys of `fit_as_json`, and no verdict."""
     return {
         "fits": None,
         "peak_bytes": predicted.peak_bytes,

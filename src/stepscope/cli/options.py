@@ -49,7 +49,7 @@ def _tag(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One line of the table."""
+    """One option: a line of the table."""
 
     name: str
     """The parameter's; the option is spelled like it."""
@@ -58,33 +58,33 @@ class Option:
     group: str
     help: str
     fills: type | None = None
-    """The type that this option fills, with others: a verb takes them together."""
+    """The type that this option fills together with others; a verb takes all of them."""
     default: Any = None
     choices: tuple[str, ...] = ()
-    """Names that may be given: said by the help, and offered by the shell."""
+    """Values that may be given: the help lists them, and the shell completes them."""
     metavar: str | None = None
     least: float | None = None
     repeated: bool = False
     """Whether several values are given by several options, and not by commas."""
     verbs: tuple[str, ...] = ()
-    """This line holds in these verbs alone, and goes before one that holds in all."""
+    """The verbs that this line is for; it takes precedence over one for all verbs. Empty: all verbs."""
     spelled: str = ""
-    """Where it is not --name."""
+    """How the option is written, where that is not --name."""
     complete: Callable[..., list[str]] | None = None
 
     @property
     def flag(self) -> str:
-        """As it is written, and named in messages."""
+        """The option as a user writes it, and as messages name it: `--seq-len`."""
         return self.spelled or f"--{self.name.replace('_', '-')}"
 
     @property
     def parameter(self) -> str:
-        """As Python lets a parameter be called."""
+        """The name of the verb's parameter: the option's, with an underscore behind a keyword of Python."""
         return f"{self.name}_" if keyword.iskeyword(self.name) else self.name
 
     @property
     def words(self) -> str:
-        """Its help, with the names that may be given."""
+        """The option's help, with its choices."""
         return f"{self.help} One of {', '.join(self.choices)}.".strip() if self.choices else self.help
 
 
@@ -95,7 +95,7 @@ BUDGET, QUESTION, STORED, OUTPUT = "Memory", "Question", "Stored runs and result
 GROUPS = (
     MODEL, WORKLOAD, CALLS, TRAINING, NUMBERS, MEASURING, RECORDING, SWEEPING, BUDGET, QUESTION, STORED, OUTPUT,
 )  # fmt: skip
-"""In the order of a help text."""
+"""The groups of options, in the order in which a help text shows them."""
 
 _ATTENTION = ("study attention", "study attention-gate")
 _TRAINED = ("study quality", "study scaling", "study swallowed")
@@ -131,8 +131,8 @@ OPTIONS = (
     Option("model", str, MODEL, "A toy, or a preset.", verbs=("study autocast",), choices=("toy", *PRESETS)),
     Option(
         "module", str, MODEL,
-        "Your own, as package.module:factory, run with your rights. factory() returns (module, inputs, loss), or "
-        "(module, inputs) or a module whose forward returns the loss.",
+        "A model of your own, as package.module:factory, run with your rights. factory() returns (module, inputs, "
+        "loss), or (module, inputs) or a module whose forward returns the loss.",
     ),
     Option("model_size", str, MODEL, "What is trained: cpu or gpu; the device's if left out.",
            complete=completion.words("cpu", "gpu")),
@@ -148,27 +148,29 @@ OPTIONS = (
         verbs=("study attention",),
     ),
     Option("head_dim", int, CALLS, "Numbers in a head."),
-    Option("causal", bool, CALLS, "What a query sees.", spelled="--causal/--full"),
+    Option("causal", bool, CALLS, "Whether a query sees only keys up to its own position, or all.",
+           spelled="--causal/--full"),
     Option("launches", str, CALLS, "hidden (the device's own time) or shown (as on an idle device).",
            complete=completion.words("hidden", "shown")),
     Option("preset", str, CALLS, "seeds: the write-ups' grid, batch 8, no heads, fp32, naive.",
            complete=completion.words("seeds")),
     Option("every_shape", bool, CALLS, "58 shapes, every length with every head_dim, not 16.", default=False),
     Option("steps", int, TRAINING, "Training steps of each run.", verbs=_TRAINED),
-    Option("learning_rate", float, TRAINING, "The highest, after the warm-up.", verbs=("study quality",)),
-    Option("learning_rate", float, TRAINING, "Shares of swallowed updates at each of these.",
+    Option("learning_rate", float, TRAINING, "The highest learning rate, reached after the warm-up.",
+           verbs=("study quality",)),
+    Option("learning_rate", float, TRAINING, "Learning rates at which swallowed updates are counted.",
            verbs=("study swallowed",)),
-    Option("remedies_at", float, TRAINING, "The learning rate of the remedies.", default=1e-4),
-    Option("variants", str, TRAINING, "Only these beside fp32, as in bf16,fp16-unscaled,bf16-pure."),
+    Option("remedies_at", float, TRAINING, "The learning rate at which the remedies are compared.", default=1e-4),
+    Option("variants", str, TRAINING, "Run only these variants beside fp32, as in bf16,fp16-unscaled,bf16-pure."),
     Option("growth_interval", int, TRAINING, "Steps without an overflow until the scale grows.", default=20),
     Option("overflow_at", int, TRAINING, "Steps that are made to overflow, as in 7,8,60."),
     Option("value", str, NUMBERS, "What does each format make of this number? As in 1e-7.", verbs=("study formats",)),
-    Option("format", str, NUMBERS, "By kind of module in this one: fp16, bf16, fp8-e5m2 or fp8-e4m3.", default="fp16",
-           complete=completion.words("fp16", "bf16", "fp8-e5m2", "fp8-e4m3")),
+    Option("format", str, NUMBERS, "The format of the table by kind of module: fp16, bf16, fp8-e5m2 or fp8-e4m3.",
+           default="fp16", complete=completion.words("fp16", "bf16", "fp8-e5m2", "fp8-e4m3")),
     Option("row", str, NUMBERS, "What does each softmax make of these numbers? As in 10,11.5,89."),
     Option("scales", str, NUMBERS, "Standard deviations of the input, as in 0.1,10,300."),
     Option("widths", str, NUMBERS, "Numbers in a row, as in 256,4096."),
-    Option("epsilon", str, NUMBERS, "Added under the root; 1e-5 if left out."),
+    Option("epsilon", str, NUMBERS, "The number that is added under the root; 1e-5 if left out."),
     # How it is measured.
     Option("device", str, MEASURING, "auto, cpu, cuda or cuda:N.", default="auto",
            complete=completion.words("auto", "cpu", "cuda", "cuda:0", "cuda:1")),
@@ -209,9 +211,10 @@ OPTIONS = (
     Option("retry", bool, SWEEPING, "Measure failed, killed and timed-out cells again.", default=False),
     Option("fresh", bool, SWEEPING, "Measure every cell again.", default=False),
     # How much memory there is.
-    Option("memory", parse_bytes, BUDGET, "What PyTorch may allocate, as in 80GiB: a GPU stands for a smaller one.",
-           metavar="SIZE"),
-    Option("memory", parse_bytes, BUDGET, "What PyTorch may allocate, as in 80GiB.", metavar="SIZE", verbs=("fit",)),
+    Option("memory", parse_bytes, BUDGET,
+           "How much PyTorch may allocate, as in 80GiB, so that a GPU stands for a smaller one.", metavar="SIZE"),
+    Option("memory", parse_bytes, BUDGET, "How much PyTorch may allocate, as in 80GiB.", metavar="SIZE",
+           verbs=("fit",)),
     Option("device", str, BUDGET, "A device by its name, as in H100 or 4090; the datasheet's memory.", verbs=("fit",),
            complete=completion.device_names),
     # What is asked.
@@ -282,7 +285,7 @@ class OneWorkload:
 
 @dataclass(frozen=True, slots=True)
 class ManyWorkloads:
-    """The same, each option with several values."""
+    """What was said of several workloads, by the names of the options, each with several values."""
 
     said: Mapping[str, tuple[Any, ...]]
 

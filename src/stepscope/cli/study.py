@@ -37,7 +37,7 @@ def warmup(
     runs: Path,
     json: bool,
 ) -> None:
-    """The same step after 0, 1, 2 and 5 warm-up steps, each in a fresh process."""
+    """Measure a step after 0, 1, 2 and 5 warm-up steps, each in a fresh process."""
     from stepscope.cli.sweep import measure_and_report, report_sweep
     from stepscope.core.model_config import configure
     from stepscope.core.workload import Workload

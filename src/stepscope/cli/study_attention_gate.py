@@ -92,7 +92,7 @@ def attention_gate(
 
 
 def why_nothing(matrix: "GateMatrix") -> str:
-    """Of a matrix without a call that was judged, in one line."""
+    """Why no call of the matrix was judged, in one line."""
     if not matrix.reached:
         return f"none of {matrix.calls} calls was reached: give it more --seconds, or --workers"
     reasons: dict[str, None] = {}
@@ -105,7 +105,7 @@ def why_nothing(matrix: "GateMatrix") -> str:
 
 
 def show_matrix(matrix: "GateMatrix", json: bool) -> None:
-    """As a table, or as JSON."""
+    """Show the matrix of verdicts as a table or as JSON."""
     if json:
         from stepscope.studies.attention_matrix import encode_matrix
 
@@ -153,7 +153,8 @@ def read_stored(place: Path) -> bytes:
         raise InputError(f"cannot read {place}: {error.strerror or error}") from error
     if not data:
         raise InputError(
-            f"{place} is empty: what was to write it ended before its first row; measure again with --figures"
+            f"{place} is empty: the command that was writing it ended before its first row; "
+            "measure again with --figures"
         )
     return data
 

@@ -155,7 +155,7 @@ def _cell(run: Run, directory: Path, tool: str, keep: bool) -> "list[CapturedCel
 
 
 def digest_beside(run: Run, directory: Path, tool: str, keep: bool) -> "TraceDigest | None":
-    """Of the capture if it is there, or what was kept of it."""
+    """The digest of a run's capture, made anew if the capture is there, else the kept one, or None."""
     from stepscope.analysis.trace_checks import check_trace
     from stepscope.analysis.trace_digest import digest_of, load_digest, save_digest
     from stepscope.cli.trace import load_summary

@@ -50,11 +50,11 @@ _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
 """What stands for a value in a help text; several values are `N,...`."""
 
 EXAMPLES: dict[str, tuple[str, ...]] = {}
-"""Of each verb, by its name."""
+"""Examples of each verb's use, by the verb's name."""
 
 
 def verb(verb_name: str, *examples: str, **usual: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a verb of a function: its parameters become options of the table, or stay typer's arguments.
+    """A decorator that makes a function a verb: its parameters become options of the table, or stay typer's arguments.
 
     `usual` says in words what an option is when it is left out, where that is no constant.
     """
@@ -104,7 +104,7 @@ class _Part:
     default: Any
 
     def parameter(self, usual: str | None) -> inspect.Parameter:
-        """As typer reads it."""
+        """The option as a parameter of a function that typer reads."""
         option = self.option
         kind: Any = option.takes if option.takes in (int, float, bool, Path) else str
         default, metavar = self.default, option.metavar or _METAVARS.get(option.takes, "WORD")
@@ -167,5 +167,5 @@ def _filled(maker: Callable[..., Any], parts: dict[str, _Part], given: dict[str,
 
 
 def _own_default(option: Option) -> Any:
-    """Of an option among those that fill a type together: a workload's are left to Workload."""
+    """The default of an option that fills a type with others; None for those of a workload, which Workload knows."""
     return None if option.fills in (ModelConfig, Workload) else option.default

@@ -42,15 +42,15 @@ def fault_here(name: Attention, device_type: str) -> str | None:
 
 
 FaultHere = Callable[[Attention, str], str | None]
-"""(name, device type) -> what a machine lacks for it, as `fault_here` says of this one."""
+"""A function (name, device type) -> what a machine lacks for the implementation, or None; `fault_here` is one."""
 
 
 def _no_fault(_name: Attention, _device_type: str) -> None:
-    """Of a machine that has all there is: predictions are for another machine than this."""
+    """None: a machine that lacks nothing. Predictions ask about another machine than the one they are made on."""
 
 
 def find_fault(name: Attention, call: AttentionCall, here: FaultHere = fault_here) -> str | None:
-    """Why the implementation does not run so on this machine; None where it does. The name is not `auto`."""
+    """Why the implementation cannot run this call on the machine; None where it can. The name is not `auto`."""
     return ATTENTIONS[name].fault(call) or here(name, call.device_type)
 
 
@@ -92,9 +92,9 @@ def attention_of(workload: Workload, device_type: str, here: FaultHere = fault_h
 
 
 def predicted_attention(workload: Workload, device_type: str) -> Attention:
-    """The same for a machine that has everything installed, where the memory that it takes is predicted.
+    """The implementation that a workload's model runs on a machine with everything installed, if it is predicted.
 
-    Raises InputError where it is not: what such a step keeps, or makes on the way, is not on paper.
+    Raises InputError where it is not: the symbolic model does not know what such a step keeps, or makes on the way.
     """
     name = attention_of(workload, device_type, here=_no_fault)
     predicted = _predicted(workload)
@@ -107,7 +107,7 @@ def predicted_attention(workload: Workload, device_type: str) -> Attention:
 
 
 def is_predicted(workload: Workload) -> bool:
-    """Whether the memory of its attention is predicted, should it run."""
+    """Whether the memory of the workload's attention can be predicted, wherever that attention runs."""
     return workload.attention in (AUTO, *_predicted(workload))
 
 

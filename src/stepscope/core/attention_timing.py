@@ -26,12 +26,12 @@ launches; the L2 cache is as the pass before left it."""
 CallOutcome = Literal[
     "measured", "wrong", "not supported", "out of memory", "failed", "interrupted", "not reached"
 ]  # fmt: skip
-"""wrong: it did not pass the gate, and gets no time."""
+"""What became of a cell. wrong: the implementation failed the gate, and is not timed."""
 
 BYTES: dict[TensorDtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Of a number."""
+"""Bytes per number of each dtype."""
 PRODUCTS: dict[str, Dtype] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
-"""Whose ceiling its matrix products are set beside. fp32 is true fp32: TF32 is off."""
+"""For each dtype, the one whose ceiling its matrix products are compared with. fp32 is true fp32: TF32 is off."""
 
 
 class AttentionCell(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,14 +52,14 @@ class AttentionCell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def input_bytes(self) -> int:
-        """Of q, k, v and the output's gradient."""
+        """Bytes of q, k, v and the output's gradient together."""
         shape = self.shape
         rows = 2 * shape.heads * shape.queries + 2 * shape.key_heads * shape.keys
         return shape.batch * rows * shape.head_dim * BYTES[self.dtype]
 
     @property
     def working_set_bytes(self) -> int:
-        """What forward and backward of a fused kernel read and write: those, the output and the three gradients."""
+        """Bytes that a fused kernel reads and writes in forward and backward: inputs, output and three gradients."""
         return 2 * self.input_bytes
 
     def __str__(self) -> str:
@@ -84,14 +84,14 @@ class AttentionTiming(msgspec.Struct, frozen=True, kw_only=True):
     outcome: CallOutcome
     reason: str = ""
     checked: int = 0
-    """Calls on which the gate saw it right before it was timed."""
+    """How many calls the gate found correct before the cell was timed."""
     forward: Samples | None = None
-    """With what backward needs being saved."""
+    """Times of forward, which also saves what backward needs."""
     backward: Samples | None = None
     host: Samples | None = None
-    """What the host needed to issue the pass."""
+    """Times that the host needed to issue the pass."""
     launches: Launches | None = None
-    """As it came out: asked to be hidden, they may show all the same."""
+    """Whether launches were hidden in fact; those that were asked to be hidden may still have been shown."""
     memory: CallMemory | None = None
 
     @property
@@ -110,9 +110,9 @@ class AttentionTimings(msgspec.Struct, frozen=True, kw_only=True):
     created: str
     environment: Environment
     seconds: float
-    """For which each cell was measured."""
+    """How long each cell was measured, in seconds."""
     launches: Launches
-    """As asked for."""
+    """Whether launches were asked to be hidden."""
     interleaved: bool = True
     """Whether implementations of one shape took turns, pass by pass."""
     ceilings: dict[str, float] = {}
@@ -122,7 +122,7 @@ class AttentionTimings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def interpreted(self) -> tuple[Attention, ...]:
-        """Those timed whose kernels Triton's interpreter ran, in Python: on a CPU nothing else does."""
+        """Timed implementations whose kernels ran in Triton's interpreter: on a CPU, all that are written in Triton."""
         if self.environment.device_type != "cpu":
             return ()
         timed: dict[Attention, None] = {row.cell.implementation: None for row in self.timings if row.forward}
@@ -137,7 +137,9 @@ def encode_timings(timings: AttentionTimings) -> bytes:
 def decode_timings(data: bytes, source: str) -> AttentionTimings:
     """What `encode_timings` wrote. Raises InputError that names the source."""
     if not data:
-        raise InputError(f"{source} is empty: what was to write it ended before its first row; measure again")
+        raise InputError(
+            f"{source} is empty: the command that was writing it ended before its first row; measure again"
+        )
     try:
         found = msgspec.json.decode(data, type=AttentionTimings)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InputError) as error:

@@ -9,9 +9,9 @@ from stepscope.core.attentions import Attention, AttentionCall, TensorDtype, che
 from stepscope.core.errors import EXIT_CHECK_FAILED, StepscopeError
 
 Layout = Literal["contiguous", "transposed", "strided", "one head", "one batch", "one number"]
-"""Of a tensor (batch, heads, seq, head_dim). transposed: (batch, seq, heads, head_dim) seen so, as a model's are.
-strided: every second number of each row besides. The others are one head, one batch, or the number 1, expanded: their
-strides are zero, as those of the gradient that a sum hands back."""
+"""How a tensor (batch, heads, seq, head_dim) lies in memory. transposed: a view of (batch, seq, heads, head_dim), as in
+a model. strided: transposed, and every second number of each row. one head, one batch, one number: a single head, batch
+or number 1 that is expanded, with strides of zero, as the gradient that a sum hands back."""
 
 Numbers = Literal["normal", "offset", "rising", "falling"]
 """What the scores are. normal: of the size 1. offset: those of each query lie around a number of its own, hundreds
@@ -42,15 +42,15 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
     causal: bool
     window: int | None = None
     layout: Layout | tuple[Layout, Layout, Layout, Layout] = "contiguous"
-    """Of all tensors, or of queries, keys, values and the output's gradient."""
+    """One layout for all tensors, or one each for queries, keys, values and the output's gradient."""
     scale: float | None = None
-    """Of the scores; None is 1 / sqrt(head_dim)."""
+    """The factor on the scores; None is 1 / sqrt(head_dim)."""
     numbers: Numbers = "normal"
     differentiated: Differentiated = "qkv"
 
     @property
     def layouts(self) -> tuple[Layout, Layout, Layout, Layout]:
-        """Of queries, keys, values and the output's gradient."""
+        """The layouts of queries, keys, values and the output's gradient, in this order."""
         if isinstance(self.layout, tuple):
             return self.layout
         return self.layout, self.layout, self.layout, self.layout
@@ -58,7 +58,7 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
     def call(
         self, device_type: str, dtype: TensorDtype, *, backward: bool = True, largest_score: float | None = None
     ) -> AttentionCall:
-        """What it asks of an implementation there."""
+        """What this call asks of an implementation on that type of device."""
         return AttentionCall(
             device_type=device_type, dtype=dtype, head_dim=self.head_dim, queries=self.queries, keys=self.keys,
             heads=self.heads, key_heads=self.key_heads, window=self.window, backward=backward,
@@ -86,7 +86,7 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorError(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the output or a gradient, beside the same in float64."""
+    """The error of the output or of a gradient against float64."""
 
     tensor: Literal["out", "dq", "dk", "dv"]
     error: float | None

@@ -15,7 +15,7 @@ Attention = str
 AUTO: Attention = "auto"
 
 TensorDtype = Literal["fp64", "fp32", "bf16", "fp16"]
-"""Of queries, keys and values."""
+"""The dtype of queries, keys and values."""
 
 Compiler = Literal["triton", "inductor"]
 
@@ -36,7 +36,7 @@ _FUSED: tuple[TensorDtype, ...] = ("fp32", "bf16", "fp16")
 _HALF: tuple[TensorDtype, ...] = ("bf16", "fp16")
 
 LARGEST_EXPONENT: dict[TensorDtype, int] = {"fp64": 709, "fp32": 88, "bf16": 88, "fp16": 11}
-"""Up to which exp is finite, in whole numbers."""
+"""The largest integer whose exp is finite, by dtype."""
 
 
 class AttentionCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class AttentionCall(msgspec.Struct, frozen=True, kw_only=True):
     key_heads: int | None = None
     window: int | None = None
     largest_score: float | None = None
-    """Of all queries and keys that meet, without its sign; None where the numbers are not known."""
+    """The largest absolute score of any query and any key that it sees; None where the numbers are not known."""
     backward: bool = True
     """Whether gradients are asked for."""
 
@@ -65,23 +65,23 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     function: str
-    """Where it is, as `module:name`. It is imported by the first call."""
+    """Where the implementation is, as `module:name`. The first call imports it."""
 
     # ---- where it runs
 
     device_types: tuple[str, ...] = ("cpu", "cuda")
     trains_on: tuple[str, ...] = ("cpu", "cuda")
-    """Where it has a backward."""
+    """Types of devices on which it has a backward pass."""
     capability: tuple[int, int] = (0, 0)
     """The compute capability that a GPU needs."""
     cuda_dtypes: tuple[TensorDtype, ...] = _ALL
     cpu_dtypes: tuple[TensorDtype, ...] = _ALL
     min_head_dim: int = 1
     max_head_dim: int | None = None
-    """On a GPU, and in Triton's interpreter; elsewhere nothing depends on it."""
+    """The largest head_dim on a GPU and in Triton's interpreter; elsewhere there is no limit."""
     head_dim_multiple: int = 1
     shortest: int = 1
-    """Queries, and keys."""
+    """The fewest queries, and the fewest keys, that it takes."""
     window: bool = True
     """Whether it takes a sliding window."""
     subtracts_maximum: bool = True
@@ -98,9 +98,9 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     scores: Scores = "fused"
     repeats_keys: bool = False
-    """Fused: whether heads of queries that share keys and values each get a copy of them."""
+    """Whether a fused attention copies shared keys and values for each head of queries."""
     memory: Memory | None = None
-    """None: no formula says what it saves."""
+    """The formula for what it saves and needs; None where there is none."""
     predicted: Literal["always", "eager", "never"] = "never"
     """Which steps with it have a predicted memory: all, those that are not compiled, or none."""
 
@@ -123,9 +123,9 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
     signs_when_compiled: bool = False
     """Whether compiled code calls it by the same operators."""
     calls_softmax: bool = False
-    """Without signs: whether it calls PyTorch's softmax. The others call exp."""
+    """Whether an attention without signs calls PyTorch's softmax; others without signs call exp."""
     chooses_among: tuple[Attention, ...] = ()
-    """Those that it may turn out to be."""
+    """The attentions that PyTorch may run in its place."""
 
     @property
     def triton(self) -> bool:
@@ -247,7 +247,7 @@ PREFERRED: dict[str, tuple[Attention, ...]] = {
     "cuda": ("flash", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "sdpa", "reference"),
 }
 PREFERRED_ELSEWHERE: tuple[Attention, ...] = ("sdpa", "reference")
-"""Not `flash`: Triton's interpreter is for testing."""
+"""Attentions that `auto` tries in this order without CUDA; not `flash`, as Triton's interpreter is for testing."""
 
 
 def check_attention(name: Attention) -> None:

@@ -7,7 +7,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.units import MIB, format_bytes
 
 LARGEST_DOCUMENT_BYTES = 64 * MIB
-"""Of a file that is loaded whole: a run, an answer, a report. The largest that stepscope writes are a few MiB.
+"""The largest file that is loaded whole: a run, an answer, a report. Those that stepscope writes have a few MiB.
 
 Captures and snapshots are read as streams and have bounds of their own.
 """

@@ -7,7 +7,7 @@ class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
     """What NVML said of a GPU at one moment. None where the driver does not tell."""
 
     read_at_s: float | None = None
-    """When it was read, on the host's monotonic clock: only differences mean anything."""
+    """When the GPU was read, in seconds on the host's monotonic clock: only differences mean anything."""
     sm_clock_mhz: int | None = None
     sm_clock_max_mhz: int | None = None
     memory_clock_mhz: int | None = None
@@ -54,7 +54,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     git_commit: str | None = None
     git_dirty: bool | None = None
     before: GpuReading | None = None
-    """As the measured steps begin, warmed up; `after` as they end."""
+    """The GPU's state when the measured steps begin, after warm-up; `after` is its state when they end."""
     after: GpuReading | None = None
     host: HostReading | None = None
 

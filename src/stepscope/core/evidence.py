@@ -89,9 +89,9 @@ class PhaseMemory(msgspec.Struct, frozen=True, kw_only=True):
     after_parameters: int | None = None
     """Allocated when the model, its optimizer state and the batch are in place, before the step."""
     requested_before: int | None = None
-    """The same without the allocator's rounding and remainders: what the tensors asked for."""
+    """Bytes that tensors had requested before the step: `after_parameters` without the allocator's rounding."""
     resident_expected: int | None = None
-    """The same by arithmetic: parameters, buffers, optimizer state, batches, and what the process held before."""
+    """Bytes computed for then: parameters, buffers, optimizer state, batches, and what the process held before."""
     forward_peak: int | None = None
     saved_for_backward: int | None = None
     """Allocated when forward has ended, over what was allocated before it. On a CPU without a memory history: the saved
@@ -215,12 +215,12 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     compilation: CompileReport | None = None
     compiled_while_measured: MeasuredCompilation | None = None
     updates: Updates | None = None
-    """None without an optimizer phase, or where the optimizer keeps no count."""
+    """How many updates the optimizer made; None without an optimizer phase, or where the optimizer keeps no count."""
     operators: StepOperators | None = None
     attention: Attention | None = None
     """What `auto` picked; None where the workload names its attention."""
     captures: tuple[Capture, ...] = ()
-    """One for each profiler that took a trace, or should have."""
+    """A record for each profiler that was asked for a trace, also where it failed."""
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

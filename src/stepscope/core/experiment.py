@@ -8,7 +8,7 @@ import msgspec
 
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError, one_line
-from stepscope.core.finding import Finding
+from stepscope.core.finding import Finding, with_present_kind
 from stepscope.core.samples import INTERVALS
 
 # 1  2026-11  first
@@ -22,7 +22,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
 
     title: str
     columns: tuple[str, ...]
-    """With their unit, where they have one."""
+    """Names of the columns, with the unit where there is one."""
     rows: tuple[tuple[Cell, ...], ...]
 
 
@@ -97,15 +97,17 @@ def known_columns(title: str, columns: Sequence[str], rows: Sequence[tuple[Cell,
 
 
 def decode_experiment(data: bytes, source: str) -> Experiment:
-    """What `--json` wrote. Raises InputError that names the source."""
+    """The answer that `--json` wrote, with the present kinds of findings. Raises InputError that names the source."""
     if not data:
-        raise InputError(f"{source} is empty: what was to write it ended before; write it again with --json")
+        raise InputError(
+            f"{source} is empty: the command that was writing it ended before it was done; write it again with --json"
+        )
     try:
         found = msgspec.json.decode(data, type=Experiment)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{source} holds no answer of `stepscope study --json`: {one_line(error)}") from error
     if found.version < 1:
-        raise InputError(f"{source} is of version {found.version}, which never was: it holds no answer of a study")
+        raise InputError(f"{source} is of version {found.version}, which does not exist: it holds no answer of a study")
     if found.version > EXPERIMENT_VERSION:
         raise InputError(f"{source} is of version {found.version}: this stepscope reads up to {EXPERIMENT_VERSION}")
     for table in found.tables:
@@ -114,7 +116,7 @@ def decode_experiment(data: bytes, source: str) -> Experiment:
                 f"{source} is damaged: the table {table.title!r} has a row that is not of its "
                 f"{len(table.columns)} columns; write it again with --json"
             )
-    return found
+    return msgspec.structs.replace(found, findings=tuple(map(with_present_kind, found.findings)))
 
 
 def encode_experiment(experiment: Experiment) -> str:
@@ -125,7 +127,7 @@ def encode_experiment(experiment: Experiment) -> str:
 
 
 def _with_words(value: Any) -> Any:
-    """The same, with `nan`, `inf` and `-inf` as text."""
+    """The value with every NaN and infinity in it replaced by the text `nan`, `inf` or `-inf`."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

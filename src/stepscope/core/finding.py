@@ -11,6 +11,10 @@ Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 
+FORMER_KINDS = {"not compiling's": "process-noise"}
+"""Kinds of findings in answers stored by earlier versions, and the kinds that they have now."""
+
+
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One conclusion. `evidence` holds the figures that the sentence quotes."""
 
@@ -31,6 +35,12 @@ def note(
 def warning(kind: str, sentence: str, evidence: Mapping[str, float | int | str | None] | None = None) -> Finding:
     """A finding that says to take care."""
     return Finding(kind=kind, severity="warning", sentence=sentence, evidence={**(evidence or {})})
+
+
+def with_present_kind(finding: Finding) -> Finding:
+    """The finding, under the kind that is used now if it was stored under a former one."""
+    kind = FORMER_KINDS.get(finding.kind, finding.kind)
+    return finding if kind == finding.kind else msgspec.structs.replace(finding, kind=kind)
 
 
 def worst(findings: Iterable[Finding]) -> Severity | None:

@@ -29,9 +29,9 @@ class FloatFormat(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     exponent_bits: int
     significand_bits: int
-    """Stored, the leading one left out."""
+    """Stored bits of the significand, without the leading one."""
     stored_bits: int
-    """Of one number in memory."""
+    """Bits that one number takes in memory."""
     has_infinity: bool = True
 
     @property
@@ -40,12 +40,12 @@ class FloatFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def largest_exponent(self) -> int:
-        """Of a finite number. With infinities the topmost field is theirs."""
+        """The largest exponent of a finite number; in a format with infinities they own the topmost field."""
         return 2**self.exponent_bits - 1 - self.bias - (1 if self.has_infinity else 0)
 
     @property
     def smallest_exponent(self) -> int:
-        """Of a normal number."""
+        """The smallest exponent of a normal number."""
         return 1 - self.bias
 
     @property

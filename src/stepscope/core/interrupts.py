@@ -228,7 +228,7 @@ def _ignore_more() -> None:
 
 
 def _forget() -> None:
-    """In a child that is forked, as a library's helpers are: signals end it as they end any process."""
+    """Restore the default signal handlers in a forked child, such as a library's helper, so that signals end it."""
     for number in SIGNALS:
         if _signal.getsignal(number) is _handle:
             _signal.signal(number, _signal.SIG_DFL)

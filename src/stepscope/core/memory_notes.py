@@ -44,15 +44,15 @@ class TensorNote(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor that was at an address at a moment."""
 
     address: int
-    """Of its storage."""
+    """The address of the tensor's storage."""
     at_us: int
     """The moment, on the clock of the events: an allocation that is live then at this address is this tensor."""
     bytes: int
-    """Of its storage."""
+    """Bytes of the tensor's storage."""
     category: MemoryCategory
     name: str
-    """Of a parameter, or of what the parameter is of: `blocks.3.attention.query.weight`; for a saved tensor, what the
-    operator calls it: `self`, `result`."""
+    """The name of the parameter, `blocks.3.attention.query.weight`, also for its gradient, copies and optimizer state;
+    for a saved tensor, what the operator calls it: `self`, `result`."""
     shape: tuple[int, ...]
     dtype: str
     operator: str = ""

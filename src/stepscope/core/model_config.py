@@ -11,7 +11,7 @@ from stepscope.core.identity import identity_of
 _FIRST_FIELDS = ("name", "d_model", "d_ff", "layers", "heads", "vocabulary")
 """The fields that every digest has, see core/identity.py. Do not add to it."""
 LARGEST = 2**40
-"""More tokens than this in a step, or a larger seed, is a slip of the pen."""
+"""The most tokens in a step, and the largest seed, that are accepted; more is a typing error."""
 
 
 def whole_number(value: object, what: str, least: int, most: int) -> None:

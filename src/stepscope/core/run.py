@@ -34,7 +34,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     warmup_floor: int = 3
     warmup_cap: int = 30
     warmup_seconds: float = 10.0
-    """From the floor on, warm-up goes on until steady, but not beyond the cap or this much time."""
+    """Seconds that warm-up may take: after the floor it goes on until steps are steady, up to the cap or this time."""
     steps_floor: int = 10
     steps_cap: int = 100
     seconds: float = 5.0

@@ -35,7 +35,7 @@ OF_ONE_PROCESS = "of one process"
 INTERVALS = f"{CONFIDENCE * 100:.0f} %, {OF_ONE_PROCESS} each (none: it cannot be told)"
 """What the intervals of a study are, among its settings."""
 MANY = 400
-"""Beyond so many samples the trend is that of block medians: its test looks at every pair."""
+"""With more samples the trend is tested on medians of blocks, since the test looks at every pair."""
 _FEWEST_FOR_EXTREMES = 3
 _LARGEST = 0.99
 """Autocorrelation is taken to be no larger: at 1 no sample would say anything."""

@@ -1,8 +1,8 @@
-"""What autocast makes of queries, keys and values: what it makes of those of PyTorch's scaled_dot_product_attention.
+"""Queries, keys and values cast as autocast casts the arguments of PyTorch's scaled_dot_product_attention.
 
 That function is on autocast's list for the lower precision, on CUDA and on a CPU: under autocast every floating tensor
-of the device but fp64 is cast to autocast's dtype first, so that its output has that dtype too. A function of one's own
-is on no list: called with fp32 it would stay in fp32, beside a `reference` whose products go to 16 bits.
+of the device but fp64 is cast to autocast's dtype first, so that its output has that dtype too. A custom function is on
+no list: called with fp32 it would stay in fp32, while the products of `reference` go to 16 bits.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same tensors where autocast is off for their device; the casts are differentiable."""
+    """q, k and v in autocast's dtype, or unchanged where autocast is off for their device; casts are differentiable."""
     device_type = q.device.type
     # Devices that have no autocast raise where they are asked; and asked in any other way, a compiler cannot follow.
     if device_type not in {"cpu", "cuda"} or not torch.is_autocast_enabled(device_type):

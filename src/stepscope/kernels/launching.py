@@ -45,7 +45,7 @@ def describable(*tensors: Tensor) -> bool:
 
 
 def described_strides(tensor: Tensor) -> list[int]:
-    """As a descriptor takes them, which checks them all: that of a dimension of one element may be anything."""
+    """Strides that a descriptor accepts: it checks them all, so a dimension of size 1 gets one of 16 bytes."""
     step = 16 // tensor.element_size()
     strides = [stride if size > 1 else step for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
     return [*strides, 1]

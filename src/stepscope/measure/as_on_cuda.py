@@ -1,8 +1,8 @@
 """Fake tensors on the CPU that are treated as CUDA treats its own.
 
-A PyTorch that was built without CUDA has no autograd for fake CUDA tensors. Fake CPU tensors work everywhere, and
-where an operator's tensors depend on the device it is for two reasons only, both above autograd: which operators
-autocast runs in fp32, and which kernel scaled_dot_product_attention becomes. This mode decides both as CUDA does.
+A PyTorch that was built without CUDA has no autograd for fake CUDA tensors. Fake CPU tensors work everywhere. An
+operator's tensors depend on the device for two reasons only, both above autograd: which operators autocast runs in
+fp32, and which kernel scaled_dot_product_attention becomes. This mode decides both as CUDA does.
 """
 
 import contextlib
@@ -82,9 +82,10 @@ class AsOnCuda(TorchFunctionMode):
         self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        """As at::scaled_dot_product_attention does, without mask or dropout.
+        """The operators that at::scaled_dot_product_attention calls on CUDA, without mask or dropout.
 
-        enable_gqa: keys and values have fewer heads. The efficient kernel takes none such, and gets them repeated.
+        enable_gqa: keys and values have fewer heads than queries. For the efficient kernel, which requires as many,
+        they are repeated.
         """
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")

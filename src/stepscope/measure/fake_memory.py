@@ -32,9 +32,9 @@ class Allocation:
     """One storage, from its first tensor to its last."""
 
     nbytes: int
-    """As asked for, not rounded."""
+    """Bytes of the storage as requested, before the allocator rounds them up."""
     operator: str
-    """That made it: `aten.mm.default`."""
+    """The operator that made the storage: `aten.mm.default`."""
     phase: str
     category: MemoryCategory = "temporaries"
     on_device: bool = True

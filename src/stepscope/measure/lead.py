@@ -34,7 +34,7 @@ class Led(Subject, Protocol):
 
 
 class LedCall:
-    """One call as a subject."""
+    """A single call as something to measure, with an optional lead before it."""
 
     def __init__(self, run: Callable[[], object]) -> None:
         self._run = run

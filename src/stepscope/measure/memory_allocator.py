@@ -17,7 +17,7 @@ from stepscope.measure.tensor_notes import TensorNotes
 from stepscope.measure.timer import Phase
 
 MOST_EVENTS = 2_000_000
-"""Of a history; each takes some kilobytes of the host's memory. A step of 32 blocks has about 20,000."""
+"""Events that a history may hold; each takes a few KB of host memory, and a step of 32 blocks has about 20,000."""
 _NODE = re.compile(r"Backward\d*$")
 """How autograd names a node of backward."""
 

@@ -125,7 +125,7 @@ class ProfilerRecording:
         return replace(place, operators=(name, *place.operators))
 
     def _known(self, changes: list[_Change], live: dict[int, int]) -> Iterator[_Change]:
-        """Without the ends of tensors that nobody saw begin."""
+        """The changes without releases of memory whose allocation was not recorded."""
         for change in changes:
             if change.bytes > 0:
                 live[change.address] = change.bytes

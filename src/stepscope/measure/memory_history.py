@@ -41,7 +41,7 @@ class MemoryCapture:
 
     measured: PhaseMemory
     failure: BaseException | None = None
-    """What ended the step before its time: memory that ran out. What was there then is in the file."""
+    """The error that ended the step early when memory ran out; the file holds what was allocated at that moment."""
 
 
 class Recording(Protocol):
@@ -49,12 +49,12 @@ class Recording(Protocol):
 
     @property
     def emitters(self) -> tuple[ranges.Emitter, ...]:
-        """What takes the ranges of the step to its events."""
+        """What takes the names of the step's ranges to the recorded events."""
         ...
 
     @property
     def node_emitters(self) -> tuple[ranges.Emitter, ...]:
-        """The same for backward, by hooks on the nodes of the graph; none where the events tell their node."""
+        """What takes backward's ranges to its events, by hooks on the graph's nodes; empty if events name the node."""
         ...
 
     def running(self) -> AbstractContextManager[object]:

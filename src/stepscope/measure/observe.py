@@ -181,7 +181,7 @@ def observe_step(
 
 
 def _observe_inputs(step: ObservableStep) -> tuple[int, int]:
-    """Over one round of batches, as the steps get them: the fewest distinct tokens in one, and how many differ."""
+    """The fewest distinct tokens in a batch, and how many batches differ, over a round of batches as steps get them."""
     seen: set[bytes] = set()
     fewest = None
     for _ in step.batches:

@@ -13,7 +13,7 @@ from stepscope.measure.timer import Subject, measure
 
 KERNEL_NAME_LIMIT = 240
 _ATTENTION_OPERATORS = re.compile(r"(aten::)?_scaled_dot_product|stepscope::\w*attention|(aten::)?flex_attention")
-"""From the start of the name. Our own operators are named for what they are."""
+"""Matches names of attention's operators from their start. Our own operators have `attention` in their name."""
 _ONE_STEP = Settings(warmup_floor=0, warmup_cap=0, steps_floor=1, steps_cap=1, seconds=0)
 
 

@@ -23,11 +23,11 @@ class Reserved:
     reserved_bytes: int
     allocated_bytes: int
     awaiting_free_bytes: int
-    """Freed by the owner while another stream still used it."""
+    """Bytes that their owner freed while another stream still used them."""
     cached_bytes: int
-    """In segments that hold nothing: torch.cuda.empty_cache() would give them back."""
+    """Bytes of segments that hold nothing, which torch.cuda.empty_cache() would give back."""
     fragmented_bytes: int
-    """Free between live blocks of the same segment."""
+    """Free bytes between live blocks of a segment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +45,14 @@ class Moment:
     """What was alive after an event."""
 
     name: str
-    """In words: the peak, the peak of backward, at 12 ms, the end."""
+    """The moment in words: the peak, the peak of backward, at 12 ms, the end."""
     event: int
     time_us: int
     alive: pl.DataFrame
     """Rows of the table of allocations, largest first."""
     categories: dict[MemoryCategory, int]
     reserved: Reserved | None
-    """None for a history without segments."""
+    """What the allocator holds beside live memory; None for a history without segments."""
 
     @property
     def allocated_bytes(self) -> int:

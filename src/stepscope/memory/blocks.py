@@ -18,7 +18,7 @@ class Contributor:
     operator: str
     name: str
     module: str
-    """Inside the block."""
+    """The module's path inside the block."""
     shape: tuple[int, ...] | None
     dtype: str
     bytes: int
@@ -27,7 +27,7 @@ class Contributor:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedByBlock:
-    """One block; or several alike."""
+    """What one block of the model saves for backward; `alike` names blocks that save the same."""
 
     block: str
     saved_bytes: int

@@ -63,7 +63,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 class _TooLong(Exception):
-    """More bytes than a snapshot has."""
+    """Raised where a pickle has more bytes than any snapshot."""
 
 
 class _Bounded(io.RawIOBase):

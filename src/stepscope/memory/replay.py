@@ -31,11 +31,11 @@ class Replay:
     reserved: list[tuple[int, int]]
     """Bytes held from the driver after each event that changed them; the first is before all events."""
     segments: list[Segment] = field(default_factory=list)
-    """When the history began; their blocks are not told."""
+    """The segments when the history began, without their blocks."""
     start_known: bool
     """Whether the layout at the start was written down; else it was worked out from what the events show."""
     faults: list[str] = field(default_factory=list)
-    """Where the events contradict the rules, or their outcome the segments at the end."""
+    """Sentences: where events contradict the allocator's rules, or their outcome the segments at the end."""
 
     @property
     def exact(self) -> bool:

@@ -33,11 +33,11 @@ _Index = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
 
 
 MOST_EVENTS = 5_000_000
-"""Of a history; a step of a large model makes some ten thousand. Their explanation takes about 5 us and 1 KB each."""
+"""Events that a history may have; a large model's step makes some ten thousand. Each takes about 5 us and 1 KB."""
 
 
 class Event(msgspec.Struct, frozen=True, gc=False):
-    """One entry of the history. `size` is what was requested; of a segment, what the driver gave or took back."""
+    """One entry of the history. `size`: bytes requested; for a segment, the bytes that the driver gave or took back."""
 
     action: str
     addr: _Bytes = 0
@@ -47,9 +47,9 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     user_metadata: str = ""
     compile_context: str = ""
     device_free: _Bytes = 0
-    """Of `oom`, in place of an address: bytes that the driver had left."""
+    """Bytes that the driver had left; only an `oom` event has it, in place of an address."""
     frames: Any = ()
-    """Checked when it is read (stacks.py): the lists are most of a snapshot, and copying them would double it."""
+    """The stack, checked only when read (stacks.py): stacks are most of a snapshot, and a copy would double it."""
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,12 +67,12 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def awaits_free(self) -> bool:
-        """Freed by its owner, and kept until another stream is done with it (2.0 calls it pending)."""
+        """Whether its owner freed it while another stream still uses it (PyTorch 2.0 calls that pending)."""
         return self.state in {"active_awaiting_free", "active_pending_free"}
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
-    """What the driver gave in one piece; of expandable segments, a run of mapped pages."""
+    """Memory that the driver gave in one piece; in an expandable segment, a run of mapped pages."""
 
     address: _Bytes
     total_size: _Bytes
@@ -111,13 +111,13 @@ class Snapshot:
     source: str
     device: int
     devices: tuple[int, ...]
-    """All that have a history or segments."""
+    """Indices of all devices that have a history or segments."""
     events: list[Event]
     times: list[int]
-    """Of the events, in microseconds since 1970, never falling."""
+    """Time of each event, in microseconds since 1970, never falling."""
     segments: list[Segment]
     segments_before: list[Segment] | None
-    """When the history began; None where nobody wrote them down."""
+    """The segments when the history began; None where the snapshot does not hold them."""
     settings: Settings
     annotations: list[Annotation]
     notes: MemoryNotes | None

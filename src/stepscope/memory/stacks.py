@@ -86,7 +86,7 @@ def signs_of(frame: Frame) -> Sign:
 
 
 class Stacks:
-    """Every stack of a snapshot by a number; number 0 is no stack."""
+    """Every stack of a snapshot, each with a number; number 0 is the empty stack."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -98,9 +98,9 @@ class Stacks:
         self._frame_signs: list[Sign] = []
         self._stacks: list[tuple[int, ...]] = [()]
         self.signs: list[Sign] = [Sign(0)]
-        """Of each stack: those of all its frames."""
+        """By number of the stack, the signs of all its frames together."""
         self.sites: list[str] = [""]
-        """Of each stack."""
+        """By number of the stack, the line of code or the operator that tells most about it."""
 
     def number(self, frames: Any) -> int:
         """The number of a stack, as the snapshot has it. Raises InputError for what is no list of frames."""
@@ -166,7 +166,7 @@ class Stacks:
         return self._native(frames)
 
     def _native(self, frames: tuple[int, ...]) -> str:
-        """Of a stack without Python: the outermost operator, else the outermost frame."""
+        """The name for a stack without Python frames: the outermost operator, else the outermost frame."""
         names = [self._frames[number].name for number in frames]
         operator = next((found[1] for name in reversed(names) if (found := _OPERATOR.search(name))), None)
         if any(self._frame_signs[number] & Sign.BACKWARD for number in frames):

@@ -155,7 +155,7 @@ def _stop(found: _Sum) -> Finding:
 
 
 def _remedies(sums: list[_Sum], each: float) -> Iterator[Finding]:
-    """Of each 16-bit accumulator: what the methods come to."""
+    """A finding for each 16-bit accumulator: the sums that the methods give."""
     for dtype in ("fp16", "bf16"):
         of = {found.method: found for found in sums if found.accumulator == dtype and found.addend == dtype}
         wide = next(s for s in sums if s.accumulator == "fp32" and s.addend == dtype)

@@ -1,4 +1,4 @@
-"""A result in few bits beside the same in float64: its error, or the word for what became of it."""
+"""A result in few bits against float64: its error, or a word if it broke: `nan`, `inf`, `zero`, `input overflows`."""
 
 import math
 from collections.abc import Callable
@@ -37,7 +37,7 @@ INPUT_OVERFLOWS = Outcome(error=math.nan, word="input overflows")
 
 
 def outcome(found: Tensor, reference: Tensor) -> Outcome:
-    """Of rows (..., W) against their float64 reference of the same shape."""
+    """The largest relative error of a row of `found` (..., W) against a float64 reference of that shape, or a word."""
     wide = found.double()
     if wide.isnan().any():
         return Outcome(error=math.nan, word="nan")

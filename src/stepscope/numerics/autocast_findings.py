@@ -192,7 +192,7 @@ def treated_found(here: Mapping[str, Observed], device: torch.device) -> Finding
 
 
 def differences_found(operators: Mapping[str, Mapping[str, Observed]]) -> Iterator[Finding]:
-    """Where CPU and CUDA treat an operator differently, by how."""
+    """Findings on the operators that CPU and CUDA treat differently, grouped by how."""
     pairs: dict[tuple[str, str], list[str]] = {}
     common = 0
     for op in OPERATORS:

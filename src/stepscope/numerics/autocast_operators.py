@@ -153,9 +153,9 @@ class Observed:
 
 
 class Casts(TorchDispatchMode):
-    """Counts the casts from one floating dtype to another that run inside: those of the tensors given, and the rest.
+    """Counts the casts between floating dtypes that run inside: those of the named tensors, and all others.
 
-    It stands below autocast, whose casts are operators there like any other.
+    The mode stands below autocast, so that it sees autocast's casts as operators.
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]] = ()) -> None:
@@ -164,7 +164,7 @@ class Casts(TorchDispatchMode):
         self.of_named: Counter[str] = Counter()
         self.others = 0
         self.bytes_of_named = 0
-        """Of all copies that were made of the tensors given."""
+        """Bytes of all copies that casts made of the named tensors."""
 
     @property
     def count(self) -> int:

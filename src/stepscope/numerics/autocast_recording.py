@@ -23,7 +23,7 @@ class Seen:
     inputs: dict[str, None] = field(default_factory=dict)
     outputs: dict[str, None] = field(default_factory=dict)
     gradients: dict[str, None] = field(default_factory=dict)
-    """Of outputs."""
+    """Dtypes of the gradients of the module's outputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Recording:
     """One forward, loss and backward under autocast."""
 
     seen: Mapping[int, Seen]
-    """By id of the module."""
+    """What hooks saw, by id of the module."""
     inside: Mapping[str, str]
     """The dtype of each parameter while autocast was on."""
     gradients: Mapping[str, str | None]

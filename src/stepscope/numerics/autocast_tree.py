@@ -11,11 +11,11 @@ from stepscope.numerics.subject import Subject
 
 Row = tuple[Cell, ...]
 COLUMNS = ("what", "kind", "calls", "dtype", "input", "output", "gradient")
-"""gradient: of a parameter; of a module, that of its output."""
+"""Columns of the table. gradient: of the parameter itself, or of the module's output."""
 
 
 def tree_table(looked_at: Subject, recording: Recording, title: str) -> Table:
-    """Of neighbours with a number for a name whose rows are alike, one stands for all."""
+    """A table of dtypes, a row per module or parameter; neighbours named by a number share rows that are alike."""
     whole = looked_at.module
     rows = list(_Tree(whole, recording).rows(type(whole).__name__, whole, path="", depth=0))
     rows.append(("loss", looked_at.loss_name, None, None, ", ".join(recording.output), recording.loss, None))
@@ -27,16 +27,16 @@ class _Tree:
         self._recording = recording
         self._names = {id(parameter): name for name, parameter in whole.named_parameters()}
         self._shown: dict[int, str] = {}
-        """Paths of the modules that have their rows already, by id: one that is met again is only named."""
+        """Paths, by id, of the modules that have rows already; one that is met again is only named."""
 
     def rows(self, label: str, module: nn.Module, *, path: str, depth: int) -> Iterator[Row]:
-        """A module, what it holds, and the modules in it."""
+        """Rows of a module, its parameters, and the modules in it."""
         indent = "  " * depth
         if id(module) in self._shown:
             yield (indent + label, f"the same as {self._shown[id(module)]}", None, None, None, None, None)
             return
         self._shown[id(module)] = path or "the whole"
-        # One that forward made only then had no hooks.
+        # A module that forward itself made had no hooks.
         seen = self._recording.seen.get(id(module), Seen())
         yield (
             indent + label, type(module).__name__, seen.calls or None, None,
@@ -67,7 +67,7 @@ class _Tree:
 
 
 def _alike(one: list[Row], other: list[Row]) -> bool:
-    """But for the label of the first row."""
+    """Whether the rows are the same, apart from the label of the first one."""
     return [one[0][1:], *one[1:]] == [other[0][1:], *other[1:]]
 
 

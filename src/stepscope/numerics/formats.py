@@ -69,7 +69,7 @@ def _row(f: FloatFormat) -> tuple[Cell, ...]:
 
 
 def _number(value: str) -> tuple[float, Fraction]:
-    """As fp64 has it, and exactly as it is written: 0.1 is no number of any format here."""
+    """The number in fp64, and exactly as it is written: no binary format holds 0.1 exactly."""
     if len(value) > _LONGEST:
         raise InputError(f"--value has {len(value):,} characters: write at most {_LONGEST:,}, as in 1e-7")
     try:

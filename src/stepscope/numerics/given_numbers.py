@@ -6,7 +6,7 @@ from stepscope.core.errors import InputError
 
 
 def finite_numbers(text: str, option: str) -> tuple[float, ...]:
-    """A comma-separated list of finite numbers. Raises InputError for anything else in it, nothing included."""
+    """The finite numbers of a comma-separated list. Raises InputError for anything else in it, or an empty entry."""
     words = [word.strip() for word in text.split(",")]
     numbers = []
     for word in words:
@@ -21,7 +21,7 @@ def finite_numbers(text: str, option: str) -> tuple[float, ...]:
 
 
 def positive_numbers(text: str, option: str) -> tuple[float, ...]:
-    """The same of numbers above zero, ascending, each once."""
+    """The numbers of a comma-separated list, ascending, each once. Raises InputError for one that is not above zero."""
     numbers = finite_numbers(text, option)
     if min(numbers) <= 0:
         raise InputError(f"{option} holds {min(numbers):g}: write numbers above zero")
@@ -29,7 +29,7 @@ def positive_numbers(text: str, option: str) -> tuple[float, ...]:
 
 
 def positive_number(text: str, option: str) -> float:
-    """The same of exactly one."""
+    """The one number above zero that the text holds. Raises InputError for anything else."""
     number, *more = positive_numbers(text, option)
     if more:
         raise InputError(f"{option} holds {1 + len(more)} numbers: write one")
@@ -37,7 +37,7 @@ def positive_number(text: str, option: str) -> float:
 
 
 def positive_integers(text: str, option: str, *, limit: int) -> tuple[int, ...]:
-    """The same of whole numbers up to a limit."""
+    """The whole numbers from 1 to `limit` of a list, ascending, each once. Raises InputError for anything else."""
     numbers = positive_numbers(text, option)
     for number in numbers:
         if number != int(number) or number > limit:

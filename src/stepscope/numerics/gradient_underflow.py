@@ -33,7 +33,7 @@ SCALES = (0, 10, 16)
 """Loss scales, as powers of two: none, a small one, and the one that torch.amp.GradScaler begins with."""
 
 _STEP_BYTES = 4 + 4 + 8
-"""Of a parameter, its gradient, and the gradient's magnitude in double precision."""
+"""Bytes per parameter: the parameter, its gradient, and the gradient's magnitude in double precision."""
 
 _LARGEST_SCALE = 100
 """The loss is fp32, and so must be its product with the scale."""
@@ -50,11 +50,11 @@ class Gradients:
     kind: str
     of: str
     tensors: dict[str, Tensor]
-    """By the parameter's or module's name."""
+    """The gradients by the parameter's or module's name."""
 
     @functools.cached_property
     def magnitudes(self) -> Tensor:
-        """Of those that are not zero, in ascending order, in double precision on the CPU: every count is a place."""
+        """Magnitudes of the non-zero gradients, ascending, in fp64 on the CPU: a binary search counts those below x."""
         values = torch.cat([tensor.flatten() for tensor in self.tensors.values()]).abs().cpu()
         return values[values != 0].sort().values.double()
 
@@ -65,15 +65,15 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Shares:
-    """Of the non-zero gradients, after a loss scale, in a format. Fractions of one."""
+    """Shares of the non-zero gradients that a format changes, after a loss scale. Fractions of one."""
 
     below_normal: float
-    """Those below the smallest subnormal among them."""
+    """Below the smallest normal number, including those below the smallest subnormal."""
     below_subnormal: float
     becomes_zero: float
-    """At most half the smallest subnormal: ties go to zero, which is even."""
+    """At most half the smallest subnormal, and so rounded to zero: ties go to zero, which is even."""
     overflows: float
-    """Rounds beyond the largest number: to infinity, to NaN, or cut off there by a cast that saturates."""
+    """Rounded beyond the largest number: to infinity, to NaN, or to the largest number by a cast that saturates."""
 
 
 def study_underflow(
@@ -128,9 +128,9 @@ def study_underflow(
 
 
 def gradients_of(workload: Workload, device: torch.device, scale: int = 0) -> list[Gradients]:
-    """Of one step, its loss multiplied by 2**scale: by kind of module, as autograd left them, still scaled.
+    """Gradients of one step by kind of module, its loss multiplied by 2**scale; they are still scaled.
 
-    Raises InputError where those of an fp32 step are not finite or all zero.
+    Raises InputError where the gradients of an fp32 step are not finite or all zero.
     """
     step = TrainingStep(workload, device)
     # The study multiplies by a scale of its own choosing.
@@ -277,7 +277,7 @@ def _kinds(found: list[Gradients], number: FloatFormat, scales: tuple[int, ...])
 def _observed(
     workload: Workload, device: torch.device, exact: list[Gradients], format_name: str, scales: tuple[int, ...]
 ) -> tuple[tuple[Cell, ...], ...]:
-    """The same step under autocast, once for each scale; of a format that autocast does not know, nothing."""
+    """Rows of the step run under autocast, once for each scale; none for a format that autocast does not know."""
     dtype = _AUTOCAST.get(format_name)
     if dtype is None:
         return ()

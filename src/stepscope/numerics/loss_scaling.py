@@ -119,9 +119,9 @@ def study_scaling(
     *, steps: int = 200, growth_interval: int = 20, planted: tuple[int, ...] | None = None, device: str = "auto",
     seed: int = 0,
 ) -> Experiment:  # fmt: skip
-    """The same training under fp16 autocast twice, with our scaler and with PyTorch's, side by side.
+    """Train under fp16 autocast twice, with our scaler and with PyTorch's, and set the two runs side by side.
 
-    planted: steps, counted from 1, that are made to overflow; None takes those of PLANTED that there are.
+    planted: steps, counted from 1, that are made to overflow; None takes the steps of PLANTED up to `steps`.
     """
     whole_number(steps, "steps", 1, 100_000)
     whole_number(seed, "seed", 0, LARGEST)

@@ -125,7 +125,7 @@ class _Runner:
     device: torch.device
 
     def cases(self, scales: Sequence[float], width: int, epsilon: float) -> list[NormCase]:
-        """One for each scale: the same numbers, larger and larger."""
+        """A case for each scale, in which the same random numbers are multiplied by the scale."""
         # Made on the CPU: the same numbers on every device.
         generator = torch.Generator().manual_seed(self.seed)
         x64_RW = torch.randn(_ROWS, width, generator=generator, dtype=torch.float64)
@@ -236,7 +236,7 @@ def _pivot(title: str, cases: list[NormCase], by: str) -> Table:
 
 
 def _scale_panel(cases: list[NormCase], norm: str) -> Panel:
-    """Of the output. A row of zeros has an error of 1; what is not finite has no place on the axis."""
+    """Curves of the output's error. A row of zeros has an error of 1; an error that is not finite is left out."""
     return Panel(
         x_title="standard deviation of the input",
         y_title=f"relative error of {norm}",

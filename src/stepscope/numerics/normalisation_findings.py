@@ -28,10 +28,10 @@ class NormCase:
     width: int
     epsilon: float
     largest: float
-    """Of the input's elements, by magnitude."""
+    """The largest magnitude of the input's elements."""
     output: Outcome
     spread: Outcome
-    """Of the mean of squares, or the variance: `nan` for PyTorch's own, which does not show it."""
+    """What became of the mean of squares, or of the variance; `nan` for PyTorch's own norm, which does not show it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class NormLimits:
     vanishes_up_to: float
     """The largest number whose square is zero."""
     epsilon: float
-    """As the format holds it."""
+    """Epsilon as the format holds it."""
     swallowed_from: float
     """A power of two: a mean of squares from here on stays the same when epsilon is added."""
 
@@ -173,7 +173,7 @@ def _small(cases: list[NormCase]) -> Iterator[Finding]:
 
 
 def _growth(cases: list[NormCase]) -> Iterator[Finding]:
-    """Of one norm and format: the spread's error at the least and at the greatest width, summed in turn and by mean."""
+    """A finding for one norm and format: the spread's error at the smallest and largest width, in turn and by mean."""
     ends = {}
     for way in (IN_TURN, MEAN):
         own = sorted((case for case in cases if case.way == way), key=lambda case: case.width)

@@ -44,7 +44,7 @@ RUNS, BY_STEP, ABOVE = "Runs", "Training loss, smoothed", "More than fp32, smoot
 _SMALL_WORK = 2**28
 """Parameters times tokens of a step: below it a CPU is fastest with one thread."""
 _POINTS = 30
-"""Of each curve; what lies between them is in their means."""
+"""Points per curve of smoothed losses, whose means include the steps between points."""
 _COLUMNS = 8
 
 
@@ -249,7 +249,7 @@ def _by_step(outcomes: Outcomes) -> Iterator[Table]:
 
 
 def _places(steps: int, count: int) -> list[int]:
-    """So many steps, evenly spread; the last is the last."""
+    """Up to `count` steps from 1 to `steps`, evenly spread; the last step is among them."""
     return sorted({round(steps * i / count) for i in range(1, count + 1)})
 
 

@@ -201,7 +201,7 @@ def _known(each: Outcome) -> str:
 
 
 def _within(outcomes: Outcomes) -> Iterator[Finding]:
-    """Where no run at all departs, that is the answer."""
+    """A finding for the case that no run departs from fp32."""
     if not outcomes.variants or any(each.departs is not None for each in outcomes.variants):
         return
     farthest = max(outcomes.variants, key=lambda each: abs(each.validation_loss - outcomes.reference.validation_loss))
@@ -279,7 +279,7 @@ def _better_on_other_text(outcomes: Outcomes) -> Iterator[Finding]:
 
 
 def _remedies(runs: dict[str, Outcome]) -> Iterator[Finding]:
-    """Which remedies keep bf16 parameters with fp32, where without one they depart."""
+    """A finding on which remedies keep training in bf16 close to fp32, where it departs without one."""
     nearest = runs.get("bf16-pure")
     remedies = [each for name, each in runs.items() if name.startswith("bf16-pure-")]
     if nearest is None or nearest.departs is None or not remedies:

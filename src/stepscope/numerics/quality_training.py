@@ -1,4 +1,4 @@
-"""The same training in every precision: same parameters at the start, same batches, same learning rates.
+"""Training in every precision from the same initial parameters, with the same batches and the same learning rates.
 
 fp32, tf32, bf16 and fp16 have parameters in fp32; the latter two run forward under autocast. fp16's loss is scaled by a
 DynamicLossScaler; fp16-unscaled's is not. bf16-pure has everything that forward and backward see in bf16, from the
@@ -23,9 +23,9 @@ from stepscope.numerics.bundled_text import BundledText
 from stepscope.numerics.loss_scaling import DynamicLossScaler
 
 WATCHED_STEPS = 10
-"""At the end of the run: in these, gradients of zero and swallowed updates are counted."""
+"""The last steps of a run, in which zero gradients and swallowed updates are counted."""
 _FETCHED_EVERY = 50
-"""Steps between two looks at the losses: on a GPU each of them waits for it."""
+"""Steps between two readings of the losses, as on a GPU each reading waits for the device."""
 _JUDGED_AT_ONCE = 64
 """Held-out sequences in one forward pass."""
 
@@ -64,25 +64,25 @@ class TrainingSize:
     seq_len: int
     steps: int
     learning_rate: float
-    """The highest: see `rate_at`."""
+    """The highest learning rate of the run; `rate_at` gives that of a step."""
 
 
 @dataclass
 class Trained:
-    """What a run came to."""
+    """The results of one training run."""
 
     losses: list[float] = field(default_factory=list)
-    """Of each step, before its update, in the run's own arithmetic; fewer than steps if nothing was finite any more."""
+    """The loss of each step before its update, in the run's own arithmetic; ends early if nothing is finite then."""
     validation_loss: float = math.nan
     """Nats a byte over the whole held-out text, by the parameters that forward uses, in fp32 arithmetic."""
     skipped_steps: int | None = None
-    """None without a loss scale."""
+    """How many steps the loss scaler skipped; None without a loss scale."""
     zero_gradients: float | None = None
     """Share of the elements of gradients, the embedding's left out, that are zero, over the last WATCHED_STEPS."""
     swallowed: float | None = None
     """Share of the updates of bf16 parameters that changed nothing, over the same steps."""
     parameters: list[Tensor] = field(default_factory=list)
-    """As forward uses them, in fp32."""
+    """The parameters that forward uses, in fp32."""
 
 
 def rate_at(step: int, steps: int, highest: float) -> float:
@@ -95,7 +95,7 @@ def rate_at(step: int, steps: int, highest: float) -> float:
 
 
 def initial_model(size: TrainingSize, seed: int) -> Transformer:
-    """On the CPU and in fp32: the same for every variant and every device."""
+    """The model at the start, on the CPU and in fp32: the same for every variant and every device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Transformer(size.model, max_seq_len=size.seq_len)
@@ -220,7 +220,7 @@ def _autocast(variant: Variant, device: torch.device) -> contextlib.AbstractCont
 
 
 def _share_of_zeros(model: Transformer) -> Tensor:
-    """Without the embedding, where every byte that a batch lacks has a row of zeros."""
+    """Share of gradient elements that are zero, without the embedding: bytes that a batch lacks have rows of zeros."""
     gradients = [
         parameter.grad
         for parameter in model.parameters()
@@ -231,7 +231,7 @@ def _share_of_zeros(model: Transformer) -> Tensor:
 
 @torch.no_grad()
 def _mean_loss(model: Transformer, text: Tensor, seq_len: int) -> float:
-    """Over the text in sequences of seq_len predictions; what is left at its end is not counted."""
+    """The mean loss over the text in sequences of seq_len predictions; a rest at its end is not counted."""
     forward = ForwardLoss(model)
     count = len(text) // (seq_len + 1)
     sequences = text[: count * (seq_len + 1)].view(count, seq_len + 1)

@@ -15,7 +15,7 @@ def device_name(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what the figures depend on."""
+    """Versions of the software that the figures depend on."""
     return {"stepscope": stepscope.__version__, "python": platform.python_version(), "torch": str(torch.__version__)}
 
 

@@ -44,7 +44,7 @@ SCALES = (0.5, 1.0, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 HEAD_DIMS = (64, 128)
 WIDTH = 1024
 BLOCK = 64
-"""Of the online softmax."""
+"""Elements per block of the online softmax."""
 _ROWS, _HEADS, _POSITIONS = 8, 2, 128
 
 
@@ -264,7 +264,7 @@ def _softmax_panel(cases: list[SoftmaxCase]) -> Panel:
 
 
 def _attention_panel(cases: list[AttentionCase], head_dim: int) -> Panel:
-    """Of the 16-bit formats, with the safe softmax."""
+    """Curves of attention's error in the 16-bit formats, with the safe softmax."""
     return Panel(
         x_title="standard deviation of q and k",
         y_title=f"relative error of attention, head_dim {head_dim}",

@@ -21,9 +21,9 @@ class ExpLimits:
     """ln of the largest number."""
     finite_up_to: float
     infinite_at: float
-    """The next number."""
+    """The next number of the format, whose exp is infinite."""
     vanishes_below: float
-    """exp of it is the last above zero."""
+    """The smallest number whose exp is above zero."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class SoftmaxCase:
     way: str
     scale: float
     largest: float
-    """Of the input."""
+    """The largest element of the input."""
     result: Outcome
 
 
@@ -49,12 +49,12 @@ class AttentionCase:
     scale: float
     """Standard deviation of q and k."""
     largest_score: float
-    """In float64, after the division, if any."""
+    """The largest score, in float64, after the division by sqrt(head_dim) if there is one."""
     largest_weight: float
-    """That softmax gives one key, in float64, on average over the queries: 1 where it has become a choice."""
+    """The largest weight that softmax gives one key, in float64, as a mean over the queries; 1 if it picks one key."""
     finite_scores: bool
     result: Outcome
-    """Of the output."""
+    """The error of attention's output, or the word for what became of it."""
 
 
 def softmax_findings(
@@ -110,7 +110,7 @@ def _naive(cases: list[SoftmaxCase], limit: ExpLimits) -> Iterator[Finding]:
 
 
 def _remedies(cases: list[SoftmaxCase]) -> Iterator[Finding]:
-    """Over all scales that the format holds."""
+    """A finding: the largest errors of the safe and the online softmax over all scales that the format holds."""
     worst: dict[str, float] = {}
     for way in (SAFE, ONLINE):
         own = [case for case in cases if case.way == way and case.result.word != INPUT_OVERFLOWS.word]
@@ -128,7 +128,7 @@ def _remedies(cases: list[SoftmaxCase]) -> Iterator[Finding]:
 
 
 def _attention(cases: list[AttentionCase]) -> Iterator[Finding]:
-    """Of one head_dim and format: where each breaks, and what the division saves of the error before that."""
+    """Findings for one head_dim and format: where each way breaks, and how much error dividing saves before that."""
     cases = [case for case in cases if case.result.word != INPUT_OVERFLOWS.word]
     if not cases:
         return
@@ -162,7 +162,7 @@ def _attention(cases: list[AttentionCase]) -> Iterator[Finding]:
 
 
 def _division(cases: list[AttentionCase]) -> Iterator[Finding]:
-    """With the safe softmax, both ways finite: at inputs nearest to 1, and where the division does most harm."""
+    """A finding on what dividing costs with the safe softmax, near inputs of 1 and where it does most harm."""
     safe = [case for case in cases if case.softmax == SAFE and not case.result.broken]
     divided = {case.scale: case for case in safe if case.division == AFTER}
     pairs = [(case, divided[case.scale]) for case in safe if case.division == NOT_DIVIDED and case.scale in divided]

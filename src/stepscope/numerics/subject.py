@@ -31,10 +31,10 @@ from stepscope.numerics.toy import ToyModel
 TOY = "toy"
 TOY_BATCH, TOY_IN, TOY_OUT = 8, 20, 5
 SEQUENCES, TOKENS = 2, 8
-"""Of a transformer's batch. Dtypes do not depend on it."""
+"""Size of a transformer's batch, on which dtypes do not depend."""
 
 _STEP_BYTES = 4 + 4 + 2
-"""Of a parameter, its gradient and its 16-bit copy: the least that forward and backward hold of each."""
+"""Bytes per parameter that forward and backward hold at least: the parameter, its gradient and a 16-bit copy."""
 
 _FORMS = "return (module, inputs, loss), or (module, inputs) or a module whose forward returns the loss"
 
@@ -48,7 +48,7 @@ class Subject:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     loss: Callable[[Any], Any] | None = None
-    """Of forward's output. None: forward returns the loss."""
+    """A function from forward's output to the loss. None: forward returns the loss."""
 
     @property
     def loss_name(self) -> str:

@@ -53,7 +53,7 @@ class Tally:
     wanted: int = 0
     """Updates that were not zero."""
     swallowed: int = 0
-    """Those of them that changed nothing."""
+    """Updates that were not zero but changed nothing."""
     square: float = 0.0
     """Sum of squares of the wanted updates."""
     square_swallowed: float = 0.0
@@ -61,7 +61,8 @@ class Tally:
     """Sum of products of the wanted and the made updates."""
     last_updates: list[Tensor] = field(default_factory=list)
     last_half_units: list[Tensor] = field(default_factory=list)
-    """Of the last step: sizes of the wanted updates, and half a unit in the last place of their parameters."""
+    """Two lists for the last step, by parameter tensor: magnitudes of the wanted updates, and half a unit in the last
+    place of the parameters."""
 
     def add(self, wanted: Tensor, made: Tensor) -> None:
         nothing = (made == 0) & (wanted != 0)
@@ -90,7 +91,7 @@ class Tally:
 
     @property
     def norm_share(self) -> float:
-        """Norm of the swallowed updates, of the norm of all."""
+        """Norm of the swallowed updates as a share of the norm of all wanted ones."""
         return math.sqrt(self.square_swallowed / self.square) if self.square else 0.0
 
     @property
@@ -101,10 +102,10 @@ class Tally:
 
 @dataclass
 class _Trained:
-    """What a run came to."""
+    """The results of one training run."""
 
     losses: list[float] = field(default_factory=list)
-    """Of each step, before its update, in the run's own arithmetic."""
+    """The loss of each step before its update, in the run's own arithmetic."""
     by_layer: dict[str, Tally] = field(default_factory=dict)
     by_step: list[Tally] = field(default_factory=list)
     used: list[Tensor] = field(default_factory=list)
@@ -229,11 +230,11 @@ class _Outcome:
     name: str
     bytes_per_parameter: int
     last_loss: float
-    """Of the last training step, in the run's own arithmetic."""
+    """The loss of the last training step, in the run's own arithmetic."""
     loss_in_fp32: float
     """Mean over the batches after the last step, of the parameters that forward uses, in fp32 arithmetic."""
     distance: float
-    """Of the parameters that the optimizer holds to those of the fp32 run, in lengths of the fp32 run's way."""
+    """Distance of the optimizer's parameters from those of the fp32 run, over the distance that the fp32 run moved."""
     swallowed: float | None
     progress: float | None
 

@@ -60,7 +60,7 @@ def _verdict(passed: int, failed: int) -> str:
 
 
 def _repeats(verdicts: Sequence[AttentionVerdict]) -> str:
-    """Over those that were run twice."""
+    """Whether calls that were run twice gave the same bits; empty if none was run twice."""
     seen = [verdict.repeats for verdict in verdicts if verdict.repeats is not None]
     if not seen:
         return ""
@@ -68,7 +68,7 @@ def _repeats(verdicts: Sequence[AttentionVerdict]) -> str:
 
 
 def _worst(verdicts: Sequence[AttentionVerdict], tensor: str) -> str:
-    """Of this tensor, as a whole or in its worst row."""
+    """The largest error of this tensor, as a share of what is allowed, over whole tensors and worst rows."""
     shares = [error.share for verdict in verdicts for error in verdict.errors if error.tensor == tensor]
     if any(map(math.isinf, shares)):
         return "not finite"
@@ -76,7 +76,7 @@ def _worst(verdicts: Sequence[AttentionVerdict], tensor: str) -> str:
 
 
 def _allowances(reports: Sequence[GateReport]) -> list[str]:
-    """Who may be further off than others, in which dtypes, and why."""
+    """Which implementations may be further off than others, in which dtypes, and why."""
     found: dict[str, dict[str, list[str]]] = {}
     for report in reports:
         for verdict in report.verdicts:

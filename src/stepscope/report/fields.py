@@ -47,7 +47,7 @@ def _fixed_warmup(run: Run) -> Scalar:
 
 
 _CHECKPOINTINGS = ("none", "selective", *(f"every-{group}" for group in range(1, 257)))
-"""By how much is kept, most first."""
+"""Choices of checkpointing in order of how much they keep, the most first."""
 
 FIELDS: dict[str, Field] = {
     "model": Field(read=lambda run: run.workload.model.name, order=tuple(PRESETS)),
@@ -114,7 +114,7 @@ def _largest_step(run: Run) -> float | None:
 
 
 def _predicted_peak(run: Run) -> int | None:
-    """On the kind of device that it ran on."""
+    """Predicted peak bytes of a run's step on the type of device that it ran on; None if it is not predicted."""
     if not is_predicted(run.workload):
         return None
     on_cpu = run.environment is not None and run.environment.device_type == "cpu"

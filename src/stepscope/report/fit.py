@@ -67,8 +67,8 @@ def _peak(estimate: MemoryEstimate) -> str:
 
 
 def render_second(first: MemoryEstimate, memory: PhaseMemory, peak_bytes: int) -> RenderableType:
-    """The prediction by fake tensors beside the one on paper."""
-    table = make_table("two predictions", "on paper", "fake tensors", "difference", right_from=1)
+    """A table of the prediction by the symbolic model beside the one by fake tensors."""
+    table = make_table("two predictions", "symbolic model", "fake tensors", "difference", right_from=1)
     rows = (
         ("before the step", first.after_parameters, memory.after_parameters),
         ("forward peak", first.forward_peak, memory.forward_peak),

@@ -99,7 +99,7 @@ class _Layout:
         return []
 
     def one_line(self, columns: Sequence[_Measured]) -> Table:
-        """As many columns as there is room for, from the left, text in one line."""
+        """The table with as many columns from the left as there is room for, each row on one line."""
         for least in (max(NARROWEST_LABEL, self._console.width // 3), 1):
             in_one = [dataclasses.replace(c, whole=c.most, least=min(c.most, least)) for c in columns]
             in_one[0] = dataclasses.replace(in_one[0], least=in_one[0].most)

@@ -157,7 +157,7 @@ def _text(slices: pl.DataFrame, category: str, pid: int, tid: int, origin: int) 
 
 
 def _microseconds(nanoseconds: pl.Expr) -> pl.Expr:
-    """As decimal text, exact to the nanosecond."""
+    """Nanoseconds as microseconds in decimal text, exact to the nanosecond."""
     thousandths = (nanoseconds % 1_000).cast(pl.String).str.zfill(3)
     return pl.concat_str((nanoseconds // 1_000).cast(pl.String), pl.lit("."), thousandths)
 

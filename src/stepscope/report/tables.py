@@ -65,7 +65,7 @@ class Table:
 
 
 def select_runs(runs: Sequence[Run], query: TableQuery) -> tuple[list[Run], list[str]]:
-    """One run a cell, in the order of the fields. Raises InputError where a cell would mix experiments."""
+    """A run for each cell, in the order of the fields, and notes. Raises InputError if a cell would mix experiments."""
     kept = [run for run in runs if all(matches(run, name, wanted) for name, wanted in query.where)]
     if not kept:
         conditions = " and ".join(f"{name}={','.join(values)}" for name, values in query.where)

@@ -41,20 +41,20 @@ from stepscope.studies.attention_pass import AttentionPass, CallInputs, saved_st
 from stepscope.studies.device_failure import is_out_of_memory, let_go
 
 _MOST_JUDGED_SCORES = {"cuda": 1 << 33, "cpu": 1 << 22}
-"""Of a shape that the gate makes in float64 too."""
+"""The most scores of a timed shape, by device, for which the gate computes attention in float64."""
 _FEWEST_JUDGED = 1024
-"""Numbers of its output: of fewer, sdpa may be right by chance, and nobody may be off twice as far."""
+"""The fewest output numbers of a judged shape: with fewer, sdpa's error may be zero by chance, and so the allowance."""
 
 Functions = dict[Attention, AttentionFunction]
 _Key = tuple[Attention, CallCompile, TensorDtype, AttentionShape]
 GateShapes = Callable[[AttentionCell], Sequence[AttentionShape]]
-"""On which calls the gate judges a cell."""
+"""A function from a cell to the shapes on which the gate judges it."""
 
 
 class AttentionCalls:
-    """Measures groups of cells. One for a whole study: what the gate has seen, it does not ask again.
+    """Measures groups of cells. A study uses one object, which keeps the gate's verdicts and judges no call twice.
 
-    functions: measured in place of the implementations of these names. `deadline` is of `clock`, in seconds.
+    functions: measured in place of the implementations of these names. deadline_s: a time of `clock`, in seconds.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class AttentionCalls:
         self.device = device
         self.interrupted = False
         self.broken = ""
-        """What the device said when it failed for good."""
+        """The device's error when it failed for good; empty while it works."""
         self._timing = timing_device(device)
         self._launches: Launches = launches if device.type == "cuda" else "shown"
         self._deadline_s, self._now = deadline_s, clock
@@ -194,7 +194,7 @@ class AttentionCalls:
         return cell.implementation, cell.compile, cell.dtype, shape
 
     def _to_be_judged(self, cells: Sequence[AttentionCell]) -> Functions:
-        """In place of what their names stand for."""
+        """The functions that the gate judges, by the name of the implementation that each replaces."""
         return {
             cell.implementation: self._function(cell)
             for cell in cells
@@ -264,7 +264,7 @@ class AttentionCalls:
     def _time(
         self, passes: dict[AttentionCell, AttentionPass], rows: dict[AttentionCell, AttentionTiming]
     ) -> dict[AttentionCell, tuple[Measurement, Launches]]:
-        """In turns. One that fails gets its row, and the others begin again without it."""
+        """Times of the passes, taken in turns. A pass that fails gets its row; the others start again without it."""
         while passes:
             names = {str(cell): cell for cell in passes}
             try:
@@ -329,27 +329,28 @@ def start_timings(
 
 
 def with_timing(timings: AttentionTimings, rows: Sequence[AttentionTiming]) -> AttentionTimings:
-    """The same with more rows."""
+    """The timings with these rows appended."""
     return msgspec.structs.replace(timings, timings=(*timings.timings, *rows))
 
 
 def judged_shape(shape: AttentionShape, device: torch.device) -> tuple[AttentionShape, ...]:
-    """The shape itself for the gate, where attention in float64 is quickly made of it, and errors are no chance."""
+    """The shape for the gate, or nothing if float64 would take too long or the output is too small to judge."""
     rows = shape.batch * shape.heads * shape.queries
     few = rows * shape.head_dim < _FEWEST_JUDGED
     return (shape,) if not few and rows * shape.keys <= _MOST_JUDGED_SCORES[device.type] else ()
 
 
 def odd_shape(shape: AttentionShape) -> AttentionShape:
-    """A small one like it for the gate: the same head_dim, mask and grouping, and lengths that no tile divides."""
+    """A small shape for the gate: the same head_dim, mask and grouping, and lengths that no tile divides."""
     group = shape.heads // shape.key_heads
     return msgspec.structs.replace(shape, batch=2, heads=2 * group, key_heads=2, queries=203, keys=203)
 
 
 def odd_shapes(cell: AttentionCell) -> tuple[AttentionShape, ...]:
-    """The same, with scores of every kind: for what is compiled they are one.
+    """Small shapes for the gate, one for each kind of scores; what is compiled for one of them serves for all.
 
-    And a longer one for what is longer, where kernels are chosen by the length: the one to be timed is to be judged.
+    Implementations that switch kernels by sequence length also get a longer shape if the cell is long, so that the
+    kernel that will be timed is judged.
     """
     odd = odd_shape(cell.shape)
     shapes = tuple(msgspec.structs.replace(odd, numbers=numbers) for numbers in get_args(Numbers))
@@ -359,7 +360,7 @@ def odd_shapes(cell: AttentionCell) -> tuple[AttentionShape, ...]:
 
 
 def _fallen(cell: AttentionCell, error: BaseException, during: str) -> AttentionTiming:
-    """The row of a cell that raised."""
+    """The timing row of a cell that raised an error."""
     if is_out_of_memory(error):
         return AttentionTiming(cell=cell, outcome="out of memory", reason=f"in {during}: {one_line(error)}")
     reason = f"in {during}: {type(error).__name__}: {one_line(error)}"

@@ -23,15 +23,15 @@ from stepscope.studies.request import Stage, Tell
 
 LONGEST = 1 << 24
 WIDEST = 1 << 12
-"""A head_dim beyond it is a slip."""
+"""The largest head_dim that is accepted; a larger one is a typing error."""
 _COMPILING = 0.5
-"""Of the budget, at most, for compiling ahead."""
+"""The largest share of the time budget that compiling ahead may take."""
 _COMPILING_S = 300.0
-"""Without a budget."""
+"""Seconds that compiling ahead may take where there is no time budget."""
 _CEILING_S = 6.0
-"""For each dtype, kept of the budget for the best matrix product, beside which rates are set."""
+"""Seconds of the budget reserved per dtype to measure its ceiling: the best matrix product, to set rates beside."""
 _CEILINGS = 0.25
-"""Of the budget, at most, is kept so; where it would take more, there are no ceilings, unless time is left."""
+"""The largest share of the budget reserved for ceilings. If they need more, they are measured only if time is left."""
 
 
 class GridSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,7 +162,7 @@ def measure_grid(
     tell: Tell = lambda _: None,
     on_rows: Callable[[AttentionTimings], None] = lambda _: None,
 ) -> tuple[AttentionTimings, bool]:
-    """Every group, in one process; on_rows gets what there is after each. And whether Ctrl-C ended it.
+    """Timings of every group, measured in one process, and whether Ctrl-C ended it; on_rows gets them after each group.
 
     functions: measured in place of the implementations of these names. workers: processes that compile ahead, 0 none.
     """
@@ -187,7 +187,7 @@ def measure_grid(
 
     def gate_shapes(cell: AttentionCell) -> tuple[AttentionShape, ...]:
         own = judged_shape(smallest[cell.shape.head_dim, cell.dtype], found)
-        # Each shape is compiled anew: the odd one is for what is not compiled.
+        # Every shape is compiled anew, so compiled cells are not judged on the odd shapes too.
         compiled = cell.compile != "none" or ATTENTIONS[cell.implementation].compiler == "inductor"
         return own if compiled and own else (*odd_shapes(cell), *own)
 
@@ -209,7 +209,7 @@ def measure_grid(
         return timings, True
     dtypes = list(dict.fromkeys(row.cell.dtype for row in timings.timings if row.both))
     ended = calls.interrupted or bool(calls.broken)
-    # What was kept may be spent in part by the last group, which began before.
+    # The last group may have used part of the reserved time, since it began before.
     needed_s = kept_s / 2 or _CEILING_S * len(dtypes)
     if ceilings and dtypes and not ended and deadline_s - time.monotonic() > needed_s:
         try:

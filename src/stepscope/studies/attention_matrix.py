@@ -133,7 +133,7 @@ def judge_matrix(
 
 
 def _together(names: Sequence[Attention]) -> list[tuple[Attention, ...]]:
-    """Those that are compiled alone, first, since they take longest; the others on the same numbers."""
+    """Groups to judge together: each compiled implementation alone, first, as they take longest; then all others."""
     rest = tuple(name for name in names if ATTENTIONS[name].compiler is None)
     alone = [(name,) for name in names if ATTENTIONS[name].compiler is not None]
     return [*alone, rest] if rest else alone

@@ -84,7 +84,7 @@ def saved_storages(out: Tensor, inputs: Sequence[Tensor]) -> dict[int, int]:
 def call_once(
     name: Attention, compile: CallCompile, shape: AttentionShape, dtype: TensorDtype, device: torch.device
 ) -> None:
-    """One pass, so that what it compiles lies in the caches on disk."""
+    """Run one pass, so that the kernels that it compiles are in the caches on disk."""
     with matmul_precision("fp32"):
         function = implementation(name) if compile == "none" else compile_for_each_shape(implementation(name))
         made = AttentionPass(function, shape, CallInputs.draw(shape, dtype, device))

@@ -18,10 +18,10 @@ from stepscope.studies.cell_event import CellEvent
 CELL_COMMAND = (sys.executable, "-P", "-m", "stepscope.studies.cell")
 """-P: the current directory is the user's, and may hold a random.py of theirs."""
 MARK = "STEPSCOPE_CELL"
-"""The variable in the environment of a cell, and so of all that it starts, that says whose it is."""
+"""The environment variable that marks a cell's process, and all that it starts, as belonging to that cell."""
 LOG_KEPT_BYTES = 4 * 1024 * 1024
 EVENT_BYTES = 64 * 1024
-"""No event is as long: what is, is none."""
+"""The longest line on the events' pipe; a longer one is no event and is dropped."""
 _KILL_GRACE_S = 5.0
 """How long a killed process may take to be gone. One that waits in a driver may take for ever."""
 _POLL_S = 0.1
@@ -160,7 +160,7 @@ class CellProcess:
         self.events.put_nowait(event)
 
     def _chunks(self, pipe: int) -> Sequence[bytes]:
-        """What lies in a pipe, up to a bound: a process that prints without end must not stop the others' listening."""
+        """What lies in a pipe, up to a bound, so that a process that prints without end does not block other pipes."""
         chunks = []
         for _ in range(64):
             try:

@@ -81,7 +81,7 @@ def _never(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
 
 
 def _bytes_across(cut: _CutMade) -> int:
-    """Of the storages among forward's outputs for backward, but for those that came in: parameters and the batch."""
+    """Bytes of the storages that forward hands to backward, without its inputs: parameters and the batch."""
     graph = cut.forward.graph
     values = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
     seen = {value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)}

@@ -2,8 +2,8 @@
 
 This is the second of two predictions that know nothing of each other. `memory/prediction/estimate.py` adds up
 formulas, tensor by tensor; here nobody says what is saved: the step itself runs, with the model's own code and
-PyTorch's autograd, and its allocations are watched (`measure/fake_memory.py`). They then go through the allocator on
-paper: that, and the size of cuBLAS' workspace, the two have in common.
+PyTorch's autograd, and its allocations are watched (`measure/fake_memory.py`). They then go through the simulated
+allocator, which both predictions share, as they share the size of cuBLAS' workspace.
 
 Compared with runs on an H200 (results/h200: plain, optimizer, tf32, kernels), every phase's peak is within 0.4 %, and
 many are equal to the byte. What differs is the allocator's remainders: a request keeps up to 1 MiB beyond its size, or
@@ -43,8 +43,8 @@ follow."""
 _BACKENDS: dict[Memory, AttentionBackend] = {
     "math": "math", "efficient": "efficient", "flash": "flash", "cudnn": "cudnn", "fused": "flash", "hopper": "flash",
 }  # fmt: skip
-"""The backend of scaled_dot_product_attention that stands for an attention: fused kernels of our own keep and make what
-PyTorch's of the same algorithm does."""
+"""The backend of scaled_dot_product_attention that stands for an attention: our own fused kernels keep and allocate
+what PyTorch's kernels of the same algorithm do."""
 
 
 class FakeEstimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +53,7 @@ class FakeEstimate(msgspec.Struct, frozen=True, kw_only=True):
     memory: PhaseMemory
     peak_phase: str
     categories: dict[MemoryCategory, int]
-    """Of the bytes at the peak; they add up to it."""
+    """Bytes at the peak, by category; they add up to the peak."""
 
     @property
     def peak_bytes(self) -> int:
@@ -75,9 +75,9 @@ class WatchedStep:
     """What was allocated and released while a step was made, and run until it was steady."""
 
     watch: FakeMemory
-    """Its phases are those of the last step."""
+    """What was allocated, with the phases of the last step."""
     built: int
-    """How many events made the step."""
+    """How many events belong to building the model and its optimizer, before the step."""
     parameter_bytes: int
 
 

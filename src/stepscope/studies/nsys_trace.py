@@ -26,9 +26,9 @@ from stepscope.measure.nsys import REPORT_FILE, SQLITE_FILE, STREAM_FILE, Nsys, 
 from stepscope.studies.request import StepRequest
 
 END_GRACE_S = 30.0
-"""How long nsys may take to end once the process it watched has."""
+"""How long nsys may take to end once the process that it watched has ended."""
 INTERRUPT_GRACE_S = 2.0
-"""As long, when the user waits for it to end, and nothing of it is kept."""
+"""How long nsys may take to end when the user has stopped it; nothing of its trace is kept then."""
 NO_NVTX = "this PyTorch emits no NVTX ranges, and the package that does is missing: pip install 'stepscope[nsys]'"
 ARTIFACTS = {"nsys": SQLITE_FILE, "nsys-rep": REPORT_FILE, "qdstrm": STREAM_FILE}
 """Files of a trace by nsys in a run directory, by kind; `nsys` is the one that is read."""

@@ -36,7 +36,7 @@ class MemoryRequest(msgspec.Struct, frozen=True, kw_only=True):
     """How the allocations of one more step are recorded, after the timed ones."""
 
     stacks: MemoryStacks = "python"
-    """Whose stacks each allocation keeps. Those of C++ take minutes to name."""
+    """Which stacks each allocation keeps; naming the functions of C++ stacks takes minutes."""
 
     def __post_init__(self) -> None:
         choose(self.stacks, MEMORY_STACKS, "memory-stacks")
@@ -55,7 +55,7 @@ class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     peak_flops_per_s: float | None = None
     trace: TraceRequest = TraceRequest()
     memory: MemoryRequest | None = None
-    """None: no allocation is recorded."""
+    """How allocations are recorded; None: not at all."""
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,7 +33,7 @@ from stepscope.work.transformer import phase_work
 INTERRUPT_GRACE_S = 2.0
 """How long a cell may take to save what it has when the user stops the sweep."""
 TIMEOUT_GRACE_S = 15.0
-"""As long, when its time is over: nobody waits for a prompt."""
+"""How long a cell may take to save what it has when its time is over; longer, since no user is waiting."""
 EXIT_GRACE_S = 20.0
 """How long a cell may take to end once its run is on disk."""
 LOG_FILE = "log.txt"

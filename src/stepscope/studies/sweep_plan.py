@@ -27,7 +27,7 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     cells: tuple[Cell, ...]
     devices: tuple[str, ...] = ("auto",)
-    """One cell at a time on each."""
+    """Devices to measure on, each with one cell at a time."""
     out: str = "runs"
     tag: str | None = None
     memory_limit_bytes: int | None = None

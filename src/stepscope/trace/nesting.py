@@ -14,7 +14,8 @@ _LARGEST = 2**62
 _CLIMB = 40
 """Ancestors tried one by one; ranges and operators of real programs nest less deeply."""
 _CHECKED = 1 << 17
-"""Up to so many intervals are always checked for crossings, in milliseconds. More come from the stack of a thread."""
+"""Up to this many intervals are always checked for crossings, which takes milliseconds. More are taken to nest, as they
+come from the stack of a thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ class Nest:
 
     @cached_property
     def depth(self) -> pl.Series:
-        """By position: how many intervals enclose it."""
+        """For every position, how many intervals enclose it."""
         if not self.height:
             return pl.Series("depth", dtype=pl.Int64)
         closed = self._ends.sort().search_sorted(self._starts, side="right").cast(pl.Int64)
@@ -95,7 +96,7 @@ class Nest:
         return self.parent.gather(positions) if self.height <= _CHECKED else self._by_level(positions)
 
     def _by_level(self, positions: pl.Series) -> pl.Series:
-        """As `parents`, of intervals that nest: the last before with one less depth."""
+        """Positions of the parents, or null, if intervals nest: the last earlier interval that is one level up."""
         depth = self.depth.gather(positions)
         above = (depth - 1) * self.height + positions
         before = self._levels.search_sorted(above, side="right").cast(pl.Int64) - 1
@@ -104,7 +105,7 @@ class Nest:
 
     @cached_property
     def parent(self) -> pl.Series:
-        """By position: the position of the innermost enclosing interval, or null."""
+        """For every position, that of the innermost enclosing interval, or null."""
         if not self.height:
             return pl.Series("parent", dtype=pl.Int64)
         parent = self._by_level(pl.int_range(self.height, dtype=pl.Int64, eager=True))
@@ -112,7 +113,7 @@ class Nest:
         return self._swept_parents() if (self._ends.gather(parent) < self._ends).any() else parent
 
     def _swept_parents(self) -> pl.Series:
-        """As `parent`, of intervals that cross: a walk along the track with a stack of ever earlier ends."""
+        """Every interval's parent if intervals cross: a walk along the tracks with a stack of ever earlier ends."""
         ends, stack, parents = self._ends.to_list(), [], []
         for position, end in enumerate(ends):
             while stack and ends[stack[-1]] < end:
@@ -122,7 +123,7 @@ class Nest:
         return pl.Series("parent", parents, dtype=pl.Int64)
 
     def self_ns(self, durations: pl.Series) -> pl.Series:
-        """By position: each interval's duration (`durations` by row) less that of the intervals directly inside it."""
+        """For every position, the interval's duration (`durations` is by row) less those of its direct children."""
         own = durations.gather(self.order)
         inside = (
             pl.DataFrame({"parent": self.parent, "inner": own})
@@ -138,7 +139,7 @@ class Nest:
         return (own - spent).clip(lower_bound=0)
 
     def innermost(self, track: pl.Series, time_ns: pl.Series) -> pl.Series:
-        """Row of the innermost interval of that track open at that moment (its end excluded), or null."""
+        """Row of the innermost interval that is open on that track at that moment (its end excluded), or null."""
         return self.rows(self.innermost_position(track, time_ns))
 
     def rows(self, positions: pl.Series) -> pl.Series:
@@ -148,7 +149,9 @@ class Nest:
         return self.order.gather(positions).alias("row")
 
     def innermost_position(self, track: pl.Series, time_ns: pl.Series) -> pl.Series:
-        """As `innermost`, by position. Where the last interval begun has ended, those around it are tried."""
+        """Position of the innermost interval open at that moment, or null: the last one begun, or if it has ended, one
+        of those around it.
+        """
         if not self.height:
             return pl.Series("position", [None], dtype=pl.Int64).new_from_index(0, len(track))
         keys = self._scale.keys(track, time_ns)

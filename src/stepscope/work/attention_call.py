@@ -11,7 +11,7 @@ from stepscope.core.attentions import ATTENTIONS
 from stepscope.work.operations import AttentionSizes, attention_backward_flops, attention_flops
 
 BACKWARD_OVER_FORWARD = 2.5
-"""Of fused attention, which makes the scores once more: five products where forward has two."""
+"""FLOPs of backward over those of forward in fused attention, which makes the scores again: five products over two."""
 CONVENTION = (
     "4 B H S T D FLOPs forward and 2.5 times as many backward, half of it where causal, whatever an implementation "
     "does: written-out attention makes the whole square, and four products backward"
@@ -31,27 +31,27 @@ def forward_flops(shape: AttentionShape) -> int:
 
 
 def backward_flops(shape: AttentionShape) -> int:
-    """The five products of fused backward; causal, half."""
+    """FLOPs of the five matrix products of fused backward; half as many where causal."""
     return attention_backward_flops(_sizes(shape), "half" if shape.causal else "full")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedOnPaper:
-    """What autograd keeps for backward beside q, k and v, the output too where it keeps it."""
+class SavedByFormula:
+    """Bytes that autograd keeps for backward besides q, k and v, with the output where it keeps that."""
 
     bytes: int
     terms: str
 
 
 _BLOCK_OF_ROWS = 32
-"""To a multiple of which PyTorch's memory-efficient kernel fills its rows' logsumexp (kAlignLSE)."""
+"""PyTorch's memory-efficient kernel pads the rows of the logsumexp to a multiple of this (kAlignLSE)."""
 _EIGHT = 8
-"""To a multiple of which PyTorch's FlashAttention fills head_dim."""
+"""PyTorch's FlashAttention pads head_dim to a multiple of this."""
 
 
-def saved_on_paper(cell: AttentionCell, device_type: str) -> SavedOnPaper | None:  # noqa: PLR0911  (one for each)
-    """By the formula that the attention's record names (`memory`). None where there is none, and where it is not ours
-    to say: compiled, it is the compiler's choice; of a backend that PyTorch chooses on a GPU, PyTorch's.
+def saved_by_formula(cell: AttentionCell, device_type: str) -> SavedByFormula | None:  # noqa: PLR0911  (one for each)
+    """Saved bytes by the formula that the attention's record names (`memory`). None where there is no formula, where
+    the call is compiled (the compiler chooses), and where PyTorch chooses the backend on a GPU.
 
     scores    exp of the scores and their quotient by its row's sum, each B H S T; the sums, B H S; the mask, S T bytes.
               Not the scores: exp's derivative is its result, and the maximum is detached.
@@ -75,33 +75,33 @@ def saved_on_paper(cell: AttentionCell, device_type: str) -> SavedOnPaper | None
         case "scores":
             mask = shape.queries * shape.keys if shape.causal else 0
             terms = "2 B H S T e + B H S e" + (" + S T" if mask else "") + repeats
-            return SavedOnPaper(bytes=2 * rows * shape.keys * e + rows * e + mask + repeated, terms=terms)
+            return SavedByFormula(bytes=2 * rows * shape.keys * e + rows * e + mask + repeated, terms=terms)
         case "nothing":
-            return SavedOnPaper(bytes=0, terms="0")
+            return SavedByFormula(bytes=0, terms="0")
         case "math":
             return _math(cell, rows, grouped)
         case "tiled":
             wide = rows * (max(e, 4) - 4)
             terms = f"B H S D e + {max(e, 4)} B H S" + repeats
-            return SavedOnPaper(bytes=fused + logsumexp + wide + repeated, terms=terms)
+            return SavedByFormula(bytes=fused + logsumexp + wide + repeated, terms=terms)
         case "efficient":
             filled = 4 * heads * -(-shape.queries // _BLOCK_OF_ROWS) * _BLOCK_OF_ROWS
             terms = "B H S D e + 4 B H S, S filled to 32" + repeats
-            return SavedOnPaper(bytes=fused + filled + repeated, terms=terms)
+            return SavedByFormula(bytes=fused + filled + repeated, terms=terms)
         case "chosen" if device_type != "cpu":
             return None
         case "flash" | "cudnn" if device_type != "cpu" and (grouped or shape.head_dim % _EIGHT):
             return None  # copies of q, k and v, filled or repeated, as the release has it
         case _:
             wide = rows * (max(e, 4) - 4)
-            return SavedOnPaper(bytes=fused + logsumexp + wide, terms=f"B H S D e + {max(e, 4)} B H S")
+            return SavedByFormula(bytes=fused + logsumexp + wide, terms=f"B H S D e + {max(e, 4)} B H S")
 
 
-def _math(cell: AttentionCell, rows: int, grouped: bool) -> SavedOnPaper:
+def _math(cell: AttentionCell, rows: int, grouped: bool) -> SavedByFormula:
     shape, e = cell.shape, BYTES[cell.dtype]
     wide = max(e, 4)
     keys = shape.batch * shape.heads * shape.keys * shape.head_dim
     own_values = grouped or wide != e
     size = (rows * shape.head_dim + keys + rows * shape.keys + (keys if own_values else 0)) * wide
     terms = f"{wide} B H (S T + S D + {'2 ' if own_values else ''}T D)"
-    return SavedOnPaper(bytes=size, terms=terms)
+    return SavedByFormula(bytes=size, terms=terms)

@@ -96,7 +96,7 @@ def optimizer_mismatch(run: Run) -> Finding | None:
 
 
 def _optimizer_of(calls: dict[str, int]) -> Optimizer | None:
-    """By what only one implementation calls: on a CPU a foreach operator calls the ones of the loop."""
+    """The optimizer that ran, told by its operators; in this order, since on a CPU foreach calls those of the loop."""
     signs: tuple[tuple[str, Optimizer], ...] = (
         ("aten::_fused_adamw_", "adamw-fused"),
         ("aten::_foreach_addcdiv_", "adamw-foreach"),

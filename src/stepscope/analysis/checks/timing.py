@@ -112,7 +112,7 @@ def _slow_step(samples: Samples) -> Finding | None:
 
 
 def _slow_start(samples: Samples) -> tuple[str, float, str, float] | None:
-    """What was slow, its time, what it is compared with, and its time."""
+    """What was slow at the start, its time, what it is compared with, and that time; None if nothing was slow."""
     first, head_s, median_s = samples.values_s[0], statistics.median(samples.values_s[:3]), samples.median_s or 0.0
     if first > 1.5 * median_s:
         return "The first step", first, "the median", median_s
@@ -122,8 +122,8 @@ def _slow_start(samples: Samples) -> tuple[str, float, str, float] | None:
 
 
 def _slow_among_few(samples: Samples) -> tuple[str, float, str, float] | None:
-    """The same of two to four steps. Noise does not double a step; and it is kept out of what it is compared with,
-    which otherwise would be half its own time."""
+    """The slowest of a few steps, if it took over twice the median of the others. Noise does not double a step. It is
+    left out of the median, of which it would otherwise be a large part."""
     if samples.count < 2:
         return None
     at = samples.values_s.index(max(samples.values_s))

@@ -44,7 +44,7 @@ class CaptureComparison:
 
     @property
     def difference_ns(self) -> float:
-        """Of the time per step; below zero where it became shorter."""
+        """Change of the time per step in nanoseconds; below zero where the step became shorter."""
         return self.after_ns - self.before_ns
 
     @cached_property
@@ -119,7 +119,7 @@ def _by_place(attribution: Attribution) -> pl.DataFrame:
 
 
 def _by_kernel(attribution: Attribution, as_written: bool) -> pl.DataFrame:
-    """By `key`, the name or its one spelling, with name and family: those of most of its time.
+    """Totals by `key`, a kernel's name or its one spelling, with the name and family that have most of its time.
 
     One name may serve several families: an add, in backward and in the optimizer.
     """

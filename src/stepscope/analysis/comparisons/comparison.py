@@ -86,7 +86,7 @@ class ComparedRun:
         return self.run.environment is not None and self.run.environment.device_type != "cpu"
 
     def samples(self, part: str) -> Samples | None:
-        """Of one part of the step; None where it has no such part, or the run did not end."""
+        """Samples of one part of the step; None where the step has no such part, or the run did not end."""
         found = samples_of(self.run, part) if self.run.status == "done" else None
         return found if found is not None and found.median_s else None
 
@@ -96,7 +96,7 @@ class ComparedRun:
 
     @property
     def time_s(self) -> float:
-        """The median of what is compared; 0 where it was not measured."""
+        """The median in seconds of the part that is compared; 0 where it was not measured."""
         samples = self.samples(self.PART)
         return samples.median_s or 0.0 if samples else 0.0
 

@@ -38,7 +38,7 @@ def _schedule(operation: str) -> tuple[str, ...]:
 
 
 def _with_shape(decoded: KernelName, operation: str, shape: tuple[str, str, str | None]) -> KernelName:
-    """With the tile, and what any grammar may say in words: stages, cluster, schedule, split K."""
+    """The decoded name with its tile, and with what the name says in words: stages, cluster, schedule, split K."""
     m, n, k = shape
     stage = re.search(r"_stage(\d{1,3})(?=_|$)", operation)
     cluster = re.search(rf"_cgasize{_SHAPE}x", operation)

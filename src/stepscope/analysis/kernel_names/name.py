@@ -21,36 +21,36 @@ class KernelName:
 
     name: str
     function: str
-    """With its namespaces, without return type, template arguments and parameters."""
+    """The function with its namespaces, without return type, template arguments and parameters."""
     arguments: str = ""
     """The template arguments, as written."""
     operation: str = ""
     """What runs: the function without namespaces, or what a wrapper such as cutlass::Kernel2 is instantiated with."""
     library: Library | None = None
     architecture: str | None = None
-    """That the kernel was written for: sm80, gfx942."""
+    """The GPU architecture that the kernel was written for: sm80, gfx942."""
     input_dtype: Dtype | None = None
     """The type in which products are taken, or elements read: tf32 where fp32 operands are rounded to it."""
     accumulate_dtype: Dtype | None = None
     output_dtype: Dtype | None = None
     transposes: Literal["nn", "nt", "tn", "tt"] | None = None
-    """Of the column-major operands A and B, as BLAS means it."""
+    """Whether A and B are transposed (t) or not (n), as column-major operands, in the terms of BLAS."""
     tile: tuple[int, int, int | None] | None = None
-    """Of a product: M, N, K a thread block works on at a time. Of attention: queries, keys."""
+    """What a thread block works on at a time: M, N, K of a product; queries and keys of attention."""
     cluster: tuple[int, int] | None = None
     """Thread blocks that work together and share what they load, along M and N."""
     stages: int | None = None
     """Tiles of K held in shared memory at once: one in use, the others on their way."""
     split_k: bool = False
-    """The K of one tile is shared out to several thread blocks."""
+    """Whether the K of one tile is divided among several thread blocks."""
     second_pass: bool = False
-    """Adds up what a split product left; takes no products itself."""
+    """Whether the kernel only adds up the partial results of a split product."""
     sliced_k: int | None = None
     """Slices of K within one thread block."""
     unit: Unit | None = None
     schedule: tuple[str, ...] = ()
     head_dim: int | None = None
-    """The largest that the kernel takes; smaller ones are padded."""
+    """The largest head dimension that the kernel takes; smaller ones are padded."""
 
 
 _BRACKETS = re.compile(r"[<(){}\[\]]|(?<!-)>")  # an arrow closes nothing

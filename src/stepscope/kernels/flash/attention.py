@@ -66,7 +66,7 @@ def _dense_target(tensor: Tensor) -> Tensor:
 
 
 def _needed(window: int | None, q: Tensor, k: Tensor, causal: bool) -> int | None:
-    """None for a window that hides nothing; the kernels add others to positions, in 32 bits."""
+    """The window, or None if it hides no key: the kernels add it to positions in 32 bits, where it could overflow."""
     if window is None or window >= (q.shape[2] if causal else max(q.shape[2], k.shape[2])):
         return None
     return window
@@ -306,7 +306,7 @@ class FlashAttention(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any, **options: Any) -> Any:
-        """As of any Function."""
+        """Run forward and record backward, as `Function.apply` does; raises inside a transform of torch.func."""
         refuse_transforms("FlashAttention.apply", "flash_attention")
         return super().apply(*args, **options)
 
@@ -314,7 +314,7 @@ class FlashAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         q, k, v = as_autocast(q, k, v)  # autograd casts the gradients back
         q4, k4, v4 = _four_dimensional(q), _four_dimensional(k), _four_dimensional(v)
-        # In any other number of dimensions none of them is said to be the heads, of which keys may have fewer.
+        # Only with 4 dimensions is one known to be the heads, of which keys may have fewer than queries.
         if not q.dim() == k.dim() == v.dim() or (q.dim() != 4 and not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]):
             raise InputError(
                 "attention flash takes q, k and v (..., seq, head_dim) of the same leading dimensions, "

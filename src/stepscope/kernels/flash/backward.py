@@ -41,7 +41,7 @@ def row_statistics(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, EVEN_QUERIES: tl.constexpr,
     HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """Of one tile: the logsumexp in base 2 and delta, also written to STATISTICS (2, rows, padded) fp32.
+    """The logsumexp in base 2 and delta of one tile's rows; also writes both to STATISTICS (2, rows, padded) fp32.
 
     Rows that saw nothing, and rows between `queries` and `padded`, get the logsumexp +inf: their weights are then zero
     without a mask.
@@ -367,8 +367,8 @@ def flash_joint_gradients(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     EVEN_QUERIES2: tl.constexpr, EVEN_KEYS2: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Both of the above in one launch: programs of keys first. Q2 to GRADIENT2 are
-    descriptors of the second's tiles, STATISTICS2 a pointer."""
+    """The gradients of keys and values, and those of queries, in one launch: programs of keys first. Q2 to GRADIENT2
+    are descriptors of the tiles that programs of queries load, STATISTICS2 is a pointer."""
     key_programs = tl.cdiv(keys, BLOCK_N) * batches * kv_heads
     program = tl.program_id(0)
     if program < key_programs:

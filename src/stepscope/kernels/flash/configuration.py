@@ -102,12 +102,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """What a choice depends on: a class of calls."""
 
     capability: tuple[int, int]
-    """Of the device; (0, 0) in Triton's interpreter."""
+    """The device's compute capability, (major, minor); (0, 0) in Triton's interpreter."""
     head_dim: int
     bytes_per_element: int
     causal: bool
     log2_queries: int
-    """Rounded up."""
+    """The logarithm to base 2 of the number of queries, rounded up."""
     precision: Precision = "ieee"
     """How fp32 is multiplied; half precisions are always "ieee"."""
 
@@ -166,7 +166,8 @@ def _described(problem: Problem) -> bool:
 # there in bf16 at 1024 (head_dim 64), 2048 (128), 8192 and 16384 positions; in fp32 at 4096.
 
 _SHORT_LOG2 = 10
-"""Up to here a pass at head_dim 64 waits for its host, and pointers cost the host less than descriptors."""
+"""Logarithm to base 2 of the queries up to which a pass at head_dim 64 waits for its host; pointers cost the host less
+than descriptors."""
 _LONG_LOG2 = 13
 
 

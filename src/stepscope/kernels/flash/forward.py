@@ -139,7 +139,7 @@ def flash_forward(
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
     ROWS_FIRST: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of queries of one head, or, PERSISTENT, one program a multiprocessor and tile after tile.
+    """Forward: one program per tile of queries of a head or, if PERSISTENT, one per multiprocessor, tile after tile.
 
     LOGSUMEXP is (B, H, S) fp32, contiguous. Strides are in elements; the head dimension is dense. Where TMA is set, Q,
     K and V are tensor descriptors of (B, H, rows, D) with blocks (1, 1, BLOCK_M or BLOCK_N, BLOCK_D).

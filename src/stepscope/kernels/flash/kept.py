@@ -48,7 +48,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Choices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file."""
+    """The content of the file that keeps a device's choices."""
 
     device_name: str
     triton_version: str
@@ -56,7 +56,7 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def device_name(device: torch.device) -> str:
-    """As NVIDIA names it; "cpu" for Triton's interpreter."""
+    """The GPU's name as CUDA reports it; "cpu" for Triton's interpreter."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
@@ -69,7 +69,7 @@ def kept_path(name: str) -> Path | None:
 
 @functools.cache
 def kept_choices(name: str) -> dict[Problem, Choice]:
-    """By problem; read once. A file that cannot be read is one warning, and is as none."""
+    """The kept choices by problem, read once. A file that cannot be read gives one warning and no choices."""
     path = kept_path(name)
     if path is None:
         return {}

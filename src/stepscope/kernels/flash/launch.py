@@ -196,8 +196,9 @@ class Backward:
         *, causal: bool, scale: float, window: int | None, precision: Precision, tma: bool,
         parts: tuple[Tensor, ...] = (), sums: Tensor | None = None, launcher: Launcher = launch,
     ) -> None:  # fmt: skip
-        """Nothing is launched yet; to be filled are dq, dk, dv, the statistics (`statistics_for`), by `split` the parts
-        (`parts_for` q, k, v and the gradient, made here if absent), and by `hopper` the sums (`sums_for`)."""
+        """Hold the tensors; nothing is launched yet. The kernels fill dq, dk, dv and the statistics (`statistics_for`);
+        `split` fills the parts (`parts_for` q, k, v and the gradient, made here if absent), `hopper` the sums
+        (`sums_for`)."""
         self.gradient, self.q, self.k, self.v, self.out, self.logsumexp = gradient, q, k, v, out, logsumexp
         self.dq, self.dk, self.dv = dq, dk, dv
         self.sums = sums

@@ -1,9 +1,9 @@
 """Launching the FlashAttention kernels again as they were launched before, on other tensors.
 
-What a launch costs the host is mostly finding out again what it found out before: the grid, some forty arguments and
-how each of them specialises the kernel, which compiled kernel that is. A recording keeps all of it but the tensors'
-addresses. It holds as long as shapes, strides, dtypes, device and every option are the same, which its key says, and as
-long as every address is a multiple of 16 bytes, which is asked each time.
+Most of what a launch costs the host is computing again what the last launch computed: the grid, some forty arguments,
+how each of them specialises the kernel, and which compiled kernel that is. A recording keeps all of it except the
+tensors' addresses. It is valid while shapes, strides, dtypes, device and every option stay the same (its key holds
+them), and while every address is a multiple of 16 bytes, which each call checks.
 """
 
 from collections.abc import Callable, Hashable
@@ -21,11 +21,11 @@ _MOST = 512
 
 _Call = Callable[[tuple[Tensor, ...], Launcher], None]
 _Operand = tuple[int, int, tuple[type[Any], dict[str, Any]] | None]
-"""Where in the arguments, which tensor, and, of a descriptor, its class and what is the same each time."""
+"""Index of the argument, index of the tensor, and for a descriptor its class and the fields that never change."""
 
 
 def _is_descriptor(argument: Any) -> bool:
-    """Triton and Gluon have a class each."""
+    """Whether the argument is a tensor descriptor; Triton and Gluon each have their own class."""
     return hasattr(argument, "block_shape")
 
 
@@ -63,13 +63,13 @@ class Recording:
         return id(base) in self._place_of and hasattr(argument, "__dict__")
 
     def finish(self) -> bool:
-        """Let go of the tensors. Returns whether the call can be repeated: not what allocates between its launches."""
+        """Release the tensors; returns whether the call can be repeated: not if it allocates between its launches."""
         self.seen = ()
         self._place_of = {}
         return self._repeatable
 
     def repeat(self, tensors: tuple[Tensor, ...], addresses: list[int], stream: int | None) -> None:
-        """The same launches on other tensors, in the order of the first, on a stream that is looked up once."""
+        """Repeat the recorded launches on `tensors`, given in the order of `seen`, all on one stream."""
         for run, template, operands in self._steps:
             arguments = template.copy()
             for at, place, descriptor in operands:

@@ -98,7 +98,7 @@ class FlashAttentionTiled(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any, **options: Any) -> Any:
-        """As of any Function."""
+        """Run forward and record backward, as `Function.apply` does; raises inside a transform of torch.func."""
         refuse_transforms("attention flash-tiled", "attention flash, or reference")
         return super().apply(*args, **options)
 
@@ -145,7 +145,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> None:
 def flash_tiled(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
 ) -> Tensor:
-    """The same on (B, H, S, D), with keys and values of fewer heads too: each is repeated for the queries it serves."""
+    """FlashAttentionTiled on (B, H, S, D); keys and values of fewer heads are repeated for the queries they serve."""
     group = q.shape[1] // k.shape[1]
     if group != 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)

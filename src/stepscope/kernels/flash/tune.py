@@ -69,9 +69,9 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a candidate."""
 
     ms: float
-    """Median."""
+    """The candidate's median time in milliseconds."""
     of_allowed: float
-    """Its largest error as a share of what is allowed: above 1, or NaN, is wrong."""
+    """The candidate's largest error as a share of what is allowed; it is wrong above 1, or if NaN."""
 
 
 class Measure(Protocol):
@@ -130,7 +130,7 @@ _SHAPES_SPLIT: dict[str, dict[int, tuple[tuple[int, int, int, int, bool], ...]]]
         256: ((64, 32, 4, 2, True), (64, 16, 4, 2, True), (64, 32, 4, 2, False), (32, 32, 4, 1, False)),
     },
 }  # fmt: skip
-"""Of fp32 in "bf16x6": operands are three tiles of 16 bits, of which shared memory holds few."""
+"""Tile shapes for fp32 multiplied as "bf16x6": an operand is three 16-bit tiles, so shared memory holds few of them."""
 
 
 _HOPPER_FORWARDS = {
@@ -146,7 +146,7 @@ _HOPPER_FORWARDS = {
     ),
 }
 _HOPPER_BACKWARDS = {64: (HopperBackward(v_in_registers=True), HopperBackward()), 128: (HopperBackward(),)}
-"""Of the kernels in Gluon, by the head dimension."""
+"""Configurations of the kernels in Gluon to try, by head dimension."""
 
 
 def _listed(problem: Problem, kernel: str) -> list[tuple[Tiles, bool]]:

@@ -3,17 +3,17 @@
 import msgspec
 
 HOPPER_HEAD_DIMS = (64, 128)
-"""That the kernels take."""
+"""Head dimensions that the kernels take."""
 HOPPER_BLOCK_N = 128
-"""Keys of a tile of the backward kernel, to a multiple of which its row statistics and sums are padded: under a causal
-mask it visits the queries of the same positions, all of them."""
+"""Keys per tile of the backward kernel. Its row statistics and sums are padded to a multiple of this, since under a
+causal mask the kernel visits all queries at the positions of the tile's keys."""
 
 
 class HopperForward(msgspec.Struct, frozen=True, kw_only=True):
     """The forward kernel in Gluon: consumers of four warps, 64 queries each."""
 
     consumers: int = 2
-    """1 to 3."""
+    """Number of consumers, 1 to 3; each has 64 queries of the tile."""
     block_n: int = 128
     """Keys of a tile: a power of two from 16 to 256."""
     stages: int = 2
@@ -25,10 +25,10 @@ class HopperForward(msgspec.Struct, frozen=True, kw_only=True):
     rows_first: bool = True
     """Tiles of one head after another, so that its keys stay in L2; otherwise the heads take turns."""
     max_registers: int | None = None
-    """Of a thread at the start; less than fits lets more than one program on a multiprocessor."""
+    """Registers per thread at launch, None for no cap; a low cap lets several programs share a multiprocessor."""
 
     def __post_init__(self) -> None:
-        """What a file may say is checked here too."""
+        """Check the values, which may come from a file."""
         if not 1 <= self.consumers <= 3:
             raise ValueError(f"a tile of queries has 1 to 3 consumers, not {self.consumers}")
         if not 16 <= self.block_n <= 256 or self.block_n & (self.block_n - 1) or not 2 <= self.stages <= 8:

@@ -247,7 +247,7 @@ def hopper_forward(
     EVEN_KEYS: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr, ROWS_FIRST: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One program a tile of queries of one head, all of its consumers' rows together.
+    """Forward: one program per tile of queries of one head; its consumers share the rows of the tile.
 
     Q, K, V and OUT are tensor descriptors of (B, H, rows, D) with blocks (1, 1, rows of a consumer or BLOCK_N, D);
     LOGSUMEXP is (B, H, S) fp32, contiguous.

@@ -13,14 +13,15 @@ from stepscope.kernels.hopper.forward import hopper_forward
 from stepscope.kernels.launching import LOG2E, SMALLEST_SCALE, Launcher, described_strides, tiles_of
 
 BLOCK_M = 64
-"""Queries of a tile of the backward kernel."""
+"""Queries per tile of the backward kernel."""
 BLOCK_N = HOPPER_BLOCK_N
-"""Keys of one, of two consumers."""
+"""Keys per tile of the backward kernel, which two consumers share."""
 _BACKWARD_REGISTERS = 168
-"""Of a thread at the start: 65536 over three warp groups. The consumers' take over most of the producer's."""
+"""Registers per thread at launch: 65536 over three warp groups. Consumers then take over most of the producer's."""
 _PRODUCER_REGISTERS = 24
 _WORKER_REGISTERS = {1: 240, 2: 240, 3: 160}
-"""Of a thread of a forward consumer beside the first, which gets what is left of 65536: 240, or 168 of three."""
+"""Registers per thread of each forward consumer but the first, by number of consumers. The first gets the rest of
+65536: 240, or 168 where there are three consumers."""
 
 
 def takes(*tensors: Tensor) -> bool:

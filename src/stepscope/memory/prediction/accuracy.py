@@ -19,7 +19,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     workload: Workload
     predicted: MemoryEstimate
     measured_peak: int | None
-    """None where the run ended before its peak."""
+    """Measured peak bytes; None where the run ended before its peak."""
     measured_reserved: int | None
     ran: bool
     foretold: bool | None
@@ -40,7 +40,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 
     comparisons: tuple[Comparison, ...]
     apart: tuple[Comparison, ...] = ()
-    """Runs by which the model on paper was corrected: shown, and never counted."""
+    """Runs that were used to correct the symbolic model: shown, and never counted."""
 
     @property
     def errors(self) -> list[float]:

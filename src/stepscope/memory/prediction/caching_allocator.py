@@ -1,4 +1,4 @@
-"""PyTorch's caching allocator on paper: which block a request gets, and what the cache holds of the device.
+"""A simulation of PyTorch's caching allocator: which block a request gets, and what the cache holds of the device.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings. A request is rounded to 512 bytes
 and takes the smallest cached block that is large enough. What is left of the block is split off, unless it is 1 MiB or

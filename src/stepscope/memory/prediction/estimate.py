@@ -1,8 +1,8 @@
 """What a step of a workload needs, predicted from the workload alone: without torch, without a GPU.
 
-The step is run on paper (`paper_model.py`: what every operation makes, and what autograd keeps of it), its requests are
-served by PyTorch's allocator on paper (`caching_allocator.py`), and the highest moment is the peak. No figure in it was
-fitted: the sizes follow from the model's code, the allocator's rules and the library's workspace from PyTorch's.
+The step runs symbolically (`symbolic_model.py`: what every operation makes, and what autograd keeps of it), a simulated
+allocator serves its requests (`caching_allocator.py`), and the highest moment is the peak. No figure in it was fitted:
+the sizes follow from the model's code; the allocator's rules and the library's workspace, from PyTorch's.
 """
 
 from typing import Literal
@@ -14,9 +14,17 @@ from stepscope.core.memory_notes import CATEGORIES, MemoryCategory
 from stepscope.core.units import MIB
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.caching_allocator import CachingAllocator, OutOfMemory
-from stepscope.memory.prediction.paper import Allocator, Ledger, Parameter, RoundingAllocator, Storage, Tape, Tensor
-from stepscope.memory.prediction.paper_compiled import CompiledPaperModel
-from stepscope.memory.prediction.paper_model import PaperModel
+from stepscope.memory.prediction.symbolic_compiled import CompiledSymbolicModel
+from stepscope.memory.prediction.symbolic_model import SymbolicModel
+from stepscope.memory.prediction.symbolic_tensors import (
+    Allocator,
+    Ledger,
+    Parameter,
+    RoundingAllocator,
+    Storage,
+    Tape,
+    Tensor,
+)
 
 WORKSPACE_BYTES = 32 * MIB
 """What cuBLAS is given for each thread that asks it for matrix products, on Hopper
@@ -26,20 +34,20 @@ DISTINCT_BATCHES = 4
 """Batches of tokens and targets that a step's data rotates through (models/training_step.py)."""
 
 STEPS = 3
-"""The first makes the optimizer's state, the second meets the cache that it left; the third is as those after it."""
+"""Steps that are simulated: the first makes the optimizer's state, the second finds its cache; the third is steady."""
 
 MANY_LAYERS = 256
-"""From here on, blocks that are alike stand in one piece, as in `estimate_quickly`."""
+"""With more layers, blocks that are alike are simulated as one piece, as in `estimate_quickly`."""
 
 MOST_LAYERS = 2**15
-"""Beyond it a prediction takes longer than anyone waits, and no such model is."""
+"""The most layers that a prediction accepts: it would take too long, and no such model exists."""
 
 MICRO_BATCHES = 4
-"""Of more, each after the first few meets what the one before it met: playing them too would change no peak."""
+"""The most micro-batches that are simulated: further ones find the memory as the one before did, and change no peak."""
 
 STEPS_TO_FAIL = 2
-"""For the verdict: the first step makes the optimizer's state, the second runs beside it. A third asks a little more
-of a cache that is fragmented on paper; on an H200 the runs with 1 % more than two steps need finished, and those with
+"""Steps simulated for the verdict: the first makes the optimizer's state, the second has it. A third asks a little more
+of a simulated cache that is fragmented; on an H200 the runs with 1 % more than two steps need finished, and those with
 1 % less did not (results/h200/memory-limits)."""
 
 DeviceType = Literal["cuda", "cpu"]
@@ -51,34 +59,34 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int
     peak_phase: str
     categories: dict[MemoryCategory, int]
-    """What is alive at the peak; sums to it exactly."""
+    """Bytes that are alive at the peak, by category; they add up to `peak_bytes` exactly."""
     by_phase: dict[str, dict[MemoryCategory, int]] = {}
-    """The same at the peak of each phase."""
+    """For each phase, the bytes that are alive at its peak, by category."""
     after_parameters: int
     forward_peak: int
     saved_for_backward: int | None = None
     backward_peak: int | None = None
     optimizer_peak: int | None = None
     reserved_peak: int | None = None
-    """What the caching allocator takes from the device for it, where it was played through."""
+    """Bytes that the caching allocator takes from the device; None where it was not simulated."""
 
 
 def estimate(workload: Workload, device_type: DeviceType = "cuda") -> MemoryEstimate:
     """Peaks of a steady step, every block as large as PyTorch's caching allocator makes it."""
     allocator: Allocator = CachingAllocator() if device_type == "cuda" else RoundingAllocator(64)
-    return PaperStep(workload, device_type, allocator).run(STEPS)
+    return SymbolicStep(workload, device_type, allocator).run(STEPS)
 
 
 def estimate_quickly(workload: Workload) -> MemoryEstimate:
-    """The same without the cache's remainders, and blocks that are alike in one piece: for comparing choices."""
-    step = PaperStep(workload, "cuda", RoundingAllocator())
+    """Peaks of a steady step without the cache's remainders and with alike blocks as one piece: to compare choices."""
+    step = SymbolicStep(workload, "cuda", RoundingAllocator())
     step.abridge()
     return step.run(1)
 
 
 def runs_within(workload: Workload, limit_bytes: int) -> str | None:
     """None if the step runs while the allocator may take no more than this; else the phase in which it fails."""
-    step = PaperStep(workload, "cuda", CachingAllocator(limit_bytes))
+    step = SymbolicStep(workload, "cuda", CachingAllocator(limit_bytes))
     try:
         step.run(STEPS_TO_FAIL)
     except OutOfMemory:
@@ -86,32 +94,32 @@ def runs_within(workload: Workload, limit_bytes: int) -> str | None:
     return None
 
 
-def paper_model(workload: Workload, device_type: DeviceType) -> PaperModel:
-    """The model on paper as the workload runs it: op by op, or compiled. Raises InputError for what would not run."""
+def symbolic_model(workload: Workload, device_type: DeviceType) -> SymbolicModel:
+    """The symbolic model as the workload runs it: op by op, or compiled. Raises InputError for what would not run."""
     config = workload.model
     if config.layers > MOST_LAYERS:
         raise InputError(f"layers is {config.layers}: memory is predicted for at most {MOST_LAYERS}")
-    return (PaperModel if workload.compile == "eager" else CompiledPaperModel)(workload, device_type)
+    return (SymbolicModel if workload.compile == "eager" else CompiledSymbolicModel)(workload, device_type)
 
 
-class PaperStep:
-    """Parameters, data and optimizer of a workload on paper, and the phases of its step."""
+class SymbolicStep:
+    """A workload's step without values: symbolic parameters, data and optimizer, and the phases that use them."""
 
     phase = "build"
-    """Where the step stands."""
+    """The phase that the step is in."""
 
     def __init__(self, workload: Workload, device_type: DeviceType, allocator: Allocator) -> None:
         self._workload, self._allocator = workload, allocator
         self._on_gpu = device_type == "cuda"
         self._ledger = Ledger(allocator)
-        self._model = paper_model(workload, device_type)
+        self._model = symbolic_model(workload, device_type)
         if workload.model.layers > MANY_LAYERS:
             self.abridge()
         self._resident: list[Storage] = []
         self._peaks: dict[str, tuple[int, list[int]]] = {}
         self._saved = 0
         self._loss: Tensor | None = None
-        """Of the last forward: the step keeps it until the next one's is there."""
+        """The last forward's loss, which the step keeps until the next forward has made its own."""
 
     def run(self, steps: int) -> MemoryEstimate:
         """Build, and predict from the last of so many steps. Raises OutOfMemory where the allocator has a limit."""

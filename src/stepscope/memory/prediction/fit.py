@@ -21,14 +21,15 @@ OUTSIDE_BYTES = 768 * MIB
 on an H200 under CUDA 13 (the out-of-memory messages in results/h200/limit-80GiB)."""
 
 SAFETY = 0.01
-"""Of the memory, left free: an allocator whose cache is fragmented otherwise than predicted needs a little more."""
+"""Share of the memory that is left free: a cache that is fragmented otherwise than predicted needs a little more."""
 
 QUICK_SAFETY = 0.04
-"""The same for plans, whose peaks are predicted without the cache's remainders."""
+"""Share of the memory that a plan leaves free; larger, as its peak is predicted without the cache's remainders."""
 
 AMPLE, AMPLE_BYTES = 0.4, 256 * MIB
-"""Room beyond a plan's peak, as a share and in all, with which a training step fits however the cache is cut up: of
-2524 at random none needed as much, 36 more than 0.3. Inference of long sequences may need more than 0.75."""
+"""Room beyond a plan's peak, as a share of it and in bytes, with which a training step fits however the cache is
+fragmented: of 2524 random steps none needed as much, and 36 needed more than 0.3. Inference of long sequences may need
+more than 0.75."""
 
 MOST_PLANS = 6
 MOST_GPUS = 1024
@@ -41,7 +42,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     usable_bytes: int
     """What PyTorch's allocator may take of it."""
     said: str
-    """In words: where the figure comes from."""
+    """Where the figure comes from, in words."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,19 +7,19 @@ from stepscope.core.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class ItemSizes:
-    """Bytes of an element, by what it belongs to."""
+    """Bytes per element, by the kind of tensor."""
 
     parameters: int
     residual: int
-    """Of the residual stream."""
+    """Bytes per element of the residual stream."""
     products: int
-    """Of what goes into matrix products, and comes out."""
+    """Bytes per element of the inputs and outputs of matrix products."""
     exponentials: int
-    """Of softmax written out."""
+    """Bytes per element of the exponentials where softmax is written out."""
 
 
 def item_sizes(workload: Workload, device_type: str) -> ItemSizes:
-    """Autocast leaves parameters and the residual stream in fp32; on a GPU it takes exponentials up to fp32 too."""
+    """Sizes for a workload: autocast leaves parameters and residual stream in fp32, and on a GPU exponentials too."""
     if workload.dtype in ("bf16", "fp16"):
         exponentials = 4 if device_type == "cuda" else 2
         return ItemSizes(parameters=4, residual=4, products=2, exponentials=exponentials)

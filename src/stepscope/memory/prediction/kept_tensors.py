@@ -7,8 +7,8 @@ import msgspec
 
 from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.workload import Workload
-from stepscope.memory.prediction.estimate import paper_model
-from stepscope.memory.prediction.paper import Ledger, Node, Parameter, Storage, Tape
+from stepscope.memory.prediction.estimate import symbolic_model
+from stepscope.memory.prediction.symbolic_tensors import Ledger, Node, Parameter, Storage, Tape
 
 _CAST = CATEGORIES.index("cast copies")
 
@@ -17,7 +17,7 @@ class KeptTensor(msgspec.Struct, frozen=True, kw_only=True):
     """Tensors of one size that the same operators of a block keep."""
 
     operators: tuple[str, ...]
-    """That keep it for their backward, as autograd names them."""
+    """The operators that keep it for their backward, as autograd names them."""
     dimensions: tuple[str, ...]
     """`batch_size`, `seq_len`, `d_model`...: their product is the number of elements."""
     sizes: tuple[int, ...]
@@ -40,7 +40,7 @@ def kept_by_block(workload: Workload) -> tuple[KeptTensor, ...]:
 
     For a workload that checkpoints, this is what a block keeps while backward runs it again.
     """
-    model = paper_model(workload, "cuda")
+    model = symbolic_model(workload, "cuda")
     tape = Tape(Ledger(), recording=True)
     x = model.embedding(tape)
     out = model.block(tape, x, model.blocks[0])

@@ -24,15 +24,15 @@ _HEAD_DIMS = (16, 24, 40, 64, 80, 128, 256)
 OFFSETS = (100.0, 300.0)
 """How far from zero the scores of a query lie, above or below."""
 SLOPE = 0.5
-"""From one key to the next."""
+"""How much rising or falling scores change from one key to the next."""
 _STEEPNESS = 16.0
 """Rising scores are the product of a number of the query, this one over the scale, and of one of the key: small enough
 that in 16 bits it is no coarser than the slope."""
 _MARGIN = 1024
-"""Numbers before and after a tensor that are none. A multiple of what any kernel wants its tensors aligned to."""
+"""NaNs before and after a tensor, as a count of elements. A multiple of the alignment that any kernel wants."""
 
 LONG = 1024
-"""Beyond so many queries kernels may be others (`kernels/flash/configuration.py`)."""
+"""With more queries, implementations may switch kernels (`kernels/flash/configuration.py`)."""
 
 _PROBES = (
     # One position after a multiple of every tile; the weight is at the diagonal, where a maximum of earlier tiles is

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from stepscope.kernels.autocast_inputs import as_autocast
 from stepscope.models.attention.compiled import compile_for_each_shape
-from stepscope.models.attention.masks import blind_queries, with_zeros
+from stepscope.models.attention.masks import fully_masked_queries, with_zeros
 
 
 def flex(
@@ -21,9 +21,9 @@ def flex(
     The block mask, which says what tiles have anything to compute, is made once for each pair of lengths.
     """
     q, k, v = as_autocast(q, k, v)
-    blind = blind_queries(q, k, window)
-    if blind:
-        return with_zeros(flex, blind, q, k, v, causal=causal, scale=scale, window=window)
+    masked = fully_masked_queries(q, k, window)
+    if masked:
+        return with_zeros(flex, masked, q, k, v, causal=causal, scale=scale, window=window)
     # Its kernels mean to read any strides, and some read rows of D numbers side by side all the same: on an H200
     # PyTorch 2.11 made other numbers of every second one of a row (head_dim 256, 63 queries, 16 bits).
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))

@@ -1,4 +1,4 @@
-"""The gate: what calls itself attention must be attention before any time of it is shown.
+"""The gate: an implementation of attention must be proved correct before any of its times is shown.
 
 The output and the three gradients of an implementation are set beside attention in float64 (`reference`, on the same
 numbers). Its error may be twice what PyTorch's scaled_dot_product_attention makes of the same call in the same dtype:
@@ -58,7 +58,7 @@ NOTHING = 1e-6
 """A gradient this small beside the terms that it is the sum of is their cancellation, and is zero: dq and dk of a query
 that sees one key. Its error is measured against those terms, of which it may be ROW_UNITS unit roundoffs."""
 _MOST_SCORES = 1 << 26
-"""Beyond, float64 attention is made in chunks: half a GiB for each S x T that autograd keeps."""
+"""With more scores, float64 attention is made in chunks: each S x T that autograd keeps would take over half a GiB."""
 
 _Result = Literal["out", "dq", "dk", "dv"]
 _RESULTS: tuple[_Result, ...] = ("out", "dq", "dk", "dv")
@@ -85,7 +85,7 @@ def check_attention_implementation(
     repeat: bool = False,
     function: AttentionFunction | None = None,
 ) -> GateReport:
-    """The gate on every shape in every dtype. function: to be checked in place of the one of this name."""
+    """Run the gate on every shape in every dtype. function: checked in place of the implementation of this name."""
     functions: dict[Attention, AttentionFunction] = {} if function is None else {name: function}
     return check_attention_matrix(
         (name,), device=device, dtypes=dtypes, shapes=shapes, seed=seed, repeat=repeat, functions=functions
@@ -102,9 +102,10 @@ def check_attention_matrix(
     repeat: bool = False,
     functions: dict[Attention, AttentionFunction] | None = None,
 ) -> tuple[GateReport, ...]:
-    """The same of several, on the same numbers. repeat: run each twice, and say whether the bits are the same.
+    """Run the gate on several implementations with the same numbers; one report each, in the order of `names`.
 
-    Memory that the device lacks is nobody's mistake: torch.OutOfMemoryError is raised as it comes.
+    repeat: run each call twice, and report whether the bits are equal. torch.OutOfMemoryError is not caught: a device
+    that is too small is no fault of an implementation.
     """
     if "fp64" in dtypes:
         raise InputError("the gate judges by float64, and cannot judge fp64: choose among fp32, bf16, fp16")
@@ -122,20 +123,20 @@ def check_attention_matrix(
 
 @dataclass(frozen=True, kw_only=True)
 class _Case:
-    """One call: its numbers, what is exact, and how far off sdpa is."""
+    """One call: its input tensors, its exact results in float64, and sdpa's errors."""
 
     shape: AttentionShape
     dtype: TensorDtype
     given: tuple[GivenTensor, GivenTensor, GivenTensor, GivenTensor]
     """Queries, keys, values and the output's gradient."""
     largest_score: float | None
-    """Without its sign; None where there are too many."""
+    """The largest absolute score; None where there are too many scores to compute."""
     exact: dict[_Result, Tensor]
     """The output and the gradients that are asked for, in float64."""
     terms: dict[_Result, float]
-    """How large the terms are that each of them is a sum of, as a norm of the whole."""
+    """For each result, the norm that it would have if its terms did not cancel (`_terms`)."""
     sdpa: dict[_Result, tuple[float, float]]
-    """Of each, the error and the worst row's."""
+    """For each result, sdpa's error of the whole tensor and of its worst row, relative to the exact one."""
 
     @classmethod
     def make(cls, shape: AttentionShape, dtype: TensorDtype, device: torch.device, seed: int) -> "_Case":
@@ -168,7 +169,7 @@ class _Case:
         )
 
     def judge(self, name: Attention, function: AttentionFunction | None, *, repeat: bool) -> AttentionVerdict:
-        """function: to be judged in place of the one of this name, wherever that one runs."""
+        """The verdict on this call. function: judged in place of the implementation of this name, where that runs."""
         verdict = partial(
             AttentionVerdict, dtype=self.dtype, shape=self.shape, allowance=self._allowance(name),
             yardsticks=self._yardsticks(),
@@ -245,7 +246,7 @@ class _Case:
         return ATTENTIONS[name].rounds_scores and self.dtype != "fp32"
 
     def _overwritten(self) -> str:
-        """Which of its tensors the call has written to. They are made good: others are judged on them."""
+        """A sentence on inputs that the call has written to, or "". They are restored, as others are judged on them."""
         names = ("q", "k", "v", "the output's gradient")
         changed = [what for what, each in zip(names, self.given, strict=True) if each.mend()]
         return f"it writes to {', '.join(changed)}, which are the caller's" if changed else ""
@@ -321,7 +322,7 @@ def _sdpa_of_repeated(
 
 
 def _is_grouped(shape: AttentionShape, dtype: TensorDtype) -> bool:
-    """Whether PyTorch has no fused attention of such a call."""
+    """Whether the call is in fp32 with fewer heads of keys than of queries: PyTorch has no fused attention for it."""
     return dtype == "fp32" and shape.heads != shape.key_heads
 
 
@@ -331,7 +332,7 @@ def _largest_score(shape: AttentionShape, q: Tensor, k: Tensor) -> float:
 
 
 def _errors(found: Tensor, exact: Tensor, terms: float) -> tuple[float, float]:
-    """Of the whole, and of the worst row; not finite where something is not."""
+    """Relative errors of the whole tensor and of its worst row; not finite if any number is not finite."""
     size = terms if _is_nothing(exact, terms) else float(exact.norm())
     off = (found.double() - exact).norm(dim=-1)
     rows = math.sqrt(off.numel())

@@ -63,7 +63,7 @@ def attention_call(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None
 
 
 def _check_shapes(name: Attention, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """That they are one call's: whatever the implementation."""
+    """Raise InputError unless the shapes of q, k and v make up a call, for whatever implementation."""
     shapes = f"q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
     for tensor in (q, k, v):
         if tensor.ndim != 4:

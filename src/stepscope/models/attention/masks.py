@@ -1,4 +1,4 @@
-"""What the attentions share: which keys a query sees, and keys and values for each head."""
+"""What the attentions share: which keys a query sees, and keys and values repeated for each head of queries."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,7 +7,7 @@ from stepscope.models.attention import AttentionFunction
 
 
 def hidden_keys(query_S1: Tensor, key_1T: Tensor, causal: bool, window: int | None) -> Tensor:
-    """(S, T): whether the query does not see the key."""
+    """A mask (S, T), bool: True where the query does not see the key."""
     if window is None:
         return key_1T > query_S1
     outside = query_S1 - key_1T >= window
@@ -15,22 +15,22 @@ def hidden_keys(query_S1: Tensor, key_1T: Tensor, causal: bool, window: int | No
 
 
 def for_all_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values once for each query head."""
+    """Keys and values (B, H, T, D), repeated so that each head of queries has its own."""
     group = q.shape[1] // k.shape[1]
     if group == 1:
         return k, v
     return k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
 
-def blind_queries(q: Tensor, k: Tensor, window: int | None) -> int:
-    """How many queries, the last ones, see no key: those from T + w - 1 on, causal or not."""
+def fully_masked_queries(q: Tensor, k: Tensor, window: int | None) -> int:
+    """How many queries see no key: the last ones, from position T + window - 1 on, causal or not."""
     return 0 if window is None else max(0, q.shape[-2] - (k.shape[-2] + window - 1))
 
 
 def with_zeros(
-    function: AttentionFunction, blind: int, q: Tensor, k: Tensor, v: Tensor,
+    function: AttentionFunction, masked: int, q: Tensor, k: Tensor, v: Tensor,
     *, causal: bool, scale: float | None, window: int | None,
 ) -> Tensor:  # fmt: skip
-    """Attention of all queries but the last `blind`, and zeros for these."""
-    out = function(q[:, :, :-blind], k, v, causal=causal, scale=scale, window=window)
-    return F.pad(out, (0, 0, 0, blind))
+    """Attention of all queries but the last `masked`; those see no key and get zeros."""
+    out = function(q[:, :, :-masked], k, v, causal=causal, scale=scale, window=window)
+    return F.pad(out, (0, 0, 0, masked))

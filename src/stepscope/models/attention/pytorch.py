@@ -6,16 +6,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stepscope.models.attention import AttentionFunction
-from stepscope.models.attention.masks import blind_queries, for_all_heads, hidden_keys, with_zeros
+from stepscope.models.attention.masks import for_all_heads, fully_masked_queries, hidden_keys, with_zeros
 
 
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
 ) -> Tensor:
     """PyTorch's scaled_dot_product_attention; PyTorch chooses the backend. A sliding window becomes a mask (S, T)."""
-    blind = blind_queries(q, k, window)
-    if blind:
-        return with_zeros(sdpa, blind, q, k, v, causal=causal, scale=scale, window=window)
+    masked = fully_masked_queries(q, k, window)
+    if masked:
+        return with_zeros(sdpa, masked, q, k, v, causal=causal, scale=scale, window=window)
     # The fused backends read rows of D numbers that lie side by side.
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
     if scale is not None and scale <= 0:
@@ -46,7 +46,7 @@ sdpa_math, sdpa_cudnn = _by(SDPBackend.MATH), _by(SDPBackend.CUDNN_ATTENTION)
 def sdpa_efficient(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
 ) -> Tensor:
-    """Not every release's kernel has grouped heads: keys and values are repeated for it."""
+    """PyTorch's memory-efficient backend. Some releases lack grouped heads there, so keys and values are repeated."""
     k, v = for_all_heads(q, k, v)
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         return sdpa(q, k, v, causal=causal, scale=scale, window=window)

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from stepscope.measure.ranges import detail_range
-from stepscope.models.attention.masks import blind_queries, for_all_heads, hidden_keys, with_zeros
+from stepscope.models.attention.masks import for_all_heads, fully_masked_queries, hidden_keys, with_zeros
 
 CHUNK = 256
-"""Queries of a chunk."""
+"""Queries per chunk."""
 
 
 def reference(
@@ -20,10 +20,10 @@ def reference(
     subtract_maximum: bool = True,
 ) -> Tensor:  # fmt: skip
     """Attention written out: scores, mask, softmax with the maximum subtracted, weighted sum."""
-    blind = blind_queries(q, k, window)
-    if blind:
+    masked = fully_masked_queries(q, k, window)
+    if masked:
         function = partial(reference, subtract_maximum=subtract_maximum)
-        return with_zeros(function, blind, q, k, v, causal=causal, scale=scale, window=window)
+        return with_zeros(function, masked, q, k, v, causal=causal, scale=scale, window=window)
     k, v = for_all_heads(q, k, v)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     with detail_range("attention scores"):
@@ -49,8 +49,8 @@ def reference(
 def unsafe(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
 ) -> Tensor:
-    """The same with exp of the scores as they are: in fp16 a score above 11.09 makes infinity, in fp32 one above 88.7;
-    and where all of a row lie far below zero, 0 / 0.
+    """Attention written out without subtracting the row's maximum: exp overflows to infinity for a score above 11.09 in
+    fp16, 88.7 in fp32; a row whose scores all lie far below zero gives 0 / 0.
     """
     return reference(q, k, v, causal=causal, scale=scale, window=window, subtract_maximum=False)
 
@@ -58,15 +58,15 @@ def unsafe(
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
 ) -> Tensor:
-    """Written out for CHUNK queries at a time, over the keys that any of them sees (Rabe & Staats 2021,
+    """Attention written out for CHUNK queries at a time, over the keys that any of them sees (Rabe & Staats 2021,
     arXiv:2112.05682, without their chunks of keys).
 
     At most CHUNK x T scores are alive. Backward computes each chunk's scores once more (`torch.utils.checkpoint`), and
     keeps queries, keys and values alone: kept by autograd, the chunks would make up the whole S x T again.
     """
-    blind = blind_queries(q, k, window)
-    if blind:
-        return with_zeros(chunked, blind, q, k, v, causal=causal, scale=scale, window=window)
+    masked = fully_masked_queries(q, k, window)
+    if masked:
+        return with_zeros(chunked, masked, q, k, v, causal=causal, scale=scale, window=window)
     queries, keys = q.shape[-2], k.shape[-2]
     recomputes = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
     outs: list[Tensor] = []

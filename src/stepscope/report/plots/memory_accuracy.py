@@ -27,18 +27,18 @@ class AccuracyPoint:
     """A cell whose peak was both predicted and measured."""
 
     model: str
-    """Named by colour."""
+    """The model, shown by the point's colour."""
     label: str
-    """What was run, in a few words of which a plot has a handful: a phase, an implementation. Named by shape."""
+    """What was run, such as a phase or an implementation, shown by the point's shape; a plot has a handful of them."""
     predicted_bytes: int
     measured_bytes: int
     group: Group = "judged"
     cell: str = ""
-    """The whole name, for whoever points at it."""
+    """The cell's whole name, shown where the pointer is."""
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of the measured peak."""
+        """The prediction's error as a share of the measured peak; above zero if too much was predicted."""
         return self.predicted_bytes / self.measured_bytes - 1
 
 

@@ -31,7 +31,7 @@ class _Scales:
     byte_size: int
     end_us: int
     top: float
-    """In the unit of bytes."""
+    """Upper end of the axis of bytes, in `byte_unit`."""
 
     @property
     def x(self) -> alt.X:
@@ -183,7 +183,7 @@ def _pointer(data: alt.InlineData, categories: list[str], scales: _Scales) -> al
 def _place_phases(phases: Sequence[PhaseSpan], end_us: int) -> list[_PhaseLabel]:
     """Each name over the middle of its phase, on the first line with room; names that find none are left out."""
     taken = [0.0, 0.0, 0.0]
-    """Of each line, the pixels that names have used from the left."""
+    """For each line of labels, the pixels from the left that are used."""
     placed = []
     for phase in sorted(phases, key=lambda phase: phase.start_us):
         text = printable(phase.name)

@@ -38,10 +38,10 @@ class SeriesPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class SeriesPanel:
-    """One quantity."""
+    """A panel that shows one quantity."""
 
     y_title: str
-    """With its unit."""
+    """Title of the y axis, with the unit."""
     points: tuple[SeriesPoint, ...]
 
 

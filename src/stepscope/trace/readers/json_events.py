@@ -82,12 +82,12 @@ class _Stream:
         if self.position > _SUSPICIOUS_BYTES and self.position > _SUSPICIOUS_RATIO * self._size:
             raise InputError(
                 f"{self.path}: {self._size} bytes that decompress to more than {self.position} are no trace: "
-                "refused as a decompression bomb (a trace that is one all the same is read unpacked)"
+                "refused as a decompression bomb; if it is a trace, unpack it first"
             )
         return text
 
     def read_as_much(self, text: bytes) -> bytes:
-        """As much again as this, at least a block: what must be scanned anew each time doubles each time."""
+        """Further text of at least the length of `text`: a buffer that must be scanned again doubles each time."""
         more = self.read()
         while not self.ended and len(more) < len(text):
             more += self.read()

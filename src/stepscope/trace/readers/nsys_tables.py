@@ -143,7 +143,7 @@ class ParquetTables:
 
 
 def _integers(name: str, dtype: pl.DataType) -> pl.Expr:
-    """As SQLite holds them: ids of threads fill all 64 bits there, and are signed."""
+    """The column as signed 64-bit integers, as SQLite holds them: ids of threads use all 64 bits."""
     return pl.col(name).reinterpret(signed=True) if dtype == pl.UInt64 else pl.col(name).cast(pl.Int64)
 
 
@@ -152,5 +152,5 @@ def _bytes(name: str, dtype: pl.DataType) -> pl.Expr:
 
 
 def utf8(value: bytes | str | None) -> str:
-    """Bytes as text; what is no UTF-8 gets replacement characters."""
+    """Bytes decoded as UTF-8; invalid bytes become replacement characters."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else (value or "")

@@ -1,8 +1,8 @@
-"""A model's step with each attention beside the same with another: groups, what moved, and what is told apart.
+"""A model's steps with different attentions, side by side: groups, what moved, and what can be told apart.
 
-Each step is measured in a process of its own, and two processes differ though they do the same. So what attention
-cannot have changed stands beside what it changed: the optimizer's phase, and the kernels of other modules. A difference
-that is no larger than there is not called a gain.
+Each step is measured in a process of its own, and two processes differ even if they do the same. So a change is set
+beside the changes of what attention cannot affect: the optimizer's phase, and the kernels of other modules. A
+difference that is no larger than those is not called a gain.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ from stepscope.analysis.metrics import median_s
 from stepscope.core.units import format_share
 
 LEAST = 0.005
-"""Of the step: what moved less is not named."""
+"""Share of the step: a change that is smaller is not named."""
 OUTSIDE_PHASE = "optimizer"
 """The phase that no attention runs in."""
 OUTSIDE_FAMILIES = ("optimizer", "normalisation", "embedding/gather", "random", "communication")
@@ -66,7 +66,7 @@ class StepCell(ComparedRun):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepPair(Pair[StepCell]):
-    """A step beside the same with another attention."""
+    """Two steps that differ in their attention alone."""
 
     @property
     def moves(self) -> list[tuple[str, float]]:
@@ -75,7 +75,8 @@ class StepPair(Pair[StepCell]):
 
     @property
     def moves_inside(self) -> list[tuple[str, float]]:
-        """The same of kernels that attention itself launched; empty unless both captures say which."""
+        """(family, seconds per step more than the base's) of the kernels that attention launched; empty unless both
+        captures say which those are."""
         return _changes(self.base.inside, self.other.inside)
 
 

@@ -134,7 +134,7 @@ def _saved(pair: StepPair) -> Iterator[Finding]:
 
 
 def _fastest(group: StepGroup) -> Iterator[Finding]:
-    """Of three or more, and which of the others it is not told apart from."""
+    """The shortest of three or more steps, and the steps that cannot be told apart from it."""
     if len(group.cells) < 3:
         return
     best = min(group.cells, key=lambda cell: cell.time_s)

@@ -1,4 +1,4 @@
-"""The same step eager and compiled: how much faster, when compiling has paid for itself, which kernels went.
+"""A step run eager and compiled: how much faster it gets, when compiling has paid for itself, which kernels are gone.
 
 A step's time is that of its kernels, by kind, and the time in which none runs. Kernels are those of a captured step, or
 of the profiled one where there is no capture: durations that a profiler leaves alone. What remains of the unprofiled
@@ -61,7 +61,7 @@ class Total:
 
 
 def kernels_of_capture(digest: "TraceDigest") -> dict[str, Total]:
-    """By kind; whatever ran in the optimizer's phase is the optimizer's."""
+    """Calls and time of a captured step's kernels by kind; all that ran in the optimizer's phase is of its kind."""
     return _totals(
         (OPTIMIZER if row.phase == "optimizer" else _KIND_OF.get(row.family, OTHER), row.calls, row.busy_ns * 1e-9)
         for row in digest.families
@@ -70,7 +70,7 @@ def kernels_of_capture(digest: "TraceDigest") -> dict[str, Total]:
 
 
 def kernels_of_profile(run: Run) -> dict[str, Total]:
-    """By kind, by the kernels' names alone; empty without a profiled step."""
+    """Calls and time of a profiled step's kernels by kind, told by their names alone; empty without such a step."""
     found = []
     for kernel in run.evidence.profile.kernels if run.evidence.profile else ():
         family = classify(kernel.name)
@@ -121,7 +121,7 @@ class CompileCell(ComparedRun):
 
     @property
     def errors(self) -> list[str]:
-        """Without its fault, of which the study says more."""
+        """Kinds of the run's errors, without `fault`, which the study explains in more detail."""
         return [kind for kind in super().errors if self.fault is None or kind != self.fault.kind]
 
     @property

@@ -1,4 +1,4 @@
-"""What follows from the same step eager and compiled: sentences made from its figures."""
+"""What follows from a step run eager and compiled: sentences made from its figures."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -28,11 +28,11 @@ from stepscope.core.finding import Finding, note, warning
 from stepscope.core.units import format_bytes, format_seconds, format_share
 
 _LAUNCH_BOUND = 0.2
-"""Share of a step without a kernel from which on the host sets its pace: as the finding `launch-bound` has it."""
+"""Share of a step in which no kernel runs; from this on the host sets the pace, as in the finding `launch-bound`."""
 _SAME = 0.05
 """Products whose time changes by less are the same products."""
 _MUCH = 0.1
-"""Of what compiling changes in a step: so much in a phase that is not compiled is said."""
+"""Share of the step's change: if the optimizer, which is not compiled, changes by as much, a finding says so."""
 
 
 def compile_findings(study: CompileStudy, unread: int) -> Iterator[Finding]:
@@ -110,7 +110,7 @@ def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
             f"{format_share(before / most.base.time_s)}.",
             {"share": share},
         )
-    yield from _not_compilings(study)
+    yield from _process_noise(study)
     for pair in study.pairs:
         if pair.slower and not _is_noise(pair):
             yield warning(
@@ -159,8 +159,8 @@ def _by_phase(pair: CompilePair) -> str:
     return f" ({said})"
 
 
-def _not_compilings(study: CompileStudy) -> Iterator[Finding]:
-    """Two processes differ though they do the same: what the optimizer, the same code in both, has of a change."""
+def _process_noise(study: CompileStudy) -> Iterator[Finding]:
+    """A warning where the optimizer, the same code in both runs, changed by a large share of what the step changed."""
     found: dict[str, tuple[float, float]] = {}
     for pair in study.pairs:
         optimizer_s, step_s = pair.won_s("optimizer"), pair.won_s("step")
@@ -169,9 +169,9 @@ def _not_compilings(study: CompileStudy) -> Iterator[Finding]:
     if found:
         label = max(found, key=lambda name: abs(found[name][0] / (found[name][1] or math.inf)))
         optimizer_s, step_s = found[label]
-        others = f" (and so in {len(found) - 1} more)" if len(found) > 1 else ""
+        others = f" (and in {len(found) - 1} more comparisons)" if len(found) > 1 else ""
         yield warning(
-            "not compiling's",
+            "process-noise",
             f"The optimizer is the same code in both, and yet takes {format_seconds(abs(optimizer_s))} "
             f"{'less' if optimizer_s >= 0 else 'more'} in {label}, where the step "
             f"{'wins' if step_s >= 0 else 'loses'} {format_seconds(abs(step_s))}: that much is noise between two "

@@ -1,4 +1,4 @@
-"""The same step in several dtypes: how much faster than in fp32, and which part of it made the gain.
+"""A step run in several dtypes: how much faster it is than in fp32, and which part of it made the gain.
 
 A step's forward and backward are three parts: kernels of matrix products, all other kernels, and the time in which no
 kernel runs. The first two are sums over the kernels of a captured step, whose durations a profiler leaves alone; the
@@ -44,7 +44,7 @@ class Parts:
 
     @property
     def product_share(self) -> float:
-        """Of the kernels' time."""
+        """Share of the kernels' time that lies in matrix products."""
         return self.products_s / self.kernels_s if self.kernels_s else 0.0
 
 
@@ -72,17 +72,17 @@ class Amdahl:
 
     @property
     def kernels(self) -> float | None:
-        """Of all kernels: the speed-up if they ran without a gap."""
+        """How many times as fast all kernels together are: the speed-up of the step if it had no gaps."""
         return _speed_up(self.base.kernels_s, self.other.kernels_s)
 
     @property
     def whole(self) -> float | None:
-        """S: of the three parts together. The measured speed-up, unless kernels took longer captured than timed."""
+        """S: the speed-up of the three parts together; it is the measured one, unless capturing slowed the kernels."""
         return _speed_up(self.base.total_s, self.other.total_s)
 
     @property
     def by_products_alone(self) -> float:
-        """What it would be if nothing but the products had changed: 1 / (p / s_p + 1 - p)."""
+        """What S would be if only the products had changed: 1 / (p / s_p + 1 - p)."""
         return self.base.total_s / (self.base.total_s - self.base.products_s + self.other.products_s)
 
     @property
@@ -135,7 +135,7 @@ class TimedCell(ComparedRun):
 
     @cached_property
     def parts(self) -> Parts | None:
-        """None without a capture that holds both phases."""
+        """The parts of forward and backward; None without a capture that holds both phases."""
         phases = [self.digest.phase(name) for name in PHASES] if self.digest else []
         found = [phase for phase in phases if phase is not None]
         both = self.samples(self.PART)
@@ -163,7 +163,7 @@ class SpeedPair(Pair[TimedCell]):
 
     @cached_property
     def amdahl(self) -> Amdahl | None:
-        """None unless both have a captured step."""
+        """Amdahl's law for the two steps; None unless both have a captured step."""
         if self.base.parts is None or self.other.parts is None:
             return None
         found = Amdahl(base=self.base.parts, other=self.other.parts)

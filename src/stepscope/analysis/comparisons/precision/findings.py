@@ -1,4 +1,4 @@
-"""What follows from the same step in several dtypes: sentences made from its figures, against folk wisdom or not."""
+"""What follows from a step run in several dtypes: sentences made from its figures."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ _FIGURES = (
     ("forward_peak", "forward-peak", "the peak of forward"),
     ("saved_for_backward", "saved", "what is kept for backward"),
 )
-"""Of PhaseMemory, the first that is known: field, kind of finding, name."""
+"""Memory figures in order of preference: field of PhaseMemory, kind of finding, name. The first known one is used."""
 _RISE = 0.001
 """A peak that is higher by less is the same peak: allocators round."""
 
@@ -81,7 +81,7 @@ def _slower(study: SpeedStudy) -> Iterator[Finding]:
 
 
 def _lost_where(pair: SpeedPair) -> str:
-    """From the captures, or from the profiled steps where there are none."""
+    """The end of a sentence: where the time was lost, by the captures, or by the profiled steps without captures."""
     law = pair.amdahl
     if law is None:
         idle, before = launch_bound_share(pair.other.run), launch_bound_share(pair.base.run)

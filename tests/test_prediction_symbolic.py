@@ -1,4 +1,4 @@
-"""Tensors on paper: what is alive adds up, dies in time, and comes to what the formulas say."""
+"""Symbolic tensors: what is alive adds up, dies in time, and comes to what the formulas say."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from stepscope.core.model_config import configure
 from stepscope.core.units import MIB
 from stepscope.core.workload import Workload
-from stepscope.memory.prediction.estimate import estimate, estimate_quickly, paper_model
-from stepscope.memory.prediction.paper import (
+from stepscope.memory.prediction.estimate import estimate, estimate_quickly, symbolic_model
+from stepscope.memory.prediction.symbolic_tensors import (
     CATEGORIES,
     Ledger,
     Parameter,
@@ -132,7 +132,7 @@ def test_without_recording_nothing_is_kept():
 
 
 def forward(workload: Workload, ledger: Ledger, *, abridged: bool = False) -> tuple[Any, Tape, Tensor]:
-    model = paper_model(workload, "cuda")
+    model = symbolic_model(workload, "cuda")
     model.abridged = abridged
     tape = Tape(ledger, recording=True)
     tape.after_rerun = model.end_autocast
@@ -321,7 +321,7 @@ def test_the_quick_prediction_lacks_the_remainders_of_the_cache_alone():
 
 
 @pytest.mark.parametrize("capability", [(0, 0), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_flash_holds_in_backward_what_is_on_paper(capability: tuple[int, int]):
+def test_flash_holds_in_backward_what_the_symbolic_model_says(capability: tuple[int, int]):
     """By every default of the kernels in Triton: two numbers for each row, and no sum of dQ beside dQ."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
@@ -337,10 +337,10 @@ def test_flash_holds_in_backward_what_is_on_paper(capability: tuple[int, int]):
             log2_queries=(length - 1).bit_length(),
         )  # fmt: skip
         configuration = default_backward(problem)
-        assert configuration.way != "fused", f"{problem} sums dQ up in memory, which is not on paper"
+        assert configuration.way != "fused", f"{problem} sums dQ up in memory, which the symbolic model leaves out"
         q = torch.empty(batch, heads, length, head_dim, device="meta")
-        held, on_paper = statistics_for(q, configuration).nbytes, batch * heads * length * 2 * 4
-        assert held == on_paper if length % 128 == 0 else on_paper < held < on_paper + batch * heads * 128 * 2 * 4
+        held, predicted = statistics_for(q, configuration).nbytes, batch * heads * length * 2 * 4
+        assert held == predicted if length % 128 == 0 else predicted < held < predicted + batch * heads * 128 * 2 * 4
 
 
 class Counting(RoundingAllocator):

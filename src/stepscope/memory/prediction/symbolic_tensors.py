@@ -1,8 +1,8 @@
-"""Tensors on paper: sizes without values, freed when the last reference goes, as PyTorch's are.
+"""Symbolic tensors: sizes without values, freed when the last reference goes, as PyTorch's tensors are.
 
-A step written down with these tensors (`paper_model.py`) allocates, saves for backward and frees in the order in which
-PyTorch does, so that its peaks can be counted where no GPU is. Python's own reference counts decide when a tensor
-dies: a local variable of a function lives as long here as it does in the model.
+A step written in these tensors (`symbolic_model.py`) allocates, saves for backward and frees in the order in which
+PyTorch does, so that its peaks can be counted on a machine without a GPU. Python's own reference counts decide when a
+tensor dies: a local variable of a function lives as long here as it does in the model.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ KEPT_OPERATORS = PRODUCTS | {"Attention"}
 
 
 class Allocator(Protocol):
-    """Where storages come from."""
+    """What storages get their blocks from."""
 
     def allocate(self, size: int) -> tuple[int, int]:
-        """A block for so many bytes: what names it, and how many bytes it really is."""
+        """Allocate a block for `size` bytes; returns the block's number, and how many bytes it really has."""
         ...
 
     def free(self, block: int) -> None: ...
@@ -100,7 +100,7 @@ class Ledger:
 
 
 class Storage:
-    """Memory of one tensor. It is given back when nothing refers to it any more."""
+    """Memory of one tensor, in bytes. It is freed when nothing refers to it any more."""
 
     __slots__ = ("_block", "_block_bytes", "_ledger", "_saves", "bytes", "category")
 
@@ -118,7 +118,7 @@ class Storage:
         self.category = category
 
     def save(self) -> None:
-        """Autograd keeps this for backward: what was a temporary is no longer one."""
+        """Note that autograd keeps this for backward: a temporary becomes `saved for backward`."""
         self._saves += 1
         if self.category == _TEMPORARY:
             self.become(_SAVED)
@@ -130,14 +130,14 @@ class Storage:
 
 
 class Parameter:
-    """A leaf: its gradient is kept where backward leaves it."""
+    """A leaf of the graph, which keeps its gradient."""
 
     __slots__ = ("_first_is_view", "_waiting", "elements", "gradient", "itemsize", "name", "uses")
 
     def __init__(self, name: str, elements: int, itemsize: int) -> None:
         self.name, self.elements, self.itemsize = name, elements, itemsize
         self.uses = 1
-        """Operations that it goes into, each with a gradient of its own."""
+        """How many operations use the parameter; each gives it a gradient."""
         self.gradient: Storage | None = None
         self._waiting: list[Storage] = []
         self._first_is_view = False
@@ -147,7 +147,7 @@ class Parameter:
         return self.elements * self.itemsize
 
     def accumulate(self, tape: "Tape", gradient: Storage, is_view: bool) -> None:
-        """Autograd waits until all uses have theirs, and adds each to the first: in place, unless that is a view."""
+        """Add a use's gradient. Autograd waits for those of all uses, and sums into the first unless that is a view."""
         self._waiting.append(gradient)
         self._first_is_view = is_view if len(self._waiting) == 1 else self._first_is_view
         if len(self._waiting) < self.uses:
@@ -160,7 +160,7 @@ class Parameter:
 
 
 Backward = Callable[["Tape", Storage], Sequence["Storage | None"]]
-"""Takes the gradient of an operation's output; gives that of each input, or None."""
+"""A function from the gradient of an operation's output to the gradient of each input, or None."""
 
 
 class Node:
@@ -175,7 +175,7 @@ class Node:
         self.number, self.operator, self.inputs, self.backward = number, operator, inputs, backward
         self.gives_views = False
         self.saving = False
-        """Whether it needs what the first run of a checkpoint did not keep."""
+        """Whether its backward needs tensors that the first run of a checkpoint did not keep."""
         self.saved: Sequence[Storage] = saved
         self.segment: Segment | None = None
         for storage in saved:
@@ -188,7 +188,7 @@ class Node:
 
 
 class Tensor:
-    """A storage and what made it."""
+    """A storage, its number and size of elements, and the node or parameter that made it."""
 
     __slots__ = ("elements", "itemsize", "node", "storage")
 
@@ -206,7 +206,7 @@ class Segment:
         self.run, self.input, self.keeps_products = run, x, keeps_products
         self.nodes: list[Node] = []
         self.saving = 0
-        """How many of the nodes would have saved something: backward's run ends with the last of them."""
+        """How many nodes save something: when backward runs the segment again, it stops at the last of them."""
         self.kept: deque[Storage] = deque()
         x.storage.save()
 
@@ -215,7 +215,7 @@ class Segment:
 
 
 class _AllIsSaved(Exception):
-    """What is run again has made the last tensor that backward needs."""
+    """Raised when a segment that is run again has made the last tensor that backward needs."""
 
 
 class Tape:
@@ -224,16 +224,16 @@ class Tape:
     def __init__(self, ledger: Ledger, recording: bool) -> None:
         self.ledger, self.recording = ledger, recording
         self.workspaces: list[Storage] = []
-        """What the library of matrix products holds, once for each thread: forward's, and backward's."""
+        """Workspaces of the library of matrix products: one for the thread of forward, one for that of backward."""
         self.workspace_bytes = 0
-        """Taken at the next matrix product, where not zero."""
+        """Bytes of the workspace that the next matrix product allocates; 0 if none is due."""
         self.after_rerun: Callable[[], None] = lambda: None
         self._number = 0
         self._segment: Segment | None = None
         self._rerun: Segment | None = None
         self._applying: Node | None = None
         self._views: set[Node] = set()
-        """The nodes of which the gradient so far is a view."""
+        """Nodes whose gradient so far is a view, which autograd does not add to in place."""
 
     def storage(self, size: int) -> Storage:
         return self.ledger.storage(size)
@@ -299,7 +299,7 @@ class Tape:
         return x if x.itemsize == itemsize else self.op("ToCopy", x.elements, itemsize, [x])
 
     def checkpoint(self, run: "Callable[[Tape, Tensor], Tensor]", x: Tensor, *, keeps_products: bool) -> Tensor:
-        """run(x), of which the input alone is kept for backward, and with `keeps_products` their outputs."""
+        """run(x), keeping only the input for backward, and with `keeps_products` the outputs of products."""
         self._segment = Segment(run, x, keeps_products=keeps_products)
         output = run(self, x)
         self._segment = None
@@ -316,7 +316,7 @@ class Tape:
             self._run(heapq.heappop(queue)[1], pending, queue)
 
     def take_workspace(self, operator: str) -> None:
-        """Said after each product's output is there: the library is asked once it has somewhere to write."""
+        """Allocate the library's workspace if one is due; called after the product's output has been allocated."""
         if self.workspace_bytes and operator in PRODUCTS:
             self.workspaces.append(self.ledger.storage(self.workspace_bytes, _INDEX["workspaces"]))
             self.workspace_bytes = 0
@@ -368,8 +368,8 @@ class Tape:
             # else: added in place to what is there
 
     def _apply(self, node: Node, pending: dict[Node, Storage]) -> "Sequence[Storage | None]":
-        """The gradients that a node gives. What it has saved goes after the gradient that it was given; but what it
-        takes out of a checkpoint, as variables of its own, before that.
+        """The gradients of a node's inputs. What the node saved is freed after the gradient that it received; but what
+        it takes out of a checkpoint, as variables of its own, is freed before that.
         """
         if not node.saving:
             gradients = node.backward(self, pending.pop(node))
@@ -381,13 +381,13 @@ class Tape:
         return gradients
 
     def end_formula(self) -> None:
-        """Said by a backward between its formula and the sums that autograd makes of what was broadcast."""
+        """Release what the node saved. A backward calls this between its formula and the sums over broadcast inputs."""
         if self._applying is not None:
             self._applying.release()
             self._applying = None
 
     def _run_again(self, segment: Segment) -> None:
-        """Forward once more, and this time its nodes save; what they saved goes to the nodes of the first run."""
+        """Run a segment's forward again with its nodes saving, and hand what they saved to the first run's nodes."""
         first, segment.nodes = segment.nodes, []
         again = Tape(self.ledger, recording=True)
         again._rerun = segment
@@ -425,4 +425,4 @@ def passes_twice(_tape: Tape, gradient: Storage) -> Sequence[Storage]:
 
 
 _LEAF = Parameter("input of a checkpoint", 0, 0)
-"""What the input of a segment leads to while it is run again: nothing, and yet its nodes are recorded."""
+"""Stands for the graph above a segment's input while the segment is run again, so that its nodes are recorded."""

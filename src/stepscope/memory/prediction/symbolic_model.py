@@ -1,4 +1,4 @@
-"""The transformer's step on paper, line by line beside `models/transformer.py` and `models/attention/`.
+"""The transformer's step in symbolic tensors; its methods follow `models/transformer.py` and `models/attention/`.
 
 Each operation says how many bytes it makes, what autograd keeps of it for backward, and what its backward makes; the
 peaks follow from that and from nothing else. What is kept of a block, in elements, with r = B S M, f = B S F and
@@ -25,21 +25,21 @@ from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.item_sizes import item_sizes
-from stepscope.memory.prediction.paper import Parameter, Storage, Tape, Tensor, passes, passes_twice
+from stepscope.memory.prediction.symbolic_tensors import Parameter, Storage, Tape, Tensor, passes, passes_twice
 from stepscope.work.transformer import Shapes, block_shapes, shapes_outside_blocks
 
 _CAST = CATEGORIES.index("cast copies")
 
 
 BlockParameters = dict[str, Parameter]
-"""By the name inside the block, without `.weight`."""
+"""A block's parameters by their name inside the block, without `.weight`."""
 
 
-class PaperModel:
-    """Parameters, and the operations of forward; each method is the forward of the module it is named for."""
+class SymbolicModel:
+    """Symbolic parameters, and the operations of forward; each method is the forward of the module it is named for."""
 
     abridged = False
-    """Whether blocks that are all alike stand in one piece: ten times sooner, without each one's ups and downs."""
+    """Whether blocks that are alike are one piece: ten times as fast, without the peaks inside each block."""
 
     def __init__(self, workload: Workload, device_type: str = "cuda") -> None:
         self.workload = workload
@@ -49,7 +49,7 @@ class PaperModel:
         self.d_model, self.d_ff = config.d_model, config.d_ff
         self.tokens = workload.micro_batch_size * workload.seq_len
         self.rows = self.tokens * config.heads
-        """Of attention: one for each query of each head."""
+        """Rows of attention's scores: one for each query of each head."""
         self.scores = self.rows * workload.seq_len
         self.queries_per_key = config.heads // config.key_heads
         self.sums_shared_keys = self.queries_per_key > 1 and device_type == "cuda"
@@ -63,7 +63,7 @@ class PaperModel:
             self.embedding_weight.uses = 2
         self.head_weight = self.embedding_weight if config.tied else self._parameter("head.weight", shapes)
         self._casts: dict[str, Tensor] = {}
-        """Autocast's copies of weights, kept until it ends."""
+        """Autocast's copies of weights by the weight's name, kept until autocast ends."""
         self._cast_alike: list[Storage] = []
 
     def _parameter(self, name: str, shapes: Shapes, prefix: str = "") -> Parameter:
@@ -123,10 +123,10 @@ class PaperModel:
         return tape.checkpoint(partial(self._run_group, blocks=group), x, keeps_products=keeps)
 
     def _stand_in(self, tape: Tape, x: Tensor, group: Sequence[BlockParameters], grown: Sequence[int]) -> Tensor:
-        """What a group leaves behind, in one piece: `grown` bytes by category, and later its gradients.
+        """A group of blocks as one piece: it leaves `grown` bytes by category, and later its gradients.
 
-        What is alive grows evenly from group to group, and each needs the same beside it; so the first two and the last
-        two tell the peaks of all.
+        Live memory grows evenly from group to group, and each group needs the same temporaries; so the first two and
+        the last two groups have the peaks of all.
         """
         left = [(i, tape.ledger.storage(size, i)) for i, size in enumerate(grown) if size > 0]
         self._cast_alike += [storage for i, storage in left if i == _CAST]
@@ -264,7 +264,7 @@ class PaperModel:
             out = self._sdpa_math(tape, q, k, v)
         else:
             out = self._fused(tape, q, k, v)
-        # Heads stand before positions where attention is made of products: to stand beside each other they are copied.
+        # Attention made of products has heads before positions in memory; the output projection needs a copy.
         together = out if self.fused or self.workload.model.heads == 1 else self._beside(tape, out)
         return self._linear(tape, together, block["attention.output"], self.d_model)
 
@@ -288,7 +288,7 @@ class PaperModel:
 
     @property
     def no_kernel_fits(self) -> bool:
-        """PyTorch's one fused kernel for fp32 on a GPU takes no shared keys: where PyTorch chooses, it takes none."""
+        """Whether PyTorch falls back to products: on a GPU its only fused kernel for fp32 takes no shared keys."""
         return self.attention.memory == "chosen" and self.sums_shared_keys and self.sizes.products == 4
 
     def _for_all_heads(self, tape: Tape, x: Tensor) -> Tensor:
@@ -338,18 +338,18 @@ class PaperModel:
         return tape.op("Bmm", elements, a.itemsize, [b, a], saves=[b, a])
 
     def _beside(self, tape: Tape, out: Tensor) -> Tensor:
-        """Heads beside each other: a copy, whose gradient the product copies back, unless it is of one sequence."""
+        """The output with heads side by side: a copy; its gradient is copied back unless the batch is one sequence."""
         backward = passes if self.workload.micro_batch_size == 1 else None
         return tape.op("Clone", out.elements, out.itemsize, [out], backward=backward)
 
     def _contiguous(self, tape: Tape, x: Tensor) -> Tensor:
-        """Batch and heads as one dimension: of one sequence, or of one head, that is a view."""
+        """x with batch and heads as one dimension: a copy, or a view if there is one sequence or one head."""
         if min(self.workload.micro_batch_size, self.workload.model.heads) == 1:
             return x
         return tape.op("Clone", x.elements, x.itemsize, [x], backward=passes)
 
     def _laid_out(self, tape: Tape, x: Tensor) -> Tensor:
-        """Keys or values for all heads in one dimension with the batch; repeated, they lie so already."""
+        """Keys or values with batch and heads as one dimension; repeated keys have that layout already."""
         return x if self.queries_per_key > 1 else self._contiguous(tape, x)
 
     def _sdpa_math(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -432,6 +432,6 @@ class PaperModel:
 
 
 _HOPPER_SHORT = 1024
-"""Queries up to which they are not taken for backward (kernels/flash/configuration.py)."""
+"""Queries up to which the kernels for Hopper are not used for backward (kernels/flash/configuration.py)."""
 _EMBEDDING_SORTS_FROM = 3072
 """Tokens beyond which the embedding's backward on a GPU sorts them (aten/src/ATen/native/cuda/Embedding.cu)."""

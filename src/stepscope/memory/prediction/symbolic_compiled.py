@@ -1,4 +1,4 @@
-"""The step as torch.compile runs it: elementwise work is fused, so that its in-betweens never reach memory.
+"""The step as torch.compile runs it: elementwise work is fused, so that its intermediate results never reach memory.
 
 What the compiled forward keeps is the choice of AOTAutograd's min-cut partitioner (torch/_functorch/partitioners.py):
 it keeps what matrix products need and what reductions made, and computes the elementwise rest again inside the fused
@@ -15,16 +15,16 @@ H200. In elements a block, with r = B S M, f = B S F and ss = B H S S:
 
 from collections.abc import Sequence
 
-from stepscope.memory.prediction.paper import Parameter, Storage, Tape, Tensor, passes_twice
-from stepscope.memory.prediction.paper_model import BlockParameters, PaperModel
+from stepscope.memory.prediction.symbolic_model import BlockParameters, SymbolicModel
+from stepscope.memory.prediction.symbolic_tensors import Parameter, Storage, Tape, Tensor, passes_twice
 
 
-class CompiledPaperModel(PaperModel):
-    """The same modules, fused."""
+class CompiledSymbolicModel(SymbolicModel):
+    """The symbolic model of a step under torch.compile, whose modules are fused."""
 
     _scores_buffer: Tensor | None = None
     _kept_buffers: Sequence[Storage] = ()
-    """Inference: of the sizes of queries, keys and values, kept from block to block to be written again."""
+    """In inference, three buffers the size of queries, keys and values, which every block writes again."""
 
     def _norm(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
         root = tape.storage(x.elements // self.d_model * 4)
@@ -54,7 +54,7 @@ class CompiledPaperModel(PaperModel):
         return self._product(tape, v.elements, weights, v)
 
     def _in_one_buffer(self, tape: Tape, v: Tensor) -> Tensor:
-        """Inference: softmax is written over the scores, and the buffer is kept for the next block's."""
+        """Attention in inference: softmax is written over the scores, and the next block reuses their buffer."""
         if self._scores_buffer is None:
             self._scores_buffer = self._product(tape, self.scores, v, v)
         return self._product(tape, v.elements, self._scores_buffer, v)
@@ -65,7 +65,7 @@ class CompiledPaperModel(PaperModel):
         return super()._feed_forward(tape, x, block)
 
     def head(self, tape: Tape, x: Tensor) -> Tensor:
-        """After the last block the buffers are free, and x is as soon as it is normalised."""
+        """The logits. After the last block the buffers are freed, and x is freed once it is normalised."""
         if tape.recording:
             return super().head(tape, x)
         self._scores_buffer, self._kept_buffers = None, ()
