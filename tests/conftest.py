@@ -29,7 +29,8 @@ if not Path("/dev/nvidiactl").exists():
 # machine alone a step in fp16 takes more memory than is predicted. Read when torch is imported; for children too.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-# A property sees some examples here, and many with --long. On a busy machine examples are slow to come, and slow to run: no fault of what is tested.
+# A property sees some examples here, and many with --long. On a busy machine examples are slow to come, and slow to
+# run: no fault of what is tested.
 hypothesis_settings.register_profile(
     "busy", suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=30
 )
