@@ -148,6 +148,15 @@ def test_wrong_input_is_one_line_and_code_2(arguments: list[str], says: str, tmp
     assert not list(tmp_path.rglob("run.json"))
 
 
+def test_where_the_directory_is_gone_is_one_line(tmp_path: Path):
+    gone = tmp_path / "gone"
+    command = f"cd {gone} && rmdir {gone} && exec {sys.executable} -m stepscope run --device cpu"
+    gone.mkdir()
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "stepscope: the current directory is gone: change to one that is there\n"
+
+
 def test_out_of_memory_is_code_3_and_a_run_that_says_where(tmp_path: Path):
     sizes = ("--d-model", "16", "--heads", "8", "--seq-len", "2200000", "--batch-size", "1")  # 128 TiB of scores
     result = stepscope("run", *QUICK, *sizes, "--runs", str(tmp_path))

@@ -280,6 +280,9 @@ ENDS = {
     "a BaseException": "class Odd(BaseException): pass\ndef sweep():\n    raise Odd('\\x1b[2J')\n",
     "a signal": "import os\nos.kill(os.getpid(), 9)\n",
     "a recursion": "def sweep():\n    return sweep()\n",
+    "no words": "class E(Exception):\n    def __str__(self): raise ValueError\ndef sweep():\n    raise E\n",
+    "closed files": "import os\ndef sweep():\n    os.closerange(3, 50)\n    return []\n",
+    "closed streams": "import sys\ndef sweep():\n    sys.stdout.close()\n    sys.stderr.close()\n    return []\n",
 }
 
 
@@ -289,6 +292,17 @@ def test_a_recipe_that_ends_its_process_is_named(tmp_path: Path, how: str):
     recipe.write_text(ENDS[how])
     is_refused(run_verb("sweep", recipe, "--runs", tmp_path / "runs"), str(recipe))
     assert not (tmp_path / "runs").exists()
+
+
+def test_what_a_recipe_starts_ends_with_it(tmp_path: Path):
+    recipe, started = tmp_path / "recipe.py", tmp_path / "pid"
+    recipe.write_text(
+        f"import pathlib, subprocess\nchild = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        f"pathlib.Path({str(started)!r}).write_text(str(child.pid))\ndef sweep():\n    return []\n"
+    )
+    assert run_verb("sweep", recipe, "--runs", tmp_path / "runs").returncode == 2
+    status = Path("/proc", started.read_text(), "status")  # what is dead may wait there for its new parent
+    assert not status.exists() or "\nState:\tZ" in status.read_text()
 
 
 def test_what_a_recipe_prints_is_no_result(tmp_path: Path):

@@ -227,6 +227,15 @@ def test_3_autocast_that_never_took_effect():
     assert "float32 operands" in check_run(run)[0].sentence
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "bf16-pure", "fp16"])
+def test_3_pytorchs_math_kernel_leaves_16_bits_by_design(dtype: str):
+    """It multiplies in fp32 all the same, which is said; a product elsewhere would still be of the wrong dtype."""
+    run = observed(TrainingStep(mini(dtype=dtype, attention="sdpa-math"), CPU))
+    found = kinds(run)
+    assert found["attention-in-fp32"] == "note" and "precision-mismatch" not in found
+    assert "attention-in-fp32" not in kinds(observed(TrainingStep(mini(dtype=dtype), CPU)))
+
+
 def test_4_compile_fell_back_to_eager():
     reset_compilation()
     compiled = torch.compile(lambda x: x * x.shape[0], backend="eager", dynamic=False)

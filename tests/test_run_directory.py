@@ -1,6 +1,7 @@
 """Runs on disk: written whole or not at all, read back equal, and every fault named in one line."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -34,6 +35,23 @@ def test_what_is_saved_is_read_back(out: Path):
     save_run(run, directory)
     assert load_run(directory) == load_run(directory / "run.json") == run
     assert [file.name for file in directory.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize(
+    ("field", "number", "says"),
+    [
+        ("flops", 10**400, "a number of 401 digits"), ("flops", -7, "does not hold a run"),
+        ("memory_limit_bytes", 10**31, "a number of 32 digits"),
+    ],
+)  # fmt: skip
+def test_numbers_that_count_nothing_are_refused(out: Path, field: str, number: int, says: str):
+    file = saved(out) / "run.json"
+    known = {"flops": rb'("flops":\s*)\d+', "memory_limit_bytes": rb'("memory_limit_bytes":\s*)null'}[field]
+    damaged, times = re.subn(known, lambda found: found[1] + str(number).encode(), file.read_bytes(), count=1)
+    assert times
+    file.write_bytes(damaged)
+    with pytest.raises(InputError, match=says):
+        load_run(file)
 
 
 def test_the_name_of_a_directory_is_time_and_key(out: Path):

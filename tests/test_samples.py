@@ -216,6 +216,21 @@ def test_many_samples():
     assert long.effective_count is not None and long.effective_count < 1000
 
 
+@pytest.mark.parametrize("value", [5e-324, 1e-200, 9e-13])
+def test_what_no_clock_tells_apart_is_no_sample(value: float):
+    with pytest.raises(ValueError, match="1e-12"):
+        Samples(values_s=(1.0, value), clock="c")
+
+
+def test_an_interval_ends_near_its_samples():
+    """Of two levels, fiftyfold apart: drawn apart as a ratio, the upper limit was 4.7 times the largest sample."""
+    rows = random.Random(3)
+    for _ in range(200):
+        values = tuple(9.95 if rows.random() < 0.6 else 498.0 for _ in range(50))
+        interval = Samples(values_s=values, clock="c").interval()
+        assert interval is None or interval.high <= 2 * 498.0
+
+
 def test_samples_that_are_no_times_are_refused():
     for value in (-1.0, float("nan"), float("inf"), 1e308):
         with pytest.raises(ValueError, match="samples are seconds"):

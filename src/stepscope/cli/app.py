@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import sys
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import typer
@@ -88,6 +89,10 @@ def main() -> NoReturn:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     interrupts.install()
     _mend_streams()
+    try:
+        Path.cwd()  # libraries that are loaded where there is no directory end the process themselves
+    except OSError:
+        _leave("the current directory is gone: change to one that is there", EXIT_WRONG_INPUT)
     try:
         code = app(prog_name="stepscope", standalone_mode=False)
     except StepscopeError as error:

@@ -107,6 +107,9 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
     kept_operators: tuple[str, ...] = ()
     """Fused operators whose output selective checkpointing keeps, as `namespace::name`: they are not run again."""
 
+    in_fp32: bool = False
+    """Whether tensors of 16 bits are multiplied in fp32 all the same."""
+
     # ---- how far it may be off
 
     rounds_scores: bool = False
@@ -185,7 +188,7 @@ ATTENTIONS: dict[Attention, AttentionRecord] = {
     ),
     # The following four: that backend, or an error.
     "sdpa-math": AttentionRecord(
-        function=f"{_PYTORCH}:sdpa_math", scores="whole", memory="math", predicted="always",
+        function=f"{_PYTORCH}:sdpa_math", scores="whole", memory="math", predicted="always", in_fp32=True,
         signs=r"^aten::_scaled_dot_product_attention_math",
     ),
     "sdpa-efficient": AttentionRecord(

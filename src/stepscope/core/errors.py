@@ -38,7 +38,10 @@ class DeviceError(StepscopeError):
 
 def one_line(error: BaseException, limit: int = 300) -> str:
     """The first sentence-like line of an exception's message, safe to print on one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    try:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    except Exception:  # a user's own class of exception may fail at that too
+        lines = []
     return middle_cut(printable(lines[0] if lines else type(error).__name__), limit)
 
 

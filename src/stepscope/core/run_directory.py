@@ -1,6 +1,7 @@
 """Runs on disk: `<out>/<time>-<key>/run.json`, written so that a reader never sees half a file."""
 
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -82,6 +83,10 @@ def _write_in_a_private_folder(data: bytes) -> Path:
     return folder / RUN_FILE
 
 
+_ABSURD = re.compile(rb"[:\[,\s]-?(\d{30,})(?=[\s,\]}])")
+"""An integer that counts nothing in a run, and that no float holds from 309 digits on."""
+
+
 def load_run(path: Path) -> Run:
     """Read a run from its directory or its run.json. Raises InputError naming the file and the fault."""
     file = path / RUN_FILE if path.is_dir() else path
@@ -91,6 +96,8 @@ def load_run(path: Path) -> Run:
         raise InputError(f"no run at {path}: expected a directory with {RUN_FILE}, or such a file") from None
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror or error}") from error
+    if absurd := _ABSURD.search(data):
+        raise InputError(f"{file} is damaged: it holds a number of {len(absurd[1])} digits")
     try:
         version = msgspec.json.decode(data, type=_SchemaProbe).schema_version
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -26,6 +26,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from stepscope.core.units import counted
+
 CONFIDENCE = 0.95
 MINIMUM_FOR_INTERVAL = 5
 """Fewer effective samples than this give no interval: their autocorrelation cannot be told from a drift."""
@@ -112,8 +114,9 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
     clock: str
 
     def __post_init__(self) -> None:
-        if not all(0 <= value < 1e9 for value in (*self.values_s, *self.warmup_s)):  # NaN is none of these
-            raise ValueError("samples are seconds, from 0 to below 1e9")
+        # NaN is none of these. Below a picosecond no clock tells anything apart, and quotients would overflow.
+        if not all(value == 0 or 1e-12 <= value < 1e9 for value in (*self.values_s, *self.warmup_s)):
+            raise ValueError("samples are seconds, 0 or from 1e-12 to below 1e9")
 
     @property
     def count(self) -> int:
@@ -189,13 +192,18 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
             return Interval(low=0.0, high=max(median, high))
         # The spread about the samples' own median is that about the true one times 1 - 1 / effective (of variances).
         apart = math.sqrt((1 - 1 / n) / (1 - 1 / effective))
-        return Interval(low=median * min(1, low / median) ** apart, high=median * max(1, high / median) ** apart)
+        # A ratio drawn apart grows without bound where two samples differ tenfold: at most as far again as the largest.
+        farthest = 2 * ordered[-1] - median
+        return Interval(
+            low=median * min(1, low / median) ** apart,
+            high=min(farthest, median * max(1, high / median) ** apart),
+        )
 
     @property
     def why_no_interval(self) -> str | None:
         """Why there is no interval, in words; None where there is one."""
         if self.effective_count is None:
-            return f"{self.count} samples are too few for an interval"
+            return f"{counted(self.count, 'sample')} {'is' if self.count == 1 else 'are'} too few for an interval"
         if self.effective_count < MINIMUM_FOR_INTERVAL:
             return (
                 f"each sample is so much like the one before that the {self.count} are worth "

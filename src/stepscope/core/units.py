@@ -15,6 +15,11 @@ _SIZE_UNITS = {
 }  # fmt: skip
 
 
+def counted(number: int, thing: str) -> str:
+    """A number of things: `1 step`, `2 steps`."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
 def format_seconds(seconds: float) -> str:
     """Four significant digits in the unit that reads best: 20.21 ms, 1.203 s, 12.4 us."""
     for limit, scale, unit in ((1e-6, 1e9, "ns"), (1e-3, 1e6, "us"), (1.0, 1e3, "ms")):

@@ -1,8 +1,10 @@
 """Work: the FLOPs and bytes of an operation or a step, with the convention that counted them."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 CausalConvention = Literal["half", "full"]
 """Causal attention counted as the half that is needed, or as the full square that a plain product computes."""
@@ -24,9 +26,9 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     bytes are None where no lower bound is stated. Adding unlike conventions raises ValueError.
     """
 
-    flops: int
-    bytes_read: int | None = None
-    bytes_written: int | None = None
+    flops: Count
+    bytes_read: Count | None = None
+    bytes_written: Count | None = None
     convention: Convention = Convention()
 
     def __add__(self, other: "Work") -> "Work":

@@ -13,7 +13,9 @@ from stepscope.core.evidence import Capture
 from stepscope.core.finding import Finding
 from stepscope.core.run import Run, Settings
 from stepscope.core.samples import CONFIDENCE, OF_ONE_PROCESS
+from stepscope.core.shown_text import middle_cut
 from stepscope.core.units import (
+    counted,
     format_bytes,
     format_count,
     format_milliseconds,
@@ -102,13 +104,17 @@ def status_word(run: Run) -> str:
     return "OOM" if run.status == "out-of-memory" else run.status
 
 
+_LONGEST_SENTENCE = 4000
+"""Characters: a finding from a foreign file may be of any length."""
+
+
 def render_finding(finding: Finding) -> Text:
     """Severity, sentence, remedy."""
     text = Text()
     text.append(printable(f"{finding.severity} {finding.kind}: "), style=_SEVERITY_STYLE[finding.severity])
-    text.append(printable(finding.sentence))
+    text.append(middle_cut(printable(finding.sentence), _LONGEST_SENTENCE))
     if finding.remedy:
-        text.append(printable(f" Remedy: {finding.remedy}."), style="dim")
+        text.append(middle_cut(printable(f" Remedy: {finding.remedy}."), _LONGEST_SENTENCE), style="dim")
     return text
 
 
@@ -209,7 +215,8 @@ def _rates(run: Run) -> list[Text]:
     samples = run.samples["step"]
     steady = {True: "steady", False: "not steady", None: "too few to tell whether steady"}[run.warmup_steady]
     lines = [
-        f"{samples.count} steps {OF_ONE_PROCESS} measured after {len(samples.warmup_s)} warm-up steps ({steady}); "
+        f"{counted(samples.count, 'step')} {OF_ONE_PROCESS} measured after "
+        f"{counted(len(samples.warmup_s), 'warm-up step')} ({steady}); "
         f"step by {samples.clock} round a synchronised region, phases by {_phase_clock(run)}.",
         *_about_intervals(run),
     ]
@@ -270,7 +277,8 @@ def _about_intervals(run: Run) -> list[str]:
     lines: list[str] = []
     if len(without) < len(named):
         step = run.samples["step"]
-        worth = f"; its steps are worth {step.effective_count:.0f} independent ones" if step.effective_count else ""
+        told = step.effective_count is not None and "step" not in without
+        worth = f"; its steps are worth {step.effective_count:.0f} independent ones" if told else ""
         lines.append(f"The intervals are those {OF_ONE_PROCESS}: another may differ by more{worth}.")
     if without:
         name, samples = list(without.items())[-1]
@@ -285,7 +293,7 @@ def _capture_line(capture: Capture, unprofiled_s: float | None) -> str:
     if not capture.step_s or not unprofiled_s:
         return ""
     return printable(
-        f"Step {format_seconds(unprofiled_s)}, in the {capture.tool} trace of {capture.steps} steps "
+        f"Step {format_seconds(unprofiled_s)}, in the {capture.tool} trace of {counted(capture.steps, 'step')} "
         f"{format_seconds(capture.step_s)} ({capture.step_s / unprofiled_s:.2f}x)."
     )
 

@@ -4,6 +4,7 @@ Code that calls `os._exit(0)`, raises KeyboardInterrupt or breaks the interprete
 silence, with a code that says that all went well.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from typing import NoReturn
 import msgspec
 
 from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_WRONG_INPUT, DeviceError, InputError, StepscopeError
+from stepscope.studies.cell_process import MARK, kill_marked
 
 
 class _Answer(msgspec.Struct, kw_only=True):
@@ -34,7 +36,13 @@ def ask_apart(module: str, *arguments: str, what: str) -> bytes:
         number = str(file.fileno())
         command = [sys.executable, "-P", "-m", module, number, *arguments]
         # stdout is for the result of ours: whatever the user's code prints goes to stderr.
-        code = subprocess.run(command, stdout=2, pass_fds=(file.fileno(),), check=False).returncode
+        mark = f"own-code-{os.getpid()}-{file.fileno()}"
+        try:
+            code = subprocess.run(
+                command, stdout=2, pass_fds=(file.fileno(),), check=False, env={**os.environ, MARK: mark}
+            ).returncode
+        finally:
+            kill_marked(mark)  # what the user's code has started ends with it
         file.seek(0)
         try:
             answer = msgspec.json.decode(file.read(), type=_Answer)
@@ -56,7 +64,8 @@ def answer_apart(make: Callable[..., str]) -> NoReturn:
         answer = _Answer(error=str(error), exit_code=error.exit_code)
     except KeyboardInterrupt:  # raised by the user's code: on Ctrl-C nobody waits for an answer any more
         answer = _Answer(error=f"{' '.join(sys.argv[2:3])}: KeyboardInterrupt was raised")
-    with os.fdopen(file, "wb") as place:
-        place.write(msgspec.json.encode(answer))
-    sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # the user's code may have closed any of them
+        with os.fdopen(file, "wb") as place:
+            place.write(msgspec.json.encode(answer))
+        sys.stdout.flush()
     os._exit(0)  # threads that the user's code has left running do not keep anybody waiting

@@ -7,6 +7,7 @@ disk, by later checks too.
 from collections.abc import Callable
 
 from stepscope.analysis.checks.computation import (
+    attention_in_fp32,
     autocast_scope,
     compile_fallback,
     compile_not_used,
@@ -55,6 +56,7 @@ CHECKS: tuple[Check, ...] = (
     impossible_rate,
     compiled_while_measured,
     precision_mismatch,
+    attention_in_fp32,
     compile_not_used,
     compile_mode_mismatch,
     compile_fallback,

@@ -4,7 +4,8 @@ The numbers in brackets are the rows of docs/measuring.md, where each mistake is
 """
 
 from stepscope.analysis.kernel_names.decoding import decode, is_tf32
-from stepscope.core.finding import Finding
+from stepscope.core.attentions import ATTENTIONS
+from stepscope.core.finding import Finding, note
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes
 
@@ -29,11 +30,12 @@ def precision_mismatch(run: Run) -> Finding | None:
             fault = f"fp32 was asked for, but a product's error of {probe:.1e} is TF32's (true fp32: 2e-7)"
         elif dtype == "tf32" and probe < TF32_ERROR:
             fault = f"tf32 was asked for, but a product's error of {probe:.1e} is true fp32's (TF32: 3e-4)"
-        elif dtype in ("bf16", "fp16", "bf16-pure") and fp32:
+        elif dtype in ("bf16", "fp16", "bf16-pure") and fp32 and not _attention_in_fp32(run):
             fault = f"{dtype} was asked for, but {fp32[0]} ran: a product in true fp32"
     expected = {"bf16": "bfloat16", "bf16-pure": "bfloat16", "fp16": "float16"}.get(dtype, "float32")
     if not fault and observation and observation.product_dtypes:
-        strangers = [found for found in observation.product_dtypes if found != expected]
+        allowed = {expected, "float32"} if _attention_in_fp32(run) else {expected}
+        strangers = [found for found in observation.product_dtypes if found not in allowed]
         if strangers:
             fault = f"{dtype} was asked for, but matrix products took {', '.join(strangers)} operands"
     if not fault:
@@ -49,6 +51,24 @@ def precision_mismatch(run: Run) -> Finding | None:
             "tf32_kernels": len(tf32) if precision else None,
         },
     )
+
+
+def attention_in_fp32(run: Run) -> Finding | None:
+    """[3] An attention that leaves the 16 bits that were asked for, by its own design."""
+    if not _attention_in_fp32(run):
+        return None
+    return note(
+        "attention-in-fp32",
+        f"{run.workload.dtype} was asked for, and {run.workload.attention} multiplies in fp32 all the same: PyTorch's "
+        "math kernel is made so.",
+        {"asked": run.workload.dtype},
+        "take another attention, or torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)",
+    )
+
+
+def _attention_in_fp32(run: Run) -> bool:
+    record = ATTENTIONS.get(run.workload.attention)
+    return run.workload.dtype not in ("fp32", "tf32") and record is not None and record.in_fp32
 
 
 def _products_in_tf32_and_fp32(run: Run) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -9,7 +9,7 @@ from stepscope.analysis import metrics
 from stepscope.core.finding import Finding
 from stepscope.core.run import Run
 from stepscope.core.samples import MINIMUM_FOR_INTERVAL, Samples
-from stepscope.core.units import format_rate, format_seconds, format_share
+from stepscope.core.units import counted, format_rate, format_seconds, format_share
 
 _FEW = 5
 """Below so many steps, the first is a large part of any median."""
@@ -105,7 +105,7 @@ def _slow_step(samples: Samples) -> Finding | None:
         kind="not-steady",
         severity="warning",
         sentence=f"{which} took {format_seconds(slow_s)}, {slow_s / rest_s:,.1f} times {rest} of "
-        f"{format_seconds(rest_s)}, after {len(samples.warmup_s)} warm-up steps.",
+        f"{format_seconds(rest_s)}, after {counted(len(samples.warmup_s), 'warm-up step')}.",
         remedy="warm up more: leave --warmup out, or raise it",
         evidence={"first_s": slow_s, "median_s": rest_s, "warmup_steps": len(samples.warmup_s)},
     )
@@ -179,7 +179,7 @@ def warm_up_unsettled(run: Run) -> Finding | None:
     return Finding(
         kind="warm-up-unsettled",
         severity="note",
-        sentence=f"Warm-up ended after {len(samples.warmup_s)} steps, at its cap, "
+        sentence=f"Warm-up ended after {counted(len(samples.warmup_s), 'step')}, at its cap, "
         "before two windows of steps had the same median within 3 %.",
         remedy="the interval of the median says how much it matters",
         evidence={"warmup_steps": len(samples.warmup_s)},
@@ -194,7 +194,7 @@ def few_samples(run: Run) -> Finding | None:
     return Finding(
         kind="few-samples",
         severity="note",
-        sentence=f"{samples.count} steps are too few to test for drift.",
+        sentence=f"{counted(samples.count, 'step')} {'is' if samples.count == 1 else 'are'} too few to test for drift.",
         remedy="measure at least 8: raise --steps",
         evidence={"samples": samples.count},
     )
