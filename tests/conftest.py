@@ -73,6 +73,9 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis_settings.register_profile("long", parent=hypothesis_settings.get_profile("busy"), max_examples=200)
         hypothesis_settings.load_profile("long")
     # Started in the background of a script, this process ignores Ctrl-C, and so would every process it tests with it.
+    # Under nohup the same is true of SIGHUP: pytest itself stays with that, the workers that run the tests do not.
+    if "PYTEST_XDIST_WORKER" in os.environ and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -47,11 +47,19 @@ def test_what_was_measured_is_kept_however_often_it_is_asked(sent: signal.Signal
     for _ in range(5):
         process.send_signal(sent)
         time.sleep(0.01)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = told(process, timeout=60)
     assert process.returncode == CODES[sent] and "interrupted (measure" in stdout
     assert stderr.splitlines()[-1] == "stepscope: interrupted" and "Traceback" not in stderr
     (run,), _ = load_runs([tmp_path])
     assert run.status == "interrupted" and run.samples["step"].count >= 1 and run.summary["step_median_s"]
+
+
+def told(process: "subprocess.Popen[str]", timeout: float) -> tuple[str, str]:
+    """What it printed by its end; one that does not end is killed, and nothing of it stays behind."""
+    try:
+        return process.communicate(timeout=timeout)
+    finally:
+        process.kill()
 
 
 def test_a_signal_that_is_ignored_stays_so(tmp_path: Path):
@@ -67,7 +75,7 @@ def test_a_signal_that_is_ignored_stays_so(tmp_path: Path):
     assert wait_until_it_answers(process.pid)
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=120)
+    _, stderr = told(process, timeout=120)
     assert process.returncode == 0 and "interrupted" not in stderr
 
 
