@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # Tests side by side, a file to a process; several files start and kill measurements of their own.
 WORKERS ?= 2
 
-.PHONY: run test lint hostile mutants nsys clean
+.PHONY: run test quick lint hostile mutants nsys clean
 
 run: $(INSTALLED)  ## Measure one training step here, and show it.
 	$(BIN)/stepscope run --tag first
@@ -20,6 +20,9 @@ hostile: $(INSTALLED)  ## The long campaigns: kills, signals, directories that v
 	$(BIN)/python -m tests.hostile.kills --out results/cpu/hostile/kills.json
 	$(BIN)/python -m tests.hostile.inputs --out results/cpu/hostile/inputs.json
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --long
+
+quick: $(INSTALLED)  ## The tests that take little: a minute and a half on two cores.
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not slow"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -19,6 +19,8 @@ from stepscope.trace.launches import operators_as_work
 from stepscope.trace.table import CALL_SCHEMA, OPERATOR_SCHEMA, RANGE_SCHEMA, TraceTable
 from tests.handmade_trace import ADD, GEMM, SOFTMAX, traced, work
 
+pytestmark = pytest.mark.slow
+
 MS = 1_000_000
 PHASES = [("step", 0, 900), ("forward", 0, 300), ("backward", 300, 900)]
 

@@ -16,6 +16,8 @@ from stepscope.kernels.flash import attention as flash_attention
 from stepscope.kernels.flash import tiled as flash_tiled
 from stepscope.models.attention import AttentionFunction, implementation
 
+pytestmark = pytest.mark.slow
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RUNS = importlib.util.find_spec("triton") is not None and (
     DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"

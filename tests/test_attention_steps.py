@@ -22,6 +22,8 @@ from stepscope.report.experiment import render_experiment
 from stepscope.studies.attention_steps import step_cells, step_sizes_for
 from tests.conftest import make_run, workload
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parent / "golden" / "study-attention-steps.txt"
 MS = 1_000_000
 GIB = 2**30

@@ -13,6 +13,8 @@ import pytest
 import torch
 from benchmarks.flash_bench import HOPPER_KINDS, SHAPES, Bench, why_not_hopper
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 ROOT = Path(__file__).parent.parent

@@ -22,6 +22,8 @@ from stepscope.studies.step import measure_step
 from tests.conftest import mini
 from tests.test_cli import QUICK, run_until, stepscope
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 LAYERS = 2
 BLOCK = ("attention_norm", "attention", "feed_forward_norm", "feed_forward")

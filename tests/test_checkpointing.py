@@ -22,6 +22,8 @@ from tests.conftest import mini
 from tests.cpu_allocations import allocated_bytes
 from tests.test_capture import Recorder
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 LAYERS, BATCH, SEQUENCE, WIDTH, FEED_FORWARD, HEADS = 4, 2, 16, 32, 64, 2
 CHECKPOINTINGS = ("none", "selective", "every-1", "every-2", "every-3", "every-4")

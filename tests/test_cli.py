@@ -14,6 +14,8 @@ from stepscope.core.run import Run
 from stepscope.core.run_directory import load_runs
 from tests.command import stepscope
 
+pytestmark = pytest.mark.slow
+
 KNOWN = {
     "small": 128_625_408, "medium": 423_183_360, "large": 969_411_840, "xl": 1_998_235_200, "2.7B": 3_406_809_600,
 }  # fmt: skip

@@ -10,6 +10,8 @@ from stepscope.analysis.critical_path import CriticalPath, critical_path
 from stepscope.analysis.occupation import KERNEL_LATENCY_NS, LAUNCH_NS
 from tests.handmade_trace import GEMM, REDUCE, SOFTMAX, traced, work
 
+pytestmark = pytest.mark.slow
+
 
 def path_of(rows: list[dict[str, Any]], **others: Any) -> CriticalPath:
     found = critical_path(traced(rows, **others))

@@ -22,6 +22,8 @@ from stepscope.studies.fake_compile import saved_by_compiled_step
 from stepscope.studies.fake_step import estimate_by_running
 from tests.conftest import mini
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 H200 = Path(__file__).parent.parent / "results" / "h200"
 

@@ -25,6 +25,8 @@ from stepscope.studies.sweep_plan import Cell, SweepPlan
 from tests.command import stepscope
 from tests.conftest import workload
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
 RESULTS = ROOT / "results" / "h200"

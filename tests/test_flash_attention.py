@@ -28,6 +28,8 @@ from stepscope.kernels.flash.configuration import (
     tiles,
 )
 
+pytestmark = pytest.mark.slow
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOOR = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """An error that is no error: a few roundings of numbers of size 1 to 4. Where a query sees one key alone, dP - delta is

@@ -41,6 +41,8 @@ from stepscope.kernels.flash.tune import (
 from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
 from stepscope.measure.precision import matmul_precision
 
+pytestmark = pytest.mark.slow
+
 HOPPER = Problem(capability=(9, 0), head_dim=128, bytes_per_element=2, causal=True, log2_queries=14)
 
 

@@ -25,6 +25,8 @@ from stepscope.core.shown_text import LONGEST_MESSAGE, message_line, middle_cut,
 from tests.conftest import make_run
 from tests.handmade_snapshot import handmade
 
+pytestmark = pytest.mark.slow
+
 COMMAND = (sys.executable, "-m", "stepscope")
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil\u2066\r\x00\x7f"
 """Sets a title, clears the screen (with a C1 introducer too), turns the direction of writing, returns the carriage."""

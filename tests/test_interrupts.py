@@ -15,6 +15,8 @@ from tests.hostile.campaign import wait_until_it_answers
 from tests.hostile.signals import CODES, QUICK
 from tests.test_cli import run_until
 
+pytestmark = pytest.mark.slow
+
 SENT = [pytest.param(number, id=number.name) for number in CODES]
 
 

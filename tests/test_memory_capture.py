@@ -29,6 +29,8 @@ from stepscope.studies.step import measure_step
 from tests.conftest import mini
 from tests.test_cli import QUICK, run_until, stepscope
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from stepscope.trace import nesting
 from stepscope.trace.nesting import Nest, numbered, union
 
+pytestmark = pytest.mark.slow
+
 Interval = tuple[int, int, int]
 """Track, start and duration."""
 

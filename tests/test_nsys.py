@@ -28,6 +28,8 @@ from tests.conftest import mini
 from tests.test_capture import LAYERS, ranges_of_forward
 from tests.test_cli import QUICK, run_until, stepscope
 
+pytestmark = pytest.mark.slow
+
 FEW = ["--no-profile", "--steps", "3"]
 VERSION_LINE = "NVIDIA Nsight Systems version 2099.1.1.1-0"
 

@@ -13,6 +13,8 @@ from stepscope.core.float_format import FORMATS
 from stepscope.numerics.accumulation import SUMS, study_accumulation
 from tests.command import Done, stepscope
 
+pytestmark = pytest.mark.slow
+
 KNOWN = {
     ("1,000 x 0.01", "fp32", "fp32"): 10.000133514404297,
     ("1,000 x 0.01", "fp16", "fp16"): 9.953125,

@@ -17,6 +17,8 @@ from stepscope.core.float_format import FORMATS, float_format
 from stepscope.numerics.formats import CASTS, EIGHT_BITS, SATURATING, cast_convention, study_formats
 from tests.command import Done, stepscope
 
+pytestmark = pytest.mark.slow
+
 DTYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
     "fp8-e5m2": torch.float8_e5m2, "fp8-e4m3": torch.float8_e4m3fn,

@@ -33,6 +33,8 @@ from stepscope.numerics.quality_training import (
 )
 from tests.command import Done, stepscope
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SMALL = TrainingSize(
     model=ModelConfig(name="small", d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256),

@@ -20,6 +20,8 @@ from stepscope.cli.verb import EXAMPLES
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.workload import Workload
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 COMMAND: Any = typer.main.get_command(app)
 VERBS: dict[str, Any] = {

@@ -35,6 +35,8 @@ from stepscope.report.tables import TableQuery
 from tests.command import Done, stepscope
 from tests.conftest import make_run, workload
 
+pytestmark = pytest.mark.slow
+
 PHASES = (
     PhaseSpan(name="forward", start_us=-50, end_us=400_000),
     PhaseSpan(name="backward", start_us=400_000, end_us=900_000),

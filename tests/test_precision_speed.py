@@ -26,6 +26,8 @@ from stepscope.studies.precision_speed import dtypes_here, speed_cells
 from tests.command import Done, stepscope
 from tests.conftest import make_run, workload
 
+pytestmark = pytest.mark.slow
+
 RESULTS = Path(__file__).parent.parent / "results" / "h200"
 GOLDEN = Path(__file__).parent / "golden" / "study-speed.txt"
 MS = 1_000_000

@@ -15,6 +15,8 @@ from stepscope.memory.prediction.estimate import STEPS, SymbolicStep, estimate
 from stepscope.memory.snapshot import read_snapshot
 from stepscope.studies.fake_step import estimate_by_running, watch_fake_step
 
+pytestmark = pytest.mark.slow
+
 RECORDED = Path(__file__).parent.parent / "results" / "h200" / "memory-recorded"
 NUMBERS = 16
 """Bytes up to which an allocation is a number or two: factors of fp16's scaling, the state of a random generator."""

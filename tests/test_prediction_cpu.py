@@ -22,6 +22,8 @@ from stepscope.models.training_step import TrainingStep
 from tests.conftest import mini
 from tests.cpu_allocations import allocated_bytes
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 NUMBERS = 160
 """Bytes that single numbers may make: some of 4 or 8 that the symbolic model leaves out, some in it that take 64."""

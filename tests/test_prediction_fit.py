@@ -29,6 +29,8 @@ from stepscope.report.fit import render_fit
 from stepscope.work.transformer import step_flops
 from tests.conftest import mini
 
+pytestmark = pytest.mark.slow
+
 
 def of(model: str = "small", **changes: Any) -> Workload:
     return Workload(model=configure(model), **changes)

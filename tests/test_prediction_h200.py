@@ -15,6 +15,8 @@ from stepscope.core.units import GIB
 from stepscope.memory.prediction.estimate import estimate
 from stepscope.memory.prediction.fit import budget_of_memory, fit, will_fit
 
+pytestmark = pytest.mark.slow
+
 RESULTS = Path(__file__).parent.parent / "results" / "h200"
 MEASURED = ("plain", "tf32", "optimizer", "compile", "best", "kernels")
 LIMIT = 80 * GIB

@@ -17,6 +17,8 @@ from stepscope.cli.app import app
 from stepscope.cli.output import CleanConsole
 from stepscope.report.layout import NARROWEST, OneLine, fitted
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden" / "screens"
 WIDTHS = (60, 80, 120)

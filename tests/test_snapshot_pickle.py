@@ -20,6 +20,8 @@ from stepscope.core.errors import InputError
 from stepscope.memory import plain_pickle
 from stepscope.memory.plain_pickle import read_plain_pickle
 
+pytestmark = pytest.mark.slow
+
 
 class Runs:
     """Unpickled, calls a function."""

@@ -18,6 +18,8 @@ from tests.command import Done, stepscope
 from tests.conftest import make_run, mini
 from tests.handmade_snapshot import START_US, handmade
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parent / "golden" / "memory.txt"
 Content = dict[str, Any]
 

@@ -19,6 +19,8 @@ from stepscope.studies.request import StepRequest
 from stepscope.studies.step import measure_step
 from tests.conftest import mini
 
+pytestmark = pytest.mark.slow
+
 QUICK = Settings(warmup_floor=2, warmup_cap=2, steps_floor=3, steps_cap=3, seconds=0, profile=False)
 
 

@@ -53,6 +53,8 @@ from stepscope.studies.attention_pass import AttentionPass, CallInputs, saved_st
 from stepscope.studies.attention_workers import WorkerAnswer, WorkerTask, work_through
 from stepscope.work.attention_call import backward_flops, forward_flops, saved_by_formula
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 GOLDEN = Path(__file__).parent / "golden" / "study-attention.txt"
 MIB = 2**20

@@ -24,6 +24,8 @@ from tests.conftest import make_run, mini, workload
 from tests.hostile import kills
 from tests.hostile.campaign import processes_with, wait_until_it_answers
 
+pytestmark = pytest.mark.slow
+
 QUICK = Settings(warmup_floor=1, warmup_cap=1, steps_floor=3, steps_cap=3, seconds=0, profile=False)
 ENDLESS = Settings(warmup_floor=1, warmup_cap=1, steps_floor=10**7, steps_cap=10**7, seconds=0, profile=False)
 IMPOSSIBLE, LONGER = 2_200_000, 3_100_000

@@ -28,6 +28,8 @@ from tests.captures import (
     write_sqlite,
 )
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 5
 MEMORY_BYTES = 600 << 20
 

@@ -19,6 +19,8 @@ from tests.captures import nsys_tables, training_steps, write_kineto, write_sqli
 from tests.command import stepscope
 from tests.conftest import make_run
 
+pytestmark = pytest.mark.slow
+
 
 def refused(done: subprocess.CompletedProcess[str]) -> str:
     assert (done.returncode, done.stdout) == (2, ""), done.stderr[-2000:]

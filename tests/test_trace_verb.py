@@ -24,6 +24,8 @@ from tests.captures import (
 from tests.command import stepscope
 from tests.conftest import make_run
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parent / "golden" / "trace.txt"
 
 

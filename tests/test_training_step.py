@@ -14,6 +14,8 @@ from stepscope.measure.profile import profile_step, union_length
 from stepscope.models.training_step import TrainingStep, check_supported
 from tests.conftest import mini
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 
