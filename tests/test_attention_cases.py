@@ -28,6 +28,8 @@ from stepscope.studies.attention_calls import odd_shapes
 from stepscope.studies.attention_matrix import shapes_of
 from tests.test_attention_gate import CPU, PLAIN, PROBES, judged, square
 
+pytestmark = pytest.mark.slow
+
 # ---- the calls
 
 

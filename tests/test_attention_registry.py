@@ -35,6 +35,8 @@ from stepscope.studies.sweep_plan import Cell, SweepPlan
 from tests.conftest import mini
 from tests.test_prediction_cpu import assert_alike, kept_by_symbolic_model, kept_in_truth
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 HERE = [
     name

@@ -24,6 +24,8 @@ from stepscope.memory.prediction.symbolic_tensors import (
 from stepscope.work.transformer import parameter_count
 from tests.conftest import mini
 
+pytestmark = pytest.mark.slow
+
 DTYPES = ("fp32", "bf16", "bf16-pure")
 ATTENTIONS = ("reference", "sdpa-math", "sdpa")
 CHECKPOINTINGS = ("none", "selective", "every-1", "every-2", "every-3")
