@@ -29,6 +29,14 @@ def test_an_fp32_product_is_explained():
         assert words in text, words
 
 
+def test_a_name_cut_short_is_explained_as_far_as_it_goes():
+    """As a write-up prints it: which types were left out cannot be told, so neither can what rounds the operands."""
+    lines = said("sm80_xmma_gemm_f32f32_tn_n_tilesize128x128x8")
+    assert "cut off" in lines["types"] and lines["architecture"].startswith("written for sm80")
+    assert lines["layout"].startswith("tn: A transposed") and "128x128 piece" in lines["tile"]
+    assert "unit" not in lines and "cut off" not in said(FP32.format("tn"))["types"]
+
+
 @pytest.mark.parametrize(
     ("layout", "linear", "attention"),
     [

@@ -76,7 +76,7 @@ def _architecture(kernel: KernelName) -> str:
 
 def _types(kernel: KernelName) -> str:
     if kernel.input_dtype is None and kernel.output_dtype is None:
-        return ""
+        return "a part of the name is cut off: it does not tell them" if "_xmma_gemm_" in kernel.name else ""
     if kernel.second_pass or (kernel.unit is None and kernel.accumulate_dtype is None):
         if kernel.input_dtype == kernel.output_dtype:
             return f"{kernel.input_dtype} elements"

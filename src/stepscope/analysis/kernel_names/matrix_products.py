@@ -60,10 +60,14 @@ _XMMA = re.compile(
 )
 
 
+# The same name as write-ups print it, with a part of the types left out: which ones are left cannot be told.
+_XMMA_CUT = re.compile(rf"sm(\d{{2,3}})a?_xmma_gemm_(?:[a-z0-9_]*?_)?([nt]{{2}})_[nt]_tilesize{_SHAPE}x(\d{{1,5}})")
+
+
 def _xmma(decoded: KernelName, operation: str) -> KernelName | None:
     match = _XMMA.match(operation)
     if match is None:
-        return None
+        return _xmma_cut(decoded, operation)
     architecture, _, output, product, accumulator, _, layout, m, n, k = match.groups()
     # ffma is the CUDA cores' instruction; tensor16x8x8 an mma.sync shape; a warp group only multiplies by wgmma.
     tensor = re.search(r"_tensor\d|_warpgroupsize\d", operation)
@@ -79,6 +83,15 @@ def _xmma(decoded: KernelName, operation: str) -> KernelName | None:
         unit=None if second_pass else "tensor core" if tensor else "cuda core" if "_ffma" in operation else None,
         second_pass=second_pass,
     )
+    return _with_shape(decoded, operation, (m, n, k))
+
+
+def _xmma_cut(decoded: KernelName, operation: str) -> KernelName | None:
+    match = _XMMA_CUT.match(operation)
+    if match is None:
+        return None
+    architecture, layout, m, n, k = match.groups()
+    decoded = replace(decoded, architecture=f"sm{architecture}", transposes=_transposes(layout))
     return _with_shape(decoded, operation, (m, n, k))
 
 
