@@ -27,7 +27,7 @@ quick: $(INSTALLED)  ## The tests that take little: a minute and a half on two c
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 mutants: $(INSTALLED)  ## Put faults into the source one by one: do the tests see each? Up to half an hour.
 	$(BIN)/python -m tests.mutation.run --out results/cpu/mutation
