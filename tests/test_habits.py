@@ -1,6 +1,6 @@
-"""What runs without being asked: the hosted tests of .github/.
+"""What runs without being asked: the hosted tests of .github/, and the hooks before a commit.
 
-They are YAML, for which the project needs no reader, short, and read line by line here.
+Both are YAML, for which the project needs no reader. They are short, and read line by line here.
 """
 
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 WORKFLOW = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+HOOKS = (ROOT / ".pre-commit-config.yaml").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -41,3 +42,10 @@ def test_hosted_tests_are_those_of_make():
     installed_from = re.search(r"^\$\(INSTALLED\): (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert installed_from is not None
     assert sorted(cached[1].split()) == sorted(installed_from[1].split())
+
+
+def test_hooks_run_the_tools_of_lint():
+    tools = [re.sub(r" --.*", "", command.removeprefix("$(BIN)/")) for command in recipe("lint")]
+    assert [re.sub(r" --.*", "", entry) for entry in values(HOOKS, "entry")] == tools
+    assert values(HOOKS, "language") == ["system"] * len(tools)
+    assert values(HOOKS, "files") == [f"^({'|'.join(PROJECT['tool']['pyright']['include'])})/"]
