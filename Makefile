@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # Tests side by side, a file to a process; several files start and kill measurements of their own.
 WORKERS ?= 2
 
-.PHONY: run test quick lint hostile mutants nsys clean
+.PHONY: run test quick lint measures hostile mutants nsys clean
 
 run: $(INSTALLED)  ## Measure one training step here, and show it.
 	$(BIN)/stepscope run --tag first
@@ -27,7 +27,10 @@ quick: $(INSTALLED)  ## The tests that take little: a minute and a half on two c
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+measures: $(INSTALLED)  ## How large the source is, how knotted, and where it says a thing twice.
+	$(BIN)/python -m tests.measures
 
 mutants: $(INSTALLED)  ## Put faults into the source one by one: do the tests see each? Up to half an hour.
 	$(BIN)/python -m tests.mutation.run --out results/cpu/mutation

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "stepscope"
+from tests.measures import SOURCE, circles, files_imported
 
 ALLOWED = {
     "core": set(),
@@ -69,45 +69,6 @@ def test_imports_go_downward_only(file: Path):
             assert other in ALLOWED[room] | {room, "", "__version__"}, f"{room} imports {name}"
         elif top not in sys.stdlib_module_names:
             assert top in LIBRARIES[room], f"{room} imports {name}"
-
-
-def files_imported(source: Path) -> dict[str, set[str]]:
-    """Each module under `source`, a package, and those of them that importing it imports, inside functions too. The
-    import of a module runs the `__init__` of every package above it first.
-    """
-    modules = {
-        ".".join((source.name, *file.relative_to(source).with_suffix("").parts)).removesuffix(".__init__"): file
-        for file in source.glob("**/*.py")
-    }
-    found: dict[str, set[str]] = {}
-    for module, file in modules.items():
-        names: set[str] = set()
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        parts = [name.split(".") for name in names]
-        above = {".".join(each[:length]) for each in parts for length in range(2, len(each) + 1)}
-        found[module] = (above & modules.keys()) - {module}
-    return found
-
-
-def circles(graph: dict[str, set[str]]) -> list[set[str]]:
-    """The groups of modules that import one another, however long the way round."""
-
-    def reached(start: str) -> set[str]:
-        seen: set[str] = set()
-        waiting = [start]
-        while waiting:
-            for name in graph[waiting.pop()] - seen:
-                seen.add(name)
-                waiting.append(name)
-        return seen
-
-    ahead = {module: reached(module) for module in graph}
-    groups = {frozenset(o for o in ahead[module] if module in ahead[o]) for module in graph if module in ahead[module]}
-    return sorted(map(set, groups), key=sorted)
 
 
 def test_no_files_import_one_another():

@@ -4,7 +4,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -95,7 +95,7 @@ def emit_json(value: object) -> None:
     emit(text + "\n")
 
 
-def _encodable(value: Any) -> Any:
+def _encodable(value: dict[Any, Any] | list[Any] | tuple[Any, ...] | str | float | None) -> Any:
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, dict):
@@ -110,7 +110,7 @@ def warn(line: str) -> None:
 
 
 @contextlib.contextmanager
-def stdout_kept_clean() -> Iterator[None]:
+def stdout_kept_clean() -> Generator[None]:
     """Inside, whatever libraries print to stdout, from C++ too, goes to stderr: stdout is for the result."""
     sys.stdout.flush()
     kept = os.dup(1)
@@ -124,7 +124,7 @@ def stdout_kept_clean() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[Callable[["Stage"], None]]:
+def progress() -> Generator[Callable[["Stage"], None]]:
     """A live line on a terminal; elsewhere one line for each stage that begins."""
     if not sys.stderr.isatty():
         seen: set[str] = set()
@@ -160,7 +160,7 @@ def progress() -> Iterator[Callable[["Stage"], None]]:
 
 
 @contextlib.contextmanager
-def sweep_progress(slots: int) -> Iterator[Callable[["SweepState"], None]]:
+def sweep_progress(slots: int) -> Generator[Callable[["SweepState"], None]]:
     """A live table of the cells on a terminal; elsewhere one line for each cell that ends."""
     from stepscope.report.sweep import render_progress, sentence_of
 

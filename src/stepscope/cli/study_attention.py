@@ -170,7 +170,7 @@ def _read(places: tuple[Path, ...], keep: bool, shown: Shown, save: Path | None,
             if not place.is_dir():
                 raise InputError(f"no runs at {place}: it is no folder")
         _refuse("a folder of runs", {"--save": save})
-        read_steps(places, keep, functools.partial(shown, read=None))
+        read_steps(places, keep, shown)
         return
     _refuse("a file", {"--keep-digests": keep or None})
     place, *others = places

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from stepscope.cli.captured_runs import captured, finished_answer, stored_runs, type_of_device, unread
 from stepscope.cli.options import settings_from
@@ -14,7 +14,7 @@ from stepscope.core.attentions import attention_names
 from stepscope.core.errors import InputError, choose
 from stepscope.core.experiment import Experiment
 from stepscope.core.run import Run
-from stepscope.studies.request import TraceRequest
+from stepscope.studies.request import Tell, TraceRequest
 
 if TYPE_CHECKING:
     from stepscope.analysis.comparisons.attention.cells import StepCell
@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 STUDY = "attention"
 """The answer's study: calls and steps are one."""
 
-Shown = Callable[..., None]
+
+class Shown(Protocol):
+    """`answer` with everything given but how the answer is made, and where one may be read."""
+
+    def __call__(self, run: Callable[[Tell], Experiment], *, read: Path | None) -> None: ...
 
 
 @verb(
@@ -58,7 +62,7 @@ def attention_step(
         if file is not None:
             shown(lambda _: never(), read=file)
         else:
-            read_steps(from_, keep_digests, functools.partial(shown, read=None))
+            read_steps(from_, keep_digests, shown)
         return
     if only is not None:
         from stepscope.analysis.comparisons.attention.answer import TITLES
@@ -112,7 +116,7 @@ def read_steps(places: Iterable[Path], keep: bool, shown: Shown) -> None:
         files = [file for place in places for file in sorted(place.glob("*.json"))]
         remedy = f"give one of its files, as in {files[0]}" if files else "give one that this study filled"
         raise InputError(f"no run of a training step in {', '.join(map(str, places))}: {remedy}")
-    shown(lambda _: _experiment(cells))
+    shown(lambda _: _experiment(cells), read=None)
 
 
 def _experiment(cells: "list[StepCell]") -> Experiment:

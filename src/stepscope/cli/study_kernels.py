@@ -126,7 +126,7 @@ def _stored(place: Path, where: tuple[str, ...]) -> list[tuple[Run, Path]]:
     conditions = [condition(text) for text in where]
     if not place.is_dir():
         raise InputError(f"no runs at {place}: it is no folder")
-    found = []
+    found: list[tuple[Run, Path]] = []
     for file in find_run_files(place):
         try:
             run = load_run(file)

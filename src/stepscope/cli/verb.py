@@ -33,17 +33,26 @@ from stepscope.core.model_config import ModelConfig
 from stepscope.core.run import Settings
 from stepscope.core.workload import Workload
 
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _one_workload(**said: Any) -> OneWorkload:
+    return OneWorkload(_given(said))
+
+
+def _many_workloads(**said: Any) -> ManyWorkloads:
+    return ManyWorkloads(_given(said))
+
+
 _FILLED: dict[type, tuple[tuple[type, ...], bool, Callable[..., Any]]] = {
-    OneWorkload: ((ModelConfig, Workload), False, lambda **said: OneWorkload(_given(said))),
-    ManyWorkloads: ((ModelConfig, Workload), True, lambda **said: ManyWorkloads(_given(said))),
+    OneWorkload: ((ModelConfig, Workload), False, _one_workload),
+    ManyWorkloads: ((ModelConfig, Workload), True, _many_workloads),
     Settings: ((Settings,), False, settings_from),
     Recording: ((Recording,), False, recording_from),
 }
 """Parameters that stand for several options: what these fill, whether each takes several values, and what is made."""
-
-
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}

@@ -126,7 +126,7 @@ def encode_experiment(experiment: Experiment) -> str:
     )
 
 
-def _with_words(value: Any) -> Any:
+def _with_words(value: dict[Any, Any] | list[Any] | tuple[Any, ...] | Cell) -> Any:
     """The value with every NaN and infinity in it replaced by the text `nan`, `inf` or `-inf`."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

@@ -15,7 +15,7 @@ same code.
 """
 
 # Built in: `signal` itself takes ten milliseconds to import, in which Ctrl-C would print a traceback.
-import _signal  # pyright: ignore[reportMissingImports]
+import _signal  # pyright: ignore[reportMissingModuleSource]
 import atexit
 import os
 import sys

@@ -20,8 +20,9 @@ def leave(code: int) -> NoReturn:
     torch = sys.modules.get("torch")
     if any(name in os.environ for name in _WATCHERS) or (torch is not None and torch.cuda.is_initialized()):
         sys.exit(code)
-    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  (what Python itself calls first)
-    atexit._run_exitfuncs()
+    # What Python itself calls first.
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
     try:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -20,6 +20,16 @@ def whole_number(value: object, what: str, least: int, most: int) -> None:
         raise InputError(f"{what} is {value!r}: it must be a whole number of at least {least}, at most {most}")
 
 
+def true_or_false(value: object, what: str) -> None:
+    """Raise InputError unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise InputError(f"{what} is {value!r}: it must be true or false")
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[\w.+-]{1,100}", value) is not None
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes of a decoder-only transformer: pre-norm blocks, RoPE, SwiGLU, no biases.
 
@@ -40,7 +50,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Whether the output head is the embedding's weight (Press and Wolf 2017)."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not re.fullmatch(r"[\w.+-]{1,100}", self.name):
+        if not _is_name(self.name):
             raise InputError(f"the model's name is {self.name!r}: use up to 100 letters, digits and . + - _")
         for field in _FIRST_FIELDS[1:]:
             whole_number(getattr(self, field), field, 1, 2**24)
@@ -56,8 +66,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if self.kv_heads is not None:
             self._check_kv_heads(self.kv_heads)
-        if not isinstance(self.tied, bool):
-            raise InputError(f"tied is {self.tied!r}: it must be true or false")
+        true_or_false(self.tied, "tied")
 
     def _check_kv_heads(self, kv_heads: int) -> None:
         whole_number(kv_heads, "kv_heads", 1, 2**24)

@@ -60,8 +60,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, ModelConfig):
-            raise InputError(f"the workload's model is {self.model!r}: give a ModelConfig, as from configure('small')")
+        _check_model(self.model)
         whole_number(self.batch_size, "batch_size", 1, LARGEST)
         whole_number(self.seq_len, "seq_len", 1, LARGEST)
         whole_number(self.seed, "seed", 0, LARGEST)
@@ -157,6 +156,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"batch_size {self.batch_size} cannot be split into {self.accumulation} equal micro-batches: "
                 f"choose accumulation {near}"
             )
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, ModelConfig):
+        raise InputError(f"the workload's model is {model!r}: give a ModelConfig, as from configure('small')")
 
 
 def _group_of(checkpointing: object) -> int | None:

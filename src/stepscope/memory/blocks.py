@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 import polars as pl
 
@@ -63,7 +64,7 @@ def saved_by_block(explained: Explained) -> list[SavedByBlock]:
     ):
         block = block_of(name or module)
         gradients[block] = gradients.get(block, 0) + count
-    found: dict[str, list[dict]] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
     for row in saved_table.sort("alloc_event").iter_rows(named=True):
         found.setdefault(block_of(row["module"]), []).append(row)
     return [
@@ -80,7 +81,7 @@ def saved_by_block(explained: Explained) -> list[SavedByBlock]:
     ]
 
 
-def _contributor(row: dict, block: str) -> Contributor:
+def _contributor(row: dict[str, Any], block: str) -> Contributor:
     inside = row["module"].removeprefix(block).removeprefix(".")
     return Contributor(
         operator=row["operator"],
@@ -99,7 +100,7 @@ def _natural(path: str) -> tuple[tuple[int, str], ...]:
 
 def alike(blocks: list[SavedByBlock]) -> list[SavedByBlock]:
     """Blocks with the same figures as one, in the order of the first."""
-    merged: dict[tuple, SavedByBlock] = {}
+    merged: dict[tuple[int, int, int, bool], SavedByBlock] = {}
     for one in blocks:
         key = (one.saved_bytes, one.saved_tensors, one.gradient_bytes, bool(one.block))
         first = merged.get(key)

@@ -152,7 +152,8 @@ def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: tuple[P
     events, allocations = snapshot.events, replayed.allocations
     of_metadata: dict[str, Place] = {"": Place()}
     ours = snapshot.notes is not None
-    numbers, places = [], []
+    numbers: list[int] = []
+    places: list[Place] = []
     older = {
         block.address: block.frames for segment in snapshot.segments for block in segment.blocks if block.is_active
     }
@@ -228,7 +229,7 @@ def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay, 
     """What the stacks of frees give away, and the phases by stacks where no range tells them."""
     events = snapshot.events
     zeroing = events_in_ranges(snapshot, "zero_grad")
-    signs = []
+    signs: list[int] = []
     for allocation, number in zip(replayed.allocations, table["stack"].to_list(), strict=True):
         if allocation.free is None or allocation.free < 0:
             signs.append(0)
@@ -318,7 +319,7 @@ def _with_shapes(snapshot: Snapshot, table: pl.DataFrame) -> pl.DataFrame:
 
 def _remarks(snapshot: Snapshot, replayed: Replay, phases: tuple[PhaseSpan, ...]) -> list[str]:
     """How far the figures can be trusted."""
-    said = []
+    said: list[str] = []
     if not snapshot.has_times:
         said.append("This history has no times: microseconds are places in it.")
     if not replayed.start_known:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 from stepscope.core.memory_notes import PhaseSpan
-from stepscope.memory.snapshot import Snapshot
+from stepscope.memory.snapshot import Annotation, Snapshot
 
 RECOMPUTATION = "recomputation"
 PARTS = frozenset({"attention scores", "softmax", "attention output"})
@@ -52,7 +52,8 @@ def phases_of(snapshot: Snapshot) -> tuple[PhaseSpan, ...]:
 
 def _pairs(snapshot: Snapshot) -> list[PhaseSpan]:
     """Ranges from their two ends; one that never ended, ends with the history."""
-    spans, opened = [], []
+    spans: list[PhaseSpan] = []
+    opened: list[Annotation] = []
     for annotation in snapshot.annotations:
         if annotation.stage == "START":
             opened.append(annotation)

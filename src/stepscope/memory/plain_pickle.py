@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -181,7 +181,7 @@ def _load(path: Path, named: str | None = None) -> object:
 
 
 @contextlib.contextmanager
-def without_collector() -> Iterator[None]:
+def without_collector() -> Generator[None]:
     """A million new containers would have the collector search them again and again: half of the time of reading."""
     was_on = gc.isenabled()
     gc.disable()
@@ -201,7 +201,7 @@ def _memory_held() -> int:
 
 
 @contextlib.contextmanager
-def _bounded_memory(growth: int) -> Iterator[None]:
+def _bounded_memory(growth: int) -> Generator[None]:
     """Inside, this process may grow by so many bytes, where the system can say so: a few bytes of a hostile pickle
     can ask for a table of 64 GiB."""
     try:

@@ -30,11 +30,11 @@ class Replay:
     allocations: list[Allocation]
     reserved: list[tuple[int, int]]
     """Bytes held from the driver after each event that changed them; the first is before all events."""
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list[Segment])
     """The segments when the history began, without their blocks."""
     start_known: bool
     """Whether the layout at the start was written down; else it was worked out from what the events show."""
-    faults: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list[str])
     """Sentences: where events contradict the allocator's rules, or their outcome the segments at the end."""
 
     @property
@@ -46,7 +46,7 @@ def replay(snapshot: Snapshot) -> Replay:
     """Follow the events from the layout at the start, known or worked out, to the segments at the end."""
     if not snapshot.segments and not snapshot.segments_before:
         return _without_blocks(snapshot)
-    faults = []
+    faults: list[str] = []
     if snapshot.segments_before is not None:
         known = Replay(allocations=blocks_of(snapshot.segments_before), reserved=[], start_known=True)
         try:
@@ -138,7 +138,7 @@ def _differences(snapshot: Snapshot, allocations: list[Allocation], reserved: in
     there = {a.address: a.block for a in blocks_of(snapshot.segments) if a.free is None}
     here = {a.address: a.block for a in allocations if a.free is None}
     held = sum(segment.total_size for segment in snapshot.segments)
-    faults = []
+    faults: list[str] = []
     if here != there:
         differing = sum(here.get(address) != there.get(address) for address in here.keys() | there.keys())
         faults.append(

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
@@ -158,14 +158,15 @@ def find_snapshot(path: Path) -> Path:
 
 def snapshot_from(content: object, source: str, *, device: int | None = None) -> Snapshot:
     """A snapshot from the object in its pickle."""
+    fields, kind = _dict(content), type(content).__name__
     if isinstance(content, list):  # up to PyTorch 1.13
-        content = {"segments": content}
-    if not isinstance(content, dict) or not {"segments", "device_traces"} & set(content):
-        what = f"a {type(content).__name__}" if not isinstance(content, dict) else "a dict without segments"
+        fields["segments"] = content
+    if not {"segments", "device_traces"} & fields.keys():
+        what = "a dict without segments" if isinstance(content, dict) else f"a {kind}"
         raise InputError(f"{source}: no memory snapshot: it holds {what}, not what _dump_snapshot() writes")
-    segments = _convert(content.get("segments", []), list[Segment], source, "segments")
-    traces = _convert(content.get("device_traces", []), list[Any], source, "device_traces")
-    notes = _notes(content.get(NOTES_KEY), source)
+    segments = _convert(fields.get("segments", []), list[Segment], source, "segments")
+    traces = _convert(fields.get("device_traces", []), list[Any], source, "device_traces")
+    notes = _notes(fields.get(NOTES_KEY), source)
     lengths = {i: len(_convert(trace, list[Any], source, f"device_traces[{i}]")) for i, trace in enumerate(traces)}
     devices = tuple(sorted({i for i, length in lengths.items() if length} | {s.device for s in segments}))
     chosen = _choose_device(device, lengths, devices, source)
@@ -177,10 +178,10 @@ def snapshot_from(content: object, source: str, *, device: int | None = None) ->
     events = _convert(traces[chosen], list[Event], source, f"device_traces[{chosen}]")
     if sum(event.size for event in events) > _MOST_BYTES:
         raise InputError(f"{source}: no memory snapshot that can be read: its sizes add up to more than any memory")
-    before = content.get(SEGMENTS_BEFORE_KEY)
+    before = fields.get(SEGMENTS_BEFORE_KEY)
     if before is not None:
         before = _of_device(_convert(before, list[Segment], source, SEGMENTS_BEFORE_KEY), chosen, source)
-    annotations = _convert(content.get("external_annotations") or [], list[Annotation], source, "external_annotations")
+    annotations = _convert(fields.get("external_annotations") or [], list[Annotation], source, "external_annotations")
     return Snapshot(
         source=source,
         device=chosen,
@@ -189,11 +190,16 @@ def snapshot_from(content: object, source: str, *, device: int | None = None) ->
         times=_rising(events),
         segments=_of_device(segments, chosen, source),
         segments_before=before,
-        settings=_convert(content.get("allocator_settings") or {}, Settings, source, "allocator_settings"),
+        settings=_convert(fields.get("allocator_settings") or {}, Settings, source, "allocator_settings"),
         annotations=[a for a in annotations if a.device in (chosen, -1)],
         notes=notes,
         has_times=bool(events[-1].time_us),
     )
+
+
+def _dict(value: object) -> dict[Any, Any]:
+    """The value where it is a dict, else an empty one."""
+    return cast("dict[Any, Any]", value) if isinstance(value, dict) else {}
 
 
 def _convert(value: object, type: type[_T], source: str, where: str) -> _T:
@@ -209,7 +215,7 @@ def _convert(value: object, type: type[_T], source: str, where: str) -> _T:
 def _notes(value: object, source: str) -> MemoryNotes | None:
     if value is None:
         return None
-    version = value.get("version", NOTES_VERSION) if isinstance(value, dict) else NOTES_VERSION
+    version = _dict(value).get("version", NOTES_VERSION)
     if version != NOTES_VERSION:
         said = version if isinstance(version, int) else type(version).__name__  # the text of a container has no bound
         raise InputError(
@@ -237,10 +243,11 @@ def _choose_device(asked: int | None, lengths: dict[int, int], devices: tuple[in
 
 def _of_device(segments: list[Segment], device: int, source: str) -> list[Segment]:
     """Segments of one device by address, every block with its address and inside its segment."""
-    found = []
+    found: list[Segment] = []
     end = 0
     for segment in sorted((s for s in segments if s.device == device), key=lambda s: s.address):
-        at, blocks = segment.address, []
+        at = segment.address
+        blocks: list[Block] = []
         for block in segment.blocks:
             if block.address not in (None, at):
                 raise InputError(f"{source}: a block at {block.address:#x} where its segment has come to {at:#x}")

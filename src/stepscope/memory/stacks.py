@@ -102,7 +102,7 @@ class Stacks:
         self.sites: list[str] = [""]
         """By number of the stack, the line of code or the operator that tells most about it."""
 
-    def number(self, frames: Any) -> int:
+    def number(self, frames: Sequence[Any] | float | None) -> int:
         """The number of a stack, as the snapshot has it. Raises InputError for what is no list of frames."""
         if not isinstance(frames, (list, tuple)):
             raise InputError(f"{self._source}: no memory snapshot that can be read: `frames` holds no list")

@@ -41,7 +41,8 @@ def work_out_start(snapshot: Snapshot) -> tuple[list[Allocation], list[Segment],
     blocks, is_given = blocks_at_start(snapshot)
     blocks.sort(key=lambda allocation: allocation.address)
     starts = [segment.address for segment in segments]
-    settings, open_ended = snapshot.settings, {}
+    settings = snapshot.settings
+    open_ended: dict[int, int] = {}
     for i, allocation in enumerate(blocks):
         at = bisect_right(starts, allocation.address) - 1
         if at < 0 or segments[at].end < allocation.address + allocation.block:

@@ -161,7 +161,7 @@ class CellProcess:
 
     def _chunks(self, pipe: int) -> Sequence[bytes]:
         """What lies in a pipe, up to a bound, so that a process that prints without end does not block other pipes."""
-        chunks = []
+        chunks: list[bytes] = []
         for _ in range(64):
             try:
                 data = os.read(pipe, 64 * 1024)
@@ -191,7 +191,7 @@ def kill_marked(mark: str) -> None:
 
 def _marked(mark: str) -> list[int]:
     wanted = f"{MARK}={mark}".encode()
-    found = []
+    found: list[int] = []
     with contextlib.suppress(OSError):
         for process in Path("/proc").iterdir():
             with contextlib.suppress(OSError):  # no process, another user's, or gone

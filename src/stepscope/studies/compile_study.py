@@ -3,7 +3,7 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from stepscope.analysis.comparisons.compiling.cells import CompileCell
@@ -43,7 +43,7 @@ def compile_cells(
 
 
 @contextlib.contextmanager
-def cold_caches() -> Iterator[None]:
+def cold_caches() -> Generator[None]:
     """Processes started in here compile from nothing, and what they leave on disk goes at the end.
 
     torch.compile finds code that an earlier process generated, on disk: the time of compiling would be that of reading.

@@ -1,7 +1,9 @@
 """What an exception says when the device fails: that memory ran out, in which module, and where in which file."""
 
 import traceback
+from collections.abc import Iterable
 from types import TracebackType
+from typing import cast
 
 import torch
 
@@ -20,7 +22,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def failing_module(model: torch.nn.Module, tb: TracebackType | None) -> str | None:
     """Path of the innermost module whose forward was running when the error was raised."""
-    paths = {id(module): path for path, module in model.named_modules() if path}
+    modules = cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())  # PyTorch leaves it without a type
+    paths = {id(module): path for path, module in modules if path}
     found = None
     while tb is not None:
         found = paths.get(id(tb.tb_frame.f_locals.get("self")), found)

@@ -48,8 +48,12 @@ def saved_by_compiled_step(workload: Workload) -> int:
             step = make_fake_step(workload)
         module = step.forward_module
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+        def forward(tensors: dict[str, Tensor], *inputs: Tensor) -> Any:
+            return torch.func.functional_call(module, tensors, inputs)
+
         traced = aot_function(
-            lambda tensors, *inputs: torch.func.functional_call(module, tensors, inputs),
+            forward,
             fw_compiler=_never,
             partition_fn=_cut,
             decompositions=select_decomp_table(),
@@ -84,12 +88,17 @@ def _bytes_across(cut: _CutMade) -> int:
     """Bytes of the storages that forward hands to backward, without its inputs: parameters and the batch."""
     graph = cut.forward.graph
     values = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
-    seen = {value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)}
+    seen = {_storage_of(value) for value in values if isinstance(value, Tensor)}
     total = 0
     outputs: Any = graph.output_node().args[0]
     for node in outputs[cut.outputs :]:
         value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
-        if isinstance(value, Tensor) and value.untyped_storage()._cdata not in seen:
-            seen.add(value.untyped_storage()._cdata)
+        if isinstance(value, Tensor) and _storage_of(value) not in seen:
+            seen.add(_storage_of(value))
             total += rounded(value.untyped_storage().nbytes())
     return total
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """What tells storages apart where they have no memory, and so no address that is public."""
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

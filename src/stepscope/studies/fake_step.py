@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import msgspec
 import torch
@@ -149,7 +149,7 @@ def make_fake_step(workload: Workload) -> TrainingStep:
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def _default_dtype(dtype: torch.dtype) -> Generator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -182,7 +182,9 @@ def _replay(watch: FakeMemory, built: int, parameter_bytes: int) -> FakeEstimate
     """The events through the allocator, and the figures of the last step's phases; the first `built` made the step."""
     allocator = CachingAllocator()
     blocks: dict[int, tuple[int, int]] = {}
-    allocated, counts, reserved = 0, [], []
+    allocated = 0
+    counts: list[int] = []
+    reserved: list[int] = []
     # What came and went while the model was filled is left out: how PyTorch draws numbers in place differs by version.
     passing = {~event for event in watch.events[:built] if event < 0}
     for event in watch.events:

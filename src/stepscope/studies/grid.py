@@ -23,5 +23,5 @@ def grid(*, model: Sequence[str | ModelConfig], **choices: Sequence[Any] | Any) 
     ]
 
 
-def _as_list(values: Any) -> list[Any]:
+def _as_list(values: Sequence[Any] | float | None) -> list[Any]:
     return list(values) if isinstance(values, (list, tuple)) else [values]

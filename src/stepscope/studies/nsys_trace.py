@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import msgspec
@@ -177,7 +177,7 @@ def _keep(nsys: Nsys, folder: Path, directory: Path) -> tuple[dict[str, str], st
         tool.export_sqlite(nsys, report, sqlite)
     except StepscopeError as error:
         failure = one_line(error)
-    kept = {}
+    kept: dict[str, str] = {}
     for kind, name in ARTIFACTS.items():
         # A stream that has become a report says nothing more.
         if (folder / name).exists() and not (kind == "qdstrm" and report.exists()):
@@ -196,7 +196,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _folder(directory: Path) -> Iterator[Path]:
+def _folder(directory: Path) -> Generator[Path]:
     """A place in the run directory for files that are not whole yet."""
     folder = directory / f".nsys-{os.getpid()}"
     folder.mkdir()

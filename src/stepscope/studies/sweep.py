@@ -11,7 +11,7 @@ import itertools
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -61,7 +61,7 @@ def run_sweep(plan: SweepPlan, policy: Policy | None = None, tell: Tell = lambda
 
 
 @contextlib.contextmanager
-def _locked(out: Path, key: str) -> Iterator[None]:
+def _locked(out: Path, key: str) -> Generator[None]:
     """One process at a time for one sweep in one place; the lock goes with the process, however it ends."""
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -80,7 +80,7 @@ class SweepState:
     cells: list[CellState]
     timeout_s: float
     """What one cell may take."""
-    faults: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list[str])
     """Run files that could not be read when results were looked for."""
 
     @property

@@ -114,7 +114,9 @@ class Nest:
 
     def _swept_parents(self) -> pl.Series:
         """Every interval's parent if intervals cross: a walk along the tracks with a stack of ever earlier ends."""
-        ends, stack, parents = self._ends.to_list(), [], []
+        ends: list[int] = self._ends.to_list()
+        stack: list[int] = []
+        parents: list[int | None] = []
         for position, end in enumerate(ends):
             while stack and ends[stack[-1]] < end:
                 stack.pop()
@@ -158,7 +160,7 @@ class Nest:
         last = self._starts.search_sorted(keys.fill_null(-1), side="right").cast(pl.Int64) - 1
         asked = pl.DataFrame({"key": keys, "at": last}).with_row_index("query")
         open_ones = asked.filter(pl.col("key").is_not_null() & (pl.col("at") >= 0))
-        answers = []
+        answers: list[pl.DataFrame] = []
         for _ in range(_CLIMB):
             if not open_ones.height:
                 break

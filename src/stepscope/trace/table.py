@@ -101,8 +101,8 @@ class TraceTable:
     ranges: pl.DataFrame
     operators: pl.DataFrame = field(default_factory=lambda: empty(OPERATOR_SCHEMA))
     links: pl.DataFrame = field(default_factory=lambda: empty(LINK_SCHEMA))
-    devices: dict[int, str] = field(default_factory=dict)
-    other: dict[str, int] = field(default_factory=dict)
+    devices: dict[int, str] = field(default_factory=dict[int, str])
+    other: dict[str, int] = field(default_factory=dict[str, int])
     recorder: str | None = None
     lost: int = 0
 

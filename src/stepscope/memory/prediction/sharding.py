@@ -24,7 +24,7 @@ def sharded_peak(workload: Workload, alone: MemoryEstimate, gpus: int) -> int:
     block, outside_blocks = count_of(block_shapes(config)), count_of(shapes_outside_blocks(config))
     gathered = size * (_BLOCKS_GATHERED * block + outside_blocks)
     extra = {"forward": gathered, "backward": 2 * gathered, "optimizer": 0}
-    peaks = []
+    peaks: list[int] = []
     for phase, alive in alone.by_phase.items():
         sharded = sum(alive.get(category, 0) for category in _SHARDED)
         if phase == "optimizer":

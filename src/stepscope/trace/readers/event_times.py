@@ -4,6 +4,7 @@ They are microseconds, as integers, with decimals, or as text; those too large t
 """
 
 from decimal import Decimal
+from typing import Any
 
 import polars as pl
 
@@ -17,7 +18,7 @@ UNREADABLE = (TypeError, ValueError, ArithmeticError, pl.exceptions.PolarsError)
 """What `nanoseconds` raises where a time is no number, or beyond all clocks."""
 
 
-def nanoseconds(starts: list, durations: list) -> tuple[pl.Series, pl.Series]:
+def nanoseconds(starts: list[Any], durations: list[Any]) -> tuple[pl.Series, pl.Series]:
     """The columns start_ns and duration_ns; both are written in the unit that the starts are in."""
     start, duration = _numbers(starts), _numbers(durations)
     per_unit = 1 if _largest(start) >= _NANOSECONDS_FROM else 1000
@@ -33,7 +34,7 @@ def is_readable(start: object, duration: object) -> bool:
     return True
 
 
-def _numbers(values: list) -> pl.Series | list[Decimal]:
+def _numbers(values: list[Any]) -> pl.Series | list[Decimal]:
     kinds = set(map(type, values))
     if kinds <= {int}:
         return pl.Series(values, dtype=pl.Int64)

@@ -11,7 +11,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -48,7 +48,7 @@ def is_gzip(path: Path) -> bool:
         return file.read(2) == b"\x1f\x8b"
 
 
-def read_events(path: Path, decode: Callable[[bytes], list[T]]) -> Iterator[list[T] | dict]:
+def read_events(path: Path, decode: Callable[[bytes], list[T]]) -> Iterator[list[T] | dict[str, Any]]:
     """Blocks of events, each as `decode` makes it of a JSON array; and the top-level fields around them, as dicts.
 
     Raises InputError, with the place in the (decompressed) text, where the file is no trace or ends too early.
@@ -94,7 +94,7 @@ class _Stream:
         return more
 
 
-def _read(stream: _Stream, decode: Callable[[bytes], list[T]]) -> Iterator[list[T] | dict]:
+def _read(stream: _Stream, decode: Callable[[bytes], list[T]]) -> Iterator[list[T] | dict[str, Any]]:
     buffer, before, closing = _open_array(stream)
     yield before
     while True:
@@ -132,7 +132,7 @@ def _read(stream: _Stream, decode: Callable[[bytes], list[T]]) -> Iterator[list[
     yield from _finish(stream, buffer, closing, decode)
 
 
-def _open_array(stream: _Stream) -> tuple[bytes, dict, bytes]:
+def _open_array(stream: _Stream) -> tuple[bytes, dict[str, Any], bytes]:
     """Read up to the array of events: the text after its bracket, the fields before it, what must close it."""
     buffer = stream.read()
     text = buffer.removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -182,9 +182,9 @@ def _brackets_and_strings(stream: _Stream, text: bytes) -> Iterator[tuple[re.Mat
         yield token, depth
 
 
-def _fields(stream: _Stream, text: bytes, where: str) -> dict:
+def _fields(stream: _Stream, text: bytes, where: str) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(_mend(text), type=dict)
+        return msgspec.json.decode(_mend(text), type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{stream.path}: the JSON is broken {where}: {one_line(error)}") from None
 
@@ -209,7 +209,7 @@ def _scan(stream: _Stream, buffer: bytes) -> tuple[int, bool]:
 
 def _finish(
     stream: _Stream, buffer: bytes, closing: bytes, decode: Callable[[bytes], list[T]]
-) -> Iterator[list[T] | dict]:
+) -> Iterator[list[T] | dict[str, Any]]:
     """The last events, the end of the array, and the fields after it."""
     while not stream.ended and len(buffer) <= 2 * EVENT_LIMIT_BYTES:
         buffer += stream.read()

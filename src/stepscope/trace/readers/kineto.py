@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 import polars as pl
@@ -138,8 +138,10 @@ def _decode_block(text: bytes) -> list[_Event]:
 
 def _tightened(event: _LooseEvent) -> _Event:
     arguments: dict[str, int | msgspec.Raw] = {}
-    for field in msgspec.structs.fields(_Arguments) if isinstance(event.args, dict) else ():
-        value = event.args.get(field.encode_name)
+    given = event.args
+    loose = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    for field in msgspec.structs.fields(_Arguments):
+        value = loose.get(field.encode_name)
         if field.type is msgspec.Raw and value is not None:
             arguments[field.name] = msgspec.Raw(msgspec.json.encode(value))
         elif isinstance(value, int | str) and not isinstance(value, bool):
@@ -170,7 +172,7 @@ class _Reader:
         self._fields: dict[str, Any] = {}
         self._events = 0
 
-    def note_fields(self, fields: dict) -> None:
+    def note_fields(self, fields: dict[str, Any]) -> None:
         self._fields.update(fields)
 
     def take(self, events: list[_Event]) -> None:
@@ -303,7 +305,7 @@ class _Reader:
     def _number(self, text: str) -> int:
         return self._names.setdefault(text, len(self._names))
 
-    def _column(self, name: str, values: list) -> pl.Series:
+    def _column(self, name: str, values: list[Any]) -> pl.Series:
         try:
             return pl.Series(name, values, dtype=pl.Int64)
         except (TypeError, OverflowError, pl.exceptions.PolarsError) as error:
@@ -321,7 +323,6 @@ class _Reader:
                 "capture it with torch.profiler (activities CPU and CUDA) or nsys"
             )
         texts = pl.Series([_readable(text) for text in self._texts], dtype=pl.String)
-        devices = self._fields.get("deviceProperties")
         return assemble(
             path=self._path,
             profiler="Kineto",
@@ -332,8 +333,8 @@ class _Reader:
             links=self._frame("links", LINK_SCHEMA, texts),
             devices={
                 device["id"]: str(device.get("name", ""))
-                for device in (devices if isinstance(devices, list) else ())
-                if isinstance(device, dict) and isinstance(device.get("id"), int)
+                for device in _dicts(self._fields.get("deviceProperties"))
+                if isinstance(device.get("id"), int)
             },
             other=dict(self._other),
             recorder=_recorder(self._fields),
@@ -354,9 +355,14 @@ class _Reader:
         )
 
 
+def _dicts(value: list[Any] | str | float | None) -> list[dict[str, Any]]:
+    """Those in a list; none where the value is no list."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
 def _integers(name: str, values: Iterable[int | None], group: list[_Event], otherwise: str) -> pl.Series:
     """A number from the arguments, or from where the event itself holds it; -1 where neither does."""
-    found = []
+    found: list[int] = []
     for value, event in zip(values, group, strict=True):
         given = getattr(event, otherwise) if value is None else value
         found.append(given if type(given) is int and abs(given) < 2**63 else -1)

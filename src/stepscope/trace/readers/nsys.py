@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def is_nsys_report(path: Path, head: bytes) -> bool:
 
 
 @contextmanager
-def _exported(path: Path) -> Iterator[Path]:
+def _exported(path: Path) -> Generator[Path]:
     if path.suffix == ".qdstrm":
         raise InputError(
             f"{path}: a raw capture, which nsys cannot export: make a report of it with the QdstrmImporter of "
@@ -244,7 +244,9 @@ def _ranges(tables: Tables, strings: pl.DataFrame, other: dict[str, int]) -> tup
         return empty(RANGE_SCHEMA), empty(OPERATOR_SCHEMA)
     present = set(tables.columns(table))
     numbers = [name for name in ("start", "end", "eventType", "globalTid", "textId") if name in present]
-    parts, operators, others = [], [], 0
+    parts: list[pl.DataFrame] = []
+    operators: list[pl.DataFrame] = []
+    others = 0
     texts = ["text"] if "text" in present else []
     for frame in _timed(tables, table, numbers, texts, other, may_be_open=True):
         chosen = frame.filter(pl.col("eventType").is_in([*_PUSH_POP, *_START_END]))

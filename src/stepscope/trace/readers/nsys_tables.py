@@ -6,10 +6,10 @@ Which tables and columns exist differs between versions of nsys. An SQLite file 
 import itertools
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import quote
 
 import adbc_driver_sqlite.dbapi
@@ -52,7 +52,8 @@ class SqliteTables:
         _check_whole(path, self.path)
         self._errors = adbc_driver_sqlite.dbapi.Error
         self._uri = f"file:{quote(os.fsencode(path.resolve()))}?mode=ro&immutable=1"
-        self._connect = adbc_driver_sqlite.dbapi.connect
+        # Its types say nothing of options and parameters.
+        self._connect: Callable[[str], Any] = adbc_driver_sqlite.dbapi.connect  # pyright: ignore[reportUnknownMemberType]
         described = self._query(
             "SELECT CAST(m.name AS BLOB) AS t, CAST(c.name AS BLOB) AS c"
             " FROM sqlite_master m, pragma_table_info(m.name) c WHERE m.type = 'table' AND m.name NOT LIKE 'ENUM%'"
@@ -93,7 +94,7 @@ class SqliteTables:
             with self._connect(self._uri) as connection, connection.cursor() as cursor:
                 cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": str(max(1, _BATCH_ROWS // 8))})
                 cursor.execute(query)
-                frame = pl.DataFrame(cursor.fetch_arrow())  # pyright: ignore[reportArgumentType]: the Arrow interface
+                frame = pl.DataFrame(cursor.fetch_arrow())
                 # As Arrow hands it over, one column that is kept keeps all columns of its batch alive. Rechunking
                 # copies, since there are several batches: a capture of 1 GB takes a third less memory.
                 return frame.rechunk()
