@@ -13,12 +13,15 @@ import argparse
 import datetime
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
+from typing import IO
 from xml.etree import ElementTree
 
 import msgspec
@@ -31,6 +34,9 @@ CAPABILITIES = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "avx512": {"ATEN_CPU_CAPABILITY": "avx512"},
 }
+
+
+_CLOSING = re.compile(r"\d+ (passed|failed|error|skipped).* in [\d.]+s")
 
 
 def main() -> int:
@@ -60,12 +66,18 @@ def main() -> int:
         suite = subprocess.Popen(
             [sys.executable, "-m", "pytest", f"--junitxml={report}", *given.pytest],
             env={**os.environ, **settings, **compiled},
+            stdout=subprocess.PIPE,
+            text=True,
         )
+        printed: list[str] = []
+        copying = threading.Thread(target=_copy, args=(suite.stdout, printed))
+        copying.start()
         try:
             suite.wait(given.limit)
         except subprocess.TimeoutExpired:
             suite.send_signal(signal.SIGINT)
             suite.wait()
+        copying.join()
         seconds = time.monotonic() - start
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     outcomes = [(_name(case), *_outcome(case)) for case in cases]
@@ -74,6 +86,8 @@ def main() -> int:
         "kind": "stepscope-tests", "version": 1,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "environment": msgspec.to_builtins(environment),
+        # Of a suite that was interrupted JUnit's report calls passed what had begun; pytest's own line does not.
+        "closing_line": next((line.strip("= \n") for line in reversed(printed) if _CLOSING.search(line)), ""),
         "settings": settings, "pytest": given.pytest, "exit_code": suite.returncode, "seconds": round(seconds, 1),
         **{kind: sum(outcome == kind for _, outcome, _ in outcomes) for kind in ("passed", "failed", "skipped")},
         "skipped_because": {why: reasons.count(why) for why in sorted(set(reasons))},
@@ -98,6 +112,13 @@ def table(paths: list[Path]) -> str:
         cells = (f"[{suite}](../results/{suite})", kept["environment"]["device_name"], named, *map(str, counts))
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def _copy(lines: IO[str], printed: list[str]) -> None:
+    """Show what pytest prints as it comes, and keep it."""
+    for line in lines:
+        print(line, end="", flush=True)
+        printed.append(line)
 
 
 def _name(case: ElementTree.Element) -> str:

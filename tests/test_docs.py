@@ -24,7 +24,7 @@ BLOCK = re.compile(r"(?<=```console\n)\$ (?P<command>.+?)\n(?P<output>.*?)(?=```
 READS_AGAIN = {"make run": "stepscope show results/cpu/first"}
 BENCHMARKS = (
     "benchmarks/overhead.py", "benchmarks/trace.py", "benchmarks/snapshot.py", "benchmarks/attention.py",
-    "benchmarks/coverage.py",
+    "benchmarks/coverage.py", "tests/recorded.py",
 )  # fmt: skip
 STUDIES_OF_ARITHMETIC = ("formats", "accumulation")
 VERBS = ("table", "show", "ls", "models", "kernel", "trace", "memory", "fit")
