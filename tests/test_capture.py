@@ -154,7 +154,7 @@ def test_the_run_lists_the_trace_and_its_steps(tmp_path: Path):
     result = stepscope("run", *QUICK, "--no-profile", "--record", "kineto", "--trace-steps", "1", "--trace-stacks",
                        "--runs", str(tmp_path))  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert "in the kineto trace of 1 steps" in result.stdout and "trace.kineto.json.gz" in result.stdout
+    assert "in the kineto trace of 1 step " in result.stdout and "trace.kineto.json.gz" in result.stdout
     (run,), _ = load_runs([tmp_path])
     (taken,) = run.evidence.captures
     assert isinstance(taken, Capture) and taken.steps == 1 and run.artifacts["kineto"] == "trace.kineto.json.gz"
