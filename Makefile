@@ -21,7 +21,7 @@ hostile: $(INSTALLED)  ## The long campaigns: kills, signals, directories that v
 	$(BIN)/python -m tests.hostile.inputs --out results/cpu/hostile/inputs.json
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --long
 
-quick: $(INSTALLED)  ## The tests that take little: a minute and a half on two cores.
+quick: $(INSTALLED)  ## The tests that take little: under two minutes on two cores.
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not slow"
 
 lint: $(INSTALLED)
