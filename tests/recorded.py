@@ -86,7 +86,7 @@ def main() -> int:
         "kind": "stepscope-tests", "version": 1,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "environment": msgspec.to_builtins(environment),
-        # Of a suite that was interrupted JUnit's report calls passed what had begun; pytest's own line does not.
+        # When a suite is interrupted, JUnit's report counts tests that had begun as passed; pytest's own line does not.
         "closing_line": next((line.strip("= \n") for line in reversed(printed) if _CLOSING.search(line)), ""),
         "settings": settings, "pytest": given.pytest, "exit_code": suite.returncode, "seconds": round(seconds, 1),
         **{kind: sum(outcome == kind for _, outcome, _ in outcomes) for kind in ("passed", "failed", "skipped")},

@@ -236,6 +236,24 @@ def test_3_pytorchs_math_kernel_leaves_16_bits_by_design(dtype: str):
     assert "attention-in-fp32" not in kinds(observed(TrainingStep(mini(dtype=dtype), CPU)))
 
 
+@pytest.mark.parametrize("others", [True, False])
+def test_3_attention_in_fp32_excuses_no_step_that_is_fp32_throughout(others: bool):
+    """Autocast that never took effect, by the operands and by the kernels of a GPU."""
+    step = TrainingStep(mini(dtype="bf16", attention="sdpa-math"), CPU)
+    if not others:
+        step._autocast = lambda: torch.autocast("cpu", enabled=False)
+    assert ("precision-mismatch" in kinds(observed(step))) is not others
+
+    names = ["ampere_sgemm_128x64_tn", *(["nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN"] if others else [])]
+    kernels = tuple(KernelTotal(name=name, calls=1, total_s=1.0) for name in names)
+    profile = ProfiledStep(step_s=1.0, kernel_launches=len(names), busy_s=1.0, kernels=kernels)
+    precision = Precision(float32_matmul="highest", probe_relative_error=2e-7)
+    run = make_run(
+        workload(dtype="bf16", attention="sdpa-math"), evidence=Evidence(precision=precision, profile=profile)
+    )
+    assert ("precision-mismatch" in kinds(run)) is not others
+
+
 def test_4_compile_fell_back_to_eager():
     reset_compilation()
     compiled = torch.compile(lambda x: x * x.shape[0], backend="eager", dynamic=False)

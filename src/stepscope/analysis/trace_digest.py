@@ -79,6 +79,11 @@ class TraceDigest(msgspec.Struct, frozen=True, kw_only=True):
     softmax_kernels: tuple[KernelRow, ...] = ()
     """The kernels that softmax is made of in forward. Older digests have none."""
 
+    @property
+    def tool(self) -> str:
+        """The profiler as `--tool` and files' names spell it."""
+        return _TOOLS[self.profiler]
+
     def phase(self, name: str) -> PhaseSummary | None:
         """The phase of that name, or None."""
         return next((phase for phase in self.phases if phase.phase == name), None)
@@ -131,7 +136,7 @@ def _roofs(summary: TraceSummary) -> tuple[RoofRow, ...]:
 
 def save_digest(digest: TraceDigest, directory: Path) -> Path:
     """Write the digest into a run directory. Raises StepscopeError where it cannot be written."""
-    target = directory / DIGEST_FILE.format(tool=_TOOLS[digest.profiler])
+    target = directory / DIGEST_FILE.format(tool=digest.tool)
     try:
         write_atomically(msgspec.json.format(msgspec.json.encode(digest), indent=1) + b"\n", target)
     except OSError as error:

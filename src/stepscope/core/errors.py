@@ -40,7 +40,7 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     """The first sentence-like line of an exception's message, safe to print on one line."""
     try:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    except Exception:  # a user's own class of exception may fail at that too
+    except Exception:  # str() runs the __str__ of a user's own class, which may raise anything
         lines = []
     return middle_cut(printable(lines[0] if lines else type(error).__name__), limit)
 

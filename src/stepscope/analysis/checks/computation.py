@@ -21,6 +21,7 @@ def precision_mismatch(run: Run) -> Finding | None:
     precision, observation = run.evidence.precision, run.evidence.observation
     dtype = run.workload.dtype
     tf32, fp32 = _products_in_tf32_and_fp32(run)
+    by_attention = _attention_in_fp32(run) and _others_beside(fp32, run)
     fault = ""
     if precision is not None:
         probe = precision.probe_relative_error
@@ -30,11 +31,13 @@ def precision_mismatch(run: Run) -> Finding | None:
             fault = f"fp32 was asked for, but a product's error of {probe:.1e} is TF32's (true fp32: 2e-7)"
         elif dtype == "tf32" and probe < TF32_ERROR:
             fault = f"tf32 was asked for, but a product's error of {probe:.1e} is true fp32's (TF32: 3e-4)"
-        elif dtype in ("bf16", "fp16", "bf16-pure") and fp32 and not _attention_in_fp32(run):
+        elif dtype in ("bf16", "fp16", "bf16-pure") and fp32 and not by_attention:
             fault = f"{dtype} was asked for, but {fp32[0]} ran: a product in true fp32"
     expected = {"bf16": "bfloat16", "bf16-pure": "bfloat16", "fp16": "float16"}.get(dtype, "float32")
     if not fault and observation and observation.product_dtypes:
-        allowed = {expected, "float32"} if _attention_in_fp32(run) else {expected}
+        # Attention's own products may be fp32 beside others of 16 bits. Without others autocast took no effect.
+        excused = _attention_in_fp32(run) and expected in observation.product_dtypes
+        allowed = {expected, "float32"} if excused else {expected}
         strangers = [found for found in observation.product_dtypes if found not in allowed]
         if strangers:
             fault = f"{dtype} was asked for, but matrix products took {', '.join(strangers)} operands"
@@ -55,7 +58,9 @@ def precision_mismatch(run: Run) -> Finding | None:
 
 def attention_in_fp32(run: Run) -> Finding | None:
     """[3] An attention that leaves the 16 bits that were asked for, by its own design."""
-    if not _attention_in_fp32(run):
+    observation = run.evidence.observation
+    seen = observation.product_dtypes if observation else None
+    if not _attention_in_fp32(run) or "float32" not in (seen or ()):
         return None
     return note(
         "attention-in-fp32",
@@ -69,6 +74,12 @@ def attention_in_fp32(run: Run) -> Finding | None:
 def _attention_in_fp32(run: Run) -> bool:
     record = ATTENTIONS.get(run.workload.attention)
     return run.workload.dtype not in ("fp32", "tf32") and record is not None and record.in_fp32
+
+
+def _others_beside(fp32: tuple[str, ...], run: Run) -> bool:
+    """Whether the profiled step multiplied by other kernels than these, too."""
+    kernels = run.evidence.profile.kernels if run.evidence.profile else ()
+    return any(kernel.name not in fp32 and decode(kernel.name).transposes for kernel in kernels)
 
 
 def _products_in_tf32_and_fp32(run: Run) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -60,7 +60,8 @@ _XMMA = re.compile(
 )
 
 
-# The same name as write-ups print it, with a part of the types left out: which ones are left cannot be told.
+# cuBLAS' xmma_gemm names as write-ups print them, with some of the five types left out. Nothing tells which types are
+# left, so none is decoded.
 _XMMA_CUT = re.compile(rf"sm(\d{{2,3}})a?_xmma_gemm_(?:[a-z0-9_]*?_)?([nt]{{2}})_[nt]_tilesize{_SHAPE}x(\d{{1,5}})")
 
 

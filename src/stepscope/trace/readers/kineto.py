@@ -356,7 +356,7 @@ class _Reader:
 
 
 def _dicts(value: list[Any] | str | float | None) -> list[dict[str, Any]]:
-    """Those in a list; none where the value is no list."""
+    """The dicts among a list's items; an empty list where the value is no list."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 

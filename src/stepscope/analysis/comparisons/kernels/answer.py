@@ -56,8 +56,7 @@ def _times(letter: str, cells: list[CapturedCell]) -> _Part:
         traced = cell.capture.samples if cell.capture else {}
         doubts = ", ".join(doubting_kinds(cell.run))
         for name in (*PHASES, "step"):
-            phase = cell.tables.phase(name)
-            kernels_ns = cell.tables.busy_ns / cell.tables.steps if name == "step" else phase.busy_ns if phase else None
+            kernels_ns = cell.kernel_ns(name)
             if kernels_ns is None:
                 continue
             sample, plain_s = traced.get(name), median_s(cell.run, name)
@@ -252,7 +251,7 @@ def _families(letter: str, cells: list[CapturedCell]) -> _Part:
         if ratio:
             ratios.append((ratio, cell.cell))
         shown = [cell.family_ns(family) for family in busiest]
-        rest = cell.tables.busy_ns / cell.tables.steps - sum(shown)
+        rest = (cell.kernel_ns("step") or 0.0) - sum(shown)
         rows.append(
             (
                 cell.cell,

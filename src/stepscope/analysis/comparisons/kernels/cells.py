@@ -45,7 +45,7 @@ class CapturedCell(ComparedRun):
     @property
     def capture(self) -> Capture | None:
         """The steps that the digest is of, as the run timed them."""
-        tool = {"Kineto": "kineto"}.get(self.tables.profiler, "nsys")
+        tool = self.tables.tool
         return next((capture for capture in self.run.evidence.captures if capture.tool == tool), None)
 
     @property
@@ -53,6 +53,13 @@ class CapturedCell(ComparedRun):
         """How many times as long a step takes under the profiler."""
         traced, plain = self.capture.step_s if self.capture else None, median_s(self.run, "step")
         return traced / plain if traced and plain else None
+
+    def kernel_ns(self, part: str) -> float | None:
+        """Kernel time of a phase or of the whole `step`; None where no kernel ran in it."""
+        if part == "step":
+            return self.tables.busy_ns / self.tables.steps
+        phase = self.tables.phase(part)
+        return phase.busy_ns if phase else None
 
     def family_ns(self, family: str) -> float:
         return sum(row.busy_ns for row in self.tables.families if row.family == family)
