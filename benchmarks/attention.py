@@ -94,7 +94,7 @@ def race(arguments: argparse.Namespace) -> AttentionTimings:
 
     from stepscope.measure.ceilings import ceilings_for  # noqa: PLC0415
     from stepscope.measure.device import resolve_device  # noqa: PLC0415
-    from stepscope.studies.attention_calls import (  # noqa: PLC0415
+    from stepscope.studies.attention.calls import (  # noqa: PLC0415
         AttentionCalls,
         judged_shape,
         odd_shapes,
@@ -146,8 +146,8 @@ def race(arguments: argparse.Namespace) -> AttentionTimings:
 
 def compile_ahead(groups: list[list[AttentionCell]], device: str, workers: int, deadline_s: float) -> None:
     """Have every kernel compiled into the caches on disk by several processes; what is late is compiled when needed."""
-    from stepscope.studies.attention_calls import odd_shapes  # noqa: PLC0415
-    from stepscope.studies.attention_workers import WorkerAnswer, WorkerTask, work_through  # noqa: PLC0415
+    from stepscope.studies.attention.calls import odd_shapes  # noqa: PLC0415
+    from stepscope.studies.attention.workers import WorkerAnswer, WorkerTask, work_through  # noqa: PLC0415
 
     tasks = [
         WorkerTask(

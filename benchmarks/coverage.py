@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from stepscope.analysis.checks.timing import not_steady
+from stepscope.analysis.runs.checks.timing import not_steady
 from stepscope.core.run import Run
 from stepscope.core.samples import CONFIDENCE, Interval, Samples
 

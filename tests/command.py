@@ -80,8 +80,8 @@ def _serve(requests: IO[str], answers: IO[str]) -> None:
     import torch  # noqa: F401
 
     import stepscope.cli.app
-    import stepscope.studies.step
-    import stepscope.studies.sweep  # noqa: F401
+    import stepscope.engine.step
+    import stepscope.engine.sweep  # noqa: F401
 
     for line in requests:
         asked = json.loads(line)

@@ -5,7 +5,7 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.attribution import Attribution, attribute
+from stepscope.analysis.captures.attribution import Attribution, attribute
 from stepscope.trace.launches import with_launches
 from stepscope.trace.table import CALL_SCHEMA, OPERATOR_SCHEMA, RANGE_SCHEMA, WORK_SCHEMA, TraceTable
 

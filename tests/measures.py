@@ -2,9 +2,9 @@
 
     python -m tests.measures [--private]
 
-It judges nothing: tests/test_architecture.py does. Below the table are the files and names that it counts. Names with
-an underscore are many, and are listed with --private. Repeated passages are counted where a program `duplicates` is on
-PATH that prints, as its first line, how many pairs it found.
+It judges nothing: tests/house/test_architecture.py does. Below the table are the files and names that it counts. Names
+with an underscore are many, and are listed with --private. Repeated passages are counted where a program `duplicates`
+is on PATH that prints, as its first line, how many pairs it found.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "stepscope"
 LONG = 300
-"""A file of more lines is listed. One of more than 450 fails tests/test_architecture.py."""
+"""A file of more lines is listed. One of more than 450 fails tests/house/test_architecture.py."""
 
 
 def files_imported(source: Path) -> dict[str, set[str]]:

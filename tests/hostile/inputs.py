@@ -32,7 +32,7 @@ import msgspec
 
 from stepscope.core.shown_text import LONGEST_MESSAGE
 from stepscope.core.units import GIB, MIB
-from tests.test_trace_mutations import STRANGE, STRANGE_CELLS, damaged
+from tests.trace.test_mutations import STRANGE, STRANGE_CELLS, damaged
 
 ROOT = Path(__file__).parents[2]
 DATA, RESULTS = ROOT / "tests/data", ROOT / "results"

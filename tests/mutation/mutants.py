@@ -1,6 +1,6 @@
 """Faults that the tests must see: one small change of the source each, and the tests that stand beside it.
 
-An old text stands exactly once in its file (`tests/test_mutants.py` sees to it). Where a line changes, its mutant
+An old text stands exactly once in its file (`tests/house/test_mutants.py` sees to it). Where a line changes, its mutant
 changes with it: the fault is what matters, not the text.
 """
 
@@ -30,7 +30,7 @@ MUTANTS = (
         old="return statistics.median(self.values_s) if",
         new="return statistics.median_high(self.values_s) if",
         falsifies="every median of an even number of steps is the upper of the middle two",
-        tests=("test_samples.py",),
+        tests=("core/test_samples.py",),
     ),
     Mutant(
         name="phases of one name overwrite each other",
@@ -38,7 +38,7 @@ MUTANTS = (
         old="phases_s[phase.name] = phases_s.get(phase.name, 0.0) + device",
         new="phases_s[phase.name] = device",
         falsifies="with accumulation, forward and backward are those of the last micro-batch",
-        tests=("test_timer.py",),
+        tests=("measure/test_timer.py",),
     ),
     Mutant(
         name="the step ends before its device",
@@ -46,7 +46,7 @@ MUTANTS = (
         old="issued_ns = clock.now_ns()\n            device.synchronize()\n",
         new="issued_ns = clock.now_ns()\n",
         falsifies="a step on a GPU takes as long as its launches",
-        tests=("test_timer.py",),
+        tests=("measure/test_timer.py",),
     ),
     # Workloads, units, metrics.
     Mutant(
@@ -55,7 +55,7 @@ MUTANTS = (
         old="if (value := getattr(record, field.name)) != field.default or field.name in first_fields",
         new="if (value := getattr(record, field.name)) is not None and field.name in first_fields",
         falsifies="cells that differ in accumulation or checkpointing are one experiment",
-        tests=("test_workload.py",),
+        tests=("core/test_workload.py",),
     ),
     Mutant(
         name="GB is GiB",
@@ -63,23 +63,23 @@ MUTANTS = (
         old='"gb": 10**9',
         new='"gb": GIB',
         falsifies="a limit of 80 GB is 7 % larger than asked for",
-        tests=("test_units.py",),
+        tests=("core/test_units.py",),
     ),
     Mutant(
         name="tokens of a micro-batch",
-        file="analysis/metrics.py",
+        file="analysis/runs/metrics.py",
         old="return run.workload.tokens / step_s",
         new="return run.workload.micro_batch_size * run.workload.seq_len / step_s",
         falsifies="tokens per second fall with accumulation",
-        tests=("test_metrics.py", "test_tables.py"),
+        tests=("analysis/runs/test_metrics.py", "report/test_tables.py"),
     ),
     Mutant(
         name="the peak of another dtype",
-        file="analysis/metrics.py",
+        file="analysis/runs/metrics.py",
         old="run.device_spec.peak_for(run.workload.dtype)",
         new='run.device_spec.peak_for("bf16")',
         falsifies="MFU of an fp32 step is against the peak of bf16",
-        tests=("test_metrics.py", "test_mistakes.py"),
+        tests=("analysis/runs/test_metrics.py", "hostile/test_mistakes.py"),
     ),
     # FLOPs and bytes.
     Mutant(
@@ -88,7 +88,7 @@ MUTANTS = (
         old="        attention //= 2\n",
         new="        attention //= 1\n",
         falsifies="MFU of causal attention is too high",
-        tests=("test_work.py",),
+        tests=("work/test_work.py",),
     ),
     Mutant(
         name="backward is one forward",
@@ -96,7 +96,7 @@ MUTANTS = (
         old="Work(flops=2 * forward, ",
         new="Work(flops=forward, ",
         falsifies="a step has two thirds of its model FLOPs",
-        tests=("test_work.py",),
+        tests=("work/test_work.py",),
     ),
     Mutant(
         name="fused backward has four products",
@@ -104,7 +104,7 @@ MUTANTS = (
         old="3 * sizes.head_dim + 2 * sizes.value_dim",
         new="2 * sizes.head_dim + 2 * sizes.value_dim",
         falsifies="rates of fused attention's backward are a fifth too low",
-        tests=("test_operator_work.py",),
+        tests=("analysis/roofline/test_operator_work.py",),
     ),
     Mutant(
         name="only reads are bytes moved",
@@ -112,7 +112,7 @@ MUTANTS = (
         old="return _sum(self.bytes_read, self.bytes_written)",
         new="return self.bytes_read",
         falsifies="operators bound by memory lie far below their roof",
-        tests=("test_work.py", "test_roofline.py"),
+        tests=("work/test_work.py", "analysis/roofline/test_roofline.py"),
     ),
     # Captures.
     Mutant(
@@ -121,55 +121,55 @@ MUTANTS = (
         old="return number * 2**44 + ",
         new="return number * 0 + ",
         falsifies="kernels of one rank are launched by another (row 12 of docs/measuring.md)",
-        tests=("test_attribution.py",),
+        tests=("analysis/captures/test_attribution.py",),
     ),
     Mutant(
         name="any thread's phase before one's own",
-        file="analysis/attribution.py",
+        file="analysis/captures/attribution.py",
         old='pl.coalesce("own", "anywhere")',
         new='pl.coalesce("anywhere", "own")',
         falsifies="two threads in different phases take each other's kernels",
-        tests=("test_attribution.py",),
+        tests=("analysis/captures/test_attribution.py",),
     ),
     Mutant(
         name="the outermost operator makes the node",
-        file="analysis/attribution.py",
+        file="analysis/captures/attribution.py",
         old='.agg(pl.col("forward_ns").max())',
         new='.agg(pl.col("forward_ns").min())',
         falsifies="backward work is given to another module",
-        tests=("test_attribution.py",),
+        tests=("analysis/captures/test_attribution.py",),
     ),
     Mutant(
         name="PyTorch's FlashAttention is unknown",
-        file="analysis/family_rules.py",
+        file="analysis/kernels/family_rules.py",
         old='r"(?:^|::|_)(?:flash_(?:fwd|bwd)|fmha_|',
         new='r"(?:^|::|_)(?:fmha_|',
         falsifies="fused attention is no attention",
-        tests=("test_families.py",),
+        tests=("analysis/kernels/test_families.py",),
     ),
     Mutant(
         name="fp32 on CUDA cores is TF32",
-        file="analysis/kernel_names/decoding.py",
+        file="analysis/kernels/names/decoding.py",
         old='return decoded.input_dtype == "tf32"',
         new='return decoded.input_dtype in ("tf32", "fp32")',
         falsifies="a true fp32 step is reported as TF32",
-        tests=("test_kernel_names.py",),
+        tests=("analysis/kernels/test_kernel_names.py",),
     ),
     Mutant(
         name="gaps of one stream",
-        file="analysis/occupation.py",
+        file="analysis/captures/occupation.py",
         old="    reached = end_ns.cum_max()\n",
         new="    reached = end_ns\n",
         falsifies="a device that works on another stream stands idle",
-        tests=("test_occupation.py",),
+        tests=("analysis/captures/test_occupation.py",),
     ),
     Mutant(
         name="the datasheet before what was measured",
-        file="analysis/peaks.py",
+        file="analysis/roofline/peaks.py",
         old="rates |= measured",
         new="rates = measured | rates",
         falsifies="the roofline is against a rate that the device never reaches",
-        tests=("test_roofline.py",),
+        tests=("analysis/roofline/test_roofline.py",),
     ),
     # Memory.
     Mutant(
@@ -178,7 +178,7 @@ MUTANTS = (
         old="return rest >= SMALLEST if small else rest > SMALL_REQUEST",
         new="return rest >= SMALLEST",
         falsifies="a predicted peak is below the real one",
-        tests=("test_prediction_allocator.py",),
+        tests=("memory/prediction/test_allocator.py",),
     ),
     Mutant(
         name="no merging with what follows",
@@ -186,7 +186,7 @@ MUTANTS = (
         old="if address in free_to or end in free_from:",
         new="if address in free_to:",
         falsifies="a snapshot's history contradicts itself",
-        tests=("test_snapshot_replay.py",),
+        tests=("memory/test_replay.py",),
     ),
     Mutant(
         name="saved tensors of all micro-batches",
@@ -194,7 +194,7 @@ MUTANTS = (
         old="            saved_storages.clear()  #",
         new="            #",
         falsifies="what accumulation saves for backward is that of the whole batch",
-        tests=("test_training_step.py",),
+        tests=("models/test_training_step.py",),
     ),
     Mutant(
         name="parameters are saved for backward",
@@ -202,7 +202,7 @@ MUTANTS = (
         old="if storage.data_ptr() not in owned:",
         new="if storage.data_ptr() not in ():",
         falsifies="memory that is there anyway counts as kept for backward",
-        tests=("test_training_step.py",),
+        tests=("models/test_training_step.py",),
     ),
     # The model and its step.
     Mutant(
@@ -211,7 +211,7 @@ MUTANTS = (
         old="ROPE_BASE = 10_000.0",
         new="ROPE_BASE = 1_000.0",
         falsifies="the reference is no model of the Llama family",
-        tests=("test_transformer.py",),
+        tests=("models/test_transformer.py",),
     ),
     Mutant(
         name="rotation the other way",
@@ -219,7 +219,7 @@ MUTANTS = (
         old="torch.cat([-second, first], dim=-1)",
         new="torch.cat([second, -first], dim=-1)",
         falsifies="weights of other implementations do not fit",
-        tests=("test_transformer.py",),
+        tests=("models/test_transformer.py",),
     ),
     Mutant(
         name="deviation of fresh weights",
@@ -227,7 +227,7 @@ MUTANTS = (
         old="(2 / (module.in_features + module.out_features)) ** 0.5",
         new="(1 / module.in_features) ** 0.5",
         falsifies="training begins elsewhere than is documented",
-        tests=("test_transformer.py",),
+        tests=("models/test_transformer.py",),
     ),
     Mutant(
         name="torch.compile's mode",
@@ -235,7 +235,7 @@ MUTANTS = (
         old='torch.compile(module, mode=None if mode == "default" else mode)',
         new="torch.compile(module, mode=None)",
         falsifies="all modes of compilation are timed as the default one",
-        tests=("test_training_step.py",),
+        tests=("models/test_training_step.py",),
     ),
     Mutant(
         name="gradients of the sum of micro-batches",
@@ -243,7 +243,7 @@ MUTANTS = (
         old="share = self.loss / self.workload.accumulation if",
         new="share = self.loss if",
         falsifies="accumulation trains with another learning rate",
-        tests=("test_training_step.py",),
+        tests=("models/test_training_step.py",),
     ),
     Mutant(
         name="one batch over and over",
@@ -251,7 +251,7 @@ MUTANTS = (
         old="self._next_batch = (self._next_batch + 1) % len(self.batches)",
         new="self._next_batch = 0",
         falsifies="every step runs on data that the caches hold (row 19)",
-        tests=("test_training_step.py", "test_mistakes.py"),
+        tests=("models/test_training_step.py", "hostile/test_mistakes.py"),
     ),
     Mutant(
         name="second moment's bias",
@@ -259,7 +259,7 @@ MUTANTS = (
         old='square.div_(1 - beta2 ** state["step"])',
         new="square.div_(1 - beta2)",
         falsifies="after its first step AdamW moves by a fraction",
-        tests=("test_optimizer.py",),
+        tests=("models/test_optimizer.py",),
     ),
     Mutant(
         name="weight decay",
@@ -267,7 +267,7 @@ MUTANTS = (
         old='parameter.mul_(1 - lr * group["weight_decay"])',
         new='parameter.mul_(1 - lr * lr * group["weight_decay"])',
         falsifies="AdamW is Adam",
-        tests=("test_optimizer.py",),
+        tests=("models/test_optimizer.py",),
     ),
     Mutant(
         name="epsilon under the root",
@@ -275,7 +275,7 @@ MUTANTS = (
         old='.sqrt_().add_(group["eps"])',
         new='.add_(group["eps"]).sqrt_()',
         falsifies="parameters with small gradients hardly move",
-        tests=("test_optimizer.py",),
+        tests=("models/test_optimizer.py",),
     ),
     # Precision.
     Mutant(
@@ -284,7 +284,7 @@ MUTANTS = (
         old="            self.steps_since_change = 0\n            return\n",
         new="            return\n",
         falsifies="the loss scale grows too early after an overflow",
-        tests=("test_numerics_loss_scaling.py",),
+        tests=("numerics/test_loss_scaling.py",),
     ),
     Mutant(
         name="ties round up",
@@ -292,7 +292,7 @@ MUTANTS = (
         old="rounded = round(exact / unit) * unit",
         new="rounded = math.floor(exact / unit + Fraction(1, 2)) * unit",
         falsifies="rounding has a bias",
-        tests=("test_numerics_formats.py",),
+        tests=("numerics/test_formats.py",),
     ),
     # What the device can do, and what it says.
     Mutant(
@@ -301,7 +301,7 @@ MUTANTS = (
         old="best = max(rates, key=",
         new="best = min(rates, key=",
         falsifies="MFU against the measured ceiling is too high",
-        tests=("test_ceilings.py",),
+        tests=("measure/test_ceilings.py",),
     ),
     Mutant(
         name="half the rate of a product",
@@ -309,7 +309,7 @@ MUTANTS = (
         old="rate=work.flops / median_s",
         new="rate=work.flops / 2 / median_s",
         falsifies="MFU against the measured ceiling is twice what it is",
-        tests=("test_ceilings.py",),
+        tests=("measure/test_ceilings.py",),
     ),
     Mutant(
         name="NVML's power in watts",
@@ -317,7 +317,7 @@ MUTANTS = (
         old="power_w=None if power is None else power / 1000",
         new="power_w=power",
         falsifies="a GPU takes 345,678 W",
-        tests=("test_nvml.py",),
+        tests=("measure/test_nvml.py",),
     ),
     Mutant(
         name="NVML's violation time in microseconds",
@@ -325,31 +325,31 @@ MUTANTS = (
         old="status.violationTime * 1e-9",
         new="status.violationTime * 1e-6",
         falsifies="a power cap of a millisecond held the clocks down for a second",
-        tests=("test_nvml.py",),
+        tests=("measure/test_nvml.py",),
     ),
     # Judgement, and what is on disk.
     Mutant(
         name="a timer may stop at half of the work",
-        file="analysis/checks/timing.py",
+        file="analysis/runs/checks/timing.py",
         old="total > 1.05 * whole + 50e-6",
         new="total > 2.05 * whole + 50e-6",
         falsifies="a timer that did not wait for the device is believed (row 1)",
-        tests=("test_mistakes.py",),
+        tests=("hostile/test_mistakes.py",),
     ),
     Mutant(
         name="a sweep takes over the runs of another",
-        file="studies/sweep.py",
+        file="engine/sweep.py",
         old="if run.sweep != self._plan.key or run.status in again:",
         new="if run.status in again:",
         falsifies="cells measured under another memory limit are this sweep's results",
-        tests=("test_sweep.py::test_the_run_of_another_sweep_is_no_result_of_this_one",),
+        tests=("engine/test_sweep.py::test_the_run_of_another_sweep_is_no_result_of_this_one",),
     ),
     Mutant(
         name="a sweep takes over runs of other settings",
-        file="studies/sweep.py",
+        file="engine/sweep.py",
         old=" and cell.cell.settings == run.settings:\n                    cell.run",
         new=":\n                    cell.run",
         falsifies="a cell of five steps stands for one of thirty",
-        tests=("test_sweep.py::test_settings_are_part_of_a_cell_that_is_taken_over",),
+        tests=("engine/test_sweep.py::test_settings_are_part_of_a_cell_that_is_taken_over",),
     ),
 )

@@ -13,14 +13,14 @@ from stepscope.core.run import Run
 from stepscope.core.workload import DTYPES, PHASES
 
 if TYPE_CHECKING:
-    from stepscope.analysis.trace_digest import TraceDigest
+    from stepscope.analysis.captures.digest import TraceDigest
 
 
 @functools.cache
 def reads_captures() -> bool:
     """A machine that only measures has no polars."""
     try:
-        importlib.import_module("stepscope.analysis.trace_digest")
+        importlib.import_module("stepscope.analysis.captures.digest")
     except ModuleNotFoundError as error:
         if error.name != "polars":
             raise
@@ -37,7 +37,7 @@ def captured(run: Run, directory: Path, keep: bool) -> "TraceDigest | None":
     """What the run's capture says; None where polars is not installed, or the capture cannot be read, which is said."""
     if run.status != "done" or not reads_captures():
         return None
-    from stepscope.cli.study_kernels import digest_beside
+    from stepscope.cli.studies.kernels import digest_beside
 
     try:
         return digest_beside(run, directory, "kineto", keep)

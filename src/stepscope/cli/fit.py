@@ -13,10 +13,10 @@ from stepscope.core.model_config import PRESETS
 from stepscope.core.workload import Workload
 
 if TYPE_CHECKING:
+    from stepscope.engine.fake_step import FakeEstimate
     from stepscope.memory.prediction.accuracy import Accuracy
     from stepscope.memory.prediction.estimate import MemoryEstimate
     from stepscope.memory.prediction.fit import Budget, Fit
-    from stepscope.studies.fake_step import FakeEstimate
 
 
 @verb(
@@ -124,7 +124,7 @@ def _answer(workload: Workload, budgets: "list[Budget]", fake: bool, json: bool)
 
 
 def _by_running(workload: Workload) -> "FakeEstimate":
-    from stepscope.studies.fake_step import estimate_by_running
+    from stepscope.engine.fake_step import estimate_by_running
 
     with stdout_kept_clean():
         return estimate_by_running(workload)

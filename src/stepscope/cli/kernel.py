@@ -19,7 +19,7 @@ def kernel(
     name: Annotated[str, typer.Argument(help="The kernel's name as a profiler shows it.")], *, json: bool
 ) -> None:
     """Explain a kernel by its name: library, types, layout, tile, and which product of a step it is."""
-    from stepscope.analysis.kernel_explanation import explain
+    from stepscope.analysis.kernels.explanation import explain
 
     if not name.strip():
         raise InputError("the kernel's name is empty: give it as the profiler shows it, in quotes")

@@ -28,8 +28,8 @@ from stepscope.core.workload import (
     PHASES,
     Workload,
 )
-from stepscope.studies.grid import grid
-from stepscope.studies.request import MEMORY_STACKS, MemoryRequest, MemoryStacks, TraceRequest
+from stepscope.engine.grid import grid
+from stepscope.engine.request import MEMORY_STACKS, MemoryRequest, MemoryStacks, TraceRequest
 
 RECORDED = ("memory", *TRACE_TOOLS)
 

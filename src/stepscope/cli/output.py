@@ -18,9 +18,9 @@ from stepscope.core.errors import StepscopeError
 from stepscope.core.shown_text import message_line, visible
 
 if TYPE_CHECKING:
+    from stepscope.engine.plan import SweepState
+    from stepscope.engine.request import Stage
     from stepscope.report.sweep import ProgressRow
-    from stepscope.studies.request import Stage
-    from stepscope.studies.sweep_plan import SweepState
 
 
 class CleanConsole(Console):

@@ -13,7 +13,7 @@ from stepscope.core.finding import worst
 from stepscope.core.run import Run, Settings
 
 if TYPE_CHECKING:
-    from stepscope.analysis.trace_summary import TraceSummary
+    from stepscope.analysis.captures.summary import TraceSummary
     from stepscope.memory.explain import Explained
 
 
@@ -41,8 +41,8 @@ def run(
     stand_in = {} if "model" in said.said else {"layers": 1000}
     said.workload(model="tiny", seq_len=1, **stand_in)
 
+    from stepscope.engine.step import StepRequest, measure_step
     from stepscope.measure.device import resolve_device  # torch, only now that the input is known to be sound
-    from stepscope.studies.step import StepRequest, measure_step
 
     on_gpu = resolve_device(device).type == "cuda"
     workload = said.workload(model="small" if on_gpu else "tiny", seq_len=512 if on_gpu else 128)
@@ -80,7 +80,7 @@ def _print(measured: Run, directory: Path, json: bool) -> None:
 
             fields = msgspec.json.decode(text)
             if summary is not None:
-                from stepscope.analysis.trace_checks import check_trace
+                from stepscope.analysis.captures.checks import check_trace
                 from stepscope.cli.trace import summary_as_json
 
                 fields["trace"] = summary_as_json(summary, check_trace(summary))
@@ -96,7 +96,7 @@ def _print(measured: Run, directory: Path, json: bool) -> None:
 
     show(render_run(measured, str(directory)))
     if summary is not None:
-        from stepscope.analysis.trace_checks import check_trace
+        from stepscope.analysis.captures.checks import check_trace
         from stepscope.report.trace import render_trace
 
         emit("\n")

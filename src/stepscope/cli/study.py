@@ -5,17 +5,18 @@ from typing import Any, ClassVar
 
 import typer
 
-from stepscope.cli import study_gradients, study_precision
 from stepscope.cli.grammar import Verbs, study_now
 from stepscope.cli.output import show
-from stepscope.cli.study_attention import attention
-from stepscope.cli.study_attention_gate import attention_gate
-from stepscope.cli.study_attention_steps import attention_step
-from stepscope.cli.study_autocast import autocast
-from stepscope.cli.study_compile import compiled
-from stepscope.cli.study_kernels import kernels
-from stepscope.cli.study_quality import quality
-from stepscope.cli.study_speed import speed
+from stepscope.cli.studies import gradients as study_gradients
+from stepscope.cli.studies import precision as study_precision
+from stepscope.cli.studies.attention import attention
+from stepscope.cli.studies.attention_gate import attention_gate
+from stepscope.cli.studies.attention_steps import attention_step
+from stepscope.cli.studies.autocast import autocast
+from stepscope.cli.studies.compile import compiled
+from stepscope.cli.studies.kernels import kernels
+from stepscope.cli.studies.quality import quality
+from stepscope.cli.studies.speed import speed
 from stepscope.cli.verb import verb
 
 
@@ -41,8 +42,8 @@ def warmup(
     from stepscope.cli.sweep import measure_and_report, report_sweep
     from stepscope.core.model_config import configure
     from stepscope.core.workload import Workload
+    from stepscope.engine.plan import Policy, SweepPlan
     from stepscope.report.warmup import render_warmup
-    from stepscope.studies.sweep_plan import Policy, SweepPlan
     from stepscope.studies.warmup import warmup_cells
 
     workload = Workload(model=configure(model), seq_len=seq_len, batch_size=batch_size, dtype=dtype)  # type: ignore[arg-type]

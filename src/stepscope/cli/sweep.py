@@ -21,7 +21,7 @@ from stepscope.core.finding import worst
 from stepscope.core.run import Run, Settings
 
 if TYPE_CHECKING:
-    from stepscope.studies.sweep_plan import Policy, SweepPlan
+    from stepscope.engine.plan import Policy, SweepPlan
 
 
 _UNFIT_NAMED = 6
@@ -56,8 +56,8 @@ def sweep(
     json: bool,
 ) -> None:
     """Measure a grid of workloads. The same command resumes a sweep that was interrupted."""
-    from stepscope.studies.recipe import load_recipe
-    from stepscope.studies.sweep_plan import Cell, Policy, SweepPlan, order_cells
+    from stepscope.engine.plan import Cell, Policy, SweepPlan, order_cells
+    from stepscope.engine.recipe import load_recipe
 
     if recipe is not None:
         if len(said.flags) > 0:
@@ -81,8 +81,8 @@ def sweep(
 
 def measure_and_report(plan: "SweepPlan", policy: "Policy", report: Callable[[list[Run]], None]) -> NoReturn:
     """Run the sweep under a display, report its runs, and leave with the sweep's exit code."""
-    from stepscope.studies.sweep import SweepInterrupted, run_sweep
-    from stepscope.studies.sweep_plan import BROKEN
+    from stepscope.engine.plan import BROKEN
+    from stepscope.engine.sweep import SweepInterrupted, run_sweep
 
     _foretell(plan)
     try:
@@ -104,8 +104,8 @@ def measure_and_report(plan: "SweepPlan", policy: "Policy", report: Callable[[li
 
 def _foretell(plan: "SweepPlan") -> None:
     """A line on the cells that are predicted to run out of memory. They are measured all the same."""
+    from stepscope.engine.forecast import cells_that_will_not_fit, memory_of
     from stepscope.report.terminal import cell_name
-    from stepscope.studies.forecast import cells_that_will_not_fit, memory_of
 
     budget = memory_of(plan)
     unfit = cells_that_will_not_fit(plan, budget) if budget is not None else []

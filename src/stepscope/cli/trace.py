@@ -15,7 +15,7 @@ from stepscope.core.run import Run
 from stepscope.core.run_directory import RUN_FILE, load_run
 
 if TYPE_CHECKING:
-    from stepscope.analysis.trace_summary import TraceSummary
+    from stepscope.analysis.captures.summary import TraceSummary
     from stepscope.core.finding import Finding
 
 
@@ -44,11 +44,11 @@ def trace(
     if against is not None:
         _compare(load_summary(against, without_ranges=no_ranges), summary, against, file, json)
         return
-    from stepscope.analysis.trace_checks import check_trace
+    from stepscope.analysis.captures.checks import check_trace
 
     findings = check_trace(summary)
     if perfetto is not None:
-        from stepscope.analysis.occupation import occupation
+        from stepscope.analysis.captures.occupation import occupation
         from stepscope.report.perfetto import write_perfetto
 
         occupied = occupation(summary.attribution)
@@ -78,7 +78,7 @@ def _compare(before: "TraceSummary", after: "TraceSummary", old: Path, new: Path
 
 def summary_as_json(summary: "TraceSummary", findings: tuple["Finding", ...]) -> dict[str, object]:
     """Everything that the tables say, as plain data."""
-    from stepscope.analysis.trace_json import trace_as_json
+    from stepscope.analysis.captures.as_json import trace_as_json
     from stepscope.report.roofline import as_json as roofline_as_json
 
     roofline = roofline_as_json(summary.roofline) if summary.roofline else None
@@ -90,8 +90,8 @@ def load_summary(path: Path, *, without_ranges: bool = False) -> "TraceSummary":
     # polars' allocator, read when polars is loaded: pages no longer used go back at once, a sixth less at the peak.
     os.environ.setdefault("_RJEM_MALLOC_CONF", "narenas:2,dirty_decay_ms:50,muzzy_decay_ms:0")
     _make_readable(path)
-    from stepscope.analysis.attribution import attribute
-    from stepscope.analysis.trace_summary import TraceSummary
+    from stepscope.analysis.captures.attribution import attribute
+    from stepscope.analysis.captures.summary import TraceSummary
     from stepscope.trace.read import find_capture, read_trace
 
     attribution = attribute(read_trace(path, without_ranges=without_ranges))
@@ -113,7 +113,7 @@ def _make_readable(path: Path) -> None:
         load_run(capture.parent)
     except (OSError, InputError):  # read_trace says what is wrong, if anything is
         return
-    from stepscope.studies.nsys_trace import import_capture
+    from stepscope.engine.nsys_trace import import_capture
 
     with contextlib.suppress(OSError):
         import_capture(capture.parent)

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepscope.analysis.comparisons.captures import CaptureComparison
-from stepscope.analysis.kernel_names.label import kernel_label
+from stepscope.analysis.kernels.names.label import kernel_label
 from stepscope.core.shown_text import middle_cut, printable
 from stepscope.core.units import format_milliseconds
 from stepscope.report.layout import name_shown

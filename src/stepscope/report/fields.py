@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from stepscope.analysis import metrics
+from stepscope.analysis.runs import metrics
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.attentions import attention_names
 from stepscope.core.model_config import PRESETS

@@ -4,7 +4,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stepscope.analysis.kernel_explanation import KernelExplanation
+from stepscope.analysis.kernels.explanation import KernelExplanation
 from stepscope.core.errors import printable
 
 SHOWN = 200

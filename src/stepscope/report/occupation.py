@@ -4,9 +4,9 @@ import polars as pl
 from rich.console import RenderableType
 from rich.text import Text
 
-from stepscope.analysis.critical_path import CriticalPath
-from stepscope.analysis.occupation import Occupation
-from stepscope.analysis.overlap import Overlap
+from stepscope.analysis.captures.critical_path import CriticalPath
+from stepscope.analysis.captures.occupation import Occupation
+from stepscope.analysis.captures.overlap import Overlap
 from stepscope.core.errors import printable
 from stepscope.core.units import format_count, format_share, ms_text
 from stepscope.report.terminal import make_table

@@ -17,9 +17,9 @@ from typing import IO
 import msgspec
 import polars as pl
 
-from stepscope.analysis.attribution import ROOT, Attribution
-from stepscope.analysis.kernel_names.label import kernel_label
-from stepscope.analysis.trace_digest import DIGEST_FILE
+from stepscope.analysis.captures.attribution import ROOT, Attribution
+from stepscope.analysis.captures.digest import DIGEST_FILE
+from stepscope.analysis.kernels.names.label import kernel_label
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.run_directory import RUN_FILE

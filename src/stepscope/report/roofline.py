@@ -7,8 +7,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stepscope.analysis.peaks import Peak
-from stepscope.analysis.roofs import FamilyRoof, OperatorRoof, Roofline
+from stepscope.analysis.roofline.peaks import Peak
+from stepscope.analysis.roofline.roofs import FamilyRoof, OperatorRoof, Roofline
 from stepscope.core.errors import printable
 from stepscope.core.units import format_rate, format_share, ms_text
 from stepscope.report.layout import name_shown

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from stepscope.analysis import metrics
-from stepscope.analysis.doubts import marked
+from stepscope.analysis.runs import metrics
+from stepscope.analysis.runs.doubts import marked
 from stepscope.core.run import Run
 from stepscope.core.units import format_seconds
 from stepscope.report.terminal import make_table, status_sentence, status_word

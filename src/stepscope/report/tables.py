@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from stepscope.analysis.doubts import doubting_kinds, doubts_sentence, marked
+from stepscope.analysis.runs.doubts import doubting_kinds, doubts_sentence, marked
 from stepscope.core.errors import InputError, choose, printable
 from stepscope.core.run import REPEATED, Run
 from stepscope.core.samples import CONFIDENCE, OF_ONE_PROCESS, Samples

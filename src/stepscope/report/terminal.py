@@ -5,8 +5,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stepscope.analysis import metrics
-from stepscope.analysis.doubts import doubting_kinds, marked
+from stepscope.analysis.runs import metrics
+from stepscope.analysis.runs.doubts import doubting_kinds, marked
 from stepscope.core.environment import Environment
 from stepscope.core.errors import printable
 from stepscope.core.evidence import Capture

@@ -5,14 +5,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stepscope.analysis.critical_path import critical_path
-from stepscope.analysis.doubts import marked
-from stepscope.analysis.families import FAMILIES
-from stepscope.analysis.kernel_names.label import kernel_label
-from stepscope.analysis.occupation import occupation
-from stepscope.analysis.overlap import overlap
-from stepscope.analysis.range_names import RECOMPUTATION
-from stepscope.analysis.trace_summary import GEMM, OUTSIDE, AttentionRow, KernelRow, TraceSummary
+from stepscope.analysis.captures.critical_path import critical_path
+from stepscope.analysis.captures.occupation import occupation
+from stepscope.analysis.captures.overlap import overlap
+from stepscope.analysis.captures.range_names import RECOMPUTATION
+from stepscope.analysis.captures.summary import GEMM, OUTSIDE, AttentionRow, KernelRow, TraceSummary
+from stepscope.analysis.kernels.families import FAMILIES
+from stepscope.analysis.kernels.names.label import kernel_label
+from stepscope.analysis.runs.doubts import marked
 from stepscope.core.errors import printable
 from stepscope.core.finding import Finding
 from stepscope.core.shown_text import middle_cut

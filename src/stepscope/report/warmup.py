@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from stepscope.analysis.doubts import marked
+from stepscope.analysis.runs.doubts import marked
 from stepscope.core.run import Run
 from stepscope.core.units import format_milliseconds, format_seconds
 from stepscope.report.terminal import (

@@ -1,1 +1,1 @@
-"""Top floor: one question a file, from a Workload to a Run. The only place where the wings meet."""
+"""One question a file: which steps, and which answer."""

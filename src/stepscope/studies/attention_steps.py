@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from stepscope.engine.plan import Cell
 from stepscope.studies.compared_cells import Sizes, compared_cells
-from stepscope.studies.sweep_plan import Cell
 
 ON_GPU = Sizes(implementations="reference,sdpa-cudnn,flash", dtypes="bf16", seq_len="1024", batch_size=4)
 ON_CPU = Sizes(implementations="reference,sdpa", dtypes="fp32", seq_len="64", batch_size=1)

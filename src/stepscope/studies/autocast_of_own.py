@@ -1,7 +1,7 @@
 """The study of autocast with the user's own module, which runs with the user's rights in a process of its own."""
 
 from stepscope.core.experiment import Experiment, decode_experiment, encode_experiment
-from stepscope.studies.own_code import answer_apart, ask_apart
+from stepscope.engine.own_code import answer_apart, ask_apart
 
 
 def autocast_of_own(module: str, dtype: str, device: str) -> Experiment:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.run import Settings
-from stepscope.studies.grid import grid
-from stepscope.studies.sweep_plan import Cell, order_cells
+from stepscope.engine.grid import grid
+from stepscope.engine.plan import Cell, order_cells
 
 
 @dataclass(frozen=True, kw_only=True)

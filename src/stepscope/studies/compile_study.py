@@ -9,8 +9,8 @@ from typing import Any
 from stepscope.analysis.comparisons.compiling.cells import CompileCell
 from stepscope.core.errors import InputError, choose
 from stepscope.core.workload import COMPILES
+from stepscope.engine.plan import Cell
 from stepscope.studies.compared_cells import Sizes, compared_cells
-from stepscope.studies.sweep_plan import Cell
 
 BASELINE = CompileCell.BASELINE
 MODES: tuple[str, ...] = tuple(mode for mode in COMPILES if mode != BASELINE)

@@ -1,10 +1,10 @@
 """What does this device promise, and what does it reach?"""
 
 from stepscope.core.device_spec import DeviceReport, find_device_spec
+from stepscope.engine.request import Stage, Tell
 from stepscope.measure.ceilings import ceilings_for, measure_ceilings, store_ceilings, supported_dtypes
 from stepscope.measure.device import resolve_device
 from stepscope.measure.environment import read_environment
-from stepscope.studies.request import Stage, Tell
 
 
 def study_device(name: str, again: bool, tell: Tell) -> DeviceReport:

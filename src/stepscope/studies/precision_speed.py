@@ -6,8 +6,8 @@ from typing import Any
 from stepscope.analysis.comparisons.precision.cells import TimedCell
 from stepscope.core.errors import InputError, choose
 from stepscope.core.workload import DTYPES
+from stepscope.engine.plan import Cell
 from stepscope.studies.compared_cells import Sizes, compared_cells
-from stepscope.studies.sweep_plan import Cell
 
 BASELINE = TimedCell.BASELINE
 

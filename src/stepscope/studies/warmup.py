@@ -2,7 +2,7 @@
 
 from stepscope.core.run import Settings
 from stepscope.core.workload import Workload
-from stepscope.studies.sweep_plan import Cell
+from stepscope.engine.plan import Cell
 
 WARMUPS = (0, 1, 2, 5)
 

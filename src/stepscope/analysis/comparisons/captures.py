@@ -11,8 +11,8 @@ from functools import cached_property
 
 import polars as pl
 
-from stepscope.analysis.attribution import Attribution
-from stepscope.analysis.kernel_spelling import one_spelling
+from stepscope.analysis.captures.attribution import Attribution
+from stepscope.analysis.kernels.spelling import one_spelling
 from stepscope.core.errors import InputError
 from stepscope.core.units import format_seconds
 

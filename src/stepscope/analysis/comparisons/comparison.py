@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
-from stepscope.analysis.doubts import doubt_mark
-from stepscope.analysis.metrics import memory_of, samples_of
+from stepscope.analysis.runs.doubts import doubt_mark
+from stepscope.analysis.runs.metrics import memory_of, samples_of
 from stepscope.core.run import Run
 from stepscope.core.samples import Ratio, Samples
 from stepscope.work.transformer import parameter_count
 
 if TYPE_CHECKING:
-    from stepscope.analysis.trace_digest import TraceDigest  # a module that needs polars
+    from stepscope.analysis.captures.digest import TraceDigest  # a module that needs polars
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

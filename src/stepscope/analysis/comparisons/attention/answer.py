@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from stepscope.analysis.comparisons.answers import missing_cells
 from stepscope.analysis.comparisons.attention.cells import LEAST, StepCell, StepGroup, compare_steps, step_groups
 from stepscope.analysis.comparisons.attention.findings import steps_findings
-from stepscope.analysis.doubts import doubting_kinds
-from stepscope.analysis.metrics import PHASE_NAMES, median_s, peak_bytes
+from stepscope.analysis.runs.doubts import doubting_kinds
+from stepscope.analysis.runs.metrics import PHASE_NAMES, median_s, peak_bytes
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Cell, Experiment, Table, known_columns, measured_answer
 from stepscope.core.figures import gibibytes, milliseconds, times_within, within_ms

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stepscope.analysis.comparisons.comparison import ComparedRun, Comparison, Pair, compare
-from stepscope.analysis.metrics import median_s
+from stepscope.analysis.runs.metrics import median_s
 from stepscope.core.units import format_share
 
 LEAST = 0.005

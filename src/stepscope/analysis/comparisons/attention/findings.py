@@ -12,8 +12,8 @@ from stepscope.analysis.comparisons.attention.cells import (
     StepStudy,
 )
 from stepscope.analysis.comparisons.doubts import replaced_runs, unlike_environments
-from stepscope.analysis.doubts import doubting_kinds
-from stepscope.analysis.metrics import PHASE_NAMES, median_s, memory_of, peak_bytes
+from stepscope.analysis.runs.doubts import doubting_kinds
+from stepscope.analysis.runs.metrics import PHASE_NAMES, median_s, memory_of, peak_bytes
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.units import format_bytes, format_milliseconds
 

@@ -10,8 +10,8 @@ from stepscope.analysis.comparisons.compiling.cells import (
     with_kernels,
 )
 from stepscope.analysis.comparisons.compiling.findings import compile_findings
-from stepscope.analysis.doubts import doubting_kinds
-from stepscope.analysis.metrics import memory_of
+from stepscope.analysis.runs.doubts import doubting_kinds
+from stepscope.analysis.runs.metrics import memory_of
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Cell, Experiment, Panel, Table, measured_answer
 from stepscope.core.figures import digits, gibibytes, median_within_ms, milliseconds, percent, times_within

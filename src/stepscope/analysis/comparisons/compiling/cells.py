@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from stepscope.analysis.checks.computation import compile_fallback, compile_not_used
 from stepscope.analysis.comparisons.comparison import ComparedRun, Comparison, Pair, compare
-from stepscope.analysis.families import classify
+from stepscope.analysis.kernels.families import classify
+from stepscope.analysis.runs.checks.computation import compile_fallback, compile_not_used
 from stepscope.core.finding import Finding
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.workload import COMPILES
 
 if TYPE_CHECKING:
-    from stepscope.analysis.trace_digest import TraceDigest
+    from stepscope.analysis.captures.digest import TraceDigest
 
 PARTS = ("forward", "backward", "optimizer", "step")
 """What is timed; `step` by the host's clock round a synchronised region."""

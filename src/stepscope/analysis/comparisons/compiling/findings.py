@@ -23,7 +23,7 @@ from stepscope.analysis.comparisons.doubts import (
     speed_ups_of,
     unlike_environments,
 )
-from stepscope.analysis.metrics import median_s, memory_of
+from stepscope.analysis.runs.metrics import median_s, memory_of
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.units import format_bytes, format_seconds, format_share
 

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from stepscope.analysis.captures.digest import RoofRow
+from stepscope.analysis.captures.range_names import PHASES
+from stepscope.analysis.captures.summary import FORWARD_AND_BACKWARD, KernelRow
 from stepscope.analysis.comparisons.comparison import ComparedRun
 from stepscope.analysis.comparisons.kernels.cells import CapturedCell, busiest_families
-from stepscope.analysis.doubts import doubting_kinds
-from stepscope.analysis.kernel_names.label import kernel_label
-from stepscope.analysis.metrics import median_s
-from stepscope.analysis.range_names import PHASES
-from stepscope.analysis.trace_digest import RoofRow
-from stepscope.analysis.trace_summary import FORWARD_AND_BACKWARD, KernelRow
+from stepscope.analysis.kernels.names.label import kernel_label
+from stepscope.analysis.runs.doubts import doubting_kinds
+from stepscope.analysis.runs.metrics import median_s
 from stepscope.core.experiment import Cell, Experiment, Panel, Point, Table, known_columns, measured_answer
 from stepscope.core.figures import count, digits, milliseconds, percent
 from stepscope.core.finding import Finding, note

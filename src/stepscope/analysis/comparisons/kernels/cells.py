@@ -5,10 +5,10 @@ from typing import ClassVar
 
 import msgspec
 
+from stepscope.analysis.captures.digest import KEPT_ROWS, TraceDigest
+from stepscope.analysis.captures.summary import FORWARD_AND_BACKWARD, KernelRow
 from stepscope.analysis.comparisons.comparison import ComparedRun
-from stepscope.analysis.metrics import median_s
-from stepscope.analysis.trace_digest import KEPT_ROWS, TraceDigest
-from stepscope.analysis.trace_summary import FORWARD_AND_BACKWARD, KernelRow
+from stepscope.analysis.runs.metrics import median_s
 from stepscope.core.evidence import Capture
 
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from stepscope.analysis.comparisons.answers import missing_cells, nothing_to_compare, over_sizes
 from stepscope.analysis.comparisons.precision.cells import SpeedStudy, TimedCell
 from stepscope.analysis.comparisons.precision.findings import speed_findings
-from stepscope.analysis.doubts import doubting_kinds
-from stepscope.analysis.metrics import median_s, memory_of
+from stepscope.analysis.runs.doubts import doubting_kinds
+from stepscope.analysis.runs.metrics import median_s, memory_of
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Cell, Experiment, Panel, Table, measured_answer
 from stepscope.core.figures import digits, gibibytes, milliseconds, percent, times_within, within_ms

@@ -11,7 +11,7 @@ from stepscope.analysis.comparisons.doubts import (
     unlike_environments,
 )
 from stepscope.analysis.comparisons.precision.cells import Amdahl, SpeedPair, SpeedStudy
-from stepscope.analysis.metrics import launch_bound_share, median_s, memory_of
+from stepscope.analysis.runs.metrics import launch_bound_share, median_s, memory_of
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.units import format_bytes, format_seconds, format_share
 

@@ -1,0 +1,1 @@
+"""Timings of attention: ordered, and answered in tables and sentences."""

@@ -1,0 +1,418 @@
+"""Gives every nanosecond of device work its phase, module and family; what cannot be given stays visible.
+
+Phase: the phase range open at the launch, on the launching thread or else on any thread of that process (autograd
+launches backward from a thread of its own). Module: the innermost module range open on the launching thread; for
+backward, where ranges stand on the forward thread only, the module of the forward operator with the same
+(forward thread, sequence number).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import polars as pl
+
+from stepscope.analysis.captures.places import Places, gather
+from stepscope.analysis.captures.range_names import (
+    GRADIENT_ACCUMULATION,
+    PHASES,
+    RANGE_KINDS,
+    RECOMPUTATION,
+    RangeKind,
+    kind_of,
+    phase_of,
+)
+from stepscope.analysis.kernels.families import FAMILIES, classify
+from stepscope.trace.launches import operator_order
+from stepscope.trace.nesting import Nest, numbered, union
+from stepscope.trace.table import COPIES, KIND, TraceTable
+
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+ROOT = ""
+"""The module path of what ran in a phase but in no module's range: the model itself, the loss, a compiled graph."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attribution:
+    """A TraceTable with each row's place.
+
+    `work` is the table's `work` with columns step, phase, module, part, role, operator, operator_row, family, ranged.
+    `operator_row`: the row in `table.operators` of the call that `operator` names. `ranged`: inside any named range.
+    `links_checked`, `links_agree`: backward operators whose forward operator was found by sequence number and by the
+    profiler's own arrow too, and those where both are the same.
+    `instances`: of the steps and phases of the first process that has any (what, start_ns, end_ns); overlapping ranges
+    of one phase (a user's range round one of PyTorch's own) are one.
+    """
+
+    table: TraceTable
+    work: pl.DataFrame
+    instances: pl.DataFrame
+    links_checked: int
+    links_agree: int
+
+    @cached_property
+    def kernels(self) -> pl.DataFrame:
+        """The rows that are computation: kernels, whole graphs, or CPU operators; no copies or fills."""
+        computes = ~self.work["kind"].is_in(pl.Series(COPIES, dtype=KIND).implode())
+        first = computes.head(int(computes.sum()))
+        # Readers put them first, and then a slice holds no second copy of a million rows.
+        return self.work.head(len(first)) if first.all() else self.work.filter(computes)
+
+    @cached_property
+    def rows(self) -> pl.DataFrame:
+        """Device time by (phase, role, module, family): calls and busy_ns; rows in no range have `ranged` false."""
+        return (
+            self.work.group_by("ranged", "phase", "role", "module", "family")
+            .agg(pl.len().alias("calls"), pl.col("duration_ns").sum().alias("busy_ns"))
+            .sort("busy_ns", descending=True)
+        )
+
+    @property
+    def busy_ns(self) -> int:
+        """Sum of the durations of all device work."""
+        return int(self.work["duration_ns"].sum())
+
+    @property
+    def attributed_ns(self) -> int:
+        """The part of it launched inside some named range."""
+        return int(self.rows.filter("ranged")["busy_ns"].sum())
+
+    @property
+    def unattributed_ns(self) -> int:
+        """The part of it launched outside all ranges, or by no call that was recorded."""
+        return int(self.rows.filter(~pl.col("ranged"))["busy_ns"].sum())
+
+    @property
+    def steps(self) -> int:
+        """Steps traced, at least 1: the instances of step ranges, or else the fewer of forward's and the optimizer's.
+
+        Several micro-batches run forward for one run of the optimizer, and several optimizers may run for one forward.
+        """
+        counts = {what: self.instances.filter(pl.col("what") == what).height for what in ("step", *PHASES)}
+        return counts["step"] or min((n for n in (counts["forward"], counts["optimizer"]) if n), default=1)
+
+    def self_check(self) -> None:
+        """Raise AssertionError unless the parts make up the whole exactly and no row was lost or doubled."""
+        assert self.work.height == self.table.work.height, "rows were lost or doubled"
+        assert self.attributed_ns + self.unattributed_ns == self.busy_ns, "attributed + unattributed is not busy"
+        assert self.busy_ns == int(self.table.work["duration_ns"].sum()), "busy time changed on the way"
+
+
+def _instances(few: pl.DataFrame) -> pl.DataFrame:
+    chosen = few.with_columns(pl.coalesce(pl.col("phase").cast(pl.String), "what").alias("what"))
+    first = chosen.filter(pl.col("process") == pl.col("process").min())
+    return union(first, ["what"], touching=False)  # a step may begin in the very nanosecond that the last one ends
+
+
+def attribute(table: TraceTable) -> Attribution:
+    """Place every row of the table's work."""
+    work = table.work.with_columns(numbered(table.work, ["process", "launch_thread"]).alias("track"))
+    threads = work.select("track", "process", pl.col("launch_thread").alias("thread")).unique("track")
+    kinds = _kinds(table.ranges)
+    few = _steps_and_phases(table.ranges, kinds)
+    modules = _modules(_named(table.ranges, kinds["module"], threads), few, threads)
+    parts = Places(_named(table.ranges, kinds["part"], threads))
+    work = work.with_columns(
+        modules.name_at(work["track"], work["launch_ns"], "module"),
+        parts.name_at(work["track"], work["launch_ns"], "part"),
+        _phase(work, few, threads),
+        _step(work, few),
+    )
+    work = work.with_columns(_ranged(work, table.ranges))
+    operators = _on_threads(table.operators.with_row_index("row"), threads)
+    work = work.with_columns(_operator_row(work, operators, table))
+    work = work.with_columns(gather(table.operators["name"], work["operator_row"]).alias("operator"))
+    work, checked, agree = _through_forward(work, operators, table, (modules, parts), threads)
+    if RECOMPUTATION in kinds["module"]:
+        # An NVTX tool records no operators: the range that stands round what runs again says it.
+        named = Places(_named(table.ranges, [RECOMPUTATION], threads))
+        again = named.name_at(work["track"], work["launch_ns"], RECOMPUTATION).is_not_null()
+        work = work.with_columns(pl.col("_recomputes") | again)
+    work = work.with_columns(_family(work)).with_columns(_role())
+    in_phase = pl.col("phase").is_not_null() & pl.col("module").is_null()
+    work = work.with_columns(pl.when(in_phase).then(pl.lit(ROOT, pl.Categorical())).otherwise("module").alias("module"))
+    return Attribution(
+        table=table,
+        work=work.drop("track", "_accumulates", "_recomputes"),
+        instances=_instances(few),
+        links_checked=checked,
+        links_agree=agree,
+    )
+
+
+def _kinds(ranges: pl.DataFrame) -> dict[RangeKind, list[str]]:
+    """The ranges' names by what they stand for."""
+    kinds: dict[RangeKind, list[str]] = {kind: [] for kind in RANGE_KINDS}
+    for name in ranges["name"].unique().to_list():
+        kinds[kind_of(name)].append(name)
+    return kinds
+
+
+def _steps_and_phases(ranges: pl.DataFrame, kinds: dict[RangeKind, list[str]]) -> pl.DataFrame:
+    """These ranges, with `what` ("step" or "phase") and, for phases, `phase`."""
+    names = [*kinds["step"], *kinds["phase"]]
+    known = pl.DataFrame(
+        {
+            "name": pl.Series(names, dtype=pl.Categorical()),
+            "what": ["step"] * len(kinds["step"]) + ["phase"] * len(kinds["phase"]),
+            "phase": pl.Series([phase_of(name) for name in names], dtype=pl.Enum(PHASES)),
+        },
+        schema_overrides={"what": pl.String},
+    )
+    few = ranges.filter(_is_named(names)).join(known, on="name", how="left", maintain_order="left")
+    return few.filter(~_recomputed(few))
+
+
+def _recomputed(few: pl.DataFrame) -> pl.Series:
+    """Ranges of forward inside one of backward: a checkpointed model run again, which is part of backward.
+
+    Inside one of their own thread, or on a thread that has none (autograd's) inside another's of their process: a
+    thread with a backward of its own may run forward at any time.
+    """
+    forward = few["phase"].cast(pl.String).eq_missing("forward")
+    backward = few.filter(pl.col("phase") == "backward")
+    trains = numbered(few, ["process", "thread"])
+    return forward & (
+        _inside(few, backward, ["process", "thread"])
+        | (_inside(few, backward, ["process"]) & ~trains.is_in(trains.filter(few["phase"] == "backward").implode()))
+    )
+
+
+def _inside(ranges: pl.DataFrame, around: pl.DataFrame, by: list[str]) -> pl.Series:
+    """Whether each range lies within one (or several that overlap or touch) of `around` with equal `by`."""
+    merged = union(around, by)
+    track = numbered(pl.concat([ranges.select(by), merged.select(by)]), by)
+    outer = _lasting(merged).with_columns(track.tail(merged.height).alias("track"))
+    row = Nest(outer, "track").innermost(track.head(ranges.height), ranges["start_ns"])
+    return (gather(merged["end_ns"], row) >= ranges["start_ns"] + ranges["duration_ns"]).fill_null(False)
+
+
+def _is_named(names: list[str]) -> pl.Expr:
+    return pl.col("name").is_in(pl.Series(names, dtype=pl.Categorical()).implode())
+
+
+def _named(ranges: pl.DataFrame, names: list[str], threads: pl.DataFrame) -> pl.DataFrame:
+    """The nested ranges of these names on threads that launch work: start_ns, duration_ns, name, track."""
+    found = []
+    for part in ranges.iter_slices(1 << 18):  # a million ranges are thinned out piece by piece, to hold little at once
+        chosen = part.filter(pl.col("nested") & _is_named(names))
+        found.append(_on_threads(chosen, threads).select("start_ns", "duration_ns", "name", "track"))
+    nothing = {"start_ns": pl.Int64, "duration_ns": pl.Int64, "name": pl.Categorical(), "track": pl.Int64}
+    return pl.concat([pl.DataFrame(schema=nothing), *found])
+
+
+def _modules(candidates: pl.DataFrame, few: pl.DataFrame, threads: pl.DataFrame) -> Places:
+    """Module ranges: all that enclose no step or phase ("epoch" and "train" do, and are no modules)."""
+    outer: set[str] = set()
+    for (track, _, _), inner in _on_threads(few, threads).group_by("track", "what", "phase"):
+        outer |= _enclosing(candidates, candidates["track"] == track, inner.sort("start_ns", "duration_ns"))
+    if not outer:
+        return Places(candidates)
+    return Places(candidates.filter(~_is_named(sorted(outer))))
+
+
+def _enclosing(candidates: pl.DataFrame, chosen: pl.Series, inner: pl.DataFrame) -> set[str]:
+    """The names of the chosen candidates that hold one of `inner`, ranges of one kind by start and length, and are
+    longer.
+
+    A first module that begins with its phase, by a clock of microseconds, is not round it.
+    """
+    start_ns, end_ns = candidates["start_ns"], candidates["start_ns"] + candidates["duration_ns"]
+    begins, ends = inner["start_ns"], inner["start_ns"] + inner["duration_ns"]
+    # Of those that begin together with it the shortest is the first; of those that begin later one ends first.
+    together = begins.search_sorted(start_ns, side="left")
+    later = begins.search_sorted(start_ns, side="right")
+    last = inner.height - 1
+    shortest = ends.gather(together.clip(upper_bound=last))
+    soonest = ends.reverse().cum_min().reverse().gather(later.clip(upper_bound=last))
+    holds = ((together < later) & (shortest < end_ns)) | ((later <= last) & (soonest <= end_ns))
+    return set(candidates["name"].filter(chosen & holds).unique().to_list())
+
+
+def _on_threads(frame: pl.DataFrame, threads: pl.DataFrame) -> pl.DataFrame:
+    """The rows on threads that launch work, with the thread's `track`."""
+    if threads["thread"].is_duplicated().any():  # the same thread number in two processes
+        return frame.join(threads, on=["process", "thread"], how="inner", maintain_order="left")
+    tracks = dict(zip(threads["thread"].to_list(), threads["track"].to_list(), strict=True))
+    processes = dict(zip(threads["thread"].to_list(), threads["process"].to_list(), strict=True))
+    tracks.pop(None, None)
+    processes.pop(None, None)
+    thread = pl.col("thread")
+    return frame.with_columns(thread.replace_strict(tracks, default=None, return_dtype=pl.Int64).alias("track")).filter(
+        pl.col("track").is_not_null()
+        & (pl.col("process") == thread.replace_strict(processes, default=None, return_dtype=pl.Int64))
+    )
+
+
+def _phase(work: pl.DataFrame, few: pl.DataFrame, threads: pl.DataFrame) -> pl.Series:
+    """The launching thread's own phase or, where it has none open, the one open anywhere in its process."""
+    phases = few.filter(pl.col("what") == "phase")
+    own_phases = _on_threads(phases.filter("nested"), threads)
+    own = gather(own_phases["phase"], Nest(own_phases, "track").innermost(work["track"], work["launch_ns"]))
+    merged = _lasting(union(phases, ["process", "phase"]))
+    anywhere = gather(merged["phase"], Nest(merged, "process").innermost(work["process"], work["launch_ns"]))
+    both = pl.DataFrame({"own": own, "anywhere": anywhere})
+    return both.select(pl.coalesce("own", "anywhere").alias("phase")).to_series()
+
+
+def _step(work: pl.DataFrame, few: pl.DataFrame) -> pl.Series:
+    """The number, from 0, of the step open at each launch in its process, or null.
+
+    Ranges of steps that overlap, a user's inside the profiler's own, are one step.
+    """
+    steps = _lasting(union(few.filter(pl.col("what") == "step"), ["process"], touching=False)).sort("start_ns")
+    steps = steps.with_columns(pl.int_range(pl.len()).over("process").alias("step"))
+    rows = Nest(steps, "process").innermost(work["process"], work["launch_ns"])
+    return gather(steps["step"], rows).cast(pl.Int64).alias("step")
+
+
+def _ranged(work: pl.DataFrame, ranges: pl.DataFrame) -> pl.Series:
+    """Whether each launch lies in any range of its process."""
+    placed = pl.col("phase").is_not_null() | pl.col("module").is_not_null() | pl.col("step").is_not_null()
+    certain = work.select(placed.alias("ranged")).to_series()
+    if certain.all():
+        return certain
+    merged = _lasting(union(ranges, ["process"]))
+    return Nest(merged, "process").innermost(work["process"], work["launch_ns"]).is_not_null().alias("ranged")
+
+
+def _lasting(intervals: pl.DataFrame) -> pl.DataFrame:
+    return intervals.with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"))
+
+
+def _operator_row(work: pl.DataFrame, operators: pl.DataFrame, table: TraceTable) -> pl.Series:
+    """The row in `table.operators` of the innermost operator open at each launch; on the CPU the operator itself."""
+    if table.on_cpu:
+        return operator_order(table.operators).alias("operator_row")
+    rows = Nest(operators, "track").innermost(work["track"], work["launch_ns"])
+    return gather(operators["row"], rows).alias("operator_row")
+
+
+def _through_forward(
+    work: pl.DataFrame,
+    operators: pl.DataFrame,
+    table: TraceTable,
+    places: "tuple[Places, Places]",
+    threads: pl.DataFrame,
+) -> tuple[pl.DataFrame, int, int]:
+    """Fill module and part of backward from the forward operator of the same (forward thread, sequence number)."""
+    if not operators.height:
+        return work.with_columns(pl.lit(False).alias("_accumulates"), pl.lit(False).alias("_recomputes")), 0, 0
+    has_sequence = pl.col("sequence").is_not_null() & (pl.col("sequence") >= 0)
+    in_backward = has_sequence & (pl.col("forward_thread").fill_null(0) > 0)
+    names = operators["name"].unique().cast(pl.String).drop_nulls()
+    accumulates = _is_named(names.filter(names.str.starts_with(_ACCUMULATE)).to_list())
+    backward = operators.filter(in_backward | accumulates)
+    nest = Nest(backward, "track")
+    row = nest.innermost(work["track"], work["launch_ns"])
+    work = work.with_columns(
+        gather(backward["process"], row).alias("_process"),
+        gather(backward["forward_thread"], row).alias("_forward_thread"),
+        gather(backward["sequence"], row).alias("_sequence"),
+        gather(backward["start_ns"], row).alias("_node_ns"),
+        gather(backward.select(accumulates).to_series(), row).fill_null(False).alias("_accumulates"),
+    )
+    forward = table.operators.filter(has_sequence & ~(pl.col("forward_thread").fill_null(0) > 0))
+    made = _forward_operators(backward.filter(in_backward), forward)
+    checked, agree = _check_links(made, table.links)
+    placed = _placed(made, places, threads)
+    work = work.join(
+        placed,
+        left_on=["_process", "_forward_thread", "_sequence"],
+        right_on=["process", "forward_thread", "sequence"],
+        how="left",
+        maintain_order="left",
+    )
+    # A forward operator recomputed inside a backward node carries a sequence number of its own and no forward thread.
+    anew = operators.filter(has_sequence & ~(pl.col("forward_thread").fill_null(0) > 0))
+    inner = gather(anew["start_ns"], Nest(anew, "track").innermost(work["track"], work["launch_ns"]))
+    recomputes = (inner > work["_node_ns"]).fill_null(False)
+    own = pl.col("module").is_not_null()
+    return (
+        work.with_columns(
+            pl.when(own).then("module").otherwise(pl.col("_module")).alias("module"),
+            pl.when(own).then("part").otherwise(pl.coalesce("part", "_part")).alias("part"),
+            recomputes.alias("_recomputes"),
+        ).drop("_process", "_forward_thread", "_sequence", "_module", "_part", "_node_ns"),
+        checked,
+        agree,
+    )
+
+
+def _forward_operators(backward: pl.DataFrame, forward: pl.DataFrame) -> pl.DataFrame:
+    """For each backward (process, forward_thread, sequence): the operator that made its node, and the backward start.
+
+    Several operators carry one number, which counts the nodes made so far: a composite one, then those inside it. The
+    last of them to begin makes the node. PyTorch's number of the forward thread is not the system's; the thread whose
+    operators match most of the sequence numbers is the one.
+    """
+    latest = (
+        forward.select("process", "thread", "sequence", pl.col("start_ns").alias("forward_ns"))
+        .group_by("process", "thread", "sequence")
+        .agg(pl.col("forward_ns").max())
+    )
+    wanted = backward.group_by("process", "forward_thread", "sequence").agg(
+        pl.col("start_ns").unique().alias("backward_ns"), pl.col("thread").first().alias("backward_thread")
+    )
+    matched = wanted.join(latest, on=["process", "sequence"], how="inner")
+    threads = (
+        matched.group_by("process", "forward_thread", "thread")
+        .len("matches")
+        .sort("matches", "thread", descending=[True, False])
+        .unique(["process", "forward_thread"], keep="first", maintain_order=True)
+        .drop("matches")
+    )
+    return matched.join(threads, on=["process", "forward_thread", "thread"], how="semi")
+
+
+def _check_links(made: pl.DataFrame, links: pl.DataFrame) -> tuple[int, int]:
+    """Compare with the profiler's own arrows: how many nodes have one, and how many of those lead where we say."""
+    begin = links.filter("begins").select("id", pl.col("start_ns").alias("from_ns"), "process")
+    finish = links.filter(~pl.col("begins")).select("id", pl.col("start_ns").alias("to_ns"), "process")
+    arrows = begin.join(finish, on=["process", "id"], how="inner")
+    both = made.explode("backward_ns").join(
+        arrows, left_on=["process", "backward_ns"], right_on=["process", "to_ns"], how="inner"
+    )
+    if not both.height:
+        return 0, 0
+    return both.height, int((both["forward_ns"] == both["from_ns"]).sum())
+
+
+def _placed(made: pl.DataFrame, places: tuple[Places, Places], threads: pl.DataFrame) -> pl.DataFrame:
+    """The module and part whose ranges were open when each forward operator began."""
+    modules, parts = places
+    made = made.join(threads, on=["process", "thread"], how="left", maintain_order="left")
+    return made.select(
+        "process",
+        "forward_thread",
+        "sequence",
+        modules.name_at(made["track"], made["forward_ns"], "_module"),
+        parts.name_at(made["track"], made["forward_ns"], "_part"),
+    ).unique(["process", "forward_thread", "sequence"])
+
+
+def _family(work: pl.DataFrame) -> pl.Series:
+    keys = ["name", "operator", "part", "phase"]
+    places = work.select(pl.col("name", "operator", "part").cast(pl.Categorical), "phase")
+    distinct = places.unique()
+    families = [
+        classify(n, operator=operator, part=part, phase=phase) for n, operator, part, phase in distinct.iter_rows()
+    ]
+    named = distinct.with_columns(pl.Series("family", families, dtype=pl.Enum(FAMILIES)))
+    return places.join(named, on=keys, how="left", maintain_order="left", nulls_equal=True)["family"]
+
+
+def _role() -> pl.Expr:
+    """What the work is for: communication, accumulating gradients, recomputing what was not kept, or its phase."""
+    return (
+        pl.when(pl.col("family") == "communication")
+        .then(pl.lit("communication"))
+        .when(pl.col("_accumulates") | (pl.col("module").cast(pl.String) == GRADIENT_ACCUMULATION))
+        .then(pl.lit(GRADIENT_ACCUMULATION))
+        .when(
+            (pl.col("phase") == "backward")
+            & (pl.col("_recomputes") | (pl.col("module").cast(pl.String) == RECOMPUTATION))
+        )
+        .then(pl.lit(RECOMPUTATION))
+        .otherwise(pl.col("phase").cast(pl.String))
+        .alias("role")
+    )

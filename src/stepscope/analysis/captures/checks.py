@@ -1,0 +1,359 @@
+"""The mistakes that published traces carry, looked for in a capture. One check a function: TraceSummary -> Finding."""
+
+from collections.abc import Callable
+
+import polars as pl
+
+from stepscope.analysis.captures.range_names import phase_of
+from stepscope.analysis.captures.summary import GEMM, TraceSummary
+from stepscope.analysis.kernels.names.decoding import decode, is_tf32
+from stepscope.core.finding import SEVERITIES, Finding
+from stepscope.core.units import format_count, format_share, in_ms
+from stepscope.trace.launches import is_launch
+from stepscope.trace.nesting import Nest, numbered
+from stepscope.trace.table import TraceTable
+
+_FEW = 5
+"""Launches at the edges of a capture whose kernels fall outside it are no sign of loss."""
+_LOST_SHARE, _BROKEN_SHARE = 0.005, 0.1
+_SLOWED = 1.1
+_WORTH_A_WORD = 0.01
+
+TraceCheck = Callable[[TraceSummary], Finding | None]
+
+
+def check_trace(summary: TraceSummary) -> tuple[Finding, ...]:
+    """Every finding on this capture, the gravest first."""
+    found = [finding for check in TRACE_CHECKS if (finding := check(summary)) is not None]
+    return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))
+
+
+def incomplete_trace(summary: TraceSummary) -> Finding | None:
+    """Launches whose kernels never arrived: the capture ended early, or buffers were lost."""
+    table = summary.attribution.table
+    names = table.calls.select("name").unique()
+    launching = names.filter(is_launch(pl.col("name").cast(pl.String)))["name"]
+    # Copies within the host and empty ones leave no device record; they say nothing about what was lost.
+    launching = launching.filter(launching.cast(pl.String).str.contains("Launch"))
+    begun = pl.col("name").is_in(launching.implode()) & ~_while_capturing(table.calls)
+    launched = table.calls.select(begun.alias("launched")).to_series()
+    rows = launched.arg_true()
+    if table.on_cpu or not table.work.height:
+        return _kernels_missing(len(rows))
+    launches, without = len(rows), len(rows) - int(rows.is_in(table.work["launch_row"].implode()).sum())
+    if without <= _FEW or without / launches < _LOST_SHARE:
+        return None
+    share = without / launches
+    return Finding(
+        kind="incomplete-trace",
+        severity="error" if share >= _BROKEN_SHARE else "warning",
+        sentence=(
+            f"{format_count(without)} of {format_count(launches)} launches ({format_share(share)}) have no "
+            f"kernel in this capture, which holds {format_count(summary.kernel_count)} kernels: it ended early or lost "
+            "records, and its totals are too low."
+        ),
+        remedy=(
+            "bracket the steps with torch.cuda.profiler.start() and stop(), capture with "
+            "-c cudaProfilerApi --cuda-flush-interval=100, and let the process live a second longer"
+        ),
+        evidence={"launches": launches, "without_kernel": without, "kernels": summary.kernel_count},
+    )
+
+
+def _kernels_missing(launches: int) -> Finding | None:
+    """A step of a GPU of which the profiler saw the host alone: operators then stand where kernels should."""
+    if not launches:
+        return None
+    return Finding(
+        kind="incomplete-trace",
+        severity="error",
+        sentence=(
+            f"{format_count(launches)} launches on a device and not one kernel in this capture: its figures are "
+            "the host's time in operators, not the device's."
+        ),
+        remedy=(
+            "capture with ProfilerActivity.CUDA, under no other profiler, as a user who may read the GPU's counters, "
+            "and synchronise before the profiler stops"
+        ),
+        evidence={"launches": launches, "without_kernel": launches, "kernels": 0},
+    )
+
+
+def _while_capturing(calls: pl.DataFrame) -> pl.Expr:
+    """Calls made while their thread was capturing a stream into a graph: they launch nothing yet."""
+    begin = _named(calls, "StreamBeginCapture")
+    if not begin.height:
+        return pl.lit(False)
+    end = _named(calls, "StreamEndCapture").rename({"start_ns": "end_ns"})
+    spans = begin.sort("start_ns").join_asof(
+        end.sort("end_ns"),
+        left_on="start_ns",
+        right_on="end_ns",
+        by=["process", "thread"],
+        strategy="forward",
+        check_sortedness=False,
+    )
+    last = calls["start_ns"].max()
+    spans = spans.with_columns((pl.col("end_ns").fill_null(pl.lit(last)) - pl.col("start_ns")).alias("duration_ns"))
+    both = pl.concat([spans.select("process", "thread"), calls.select("process", "thread")])
+    track = numbered(both, ["process", "thread"])
+    nest = Nest(spans.with_columns(track.head(spans.height).alias("track")), "track")
+    inside = nest.innermost(track.tail(calls.height), calls["start_ns"]).is_not_null()
+    return pl.lit(inside)
+
+
+def _named(calls: pl.DataFrame, word: str) -> pl.DataFrame:
+    """Process, thread and start of the calls whose name holds a word; names are few, so each is looked at once."""
+    names = calls["name"].unique()
+    chosen = names.filter(names.cast(pl.String).str.contains(word, literal=True))
+    return calls.lazy().filter(pl.col("name").is_in(chosen.implode())).select("process", "thread", "start_ns").collect()
+
+
+def launches_unknown(summary: TraceSummary) -> Finding | None:
+    """Kernels without a launch record: shown as unattributed, never dropped."""
+    kernels = summary.attribution.kernels
+    unknown = kernels.filter(pl.col("launch_ns").is_null())
+    if not unknown.height:
+        return None
+    lost_ns = int(unknown["duration_ns"].sum())
+    share = lost_ns / summary.busy_ns if summary.busy_ns else 0.0
+    return Finding(
+        kind="launches-unknown",
+        severity="warning" if share >= _WORTH_A_WORD else "note",
+        sentence=(
+            f"{format_count(unknown.height)} kernels ({in_ms(lost_ns)}, {format_share(share)} of kernel time) have no "
+            "launch record, so no phase or module can be told; they are counted as unattributed."
+        ),
+        remedy="start the capture before the first launch that matters, and trace the CUDA runtime as well as kernels",
+        evidence={"kernels": unknown.height, "busy_ns": lost_ns, "share": share},
+    )
+
+
+def phases_span_threads(summary: TraceSummary) -> Finding | None:
+    """Kernels launched from another thread than the one whose range holds them, as autograd does in backward."""
+    attribution = summary.attribution
+    table = attribution.table
+    backward = attribution.kernels.filter(pl.col("phase") == "backward")
+    if not backward.height or table.on_cpu:
+        return None
+    owners = table.ranges.filter(pl.col("name").cast(pl.String).is_in(_phase_ranges(summary))).select(
+        "process", pl.col("thread").alias("launch_thread")
+    )
+    own = backward.join(owners.unique(), on=["process", "launch_thread"], how="semi")
+    total, by_thread = int(backward["duration_ns"].sum()), int(own["duration_ns"].sum())
+    if total - by_thread < _WORTH_A_WORD * total:
+        return None
+    return Finding(
+        kind="phases-span-threads",
+        severity="note",
+        sentence=(
+            f"Backward launched {in_ms(total)} of kernels, of which only {in_ms(by_thread)} from the thread whose "
+            "range says backward: autograd launches from a thread of its own. They are attributed by time, on any "
+            "thread of the process; a tool that goes by thread would lose them."
+        ),
+        evidence={"backward_ns": total, "same_thread_ns": by_thread},
+    )
+
+
+def _phase_ranges(summary: TraceSummary) -> list[str]:
+    names = summary.attribution.table.ranges["name"].unique().to_list()
+    return [name for name in names if phase_of(name) == "backward"]
+
+
+def correlation_shared(summary: TraceSummary) -> Finding | None:
+    """Processes that use the same correlation ids: joined by the id alone, kernels would be counted again and again."""
+    table = summary.attribution.table
+    if table.on_cpu or table.calls["process"].n_unique() < 2:
+        return None
+    calls = table.calls.filter(pl.col("correlation").is_not_null()).select("process", "correlation").unique()
+    owners = calls.group_by("correlation").len("owners")
+    kernels = summary.attribution.kernels.select("correlation", "duration_ns").join(owners, on="correlation")
+    shared = kernels.filter(pl.col("owners") > 1)
+    if not shared.height:
+        return None
+    by_id = int((kernels["duration_ns"] * kernels["owners"]).sum())
+    return Finding(
+        kind="correlation-shared",
+        severity="note",
+        sentence=(
+            f"{calls['process'].n_unique()} processes use the same correlation ids for {format_count(shared.height)} "
+            f"kernels: joined by the id alone, {in_ms(by_id)} would be attributed of {in_ms(summary.busy_ns)}. "
+            "The key here is (process, correlation id)."
+        ),
+        evidence={"kernels": shared.height, "by_id_ns": by_id, "busy_ns": summary.busy_ns},
+    )
+
+
+def graphs_unseen(summary: TraceSummary) -> Finding | None:
+    """CUDA graphs recorded as a whole, whose time is known and whose kernels are not; or launched and not recorded."""
+    unrecorded = _graphs_without_work(summary.attribution.table)
+    if unrecorded:
+        return Finding(
+            kind="graphs-unseen",
+            severity="error",
+            sentence=(
+                f"{format_count(unrecorded)} launches of CUDA graphs left nothing in this capture, neither kernels nor "
+                "the graph as a whole: the device time of the graphs is missing from every figure."
+            ),
+            remedy="capture with --cuda-graph-trace=node",
+            evidence={"graph_launches": unrecorded, "busy_ns": 0},
+        )
+    graphs = summary.attribution.kernels.filter(pl.col("kind") == "graph")
+    if not graphs.height:
+        return None
+    total = int(graphs["duration_ns"].sum())
+    return Finding(
+        kind="graphs-unseen",
+        severity="warning",
+        sentence=(
+            f"{format_count(graphs.height)} launches of CUDA graphs are recorded as a whole: {in_ms(total)} of device "
+            "time whose kernels are not in this capture, so they count as family other."
+        ),
+        remedy="capture with --cuda-graph-trace=node",
+        evidence={"graph_launches": graphs.height, "busy_ns": total},
+    )
+
+
+def _graphs_without_work(table: TraceTable) -> int:
+    names = table.calls["name"].unique()
+    launching = names.filter(names.cast(pl.String).str.contains(r"^(cuda|cu|hip)GraphLaunch"))
+    rows = table.calls.select(pl.col("name").is_in(launching.implode())).to_series().arg_true()
+    return len(rows) - int(rows.is_in(table.work["launch_row"].implode()).sum())
+
+
+def outside_steps(summary: TraceSummary) -> Finding | None:
+    """Phases that ran between the marked steps, an evaluation say: per-step figures hold them too."""
+    steps = summary.attribution.instances.filter(pl.col("what") == "step").height
+    kernels = summary.attribution.kernels
+    outside = kernels.filter(pl.col("step").is_null() & pl.col("phase").is_not_null())
+    outside_ns = int(outside["duration_ns"].sum())
+    if not steps or outside_ns <= _WORTH_A_WORD * summary.busy_ns:
+        return None
+    return Finding(
+        kind="outside-steps",
+        severity="warning",
+        sentence=(
+            f"{in_ms(outside_ns)} of {in_ms(summary.busy_ns)} of kernels ran in a phase and in none of the {steps} "
+            "marked steps (an evaluation between them, say); figures per step divide them among the steps all the same."
+        ),
+        remedy="capture the steps alone, or name the ranges of what lies between them otherwise than a step's phases",
+        evidence={"outside_ns": outside_ns, "kernels": outside.height, "steps": steps},
+    )
+
+
+def products_by_unit(summary: TraceSummary) -> Finding | None:
+    """fp32 products by the unit that ran them: CUDA cores are no Tensor Cores, and TF32 is not fp32."""
+    products = (
+        summary.attribution.kernels.filter(pl.col("family") == GEMM)
+        .group_by("name")
+        .agg(pl.col("duration_ns").sum())
+        .with_columns(pl.col("name").cast(pl.String))
+    )
+    total = int(products["duration_ns"].sum())
+    if not total or summary.attribution.table.on_cpu:
+        return None
+    decoded = [(decode(name), duration) for name, duration in products.iter_rows()]
+    tf32 = sum(duration for kernel, duration in decoded if is_tf32(kernel))
+    cuda_core = sum(
+        duration for kernel, duration in decoded if kernel.unit == "cuda core" and kernel.input_dtype == "fp32"
+    )
+    said = summary.run.workload.dtype if summary.run else None
+    if tf32 > _WORTH_A_WORD * total and said != "tf32":
+        return Finding(
+            kind="tf32-products",
+            severity="error" if said == "fp32" else "warning",
+            sentence=(
+                f"{in_ms(tf32)} of {in_ms(total)} in matrix products ran as TF32 (10 bits of mantissa), by the "
+                f"kernels' names{': the run says fp32' if said == 'fp32' else ': do not call these numbers fp32'}."
+            ),
+            remedy='torch.set_float32_matmul_precision("highest") gives true fp32',
+            evidence={"tf32_ns": tf32, "products_ns": total},
+        )
+    if cuda_core > _WORTH_A_WORD * total:
+        return Finding(
+            kind="products-on-cuda-cores",
+            severity="note",
+            sentence=(
+                f"{in_ms(cuda_core)} of {in_ms(total)} in matrix products ({format_share(cuda_core / total)}) ran as "
+                "true fp32 on CUDA cores: the Tensor Cores took no part in them."
+            ),
+            remedy="bf16 autocast, or TF32 where its precision is enough",
+            evidence={"cuda_core_ns": cuda_core, "products_ns": total},
+        )
+    return None
+
+
+def profiler_slows(summary: TraceSummary) -> Finding | None:
+    """A traced step much longer than the unprofiled one: its shares hold, its times do not."""
+    steps = summary.attribution.instances.filter(pl.col("what") == "step")
+    sample = summary.run.samples.get("step") if summary.run else None
+    unprofiled_s = sample.median_s if sample and sample.count else None
+    if not unprofiled_s or not steps.height:
+        return None
+    lengths = sorted((steps["end_ns"] - steps["start_ns"]).to_list())
+    traced_s = lengths[len(lengths) // 2] * 1e-9
+    ratio = traced_s / unprofiled_s
+    if ratio < _SLOWED:
+        return None
+    return Finding(
+        kind="profiler-slows",
+        severity="note",
+        sentence=(
+            f"The traced step takes {traced_s * 1e3:.2f} ms, {ratio:.2f} times the unprofiled "
+            f"{unprofiled_s * 1e3:.2f} ms: the profiler costs the host time. Device times of single kernels "
+            "hold; idle time between them, and the step's length, are the profiler's too."
+        ),
+        remedy="quote step times from the unprofiled measurement",
+        evidence={"traced_s": traced_s, "unprofiled_s": unprofiled_s, "ratio": ratio},
+    )
+
+
+def products_miscounted(summary: TraceSummary) -> Finding | None:
+    """Matrix products in the capture against the model's: more or fewer means another model, or a lost kernel."""
+    for phase in summary.phases:
+        expected = phase.expected_products
+        if expected is None or phase.product_kernels == expected:
+            continue
+        if summary.run and summary.run.workload.compile != "eager":
+            continue  # a compiler may fuse or split products
+        return Finding(
+            kind="products-miscounted",
+            severity="warning",
+            sentence=(
+                f"{phase.phase} launched {phase.product_kernels:g} matrix products a step where the model has "
+                f"{expected}."
+            ),
+            remedy="see the kernels of that phase: a product may run as several kernels, or the capture be incomplete",
+            evidence={"phase": phase.phase, "products": phase.product_kernels, "expected": expected},
+        )
+    return None
+
+
+def arrows_disagree(summary: TraceSummary) -> Finding | None:
+    """Backward operators whose forward operator differs by sequence number and by the profiler's own arrow."""
+    checked, agree = summary.attribution.links_checked, summary.attribution.links_agree
+    if not checked or agree >= (1 - _WORTH_A_WORD) * checked:
+        return None
+    return Finding(
+        kind="arrows-disagree",
+        severity="warning",
+        sentence=(
+            f"For {format_count(checked - agree)} of {format_count(checked)} backward operators the sequence number "
+            "leads to another forward operator than the profiler's own arrow: modules of backward are uncertain."
+        ),
+        evidence={"checked": checked, "agree": agree},
+    )
+
+
+TRACE_CHECKS: tuple[TraceCheck, ...] = (
+    incomplete_trace,
+    launches_unknown,
+    graphs_unseen,
+    outside_steps,
+    products_by_unit,
+    products_miscounted,
+    arrows_disagree,
+    phases_span_threads,
+    correlation_shared,
+    profiler_slows,
+)

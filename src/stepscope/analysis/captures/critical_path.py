@@ -1,0 +1,229 @@
+"""The critical path of one step: the chain of device work, launches and host time that its end waited for.
+
+A step lasts from the end of the last device work of the step before (for the first: from its first launch call) to the
+end of its own last work, so that the steps tile the device's time. Walking back from that end, at the begin of each
+work W the question is what came last. The device's answer is D: the work before W on its stream, if that ended at most
+`KERNEL_LATENCY_NS` before, or else the work of any stream that ended last before W began. The launch of W came too
+late for D where its call began less than `LAUNCH_NS` before D's end, or after it.
+
+- In time: the path goes on with D; what lies between is kernel-to-kernel latency or, if longer, dependency.
+- Too late: from the launch call to W's begin is launch; before it the host held the step up. The path follows the host
+  back to the last wait for the device (on a thread that launches work) which a work's end released, and goes on with
+  that work; from there to the return of the wait is synchronisation. Without such a wait, the host's time reaches back
+  to the begin of the step.
+
+The segments make up the step exactly. On a launch-bound step the path is the host's, however busy the device was.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+
+import polars as pl
+
+from stepscope.analysis.captures.attribution import Attribution
+from stepscope.analysis.captures.host_waits import waits
+from stepscope.analysis.captures.occupation import KERNEL_LATENCY_NS, LAUNCH_NS
+
+CATEGORIES = (
+    "computation",
+    "communication",
+    "copies",
+    "kernel-to-kernel latency",
+    "dependency",
+    "launch",
+    "host",
+    "synchronisation",
+)
+
+_Segment = tuple[int, int, str, int | None]
+"""Begin, end, category, and the row of the device work, where it is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticalPath:
+    """The path through one step on one device; `step` is None where no step is marked and the whole capture is one.
+
+    `segments`, by time: start_ns, duration_ns, category, and for device work family, phase, name.
+    """
+
+    device: int
+    step: int | None
+    start_ns: int
+    end_ns: int
+    segments: pl.DataFrame
+
+    @property
+    def duration_ns(self) -> int:
+        """Duration of the step in nanoseconds, which is also that of the path."""
+        return self.end_ns - self.start_ns
+
+    @cached_property
+    def by_category(self) -> pl.DataFrame:
+        """Time on the path by category and family: segments, duration_ns, share (of one); the longest first."""
+        return (
+            self.segments.group_by("category", "family")
+            .agg(pl.len().alias("segments"), pl.col("duration_ns").sum())
+            .with_columns((pl.col("duration_ns") / max(1, self.duration_ns)).alias("share"))
+            .sort("duration_ns", "category", "family", descending=[True, False, False])
+        )
+
+    def duration_of(self, *categories: str) -> int:
+        """Nanoseconds of the path in these categories."""
+        return int(self.segments.filter(pl.col("category").is_in(categories))["duration_ns"].sum())
+
+    def self_check(self) -> None:
+        """Raise AssertionError unless the segments follow one another through the whole step."""
+        starts = self.segments["start_ns"].to_list()
+        ends = (self.segments["start_ns"] + self.segments["duration_ns"]).to_list()
+        assert [*starts, self.end_ns] == [self.start_ns, *ends], "the path has a hole or an overlap"
+
+
+def critical_path(
+    attribution: Attribution, *, device: int | None = None, step: int | None = None
+) -> CriticalPath | None:
+    """The critical path of one step: by default the one of median duration, on the device that was done last.
+
+    None for a CPU trace, and where the device has no such step.
+    """
+    work = attribution.work.filter(pl.col("duration_ns") > 0)
+    if attribution.table.on_cpu or not work.height:
+        return None
+    end_ns = pl.col("start_ns") + pl.col("duration_ns")
+    if device is None:
+        device = int(work.sort(end_ns, "device")["device"].to_list()[-1])
+    work = work.filter(pl.col("device") == device).with_columns(end_ns.alias("end_ns"))
+    steps = step_windows(work)
+    if step is not None:
+        steps = steps.filter(pl.col("step") == step)
+    if not steps.height:
+        return None
+    chosen, begin, end = _median(steps)
+    inside = work.filter((pl.col("end_ns") >= begin) & (pl.col("start_ns") < end) & (pl.col("end_ns") <= end))
+    walk = _Walk(inside.sort("start_ns", "end_ns", "stream"), attribution, begin)
+    return CriticalPath(
+        device=device, step=chosen, start_ns=begin, end_ns=end, segments=_described(walk.segments(), walk.work)
+    )
+
+
+def step_windows(work: pl.DataFrame) -> pl.DataFrame:
+    """The steps of one device's work: step, begin_ns, end_ns; all work as one step (null) where none is marked."""
+    marked = work.filter(pl.col("step").is_not_null())
+    first_call = pl.min_horizontal("launch_ns", "start_ns").min().alias("first_ns")
+    steps = (
+        (marked if marked.height else work)
+        .group_by("step")
+        .agg(first_call, pl.col("end_ns").max())
+        .sort("end_ns", "step")
+    )
+    begin = pl.coalesce(pl.col("end_ns").shift(1), "first_ns").alias("begin_ns")
+    return steps.select("step", begin, "end_ns").filter(pl.col("begin_ns") < pl.col("end_ns"))
+
+
+def _median(steps: pl.DataFrame) -> tuple[int | None, int, int]:
+    """The step of median duration (the shorter of two); not the first if there are others, as it is measured apart."""
+    rest = steps[1:] if steps.height > 1 else steps
+    ordered = rest.sort(pl.col("end_ns") - pl.col("begin_ns"), "begin_ns")
+    return ordered.row((ordered.height - 1) // 2)
+
+
+class _Walk:
+    """The walk back through the work of one device that ends in the step, sorted by start."""
+
+    def __init__(self, work: pl.DataFrame, attribution: Attribution, begin: int) -> None:
+        self.work = work
+        self._begin = begin
+        self._starts: list[int] = work["start_ns"].to_list()
+        self._ends: list[int] = work["end_ns"].to_list()
+        self._launches: list[int | None] = work["launch_ns"].to_list()
+        numbered = work.select("stream").with_row_index("row")
+        before = numbered.select(pl.col("row").cast(pl.Int64).shift(1).over("stream")).to_series()
+        self._before_on_stream: list[int | None] = before.to_list()
+        families = work["family"].cast(pl.String).to_list()
+        self._categories = [_CATEGORY_OF.get(family, "computation") for family in families]
+        by_end = work["end_ns"].arg_sort()
+        self._by_end: list[int] = by_end.to_list()
+        self._sorted_ends = work["end_ns"].gather(by_end)
+        self._end_list: list[int] = self._sorted_ends.to_list()
+        self._waits: list[int] = self._releasing_waits(attribution)
+
+    def _releasing_waits(self, attribution: Attribution) -> list[int]:
+        """The ends, sorted, of the waits during which some work ended: those that a device really held up."""
+        threads = self.work.select("process", "launch_thread").unique()
+        waiting = waits(attribution.table, self.work).join(
+            threads, left_on=["process", "thread"], right_on=["process", "launch_thread"], how="semi"
+        )
+        end = waiting["start_ns"] + waiting["duration_ns"]
+        last = self._sorted_ends.search_sorted(end, side="right").cast(pl.Int64) - 1
+        released = (last >= 0) & (self._sorted_ends.gather(last.clip(lower_bound=0)) > waiting["start_ns"])
+        return end.filter(released).sort().to_list()
+
+    def segments(self) -> list[_Segment]:
+        """The path, from the end of the step to its begin."""
+        path: list[_Segment] = []
+        at = self._by_end[-1]
+        until = self._ends[at]
+        while True:
+            start = max(self._starts[at], self._begin)
+            path += _present((start, until, self._categories[at], at))
+            if start == self._begin:
+                return path
+            before, waited = self._before(at, start)
+            path += waited
+            if before is None:
+                return path
+            at, until = before, min(self._ends[before], start)
+            if until <= self._begin:
+                return path
+
+    def _before(self, at: int, start: int) -> tuple[int | None, list[_Segment]]:
+        """What the work that began at `start` waited for last, and the time between; None: the step's begin."""
+        stream = self._before_on_stream[at]
+        before = stream if stream is not None and self._ends[stream] >= start - KERNEL_LATENCY_NS else None
+        if before is None:
+            before = self._last_ended(start)
+        launch = self._launches[at]
+        if launch is not None and (before is None or launch > self._ends[before] - LAUNCH_NS):
+            return self._through_host(max(self._begin, min(launch, start)), start)
+        free = max(self._begin, self._ends[before]) if before is not None else self._begin
+        category = "kernel-to-kernel latency" if start - free <= KERNEL_LATENCY_NS else "dependency"
+        return before, [(free, start, category, None)] if free < start else []
+
+    def _through_host(self, launch: int, start: int) -> tuple[int | None, list[_Segment]]:
+        """The work whose end let the host go on to a late launch, and the path's segments from there to `start`."""
+        wait = bisect_right(self._waits, launch) - 1
+        returned = self._waits[wait] if wait >= 0 else self._begin
+        if returned <= self._begin:
+            return None, _present((launch, start, "launch", None), (self._begin, launch, "host", None))
+        before = self._last_ended(returned)
+        done = max(self._begin, self._ends[before]) if before is not None else self._begin
+        return before, _present(
+            (launch, start, "launch", None), (returned, launch, "host", None), (done, returned, "synchronisation", None)
+        )
+
+    def _last_ended(self, moment: int) -> int | None:
+        """The work that ended last, at that moment or before."""
+        position = bisect_right(self._end_list, moment) - 1
+        return self._by_end[position] if position >= 0 else None
+
+
+_CATEGORY_OF = {"communication": "communication", "memcpy/memset": "copies"}
+
+
+def _present(*segments: _Segment) -> list[_Segment]:
+    """The segments that are longer than zero."""
+    return [segment for segment in segments if segment[0] < segment[1]]
+
+
+def _described(path: list[_Segment], work: pl.DataFrame) -> pl.DataFrame:
+    """The path by time, device work with its family, phase and name."""
+    frame = pl.DataFrame(
+        path[::-1],
+        schema={"start_ns": pl.Int64, "end_ns": pl.Int64, "category": pl.Enum(CATEGORIES), "row": pl.Int64},
+        orient="row",
+    )
+    places = work.select("family", "phase", "name")[frame["row"].fill_null(0)]
+    on_device = frame["row"].is_not_null()
+    return frame.select("start_ns", (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"), "category").hstack(
+        places.select(pl.when(on_device).then(pl.col(name)).alias(name) for name in places.columns)
+    )

@@ -1,0 +1,1 @@
+"""A kernel's name: decoded, explained, and sorted into a family."""

@@ -1,0 +1,1 @@
+"""Figures derived from a stored run, and the checks that judge it."""

@@ -1,0 +1,1 @@
+"""`stepscope study NAME`: one verb a file."""

@@ -1,0 +1,190 @@
+"""`stepscope study attention`: calls of each implementation by sequence length and head_dim, judged and timed."""
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from stepscope.cli.output import warn
+from stepscope.cli.studies.attention_gate import (
+    check_place,
+    kind_of,
+    read_matrix,
+    read_stored,
+    show_matrix,
+    usual_workers,
+)
+from stepscope.cli.studies.attention_steps import STUDY, Shown, check_only, never, read_steps
+from stepscope.cli.studies.precision import answer
+from stepscope.cli.verb import verb
+from stepscope.core import interrupts
+from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError
+from stepscope.core.experiment import Experiment
+from stepscope.engine.request import Tell
+
+if TYPE_CHECKING:
+    from stepscope.core.attention_timing import AttentionTimings
+
+
+@verb(
+    "study attention",
+    "stepscope study attention --seq-len 1024,4096 --attention reference,sdpa,flash --figures calls.json",
+    "stepscope study attention --from calls.json --only 'Peak memory' --save calls.svg",
+)
+def attention(
+    *,
+    seq_len: tuple[int, ...] | None,
+    batch_size: int | None,
+    dtype: tuple[str, ...] | None,
+    attention: tuple[str, ...] | None,
+    compile: tuple[str, ...] | None,
+    head_dim: tuple[int, ...] | None,
+    heads: int | None,
+    kv_heads: int | None,
+    causal: bool | None,
+    launches: str | None,
+    preset: str | None,
+    device: str,
+    steps: int | None,
+    seconds: float | None,
+    budget: float | None,
+    workers: int | None,
+    keep_digests: bool,
+    from_: tuple[Path, ...] = (),
+    figures: Path | None,
+    only: str | None,
+    save: Path | None,
+    json: bool,
+) -> None:
+    """Attention by each implementation: right or wrong, time, memory and TFLOP/s by sequence length and head_dim."""
+    if save is not None:
+        from stepscope.report.plots.save import check_target
+
+        check_target(save)
+    shown = functools.partial(answer, study=STUDY, save=save, json=json, only=only)
+    if from_:
+        measuring = {
+            "--seq-len": seq_len, "--batch-size": batch_size, "--dtype": dtype, "--attention": attention,
+            "--compile": compile, "--head-dim": head_dim, "--heads": heads, "--kv-heads": kv_heads,
+            "--causal/--full": causal, "--launches": launches, "--preset": preset, "--steps": steps,
+            "--seconds": seconds, "--budget": budget, "--workers": workers, "--figures": figures,
+        }  # fmt: skip
+        _refuse("--from", measuring)
+        _read(from_, keep_digests, shown, save, only, json)
+        return
+    if keep_digests:
+        raise InputError("--keep-digests says nothing without --from and a folder of runs: leave it out")
+    if only is not None:
+        from stepscope.analysis.attention.answer import TITLES
+
+        check_only(only, TITLES)
+    from stepscope.core.attention_timing import encode_timings
+    from stepscope.core.run_directory import write_atomically
+    from stepscope.measure.device import resolve_device
+    from stepscope.studies.attention.grid import (
+        check_runnable,
+        compiles_of,
+        grid_groups,
+        launches_of,
+        measure_grid,
+        sizes_for,
+    )
+
+    found = resolve_device(device)
+    usual = sizes_for(found.type, preset)
+    groups = grid_groups(
+        seq_lens=seq_len or tuple(map(int, usual.seq_len.split(","))),
+        head_dims=head_dim or tuple(map(int, usual.head_dim.split(","))),
+        implementations=attention or usual.implementations.split(","),
+        dtypes=dtype or usual.dtypes.split(","),
+        batch_size=usual.batch_size if batch_size is None else batch_size,
+        heads=usual.heads if heads is None else heads,
+        key_heads=kv_heads,
+        causal=usual.causal if causal is None else causal,
+        compiles=compiles_of(compile or usual.compile.split(",")),
+    )
+    check_runnable(groups, found.type)
+    hidden = launches_of(usual.launches if launches is None else launches)
+    if figures is not None:
+        check_place(figures)
+    ended: list[int] = []
+    unreached: list[int] = []
+
+    def keep(timings: "AttentionTimings") -> None:
+        if figures is not None:
+            write_atomically(encode_timings(timings), figures)
+
+    def run(tell: Tell) -> Experiment:
+        from stepscope.analysis.attention.answer import answer_attention
+
+        with interrupts.keeping():
+            timings, interrupted = measure_grid(
+                groups,
+                device=device,
+                seconds=usual.seconds if seconds is None else seconds,
+                steps=steps,
+                launches=hidden,
+                budget_s=budget,
+                workers=usual_workers(found.type) if workers is None else workers,
+                preset=preset or "",
+                tell=tell,
+                on_rows=keep,
+            )
+        ended.append(_exit_code(timings, interrupted))
+        if all(row.outcome == "not reached" and budget is not None for row in timings.timings):
+            unreached.append(len(timings.timings))
+        if not timings.timings:
+            raise KeyboardInterrupt  # before the first row
+        return answer_attention(timings)
+
+    shown(run, read=None)
+    if unreached:
+        raise InputError(f"none of the {unreached[0]} cells was reached in --budget {budget:g}: give it more seconds")
+    if figures is not None:
+        warn(f"the figures are in {figures}: --from shows them again")
+    raise typer.Exit(ended[0])
+
+
+def _exit_code(timings: "AttentionTimings", interrupted: bool) -> int:
+    if interrupted:
+        return EXIT_INTERRUPTED
+    outcomes = {row.outcome for row in timings.timings}
+    if "failed" in outcomes:
+        return EXIT_DEVICE_FAILED
+    return EXIT_CHECK_FAILED if "wrong" in outcomes else EXIT_DONE
+
+
+def _refuse(mode: str, given: Mapping[str, object]) -> None:
+    """Options that say nothing in this mode."""
+    useless = [option for option, value in given.items() if value is not None]
+    if useless:
+        raise InputError(f"{', '.join(useless)} says nothing with {mode}: leave it out")
+
+
+def _read(places: tuple[Path, ...], keep: bool, shown: Shown, save: Path | None, only: str | None, json: bool) -> None:
+    """Whatever a study of attention wrote: timings, an answer; runs or the gate's matrix, which have a verb too."""
+    if any(place.is_dir() for place in places):
+        for place in places:
+            if not place.is_dir():
+                raise InputError(f"no runs at {place}: it is no folder")
+        _refuse("a folder of runs", {"--save": save})
+        read_steps(places, keep, shown)
+        return
+    _refuse("a file", {"--keep-digests": keep or None})
+    place, *others = places
+    if others:
+        raise InputError("--from shows one file at a time: give one, or folders of runs")
+    data = read_stored(place)
+    match kind_of(data):
+        case "attention-timings":
+            from stepscope.analysis.attention.answer import answer_attention
+            from stepscope.core.attention_timing import decode_timings
+
+            shown(lambda _: answer_attention(decode_timings(data, str(place))), read=None)
+        case "attention-gate":
+            _refuse("the gate's matrix", {"--save": save, "--only": only})
+            show_matrix(read_matrix(place), json)
+        case _:
+            shown(lambda _: never(), read=place)

@@ -1,0 +1,172 @@
+"""`stepscope study kernels`: which kernels a step runs, over models and sequence lengths, captured here or before."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepscope.cli.options import recording_from, settings_from
+from stepscope.cli.output import emit_json, show, warn
+from stepscope.cli.verb import verb
+from stepscope.core.errors import InputError
+from stepscope.core.run import Run
+from stepscope.core.run_directory import find_run_files, load_run
+
+if TYPE_CHECKING:
+    from stepscope.analysis.captures.digest import TraceDigest
+    from stepscope.analysis.comparisons.kernels.cells import CapturedCell
+
+
+@verb(
+    "study kernels",
+    "stepscope study kernels --model small --seq-len 128,512",
+    "stepscope study kernels --from results/h200/kernels --where model=large --only d,h",
+)
+def kernels(
+    *,
+    model: tuple[str, ...] = ("tiny",),
+    seq_len: tuple[int, ...] = (64, 128),
+    batch_size: int = 4,
+    dtype: tuple[str, ...] = ("fp32",),
+    phase: tuple[str, ...] = ("forward", "train"),
+    attention: str = "reference",
+    compile: str = "eager",
+    device: str,
+    warmup: int | None,
+    steps: int | None,
+    seconds: float = 2.0,
+    record: tuple[str, ...] = (),
+    trace_steps: int,
+    keep_digests: bool,
+    tool: str,
+    runs: Path,
+    from_: Path | None,
+    where: tuple[str, ...] = (),
+    tag: str | None,
+    only: tuple[str, ...],
+    save: Path | None,
+    json: bool,
+) -> None:
+    """Kernels by phase, their share, softmax and the rest, over models and sequence lengths."""
+    from stepscope.analysis.comparisons.kernels.answer import QUESTIONS
+    from stepscope.core.errors import choose
+    from stepscope.core.evidence import TRACE_TOOLS
+    from stepscope.report.plots.save import check_target
+
+    if save is not None:
+        check_target(save)
+    choose(tool, TRACE_TOOLS, "tool")
+    for letter in only:
+        choose(letter, list(QUESTIONS), "question")
+    asked = "".join(only)
+    if from_ is not None:
+        _report(_stored(from_, where), tool, keep_digests, asked, save, json)
+        return
+    from stepscope.cli.sweep import measure_and_report
+    from stepscope.core.model_config import configure
+    from stepscope.engine.grid import grid
+    from stepscope.engine.plan import Cell, Policy, SweepPlan, order_cells
+
+    workloads = grid(
+        model=[configure(name) for name in model],
+        seq_len=seq_len,
+        batch_size=batch_size,
+        dtype=dtype,
+        phase=phase,
+        attention=attention,
+        compile=compile,
+    )
+    settings = settings_from(warmup, steps, seconds)
+    recording = recording_from(record or (tool,), trace_steps)
+    plan = SweepPlan(
+        cells=order_cells([Cell(workload=workload, settings=settings) for workload in workloads]),
+        devices=(device,),
+        out=str(runs),
+        tag=tag,
+        trace=recording.trace,
+        memory=recording.memory,
+    )
+
+    def report(found: "list[tuple[Run, Path]]") -> None:
+        _report(found, tool, keep_digests, asked, save, json)
+
+    measure_and_report(plan, Policy(), lambda found: report([(run, runs / run.id) for run in found]))
+
+
+def _report(
+    found: list[tuple[Run, Path]], tool: str, keep: bool, questions: str, save: Path | None, json: bool
+) -> None:
+    """The answer from these runs, each with its directory."""
+    from stepscope.analysis.comparisons.kernels.answer import answer_kernels
+
+    cells = [cell for run, directory in found for cell in _cell(run, directory, tool, keep)]
+    if not cells:
+        raise InputError("no run here (with these conditions) holds a capture: measure with --record kineto")
+    captured = {cell.run.id for cell in cells}
+    ended = [run for run, _ in found if run.id not in captured and run.status != "done"]
+    answer = answer_kernels(cells, questions, ended)
+    if save is not None:
+        from stepscope.report.experiment import draw_experiment
+        from stepscope.report.plots.save import save_plot
+
+        save_plot(draw_experiment(answer), save)
+        warn(f"plotted in {save}")
+    if json:
+        for cell in cells:
+            emit_json({"run": cell.run.id, "workload": cell.run.workload, "trace": cell.digest})
+        return
+    from stepscope.report.experiment import render_body, render_experiment
+
+    show(render_body(answer) if questions else render_experiment(answer))
+
+
+def _stored(place: Path, where: tuple[str, ...]) -> list[tuple[Run, Path]]:
+    """The runs in a folder that meet the conditions, each with its directory."""
+    from stepscope.cli.table import condition
+    from stepscope.report.tables import matches
+
+    conditions = [condition(text) for text in where]
+    if not place.is_dir():
+        raise InputError(f"no runs at {place}: it is no folder")
+    found: list[tuple[Run, Path]] = []
+    for file in find_run_files(place):
+        try:
+            run = load_run(file)
+        except InputError as error:
+            warn(f"left out: {error}")
+            continue
+        if all(matches(run, *wanted) for wanted in conditions):
+            found.append((run, file.parent))
+    return found
+
+
+def _cell(run: Run, directory: Path, tool: str, keep: bool) -> "list[CapturedCell]":
+    """The run's captures as digests: of the tool asked for, and of the other, if the run has one."""
+    from stepscope.analysis.comparisons.kernels.cells import CapturedCell
+    from stepscope.core.evidence import TRACE_TOOLS
+
+    try:
+        digests: dict[str, TraceDigest | None] = {
+            name: digest_beside(run, directory, name, keep) for name in TRACE_TOOLS
+        }
+    except InputError as error:
+        warn(f"left out: {error}")
+        return []
+    wanted = digests.pop(tool)
+    return [CapturedCell(run=run, digest=wanted, other=next(iter(digests.values())))] if wanted else []
+
+
+def digest_beside(run: Run, directory: Path, tool: str, keep: bool) -> "TraceDigest | None":
+    """The digest of a run's capture, made anew if the capture is there, else the kept one, or None."""
+    from stepscope.analysis.captures.checks import check_trace
+    from stepscope.analysis.captures.digest import digest_of, load_digest, save_digest
+    from stepscope.cli.trace import load_summary
+
+    capture = directory / run.artifacts.get(tool, "-")
+    if not capture.is_file():
+        return load_digest(directory, tool)
+    if tool == "nsys" and (run.environment is None or run.environment.device_type == "cpu"):
+        return None  # on a CPU Nsight Systems records ranges alone
+    summary = load_summary(capture)
+    digest = digest_of(summary, check_trace(summary))
+    if keep:
+        save_digest(digest, directory)
+    return digest

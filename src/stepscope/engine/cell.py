@@ -1,0 +1,107 @@
+"""A cell's process: one StepRequest in on stdin, events out on a pipe of their own, a run directory behind.
+
+Started by `engine/cell_process.py` as `python -m stepscope.engine.cell PIPE`, with the number of the pipe. stdin
+stays open as a lifeline: when the sweep's process dies, however it dies, the pipe closes and this process ends itself
+rather than hold the device. Whatever is printed, by libraries or by Python's own start, is the cell's log.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+
+from stepscope.core import interrupts
+from stepscope.core.errors import EXIT_WRONG_INPUT, InputError, StepscopeError, one_line
+from stepscope.core.leaving import leave
+from stepscope.engine.cell_event import CellEvent
+from stepscope.engine.cell_process import MARK, kill_marked
+from stepscope.engine.request import Stage, StepRequest
+
+
+def main() -> int:
+    """Measure the request on stdin. Exit code 0 when a run was saved, 2 when the request was refused."""
+    # Whichever signal asks, what was measured is kept. A sweep in the background of a script inherits SIGINT ignored.
+    interrupts.install(even_if_ignored=True)
+    events = int(sys.argv[1])
+    os.set_inheritable(events, False)  # what this process starts has nothing to say to the sweep
+    request_line = sys.stdin.readline()
+    die_with_parent(os.environ.get(MARK))
+
+    try:
+        from stepscope.engine.step import measure_step  # noqa: PLC0415
+        from stepscope.measure.device import resolve_device  # noqa: PLC0415  (torch, after the lifeline)
+    except (ImportError, StepscopeError) as error:
+        _send(events, CellEvent(error=f"cannot measure here: {one_line(error)}", error_for_all=True))
+        return error.exit_code if isinstance(error, StepscopeError) else EXIT_WRONG_INPUT
+
+    if len(sys.argv) > 2:
+        return _check_devices(sys.argv[2:], events)
+    request = msgspec.json.decode(request_line, type=StepRequest)
+
+    def tell(stage: Stage) -> None:
+        _send(events, CellEvent(stage=stage.name, detail=stage.detail))
+
+    def began(directory: Path) -> None:
+        _send(events, CellEvent(directory=str(directory)))
+
+    try:
+        resolve_device(request.device)
+    except StepscopeError as error:
+        _send(events, CellEvent(error=str(error), error_for_all=True))
+        return error.exit_code
+    try:
+        measure_step(request, tell, began)
+    except StepscopeError as error:
+        lost = not isinstance(error, InputError)
+        _send(events, CellEvent(error=one_line(error, limit=1000), error_for_all=lost, log_matters=lost))
+        return error.exit_code
+    _send(events, CellEvent(finished=True))
+    return 0
+
+
+def _check_devices(names: list[str], events: int) -> int:
+    """Whether all the named devices are there and differ: asked once, before several share a sweep."""
+    from stepscope.measure.device import resolve_device  # noqa: PLC0415
+
+    try:
+        devices = [resolve_device(name) for name in names]
+        if len(set(devices)) < len(devices):
+            raise InputError(f"--device {','.join(names)} names a device twice: each measures one cell at a time")
+    except StepscopeError as error:
+        _send(events, CellEvent(error=str(error), error_for_all=True))
+        return error.exit_code
+    return 0
+
+
+def _send(events: int, event: CellEvent) -> None:
+    data = msgspec.json.encode(event) + b"\n"
+    # A sweep that no longer listens will close the lifeline; until then the measurement goes on.
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(events, data) :]
+
+
+def die_with_parent(mark: str | None = None) -> None:
+    """End this process when stdin closes; its group, if it leads one; and all that carry `mark`, if it is given."""
+
+    def wait_for_the_end() -> None:
+        while os.read(0, 4096):
+            pass
+        try:
+            if mark:
+                kill_marked(mark)
+        finally:
+            # The sweep made this process the leader of its own group: compilers' helpers end with it.
+            if os.getpgrp() == os.getpid():
+                os.killpg(0, signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait_for_the_end, daemon=True, name="lifeline").start()
+
+
+if __name__ == "__main__":
+    leave(interrupts.exit_code(main()))

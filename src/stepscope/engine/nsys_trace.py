@@ -1,0 +1,206 @@
+"""A trace by Nsight Systems: the cell once more, in a process of its own that nsys watches.
+
+The measuring process asks (`trace_under_nsys`), the watched one answers (`engine/nsys_cell.py`) by a file, since nsys
+has stdout for itself and may end its process when the capture ends. Needs no torch.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import msgspec
+
+from stepscope.core import interrupts
+from stepscope.core.errors import InputError, StepscopeError, one_line
+from stepscope.core.evidence import Capture
+from stepscope.core.run import Run
+from stepscope.core.run_directory import load_run, save_run
+from stepscope.core.samples import Samples
+from stepscope.engine.request import StepRequest
+from stepscope.measure import nsys as tool
+from stepscope.measure.nsys import REPORT_FILE, SQLITE_FILE, STREAM_FILE, Nsys, require_nsys
+
+END_GRACE_S = 30.0
+"""How long nsys may take to end once the process that it watched has ended."""
+INTERRUPT_GRACE_S = 2.0
+"""How long nsys may take to end when the user has stopped it; nothing of its trace is kept then."""
+NO_NVTX = "this PyTorch emits no NVTX ranges, and the package that does is missing: pip install 'stepscope[nsys]'"
+ARTIFACTS = {"nsys": SQLITE_FILE, "nsys-rep": REPORT_FILE, "qdstrm": STREAM_FILE}
+"""Files of a trace by nsys in a run directory, by kind; `nsys` is the one that is read."""
+
+
+class WatchedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What the watched process is asked, on stdin."""
+
+    request: StepRequest
+    answer: str
+    """The file to write the answer to."""
+
+
+class WatchedAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What the watched process measured, or why it could not."""
+
+    samples: dict[str, Samples] = {}
+    error: str | None = None
+
+
+def nsys_for(request: StepRequest, device_type: str) -> Nsys | None:
+    """The Nsight Systems that a trace was asked of, or an InputError before anything is measured."""
+    if "nsys" not in request.trace.tools:
+        return None
+    from stepscope.measure import ranges  # noqa: PLC0415  (torch, which the rest of this file does without)
+
+    if ranges.watched():
+        raise InputError("a tool that records NVTX ranges watches this process already: leave out --record nsys")
+    nsys = require_nsys()
+    if device_type != "cuda" and not ranges.nvtx_available():
+        raise InputError(NO_NVTX)
+    return nsys
+
+
+def trace_under_nsys(
+    request: StepRequest, nsys: Nsys, directory: Path, *, cuda: bool
+) -> tuple[Capture, dict[str, str]]:
+    """Run the cell again under `nsys profile`; the capture, and what it left in the run directory, by kind.
+
+    What fails is said in the capture, never raised.
+    """
+    failure, answer, kept = None, None, {}
+    try:
+        with _folder(directory) as folder:
+            output, code, answer, recorded = _watch(nsys, request, folder, cuda)
+            if answer is None and not recorded:
+                # On a busy machine nsys now and then ends before it has begun the process that it is to watch.
+                output, code, answer, recorded = _watch(nsys, request, folder, cuda)
+            if answer is None or answer.error or not recorded:
+                raise StepscopeError((answer and answer.error) or tool.failure_of(output, code))
+            kept, failure = _keep(nsys, folder, directory)
+    except (StepscopeError, OSError) as error:
+        failure = one_line(error)
+    artifact = next((kind for kind in ARTIFACTS if kind in kept), None)
+    samples = answer.samples if answer else {}
+    capture = Capture(tool="nsys", tool_version=nsys.version, samples=samples, artifact=artifact, failure=failure)
+    return capture, kept
+
+
+def import_capture(directory: Path, nsys: Nsys | None = None) -> Run:
+    """Make readable what a machine without the host part of nsys recorded: import the stream, export the report.
+
+    Returns the run, saved anew if something was done. Raises StepscopeError where nsys or its importer is missing.
+    """
+    run = load_run(directory)
+    has_stream, has_report, has_export = ((directory / run.artifacts.get(kind, "-")).is_file() for kind in
+                                          ("qdstrm", "nsys-rep", "nsys"))  # fmt: skip
+    if has_export or not (has_stream or has_report):
+        return run
+    nsys = nsys or tool.require_nsys()
+    with _folder(directory) as folder:
+        for kind in ("qdstrm", "nsys-rep"):
+            if kind in run.artifacts and (source := directory / run.artifacts[kind]).is_file():
+                _link(source, folder / ARTIFACTS[kind])
+        kept, failure = _keep(nsys, folder, directory)
+    if "nsys" not in kept:
+        raise StepscopeError(failure or "nsys left no export")
+    captures = tuple(
+        msgspec.structs.replace(capture, artifact="nsys", failure=None) if capture.tool == "nsys" else capture
+        for capture in run.evidence.captures
+    )
+    evidence = msgspec.structs.replace(run.evidence, captures=captures)
+    run = msgspec.structs.replace(run, evidence=evidence, artifacts={**run.artifacts, **kept})
+    save_run(run, directory)
+    return run
+
+
+def _watch(nsys: Nsys, request: StepRequest, folder: Path, cuda: bool) -> tuple[str, int, WatchedAnswer | None, bool]:
+    """nsys and the process it watches, from start to end: what they printed, nsys' exit code, what the process
+    answered, and whether nsys recorded it."""
+    command = [sys.executable, "-P", "-m", "stepscope.engine.nsys_cell"]
+    asked = WatchedRequest(request=request, answer=str((folder / "answer.json").absolute()))
+    output = (folder / "output.txt").absolute()
+    with output.open("wb") as printed:
+        process = subprocess.Popen(
+            tool.profile_command(nsys, folder.absolute() / "trace", command, cuda=cuda),
+            stdin=subprocess.PIPE, stdout=printed, stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C on the terminal reaches this process alone, which passes it on
+        )  # fmt: skip
+    assert process.stdin is not None
+    try:
+        # stdin stays open: it is the watched process's lifeline, as a cell's is in a sweep.
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(msgspec.json.encode(asked) + b"\n")
+            process.stdin.flush()
+        code = process.wait(tool.TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise StepscopeError(f"nsys did not end after {tool.TIMEOUT_S:.0f} s") from None
+    finally:
+        _end(process)
+    answer = None
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        answer = msgspec.json.decode((folder / "answer.json").read_bytes(), type=WatchedAnswer)
+    recorded = any((folder / name).exists() for name in (REPORT_FILE, STREAM_FILE))
+    return output.read_text(errors="replace"), code, answer, recorded
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Cut the lifeline, then wait for nsys to end, and see that it does."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+    try:
+        process.wait(END_GRACE_S if interrupts.received() is None else INTERRUPT_GRACE_S)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _keep(nsys: Nsys, folder: Path, directory: Path) -> tuple[dict[str, str], str | None]:
+    """Make the report and its export of what lies in `folder`, and move all of it to the run directory.
+
+    What can be kept is kept, whatever fails after; the second value says what failed, and what to do about it.
+    """
+    stream, report, sqlite = (folder / name for name in (STREAM_FILE, REPORT_FILE, SQLITE_FILE))
+    failure = None
+    try:
+        if not report.exists():
+            if nsys.importer is None:
+                raise StepscopeError(
+                    f"{STREAM_FILE} awaits its import: `stepscope trace {directory}` does it "
+                    "where Nsight Systems is installed whole"
+                )
+            tool.import_stream(nsys, stream, report)
+        tool.export_sqlite(nsys, report, sqlite)
+    except StepscopeError as error:
+        failure = one_line(error)
+    kept: dict[str, str] = {}
+    for kind, name in ARTIFACTS.items():
+        # A stream that has become a report says nothing more.
+        if (folder / name).exists() and not (kind == "qdstrm" and report.exists()):
+            # nsys writes into a report the environment of every process it can see: it is for its owner's eyes.
+            (folder / name).chmod(0o644 if kind == "nsys" else 0o600)
+            (folder / name).replace(directory / name)
+            kept[kind] = name
+    return kept, failure
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # not every file system links
+        shutil.copyfile(source, target)
+
+
+@contextlib.contextmanager
+def _folder(directory: Path) -> Generator[Path]:
+    """A place in the run directory for files that are not whole yet."""
+    folder = directory / f".nsys-{os.getpid()}"
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,71 @@
+"""Runs a user's own code in a process of its own and takes plain data back: whatever it does, it does not end ours.
+
+Code that calls `os._exit(0)`, raises KeyboardInterrupt or breaks the interpreter would otherwise end the command in
+silence, with a code that says that all went well.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import NoReturn
+
+import msgspec
+
+from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_WRONG_INPUT, DeviceError, InputError, StepscopeError
+from stepscope.engine.cell_process import MARK, kill_marked
+
+
+class _Answer(msgspec.Struct, kw_only=True):
+    """What the child leaves in the file that its parent gave it."""
+
+    error: str | None = None
+    exit_code: int = EXIT_WRONG_INPUT
+    data: str = ""
+
+
+def ask_apart(module: str, *arguments: str, what: str) -> bytes:
+    """What `answer_apart` answers in `python -m module`, started with these arguments.
+
+    Raises the child's StepscopeError; and InputError, which says `what` ended, where the child ends without an answer.
+    """
+    with tempfile.TemporaryFile() as file:
+        number = str(file.fileno())
+        command = [sys.executable, "-P", "-m", module, number, *arguments]
+        # stdout is for the result of ours: whatever the user's code prints goes to stderr.
+        mark = f"own-code-{os.getpid()}-{file.fileno()}"
+        try:
+            code = subprocess.run(
+                command, stdout=2, pass_fds=(file.fileno(),), check=False, env={**os.environ, MARK: mark}
+            ).returncode
+        finally:
+            kill_marked(mark)  # what the user's code has started ends with it
+        file.seek(0)
+        try:
+            answer = msgspec.json.decode(file.read(), type=_Answer)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            end = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+            raise InputError(f"{what} ended its process {end} before it was done: let it return instead") from None
+    if answer.error is not None:
+        raise (DeviceError if answer.exit_code == EXIT_DEVICE_FAILED else InputError)(answer.error)
+    return answer.data.encode()
+
+
+def answer_apart(make: Callable[..., str]) -> NoReturn:
+    """In the child: call `make` with the arguments, leave what it returns or raises, and end."""
+    file = int(sys.argv[1])
+    os.set_inheritable(file, False)
+    try:
+        answer = _Answer(data=make(*sys.argv[2:]))
+    except StepscopeError as error:
+        answer = _Answer(error=str(error), exit_code=error.exit_code)
+    except KeyboardInterrupt:  # raised by the user's code: on Ctrl-C nobody waits for an answer any more
+        answer = _Answer(error=f"{' '.join(sys.argv[2:3])}: KeyboardInterrupt was raised")
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # the user's code may have closed any of them
+        with os.fdopen(file, "wb") as place:
+            place.write(msgspec.json.encode(answer))
+        sys.stdout.flush()
+    os._exit(0)  # threads that the user's code has left running do not keep anybody waiting

@@ -1,0 +1,116 @@
+"""What a sweep measures, how it treats its cells, and how it stands: plain data, apart from the processes."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from stepscope.core.run import Run, Settings, Status
+from stepscope.core.workload import Workload
+from stepscope.engine.request import MemoryRequest, TraceRequest
+from stepscope.work.transformer import parameter_count, step_flops
+
+BROKEN: frozenset[Status] = frozenset({"failed", "killed", "timed-out"})
+"""How a cell may end without a result; `Policy.retry` measures these again."""
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """One workload measured one way."""
+
+    workload: Workload
+    settings: Settings = Settings()
+
+
+class SweepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure and where. Equal plans are the same sweep, and resume one another."""
+
+    cells: tuple[Cell, ...]
+    devices: tuple[str, ...] = ("auto",)
+    """Devices to measure on, each with one cell at a time."""
+    out: str = "runs"
+    tag: str | None = None
+    memory_limit_bytes: int | None = None
+    peak_flops_per_s: float | None = None
+    trace: TraceRequest = TraceRequest()
+    memory: MemoryRequest | None = None
+
+    @property
+    def key(self) -> str:
+        """Digest of what is measured; which devices share the work does not change it."""
+        cells = ({"workload": cell.workload.identity, "settings": cell.settings.identity} for cell in self.cells)
+        measured = (sorted(msgspec.json.encode(cell, order="sorted") for cell in cells), self.tag)
+        limits = (self.memory_limit_bytes, self.peak_flops_per_s, self.devices[0].partition(":")[0])
+        traced = (msgspec.json.encode(self.trace, order="sorted"),) if self.trace.tools else ()
+        recorded = (msgspec.json.encode(self.memory, order="sorted"),) if self.memory else ()
+        return hashlib.sha256(repr((measured, limits, *traced, *recorded)).encode()).hexdigest()[:12]
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """How the sweep treats its cells; changes nothing in what a cell measures."""
+
+    timeout_s: float = 900.0
+    skip: bool = True
+    """Skip a cell when a smaller one ran out of memory."""
+    retry: bool = False
+    """Measure again what failed, was killed or ran out of time."""
+    fresh: bool = False
+    """Measure everything again."""
+
+
+@dataclass
+class CellState:
+    """A cell as a display sees it."""
+
+    cell: Cell
+    state: str = "waiting"
+    """waiting, measuring, or the run's status."""
+    stage: str = ""
+    detail: str = ""
+    run: Run | None = None
+    resumed: bool = False
+    """Whether the run was found on disk."""
+    seconds: float | None = None
+
+
+@dataclass
+class SweepState:
+    """The whole sweep as a display sees it."""
+
+    cells: list[CellState]
+    timeout_s: float
+    """What one cell may take."""
+    faults: list[str] = field(default_factory=list[str])
+    """Run files that could not be read when results were looked for."""
+
+    @property
+    def ended(self) -> int:
+        return sum(1 for cell in self.cells if cell.run is not None)
+
+    def seconds_left(self, slots: int) -> float | None:
+        """A forecast from the cells measured so far: a fixed cost for each, and the rest by their FLOPs."""
+        measured = [(cell.seconds, _flops(cell)) for cell in self.cells if cell.seconds is not None]
+        if not measured:
+            return None
+        fixed_s = min(seconds for seconds, _ in measured)
+        per_flop_s = sum(seconds - fixed_s for seconds, _ in measured) / sum(flops for _, flops in measured)
+        waiting = [cell for cell in self.cells if cell.run is None]
+        return sum(min(self.timeout_s, fixed_s + per_flop_s * _flops(cell)) for cell in waiting) / slots
+
+
+def _flops(cell: CellState) -> int:
+    return step_flops(cell.cell.workload)
+
+
+Tell = Callable[[SweepState], None]
+
+
+def order_cells(cells: list[Cell]) -> tuple[Cell, ...]:
+    """Small ones first, so that a cell that cannot fit is known from a smaller one; duplicates once."""
+    unique = list(dict.fromkeys(cells))
+    return tuple(
+        sorted(
+            unique,
+            key=lambda c: (parameter_count(c.workload.model), c.workload.seq_len, c.workload.batch_size),
+        )
+    )

@@ -1,0 +1,323 @@
+"""Many workloads, each in a process of its own: whatever happens to one is its row, and the others go on.
+
+Killed at any moment, the same sweep resumes: a cell whose run is on disk with a result is not measured again.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import signal
+import sys
+import time
+from collections.abc import Generator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from stepscope.analysis.runs.checks import check_run
+from stepscope.analysis.runs.metrics import summarise
+from stepscope.core import interrupts
+from stepscope.core.errors import InputError, StepscopeError, one_line
+from stepscope.core.run import REPEATED, Failure, Run, Status
+from stepscope.core.run_directory import create_run_directory, load_run, load_runs, save_run
+from stepscope.core.workload import Workload
+from stepscope.engine.cell_event import CellEvent
+from stepscope.engine.cell_process import CellProcess, kill_marked
+from stepscope.engine.plan import BROKEN, Cell, CellState, Policy, SweepPlan, SweepState, Tell
+from stepscope.engine.request import StepRequest
+from stepscope.work.transformer import phase_work
+
+INTERRUPT_GRACE_S = 2.0
+"""How long a cell may take to save what it has when the user stops the sweep."""
+TIMEOUT_GRACE_S = 15.0
+"""How long a cell may take to save what it has when its time is over; longer, since no user is waiting."""
+EXIT_GRACE_S = 20.0
+"""How long a cell may take to end once its run is on disk."""
+LOG_FILE = "log.txt"
+
+
+class SweepInterrupted(KeyboardInterrupt):
+    """The user stopped the sweep. `runs` are the cells that have ended, interrupted ones left out."""
+
+    def __init__(self, runs: list[Run]) -> None:
+        super().__init__("interrupted")
+        self.runs = runs
+
+
+def run_sweep(plan: SweepPlan, policy: Policy | None = None, tell: Tell = lambda _: None) -> list[Run]:
+    """Measure every cell that has no result yet; returns a run for each cell, in the plan's order.
+
+    Ctrl-C lets the running cells save what they have, then raises SweepInterrupted.
+    """
+    with _locked(Path(plan.out), plan.key):
+        sweep = _Sweep(plan, policy or Policy(), tell)
+        runs = asyncio.run(sweep.run())
+    if sweep.interrupted:
+        raise SweepInterrupted(runs)
+    return runs
+
+
+@contextlib.contextmanager
+def _locked(out: Path, key: str) -> Generator[None]:
+    """One process at a time for one sweep in one place; the lock goes with the process, however it ends."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file = (out / f".sweep-{key}.lock").open("w")
+    except OSError as error:
+        raise InputError(f"cannot write runs to {out}: {error.strerror or error}; choose another --runs") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"this very sweep is already running into {out}: wait for it, or stop it") from None
+        yield
+
+
+class _Sweep:
+    def __init__(self, plan: SweepPlan, policy: Policy, tell: Tell) -> None:
+        self._plan, self._policy, self._tell = plan, policy, tell
+        self._out = Path(plan.out)
+        self.interrupted = False
+        self.state = SweepState(cells=[CellState(cell=cell) for cell in plan.cells], timeout_s=self._policy.timeout_s)
+        self._mark = f"{plan.key}-{hashlib.sha256(bytes(self._out.resolve())).hexdigest()[:12]}."
+        self._processes = itertools.count(1)
+        kill_marked(self._mark)  # left by a start of this very sweep that was killed together with its cell
+        self._find_results()
+        self._waiting = [cell for cell in self.state.cells if cell.run is None]
+
+    async def run(self) -> list[Run]:
+        self._tell(self.state)
+        loop = asyncio.get_running_loop()
+        work = loop.create_task(self._measure_all())
+
+        def stop() -> None:
+            if not self.interrupted:  # asked again: the cells are saving what they have
+                self.interrupted = True
+                work.cancel()
+
+        with interrupts.told(lambda: loop.call_soon_threadsafe(stop)):
+            try:
+                await work
+            except asyncio.CancelledError:
+                if not self.interrupted:
+                    raise
+        return [cell.run for cell in self.state.cells if cell.run is not None]
+
+    async def _measure_all(self) -> None:
+        if len(self._plan.devices) > 1 and self._waiting:
+            await self._check_devices()
+        try:
+            async with asyncio.TaskGroup() as workers:
+                for device in self._plan.devices:
+                    workers.create_task(self._work(device))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _check_devices(self) -> None:
+        process = CellProcess(b"", mark=self.next_mark(), devices=self._plan.devices)
+        try:
+            while (event := await process.events.get()) is not None:
+                if event.error:
+                    raise InputError(event.error)
+        finally:
+            await process.close()
+
+    def next_mark(self) -> str:
+        """What the next process carries in its environment, and all that it starts."""
+        return f"{self._mark}{next(self._processes)}."
+
+    def _find_results(self) -> None:
+        """Take over the results that an earlier start of this sweep left on disk."""
+        if self._policy.fresh or not self._out.is_dir():
+            return
+        again: set[Status] = set(REPEATED)
+        if self._policy.retry:
+            again |= BROKEN
+        if not self._policy.skip:
+            again.add("skipped")
+        runs, self.state.faults = load_runs([self._out])
+        for run in runs:
+            if run.sweep != self._plan.key or run.status in again:
+                continue
+            for cell in self.state.cells:
+                if cell.cell.workload == run.workload and cell.cell.settings == run.settings:
+                    cell.run, cell.state, cell.resumed = run, run.status, True
+
+    async def _work(self, device: str) -> None:
+        while self._waiting:
+            cell = self._waiting.pop(0)
+            smaller = self._smaller_that_did_not_fit(cell.cell.workload)
+            if smaller is not None and self._policy.skip:
+                message = f"{'-'.join(smaller.workload.words())} ran out of memory"
+                run = self.record(cell.cell, None, "skipped", Failure(message=message, during="plan"))
+            else:
+                start = time.monotonic()
+                run = await _Measured(self, cell, device).run()
+                cell.seconds = time.monotonic() - start
+            cell.run, cell.state, cell.stage, cell.detail = run, run.status, "", ""
+            self._tell(self.state)
+
+    def _smaller_that_did_not_fit(self, workload: Workload) -> Run | None:
+        for cell in self.state.cells:
+            run = cell.run
+            if run and run.status == "out-of-memory" and run.workload.at_most(workload):
+                return run
+        return None
+
+    def told(self) -> None:
+        """A cell's state has changed."""
+        self._tell(self.state)
+
+    def request(self, cell: Cell, device: str) -> StepRequest:
+        """What a cell's process is asked."""
+        return StepRequest(
+            workload=cell.workload,
+            settings=cell.settings,
+            device=device,
+            out=self._plan.out,
+            tag=self._plan.tag,
+            sweep=self._plan.key,
+            memory_limit_bytes=self._plan.memory_limit_bytes,
+            peak_flops_per_s=self._plan.peak_flops_per_s,
+            trace=self._plan.trace,
+            memory=self._plan.memory,
+        )
+
+    @property
+    def timeout_s(self) -> float:
+        return self._policy.timeout_s
+
+    def record(self, cell: Cell, directory: Path | None, status: Status, failure: Failure, log: str = "") -> Run:
+        """Save a row for a cell that could not write its own, in the directory that it has made, if it has."""
+        run = _run_in(directory)
+        if directory is None or run is None:
+            if directory is None or not directory.is_dir():
+                directory = create_run_directory(self._out, cell.workload)
+            run = Run(
+                id=directory.name,
+                created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+                tag=self._plan.tag,
+                sweep=self._plan.key,
+                status=status,
+                workload=cell.workload,
+                settings=cell.settings,
+                work=phase_work(cell.workload),
+            )
+        artifacts = dict(run.artifacts)
+        if log:
+            with contextlib.suppress(OSError):  # the row matters more than its last words
+                (directory / LOG_FILE).write_text(log)
+                artifacts["log"] = LOG_FILE
+        run = msgspec.structs.replace(run, status=status, failure=failure, artifacts=artifacts)
+        run = msgspec.structs.replace(run, findings=check_run(run), summary=summarise(run))
+        save_run(run, directory)
+        return run
+
+
+def _run_in(directory: Path | None) -> Run | None:
+    """The run in a cell's directory, if one can be read there."""
+    try:
+        return load_run(directory) if directory is not None else None
+    except InputError:
+        return None
+
+
+class _Measured:
+    """One cell's way from its process's start to a run on disk."""
+
+    def __init__(self, sweep: _Sweep, cell: CellState, device: str) -> None:
+        self._sweep, self._cell, self._device = sweep, cell, device
+        self._directory: Path | None = None
+        self._error: CellEvent | None = None
+
+    async def run(self) -> Run:
+        self._cell.state = "measuring"
+        self._sweep.told()
+        request = msgspec.json.encode(self._sweep.request(self._cell.cell, self._device))
+        process = CellProcess(request, mark=self._sweep.next_mark())
+        in_time, stopped = True, False
+        try:
+            try:
+                async with asyncio.timeout(self._sweep.timeout_s):
+                    await self._follow(process)
+            except TimeoutError:
+                in_time = False
+                await process.stop(TIMEOUT_GRACE_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EXIT_GRACE_S if in_time else 0):
+                    await process.dead.wait()
+        except asyncio.CancelledError:
+            await process.stop(INTERRUPT_GRACE_S)
+            stopped = True
+            raise
+        finally:
+            await process.close()
+            self._hear_the_rest(process)
+            if stopped:
+                self._keep_what_was_stopped(process)
+        if in_time:
+            return self._result(process)
+        return self._ended("timed-out", f"no end after {self._sweep.timeout_s:.0f} s", process.log)
+
+    async def _follow(self, process: CellProcess) -> None:
+        """Listen until the cell has said how it ended, or is dead."""
+        while (event := await process.events.get()) is not None:
+            self._hear(event)
+            if event.finished or event.error:
+                return
+
+    def _hear_the_rest(self, process: CellProcess) -> None:
+        while not process.events.empty():
+            event = process.events.get_nowait()
+            if event is not None:
+                self._hear(event)
+
+    def _hear(self, event: CellEvent) -> None:
+        if event.directory:
+            self._directory = Path(event.directory)
+        if event.error:
+            self._error = event
+        if event.stage:
+            self._cell.stage, self._cell.detail = event.stage, event.detail
+            self._sweep.told()
+
+    def _keep_what_was_stopped(self, process: CellProcess) -> None:
+        """A cell that was killed before it could say so is said to be interrupted; one that saved nothing is no run."""
+        with contextlib.suppress(OSError, StepscopeError):
+            run = _run_in(self._directory)
+            if run is not None and run.status == "unfinished":
+                self._ended("interrupted", "interrupted by the user", process.log)
+            elif run is None and self._directory is not None:
+                self._directory.rmdir()
+
+    def _result(self, process: CellProcess) -> Run:
+        if self._error and self._error.error:
+            if self._error.log_matters:
+                sys.stderr.write(process.log)
+            if self._error.error_for_all:
+                raise InputError(self._error.error)
+            return self._ended("failed", self._error.error, during="refused")
+        code = process.code
+        if code is None:
+            return self._ended("killed", "the process could not be killed", process.log)
+        ending = -code if code < 0 else code - 128 if code - 128 in interrupts.SIGNALS else 0
+        if ending:
+            name = signal.Signals(ending).name
+            hint = " (the system's out-of-memory killer does this)" if ending == signal.SIGKILL else ""
+            return self._ended("killed", f"the process was killed by {name}{hint}", process.log)
+        lines = process.log.strip().splitlines() or ["no word"]
+        telling = [line for line in lines if "error" in line.lower()] or lines
+        message = f"the process ended with code {code}: {one_line(Exception(telling[-1]))}"
+        return self._ended("failed", message, process.log)
+
+    def _ended(self, status: Status, message: str, log: str = "", during: str | None = None) -> Run:
+        """The run that the cell saved, if it is a result, whatever came after; else a row that says how it ended."""
+        run = _run_in(self._directory)
+        if run is not None and run.status not in REPEATED:
+            return run
+        during = during or " ".join(part for part in (self._cell.stage or "start", self._cell.detail) if part)
+        failure = Failure(message=message, during=during)
+        return self._sweep.record(self._cell.cell, self._directory, status, failure, log)

@@ -1,0 +1,1 @@
+"""Calls of attention: judged, measured, and run by several processes."""

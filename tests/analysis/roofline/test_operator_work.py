@@ -1,0 +1,230 @@
+"""FLOPs and bytes of an operator call: each rule's example worked out by hand, and what is not guessed."""
+
+import json
+
+import pytest
+
+from stepscope.analysis.roofline.calls import Tensor, promoted
+from stepscope.analysis.roofline.rules import OPERATOR_WORK_RULES, OperatorRule
+from stepscope.analysis.roofline.work import is_product, operator_rule, operator_work
+from stepscope.core.work import Convention, Work
+
+SQUARE = 2 * 12 * 512 * 512
+"""Scores of the attention examples: batch 2, 12 heads, 512 queries and keys, head_dim 64."""
+ROWS = 2 * 12 * 512 * 64
+"""Elements of each of their q, k, v."""
+
+BY_HAND: dict[str, tuple[int, int, int]] = {
+    # operator: FLOPs, bytes read, bytes written; lists of tensors have elements of four bytes
+    "bmm": (2 * 48 * 512 * 512 * 64, 2 * 48 * 512 * 64 * 4, 48 * 512 * 512 * 4),
+    "addmm": (2 * 2048 * 3072 * 768, (2048 * 768 + 768 * 3072 + 3072) * 2, 2048 * 3072 * 2),
+    "_scaled_mm": (2 * 32 * 16 * 64, 32 * 64 + 64 * 16 + 4 + 4, 32 * 16),
+    # Two products of 2 * 64 FLOPs a score; half of the square. With a bias of one number a score, all of it.
+    "_scaled_dot_product_flash_attention": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 2, ROWS * 2),
+    "_scaled_dot_product_efficient_attention": (SQUARE * 2 * 2 * 64, 3 * ROWS * 4 + SQUARE * 4, ROWS * 4),
+    "_scaled_dot_product_flash_attention_for_cpu": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 4, ROWS * 4),
+    "_flash_attention_forward": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 2, ROWS * 2),
+    "_efficient_attention_forward": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 4, ROWS * 4),
+    "_cudnn_attention_forward": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 2, ROWS * 2),
+    # Five products; do, q, k, v, o and a log-sum-exp a row read, dq, dk, dv written.
+    "stepscope::flash_attention_forward": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 2, ROWS * 2),
+    "stepscope::flash_attention_backward":
+        (SQUARE * 5 * 2 * 64 // 2, 5 * ROWS * 2 + ROWS // 64 * 4, 3 * ROWS * 2),
+    "_scaled_dot_product_flash_attention_backward":
+        (SQUARE * 5 * 2 * 64 // 2, 5 * ROWS * 2 + ROWS // 64 * 4, 3 * ROWS * 2),
+    "_scaled_dot_product_flash_attention_for_cpu_backward":
+        (SQUARE * 5 * 2 * 64 // 2, 5 * ROWS * 4 + ROWS // 64 * 4, 3 * ROWS * 4),
+    "_flash_attention_backward": (SQUARE * 5 * 2 * 64 // 2, 5 * ROWS * 2 + ROWS // 64 * 4, 3 * ROWS * 2),
+    "_scaled_dot_product_efficient_attention_backward":
+        (SQUARE * 5 * 2 * 64 // 2, 5 * ROWS * 4 + ROWS // 64 * 4, 3 * ROWS * 4),
+    "_efficient_attention_backward": (SQUARE * 5 * 2 * 64 // 2, 5 * ROWS * 4 + ROWS // 64 * 4, 3 * ROWS * 4),
+    "_scaled_dot_product_cudnn_attention_backward":
+        (SQUARE * 5 * 2 * 64 // 2, 5 * ROWS * 2 + ROWS // 64 * 4, 3 * ROWS * 2),
+    "_softmax": (5 * 4 * 12 * 512 * 512, 4 * 12 * 512 * 512 * 4, 4 * 12 * 512 * 512 * 4),
+    "_softmax_backward_data": (4 * 128, 2 * 128 * 4, 128 * 4),
+    "native_layer_norm": (7 * 2048 * 768, (2048 * 768 + 2 * 768) * 4, 2048 * 768 * 4),
+    "native_layer_norm_backward": (13 * 80, (80 + 80 + 10 + 10 + 8) * 4, (80 + 8 + 8) * 4),
+    "_fused_rms_norm": (4 * 80, (80 + 8) * 4, 80 * 4),
+    "_fused_rms_norm_backward": (9 * 80, (80 + 80 + 10 + 8) * 4, (80 + 8) * 4),
+    "exp": (2048 * 10000, 2048 * 10000 * 4, 2048 * 10000 * 4),
+    "mul": (2048 * 768, (2048 * 768 + 2048) * 4, 2048 * 768 * 4),
+    "div": (128, 128 * 2, 128 * 2),
+    "addcmul_": (2 * 768, 3 * 768 * 4, 768 * 4),
+    "lerp_": (3 * 768, 2 * 768 * 4, 768 * 4),
+    "sigmoid": (4 * 32, 32 * 4, 32 * 4),
+    "silu": (5 * 32, 32 * 2, 32 * 2),
+    "sigmoid_backward": (3 * 32, 2 * 32 * 4, 32 * 4),
+    "silu_backward": (9 * 32, 2 * 32 * 4, 32 * 4),
+    "gelu_backward": (11 * 32, 2 * 32 * 4, 32 * 4),
+    "masked_fill_": (0, 4 * 12 * 64 * 4 + 64, 4 * 12 * 64 * 4),
+    "tril": (0, 512 * 512, 512 * 512),
+    "where": (0, 64 + 512 * 4, 512 * 4),
+    "ge": (0, 2 * 512 * 8, 512 * 512),
+    "isnan": (0, 512 * 4, 512),
+    "copy_": (0, 128 * 4, 128 * 2),
+    "fill_": (0, 0, 768 * 3072 * 4),
+    "native_dropout": (2 * 128, 128 * 4, 128 * 5),
+    "native_dropout_backward": (2 * 128, 128 * 5, 128 * 4),
+    "sum": (4 * 12 * 512 * 512, 4 * 12 * 512 * 512 * 4, 0),
+    "var": (4 * 128, 128 * 4, 0),
+    "linalg_vector_norm": (2 * 128, 128 * 4, 0),
+    "embedding": (0, 16 * 8 + 16 * 8 * 4, 16 * 8 * 4),
+    "index_select": (0, 2048 * 8 + 2048 * 768 * 4, 2048 * 768 * 4),
+    "embedding_dense_backward": (128, 128 * 4 + 16 * 8, 128 * 4),
+    "gather": (0, 2048 * (8 + 4), 2048 * 4),
+    "scatter_": (0, 2048 * 8, 2048 * 4),
+    "scatter_add_": (2048, 2048 * (8 + 4 + 4), 2048 * 4),
+    "nll_loss_forward": (16, 16 * (8 + 4), 4),
+    "nll_loss_backward": (0, 16 * 8, 16 * 4),
+    "cat": (0, 2 * 4 * 12 * 512 * 32 * 4, 2 * 4 * 12 * 512 * 32 * 4),
+    "_foreach_mul_": (36, 36 * 4, 36 * 4),
+    "_foreach_addcdiv_": (2 * 32, 3 * 32 * 4, 32 * 4),
+    "_foreach_lerp_": (3 * 32, 2 * 32 * 4, 32 * 4),
+    "_foreach_norm": (2 * 32, 32 * 4, 0),
+    "_foreach_zero_": (0, 0, 32 * 4),
+    "_fused_adamw_": (0, 4 * 32 * 4, 3 * 32 * 4),
+}  # fmt: skip
+
+
+def work_of(operator: str, shapes: list, dtypes: list[str], **more: int) -> Work | None:
+    return operator_work(f"aten::{operator}", json.dumps(shapes), json.dumps(dtypes), **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", OPERATOR_WORK_RULES, ids=lambda rule: rule.example.operator)
+def test_each_rule_counts_its_example_as_one_does_by_hand(rule: OperatorRule):
+    example = rule.example
+    assert operator_rule(example.operator) is rule, "an earlier rule hides this one"
+    work = operator_work(example.operator, example.shapes, example.dtypes, list_element_bytes=4)
+    assert work is not None
+    flops, read, written = BY_HAND[example.operator.removeprefix("aten::")]
+    assert (work.flops, work.bytes_read, work.bytes_written) == (flops, read, written)
+    assert work.convention == Convention(causal="half", recompute=True)
+
+
+def test_no_operator_has_two_rules():
+    names = [name for rule in OPERATOR_WORK_RULES for name in rule.operators]
+    assert len(names) == len(set(names))
+
+
+def test_causal_attention_counts_full_where_asked_or_where_it_cannot_be_causal():
+    q = [2, 12, 512, 64]
+    dtypes = ["float"] * 3 + ["Scalar"] * 4
+    record = json.dumps([q, q, q, [], [], [], []]), json.dumps(dtypes)
+    name = "aten::_scaled_dot_product_flash_attention"
+    half, full = operator_work(name, *record), operator_work(name, *record, causal="full")
+    assert half and full
+    assert full.flops == 2 * half.flops == SQUARE * 4 * 64
+    with pytest.raises(ValueError, match="unlike FLOP conventions"):
+        _ = half + full
+    decoding = work_of("_scaled_dot_product_flash_attention", [[2, 12, 1, 64], q, q, [], [], [], []], dtypes)
+    assert decoding and decoding.flops == 2 * 12 * 1 * 512 * 4 * 64
+
+
+def test_keys_may_have_fewer_heads_and_values_another_width():
+    shapes = [[1, 8, 16, 32], [1, 2, 16, 32], [1, 2, 16, 64], [], [], [], []]
+    work = work_of("_scaled_dot_product_flash_attention", shapes, ["c10::Half"] * 3 + ["Scalar"] * 4)
+    assert work and work.flops == 8 * 16 * 16 * 2 * (32 + 64) // 2
+    assert work.bytes_read == (8 * 16 * 32 + 2 * 16 * 32 + 2 * 16 * 64) * 2
+    assert work.bytes_written == 8 * 16 * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("operator", "shapes", "dtypes"),
+    [
+        # As PyTorch 2.11 recorded them on an H200.
+        ("_cudnn_attention_backward",
+         [[4, 4, 512, 64]] * 5 + [[4, 4, 512, 1]] + [[]] * 10,
+         ["c10::BFloat16"] * 5 + ["float", "long int", "long int", "", "", "", *["Scalar"] * 4, ""]),
+        ("_efficient_attention_backward",
+         [[4, 512, 4, 64]] * 4 + [[], [4, 512, 4, 64], [], [], [], [], [4, 4, 512]] + [[]] * 9,
+         ["c10::Half"] * 4 + ["", "c10::Half", "", "", "Scalar", "Scalar", "float", "Scalar", "long int", "long int",
+                              "Scalar", "Scalar", "", "", "", "Scalar"]),
+        ("_flash_attention_backward",
+         [[4, 512, 4, 64]] * 5 + [[4, 4, 512], [], [], [], [], [], [], [2], [], [], [], []],
+         ["c10::BFloat16"] * 5 + ["float", "", "", *["Scalar"] * 4, "long unsigned int", "long unsigned int", "Scalar",
+                                  "", ""]),
+    ],
+)  # fmt: skip
+def test_attention_backward_as_recorded(operator: str, shapes: list, dtypes: list[str]):
+    work = work_of(operator, shapes, dtypes)
+    rows = 4 * 4 * 512
+    assert work and work.flops == 10 * rows * 512 * 64 // 2
+    assert (work.bytes_read, work.bytes_written) == (5 * rows * 64 * 2 + rows * 4, 3 * rows * 64 * 2)
+
+
+@pytest.mark.parametrize(
+    ("operator", "shapes", "dtypes"),
+    [
+        ("arange", [[], [], [], [0]], ["Scalar", "Scalar", "Scalar", "long int"]),  # no rule
+        ("mm", [[2, 3], [4, 5]], ["float", "float"]),  # these do not multiply
+        ("mm", [[2, 3], [3, 5]], ["float", "c10::BFloat16"]),
+        ("mm", [[2, 3], [3, 5]], ["c10::complex<float>", "c10::complex<float>"]),  # a dtype not in the table
+        ("mm", [[2, 3]], ["float"]),
+        ("mm", [[2, -3], [-3, 5]], ["float", "float"]),
+        ("mm", [[2**40, 2**40], [2**40, 5]], ["float", "float"]),
+        ("mm", [[2, 3], "x"], ["float", "float"]),
+        ("mm", [[2, 3], [3, 5]], ["float"]),
+        ("add", [[2, 3], [4, 3], []], ["float", "float", "Scalar"]),  # these do not broadcast
+        ("mul", [[4, 512], []], ["long int", "Scalar"]),  # the number may make it floating
+        ("max", [[4, 4], [4, 4]], ["float", "float"]),  # of two tensors: no reduction
+        ("index_select", [[4, 4, 4], [], [2]], ["float", "Scalar", "long int"]),
+        ("_foreach_mul_", [[], []], ["TensorList", "Scalar"]),  # too long a list to be recorded
+        ("_flash_attention_forward", [[512, 4, 64]] * 3 + [[3], [3], [], []],
+         ["c10::BFloat16"] * 3 + ["int", "int", "Scalar", "Scalar"]),  # sequences of several lengths
+        ("scatter_add", [[4, 8], [], [4, 1], [4, 1]], ["float", "Scalar", "long int", "float"]),
+    ],
+)  # fmt: skip
+def test_what_the_record_leaves_open_has_no_work(operator: str, shapes: list, dtypes: list[str]):
+    assert work_of(operator, shapes, dtypes) is None
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtypes"),
+    [(None, None), ("", ""), ("[[2,", '["float"]'), ("5", "[]"), ("[[]]", "{}"), ("[[2]]", "[7]"), ("[" * 9000, "[]")],
+)
+def test_broken_records_have_no_work(shapes: str | None, dtypes: str | None):
+    assert operator_work("aten::mm", shapes, dtypes) is None
+
+
+def test_lists_need_their_elements_size():
+    shapes, dtypes = [[[8, 4], [8, 4]], []], ["TensorList", "Scalar"]
+    assert work_of("cat", shapes, dtypes) is None
+    work = work_of("cat", shapes, dtypes, list_element_bytes=2)
+    assert work and work.bytes_moved == 2 * 64 * 2
+
+
+def test_a_number_beside_tensors_moves_no_bytes():
+    with_number = work_of("mul", [[8, 4], []], ["float", "double"])
+    assert with_number == work_of("mul", [[8, 4], []], ["float", "Scalar"])
+    assert with_number and with_number.bytes_moved == 2 * 32 * 4
+
+
+def test_mixed_dtypes_widen_the_result():
+    work = work_of("mul", [[3, 3], [3, 3]], ["c10::BFloat16", "float"])
+    assert work and (work.bytes_read, work.bytes_written) == (9 * 2 + 9 * 4, 9 * 4)
+    in_place = work_of("mul_", [[3, 3], [3, 3]], ["c10::BFloat16", "float"])
+    assert in_place and in_place.bytes_written == 9 * 2
+    assert (integers := work_of("add", [[3], [3], []], ["int", "int", "Scalar"])) and integers.flops == 0
+    assert (quotient := work_of("div", [[3], [3]], ["long int", "long int"])) and quotient.bytes_written == 3 * 4
+
+
+def test_promotion_is_pytorchs():
+    import torch
+
+    names = {
+        "float": torch.float32, "double": torch.float64, "c10::BFloat16": torch.bfloat16, "c10::Half": torch.float16,
+        "long int": torch.int64, "int": torch.int32, "bool": torch.bool,
+    }  # fmt: skip
+    for a, torch_a in names.items():
+        for b, torch_b in names.items():
+            for shape in ((2,), ()):
+                expected = torch.result_type(torch.zeros(2, dtype=torch_a), torch.zeros(shape, dtype=torch_b))
+                found = promoted([Tensor((2,), a, 1), Tensor(shape, b, 1)])
+                if not shape and b == "double" and not torch_a.is_floating_point:
+                    expected = torch.result_type(torch.zeros(2, dtype=torch_a), 1.0)  # a number of Python's
+                assert names[found] == expected, (a, b, shape)
+
+
+def test_products_are_told_from_other_work():
+    assert is_product("aten::addmm") and is_product("aten::_flash_attention_backward")
+    assert not is_product("aten::add") and not is_product("aten::unheard_of")

@@ -1,0 +1,52 @@
+"""`stepscope study kernels` on runs measured before, and on this machine."""
+
+import json
+from pathlib import Path
+
+from tests.command import Done, stepscope
+
+KEPT = Path(__file__).parents[2] / "results" / "h200" / "kernels"
+
+
+def study(*arguments: object) -> Done:
+    return stepscope("study", "kernels", *arguments)
+
+
+def test_tables_of_digests_kept_with_the_results():
+    done = study("--from", KEPT, "--where", "model=small", "--where", "dtype=fp32", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 6  # three sequence lengths, inference and training
+    assert {row["workload"]["model"]["name"] for row in rows} == {"small"}
+    chosen = study("--from", KEPT, "--only", "d")
+    assert chosen.stdout.startswith("(d) ") and "(a) " not in chosen.stdout
+    by_the_other = study("--from", KEPT, "--tool", "nsys", "--only", "g", "--where", "model=small")
+    assert "Nsight Systems and the other profiler" in by_the_other.stdout
+
+
+def test_wrong_questions_fields_and_places(tmp_path: Path):
+    for arguments, word in (
+        (["--from", KEPT, "--only", "z"], "unknown question 'z'"),
+        (["--from", KEPT, "--where", "modl=small"], "unknown field 'modl'"),
+        (["--from", KEPT, "--where", "model=huge"], "holds a capture"),
+        (["--from", KEPT, "--tool", "perf"], "unknown tool 'perf'"),
+        (["--from", tmp_path / "none"], "no runs at"),
+        (["--from", tmp_path], "holds a capture"),
+        (["--model", "tiny", "--seq-len", "x"], "--seq-len 'x'"),
+    ):
+        done = study(*arguments)
+        assert (done.returncode, done.stdout) == (2, ""), arguments
+        assert word in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_captures_and_their_tables_here(tmp_path: Path):
+    done = study(
+        "--model", "tiny", "--seq-len", "16", "--batch-size", "1", "--phase", "train", "--steps", "2", "--warmup", "1",
+        "--seconds", "0", "--runs", tmp_path, "--keep-digests",
+    )  # fmt: skip
+    assert "(a) " in done.stdout and "(f) " in done.stdout, done.stderr
+    (run,) = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert (run / "trace.kineto.json.gz").is_file()
+    (run / "trace.kineto.json.gz").unlink()
+    again = study("--from", tmp_path, "--only", "a")
+    assert again.returncode == 0 and "tiny-b1-s16-fp32-train" in again.stdout

@@ -1,0 +1,230 @@
+"""`stepscope trace`: its contract in JSON, its text, and one clear line for what it cannot read."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stepscope.core.run_directory import save_run
+from tests.captures import (
+    ELEMENTWISE,
+    GEMM,
+    Capture,
+    kineto_trace,
+    nsys_tables,
+    training_steps,
+    write_kineto,
+    write_parquetdir,
+    write_sqlite,
+)
+from tests.command import stepscope
+from tests.conftest import make_run
+
+pytestmark = pytest.mark.slow
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "trace.txt"
+
+
+def spoken(path: Path, *options: str) -> dict:
+    done = stepscope("trace", path, "--json", *options)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def spell(capture: Capture, folder: Path, spelling: str) -> Path:
+    if spelling == "kineto":
+        return write_kineto(capture, folder / "t.json.gz")
+    if spelling == "parquetdir":
+        return write_parquetdir(nsys_tables(capture), folder / "t")
+    return write_sqlite(nsys_tables(capture), folder / "t.sqlite")
+
+
+@pytest.mark.parametrize("spelling", ["kineto", "sqlite", "parquetdir"])
+def test_the_contract(tmp_path: Path, spelling: str):
+    """Two steps of two layers of two modules: each module a GEMM of 400 ns and an elementwise kernel of 50 ns."""
+    said = spoken(spell(training_steps(), tmp_path, spelling))
+    assert list(said)[:6] == ["kernels", "busy_ns", "union_ns", "unattributed_ns", "ranges", "findings"]
+    forward = 2 * 4 * (400 + 50)
+    backward = 2 * 8 * 300
+    optimizer = 2 * 70
+    assert said["kernels"] == 2 * (8 + 8 + 1)
+    assert said["busy_ns"] == forward + backward + optimizer
+    assert said["union_ns"] <= said["busy_ns"]
+    assert (said["copies"], said["copies_ns"]) == (2, 40)
+    assert said["unattributed_ns"] == 0
+    assert set(said["ranges"]) == {
+        "ProfilerStep#0", "ProfilerStep#1", "forward", "backward", "optimizer",
+        *(f"layers.{layer}{part}" for layer in (0, 1) for part in ("", ".attention", ".mlp")),
+    }  # fmt: skip
+    assert said["ranges"]["forward"] == {
+        "instances": 2,
+        "kernels": 16,
+        "busy_ns": forward,
+        "gemm_fraction": 400 / 450,
+        "top_kernels": [
+            {"name": GEMM, "calls": 8, "busy_ns": 3200, "family": "matrix multiplication"},
+            {"name": ELEMENTWISE, "calls": 8, "busy_ns": 400, "family": "activation/elementwise"},
+        ],
+    }
+    assert said["ranges"]["backward"]["kernels"] == 16
+    assert said["ranges"]["backward"]["gemm_fraction"] == 0.5
+    assert said["ranges"]["layers.0.attention"]["kernels"] == 4  # by its range: forward alone
+    for finding in said["findings"]:
+        assert {"kind", "severity", "sentence", "evidence"} <= set(finding)
+
+
+def test_module_of_backward(tmp_path: Path):
+    """Through the forward operator of the same sequence number."""
+    said = spoken(write_kineto(training_steps(), tmp_path / "t.json"))
+    backward = {row["module"]: row for row in said["modules"] if row["phase"] == "backward"}
+    assert {name: row["busy_ns"] for name, row in backward.items()} == {
+        "layers.*.attention": 4 * 300,
+        "layers.*.mlp": 4 * 300,
+    }
+
+
+def test_text(tmp_path: Path):
+    """What a reader sees. STEPSCOPE_UPDATE_GOLDEN=1 writes it anew."""
+    path = write_kineto(training_steps(), tmp_path / "t.json")
+    done = subprocess.run(
+        [sys.executable, "-m", "stepscope", "trace", path.name],
+        capture_output=True, text=True, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    if os.environ.get("STEPSCOPE_UPDATE_GOLDEN"):
+        GOLDEN.write_text(done.stdout)
+    assert done.stdout == GOLDEN.read_text()
+
+
+def test_hostile_names_move_no_cursor(tmp_path: Path):
+    capture = Capture()
+    hostile = "\x1b[2J\x1b]0;owned\x07<script>alert(1)</script>\r\n" + "x" * 5000
+    capture.range("forward", 0, 10_000)
+    capture.range(hostile, 100, 5_000)
+    capture.kernel(200, 300, name=hostile)
+    for path in (spell(capture, tmp_path, "kineto"), spell(capture, tmp_path, "sqlite")):
+        done = stepscope("trace", path)
+        assert done.returncode == 0
+        assert "\x1b" not in done.stdout and "\r" not in done.stdout
+        assert hostile in spoken(path)["ranges"]
+
+
+def test_a_run_beside_the_capture_gives_the_unprofiled_times(tmp_path: Path):
+    run = make_run(forward=[0.001, 0.002, 0.003])
+    save_run(run, tmp_path)
+    write_kineto(training_steps(), tmp_path / "trace.kineto.json.gz")
+    said = spoken(tmp_path)
+    assert said["phases"][0]["phase"] == "forward"
+    assert said["phases"][0]["unprofiled_s"] == 0.002
+    assert said["phases"][0]["expected_products"] == run.workload.model.layers * 9 + 1
+
+
+def test_an_incomplete_capture_fails_the_check(tmp_path: Path):
+    capture = Capture()
+    capture.range("forward", 0, 200_000)
+    for number in range(100):
+        capture.kernel(10 + number * 1000, 500)
+    del capture.launched[12:]
+    done = stepscope("trace", write_kineto(capture, tmp_path / "t.json"))
+    assert done.returncode == 1
+    assert "error incomplete-trace: 88 of 100 launches" in done.stdout
+
+
+def truncated_gzip(folder: Path) -> Path:
+    path = write_kineto(training_steps(), folder / "t.json.gz")
+    path.write_bytes(path.read_bytes()[:-200])
+    return path
+
+
+def truncated_json(folder: Path) -> Path:
+    path = folder / "t.json"
+    path.write_text(json.dumps(kineto_trace(training_steps()))[:-500])
+    return path
+
+
+def not_a_number(folder: Path) -> Path:
+    path = folder / "t.json"
+    path.write_text('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": NaN, "dur": 1}]}')
+    return path
+
+
+def deep(folder: Path) -> Path:
+    path = folder / "t.json"
+    path.write_text('{"traceEvents": [' + "[" * 5_000_000)
+    return path
+
+
+def no_sqlite_of_nsys(folder: Path) -> Path:
+    return write_sqlite({"people": [{"id": 1, "name": "Ada"}]}, folder / "t.sqlite")
+
+
+def without_cuda(folder: Path) -> Path:
+    tables = nsys_tables(training_steps())
+    return write_sqlite({name: rows for name, rows in tables.items() if "CUPTI" not in name}, folder / "t.sqlite")
+
+
+def without_ranges(folder: Path) -> Path:
+    tables = nsys_tables(training_steps())
+    del tables["NVTX_EVENTS"]
+    return write_sqlite(tables, folder / "t.sqlite")
+
+
+def bomb(folder: Path) -> Path:
+    path = folder / "t.json.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(b'{"traceEvents": [')
+        block = b" " * (1 << 24)
+        for _ in range(96):
+            file.write(block)
+    return path
+
+
+def empty(folder: Path) -> Path:
+    path = folder / "t.json"
+    path.touch()
+    return path
+
+
+def missing(folder: Path) -> Path:
+    return folder / "nothing.json"
+
+
+def no_json(folder: Path) -> Path:
+    path = folder / "t.json"
+    path.write_bytes(bytes(range(256)) * 100)
+    return path
+
+
+@pytest.mark.parametrize(
+    "make",
+    [truncated_gzip, truncated_json, not_a_number, deep, no_sqlite_of_nsys, without_cuda, without_ranges, bomb, empty,
+     missing, no_json],
+)  # fmt: skip
+def test_what_cannot_be_read_is_one_line(tmp_path: Path, make):
+    path = make(tmp_path)
+    done = stepscope("trace", path, "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("stepscope: ") and done.stderr.count("\n") == 1
+    assert path.name in done.stderr
+
+
+def test_kernels_alone_where_there_are_no_ranges(tmp_path: Path):
+    said = spoken(without_ranges(tmp_path), "--no-ranges")
+    assert said["kernels"] == 34
+    assert said["unattributed_ns"] == said["busy_ns"]
+    assert said["ranges"] == {}
+
+
+def test_no_torch_is_needed(tmp_path: Path):
+    path = write_kineto(training_steps(), tmp_path / "t.json")
+    code = (
+        "import sys; sys.argv = ['stepscope', 'trace', sys.argv[1]]\n"
+        "from stepscope.cli.app import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,170 @@
+"""The house: which room may import which, and what each wing must do without."""
+
+import ast
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.measures import SOURCE, circles, files_imported
+
+ALLOWED = {
+    "core": set(),
+    "work": {"core"},
+    "measure": {"core", "work"},
+    "kernels": {"core", "work", "measure"},
+    "models": {"core", "work", "measure", "kernels"},
+    "numerics": {"core", "work", "measure", "models"},
+    "trace": {"core", "work"},
+    "analysis": {"core", "work", "trace"},
+    "memory": {"core", "work"},
+    "engine": {"core", "work", "measure", "models", "trace", "analysis", "memory"},
+    "studies": {"core", "work", "measure", "models", "numerics", "trace", "analysis", "memory", "engine"},
+    "report": {"core", "work", "trace", "analysis", "memory"},
+    "cli": {"core", "work", "trace", "analysis", "memory", "report", "engine", "studies", "measure", "numerics"},
+}
+"""Rooms below. Both wings stand on core and work, and never see each other; engine, studies and cli see both."""
+
+LIBRARIES = {
+    "core": {"msgspec"},
+    "work": set(),
+    "measure": {"msgspec", "nvtx", "torch"},
+    "kernels": {"msgspec", "torch", "triton"},
+    "models": {"torch"},
+    "numerics": {"msgspec", "torch"},
+    "trace": {"adbc_driver_sqlite", "msgspec", "polars"},
+    "analysis": {"msgspec", "polars"},
+    "memory": {"msgspec", "polars"},
+    "engine": {"msgspec", "torch"},
+    "studies": {"msgspec", "torch"},
+    "report": {"altair", "msgspec", "polars", "rich", "vl_convert"},
+    "cli": {"msgspec", "rich", "typer"},
+}
+
+
+def imports(file: Path) -> set[str]:
+    """Every module a file imports, inside functions too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            found.add(node.module or "")
+            if node.module == "stepscope":
+                found |= {f"stepscope.{alias.name}" for alias in node.names}
+    return found
+
+
+FILES = [file for room in ALLOWED for file in (SOURCE / room).glob("**/*.py")]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_imports_go_downward_only(file: Path):
+    room = file.relative_to(SOURCE).parts[0]
+    for name in imports(file):
+        top, _, rest = name.partition(".")
+        if top == "stepscope":
+            other = rest.partition(".")[0]
+            assert other in ALLOWED[room] | {room, "", "__version__"}, f"{room} imports {name}"
+        elif top not in sys.stdlib_module_names:
+            assert top in LIBRARIES[room], f"{room} imports {name}"
+
+
+def test_no_files_import_one_another():
+    assert circles(files_imported(SOURCE)) == []
+
+
+IN_A_FUNCTION = {"a": "from house.b import x", "b": "import house.c", "c": "def f():\n    from house import a"}
+IN_A_PACKAGE = {"room/__init__": "from house.room.a import x", "room/a": "import house.room.b", "room/b": ""}
+NONE = {"a": "import house.b", "b": "import house.room", "room/__init__": "import os", "room/a": "import house.a"}
+
+
+@pytest.mark.parametrize(
+    ("files", "found"), [(IN_A_FUNCTION, ["a", "b", "c"]), (IN_A_PACKAGE, ["room", "room.a"]), (NONE, [])]
+)
+def test_a_circle_of_imports_is_seen(tmp_path: Path, files: dict[str, str], found: list[str]):
+    for name, text in files.items():
+        file = tmp_path / "house" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    expected = [{f"house.{name}" for name in found}] if found else []
+    assert circles(files_imported(tmp_path / "house")) == expected
+
+
+def test_every_room_is_in_the_plan():
+    rooms = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms == set(ALLOWED)
+
+
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_the_reading_wing_needs_no_torch(tmp_path: Path):
+    """Every verb that reads, on a run read back from disk."""
+    from stepscope.core.run_directory import create_run_directory, save_run
+    from tests.conftest import make_run
+
+    run = make_run(forward=[0.1] * 6, backward=[0.2] * 6, optimizer=[0.05] * 6)
+    save_run(run, create_run_directory(tmp_path, run.workload))
+    result = run_python(
+        """
+        import sys
+        from stepscope.cli.app import app
+        out = sys.argv[1]
+        for verb in (["ls", out], ["show", "last", "--runs", out], ["table", out], ["table", out, "--style", "csv"],
+                     ["models"], ["--help"], ["sweep", "--help"]):
+            app(verb, standalone_mode=False)
+        assert "torch" not in sys.modules
+        assert not {"altair", "vl_convert"} & set(sys.modules), "nobody asked for a plot"
+        """,
+        str(tmp_path),
+    )
+    assert result.returncode == 0, result.stderr
+    assert "forward" in result.stdout and "100 ms" in result.stdout
+
+
+def test_help_loads_next_to_nothing():
+    result = run_python(
+        """
+        import sys
+        from stepscope.cli.app import app
+        app(["--help"], standalone_mode=False)
+        heavy = {"torch", "polars", "numpy", "scipy", "asyncio", "altair", "vl_convert"} & set(sys.modules)
+        assert not heavy, heavy
+        """
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_acting_wing_runs_on_a_bare_machine(tmp_path: Path):
+    """torch, msgspec, rich and typer are all that measuring and showing need."""
+    result = run_python(
+        """
+        import sys
+        class Missing:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] in {"polars", "scipy", "pynvml", "nvtx", "altair", "vl_convert"}:
+                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        sys.meta_path.insert(0, Missing())
+        from stepscope.cli.app import app
+        try:
+            app(["run", "--runs", sys.argv[1], "--d-model", "32", "--heads", "2", "--seq-len", "16", "--steps", "5",
+                 "--warmup", "1", "--no-profile"], standalone_mode=False)
+        except SystemExit:
+            pass
+        """,
+        str(tmp_path),
+    )
+    assert result.returncode == 0, result.stderr
+    assert "backward" in result.stdout
+
+
+def test_files_stay_readable():
+    long = {str(f.relative_to(SOURCE)): n for f in FILES if (n := len(f.read_text().splitlines())) > 450}
+    assert not long

@@ -1,0 +1,97 @@
+"""What is published: the sdist, the wheel that is built from it, and the command that the wheel installs."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from stepscope import __version__
+
+ROOT = Path(__file__).parents[2]
+PACKAGED = ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml")
+NOT_SOURCE = shutil.ignore_patterns("__pycache__", "*.egg-info")
+"""An old egg-info would add the files that it lists to the sdist."""
+
+
+def run_python(*arguments: object, cwd: Path, path: Path | None = None) -> str:
+    """Run this Python with nothing on its PYTHONPATH but `path`, and return what it prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    command = [sys.executable, *map(str, arguments)]
+    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def pip(*arguments: object, cwd: Path) -> None:
+    """Run pip without any index: nothing is downloaded."""
+    run_python("-m", "pip", "--disable-pip-version-check", *arguments, "--no-index", "--no-deps", cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("sdist")
+    tree = place / "tree"
+    for folder in ("src", "tests"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=NOT_SOURCE)
+    for name in PACKAGED:
+        shutil.copy(ROOT / name, tree)
+    run_python("-c", "from setuptools.build_meta import build_sdist; build_sdist('..')", cwd=tree)
+    return place / f"stepscope-{__version__}.tar.gz"
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> Path:
+    pip("wheel", "--no-build-isolation", sdist, cwd=sdist.parent)
+    return sdist.parent / f"stepscope-{__version__}-py3-none-any.whl"
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Path:
+    place = wheel.parent / "installed"
+    pip("install", "--no-compile", "--target", place, wheel, cwd=wheel.parent)
+    return place
+
+
+def source_files() -> dict[str, bytes]:
+    """Every file of the package, code and data, by its name in the wheel."""
+    files = [file for file in (ROOT / "src" / "stepscope").rglob("*") if file.is_file() and file.suffix != ".pyc"]
+    return {file.relative_to(ROOT / "src").as_posix(): file.read_bytes() for file in files}
+
+
+def test_the_sdist_holds_the_package_and_no_tests(sdist: Path):
+    """Tests read docs/ and results/, so they belong to a clone."""
+    with tarfile.open(sdist) as archive:
+        names = {"/".join(PurePosixPath(each.name).parts[1:]) for each in archive.getmembers() if each.isfile()}
+    beside = {name for name in names if not name.startswith("src/")}
+    assert beside == {*PACKAGED, "PKG-INFO", "setup.cfg"}
+    assert {name.removeprefix("src/") for name in names - beside if ".egg-info/" not in name} == set(source_files())
+
+
+def test_the_wheel_holds_every_file_of_the_package(wheel: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
+        notes = f"stepscope-{__version__}.dist-info"
+        licence = archive.read(f"{notes}/licenses/LICENSE")
+        metadata = archive.read(f"{notes}/METADATA").decode()
+    source = source_files()
+    assert {"stepscope/py.typed", "stepscope/numerics/text/alice.txt.gz"} < set(source)
+    assert held == source
+    assert licence == (ROOT / "LICENSE").read_bytes()
+    assert (ROOT / "README.md").read_text() in metadata
+
+
+def test_the_installed_command_runs(installed: Path, tmp_path: Path):
+    def run(*arguments: object) -> str:
+        return run_python(*arguments, cwd=tmp_path, path=installed)
+
+    assert Path(run("-c", "import stepscope; print(stepscope.__file__)").strip()).parent == installed / "stepscope"
+    assert run("-m", "stepscope", "--version") == run(installed / "bin" / "stepscope", "--version")
+    assert run("-m", "stepscope", "--version") == f"stepscope {__version__}\n"
+    assert "backward" in run("-m", "stepscope", "show", ROOT / "results" / "cpu" / "first")

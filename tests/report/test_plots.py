@@ -1,0 +1,431 @@
+"""Plots: what is drawn is what was counted, and what is written is the same on every machine."""
+
+import json
+import re
+import struct
+import subprocess
+import sys
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, get_args
+
+import altair as alt
+import polars as pl
+import pytest
+import vl_convert
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepscope.core.errors import InputError
+from stepscope.core.finding import Finding
+from stepscope.core.memory_notes import MemoryCategory, PhaseSpan
+from stepscope.core.run import Failure, Run
+from stepscope.core.run_directory import create_run_directory, save_run
+from stepscope.core.units import GIB
+from stepscope.report.plots.axes import kept_apart, log_ticks
+from stepscope.report.plots.memory_accuracy import AccuracyPoint, draw_memory_accuracy, summary
+from stepscope.report.plots.memory_timeline import draw_memory_timeline
+from stepscope.report.plots.save import plot_spec, plot_svg, save_plot
+from stepscope.report.plots.series import SeriesPanel, SeriesPoint, draw_series, fitted_power
+from stepscope.report.plots.table_plot import draw_table
+from stepscope.report.plots.theme import CATEGORY_COLOURS
+from stepscope.report.plots.thinning import thin
+from stepscope.report.tables import TableQuery
+from tests.command import Done, stepscope
+from tests.conftest import make_run, workload
+
+pytestmark = pytest.mark.slow
+
+PHASES = (
+    PhaseSpan(name="forward", start_us=-50, end_us=400_000),
+    PhaseSpan(name="backward", start_us=400_000, end_us=900_000),
+    PhaseSpan(name="optimizer", start_us=900_000, end_us=1_000_000),
+)
+
+
+def a_step() -> pl.DataFrame:
+    """Parameters stay, activations come and go; the peak is 3.5 GiB at 400 ms."""
+    return pl.DataFrame(
+        {
+            "time_us": [0, 200_000, 400_000, 400_000, 700_000, 1_000_000],
+            "parameters": [GIB] * 6,
+            "saved for backward": [0, GIB, 2 * GIB, 2 * GIB, GIB, 0],
+            "temporaries": [0, 0, GIB // 2, 0, 0, 0],
+            "workspaces": [0] * 6,
+        }
+    )
+
+
+def vega_data(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that the areas are made of, after Vega's own arithmetic, read back from the drawing's scene."""
+    scene = vl_convert.vegalite_to_scenegraph(spec)
+    areas: list[dict[str, Any]] = []
+
+    def walk(node: Any) -> None:
+        if isinstance(node, dict):
+            if node.get("marktype") == "area":
+                areas.extend([{"name": node.get("name"), "items": node["items"]}])
+            for value in node.values():
+                walk(value)
+        elif isinstance(node, list):
+            for value in node:
+                walk(value)
+
+    walk(scene.get("scenegraph", scene))
+    return areas
+
+
+timelines = st.lists(
+    st.tuples(st.integers(0, 50), st.integers(0, 10**12), st.integers(0, 10**12)), min_size=1, max_size=400
+).map(
+    lambda rows: pl.DataFrame(
+        {
+            "time_us": [sum(step for step, _, _ in rows[: i + 1]) for i in range(len(rows))],
+            "parameters": [a for _, a, _ in rows],
+            "temporaries": [b for _, _, b in rows],
+        },
+        schema={"time_us": pl.Int64, "parameters": pl.Int64, "temporaries": pl.Int64},
+    )
+)
+
+
+def totals(frame: pl.DataFrame) -> list[int]:
+    return frame.select(pl.sum_horizontal("parameters", "temporaries")).to_series().to_list()
+
+
+@settings(deadline=None)
+@given(timeline=timelines, points=st.integers(4, 60))
+def test_thinning_keeps_the_peak_and_the_ends_and_invents_nothing(timeline: pl.DataFrame, points: int):
+    thinned = thin(timeline, points)
+    assert thinned.height <= max(points, 1)
+    assert max(totals(thinned)) == max(totals(timeline))
+    assert min(totals(thinned)) == min(totals(timeline))
+    assert thinned.row(0) == timeline.row(0)
+    assert thinned.row(-1) == timeline.row(-1)
+    rows = timeline.rows()
+    at = -1
+    for row in thinned.rows():  # a subsequence
+        at = rows.index(row, at + 1)
+
+
+def test_every_part_of_the_time_keeps_its_own_maximum():
+    n = 100_000
+    timeline = pl.DataFrame({"time_us": range(n), "parameters": [i * 7919 % 10007 for i in range(n)]})
+    thinned = thin(timeline, 301)
+    assert thinned.height <= 301
+    # 100 buckets of 1000 us each.
+    by_bucket = [frame.group_by(pl.col("time_us") // 1000).agg(pl.col("parameters").max()).sort("time_us")
+                 for frame in (timeline, thinned)]  # fmt: skip
+    assert by_bucket[0].equals(by_bucket[1])
+
+
+def test_areas_stack_to_the_total_and_the_highest_is_the_peak():
+    """The upper edge of the topmost area is the total, in pixels; rows of one microsecond are not added up."""
+    spec = plot_spec(draw_memory_timeline(a_step(), PHASES, title="a step"))
+    areas = vega_data(spec)
+    assert len(areas) == 3, "what never holds a byte is not drawn"
+    top = areas[-1]["items"]
+    # Of all edges, the height over the axis at the bottom (400 px): proportional to the bytes.
+    heights = {round(item["x"], 3): 400 - item["y"] for item in areas[0]["items"]}
+    one_gib = next(iter(heights.values()))
+    assert max(400 - item["y"] for item in top) == pytest.approx(3.5 * one_gib, rel=1e-6)
+    at_200_ms = next(item for item in top if item["x"] == pytest.approx(0.2 * 860))
+    assert 400 - at_200_ms["y"] == pytest.approx(2 * one_gib, rel=1e-6)
+    for lower, upper in pairwise(areas):
+        edges = {(i["x"], i["y"]) for i in lower["items"]}
+        assert {(i["x"], i["y"] + i["height"]) for i in upper["items"]} & edges
+
+
+def test_the_drawing_names_phases_peak_and_reserve():
+    chart = draw_memory_timeline(a_step(), PHASES, title="a <step> & more", reserved_bytes=5 * GIB)
+    svg = plot_svg(plot_spec(chart))
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+    for text in ("forward", "backward", "optimizer", "peak 3.50 GiB at 400 ms", "reserved 5.00 GiB", "time (ms)",
+                 "live memory (GiB)", "saved for backward: 2.00 GiB", "temporaries: 512.00 MiB",
+                 "a &lt;step&gt; &amp; more"):  # fmt: skip
+        assert text in texts, text
+    assert not any("workspaces" in text for text in texts)
+
+
+def test_units_follow_the_sizes():
+    small = a_step().with_columns(pl.exclude("time_us") // 1024, pl.col("time_us") // 1000)
+    svg = plot_svg(plot_spec(draw_memory_timeline(small, title="a small step")))
+    assert "live memory (MiB)" in svg
+    assert "time (µs)" in svg
+    assert "peak 3.50 MiB at 400 µs" in svg
+
+
+def test_names_of_many_short_phases_never_overlap():
+    phases = [PhaseSpan(name=f"micro-batch {i}", start_us=i * 1000, end_us=(i + 1) * 1000) for i in range(1000)]
+    svg = plot_svg(plot_spec(draw_memory_timeline(a_step(), phases, title="many")))
+    places = [
+        (float(m[1]), float(m[2]), len(m[3]))
+        for m in re.finditer(r'<text[^>]*transform="translate\(([\d.]+),([\d.]+)\)"[^>]*>(micro-batch \d+)<', svg)
+    ]
+    assert len(places) > 10
+    for x, y, length in places:
+        for other_x, other_y, _ in places:
+            assert (x, y) == (other_x, other_y) or y != other_y or abs(x - other_x) >= 5.5 * length
+
+
+def test_nothing_alive_is_nothing_to_plot():
+    with pytest.raises(InputError, match="nothing to plot"):
+        draw_memory_timeline(a_step().with_columns(pl.exclude("time_us") * 0), title="empty")
+
+
+def test_a_million_events_make_a_small_drawing():
+    n = 1_000_000
+    timeline = pl.DataFrame({"time_us": pl.int_range(n, eager=True)}).with_columns(
+        parameters=pl.lit(GIB), temporaries=pl.col("time_us") * 48271 % 2147483647
+    )
+    peak = int(timeline.select((pl.col("parameters") + pl.col("temporaries")).max()).item())
+    spec = plot_spec(draw_memory_timeline(timeline, title="a million"))
+    (rows,) = [data for data in spec["datasets"].values() if isinstance(data, str)]
+    drawn = pl.read_csv(rows.encode())
+    assert drawn.height <= 2000
+    assert drawn.select((pl.col("parameters") + pl.col("temporaries")).max()).item() == peak
+
+
+def test_every_category_of_memory_has_a_colour_of_its_own():
+    assert set(CATEGORY_COLOURS) == set(get_args(MemoryCategory))
+    assert len(set(CATEGORY_COLOURS.values())) == len(CATEGORY_COLOURS)
+
+
+class Tags(HTMLParser):
+    """The tags of a page as a browser would see them: what a script holds is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, set[str]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {name for name, _ in attrs}))
+
+
+@pytest.fixture(scope="module")
+def chart() -> alt.TopLevelMixin:
+    return draw_memory_timeline(a_step(), PHASES, title="</script><b>a step", interactive=True)
+
+
+def test_html_needs_no_network_and_its_text_cannot_end_the_script(tmp_path: Path, chart: alt.TopLevelMixin):
+    save_plot(chart, tmp_path / "plot.html")
+    html = (tmp_path / "plot.html").read_text()
+    page = Tags()
+    page.feed(html)
+    assert [tag for tag, _ in page.tags].count("script") == 2
+    assert "b" not in {tag for tag, _ in page.tags}
+    assert not {name for _, names in page.tags for name in names} & {"src", "href", "srcset", "data"}
+    assert "@import" not in html
+    assert "cdn." not in html
+    assert "<title>&lt;/script&gt;" in html
+    embedded = re.search(r'vegaEmbed\("#plot", (\{.*\}), \{"renderer"', html)
+    assert embedded is not None
+    spec = json.loads(embedded[1])
+    assert {param["name"] for param in spec["params"]} == {"moment", "zoom"}
+    assert vl_convert.vegalite_to_svg(spec).startswith("<svg"), "what the page holds can be drawn"
+
+
+def test_png_has_two_pixels_for_one_of_the_svg(tmp_path: Path, chart: alt.TopLevelMixin):
+    save_plot(chart, tmp_path / "plot.png")
+    save_plot(chart, tmp_path / "plot.svg")
+    svg = (tmp_path / "plot.svg").read_text()
+    width, height = struct.unpack(">II", (tmp_path / "plot.png").read_bytes()[16:24])
+    assert (width, height) == tuple(2 * int(n) for n in re.findall(r'<svg[^>]* width="(\d+)" height="(\d+)"', svg)[0])
+
+
+def test_the_same_input_gives_the_same_bytes_in_any_process(tmp_path: Path, chart: alt.TopLevelMixin):
+    again = draw_memory_timeline(a_step(), PHASES, title="</script><b>a step", interactive=True)
+    for suffix in (".svg", ".png", ".html", ".json"):
+        save_plot(chart, tmp_path / f"a{suffix}")
+        save_plot(again, tmp_path / f"b{suffix}")
+        assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes(), suffix
+    code = """
+import sys
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from stepscope.report.plots.memory_timeline import draw_memory_timeline
+from stepscope.report.plots.save import save_plot
+from tests.report.test_plots import PHASES, a_step
+save_plot(draw_memory_timeline(a_step(), PHASES, title="</script><b>a step", interactive=True), Path(sys.argv[1]))
+"""
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "c.svg")], check=True, cwd=root)
+    assert (tmp_path / "c.svg").read_bytes() == (tmp_path / "a.svg").read_bytes()
+
+
+def test_clip_paths_of_a_drawing_are_those_it_refers_to():
+    spec = plot_spec(draw_memory_timeline(a_step(), PHASES, title="a step"))
+    plot_svg(spec)
+    svg = plot_svg(spec)
+    defined = re.findall(r'id="(clip\d+)"', svg)
+    assert len(defined) == len(set(defined)) > 0
+    assert set(re.findall(r"url\(#(clip\d+)\)", svg)) <= set(defined)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("plot.pdf", r"end its name in one of \.svg, \.png, \.html, \.json"),
+        ("plot", "end its name in one of"),
+        ("nowhere/plot.svg", "cannot write the plot .*No such file"),
+        (f"{'x' * 300}.svg", "cannot write the plot .*too long"),
+    ],
+)
+def test_a_plot_that_cannot_be_written_is_one_line(tmp_path: Path, chart: alt.TopLevelMixin, name: str, message: str):
+    with pytest.raises(InputError, match=message) as caught:
+        save_plot(chart, tmp_path / name)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def accuracy(model: str, measured_gib: float, error: float, **changes: Any) -> AccuracyPoint:
+    measured = round(measured_gib * GIB)
+    given: dict[str, Any] = {"label": "training", "cell": f"{model}, {measured_gib} GiB", **changes}
+    return AccuracyPoint(model=model, predicted_bytes=round(measured * (1 + error)), measured_bytes=measured, **given)
+
+
+def test_accuracy_judges_by_the_cells_that_nothing_was_corrected_by():
+    points = [
+        accuracy("small", 2, 0.01),
+        accuracy("small", 4, -0.03, label="inference"),
+        accuracy("xl", 60, 0.02),
+        accuracy("xl", 70, 0.5, group="corrected"),
+    ]
+    assert summary(points) == "3 cells judge: median error 2.00 %, worst 3.00 %; 1 that it was corrected by, hollow"
+    spec = plot_spec(draw_memory_accuracy(points, title="accuracy"))
+    svg = plot_svg(spec)
+    for text in ("measured peak (GiB)", "predicted peak (GiB)", "error of the prediction (%)", "±2 %", "±6 %", "small",
+                 "xl", "inference", summary(points)):  # fmt: skip
+        assert f">{text}</text>" in svg, text
+
+
+def test_accuracy_of_nothing_is_refused():
+    with pytest.raises(InputError, match="nothing to plot"):
+        draw_memory_accuracy([], title="accuracy")
+
+
+def test_a_power_is_fitted_and_named():
+    quadratic = [SeriesPoint(x=2.0**k, y=3.0 * 4.0**k, line="plain") for k in range(7, 13)]
+    linear = [SeriesPoint(x=2.0**k, y=5.0 * 2.0**k, line="fused") for k in range(7, 13)]
+    assert fitted_power(quadratic) == pytest.approx((3.0, 2.0))
+    assert fitted_power(quadratic[:2]) is None
+    panel = SeriesPanel(y_title="saved (MiB)", points=(*quadratic, *linear))
+    svg = plot_svg(plot_spec(draw_series([panel], x_title="sequence length", slopes=True)))
+    assert ">slope 2.00</text>" in svg
+    assert ">slope 1.00</text>" in svg
+    assert ">4,096</text>" in svg, "ticks stand at the lengths that were measured"
+
+
+def test_more_lines_than_colours_are_refused():
+    points = tuple(SeriesPoint(x=1, y=1, line=str(i)) for i in range(9))
+    with pytest.raises(InputError, match=r"9 colours .*--where"):
+        draw_series([SeriesPanel(y_title="y", points=points)], x_title="x")
+
+
+@given(st.lists(st.floats(-1000, 1000), max_size=12))
+def test_labels_are_kept_apart_in_their_order(places: list[float]):
+    moved = kept_apart(places, 15)
+    pairs = sorted(zip(places, moved, strict=True))
+    assert all(b - a >= 15 - 1e-6 for (_, a), (_, b) in pairwise(pairs))
+    if all(b - a >= 15 for a, b in pairwise(sorted(places))):
+        assert moved == pytest.approx(places)
+
+
+def test_logarithmic_ticks_are_round():
+    assert log_ticks(0.3, 12) == [0.5, 1, 2, 5, 10]
+    assert log_ticks(0.003, 900) == [0.01, 0.1, 1, 10, 100]
+
+
+def timed(seq_len: int, step_ms: float, **changes: Any) -> Run:
+    values = [step_ms * 1e-3 * (1 + 0.01 * i) for i in (0, 6, 1, 5, 2, 4, 3)]
+    findings = changes.pop("findings", ())
+    return make_run(workload(seq_len=seq_len, **changes), step=values, findings=findings)
+
+
+DOUBT = Finding(kind="noisy", severity="warning", sentence="the samples scatter")
+RUNS = [
+    timed(128, 2.0), timed(256, 4.0), timed(512, 9.0),
+    timed(128, 1.0, dtype="bf16"), timed(256, 2.0, dtype="bf16", findings=(DOUBT,)),
+    make_run(
+        workload(seq_len=512, dtype="bf16"), status="out-of-memory", failure=Failure(message="no", during="warm-up")
+    ),
+]  # fmt: skip
+
+
+def drawn_points(chart: alt.TopLevelMixin) -> list[dict[str, Any]]:
+    spec = plot_spec(chart)
+    rows = next(rows for rows in spec["datasets"].values() if rows and "doubted" in rows[0])
+    return sorted(rows, key=lambda row: (row["line"], row["x"]))
+
+
+def test_a_table_is_plotted_as_it_is_printed():
+    plot = draw_table(RUNS, TableQuery(rows=("model", "seq_len"), columns=("dtype",)))
+    assert (plot.points, plot.left_out) == (5, 1)
+    points = drawn_points(plot.chart)
+    fp32 = [point for point in points if point["style"] == "fp32"]
+    assert [(point["x"], round(point["y"], 6)) for point in fp32] == [(128, 2.06), (256, 4.12), (512, 9.27)]
+    assert all(point["low"] <= point["y"] <= point["high"] for point in points)
+    assert [point["x"] for point in points if point["doubted"]] == [256]
+    svg = plot_svg(plot_spec(plot.chart))
+    for text in ("step (ms)", "seq_len", "dtype", "not shown: 1 out-of-memory"):
+        assert text in svg
+
+
+def test_columns_are_the_colours_where_rows_have_no_other_field():
+    plot = draw_table(RUNS, TableQuery(rows=("seq_len",), columns=("dtype",), values=("step",), statistic="mean-std"))
+    points = drawn_points(plot.chart)
+    assert {point["line"] for point in points} == {"fp32", "bf16"}
+    assert all(point["high"] - point["y"] == pytest.approx(point["y"] - point["low"]) for point in points)
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ({"rows": ("model", "dtype"), "columns": ("seq_len",)}, "needs a number .*--rows model,dtype none is one"),
+        ({"rows": ("seq_len",), "columns": ("dtype",), "speedup": "fp32"}, "leave out --speedup"),
+        ({"rows": ("seq_len", "dtype"), "values": ("peak_memory",)}, "nothing to plot"),
+    ],
+)
+def test_tables_that_are_no_plot_say_why(query: dict[str, Any], message: str):
+    with pytest.raises(InputError, match=message):
+        draw_table(RUNS, TableQuery(**query))
+
+
+def test_the_verb_plots_what_it_prints(tmp_path: Path):
+    for run in RUNS:
+        save_run(run, create_run_directory(tmp_path / "runs", run.workload))
+
+    def table(*options: str) -> Done:
+        return stepscope("table", "runs", *options, cwd=tmp_path)
+
+    printed = table("--columns", "dtype")
+    plotted = table("--columns", "dtype", "--save", "table.svg")
+    assert (plotted.returncode, plotted.stdout) == (0, printed.stdout)
+    assert plotted.stderr == "stepscope: 5 points in table.svg; cells left out, without a result or such a figure: 1\n"
+    assert "step (ms)" in (tmp_path / "table.svg").read_text()
+    for options, says in (
+        (("--columns", "dtype", "--save", "table.pdf"), "end its name in one of .svg"),
+        (("--rows", "model,dtype", "--columns", "seq_len", "--save", "other.svg"), "needs a number to go by"),
+        (("--columns", "dtype", "--save", "no/such/place.png"), "cannot write the plot no/such/place.png"),
+    ):
+        refused = table(*options)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        (line,) = refused.stderr.splitlines()
+        assert says in line
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "table.svg"}
+
+
+def test_a_machine_without_the_libraries_is_told_in_one_line():
+    code = """
+import sys
+sys.modules["vl_convert"] = None
+from stepscope.core.errors import InputError
+try:
+    import stepscope.report.plots.save
+except InputError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "cannot plot without vl_convert: pip install altair vl-convert-python\n"

@@ -1,0 +1,433 @@
+"""Exports of Nsight Systems, built by hand after its schema."""
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from stepscope.analysis.captures.attribution import attribute
+from stepscope.core.errors import InputError
+from stepscope.trace.read import read_trace
+from stepscope.trace.readers import nsys_tables
+from stepscope.trace.table import TraceTable
+from tests.captures import (
+    AUTOGRAD,
+    CALLS,
+    COPIES,
+    GEMM,
+    GPUS,
+    GRAPHS,
+    KERNELS,
+    MAIN,
+    PROCESS,
+    RANGES,
+    STRINGS,
+    Capture,
+    Tables,
+    global_pid,
+    global_tid,
+    nvtx,
+    training_steps,
+    write_parquetdir,
+    write_sqlite,
+)
+from tests.captures import (
+    nsys_tables as tables_of,
+)
+
+MODES = ["sqlite", "parquetdir"]
+
+
+def read(tables: Tables, folder: Path, mode: str = "sqlite", **options: Any) -> TraceTable:
+    """The table of these tables, written in that way."""
+    if mode == "sqlite":
+        return read_trace(write_sqlite(tables, folder / "report.sqlite"), **options)
+    return read_trace(write_parquetdir(tables, folder / "report_pqtdir"), **options)
+
+
+def refused(path: Path, **options: Any) -> str:
+    """The one line that says why."""
+    with pytest.raises(InputError) as error:
+        read_trace(path, **options)
+    message = str(error.value)
+    assert message.startswith(str(path))
+    assert "\n" not in message
+    assert len(message) < 600
+    return message
+
+
+def one_step() -> Capture:
+    """Two kernels in forward, one of them in a module."""
+    capture = Capture()
+    capture.range("forward", 100, 900)
+    capture.range("layers.0", 200, 500)
+    capture.kernel(300, 40)
+    capture.kernel(600, 50, name="second_kernel")
+    return capture
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step(tmp_path: Path, mode: str):
+    table = read(tables_of(one_step()), tmp_path, mode)
+    assert table.work.rows(named=True)[0] == {
+        "start_ns": 1300, "duration_ns": 40, "device": 0, "stream": 7, "kind": "kernel", "name": GEMM,
+        "process": global_pid(PROCESS), "correlation": 1, "external": None, "graph_node": None,
+        "launch_row": 0, "launch_ns": 300, "launch_thread": global_tid(PROCESS, MAIN),
+    }  # fmt: skip
+    assert table.ranges.select("name", "start_ns", "duration_ns", "process", "thread", "nested").rows() == [
+        ("forward", 100, 800, global_pid(PROCESS), global_tid(PROCESS, MAIN), True),
+        ("layers.0", 200, 300, global_pid(PROCESS), global_tid(PROCESS, MAIN), True),
+    ]
+    assert table.devices == {0: "NVIDIA H200"}
+    attribution = attribute(table)
+    attribution.self_check()
+    assert attribution.work.select("phase", "module").rows() == [("forward", "layers.0"), ("forward", "")]
+
+
+def test_both_exports_give_equal_tables(tmp_path: Path):
+    tables = tables_of(training_steps())
+    tables[RANGES].append(nvtx("left open", 500_000, None))
+    one, other = read(tables, tmp_path, "sqlite"), read(tables, tmp_path, "parquetdir")
+    for frame in ("work", "calls", "ranges", "operators", "links"):
+        assert getattr(one, frame).equals(getattr(other, frame), null_equal=True), frame
+    assert (one.devices, one.other, one.recorder) == (other.devices, other.other, other.recorder)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_processes_with_the_same_correlation_ids(tmp_path: Path, mode: str):
+    """[12] Joined by the id alone, each kernel would be counted twice, and half would go to strangers' phases."""
+    capture = Capture()
+    for process, phase, duration in ((10, "forward", 100), (11, "backward", 1000)):
+        capture.range(phase, 0, 10_000, process=process, thread=process)
+        for number in range(5):
+            at = 100 * number + process
+            capture.kernel(at, duration, process=process, thread=process, correlation=number + 1, device=process - 10)
+    attribution = attribute(read(tables_of(capture), tmp_path, mode))
+    attribution.self_check()
+    by_phase = attribution.work.group_by("phase").agg(pl.len(), pl.col("duration_ns").sum()).sort("phase")
+    assert by_phase.rows() == [("forward", 5, 500), ("backward", 5, 5000)]
+    assert attribution.busy_ns == capture.busy_ns() == 5500
+
+
+def test_the_process_is_the_thread_without_its_lowest_bits(tmp_path: Path):
+    """Threads count up to 2**24 - 1; the machine's number stands above the process."""
+    capture = Capture()
+    last = 2**24 - 1
+    capture.range("forward", 0, 900, process=2**24 - 2, thread=last)
+    capture.kernel(100, 10, process=2**24 - 2, thread=last)
+    capture.kernel(200, 20, process=2**24 - 2, thread=0)
+    table = read(tables_of(capture), tmp_path)
+    assert table.work["process"].unique().to_list() == [global_pid(2**24 - 2)]
+    assert table.work["launch_thread"].to_list() == [global_tid(2**24 - 2, last), global_tid(2**24 - 2, 0)]
+    assert attribute(table).work["phase"].to_list() == ["forward", "forward"]
+
+
+def test_texts_and_registered_texts(tmp_path: Path):
+    tables = tables_of(one_step())
+    tables[STRINGS] += [{"id": 900, "value": "backward"}, {"id": 901, "value": "unused"}]
+    tables[RANGES] += [
+        nvtx(None, 1000, 1100, text_id=900),
+        nvtx("text first", 1200, 1300, text_id=901),
+        nvtx(None, 1400, 1500, text_id=77_777),
+        nvtx(None, 1600, 1700),
+        nvtx("", 1800, 1900, text_id=900),
+    ]
+    names = read(tables, tmp_path).ranges["name"].to_list()
+    assert names == ["forward", "layers.0", "backward", "text first", "string 77777", "", "backward"]
+
+
+def test_ranges_that_start_and_end_on_different_threads(tmp_path: Path):
+    """Type 60: they hold for the process, and are no one's stack."""
+    capture = Capture()
+    capture.kernel(300, 10, thread=AUTOGRAD)
+    capture.kernel(600, 20, thread=AUTOGRAD)
+    tables = tables_of(capture)
+    tables[RANGES] = [
+        nvtx("backward", 100, 400, kind=60) | {"endGlobalTid": global_tid(PROCESS, AUTOGRAD)},
+        nvtx("layers.0", 200, 350, kind=60, thread=AUTOGRAD) | {"endGlobalTid": None},
+        nvtx("a mark", 5, None, kind=34) | {"endGlobalTid": None},
+    ]
+    table = read(tables, tmp_path)
+    assert table.ranges["nested"].to_list() == [False, False]
+    assert table.other == {"NVTX marks and others": 1}
+    attribution = attribute(table)
+    attribution.self_check()
+    assert attribution.work.select("phase", "ranged").rows() == [("backward", True), (None, False)]
+
+
+def test_a_range_left_open_lasts_to_the_end(tmp_path: Path):
+    """Even if nothing but launches was recorded after it began."""
+    capture = Capture()
+    capture.kernel(300, 10)
+    capture.kernel(60_000, 20)
+    tables = tables_of(capture)
+    tables[RANGES] = [nvtx("forward", 100, None), nvtx("layers.0", 200, 250), nvtx("backward", 50_000, None)]
+    attribution = attribute(read(tables, tmp_path))
+    assert attribution.work["phase"].to_list() == ["forward", "backward"]
+    assert attribution.table.ranges["duration_ns"].min() == 50
+
+
+@pytest.mark.parametrize("level", ["graph", "node"])
+def test_graphs(tmp_path: Path, level: str):
+    """[14] Recorded as a whole or by their nodes, their time is the launch's."""
+    capture = one_step()
+    capture.calls.append(
+        {"name": "cudaGraphLaunch", "start": 700, "end": 710, "thread": MAIN, "process": PROCESS, "correlation": 50}
+    )
+    tables = tables_of(capture)
+    shared = {"deviceId": 0, "streamId": 7, "correlationId": 50, "globalPid": global_pid(PROCESS)}
+    if level == "graph":
+        tables[GRAPHS] = [{"start": 2000, "end": 2300, "graphId": 4, **shared}]
+    else:
+        names = {"demangledName": 1, "shortName": 1}
+        tables[KERNELS] += [
+            {"start": 2000 + at, "end": 2100 + at, **shared, **names, "graphNodeId": 9 + at} for at in (0, 100, 200)
+        ]
+    table = read(tables, tmp_path)
+    graph = table.work.filter(pl.col("correlation") == 50)
+    assert graph["launch_ns"].unique().to_list() == [700]
+    assert graph["duration_ns"].sum() == 300
+    assert graph["kind"].unique().to_list() == ["graph" if level == "graph" else "kernel"]
+    assert graph["graph_node"].to_list() == ([None] if level == "graph" else [9, 109, 209])
+    attribution = attribute(table)
+    attribution.self_check()
+    assert attribution.work["phase"].unique().to_list() == ["forward"]
+
+
+def test_copies_and_fills(tmp_path: Path):
+    capture = one_step()
+    capture.kernel(700, 5, kind="memcpy", call="cudaMemcpyAsync")
+    capture.kernel(720, 6, kind="memset", call="cudaMemsetAsync")
+    tables = tables_of(capture)
+    tables[COPIES] += [{**tables[COPIES][0], "copyKind": kind} for kind in (2, 8, 10, 99, None)]
+    names = read(tables, tmp_path).work["name"].to_list()
+    assert names[2:] == ["Memcpy HtoD", "Memcpy DtoH", "Memcpy DtoD", "Memcpy PtoP"] + ["Memcpy other"] * 2 + ["Memset"]
+
+
+OPTIONAL = [
+    (KERNELS, "deviceId"), (KERNELS, "streamId"), (KERNELS, "correlationId"), (KERNELS, "globalPid"),
+    (KERNELS, "graphNodeId"), (KERNELS, "demangledName"), (RANGES, "text"), (RANGES, "textId"), (CALLS, "nameId"),
+    (CALLS, "correlationId"), (GPUS, "cuDevice"), (GPUS, "name"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("table", "column"), OPTIONAL)
+@pytest.mark.parametrize("absent", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_optional_columns_absent_or_null(tmp_path: Path, table: str, column: str, absent: bool, mode: str):
+    tables = tables_of(one_step())
+    for row in tables[table]:
+        if absent:
+            row.pop(column)
+        else:
+            row[column] = None
+    attribution = attribute(read(tables, tmp_path, mode))
+    attribution.self_check()
+    assert attribution.busy_ns == 90
+    if column in ("deviceId", "streamId"):
+        assert attribution.work[column.removesuffix("Id")].to_list() == [-1, -1]
+    if column in ("graphNodeId", "globalPid", "deviceId"):
+        assert attribution.unattributed_ns == 0
+
+
+@pytest.mark.parametrize("absent", [STRINGS, CALLS, GPUS])
+def test_tables_absent(tmp_path: Path, absent: str):
+    """Without launches nothing is attributed, and nothing is lost."""
+    tables = tables_of(one_step())
+    del tables[absent]
+    attribution = attribute(read(tables, tmp_path))
+    attribution.self_check()
+    assert attribution.busy_ns == 90
+    assert attribution.unattributed_ns == (90 if absent == CALLS else 0)
+
+
+def test_rows_without_a_time_are_counted(tmp_path: Path):
+    tables = tables_of(one_step())
+    tables[KERNELS].append({**tables[KERNELS][0], "start": None})
+    tables[KERNELS].append({**tables[KERNELS][0], "end": None})
+    tables[CALLS].append({**tables[CALLS][0], "end": None})
+    tables[RANGES].append({**tables[RANGES][0], "start": None})
+    table = read(tables, tmp_path)
+    assert (table.work.height, table.calls.height, table.ranges.height) == (2, 2, 2)
+    assert table.other == {"rows without a time": 4}
+
+
+def test_times_before_zero_are_times(tmp_path: Path):
+    """The clock starts with the capture, and libraries announce themselves before."""
+    tables = tables_of(one_step())
+    tables[RANGES].append(nvtx("early", -769_341_066, -1))
+    tables[RANGES].append(nvtx("earlier", -1, 5))
+    table = read(tables, tmp_path)
+    assert table.ranges.select("start_ns", "duration_ns").rows()[2:] == [(-769_341_066, 769_341_065), (-1, 6)]
+
+
+def test_what_ends_before_it_begins_lasts_nothing(tmp_path: Path):
+    tables = tables_of(one_step())
+    tables[KERNELS][0]["end"] = tables[KERNELS][0]["start"] - 50
+    tables[RANGES].append(nvtx("backwards", 500, 400))
+    table = read(tables, tmp_path)
+    assert table.work["duration_ns"].to_list() == [0, 50]
+    assert table.ranges["duration_ns"].to_list() == [800, 300, 0]
+    attribute(table).self_check()
+
+
+def test_hostile_names(tmp_path: Path):
+    capture = one_step()
+    names = ["\x1b[2J\nname", "'; DROP TABLE StringIds; --", "x" * 70_000, "\u202e", "forward\x00tail"]
+    for at, name in enumerate(names):
+        capture.kernel(700 + at, 1, name=name)
+        capture.range(name, 700 + at, 701 + at)
+    attribution = attribute(read(tables_of(capture), tmp_path))
+    attribution.self_check()
+    assert attribution.work["name"].to_list()[2:] == names
+    assert attribution.table.ranges["name"].to_list()[2:] == names
+
+
+def test_names_that_are_no_utf8(tmp_path: Path):
+    path = write_sqlite(tables_of(one_step()), tmp_path / "report.sqlite")
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"UPDATE {STRINGS} SET value = CAST(x'63ff6665' AS TEXT) WHERE value = 'second_kernel'")
+        connection.execute(f"UPDATE {RANGES} SET text = CAST(x'ff' AS TEXT) WHERE text = 'layers.0'")
+        connection.execute('CREATE TABLE "t\udcff" (a)'.encode("utf-8", "surrogateescape").decode("latin-1"))
+    connection.close()
+    table = read_trace(path)
+    assert table.work["name"].to_list()[1] == "c�fe"
+    assert table.ranges["name"].to_list() == ["forward", "�"]
+
+
+def test_sparse_and_batched_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Ids of strings are row numbers, far apart; long tables come in pieces."""
+    tables = tables_of(training_steps())
+    expected = read(tables, tmp_path)
+    for number, row in enumerate(tables[STRINGS]):
+        for kernel in tables[KERNELS]:
+            for column in ("demangledName", "shortName"):
+                if kernel[column] == row["id"]:
+                    kernel[column] = -(10**15) * (number + 1)
+        for call in tables[CALLS]:
+            if call["nameId"] == row["id"]:
+                call["nameId"] = -(10**15) * (number + 1)
+        row["id"] = -(10**15) * (number + 1)
+    monkeypatch.setattr(nsys_tables, "_BATCH_ROWS", 7)
+    path = write_sqlite(tables, tmp_path / "sparse.sqlite")
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"UPDATE {KERNELS} SET rowid = rowid * 1000000007")
+    connection.close()
+    table = read_trace(path)
+    assert table.work.equals(expected.work, null_equal=True)
+    assert table.calls.equals(expected.calls, null_equal=True)
+    assert table.ranges.equals(expected.ranges, null_equal=True)
+
+
+@pytest.mark.parametrize("wal", [False, True])
+def test_the_input_is_not_touched(tmp_path: Path, wal: bool):
+    folder = tmp_path / "read only"
+    folder.mkdir()
+    path = write_sqlite(tables_of(one_step()), folder / "50% report?#.sqlite")
+    if wal:
+        with sqlite3.connect(path) as connection:
+            connection.execute("PRAGMA journal_mode=WAL")
+        connection.close()
+    before, stamp = path.read_bytes(), path.stat().st_mtime_ns
+    path.chmod(0o444)
+    folder.chmod(0o555)
+    try:
+        assert read_trace(path).work.height == 2
+    finally:
+        folder.chmod(0o755)
+    assert path.read_bytes() == before
+    assert path.stat().st_mtime_ns == stamp
+    assert list(folder.iterdir()) == [path]
+
+
+def test_an_export_still_being_written_is_refused(tmp_path: Path):
+    """What stands in the log beside it would be missing, without an error."""
+    path = write_sqlite(tables_of(one_step()), tmp_path / "report.sqlite")
+    writer = sqlite3.connect(path)
+    writer.execute("PRAGMA journal_mode=WAL")
+    writer.execute(f"DELETE FROM {KERNELS} WHERE correlationId = 1")
+    writer.commit()
+    assert "report.sqlite-wal lies beside it" in refused(path)
+    writer.close()
+    assert read_trace(path).work.height == 1
+    (tmp_path / "report.sqlite-journal").write_bytes(b"\xd9\xd5\x05\xf9 half written")
+    assert "journal" in refused(path)
+
+
+def test_other_databases_are_refused(tmp_path: Path):
+    path = write_sqlite({"albums": [{"title": 1}]}, tmp_path / "music.sqlite")
+    assert "not an export of Nsight Systems" in refused(path)
+    empty = tmp_path / "empty.sqlite"
+    with sqlite3.connect(empty) as connection:
+        connection.execute("CREATE TABLE t (a)")
+        connection.execute("DROP TABLE t")
+    connection.close()
+    assert "not an export of Nsight Systems" in refused(empty)
+
+
+def test_an_export_without_cuda_is_refused(tmp_path: Path):
+    tables = tables_of(one_step())
+    for table in (KERNELS, CALLS):
+        del tables[table]
+    path = write_sqlite(tables, tmp_path / "report.sqlite")
+    assert "holds no CUDA activity" in refused(path)
+    assert "--trace=cuda" in refused(path, without_ranges=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_export_without_ranges_is_read_if_asked(tmp_path: Path, mode: str):
+    tables = tables_of(one_step())
+    del tables[RANGES]
+    path = tmp_path / "report"
+    write = write_sqlite if mode == "sqlite" else write_parquetdir
+    assert "holds no NVTX ranges" in refused(write(tables, path))
+    table = read_trace(path, without_ranges=True)
+    attribution = attribute(table)
+    attribution.self_check()
+    assert attribution.unattributed_ns == attribution.busy_ns == 90
+
+
+def test_truncated_databases_are_refused(tmp_path: Path):
+    whole = write_sqlite(tables_of(training_steps()), tmp_path / "whole.sqlite").read_bytes()
+    path = tmp_path / "report.sqlite"
+    for length in (16, 17, 99, 100, 512, 4096, 8192, len(whole) // 2, len(whole) - 1, len(whole) - 4096):
+        path.write_bytes(whole[:length])
+        refused(path)
+    path.write_bytes(whole[:4096] + bytes(len(whole) - 4096))
+    refused(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" + bytes(100) + b"PAR1", b"\x00" * 5000])
+@pytest.mark.parametrize("table", [STRINGS, KERNELS, RANGES, GPUS])
+def test_broken_parquet_is_refused(tmp_path: Path, content: bytes, table: str):
+    folder = write_parquetdir(tables_of(one_step()), tmp_path / "pq")
+    (folder / f"{table}.parquet").write_bytes(content)
+    with pytest.raises(InputError, match="parquet"):
+        read_trace(folder)
+
+
+def test_damage_that_makes_polars_panic_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def panic(_: pl.LazyFrame) -> None:
+        raise pl.exceptions.PanicException("assertion failed\nleft == right")
+
+    folder = write_parquetdir(tables_of(one_step()), tmp_path / "pq")
+    monkeypatch.setattr(pl.LazyFrame, "collect", panic)
+    with pytest.raises(InputError, match=r"cannot be read: assertion failed$"):
+        read_trace(folder)
+
+
+def test_parquet_columns_of_other_types(tmp_path: Path):
+    folder = write_parquetdir(tables_of(one_step()), tmp_path / "pq")
+    kernels, ranges = folder / f"{KERNELS}.parquet", folder / f"{RANGES}.parquet"
+    frame = pl.read_parquet(kernels)
+    frame.with_columns(pl.col("start", "end", "globalPid").cast(pl.UInt64)).write_parquet(kernels)
+    texts = pl.read_parquet(ranges)
+    texts.with_columns(pl.col("text").cast(pl.Categorical())).write_parquet(ranges)
+    assert read_trace(folder).ranges["name"].to_list() == ["forward", "layers.0"]
+    texts.with_columns(pl.col("globalTid").cast(pl.UInt64) + 2**63).write_parquet(ranges)
+    assert read_trace(folder).ranges["thread"].unique().to_list() == [global_tid(PROCESS, MAIN) - 2**63]
+    frame.with_columns(pl.lit("noon").alias("start")).write_parquet(kernels)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_trace(folder)
