@@ -41,7 +41,6 @@ from stepscope.core.errors import (
 from stepscope.core.run_directory import write_atomically
 from stepscope.core.samples import Samples
 from stepscope.core.units import parse_seconds
-from stepscope.report.terminal import describe_environment
 from stepscope.work.attention_call import CONVENTION, backward_flops, forward_flops
 
 OURS: Attention = "flash"
@@ -232,7 +231,7 @@ def interval_of(samples: Samples) -> str:
 
 def render_markdown(timings: AttentionTimings) -> str:
     """The result as a Markdown table, and what must be said of it."""
-    lines = [describe_environment(timings.environment), ""]
+    lines = [timings.environment.described, ""]
     lines += ["| " + " | ".join(row) + " |" for row in (HEADS, ("---",) * len(HEADS), *rows_of(timings))]
     lines += ["", f"- {timings.created}; {timings.seconds:g} s a cell, those of a shape in turns; random data."]
     shown = [str(row.cell) for row in timings.timings if row.launches == "shown"]

@@ -26,7 +26,7 @@ from stepscope.measure.device import Device, resolve_device, timing_device
 from stepscope.measure.environment import read_environment
 from stepscope.measure.timer import Phase, Subject, measure
 from stepscope.models.training_step import TrainingStep
-from stepscope.report.terminal import cell_name, describe_environment, describe_model, describe_workload
+from stepscope.work.described import cell_name, describe_model, describe_workload
 
 STEPS_IN_A_BLOCK = 5
 
@@ -110,7 +110,7 @@ def compare(workload: Workload, device_name: str, pairs: int) -> Overhead:
     empty_bare, empty_measured = time_pairs(EmptyStep(step), device, 200)
     return Overhead(
         workload=workload,
-        environment=describe_environment(read_environment(torch_device)),
+        environment=read_environment(torch_device).described,
         pairs=pairs,
         bare_s=bare,
         measured_s=measured,

@@ -28,7 +28,6 @@ from snapshot_tiles import SnapshotTiles, tile_snapshot
 from stepscope.core.environment import Environment
 from stepscope.core.errors import StepscopeError
 from stepscope.measure.environment import read_environment
-from stepscope.report.terminal import describe_environment
 
 TIMED_PROCESS = Path(__file__).with_name("timed_process.py")
 _FLOOR = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))"
@@ -162,7 +161,7 @@ def heading(report: Report) -> list[str]:
     others = [s.other_cores for r in report.results for s in r.samples if s.other_cores is not None]
     disturbed = f"; others kept at most {max(others):.2f} cores busy during a run" if others else ""
     return [
-        describe_environment(report.environment),
+        report.environment.described,
         f"{report.date}, cores {report.cores or 'all'}, {report.repeats} runs each{disturbed}",
         f"{tiles.bytes / 1e6:.1f} MB, {tiles.events:,} events, {tiles.allocations:,} allocations, {tiles.frames:,} "
         f"frames on their stacks ({tiles.steps} steps of {report.capture})",

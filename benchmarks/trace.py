@@ -36,7 +36,6 @@ from stepscope.core.environment import Environment
 from stepscope.core.errors import StepscopeError
 from stepscope.core.units import parse_bytes
 from stepscope.measure.environment import read_environment
-from stepscope.report.terminal import describe_environment
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
 CAPTURES = {"kineto": DATA / "kineto_train.json.gz", "nsys": DATA / "nsys_train.sqlite.gz"}
@@ -285,7 +284,7 @@ def disturbance(report: Report) -> str:
 
 def render(report: Report, console: Console) -> None:
     """The report as tables for a person."""
-    console.print(describe_environment(report.environment))
+    console.print(report.environment.described)
     console.print(f"{report.date}, cores {report.cores or 'all'}, {report.repeats} runs each{disturbance(report)}")
     for race in report.races:
         table = Table(
@@ -302,7 +301,7 @@ def render(report: Report, console: Console) -> None:
 
 def render_markdown(report: Report) -> str:
     """The report as Markdown."""
-    lines = [describe_environment(report.environment), ""]
+    lines = [report.environment.described, ""]
     lines += [f"{report.date}, cores {report.cores or 'all'}, {report.repeats} runs each{disturbance(report)}", ""]
     for race in report.races:
         lines += [f"**{describe_input(race.input)}**", ""]

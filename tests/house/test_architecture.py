@@ -18,7 +18,7 @@ ALLOWED = {
     "models": {"core", "work", "measure", "kernels"},
     "numerics": {"core", "work", "measure", "models"},
     "trace": {"core", "work"},
-    "analysis": {"core", "work", "trace"},
+    "analysis": {"core", "work", "trace", "memory"},
     "memory": {"core", "work"},
     "engine": {"core", "work", "measure", "models", "trace", "analysis", "memory"},
     "studies": {"core", "work", "measure", "models", "numerics", "trace", "analysis", "memory", "engine"},

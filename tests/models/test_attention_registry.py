@@ -1,7 +1,6 @@
 """Attention by name: values and gradients of each, what it refuses, what `auto` picks, what it keeps for backward."""
 
 import importlib.util
-import io
 import os
 import subprocess
 import sys
@@ -13,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
+from stepscope.analysis.runs.answer import answer_run
 from stepscope.core import attention_support
 from stepscope.core.attention_support import attention_of, is_predicted, predicted_attention, resolve_attention
 from stepscope.core.attentions import ATTENTIONS, Attention, AttentionCall, attention_names
@@ -31,9 +30,9 @@ from stepscope.models.attention import attention_for, implementation, written_ou
 from stepscope.models.attention.inputs import attend, check_inputs
 from stepscope.models.attention.written_out import CHUNK, chunked, reference
 from stepscope.models.training_step import TrainingStep
-from stepscope.report.terminal import render_run
 from tests.conftest import mini
 from tests.memory.prediction.test_cpu import assert_alike, kept_by_symbolic_model, kept_in_truth
+from tests.shown import shown
 
 pytestmark = pytest.mark.slow
 
@@ -304,9 +303,7 @@ def test_a_run_says_what_auto_picked(tmp_path: Path):
     request = StepRequest(workload=mini(attention="auto"), device="cpu", settings=one_step, out=str(tmp_path))
     run, _ = measure_step(request)
     assert run.workload.attention == "auto" and run.evidence.attention == "sdpa"
-    screen = io.StringIO()
-    Console(file=screen, width=200).print(render_run(run))
-    assert "Attention auto picked sdpa." in screen.getvalue()
+    assert "Attention auto picked sdpa." in shown(answer_run(run))
 
 
 def test_inference_takes_what_has_no_backward():

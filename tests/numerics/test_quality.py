@@ -301,7 +301,7 @@ def test_a_study_survives_json(found: Experiment):
 def test_sentences_agree_with_the_table(found: Experiment):
     told = {finding.evidence["run"]: finding for finding in found.findings if "departs" in finding.evidence}
     for name, *_, departs_at, _skipped, _zeros, _lost in found.table(RUNS).rows[3:]:
-        finding = told[name]
+        finding = told[str(name)]
         if departs_at == "no":
             assert finding.kind == "run-beside-fp32" and "does not depart" in finding.sentence
         else:

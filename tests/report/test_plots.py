@@ -17,6 +17,7 @@ import vl_convert
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepscope.analysis.runs.tables import TableQuery
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding
 from stepscope.core.memory_notes import MemoryCategory, PhaseSpan
@@ -31,7 +32,6 @@ from stepscope.report.plots.series import SeriesPanel, SeriesPoint, draw_series,
 from stepscope.report.plots.table_plot import draw_table
 from stepscope.report.plots.theme import CATEGORY_COLOURS
 from stepscope.report.plots.thinning import thin
-from stepscope.report.tables import TableQuery
 from tests.command import Done, stepscope
 from tests.conftest import make_run, workload
 

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from stepscope.analysis.runs.fields import FIELDS, VALUES
+from stepscope.analysis.runs.tables import TableQuery, answer_table, build_table
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding
 from stepscope.core.run import Failure, Run
-from stepscope.report.fields import FIELDS, VALUES
-from stepscope.report.styles import render_text
-from stepscope.report.tables import TableQuery, build_table
+from stepscope.report.renderers import BARE, render
 from tests.conftest import make_run, workload
 
 
@@ -30,6 +30,10 @@ def ended(status: str, **changes: Any) -> Run:
 
 def query(**changes: Any) -> TableQuery:
     return TableQuery(**{"rows": ("model", "seq_len"), **changes})
+
+
+def render_text(runs: list[Run], wanted: TableQuery, style: str) -> str:
+    return render(answer_table(runs, wanted, bare=style in BARE), style)
 
 
 RUNS = [
@@ -59,7 +63,7 @@ def test_model_parameters_forward_backward_with_deviation():
     table = build_table(
         [run], query(rows=("model", "parameters"), values=("forward", "backward"), statistic="mean-std")
     )
-    assert table.heads == ("model", "parameters", "forward (ms)", "backward (ms)")
+    assert table.columns == ("model", "parameters", "forward (ms)", "backward (ms)")
     assert table.rows == (("small", "128,625,408", "11.00 ± 1.41", "22.00 ± 2.83"),)
 
 
@@ -67,7 +71,7 @@ def test_rows_and_columns_come_in_their_natural_order():
     runs = [at(1, seq_len=s, dtype=d) for s in (1024, 128, 512) for d in ("bf16", "fp32")]
     table = build_table(runs, query(rows=("seq_len",), columns=("dtype",)))
     assert [row[0] for row in table.rows] == ["128", "512", "1024"]
-    assert table.heads == ("seq_len", "fp32 (ms)", "bf16 (ms)")
+    assert table.columns == ("seq_len", "fp32 (ms)", "bf16 (ms)")
 
 
 def test_a_cell_never_mixes_experiments():
@@ -75,7 +79,7 @@ def test_a_cell_never_mixes_experiments():
     with pytest.raises(InputError, match=r"2 different runs share the cell 'tiny 16'.*compile.*--where compile=eager"):
         build_table(runs, query())
     assert len(build_table(runs, query(where=(("compile", ("eager",)),))).rows) == 1
-    assert build_table(runs, query(columns=("compile",))).heads[2:] == ("eager (ms)", "default (ms)")
+    assert build_table(runs, query(columns=("compile",))).columns[2:] == ("eager (ms)", "default (ms)")
 
 
 def test_of_two_runs_of_one_experiment_the_newest_stands_and_a_note_says_so():
@@ -84,7 +88,7 @@ def test_of_two_runs_of_one_experiment_the_newest_stands_and_a_note_says_so():
     unfinished = msgspec.structs.replace(at(9.0), created="2026-03-01T00:00:00.000+00:00", status="unfinished")
     table = build_table([new, unfinished, old], query(values=("forward",)))
     assert table.rows == (("tiny", "16", "3.00"),)
-    assert table.notes == ("1 older run of the same cells left out.",)
+    assert [line.text for line in table.notes] == ["1 older run of the same cells left out."]
 
 
 @pytest.mark.parametrize(
@@ -146,8 +150,10 @@ def test_a_figure_that_its_own_findings_doubt_is_marked():
     ]
     table = build_table(runs, query(values=("forward", "tokens_per_s")))
     assert [row[2] for row in table.rows] == ["1.00 *", "2.00 !", "3.00"]
-    assert table.rows[1][3].endswith(" !")
-    assert table.notes == ("Doubted by their own findings: ! precision-mismatch (1), * not-steady (2).",)
+    assert str(table.rows[1][3]).endswith(" !")
+    assert [line.text for line in table.notes] == [
+        "Doubted by their own findings: ! precision-mismatch (1), * not-steady (2)."
+    ]
     assert json.loads(render_text(runs[:1], query(), "jsonl"))["findings"] == "not-steady"
 
 

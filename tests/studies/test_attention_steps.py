@@ -18,9 +18,9 @@ from stepscope.core.finding import Finding
 from stepscope.core.model_config import configure
 from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import load_runs
-from stepscope.report.experiment import render_experiment
 from stepscope.studies.attention_steps import step_cells, step_sizes_for
 from tests.conftest import make_run, workload
+from tests.shown import shown
 
 pytestmark = pytest.mark.slow
 
@@ -257,12 +257,7 @@ def test_the_fastest_is_named_with_those_it_is_not_told_apart_from():
 
 def test_text_of_the_answer():
     """What a reader sees. STEPSCOPE_UPDATE_GOLDEN=1 writes it anew."""
-    from rich.console import Console
-
-    console = Console(width=200, highlight=False, markup=False)
-    with console.capture() as capture:
-        console.print(render_experiment(answer_steps(CELLS)))
-    text = "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+    text = "\n".join(line.rstrip() for line in shown(answer_steps(CELLS)).splitlines()) + "\n"
     if os.environ.get("STEPSCOPE_UPDATE_GOLDEN"):
         GOLDEN.write_text(text)
     assert text == GOLDEN.read_text()

@@ -46,12 +46,12 @@ from stepscope.models.attention import implementation
 from stepscope.models.attention.inputs import attend, check_inputs
 from stepscope.models.attention.pytorch import sdpa
 from stepscope.models.attention.written_out import reference
-from stepscope.report.experiment import render_experiment
 from stepscope.studies.attention.grid import PRESETS, grid_groups, measure_grid, sizes_for
 from stepscope.studies.attention.matrix import GateMatrix, decode_matrix, encode_matrix, judge_matrix
 from stepscope.studies.attention.one_pass import AttentionPass, CallInputs, saved_storages
 from stepscope.studies.attention.workers import WorkerAnswer, WorkerTask, work_through
 from stepscope.work.attention_call import backward_flops, forward_flops, saved_by_formula
+from tests.shown import shown
 
 pytestmark = pytest.mark.slow
 
@@ -302,7 +302,7 @@ def test_what_was_not_reached_or_is_not_supported_is_said_once():
 
 
 def test_more_lines_than_a_plot_can_tell_apart_are_several_plots():
-    from stepscope.report.experiment import draw_experiment
+    from stepscope.report.picture import draw_answer
 
     eager: list[Attention] = ["reference", "sdpa", "sdpa-math", "chunked", "flash", "flash-tiled"]
     rows = [timing(name, seq, 1, seq / 32, saved=seq) for name in eager for seq in (64, 128)]
@@ -312,7 +312,7 @@ def test_more_lines_than_a_plot_can_tell_apart_are_several_plots():
     assert [panel.x_title.rpartition("64, ")[2] for panel in answer.panels] == ["1 of 2)"] * 2 + ["2 of 2)"] * 2
     assert all(len({point.line for point in panel.points}) == 6 for panel in answer.panels)
     assert all("compiled" in point.line for panel in answer.panels[2:] for point in panel.points)
-    draw_experiment(answer)
+    draw_answer(answer)
 
 
 def test_times_that_overlap_are_not_told_apart():
@@ -349,12 +349,7 @@ def test_a_peak_that_nobody_counted_is_not_said():
 
 def test_text_of_the_answer():
     """What a reader sees. STEPSCOPE_UPDATE_GOLDEN=1 writes it anew."""
-    from rich.console import Console
-
-    console = Console(width=400, highlight=False, markup=False)
-    with console.capture() as capture:
-        console.print(render_experiment(answer_attention(STORY)))
-    text = "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+    text = "\n".join(line.rstrip() for line in shown(answer_attention(STORY), 400).splitlines()) + "\n"
     if os.environ.get("STEPSCOPE_UPDATE_GOLDEN"):
         GOLDEN.write_text(text)
     assert text == GOLDEN.read_text()

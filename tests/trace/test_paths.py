@@ -13,6 +13,7 @@ from rich.console import Group
 from rich.text import Text
 
 from stepscope.cli.output import show
+from stepscope.core.answer import TEXT, table_of
 from stepscope.core.run_directory import save_run
 from stepscope.report.terminal import make_table
 from tests.captures import nsys_tables, training_steps, write_kineto, write_sqlite
@@ -89,8 +90,7 @@ def test_perfetto_wants_a_name_and_one_capture(tmp_path: Path):
 
 
 def test_a_table_within_groups_is_as_wide_as_it_is(capsys: pytest.CaptureFixture[str]):
-    table = make_table("name", "verdict")
-    table.add_row("k" * 130, "compute-bound")
+    table = make_table(table_of("name", "verdict", rows=[("k" * 130, "compute-bound")]))
     show(Group(Text("above"), Group(Text("within"), Group(table))))
     assert "k" * 130 + "  compute-bound" in capsys.readouterr().out.replace("   ", "  ")
 
@@ -130,9 +130,8 @@ def test_a_long_label_leaves_the_figures_whole(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("TERM", "xterm")
-    table = make_table("top of forward", "family", "calls", "ms a step", "share", right_from=2)
-    table.add_row("K" * 64, "matrix multiplication", "123", "4.567", "53.3 %")
-    show(table)
+    columns = ("top of forward", "family", ("calls", TEXT), ("ms a step", ".3f"), ("share", "%"))
+    show(make_table(table_of(*columns, rows=[("K" * 64, "matrix multiplication", "123", 4.567, 0.533)])))
     for figure in ("123", "4.567", "53.3 %"):
         assert figure in terminal.getvalue()
     label = next(word for word in terminal.getvalue().split() if word.startswith("KKK"))

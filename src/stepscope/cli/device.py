@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.cli.output import emit, progress, show, stdout_kept_clean
+from stepscope.cli.output import emit, present, progress, stdout_kept_clean
 from stepscope.cli.verb import verb
 from stepscope.core.bounded_file import read_document
 from stepscope.core.device_spec import DeviceReport
@@ -18,9 +18,9 @@ def device(*, device: str, again: bool, from_: Path | None, json: bool) -> None:
     if json:
         emit(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
         return
-    from stepscope.report.device import render_device
+    from stepscope.analysis.device import answer_device
 
-    show(render_device(report))
+    present(answer_device(report))
 
 
 def _measure(device: str, again: bool) -> DeviceReport:

@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from stepscope.cli.output import emit, show
+from stepscope.cli.output import emit, present
 from stepscope.cli.verb import verb
 from stepscope.core.errors import InputError
 
@@ -19,7 +19,7 @@ def kernel(
     name: Annotated[str, typer.Argument(help="The kernel's name as a profiler shows it.")], *, json: bool
 ) -> None:
     """Explain a kernel by its name: library, types, layout, tile, and which product of a step it is."""
-    from stepscope.analysis.kernels.explanation import explain
+    from stepscope.analysis.kernels.explanation import answer_kernel, explain
 
     if not name.strip():
         raise InputError("the kernel's name is empty: give it as the profiler shows it, in quotes")
@@ -28,6 +28,4 @@ def kernel(
     if json:
         emit(msgspec.json.format(msgspec.json.encode(explanation), indent=1).decode() + "\n")
         return
-    from stepscope.report.kernel import render_kernel
-
-    show(render_kernel(explanation))
+    present(answer_kernel(explanation))

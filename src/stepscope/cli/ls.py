@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from stepscope.cli.output import emit_json, show, warn
+from stepscope.cli.output import emit, emit_json, present, warn
 from stepscope.cli.verb import verb
 from stepscope.core.run_directory import load_runs
 
@@ -40,6 +40,9 @@ def ls(
         ]
         emit_json(listed)
         return
-    from stepscope.report.terminal import render_runs
+    from stepscope.analysis.runs.answer import answer_list
 
-    show(render_runs(kept) if kept else "no runs")
+    if kept:
+        present(answer_list(kept))
+    else:
+        emit("no runs\n")

@@ -85,7 +85,7 @@ def _draw(explained: "Explained", target: Path) -> None:
     reserved = max(bytes_held for _, bytes_held in explained.replay.reserved)
     title = "Live memory by category"
     if notes and notes.workload:
-        from stepscope.report.terminal import describe_workload
+        from stepscope.work.described import describe_workload
 
         title = f"{notes.workload.model.name}: {describe_workload(notes.workload)}"
     chart = draw_memory_timeline(

@@ -2,8 +2,9 @@
 
 import msgspec
 
-from stepscope.cli.output import emit, show
+from stepscope.cli.output import emit, present
 from stepscope.cli.verb import verb
+from stepscope.core.answer import Answer, table_of
 from stepscope.core.model_config import PRESETS
 from stepscope.work.transformer import parameter_count
 
@@ -17,9 +18,7 @@ def models(*, json: bool) -> None:
     if json:
         emit(msgspec.json.format(msgspec.json.encode(rows), indent=1).decode() + "\n")
         return
-    from stepscope.report.terminal import make_table
-
-    table = make_table(*rows[0], right_from=1)
-    for row in rows:
-        table.add_row(*(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row.values()))
-    show(table)
+    columns = [(name, "," if i else "") for i, name in enumerate(rows[0])]
+    present(
+        Answer(study="models", question="", tables=(table_of(*columns, rows=[tuple(row.values()) for row in rows]),))
+    )

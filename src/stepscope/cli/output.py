@@ -5,6 +5,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -18,6 +19,7 @@ from stepscope.core.errors import StepscopeError
 from stepscope.core.shown_text import message_line, visible
 
 if TYPE_CHECKING:
+    from stepscope.core.answer import Answer
     from stepscope.engine.plan import SweepState
     from stepscope.engine.request import Stage
     from stepscope.report.sweep import ProgressRow
@@ -49,8 +51,13 @@ def show(renderable: RenderableType) -> None:
     if sys.stdout.isatty():
         console = CleanConsole()
         for part in _parts(renderable):
-            for piece in fitted(part, console) if isinstance(part, Table) else [part]:
-                console.print(piece)
+            for i, piece in enumerate(fitted(part, console) if isinstance(part, Table) else [part]):
+                with console.capture() as printed:
+                    console.print(piece)
+                lines = printed.get().splitlines()
+                if isinstance(piece, Table):  # its first line and its last are an edge that nobody sees
+                    lines = [*([""] if i else []), *lines[1:-1]]
+                emit("\n".join([*lines, ""]))
         return
     for part in _parts(renderable):
         text = CleanConsole(width=120, file=io.StringIO())
@@ -60,6 +67,33 @@ def show(renderable: RenderableType) -> None:
         assert isinstance(text.file, io.StringIO)
         lines = [line.rstrip() for line in text.file.getvalue().splitlines()]
         emit("\n".join(lines).strip("\n") + "\n")
+
+
+def present(*answers: "Answer", style: str = "terminal", only: str | None = None) -> None:
+    """Print answers one below the other, or the part that `only` names, in a style of `--style`."""
+    for i, answer in enumerate(answers):
+        wanted = answer if only is None else answer.part(only)
+        if i:
+            emit("\n")
+        if style == "terminal":
+            from stepscope.report.terminal import render_answer
+
+            show(render_answer(wanted))
+        else:
+            from stepscope.report.renderers import render
+
+            emit(render(wanted, style))
+
+
+def draw(answer: "Answer", target: Path | None) -> None:
+    """Draw the panels of an answer into a file, where one is named."""
+    if target is None:
+        return
+    from stepscope.report.picture import draw_answer
+    from stepscope.report.plots.save import save_plot
+
+    save_plot(draw_answer(answer), target)
+    warn(f"plotted in {target}")
 
 
 def _parts(renderable: RenderableType) -> Iterator[RenderableType]:
@@ -196,7 +230,7 @@ def sweep_progress(slots: int) -> Generator[Callable[["SweepState"], None]]:
 def rows_of(state: "SweepState") -> "list[ProgressRow]":
     """The state of a sweep as report/sweep.py reads it."""
     from stepscope.report.sweep import ProgressRow
-    from stepscope.report.terminal import cell_name
+    from stepscope.work.described import cell_name
 
     return [
         ProgressRow(

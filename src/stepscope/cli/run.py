@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from stepscope.cli.options import OneWorkload, Recording
-from stepscope.cli.output import emit, progress, show, stdout_kept_clean, warn
+from stepscope.cli.output import emit, present, progress, show, stdout_kept_clean, warn
 from stepscope.cli.verb import verb
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DONE, EXIT_INTERRUPTED, StepscopeError
 from stepscope.core.finding import worst
@@ -92,9 +92,9 @@ def _print(measured: Run, directory: Path, json: bool) -> None:
             text = msgspec.json.format(msgspec.json.encode(fields), indent=1) + b"\n"
         emit(text.decode())
         return
-    from stepscope.report.terminal import render_run
+    from stepscope.analysis.runs.answer import answer_run
 
-    show(render_run(measured, str(directory)))
+    present(answer_run(measured, str(directory)))
     if summary is not None:
         from stepscope.analysis.captures.checks import check_trace
         from stepscope.report.trace import render_trace

@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from stepscope.cli import completion
-from stepscope.cli.output import emit
-from stepscope.cli.output import show as show_on_stdout
+from stepscope.cli.output import emit, present
 from stepscope.cli.verb import verb
 from stepscope.core.run_directory import encode_run, find_run
 
@@ -27,6 +26,6 @@ def show(
     if json:
         emit(encode_run(found).decode())
         return
-    from stepscope.report.terminal import render_run
+    from stepscope.analysis.runs.answer import answer_run
 
-    show_on_stdout(render_run(found))
+    present(answer_run(found))

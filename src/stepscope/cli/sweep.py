@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from stepscope.cli.options import ManyWorkloads, Recording
-from stepscope.cli.output import emit, show, sweep_progress, warn
+from stepscope.cli.output import emit, present, sweep_progress, warn
 from stepscope.cli.verb import verb
 from stepscope.core.errors import (
     EXIT_CHECK_FAILED,
@@ -105,7 +105,7 @@ def measure_and_report(plan: "SweepPlan", policy: "Policy", report: Callable[[li
 def _foretell(plan: "SweepPlan") -> None:
     """A line on the cells that are predicted to run out of memory. They are measured all the same."""
     from stepscope.engine.forecast import cells_that_will_not_fit, memory_of
-    from stepscope.report.terminal import cell_name
+    from stepscope.work.described import cell_name
 
     budget = memory_of(plan)
     unfit = cells_that_will_not_fit(plan, budget) if budget is not None else []
@@ -130,11 +130,9 @@ def report_sweep(runs: list[Run], json: bool, out: Path | None = None) -> None:
         for run in runs:
             emit(msgspec.json.encode(run).decode() + "\n")
         return
-    from stepscope.report.terminal import render_cells
+    from stepscope.analysis.runs.answer import answer_cells
 
-    show(render_cells(runs))
-    if runs and out is not None:
-        show(f"{len(runs)} runs in {out}")
+    present(answer_cells(runs, str(out) if out is not None else None))
 
 
 def sweep_exit_code(runs: list[Run]) -> int:

@@ -5,7 +5,7 @@ from typing import Annotated, cast
 
 import typer
 
-from stepscope.cli.output import emit, show, warn
+from stepscope.cli.output import present, warn
 from stepscope.cli.verb import verb
 from stepscope.core.errors import InputError, choose
 from stepscope.core.run_directory import load_runs
@@ -34,8 +34,8 @@ def table(
     save: Path | None,
 ) -> None:
     """Tables of runs: terminal, Markdown, CSV or JSON lines; and as a plot."""
-    from stepscope.report.styles import STYLES, Style, render_terminal, render_text
-    from stepscope.report.tables import Statistic, TableQuery, build_table
+    from stepscope.analysis.runs.tables import Statistic, TableQuery, answer_table
+    from stepscope.report.renderers import BARE, STYLES
 
     choose(style, STYLES, "style")
     if save is not None:
@@ -63,10 +63,7 @@ def table(
         save_plot(drawn.chart, save)
         left_out = f"; cells left out, without a result or such a figure: {drawn.left_out}" if drawn.left_out else ""
         warn(f"{drawn.points} points in {save}{left_out}")
-    if style == "terminal":
-        show(render_terminal(build_table(found, query)))
-    else:
-        emit(render_text(found, query, cast("Style", style)))
+    present(answer_table(found, query, bare=style in BARE), style=style)
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from stepscope.core.units import format_bytes
+
 
 class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
     """What NVML said of a GPU at one moment. None where the driver does not tell."""
@@ -57,6 +59,14 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     """The GPU's state when the measured steps begin, after warm-up; `after` is its state when they end."""
     after: GpuReading | None = None
     host: HostReading | None = None
+
+    @property
+    def described(self) -> str:
+        """Device and versions, on one line."""
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        threads = f", {self.threads} threads" if self.device_type == "cpu" else ""
+        limit = f", limited to {format_bytes(self.memory_limit_bytes)}" if self.memory_limit_bytes else ""
+        return f"{self.device_name}{threads}{limit}; {versions}"
 
     def differences(self, other: "Environment") -> dict[str, tuple[object, object]]:
         """Fields that differ and may move a figure; readings of clocks and load are left out, they always differ."""

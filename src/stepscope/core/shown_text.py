@@ -24,6 +24,15 @@ def printable(text: str) -> str:
     return "".join(" " if character.isspace() else _escaped(character) for character in text)
 
 
+LONGEST_NAME = 200
+"""Characters of a name from a file, which may have any length; real ones are shorter, and whole where there is room."""
+
+
+def name_shown(text: str) -> str:
+    """A name from a file as it stands in a cell."""
+    return middle_cut(printable(text), LONGEST_NAME)
+
+
 def message_line(text: str) -> str:
     """The text as one line of stderr, what is too long left out in its middle: the remedy stands at the end."""
     return middle_cut(printable(text), LONGEST_MESSAGE)

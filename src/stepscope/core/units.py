@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 
 from stepscope.core.errors import InputError
 
@@ -77,6 +78,40 @@ def format_share(share: float) -> str:
 def format_count(count: int) -> str:
     """Thousands separated, for parameter counts."""
     return f"{count:,}"
+
+
+UNITS: dict[str, tuple[str, float, Callable[[float], str]]] = {
+    "B": ("B", 1, format_bytes),
+    "s": ("s", 1, format_seconds),
+    "ms of s": ("", 1e3, format_milliseconds),
+    "ms of ns": ("", 1e-6, ms_text),
+    "us of ns": ("", 1e-3, lambda nanoseconds: f"{nanoseconds * 1e-3:.1f}"),
+    "%": ("%", 100, format_share),
+    "FLOP": ("FLOP", 1, lambda count: format_rate(count, "FLOP")),
+    "FLOP/s": ("FLOP/s", 1, lambda rate: format_rate(rate, "FLOP/s")),
+    "B/s": ("B/s", 1, lambda rate: format_rate(rate, "B/s")),
+}
+"""How figures read in a table, by the unit of their column: the unit that a column of bare numbers names in its head
+(empty where the head names it already), the factor to that unit, and the text of a figure."""
+
+
+def figure_text(value: float, unit: str) -> str:
+    """A figure of a column of this unit: one of UNITS, or a format of Python's such as `.2f` or `{:+.1f} x`."""
+    if unit in UNITS:
+        return UNITS[unit][2](value)
+    return unit.format(value) if "{" in unit else format(value, unit)
+
+
+def bare_head(column: str, unit: str) -> str:
+    """The head of a column of bare numbers, as CSV has them."""
+    name = UNITS[unit][0] if unit in UNITS else ""
+    return f"{column} ({name})" if name else column
+
+
+def bare_figure(value: float, unit: str) -> float:
+    """A figure as a bare number, in the unit that the head of its column names."""
+    factor = UNITS[unit][1] if unit in UNITS else 1
+    return value if factor == 1 else value * factor
 
 
 def parse_bytes(text: str) -> int:

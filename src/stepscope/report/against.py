@@ -11,10 +11,9 @@ from rich.text import Text
 
 from stepscope.analysis.comparisons.captures import CaptureComparison
 from stepscope.analysis.kernels.names.label import kernel_label
-from stepscope.core.shown_text import middle_cut, printable
+from stepscope.core.shown_text import middle_cut, name_shown, printable
 from stepscope.core.units import format_milliseconds
-from stepscope.report.layout import name_shown
-from stepscope.report.terminal import make_table
+from stepscope.report.former import make_table
 
 ROWS_SHOWN = 12
 NARROWEST = 24

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from stepscope.core.attention_verdict import AttentionVerdict, GateReport
 from stepscope.core.errors import printable
-from stepscope.report.terminal import make_table
+from stepscope.report.former import make_table
 
 _TENSORS = ("out", "dq", "dk", "dv")
 _FAILURES = 12

@@ -14,7 +14,8 @@ from stepscope.memory.prediction.estimate import MemoryEstimate
 from stepscope.memory.prediction.fit import MOST_GPUS, SAFETY, Fit, Plan
 from stepscope.memory.prediction.kept_tensors import KeptTensor, kept_by_block
 from stepscope.memory.prediction.largest import Largest
-from stepscope.report.terminal import cell_name, describe_model, describe_workload, make_table
+from stepscope.report.former import make_table
+from stepscope.work.described import cell_name, describe_model, describe_workload
 from stepscope.work.transformer import parameter_count
 
 _SYMBOLS = {

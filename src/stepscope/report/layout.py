@@ -14,19 +14,10 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
-from stepscope.core.errors import printable
 from stepscope.core.shown_text import middle_cut
-
-LONGEST_NAME = 200
-"""Characters of a name from a file, which may have any length; real ones are shorter, and whole where there is room."""
 
 NARROWEST, NARROWEST_LABEL = 16, 24
 """A name is not shortened below this; in the first column, which tells rows apart, nor below a third of the screen."""
-
-
-def name_shown(text: str) -> str:
-    """A name from a file as it stands in a cell."""
-    return middle_cut(printable(text), LONGEST_NAME)
 
 
 class OneLine(Table):

@@ -5,13 +5,14 @@ from rich.table import Table
 from rich.text import Text
 
 from stepscope.core.errors import printable
+from stepscope.core.shown_text import name_shown
 from stepscope.core.units import format_bytes, format_count, format_share, ms_text
 from stepscope.memory.at_moment import Moment, phase_peaks
 from stepscope.memory.blocks import Contributor, SavedByBlock, alike, saved_by_block
 from stepscope.memory.explain import Explained
 from stepscope.memory.memory_json import sites, tensor_of
-from stepscope.report.layout import name_shown
-from stepscope.report.terminal import describe_model, describe_workload, make_table
+from stepscope.report.former import make_table
+from stepscope.work.described import describe_model, describe_workload
 
 _LARGEST_SHOWN = 10
 _SITES_SHOWN = 10

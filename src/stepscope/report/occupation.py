@@ -9,7 +9,7 @@ from stepscope.analysis.captures.occupation import Occupation
 from stepscope.analysis.captures.overlap import Overlap
 from stepscope.core.errors import printable
 from stepscope.core.units import format_count, format_share, ms_text
-from stepscope.report.terminal import make_table
+from stepscope.report.former import make_table
 
 _NAMED_SHARE = 0.005
 """Smaller parts of the critical path are left out of its sentence."""

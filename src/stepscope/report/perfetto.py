@@ -23,7 +23,7 @@ from stepscope.analysis.kernels.names.label import kernel_label
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.run_directory import RUN_FILE
-from stepscope.report.layout import name_shown
+from stepscope.core.shown_text import name_shown
 from stepscope.trace.read import IN_RUN, find_capture
 
 _BLOCK = 65_536

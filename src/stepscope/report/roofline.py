@@ -10,9 +10,9 @@ from rich.text import Text
 from stepscope.analysis.roofline.peaks import Peak
 from stepscope.analysis.roofline.roofs import FamilyRoof, OperatorRoof, Roofline
 from stepscope.core.errors import printable
+from stepscope.core.shown_text import name_shown
 from stepscope.core.units import format_rate, format_share, ms_text
-from stepscope.report.layout import name_shown
-from stepscope.report.terminal import make_table
+from stepscope.report.former import make_table
 
 TOP = 20
 _SHAPES_SHOWN = 3

@@ -8,9 +8,10 @@ from rich.text import Text
 
 from stepscope.analysis.runs import metrics
 from stepscope.analysis.runs.doubts import marked
+from stepscope.analysis.runs.words import status_sentence, status_word
 from stepscope.core.run import Run
 from stepscope.core.units import format_seconds
-from stepscope.report.terminal import make_table, status_sentence, status_word
+from stepscope.report.former import make_table
 
 
 @dataclass(frozen=True, kw_only=True)

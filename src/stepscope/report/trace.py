@@ -15,12 +15,12 @@ from stepscope.analysis.kernels.names.label import kernel_label
 from stepscope.analysis.runs.doubts import marked
 from stepscope.core.errors import printable
 from stepscope.core.finding import Finding
-from stepscope.core.shown_text import middle_cut
+from stepscope.core.shown_text import middle_cut, name_shown
 from stepscope.core.units import format_count, format_rate, format_share, ms_text, ms_text_of_s
-from stepscope.report.layout import name_shown
+from stepscope.report.former import make_table, render_finding
 from stepscope.report.occupation import render_occupation
 from stepscope.report.roofline import render_roofline
-from stepscope.report.terminal import describe_model, describe_workload, make_table, render_finding
+from stepscope.work.described import describe_model, describe_workload
 
 _MODULES_SHOWN = 12
 _OPERATORS_SHOWN = 12

@@ -7,34 +7,27 @@ from typing import Any
 
 import msgspec
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from stepscope.analysis.comparisons.attention.answer import answer_steps
 from stepscope.analysis.comparisons.attention.cells import StepCell
+from stepscope.analysis.comparisons.warmup import answer_warmup
+from stepscope.analysis.runs.answer import answer_cells, answer_list
 from stepscope.analysis.runs.doubts import doubt_mark, doubting_kinds, doubts_sentence, marked
+from stepscope.analysis.runs.tables import TableQuery, build_table
 from stepscope.cli.app import app
 from stepscope.core.finding import Finding, Severity
 from stepscope.core.run import Run
 from stepscope.core.run_directory import save_run
 from stepscope.report.sweep import ProgressRow, render_progress, sentence_of
-from stepscope.report.tables import TableQuery, build_table
-from stepscope.report.terminal import render_cells, render_runs
-from stepscope.report.warmup import render_warmup
 from tests.conftest import make_run, workload
+from tests.shown import shown
 
 
 def doubted(severity: Severity, **changes: Any) -> Run:
     """A run of 12.1 s whose one finding is this grave."""
     finding = Finding(kind="compiled-while-measured", severity=severity, sentence="it compiled")
     return make_run(workload(**changes), step=[12.1] * 5, findings=(finding,))
-
-
-def shown(renderable: object) -> str:
-    console = Console(width=200, highlight=False, markup=False)
-    with console.capture() as capture:
-        console.print(renderable)
-    return capture.get()
 
 
 def test_the_mark_is_that_of_the_gravest_finding_of_all_runs():
@@ -51,7 +44,7 @@ def test_the_mark_is_that_of_the_gravest_finding_of_all_runs():
 
 
 def of_a_table(run: Run) -> str:
-    return " ".join(build_table([run], TableQuery(rows=("model",))).rows[0])
+    return " ".join(map(str, build_table([run], TableQuery(rows=("model",))).rows[0]))
 
 
 def of_a_speed_up(run: Run) -> str:
@@ -59,7 +52,7 @@ def of_a_speed_up(run: Run) -> str:
     other = make_run(workload(dtype="bf16"), step=[1.1] * 5)
     query = TableQuery(rows=("model",), columns=("dtype",), speedup="fp32")
     row = build_table([run, other], query).rows[0]
-    return row[-1]
+    return str(row[-1])
 
 
 def of_a_sweep(run: Run) -> str:
@@ -69,12 +62,12 @@ def of_a_sweep(run: Run) -> str:
 
 
 PLACES: dict[str, tuple[str, Callable[[Run], str]]] = {
-    "ls": ("12.1 s", lambda run: shown(render_runs([run]))),
+    "ls": ("12.1 s", lambda run: shown(answer_list([run]))),
     "sweep": ("step 12.1 s", of_a_sweep),
-    "cells": ("12100.0", lambda run: shown(render_cells([run]))),
+    "cells": ("12100.0", lambda run: shown(answer_cells([run]))),
     "table": ("12100.00", of_a_table),
     "speed-up": ("11.00x ± <0.01", of_a_speed_up),
-    "warm-up": ("12100.0", lambda run: shown(render_warmup([run]))),
+    "warm-up": ("12100.0", lambda run: shown(answer_warmup([run]))),
 }
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from stepscope.analysis.kernels.families import Family, classify
 from stepscope.analysis.kernels.names.decoding import decode, is_tf32
 from stepscope.analysis.kernels.names.name import KernelName
+from stepscope.core.answer import PROSE, Answer, Line, table_of
+from stepscope.core.shown_text import LONGEST_NAME, middle_cut, printable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +38,18 @@ def explain(name: str) -> KernelExplanation:
     if len(lines) == 1 and family == "other":
         lines.append(("known", "nothing beyond the function's name"))
     return KernelExplanation(kernel=kernel, family=family, lines=lines)
+
+
+def answer_kernel(explanation: KernelExplanation) -> Answer:
+    """The function's name, and a line for each thing that it says."""
+    function = middle_cut(printable(explanation.kernel.function), LONGEST_NAME)
+    rows = [(heading, printable(sentence)) for heading, sentence in explanation.lines]
+    return Answer(
+        study="kernel",
+        question="",
+        lead=(Line(function, "strong"),),
+        tables=(table_of("part", ("meaning", PROSE), rows=rows),),
+    )
 
 
 _LIBRARY_NOTES = {

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepscope.cli.options import recording_from, settings_from
-from stepscope.cli.output import emit_json, show, warn
+from stepscope.cli.output import draw, emit_json, present, warn
 from stepscope.cli.verb import verb
 from stepscope.core.errors import InputError
 from stepscope.core.run import Run
@@ -103,25 +103,18 @@ def _report(
     captured = {cell.run.id for cell in cells}
     ended = [run for run, _ in found if run.id not in captured and run.status != "done"]
     answer = answer_kernels(cells, questions, ended)
-    if save is not None:
-        from stepscope.report.experiment import draw_experiment
-        from stepscope.report.plots.save import save_plot
-
-        save_plot(draw_experiment(answer), save)
-        warn(f"plotted in {save}")
+    draw(answer, save)
     if json:
         for cell in cells:
             emit_json({"run": cell.run.id, "workload": cell.run.workload, "trace": cell.digest})
-        return
-    from stepscope.report.experiment import render_body, render_experiment
-
-    show(render_body(answer) if questions else render_experiment(answer))
+    else:
+        present(answer.body() if questions else answer)
 
 
 def _stored(place: Path, where: tuple[str, ...]) -> list[tuple[Run, Path]]:
     """The runs in a folder that meet the conditions, each with its directory."""
+    from stepscope.analysis.runs.tables import matches
     from stepscope.cli.table import condition
-    from stepscope.report.tables import matches
 
     conditions = [condition(text) for text in where]
     if not place.is_dir():

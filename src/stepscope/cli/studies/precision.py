@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stepscope.cli.output import emit, progress, show, stdout_kept_clean, warn
+from stepscope.cli.output import draw, emit, present, progress, stdout_kept_clean
 from stepscope.cli.verb import verb
 from stepscope.core.bounded_file import read_document
 from stepscope.core.errors import InputError
@@ -33,18 +33,11 @@ def answer(
             found = run(tell)
     else:
         found = _read(read, study)
-    if save is not None:
-        from stepscope.report.experiment import draw_experiment
-        from stepscope.report.plots.save import save_plot
-
-        save_plot(draw_experiment(found), save)
-        warn(f"plotted in {save}")
+    draw(found, save)
     if json:
         emit(encode_experiment(found))
-        return
-    from stepscope.report.experiment import render_experiment, render_part
-
-    show(render_experiment(found) if only is None else render_part(found, only))
+    else:
+        present(found, only=only)
 
 
 def _read(path: Path, study: str) -> Experiment:

@@ -12,7 +12,7 @@ from stepscope.core.workload import Workload
 from stepscope.memory.prediction.accuracy import Accuracy, Comparison
 from stepscope.report.plots.axes import log_axis
 from stepscope.report.plots.theme import FAINT, INK, PALETTE, SHAPES
-from stepscope.report.terminal import cell_name
+from stepscope.work.described import cell_name
 
 WIDTH, HEIGHT, ERROR_HEIGHT = 620, 460, 190
 BANDS = (0.02, 0.06)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import altair as alt
 
+from stepscope.analysis.runs.fields import VALUES, Scalar
+from stepscope.analysis.runs.tables import MISSING, TableQuery, build_records
 from stepscope.core.errors import InputError
 from stepscope.core.run import Run
 from stepscope.core.samples import CONFIDENCE, OF_ONE_PROCESS
-from stepscope.report.fields import VALUES, Scalar
 from stepscope.report.plots.series import HOLLOW, SeriesPanel, SeriesPoint, draw_series
-from stepscope.report.tables import MISSING, TableQuery, build_records
 
 Record = dict[str, Scalar]
 

@@ -1,46 +1,37 @@
-"""The warm-up study's answer: a table, and a sentence made from its figures."""
+"""The answer of the warm-up study: a table, and a sentence made from its figures."""
 
 from collections.abc import Sequence
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
-from stepscope.analysis.runs.doubts import marked
+from stepscope.analysis.runs.answer import heading
+from stepscope.analysis.runs.words import doubts, figure, status_word
+from stepscope.core.answer import TEXT, Answer, Cell, as_lines, table_of
 from stepscope.core.run import Run
 from stepscope.core.units import format_milliseconds, format_seconds
-from stepscope.report.terminal import (
-    describe_environment,
-    describe_model,
-    describe_workload,
-    doubts,
-    make_table,
-    status_word,
-)
 
 
-def render_warmup(runs: Sequence[Run]) -> RenderableType:
+def answer_warmup(runs: Sequence[Run]) -> Answer:
     """Mean and deviation of the step by number of warm-up steps, and what leaving them out costs."""
-    first = runs[0]
-    lines = [Text(describe_model(first.workload), style="bold"), Text(describe_workload(first.workload))]
-    if first.environment:
-        lines.append(Text(describe_environment(first.environment)))
-    table = make_table("warm-up steps", "mean ± std (ms)", "median (ms)", "first step (ms)", "steps", right_from=0)
+    rows: list[tuple[Cell, ...]] = []
     for run in runs:
         samples = run.samples.get("step")
         if run.status != "done" or samples is None or samples.mean_s is None or samples.median_s is None:
-            table.add_row(str(run.settings.warmup_floor), status_word(run))
+            rows.append((run.settings.warmup_floor, status_word(run), None, None, None))
             continue
         deviation = f" ± {format_milliseconds(samples.stdev_s)}" if samples.stdev_s is not None else ""
-        table.add_row(
-            str(run.settings.warmup_floor),
-            marked(f"{format_milliseconds(samples.mean_s)}{deviation}", run),
-            marked(format_milliseconds(samples.median_s), run),
-            marked(format_milliseconds(samples.values_s[0]), run),
-            str(samples.count),
-        )
+        rows.append((
+            run.settings.warmup_floor, figure(f"{format_milliseconds(samples.mean_s)}{deviation}", run),
+            figure(samples.median_s, run), figure(samples.values_s[0], run), samples.count,
+        ))  # fmt: skip
     said = [f"{doubts(run)} after {run.settings.warmup_floor} warm-up steps" for run in runs if doubts(run)]
-    notes = [Text(f"Doubtful: {'; '.join(said)}.")] if said else []
-    return Group(*lines, table, Text(warmup_sentence(runs)), *notes)
+    notes = [f"Doubtful: {'; '.join(said)}."] if said else []
+    table = table_of(
+        ("warm-up steps", TEXT), ("mean ± std (ms)", TEXT), ("median (ms)", "ms of s"), ("first step (ms)", "ms of s"),
+        ("steps", TEXT), rows=rows, notes=as_lines(warmup_sentence(runs), *notes),
+    )  # fmt: skip
+    return Answer(
+        study="warmup", question="How many warm-up steps does a measurement need?", lead=heading(runs[0]),
+        tables=(table,),
+    )  # fmt: skip
 
 
 def warmup_sentence(runs: Sequence[Run]) -> str:

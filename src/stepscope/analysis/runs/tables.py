@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from stepscope.analysis.runs.doubts import doubting_kinds, doubts_sentence, marked
+from stepscope.analysis.runs.fields import FIELDS, IDENTIFYING, VALUES, Scalar, Value
+from stepscope.analysis.runs.words import status_word
+from stepscope.core.answer import TEXT, Answer, Table, as_lines
 from stepscope.core.errors import InputError, choose, printable
 from stepscope.core.run import REPEATED, Run
 from stepscope.core.samples import CONFIDENCE, OF_ONE_PROCESS, Samples
-from stepscope.report.fields import FIELDS, IDENTIFYING, VALUES, Scalar, Value
-from stepscope.report.terminal import status_word
 
 Statistic = Literal["median", "median-interval", "mean-std"]
 STATISTICS: tuple[str, ...] = get_args(Statistic)
@@ -51,17 +52,6 @@ class TableQuery:
         twice = set(self.rows) & set(self.columns)
         if twice:
             raise InputError(f"{', '.join(sorted(twice))} cannot be both in --rows and in --columns")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """Text in rows and columns, and notes below."""
-
-    heads: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    text_columns: int
-    """How many leading columns hold labels; the rest hold figures."""
-    notes: tuple[str, ...] = ()
 
 
 def select_runs(runs: Sequence[Run], query: TableQuery) -> tuple[list[Run], list[str]]:
@@ -114,7 +104,24 @@ def build_table(runs: Sequence[Run], query: TableQuery) -> Table:
     notes += _about_intervals(chosen, query)
     said = doubts_sentence(chosen)
     notes += [said] if said else []
-    return Table(heads=tuple(heads), rows=tuple(lines), text_columns=len(query.rows), notes=tuple(notes))
+    labels_end = len(query.rows)
+    return Table(
+        title="", columns=tuple(heads), rows=tuple(lines), notes=as_lines(*notes),
+        units=tuple("" if i < labels_end else TEXT for i in range(len(heads))),
+    )  # fmt: skip
+
+
+def answer_table(runs: Sequence[Run], query: TableQuery, *, bare: bool) -> Answer:
+    """The pivot of the runs; or, for programs, one row a run with bare figures as they are stored."""
+    return Answer(
+        study="table", question="", tables=(_records_table(runs, query) if bare else build_table(runs, query),)
+    )
+
+
+def _records_table(runs: Sequence[Run], query: TableQuery) -> Table:
+    records = build_records(runs, query)
+    columns = tuple(dict.fromkeys(name for record in records for name in record))
+    return Table(title="", columns=columns, rows=tuple(tuple(map(record.get, columns)) for record in records))
 
 
 def build_records(runs: Sequence[Run], query: TableQuery) -> list[dict[str, Scalar]]:

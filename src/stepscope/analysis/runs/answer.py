@@ -1,0 +1,216 @@
+"""A run as an answer: what ran, where, how long, how well, and what to doubt. Lists of runs too."""
+
+from collections.abc import Sequence
+
+from stepscope.analysis.runs import metrics
+from stepscope.analysis.runs.words import doubts, figure, identify, status_sentence, status_word
+from stepscope.core.answer import TEXT, Answer, Cell, Line, Table, as_lines, table_of, text
+from stepscope.core.errors import printable
+from stepscope.core.evidence import Capture
+from stepscope.core.run import Run
+from stepscope.core.samples import CONFIDENCE, OF_ONE_PROCESS
+from stepscope.core.units import counted, format_milliseconds, format_rate, format_seconds, format_share
+from stepscope.work.described import cell_name, describe_model, describe_workload
+from stepscope.work.transformer import recomputed_flops
+
+
+def answer_run(run: Run, directory: str | None = None) -> Answer:
+    """The whole run as one would explain it."""
+    tables: list[Table] = []
+    if run.status != "done" or run.failure is not None:
+        tables.append(text(Line(status_sentence(run), "bad")))
+    if run.samples.get("step") and run.samples["step"].count:
+        tables.append(_phase_table(run))
+    tables += _memory_table(run)
+    return Answer(
+        study="run",
+        question=f"What does a step of {cell_name(run.workload)} take?",
+        device=run.environment.device_name if run.environment else "",
+        versions=run.environment.versions if run.environment else {},
+        lead=heading(run),
+        tables=tuple(tables),
+        findings=run.findings,
+        checked=bool(run.findings) or (run.status == "done" and run.failure is None),
+        asides=tuple(f"Not observed: {note}." for note in run.evidence.notes),
+        origin=(identify(run), *([f"Saved in {directory}"] if directory else [])),
+    )
+
+
+def heading(run: Run) -> tuple[Line, ...]:
+    """The model, the workload, and where it ran."""
+    where = [run.environment.described] if run.environment else []
+    return as_lines(Line(describe_model(run.workload), "strong"), describe_workload(run.workload), *where)
+
+
+def answer_list(runs: Sequence[Run]) -> Answer:
+    """One line a run, oldest first: when it began, which names it too, and which cell it measured."""
+    rows: list[tuple[Cell, ...]] = []
+    for run in runs:
+        began, _, cell = run.id.partition("-")
+        rows.append((
+            began, cell, status_word(run), figure(metrics.median_s(run, "step"), run), run.tag,
+            figure(metrics.tokens_per_s(run), run), figure(metrics.peak_bytes(run), run), doubts(run),
+        ))  # fmt: skip
+    columns = ("run", "cell", "status", ("step", "s"), "tag", ("tokens/s", ",.0f"), ("peak", "B"), "findings")
+    return Answer(study="ls", question="", tables=(table_of(*columns, rows=rows, one_line=True),))
+
+
+def answer_cells(runs: Sequence[Run], folder: str | None = None) -> Answer:
+    """The cells of a sweep, in the order they ran."""
+    rows: list[tuple[Cell, ...]] = []
+    for run in runs:
+        name = cell_name(run.workload, run.settings)
+        if run.status != "done":
+            rows.append((name, status_word(run), *[None] * 7))
+            continue
+        times = [metrics.median_s(run, phase) for phase in (*metrics.PHASE_NAMES, "step")]
+        tokens, peak = metrics.tokens_per_s(run), metrics.peak_bytes(run)
+        utilisation = metrics.mfu_datasheet(run) or metrics.mfu_measured(run)
+        rows.append((name, *(figure(cell, run) for cell in (*times, tokens, utilisation, peak)), doubts(run)))
+    table = table_of(
+        "cell", *((f"{name} ms", "ms of s") for name in (*metrics.PHASE_NAMES, "step")), ("tokens/s", ",.0f"),
+        ("MFU", "%"), ("peak", "B"), "findings",
+        rows=rows, tones={i: "bad" for i, run in enumerate(runs) if run.status != "done"},
+        notes=as_lines(f"{len(runs)} runs in {folder}") if runs and folder else (),
+    )  # fmt: skip
+    return Answer(study="sweep", question="", tables=(table,))
+
+
+def _phase_table(run: Run) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    step_s = metrics.median_s(run, "step") or 0.0
+    for name in (*metrics.PHASE_NAMES, "step"):
+        samples = run.samples.get(name)
+        if samples is None or samples.median_s is None or samples.mean_s is None:
+            continue
+        interval = samples.interval()
+        flops = metrics.model_flops(run) if name == "step" else run.work[name].flops if name in run.work else None
+        deviation = f" ± {format_milliseconds(samples.stdev_s)}" if samples.stdev_s is not None else ""
+        rows.append((
+            name,
+            samples.median_s,
+            f"{format_milliseconds(interval.low)} to {format_milliseconds(interval.high)} ms" if interval else "",
+            f"{format_milliseconds(samples.mean_s)}{deviation} ms",
+            samples.median_s / step_s if step_s else None,
+            flops / samples.median_s if flops and samples.median_s else None,
+        ))  # fmt: skip
+    interval_head = f"{CONFIDENCE * 100:.0f} % interval"
+    return table_of(
+        "phase", ("median", "s"), (interval_head, TEXT), ("mean ± std", TEXT), ("share", "%"),
+        ("model FLOP/s", "FLOP/s"), rows=rows, tones={i: "strong" for i, row in enumerate(rows) if row[0] == "step"},
+        notes=as_lines(*_rates(run)),
+    )  # fmt: skip
+
+
+def _rates(run: Run) -> list[str]:
+    samples = run.samples["step"]
+    steady = {True: "steady", False: "not steady", None: "too few to tell whether steady"}[run.warmup_steady]
+    lines = [
+        f"{counted(samples.count, 'step')} {OF_ONE_PROCESS} measured after "
+        f"{counted(len(samples.warmup_s), 'warm-up step')} ({steady}); "
+        f"step by {samples.clock} round a synchronised region, phases by {_phase_clock(run)}.",
+        *_about_intervals(run),
+    ]
+    tokens, rate, flops = metrics.tokens_per_s(run), metrics.model_flops_per_s(run), metrics.model_flops(run)
+    if tokens and rate and flops:
+        convention = next(iter(run.work.values())).convention
+        lines.append(
+            f"{tokens:,.0f} tokens/s; {format_rate(rate, 'FLOP/s')} of model FLOPs "
+            f"({format_rate(flops, 'FLOP')} a step, {convention})."
+        )
+    again = recomputed_flops(run.workload)
+    if again and flops and samples.median_s:
+        lines.append(
+            f"Checkpointing runs another {format_rate(again, 'FLOP')} of products again in backward: "
+            f"{format_rate((flops + again) / samples.median_s, 'FLOP/s')} of hardware FLOPs."
+        )
+    utilisation = []
+    datasheet, measured = metrics.mfu_datasheet(run), metrics.mfu_measured(run)
+    dtype = run.workload.dtype
+    if datasheet and run.device_spec:
+        peak = run.device_spec.peak_for(dtype) or 0
+        utilisation.append(
+            f"{_utilisation(datasheet)} of the peak {format_rate(peak, 'FLOP/s')} ({run.device_spec.source})"
+        )
+    ceiling = run.ceilings.matmul_for(dtype) if run.ceilings else None
+    if measured and ceiling:
+        utilisation.append(
+            f"{_utilisation(measured)} of the measured ceiling {format_rate(ceiling.rate, 'FLOP/s')} "
+            f"({ceiling.operation})"
+        )
+    if utilisation:
+        lines.append(f"MFU {'; '.join(utilisation)}.")
+    launch_bound, host = metrics.launch_bound_share(run), metrics.host_share(run)
+    if launch_bound is not None and host is not None and run.evidence.profile:
+        lines.append(
+            f"{run.evidence.profile.kernel_launches} kernels a step; the GPU has none to run for "
+            f"{format_share(launch_bound)} of it. The host is done issuing them after {format_share(host)} "
+            "(and waits itself where its queue to a busy GPU is full)."
+        )
+    slowdown = metrics.profiler_slowdown(run)
+    if slowdown and run.evidence.profile:
+        lines.append(
+            f"Step {format_seconds(samples.median_s or 0)}, under the profiler "
+            f"{format_seconds(run.evidence.profile.step_s)} ({slowdown:.2f}x)."
+        )
+    lines += [line for capture in run.evidence.captures if (line := _capture_line(capture, samples.median_s))]
+    if run.evidence.attention:
+        lines.append(f"Attention auto picked {run.evidence.attention}.")
+    if run.evidence.profile and run.evidence.profile.attention_operators:
+        lines.append(f"Attention ran as {', '.join(run.evidence.profile.attention_operators)}.")
+    return lines
+
+
+def _utilisation(share: float) -> str:
+    """A share of a device's rate, with its doubt where no device does so much."""
+    return (
+        f"{format_share(share)}{' (more than there is: the count of FLOPs or the peak is wrong)' if share > 1 else ''}"
+    )
+
+
+def _about_intervals(run: Run) -> list[str]:
+    """What the intervals are of, or why there is none."""
+    named = {name: run.samples[name] for name in (*metrics.PHASE_NAMES, "step") if name in run.samples}
+    without = {name: samples for name, samples in named.items() if samples.count and samples.why_no_interval}
+    lines: list[str] = []
+    if len(without) < len(named):
+        step = run.samples["step"]
+        told = step.effective_count is not None and "step" not in without
+        worth = f"; its steps are worth {step.effective_count:.0f} independent ones" if told else ""
+        lines.append(f"The intervals are those {OF_ONE_PROCESS}: another may differ by more{worth}.")
+    if without:
+        name, samples = list(without.items())[-1]
+        lines.append(f"No interval for {', '.join(without)}: of {name}, {samples.why_no_interval}. Take more: --steps.")
+    return lines
+
+
+def _capture_line(capture: Capture, unprofiled_s: float | None) -> str:
+    """What watching cost beside what the step takes unwatched; or why there is no trace."""
+    if capture.failure:
+        return printable(f"No {capture.tool} trace: {capture.failure}.")
+    if not capture.step_s or not unprofiled_s:
+        return ""
+    return printable(
+        f"Step {format_seconds(unprofiled_s)}, in the {capture.tool} trace of {counted(capture.steps, 'step')} "
+        f"{format_seconds(capture.step_s)} ({capture.step_s / unprofiled_s:.2f}x)."
+    )
+
+
+def _phase_clock(run: Run) -> str:
+    return next((run.samples[n].clock for n in metrics.PHASE_NAMES if n in run.samples), "none")
+
+
+def _memory_table(run: Run) -> list[Table]:
+    memory = run.evidence.memory
+    if memory is None:
+        return []
+    rows = (
+        ("parameters", memory.parameter_bytes),
+        ("before the step: parameters, optimizer state, batches", memory.after_parameters),
+        ("peak during forward", memory.forward_peak),
+        ("saved for backward when forward ends", memory.saved_for_backward),
+        ("peak during backward", memory.backward_peak),
+        ("peak during the optimizer step", memory.optimizer_peak),
+        ("reserved by the allocator at most", memory.reserved_peak),
+    )
+    return [table_of("memory", ("allocated", "B"), rows=[row for row in rows if row[1] is not None])]

@@ -1,0 +1,45 @@
+"""A run in words: its status, its doubts, and which run it is."""
+
+from stepscope.analysis.runs.doubts import doubt_mark, doubting_kinds
+from stepscope.core.answer import Cell, Doubted
+from stepscope.core.errors import printable
+from stepscope.core.run import Run
+
+OUT_OF_MEMORY_REMEDY = "a smaller --batch-size or --seq-len, --attention sdpa, or --dtype bf16 needs less memory"
+
+
+def identify(run: Run) -> str:
+    """One line: which run this is, and what lies beside it."""
+    commit = run.environment.git_commit if run.environment else None
+    dirty = ", changed since" if run.environment and run.environment.git_dirty else ""
+    parts = [
+        f"Run {run.id}",
+        f"tag {run.tag}" if run.tag else "",
+        f"stepscope at {commit[:10]}{dirty}" if commit else "",
+        *run.artifacts.values(),
+    ]
+    return printable("; ".join(part for part in parts if part))
+
+
+def status_sentence(run: Run) -> str:
+    """What became of a run that is not done."""
+    if run.failure is None:
+        return f"{run.status}: the run was started and never ended."
+    remedy = f" Remedy: {OUT_OF_MEMORY_REMEDY}." if run.status == "out-of-memory" else ""
+    return printable(f"{run.status} ({run.failure.where}): {run.failure.message}{remedy}")
+
+
+def status_word(run: Run) -> str:
+    """The status as it stands in a cell."""
+    return "OOM" if run.status == "out-of-memory" else run.status
+
+
+def doubts(run: Run) -> str:
+    """The kinds of finding that say to take care, for a cell."""
+    return printable(", ".join(doubting_kinds(run)))
+
+
+def figure(value: float | str | None, *runs: Run) -> Cell:
+    """A figure as it stands in a cell, with the mark of the runs that it was made of; nothing stays nothing."""
+    mark = doubt_mark(*runs)
+    return Doubted(value, mark) if mark and value is not None else value

@@ -1,0 +1,241 @@
+"""An Answer: what a verb or a study found, as tables, curves and sentences. Renderers know nothing else."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, cast
+
+import msgspec
+
+from stepscope.core.environment import Environment
+from stepscope.core.errors import InputError, one_line
+from stepscope.core.finding import Finding, with_present_kind
+from stepscope.core.samples import INTERVALS
+
+# 1  2026-11  first
+ANSWER_VERSION = 1
+
+Tone = Literal["", "strong", "good", "bad", "care", "aside"]
+"""How a line or a row is said, where a renderer can: in bold, as good or bad news, as a warning, or quietly."""
+
+
+class Line(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A sentence, and how it is said."""
+
+    text: str
+    tone: Tone = ""
+
+
+class Doubted(msgspec.Struct, frozen=True):
+    """A figure that the findings of its own run doubt: `!` for an error, `*` for a warning."""
+
+    value: str | float
+    mark: str
+
+
+Cell = str | int | float | bool | Doubted | None
+
+TEXT = "text"
+"""The unit of a column of figures that are written out already: it stands to the right, and reads as it is."""
+PROSE = "prose"
+"""The unit of a column of sentences: it folds between words, however much room there is."""
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Rows of one kind, and the sentences below them. Without columns it is the sentences alone."""
+
+    title: str
+    columns: tuple[str, ...]
+    """Names of the columns, with the unit where the figures stand in one."""
+    rows: tuple[tuple[Cell, ...], ...]
+    units: tuple[str, ...] = ()
+    """How the figures of each column read, by `core.units.figure_text`; empty where they read as they are."""
+    notes: tuple[Line, ...] = ()
+    rules: tuple[int, ...] = ()
+    """Rows that a rule stands above."""
+    tones: dict[int, Tone] = {}
+    """How a row is said, where that is not plainly."""
+    one_line: bool = False
+    """Whether each row stays on one line: on a narrow screen columns on the right are left out."""
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A figure y at x, on a line; in a panel of bars, the bar of this name and colour."""
+
+    line: str
+    x: float = 0.0
+    y: float
+    doubted: bool = False
+    """Whether the findings of a run that it was made of doubt it."""
+    name: str = ""
+    """Of the bar; empty on a curve."""
+    low: float | None = None
+    high: float | None = None
+    """Ends of the interval of y."""
+    missing: str = ""
+    """Why there is no such figure: the bar is marked with it, and y means nothing."""
+
+
+class Panel(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures over one axis: curves, bars side by side, or bars stacked by colour. None for a scale lets the values
+    choose."""
+
+    x_title: str
+    y_title: str
+    points: tuple[Point, ...]
+    x_log: bool | None = None
+    y_log: bool | None = None
+    kind: Literal["curves", "bars", "stack"] = "curves"
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole answer of one verb or one study."""
+
+    version: int = ANSWER_VERSION
+    study: str
+    """The verb or the study that answers."""
+    question: str
+    device: str = ""
+    versions: dict[str, str] = {}
+    settings: dict[str, Cell] = {}
+    lead: tuple[Line, ...] = ()
+    """What was measured, where, and the answer in a sentence: said first, in place of question, device, versions and
+    settings."""
+    tables: tuple[Table, ...] = ()
+    panels: tuple[Panel, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    """What follows from the figures; each carries those that it quotes."""
+    checked: bool = False
+    """Whether the findings are those of checks: they say their kind and remedy, and none is worth a line."""
+    asides: tuple[str, ...] = ()
+    """What was not looked at, and why."""
+    origin: tuple[str, ...] = ()
+    """Which run or file this is, and where."""
+
+    def table(self, title: str) -> Table:
+        """The table of this title."""
+        return next(table for table in self.tables if table.title == title)
+
+    def part(self, only: str) -> "Answer":
+        """The tables whose title contains `only`, or the findings alone for `findings`.
+
+        Raises InputError, with the titles, where it names no table.
+        """
+        if only.casefold() == "findings":
+            return msgspec.structs.replace(self.body(), tables=())
+        chosen = tuple(table for table in self.tables if only and only.casefold() in name_of(table).casefold())
+        if not chosen:
+            titles = ", ".join(repr(name_of(table)) for table in self.tables if name_of(table))
+            raise InputError(f"--only {only!r} names no table: there are {titles}, and findings")
+        return msgspec.structs.replace(self.body(), tables=chosen, findings=(), checked=False)
+
+    def body(self) -> "Answer":
+        """The tables and the findings, without what was asked, where, and of which run."""
+        return msgspec.structs.replace(
+            self, question="", device="", versions={}, settings={}, lead=(), asides=(), origin=()
+        )
+
+
+def name_of(table: Table) -> str:
+    """The title of a table; the head of its first column where it has none."""
+    return table.title or next(iter(table.columns), "")
+
+
+def text(*lines: str | Line) -> Table:
+    """A part of an answer that is sentences alone."""
+    return Table(title="", columns=(), rows=(), notes=as_lines(*lines))
+
+
+def as_lines(*lines: str | Line) -> tuple[Line, ...]:
+    """Sentences as lines."""
+    return tuple(line if isinstance(line, Line) else Line(line) for line in lines)
+
+
+def table_of(*columns: tuple[str, str] | str, rows: Iterable[tuple[Cell, ...]], **more: Any) -> Table:
+    """A table whose columns are each a name, or a name and a unit; the first column's head says what it is of."""
+    pairs = [(column, "") if isinstance(column, str) else column for column in columns]
+    return Table(
+        title=more.pop("title", ""), columns=tuple(name for name, _ in pairs), units=tuple(unit for _, unit in pairs),
+        rows=tuple(rows), **more,
+    )  # fmt: skip
+
+
+def measured_answer(
+    where: Environment | None,
+    *,
+    study: str,
+    question: str,
+    tables: Iterable[Table],
+    findings: Iterable[Finding],
+    panels: Sequence[Panel] = (),
+    settings: Mapping[str, Cell] | None = None,
+) -> Answer:
+    """The answer to a question about what was measured there. A table without rows is left out."""
+    return Answer(
+        study=study,
+        question=question,
+        device=where.device_name if where else "",
+        versions=dict(where.versions) if where else {},
+        settings={**(settings or {}), "intervals": INTERVALS},
+        tables=tuple(table for table in tables if table.rows),
+        panels=tuple(panels),
+        findings=tuple(findings),
+    )
+
+
+def known_columns(title: str, columns: Sequence[str], rows: Sequence[tuple[Cell, ...]]) -> Table:
+    """A table without the columns that no row has a figure of."""
+    kept = [i for i in range(len(columns)) if any(row[i] is not None for row in rows)]
+    return Table(
+        title=title, columns=tuple(columns[i] for i in kept), rows=tuple(tuple(row[i] for i in kept) for row in rows)
+    )
+
+
+def decode_answer(data: bytes, source: str) -> Answer:
+    """The answer that `--json` wrote, with the present kinds of findings. Raises InputError that names the source."""
+    if not data:
+        raise InputError(
+            f"{source} is empty: the command that was writing it ended before it was done; write it again with --json"
+        )
+    try:
+        found = msgspec.json.decode(data, type=Answer)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"{source} holds no answer of `stepscope study --json`: {one_line(error)}") from error
+    if found.version < 1:
+        raise InputError(f"{source} is of version {found.version}, which does not exist: it holds no answer of a study")
+    if found.version > ANSWER_VERSION:
+        raise InputError(f"{source} is of version {found.version}: this stepscope reads up to {ANSWER_VERSION}")
+    for table in found.tables:
+        if any(len(row) != len(table.columns) for row in table.rows):
+            raise InputError(
+                f"{source} is damaged: the table {table.title!r} has a row that is not of its "
+                f"{len(table.columns)} columns; write it again with --json"
+            )
+    return msgspec.structs.replace(found, findings=tuple(map(with_present_kind, found.findings)))
+
+
+_LATER: dict[str, object] = {"lead": [], "checked": False, "asides": [], "origin": [], "kind": "curves"}
+"""Fields that version 1 did not have at first: left out of a document where they say nothing."""
+
+
+def encode_answer(answer: Answer) -> str:
+    """JSON, one document. It has no NaN and no infinity: where a figure is one, its cell says so in a word."""
+    return json_document(_with_words(msgspec.to_builtins(answer)))
+
+
+def json_document(value: object) -> str:
+    """A value as one JSON document, indented for people."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n"
+
+
+def _with_words(value: Any) -> Any:
+    """The value without later fields that say nothing, and every NaN and infinity in it as the text `nan`, `inf` or
+    `-inf`."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        items = cast("dict[Any, Any]", value)
+        return {key: _with_words(item) for key, item in items.items() if key not in _LATER or item != _LATER[key]}
+    if isinstance(value, (list, tuple)):
+        values = cast("Sequence[Any]", value)
+        return [_with_words(item) for item in values]
+    return value

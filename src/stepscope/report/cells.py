@@ -1,0 +1,93 @@
+"""What every renderer needs of an answer: the text of a cell, its bare figure, and its sentences."""
+
+import math
+
+from stepscope.core.answer import PROSE, TEXT, Answer, Cell, Doubted, Line, Table, Tone
+from stepscope.core.finding import Severity
+from stepscope.core.shown_text import name_shown, printable
+from stepscope.core.units import bare_figure, bare_head, figure_text
+
+_TONES: dict[Severity, Tone] = {"error": "bad", "warning": "care", "note": ""}
+
+
+def unit_of(table: Table, column: int) -> str:
+    """The unit of a column; empty where its figures read as they are."""
+    return table.units[column] if column < len(table.units) else ""
+
+
+def is_figures(table: Table, column: int) -> bool:
+    """Whether a column holds figures. A cell of nothing says nothing against it."""
+    if table.units:
+        return unit_of(table, column) not in ("", PROSE)
+    return all(_is_figure(row[column]) for row in table.rows)
+
+
+def _is_figure(cell: Cell) -> bool:
+    value = cell.value if isinstance(cell, Doubted) else cell
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def cell_text(table: Table, row: tuple[Cell, ...], column: int) -> str:
+    """A cell as people read it, with its mark if it is doubted."""
+    cell = row[column]
+    if isinstance(cell, Doubted):
+        text = _text(cell.value, unit_of(table, column))
+        return f"{text} {cell.mark}" if text and cell.mark else text
+    return _text(cell, unit_of(table, column))
+
+
+def _text(cell: str | float | None, unit: str) -> str:
+    """A figure in its unit; without one as exact as it is: floats by the shortest text that reads back the same, cut
+    to eight digits."""
+    if cell is None:
+        return ""
+    if isinstance(cell, str):
+        return name_shown(cell)
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    if unit and unit != TEXT:
+        return figure_text(cell, unit)
+    if isinstance(cell, int):
+        return f"{cell:,}"
+    return repr(cell) if math.isfinite(cell) and len(repr(cell)) <= 9 else f"{cell:.8g}"
+
+
+def bare_heads(table: Table) -> list[str]:
+    """The heads of a table of bare numbers, each with the unit that its numbers stand in."""
+    return [bare_head(column, unit_of(table, i)) for i, column in enumerate(table.columns)]
+
+
+def bare_row(table: Table, row: tuple[Cell, ...]) -> list[str | float | bool | None]:
+    """A row's cells as bare numbers, in the units that the heads name; what is no number stays."""
+    values = [cell.value if isinstance(cell, Doubted) else cell for cell in row]
+    return [
+        bare_figure(value, unit_of(table, i)) if isinstance(value, (int, float)) and not isinstance(value, bool)
+        else value
+        for i, value in enumerate(values)
+    ]  # fmt: skip
+
+
+def where_of(answer: Answer) -> str:
+    """Device, versions and settings, on one line."""
+    versions = ", ".join(f"{name} {version}" for name, version in answer.versions.items())
+    settings = ", ".join(f"{name} {_text(_plain(value), '')}" for name, value in answer.settings.items())
+    return "; ".join(part for part in (answer.device, versions, settings) if part)
+
+
+def _plain(cell: Cell) -> str | float | None:
+    return cell.value if isinstance(cell, Doubted) else cell
+
+
+def sentences_of(answer: Answer) -> list[Line]:
+    """The findings as sentences; those of checks with kind and remedy, and a word where there is none."""
+    if not answer.checked:
+        return [Line(printable(finding.sentence)) for finding in answer.findings]
+    said = [
+        Line(
+            printable(f"{finding.severity} {finding.kind}: {finding.sentence}")
+            + (printable(f" Remedy: {finding.remedy}.") if finding.remedy else ""),
+            _TONES[finding.severity],
+        )
+        for finding in answer.findings
+    ]
+    return said or [Line("No finding: every check passed.", "good")]

@@ -1,0 +1,102 @@
+"""One answer, as each renderer says it."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from stepscope.core.answer import PROSE, TEXT, Answer, Doubted, Line, table_of, text
+from stepscope.core.errors import InputError
+from stepscope.core.finding import note
+from stepscope.report import renderers
+from tests.shown import shown
+
+ANSWER = Answer(
+    study="demo",
+    question="What does it take?",
+    device="a CPU",
+    versions={"torch": "2.13.0"},
+    tables=(
+        table_of(
+            "phase", ("time", "s"), ("ms", "ms of ns"), ("memory", "B"), ("share", "%"), ("why", PROSE),
+            rows=[
+                ("forward", 0.0012, 1_234_567, 2**30, 0.25, "=1+1"),
+                ("a|b", Doubted(0.5, "!"), None, "OOM", math.nan, None),
+            ],
+            rules=(1,),
+            notes=(Line("Half of it.", "aside"),),
+        ),
+        text("Said between."),
+        table_of("name", ("calls", TEXT), rows=[("x", 12_345)], title="Calls"),
+    ),
+    findings=(note("demo", "It is so."),),
+    origin=("Run 1",),
+)  # fmt: skip
+
+
+def test_the_terminal():
+    assert [line.rstrip() for line in shown(ANSWER).splitlines() if line.strip()] == [
+        "What does it take?",
+        "a CPU; torch 2.13.0",
+        " phase         time      ms     memory    share   why",
+        " ─────────────────────────────────────────────────────",
+        " forward     1.2 ms   1.235   1.00 GiB   25.0 %   =1+1",
+        " a|b       500 ms !                OOM    nan %",
+        "Half of it.",
+        "Said between.",
+        "Calls",
+        " name    calls",
+        " ─────────────",
+        " x      12,345",
+        "It is so.",
+        "Run 1",
+    ]
+
+
+def test_markdown_escapes_a_pipe_and_marks_a_doubt():
+    assert renderers.render(ANSWER, "markdown") == (
+        "What does it take?\n\na CPU; torch 2.13.0\n\n"
+        "| phase | time | ms | memory | share | why |\n"
+        "| --- | ---: | ---: | ---: | ---: | --- |\n"
+        "| forward | 1.2 ms | 1.235 | 1.00 GiB | 25.0 % | =1+1 |\n"
+        "| a\\|b | 500 ms ! |  | OOM | nan % |  |\n\n"
+        "Half of it.\n\nSaid between.\n\n**Calls**\n\n"
+        "| name | calls |\n| --- | ---: |\n| x | 12,345 |\n\nIt is so.\n\nRun 1\n"
+    )
+
+
+def test_csv_has_bare_figures_in_units_that_its_heads_name():
+    assert renderers.render(ANSWER, "csv") == (
+        "phase\nphase,time (s),ms,memory (B),share (%),why\n"
+        "forward,0.0012,1.234567,1073741824,25.0,'=1+1\n"
+        "a|b,0.5,,OOM,nan,\n\n"
+        "Calls\nname,calls\nx,12345\n\n"
+    )
+
+
+def test_json_lines_name_their_table_and_hold_no_nan():
+    first, second, third = map(json.loads, renderers.render(ANSWER, "jsonl").splitlines())
+    assert first == {
+        "table": "phase", "phase": "forward", "time (s)": 0.0012, "ms": pytest.approx(1.234567),
+        "memory (B)": 2**30, "share (%)": 25.0, "why": "=1+1",
+    }  # fmt: skip
+    assert second["share (%)"] == "nan" and second["time (s)"] == 0.5 and second["ms"] is None
+    assert third == {"table": "Calls", "name": "x", "calls": 12_345}
+
+
+def test_a_part_is_a_table_by_its_title_or_first_head():
+    assert [table.columns for table in ANSWER.part("calls").tables] == [("name", "calls")]
+    assert [table.columns[0] for table in ANSWER.part("PHASE").tables] == ["phase"]
+    assert "It is so." in shown(ANSWER.part("findings")) and "What does" not in shown(ANSWER.part("findings"))
+    with pytest.raises(InputError, match="--only 'nothing' names no table: there are 'phase', 'Calls', and findings"):
+        ANSWER.part("nothing")
+
+
+def test_a_renderer_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A file in the folder is a style; nothing else names it."""
+    folder = Path(renderers.__file__).parent
+    assert set(renderers.STYLES) == {"terminal", *(file.stem for file in folder.glob("*.py") if file.stem[0] != "_")}
+    (tmp_path / "shout.py").write_text("def render(answer):\n    return answer.question.upper()\n")
+    monkeypatch.setattr(renderers, "__path__", [*renderers.__path__, str(tmp_path)])
+    assert renderers.render(ANSWER, "shout") == "WHAT DOES IT TAKE?"
