@@ -19,7 +19,7 @@ from stepscope.core.units import GIB, MIB
 from stepscope.engine.forecast import cells_that_will_not_fit, memory_of
 from stepscope.engine.plan import Cell, SweepPlan
 from stepscope.memory.prediction.accuracy import Accuracy, compare
-from stepscope.report.fit import accuracy_sentences
+from stepscope.memory.prediction.answer import accuracy_sentences
 from stepscope.report.plots.memory_accuracy import draw_accuracy_of
 from stepscope.report.plots.save import save_plot
 from tests.command import stepscope

@@ -65,6 +65,19 @@ def test_another_moment_has_the_same_shape(tmp_path: Path):
     assert spoken(path, "--at", "0.05ms")["peak_bytes"] == peak["peak_bytes"]
 
 
+def test_the_stacks_of_the_largest_allocations(tmp_path: Path):
+    path = handmade().write(tmp_path / "s.pickle")
+    done = memory(path, "--stacks", "1")
+    assert done.returncode == 0, done.stderr
+    _, _, after = done.stdout.partition("Stack 1: result of Exp 5 x 7 float32\n")
+    head, rule, *frames = after.splitlines()[:5]
+    assert head.strip() == "5.00 MiB, saved for backward: called from" and set(rule.strip()) == {"─"}
+    assert [frame.strip() for frame in frames] == spoken(path)["largest"][0]["frames"]
+    assert "Stack 2" not in done.stdout and "Stack 1" not in memory(path).stdout
+    refused = memory(path, "--stacks", "0")
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+
+
 def test_text(tmp_path: Path):
     """What a reader sees. STEPSCOPE_UPDATE_GOLDEN=1 writes it anew."""
     path = handmade(layers=3).write(tmp_path / "s.pickle", before=False)

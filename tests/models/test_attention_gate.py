@@ -1,7 +1,6 @@
 """The gate lets attention through and nothing else: each planted mistake is one that a kernel could have."""
 
 import importlib.util
-import io
 import math
 import os
 import re
@@ -12,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 
+from stepscope.analysis.attention.gate_answer import answer_gate
 from stepscope.cli.app import app
 from stepscope.core.attention_verdict import (
     AttentionShape,
@@ -29,9 +28,9 @@ from stepscope.models.attention.cases import few_shapes, gate_shapes
 from stepscope.models.attention.gate import check_attention_implementation, check_attention_matrix
 from stepscope.models.attention.pytorch import sdpa
 from stepscope.models.attention.written_out import reference
-from stepscope.report.attention_gate import render_gate
 from stepscope.studies.attention import matrix as attention_matrix
 from stepscope.studies.attention.matrix import GateMatrix, decode_matrix
+from tests.shown import shown
 
 CPU = torch.device("cpu")
 PLAIN, PROBES = few_shapes()[:7], few_shapes()[7:]
@@ -523,9 +522,7 @@ def test_the_table_says_who_is_wrong_and_where():
         ("reference", "sdpa-cudnn"), device=CPU, dtypes=("fp32", "bf16"), shapes=few_shapes()[:2], repeat=True
     )
     wrong = judged(no_mask, square(17), square(18))
-    screen = io.StringIO()
-    Console(file=screen, width=160).print(render_gate((right, absent, wrong)))
-    text = screen.getvalue()
+    text = shown(answer_gate((right, absent, wrong)), 160)
     rows = {tuple(line.split()[:3]) for line in text.splitlines() if line.strip()}
     assert {("reference", "fp32", "right"), ("reference", "bf16", "right"), ("flash", "bf16", "WRONG")} <= rows
     assert ("sdpa-cudnn", "bf16", "not") in rows

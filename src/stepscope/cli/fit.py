@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepscope.cli.options import OneWorkload, words
-from stepscope.cli.output import emit, show, stdout_kept_clean, warn
+from stepscope.cli.output import emit, present, stdout_kept_clean, warn
 from stepscope.cli.verb import verb
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import PRESETS
@@ -110,17 +110,12 @@ def _answer(workload: Workload, budgets: "list[Budget]", fake: bool, json: bool)
         document = found[0] if len(found) == 1 else found
         emit(msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n")
         return
-    from stepscope.report.fit import render_fit, render_peak, render_second
+    from stepscope.memory.prediction.answer import answer_fit, answer_peak, answer_second
 
-    if not answers:
-        show(render_peak(predicted, workload))
-    for i, answer in enumerate(answers):
-        if i:
-            emit("\n")
-        show(render_fit(answer, workload))
+    shown = [answer_fit(answer, workload) for answer in answers] or [answer_peak(predicted, workload)]
     if second is not None:
-        emit("\n")
-        show(render_second(predicted, second.memory, second.peak_bytes))
+        shown.append(answer_second(predicted, second.memory, second.peak_bytes))
+    present(*shown)
 
 
 def _by_running(workload: Workload) -> "FakeEstimate":
@@ -173,9 +168,9 @@ def _list_tensors(workload: Workload, json: bool) -> None:
         ]
         emit(msgspec.json.format(msgspec.json.encode(rows), indent=1).decode() + "\n")
         return
-    from stepscope.report.fit import render_tensors
+    from stepscope.memory.prediction.answer import answer_tensors
 
-    show(render_tensors(workload, kept))
+    present(answer_tensors(workload, kept))
 
 
 def _print_largest(workloads: list[Workload], budget: "Budget", json: bool) -> None:
@@ -189,9 +184,9 @@ def _print_largest(workloads: list[Workload], budget: "Budget", json: bool) -> N
         ]
         emit(msgspec.json.format(msgspec.json.encode(rows), indent=1).decode() + "\n")
         return
-    from stepscope.report.fit import render_largest
+    from stepscope.memory.prediction.answer import answer_largest
 
-    show(render_largest(found, budget.said))
+    present(answer_largest(found, budget.said))
 
 
 def _compare(folders: tuple[Path, ...], apart: tuple[Path, ...], save: Path | None, json: bool) -> None:
@@ -220,9 +215,9 @@ def _compare(folders: tuple[Path, ...], apart: tuple[Path, ...], save: Path | No
     if json:
         emit(msgspec.json.format(msgspec.json.encode(_accuracy_as_json(accuracy)), indent=1).decode() + "\n")
         return
-    from stepscope.report.fit import render_accuracy
+    from stepscope.memory.prediction.answer import answer_accuracy
 
-    show(render_accuracy(accuracy))
+    present(answer_accuracy(accuracy))
 
 
 def _accuracy_as_json(accuracy: "Accuracy") -> dict[str, object]:

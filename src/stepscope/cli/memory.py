@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepscope.cli import completion
-from stepscope.cli.output import emit_json, show, warn
+from stepscope.cli.output import emit_json, present, warn
 from stepscope.cli.verb import verb
 from stepscope.core.errors import InputError
 from stepscope.core.run_directory import find_run_files
@@ -30,6 +30,7 @@ def memory(
     at: str | None,
     device: int | None,
     runs: Path,
+    stacks: int | None,
     save: Path | None,
     json: bool,
 ) -> None:
@@ -54,9 +55,9 @@ def memory(
 
         emit_json(memory_as_json(explained, moment))
     else:
-        from stepscope.report.memory import render_memory
+        from stepscope.memory.answer import answer_memory
 
-        show(render_memory(explained, moment))
+        present(answer_memory(explained, moment, stacks or 0))
 
 
 def _find(name: str, place: Path) -> Path:

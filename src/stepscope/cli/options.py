@@ -231,6 +231,7 @@ OPTIONS = (
            "With --against: runs shown apart, and not counted (the model was corrected by them).", metavar="DIR"),
     Option("at", str, QUESTION, "Another moment than the peak: 12ms, 12000us, start, end, or a phase for its peak.",
            complete=completion.words("start", "end", "forward", "backward", "optimizer")),
+    Option("stacks", int, QUESTION, "Print the call stacks of so many of the largest allocations.", least=1),
     Option("rows", str, QUESTION, "Fields of the rows."),
     Option("columns", str, QUESTION, "Fields of the columns."),
     Option("value", str, QUESTION, "Figures, as in forward,backward."),

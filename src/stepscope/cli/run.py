@@ -102,11 +102,11 @@ def _print(measured: Run, directory: Path, json: bool) -> None:
         emit("\n")
         show(render_trace(summary, check_trace(summary), str(directory)))
     if explained is not None:
+        from stepscope.memory.answer import answer_memory
         from stepscope.memory.at_moment import moment_at
-        from stepscope.report.memory import render_memory
 
         emit("\n")
-        show(render_memory(explained, moment_at(explained, None)))
+        present(answer_memory(explained, moment_at(explained, None)))
 
 
 def _summary_of_trace(measured: Run, directory: Path) -> "TraceSummary | None":

@@ -18,7 +18,7 @@ _SIZE_UNITS = {
 
 def counted(number: int, thing: str) -> str:
     """A number of things: `1 step`, `2 steps`."""
-    return f"{number} {thing}{'' if number == 1 else 's'}"
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def format_seconds(seconds: float) -> str:

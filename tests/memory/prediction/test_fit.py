@@ -1,17 +1,16 @@
 """Whether a step fits, and what would make it fit: every plan is applied again and judged anew."""
 
-import io
 from typing import Any
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from stepscope.core.device_spec import DATASHEET
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import configure
 from stepscope.core.units import GIB, MIB, parse_bytes
 from stepscope.core.workload import Workload
+from stepscope.memory.prediction.answer import answer_fit
 from stepscope.memory.prediction.estimate import MemoryEstimate, estimate, estimate_quickly, runs_within
 from stepscope.memory.prediction.fit import (
     OUTSIDE_BYTES,
@@ -25,9 +24,9 @@ from stepscope.memory.prediction.fit import (
 )
 from stepscope.memory.prediction.largest import largest_that_fits
 from stepscope.memory.prediction.sharding import sharded_peak
-from stepscope.report.fit import render_fit
 from stepscope.work.transformer import step_flops
 from tests.conftest import mini
+from tests.shown import shown
 
 pytestmark = pytest.mark.slow
 
@@ -241,9 +240,7 @@ def test_of_cuda_graphs_it_says_what_is_not_predicted():
     budget = budget_of_memory(80 * GIB)
     for mode, said in (("default", False), ("reduce-overhead", True), ("max-autotune", True)):
         workload = of(compile=mode)
-        console = Console(width=200, file=io.StringIO(), record=True)
-        console.print(render_fit(fit(workload, budget), workload))
-        assert ("CUDA graphs hold memory" in console.export_text()) == said
+        assert ("CUDA graphs hold memory" in shown(answer_fit(fit(workload, budget), workload))) == said
 
 
 def test_a_model_that_fits_nowhere_has_no_plan():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from stepscope.cli.output import emit, show, stdout_kept_clean, warn
+from stepscope.cli.output import emit, present, stdout_kept_clean, warn
 from stepscope.cli.verb import verb
 from stepscope.core import interrupts
 from stepscope.core.bounded_file import read_document
@@ -111,15 +111,14 @@ def show_matrix(matrix: "GateMatrix", json: bool) -> None:
 
         emit(encode_matrix(matrix).decode())
         return
-    from stepscope.report.attention_gate import render_gate
+    from stepscope.analysis.attention.gate_answer import answer_gate
 
     versions = ", ".join(f"{name} {version}" for name, version in matrix.versions.items())
-    show(f"{matrix.device_name}; {versions}")
-    show(render_gate(matrix.reports))
     verdicts = [verdict for report in matrix.reports for verdict in report.verdicts]
     unsupported = sum(verdict.outcome == "not supported" for verdict in verdicts)
     besides = f", and {unsupported} are not supported" if unsupported else ""
-    show(f"{matrix.reached - unsupported} of {matrix.calls} calls were judged{besides}")
+    judged = f"{matrix.reached - unsupported} of {matrix.calls} calls were judged{besides}"
+    present(answer_gate(matrix.reports, f"{matrix.device_name}; {versions}", origin=judged))
 
 
 def usual_workers(device_type: str) -> int:

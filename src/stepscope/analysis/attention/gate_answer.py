@@ -1,56 +1,56 @@
-"""The gate's verdicts for the terminal: how close each implementation comes, what is wrong where, what was allowed."""
+"""The gate's verdicts as an answer: how close each implementation comes, what is wrong where, what was allowed."""
 
 import math
 from collections.abc import Sequence
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
+from stepscope.core.answer import TEXT, Answer, Cell, Line, Table, as_lines, table_of
 from stepscope.core.attention_verdict import AttentionVerdict, GateReport
-from stepscope.core.errors import printable
-from stepscope.report.former import make_table
 
 _TENSORS = ("out", "dq", "dk", "dv")
 _FAILURES = 12
 """Shown of one implementation."""
 
 
-def render_gate(reports: Sequence[GateReport]) -> RenderableType:
+def answer_gate(reports: Sequence[GateReport], *lead: str, origin: str = "") -> Answer:
     """A line for each implementation and dtype, then every failure, who was allowed more than others and why, and what
     was not asked of whom and why.
     """
     places = dict.fromkeys(f"{report.device}, seed {report.seed}" for report in reports)
     where = f" ({', '.join(places)})" if places else ""
-    parts: list[RenderableType] = [
-        Text(f"Attention beside float64{where}: the worst error, as a share of what is allowed", "bold"),
-        _table(reports),
-    ]
+    notes: list[str] = []
     for report in reports:
         shown = report.failures[:_FAILURES]
-        parts += [Text(printable(f"{report.implementation} fails {each.sentence}")) for each in shown]
+        notes += [f"{report.implementation} fails {each.sentence}" for each in shown]
         if len(report.failures) > len(shown):
-            parts.append(Text(f"{report.implementation} fails {len(report.failures) - len(shown)} more."))
-    parts += [Text(printable(line)) for line in [*_allowances(reports), *_yardsticks(reports)]]
-    parts += [Text(printable(line), style="dim") for report in reports for line in _not_supported(report)]
-    return Group(*parts)
+            notes.append(f"{report.implementation} fails {len(report.failures) - len(shown)} more.")
+    notes += [*_allowances(reports), *_yardsticks(reports)]
+    headline = f"Attention beside float64{where}: the worst error, as a share of what is allowed"
+    return Answer(
+        study="attention-gate",
+        question="Is each implementation of attention right?",
+        lead=as_lines(*lead, Line(headline, "strong")),
+        tables=(_table(reports, notes),),
+        asides=tuple(line for report in reports for line in _not_supported(report)),
+        origin=(origin,) if origin else (),
+    )
 
 
-def _table(reports: Sequence[GateReport]) -> Table:
-    table = make_table(
-        "implementation", "dtype", "verdict", "same bits again", "passed", "failed", "not supported", *_TENSORS,
-        right_from=4,
-    )  # fmt: skip
+def _table(reports: Sequence[GateReport], notes: Sequence[str]) -> Table:
+    rows: list[tuple[Cell, ...]] = []
     for report in reports:
         for dtype in dict.fromkeys(verdict.dtype for verdict in report.verdicts):
             verdicts = [verdict for verdict in report.verdicts if verdict.dtype == dtype]
             outcomes = [verdict.outcome for verdict in verdicts]
             counts = [outcomes.count(outcome) for outcome in ("passed", "failed", "not supported")]
-            table.add_row(
-                report.implementation, dtype, _verdict(*counts[:2]), _repeats(verdicts), *map(str, counts),
+            rows.append((
+                report.implementation, dtype, _verdict(*counts[:2]), _repeats(verdicts), *counts,
                 *(_worst(verdicts, tensor) for tensor in _TENSORS),
-            )  # fmt: skip
-    return table
+            ))  # fmt: skip
+    figures = ("passed", "failed", "not supported", *_TENSORS)
+    return table_of(
+        "implementation", "dtype", "verdict", "same bits again", *((name, TEXT) for name in figures),
+        rows=rows, notes=as_lines(*notes),
+    )  # fmt: skip
 
 
 def _verdict(passed: int, failed: int) -> str:
