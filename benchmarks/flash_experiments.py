@@ -45,8 +45,10 @@ FORWARD = {
     64: [((64, 128, 4, 2), ""), ((64, 64, 4, 3), "p"), ((64, 128, 4, 3), ""), ((64, 64, 4, 2), "r96")],
     128: [((64, 64, 4, 3), ""), ((64, 128, 4, 1), ""), ((64, 64, 4, 3), "h")],
 }
-"""By head_dim, most promising first: what came near the fastest of some shape; docs/attention.md says what did not.
-Flags are `p` for pointers, `h` for heads first, and `rN` for a cap on registers."""
+"""By head_dim, most promising first: what came near the fastest of some shape.
+
+docs/results/flash-ideas.md says what did not. Flags are `p` for pointers, `h` for heads first, and `rN` for a cap on
+registers."""
 KEYS = {
     64: [((64, 64, 4, 2), "r168"), ((128, 64, 4, 2), ""), ((64, 64, 4, 3), ""), ((64, 64, 4, 3), "r168"),
          ((64, 64, 4, 2), "p")],

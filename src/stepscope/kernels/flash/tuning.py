@@ -109,8 +109,8 @@ def precision_for(q: Tensor) -> Precision:
     """How fp32 operands are multiplied: in TF32 where the process allows its other products that.
 
     Otherwise as exactly as PyTorch's own attention is: on Hopper on the tensor cores, as three products of TF32 up to
-    head_dim 64 and as six of bf16 up to 128 (each the faster of those whose error is allowed: docs/attention.md),
-    elsewhere in fp32. Half precisions are multiplied exactly whatever this says.
+    head_dim 64 and as six of bf16 up to 128 (each the faster of those whose error is allowed, by the log in
+    docs/results/flash-ideas.md), elsewhere in fp32. Half precisions are multiplied exactly whatever this says.
     """
     if q.dtype != torch.float32:
         return "ieee"
