@@ -17,18 +17,22 @@ import vl_convert
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepscope.analysis.runs.answer import answer_run
 from stepscope.analysis.runs.tables import TableQuery
+from stepscope.core.answer import Answer, Panel, Point
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding
 from stepscope.core.memory_notes import MemoryCategory, PhaseSpan
 from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.units import GIB
+from stepscope.report.picture import draw_answer
 from stepscope.report.plots.axes import kept_apart, log_ticks
+from stepscope.report.plots.bars import draw_bars
 from stepscope.report.plots.memory_accuracy import AccuracyPoint, draw_memory_accuracy, summary
 from stepscope.report.plots.memory_timeline import draw_memory_timeline
 from stepscope.report.plots.save import plot_spec, plot_svg, save_plot
-from stepscope.report.plots.series import SeriesPanel, SeriesPoint, draw_series, fitted_power
+from stepscope.report.plots.series import draw_series, fitted_power
 from stepscope.report.plots.table_plot import draw_table
 from stepscope.report.plots.theme import CATEGORY_COLOURS
 from stepscope.report.plots.thinning import thin
@@ -307,21 +311,103 @@ def test_accuracy_of_nothing_is_refused():
 
 
 def test_a_power_is_fitted_and_named():
-    quadratic = [SeriesPoint(x=2.0**k, y=3.0 * 4.0**k, line="plain") for k in range(7, 13)]
-    linear = [SeriesPoint(x=2.0**k, y=5.0 * 2.0**k, line="fused") for k in range(7, 13)]
+    quadratic = [Point(x=2.0**k, y=3.0 * 4.0**k, line="plain") for k in range(7, 13)]
+    linear = [Point(x=2.0**k, y=5.0 * 2.0**k, line="fused") for k in range(7, 13)]
     assert fitted_power(quadratic) == pytest.approx((3.0, 2.0))
     assert fitted_power(quadratic[:2]) is None
-    panel = SeriesPanel(y_title="saved (MiB)", points=(*quadratic, *linear))
+    panel = Panel(x_title="x", y_title="saved (MiB)", points=(*quadratic, *linear))
     svg = plot_svg(plot_spec(draw_series([panel], x_title="sequence length", slopes=True)))
     assert ">slope 2.00</text>" in svg
     assert ">slope 1.00</text>" in svg
     assert ">4,096</text>" in svg, "ticks stand at the lengths that were measured"
 
 
+def texts_of(chart: alt.TopLevelMixin) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", plot_svg(plot_spec(chart)))
+
+
+def test_a_line_that_ends_in_no_number_is_marked_there():
+    points = [Point(line="fp16", x=2.0**k, y=1.0 / 2**k) for k in range(4)]
+    panel = Panel(x_title="x", y_title="y", points=(*points, Point(line="fp16", x=16, y=0, missing="inf")))
+    assert "inf" in texts_of(draw_series([panel], x_title="x"))
+    unsaid = Panel(x_title="x", y_title="y", points=(*points, Point(line="fp16", x=16, y=float("nan"))))
+    assert "nan" in texts_of(draw_series([unsaid], x_title="x"))
+    with pytest.raises(InputError, match="nothing to plot"):
+        draw_series([Panel(x_title="x", y_title="y", points=(Point(line="a", x=1, y=float("inf")),))], x_title="x")
+
+
+def widths_of(*lines: list[float]) -> list[int]:
+    points = tuple(Point(line=str(i), x=x, y=y) for i, ys in enumerate(lines) for x, y in enumerate(ys))
+    spec = plot_spec(draw_series([Panel(x_title="x", y_title="y", points=points)], x_title="x"))
+    rows = [row for data in spec["datasets"].values() for row in data if "wide" in row]
+    return [next(row["wide"] for row in rows if row["line"] == str(i)) for i in range(len(lines))]
+
+
+def test_a_line_under_another_is_wider_and_so_seen():
+    assert widths_of([1, 2, 3], [3, 2, 1]) == [2, 2], "lines that cross are both seen"
+    assert widths_of([1, 2, 3], [1, 2.01, 5], [1, 2, 9]) == [10, 6, 2]
+
+
+def test_a_line_of_many_points_has_no_dots():
+    points = tuple(Point(line="long", x=float(x), y=float(x % 7)) for x in range(10_000))
+    short = tuple(Point(line="short", x=float(x), y=1.0) for x in range(3))
+    svg = plot_svg(plot_spec(draw_series([Panel(x_title="x", y_title="y", points=(*points, *short))], x_title="x")))
+    assert svg.count('aria-roledescription="point"') == 3
+
+
+def test_panels_of_one_quantity_share_a_scale():
+    def panel(of: str, *ys: float) -> Panel:
+        points = tuple(Point(line="a", x=float(x), y=y) for x, y in enumerate(ys))
+        return Panel(x_title="x", y_title=f"error of {of}", points=points)
+
+    def ends(*panels: Panel) -> list[tuple[float, ...]]:
+        spec = json.dumps(plot_spec(draw_series(list(panels), x_title="x")))
+        return [tuple(map(float, pair)) for pair in re.findall(r'"y".*?"domain": \[([\d.e-]+), ([\d.e-]+)\]', spec)]
+
+    assert len(set(ends(panel("softmax", 1, 2), panel("norm", 2, 9)))) == 1
+    assert len(set(ends(panel("softmax", 1, 2), panel("norm", 200, 900)))) == 2, "one would be flat"
+
+
+def test_bars_show_intervals_doubts_and_what_is_missing():
+    points = (
+        Point(name="small", line="eager", y=4.0, low=3.9, high=4.2),
+        Point(name="small", line="compiled", y=2.0, doubted=True),
+        Point(name="xl", line="eager", y=0.0, missing="OOM"),
+    )
+    chart = draw_bars(Panel(x_title="", y_title="step, ms", points=points, kind="bars"), title="a <b>")
+    texts = texts_of(chart)
+    assert {"small", "xl", "OOM", "eager", "compiled", "step, ms", "a &lt;b&gt;"} <= set(texts)
+    svg = plot_svg(plot_spec(chart))
+    assert svg.count('aria-roledescription="bar"') == 2 and 'opacity="0.35"' in svg
+    assert svg.count('aria-roledescription="rule mark"') == 1
+    with pytest.raises(InputError, match="nothing to plot"):
+        draw_bars(Panel(x_title="", y_title="y", points=points[2:], kind="bars"))
+    many = tuple(Point(name=str(i), line="a", y=1.0) for i in range(200))
+    with pytest.raises(InputError, match="200 bars of 1 colours are more than"):
+        draw_bars(Panel(x_title="", y_title="y", points=many, kind="bars"))
+
+
+def test_a_stack_adds_up():
+    points = tuple(Point(name="forward", line=family, y=y) for family, y in (("products", 3.0), ("softmax", 1.0)))
+    spec = plot_spec(draw_bars(Panel(x_title="", y_title="ms", points=points, kind="stack")))
+    drawn = r'aria-roledescription="bar" d="M[\d.]+,[\d.]+h([\d.]+)'
+    widths = [float(width) for width in re.findall(drawn, plot_svg(spec))]
+    assert len(widths) == 2 and widths[0] == pytest.approx(3 * widths[1])
+
+
+def test_a_picture_says_where_and_when_it_was_measured():
+    run = make_run(workload(), forward=[0.1] * 6, backward=[0.2] * 6)
+    texts = texts_of(draw_answer(answer_run(run)))
+    assert any("a CPU; 2026-01-01; stepscope 0.1.0, python 3.11.7, torch 2.13.0" in text for text in texts)
+    assert {"forward", "backward", "step", "median, ms"} <= set(texts)
+    with pytest.raises(InputError, match="leave out --save"):
+        draw_answer(Answer(study="models", question=""))
+
+
 def test_more_lines_than_colours_are_refused():
-    points = tuple(SeriesPoint(x=1, y=1, line=str(i)) for i in range(9))
+    points = tuple(Point(x=1, y=1, line=str(i)) for i in range(9))
     with pytest.raises(InputError, match=r"9 colours .*--where"):
-        draw_series([SeriesPanel(y_title="y", points=points)], x_title="x")
+        draw_series([Panel(x_title="x", y_title="y", points=points)], x_title="x")
 
 
 @given(st.lists(st.floats(-1000, 1000), max_size=12))

@@ -343,7 +343,7 @@ def test_what_is_not_known_is_absent():
     assert answered.table(COST).rows[0][2:] == (None, None, None, None, None, None, None, None, None)
     assert answered.table(REPORT).rows[0][2] == "not known"
     assert {"no-report", "no-kernels", "speed-up"} <= {finding.kind for finding in answered.findings}
-    assert [panel.y_title for panel in answered.panels] == ["speed-up of the step over eager"]
+    assert [panel.y_title for panel in answered.panels] == ["speed-up of the step over eager", "step, ms"]
     on_cpu = answer_compile(pair_up([cell("eager", 1.0, gpu=False), cell("default", 0.5, gpu=False)]))
     assert KERNELS not in [table.title for table in on_cpu.tables]
     assert "on-cpu" in {finding.kind for finding in on_cpu.findings}

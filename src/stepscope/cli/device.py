@@ -4,23 +4,22 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.cli.output import emit, present, progress, stdout_kept_clean
+from stepscope.cli.output import progress, stdout_kept_clean
+from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
+from stepscope.core.answer import json_document
 from stepscope.core.bounded_file import read_document
 from stepscope.core.device_spec import DeviceReport
 from stepscope.core.errors import InputError, one_line
 
 
 @verb("device", "stepscope device", "stepscope device --from results/h200/device.json")
-def device(*, device: str, again: bool, from_: Path | None, json: bool) -> None:
+def device(*, device: str, again: bool, from_: Path | None, shown: Presentation) -> None:
     """Name the device, its datasheet peaks, and the ceilings measured on it (stored for later runs)."""
     report = _measure(device, again) if from_ is None else _load(from_)
-    if json:
-        emit(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
-        return
     from stepscope.analysis.device import answer_device
 
-    present(answer_device(report))
+    shown.show(answer_device(report), document=lambda: json_document(report))
 
 
 def _measure(device: str, again: bool) -> DeviceReport:

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stepscope.cli.options import OneWorkload, words
-from stepscope.cli.output import emit, present, stdout_kept_clean, warn
+from stepscope.cli.output import check_picture, stdout_kept_clean, warn
+from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
+from stepscope.core.answer import json_document
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import PRESETS
 from stepscope.core.workload import Workload
@@ -37,14 +39,14 @@ def fit(
     against: tuple[Path, ...] = (),
     apart: tuple[Path, ...] = (),
     save: Path | None,
-    json: bool,
+    shown: Presentation,
 ) -> None:
     """Predict the peak memory of a step, say whether it fits, and what would make it fit. Needs no GPU."""
     _check_together({"--tensors": tensors, "--sweep": sweep, "--fake": fake}, memory, device, against)
     if against and said.flags:
         raise InputError(f"--against takes its workloads from the runs: leave out {', '.join(said.flags)}")
     if against:
-        _compare(against, apart, save, json)
+        _compare(against, apart, save, shown)
         return
     for option, given in (("--save", save), ("--apart", apart)):
         if given:
@@ -55,13 +57,13 @@ def fit(
         budgets = _budgets(memory, device)
         if len(budgets) != 1:
             raise InputError(f"how much memory is there? {_SAY_HOW_MUCH}")
-        _print_largest(models, budgets[0], json)
+        _print_largest(models, budgets[0], shown)
         return
     workload = said.workload(model="small", seq_len=512)
     if tensors:
-        _list_tensors(workload, json)
+        _list_tensors(workload, shown)
     else:
-        _answer(workload, _budgets(memory, device), fake, json)
+        _answer(workload, _budgets(memory, device), fake, shown)
 
 
 _SAY_HOW_MUCH = "Say --memory, as in --memory 80GiB, or one --device, as in --device H100"
@@ -90,7 +92,7 @@ def _budgets(memory: int | None, devices: tuple[str, ...] | None) -> "list[Budge
     return [budget_of_device(device) for device in devices or ()]
 
 
-def _answer(workload: Workload, budgets: "list[Budget]", fake: bool, json: bool) -> None:
+def _answer(workload: Workload, budgets: "list[Budget]", fake: bool, shown: Presentation) -> None:
     import gc
 
     # A symbolic step makes a million objects, none of them in a cycle: looking for cycles is a tenth of the time.
@@ -102,20 +104,20 @@ def _answer(workload: Workload, budgets: "list[Budget]", fake: bool, json: bool)
     predicted = answers[0].estimate if answers else estimate(workload)
     gc.enable()
     second = _by_running(workload) if fake else None
-    if json:
+    from stepscope.memory.prediction.answer import answer_fit, answer_peak, answer_second
+
+    said = [answer_fit(answer, workload) for answer in answers] or [answer_peak(predicted, workload)]
+    if second is not None:
+        said.append(answer_second(predicted, second.memory, second.peak_bytes))
+
+    def document() -> str:
         found = [fit_as_json(answer, workload) for answer in answers] or [_peak_as_json(predicted, workload)]
         if second is not None:
             for fields in found:
                 fields["fake"] = {"peak_bytes": second.peak_bytes, **msgspec.to_builtins(second)}
-        document = found[0] if len(found) == 1 else found
-        emit(msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n")
-        return
-    from stepscope.memory.prediction.answer import answer_fit, answer_peak, answer_second
+        return json_document(found[0] if len(found) == 1 else found)
 
-    shown = [answer_fit(answer, workload) for answer in answers] or [answer_peak(predicted, workload)]
-    if second is not None:
-        shown.append(answer_second(predicted, second.memory, second.peak_bytes))
-    present(*shown)
+    shown.show(*said, document=document)
 
 
 def _by_running(workload: Workload) -> "FakeEstimate":
@@ -155,48 +157,37 @@ def _peak_as_json(predicted: "MemoryEstimate", workload: Workload) -> dict[str, 
     }
 
 
-def _list_tensors(workload: Workload, json: bool) -> None:
+def _list_tensors(workload: Workload, shown: Presentation) -> None:
     if workload.phase == "forward":
         raise InputError("inference keeps nothing for backward: --tensors needs --phase train or forward-backward")
+    from stepscope.memory.prediction.answer import answer_tensors
     from stepscope.memory.prediction.kept_tensors import kept_by_block
 
     kept = kept_by_block(workload)
-    if json:
-        rows = [
-            {**msgspec.to_builtins(tensor), "bytes_each": tensor.bytes_each, "total_bytes": tensor.total_bytes}
-            for tensor in kept
-        ]
-        emit(msgspec.json.format(msgspec.json.encode(rows), indent=1).decode() + "\n")
-        return
-    from stepscope.memory.prediction.answer import answer_tensors
-
-    present(answer_tensors(workload, kept))
+    rows = [
+        {**msgspec.to_builtins(tensor), "bytes_each": tensor.bytes_each, "total_bytes": tensor.total_bytes}
+        for tensor in kept
+    ]
+    shown.show(answer_tensors(workload, kept), document=lambda: json_document(rows))
 
 
-def _print_largest(workloads: list[Workload], budget: "Budget", json: bool) -> None:
+def _print_largest(workloads: list[Workload], budget: "Budget", shown: Presentation) -> None:
+    from stepscope.memory.prediction.answer import answer_largest
     from stepscope.memory.prediction.largest import largest_that_fits
 
     found = [largest_that_fits(workload, budget) for workload in workloads]
-    if json:
-        rows = [
-            {"model": largest.workload.model.name, "batch_size": largest.batch_size, "seq_len": largest.seq_len}
-            for largest in found
-        ]
-        emit(msgspec.json.format(msgspec.json.encode(rows), indent=1).decode() + "\n")
-        return
-    from stepscope.memory.prediction.answer import answer_largest
-
-    present(answer_largest(found, budget.said))
+    rows = [
+        {"model": largest.workload.model.name, "batch_size": largest.batch_size, "seq_len": largest.seq_len}
+        for largest in found
+    ]
+    shown.show(answer_largest(found, budget.said), document=lambda: json_document(rows))
 
 
-def _compare(folders: tuple[Path, ...], apart: tuple[Path, ...], save: Path | None, json: bool) -> None:
+def _compare(folders: tuple[Path, ...], apart: tuple[Path, ...], save: Path | None, shown: Presentation) -> None:
     from stepscope.core.run_directory import load_runs
     from stepscope.memory.prediction.accuracy import compare
 
-    if save is not None:
-        from stepscope.report.plots.save import check_target
-
-        check_target(save)
+    check_picture(save)
     runs, faults = load_runs(list(folders))
     others, other_faults = load_runs(list(apart))
     for fault in [*faults, *other_faults]:
@@ -212,12 +203,9 @@ def _compare(folders: tuple[Path, ...], apart: tuple[Path, ...], save: Path | No
 
         save_plot(draw_accuracy_of(accuracy), save)
         warn(f"plotted in {save}")
-    if json:
-        emit(msgspec.json.format(msgspec.json.encode(_accuracy_as_json(accuracy)), indent=1).decode() + "\n")
-        return
     from stepscope.memory.prediction.answer import answer_accuracy
 
-    present(answer_accuracy(accuracy))
+    shown.show(answer_accuracy(accuracy), document=lambda: json_document(_accuracy_as_json(accuracy)))
 
 
 def _accuracy_as_json(accuracy: "Accuracy") -> dict[str, object]:

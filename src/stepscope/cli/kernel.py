@@ -2,11 +2,11 @@
 
 from typing import Annotated
 
-import msgspec
 import typer
 
-from stepscope.cli.output import emit, present
+from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
+from stepscope.core.answer import json_document
 from stepscope.core.errors import InputError
 
 
@@ -16,7 +16,7 @@ from stepscope.core.errors import InputError
     "stepscope kernel sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3 --json",
 )
 def kernel(
-    name: Annotated[str, typer.Argument(help="The kernel's name as a profiler shows it.")], *, json: bool
+    name: Annotated[str, typer.Argument(help="The kernel's name as a profiler shows it.")], *, shown: Presentation
 ) -> None:
     """Explain a kernel by its name: library, types, layout, tile, and which product of a step it is."""
     from stepscope.analysis.kernels.explanation import answer_kernel, explain
@@ -25,7 +25,4 @@ def kernel(
         raise InputError("the kernel's name is empty: give it as the profiler shows it, in quotes")
     # Bytes that are no text reach a program as surrogates, which JSON cannot hold.
     explanation = explain(name.encode(errors="replace").decode())
-    if json:
-        emit(msgspec.json.format(msgspec.json.encode(explanation), indent=1).decode() + "\n")
-        return
-    present(answer_kernel(explanation))
+    shown.show(answer_kernel(explanation), document=lambda: json_document(explanation))

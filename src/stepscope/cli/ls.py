@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from stepscope.cli.output import emit, emit_json, present, warn
+from stepscope.cli.output import emit, json_line, warn
+from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
 from stepscope.core.run_directory import load_runs
 
@@ -19,15 +20,19 @@ def ls(
     *,
     tag: str | None,
     runs: Path,
-    json: bool,
+    shown: Presentation,
 ) -> None:
     """List runs, oldest first."""
     found, faults = load_runs(places or [runs])
     for fault in faults:
         warn(f"left out: {fault}")
     kept = [run for run in found if tag is None or run.tag == tag]
-    if json:
-        listed = [
+    if not kept and not shown.json:
+        emit("no runs\n")
+        return
+
+    def listed() -> str:
+        fields = [
             {
                 "id": r.id,
                 "created": r.created,
@@ -38,11 +43,8 @@ def ls(
             }
             for r in kept
         ]
-        emit_json(listed)
-        return
+        return json_line(fields)
+
     from stepscope.analysis.runs.answer import answer_list
 
-    if kept:
-        present(answer_list(kept))
-    else:
-        emit("no runs\n")
+    shown.show(answer_list(kept), document=listed)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepscope.cli import completion
-from stepscope.cli.output import emit_json, present, warn
+from stepscope.cli.output import check_picture, json_line, warn
+from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
 from stepscope.core.errors import InputError
 from stepscope.core.run_directory import find_run_files
@@ -32,17 +33,16 @@ def memory(
     runs: Path,
     stacks: int | None,
     save: Path | None,
-    json: bool,
+    shown: Presentation,
 ) -> None:
     """Where the memory went: the peak by category, tensor, line of code and block, every byte accounted for."""
     # polars' allocator, read when polars is loaded: pages no longer used go back at once.
     os.environ.setdefault("_RJEM_MALLOC_CONF", "narenas:2,dirty_decay_ms:50,muzzy_decay_ms:0")
-    if save is not None:
-        from stepscope.report.plots.save import check_target
-
-        check_target(save)
+    check_picture(save)
+    from stepscope.memory.answer import answer_memory
     from stepscope.memory.at_moment import moment_at
     from stepscope.memory.explain import explain
+    from stepscope.memory.memory_json import memory_as_json
     from stepscope.memory.snapshot import read_snapshot
 
     explained = explain(read_snapshot(_find(file, runs), device=device))
@@ -50,14 +50,9 @@ def memory(
     moment = moment_at(explained, at)
     if save is not None:
         _draw(explained, save)
-    if json:
-        from stepscope.memory.memory_json import memory_as_json
-
-        emit_json(memory_as_json(explained, moment))
-    else:
-        from stepscope.memory.answer import answer_memory
-
-        present(answer_memory(explained, moment, stacks or 0))
+    shown.show(
+        answer_memory(explained, moment, stacks or 0), document=lambda: json_line(memory_as_json(explained, moment))
+    )
 
 
 def _find(name: str, place: Path) -> Path:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import msgspec
 
 from stepscope.cli import completion
+from stepscope.cli.presentation import Presentation
 from stepscope.core.attentions import ATTENTIONS, attention_names
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
@@ -30,6 +31,7 @@ from stepscope.core.workload import (
 )
 from stepscope.engine.grid import grid
 from stepscope.engine.request import MEMORY_STACKS, MemoryRequest, MemoryStacks, TraceRequest
+from stepscope.report.renderers import STYLES
 
 RECORDED = ("memory", *TRACE_TOOLS)
 
@@ -253,16 +255,17 @@ OPTIONS = (
     Option("tag", _tag, STORED, "A word of your own to find the run by."),
     Option("tag", str, STORED, "Only runs with this tag.", verbs=("ls", "table")),
     # What becomes of the answer.
-    Option("only", str, OUTPUT, "Show the tables whose title contains this; `findings` for the sentences alone."),
+    Option("only", str, OUTPUT, "Show the tables whose title contains this; `findings` for the sentences alone.",
+           Presentation),
     Option("only", str, OUTPUT, "Only these tables, by their letters, as in d or b,e (default: all).", default=(),
            verbs=("study kernels",)),
-    Option("style", str, OUTPUT, "terminal, markdown, csv or jsonl.", default="terminal",
-           complete=completion.words("terminal", "markdown", "csv", "jsonl")),
+    Option("style", str, OUTPUT, f"{', '.join(STYLES)}; csv and jsonl with bare figures.", Presentation, "terminal",
+           complete=completion.words(*STYLES)),
     Option("figures", Path, OUTPUT, "Keep the figures in this file, as they come; --from shows it.", metavar="FILE"),
     Option("perfetto", Path, OUTPUT, "Write a trace for Perfetto, with phases and families as tracks.",
            metavar="FILE"),
     Option("save", Path, OUTPUT, "Draw a plot into this file: .svg, .png, .html or .json.", metavar="FILE"),
-    Option("json", bool, OUTPUT, "JSON on stdout, and nothing else there.", default=False),
+    Option("json", bool, OUTPUT, "JSON on stdout, and nothing else there.", Presentation, False),
 )  # fmt: skip
 
 

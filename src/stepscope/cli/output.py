@@ -70,9 +70,11 @@ def show(renderable: RenderableType) -> None:
 
 
 def present(*answers: "Answer", style: str = "terminal", only: str | None = None) -> None:
-    """Print answers one below the other, or the part that `only` names, in a style of `--style`."""
-    for i, answer in enumerate(answers):
-        wanted = answer if only is None else answer.part(only)
+    """Print answers one below the other, or the parts that `only` names, in a style of `--style`."""
+    parts = list(answers) if only is None else [answer.part(only) for answer in answers if answer.has(only)]
+    if not parts:
+        parts = [answers[-1].part(only or "")]
+    for i, wanted in enumerate(parts):
         if i:
             emit("\n")
         if style == "terminal":
@@ -83,6 +85,14 @@ def present(*answers: "Answer", style: str = "terminal", only: str | None = None
             from stepscope.report.renderers import render
 
             emit(render(wanted, style))
+
+
+def check_picture(target: Path | None) -> None:
+    """Raise InputError, before anything is measured, unless a picture can be written under such a name."""
+    if target is not None:
+        from stepscope.report.plots.save import check_target
+
+        check_target(target)
 
 
 def draw(answer: "Answer", target: Path | None) -> None:
@@ -119,14 +129,19 @@ def emit(text: str) -> None:
 
 
 def emit_json(value: object) -> None:
-    """Write a result to stdout as one line of JSON. Halves of surrogate pairs, which a pickle can hold, become `?`."""
+    """Write a result to stdout as one line of JSON."""
+    emit(json_line(value))
+
+
+def json_line(value: object) -> str:
+    """A value as one line of JSON. Halves of surrogate pairs, which a pickle can hold, become `?`."""
     import msgspec
 
     try:
         text = msgspec.json.encode(value).decode()
     except UnicodeEncodeError:
         text = msgspec.json.encode(_encodable(msgspec.to_builtins(value))).decode()
-    emit(text + "\n")
+    return text + "\n"
 
 
 def _encodable(value: dict[Any, Any] | list[Any] | tuple[Any, ...] | str | float | None) -> Any:

@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from stepscope.cli import completion
-from stepscope.cli.output import emit, present
+from stepscope.cli.output import draw
+from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
 from stepscope.core.run_directory import encode_run, find_run
 
@@ -19,13 +20,13 @@ def show(
     ],
     *,
     runs: Path,
-    json: bool,
+    save: Path | None,
+    shown: Presentation,
 ) -> None:
     """Show a run read back from disk."""
     found = find_run(run, runs)
-    if json:
-        emit(encode_run(found).decode())
-        return
     from stepscope.analysis.runs.answer import answer_run
 
-    present(answer_run(found))
+    answer = answer_run(found)
+    draw(answer, save)
+    shown.show(answer, document=lambda: encode_run(found).decode())

@@ -2,7 +2,8 @@
 
 Each keyword parameter names a line of the table; its annotation says how many values the option takes there:
 `tuple[str, ...]` is several, by commas. A parameter whose type options fill (`OneWorkload`, `ManyWorkloads`,
-`Settings`, `Recording`) stands for all of these options. Parameters that typer annotates are its arguments.
+`Settings`, `Recording`, `Presentation`) stands for all of these options. Parameters that typer annotates are its
+arguments.
 """
 
 import functools
@@ -28,6 +29,7 @@ from stepscope.cli.options import (
     settings_from,
     several,
 )
+from stepscope.cli.presentation import Presentation
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.run import Settings
@@ -51,6 +53,7 @@ _FILLED: dict[type, tuple[tuple[type, ...], bool, Callable[..., Any]]] = {
     ManyWorkloads: ((ModelConfig, Workload), True, _many_workloads),
     Settings: ((Settings,), False, settings_from),
     Recording: ((Recording,), False, recording_from),
+    Presentation: ((Presentation,), False, Presentation),
 }
 """Parameters that stand for several options: what these fill, whether each takes several values, and what is made."""
 

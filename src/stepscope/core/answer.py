@@ -68,11 +68,13 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether the findings of a run that it was made of doubt it."""
     name: str = ""
     """Of the bar; empty on a curve."""
+    style: str = ""
+    """A second property, across the lines, told by dashes."""
     low: float | None = None
     high: float | None = None
     """Ends of the interval of y."""
     missing: str = ""
-    """Why there is no such figure: the bar is marked with it, and y means nothing."""
+    """Why there is no such figure, as in `OOM` or `nan`: its place is marked with it, and y means nothing."""
 
 
 class Panel(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +97,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """The verb or the study that answers."""
     question: str
     device: str = ""
+    date: str = ""
+    """When it was measured, as in 2026-11-22; of several runs the last."""
     versions: dict[str, str] = {}
     settings: dict[str, Cell] = {}
     lead: tuple[Line, ...] = ()
@@ -115,6 +119,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         """The table of this title."""
         return next(table for table in self.tables if table.title == title)
 
+    def has(self, only: str) -> bool:
+        """Whether `only` names a table, or the findings."""
+        return only.casefold() == "findings" or any(_is_named(table, only) for table in self.tables)
+
     def part(self, only: str) -> "Answer":
         """The tables whose title contains `only`, or the findings alone for `findings`.
 
@@ -122,7 +130,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         """
         if only.casefold() == "findings":
             return msgspec.structs.replace(self.body(), tables=())
-        chosen = tuple(table for table in self.tables if only and only.casefold() in name_of(table).casefold())
+        chosen = tuple(table for table in self.tables if _is_named(table, only))
         if not chosen:
             titles = ", ".join(repr(name_of(table)) for table in self.tables if name_of(table))
             raise InputError(f"--only {only!r} names no table: there are {titles}, and findings")
@@ -131,13 +139,17 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     def body(self) -> "Answer":
         """The tables and the findings, without what was asked, where, and of which run."""
         return msgspec.structs.replace(
-            self, question="", device="", versions={}, settings={}, lead=(), asides=(), origin=()
+            self, question="", device="", date="", versions={}, settings={}, lead=(), asides=(), origin=()
         )
 
 
 def name_of(table: Table) -> str:
     """The title of a table; the head of its first column where it has none."""
     return table.title or next(iter(table.columns), "")
+
+
+def _is_named(table: Table, only: str) -> bool:
+    return bool(only) and only.casefold() in name_of(table).casefold()
 
 
 def text(*lines: str | Line) -> Table:
@@ -168,12 +180,14 @@ def measured_answer(
     findings: Iterable[Finding],
     panels: Sequence[Panel] = (),
     settings: Mapping[str, Cell] | None = None,
+    date: str = "",
 ) -> Answer:
     """The answer to a question about what was measured there. A table without rows is left out."""
     return Answer(
         study=study,
         question=question,
         device=where.device_name if where else "",
+        date=date,
         versions=dict(where.versions) if where else {},
         settings={**(settings or {}), "intervals": INTERVALS},
         tables=tuple(table for table in tables if table.rows),
@@ -213,7 +227,7 @@ def decode_answer(data: bytes, source: str) -> Answer:
     return msgspec.structs.replace(found, findings=tuple(map(with_present_kind, found.findings)))
 
 
-_LATER: dict[str, object] = {"lead": [], "checked": False, "asides": [], "origin": [], "kind": "curves"}
+_LATER: dict[str, object] = {"lead": [], "checked": False, "date": "", "asides": [], "origin": [], "kind": "curves"}
 """Fields that version 1 did not have at first: left out of a document where they say nothing."""
 
 

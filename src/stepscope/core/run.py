@@ -105,6 +105,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Files beside run.json, by kind."""
     findings: tuple[Finding, ...] = ()
 
+    @property
+    def day(self) -> str:
+        """The day on which it was measured, as in 2026-11-22."""
+        return self.created[:10]
+
     def finding(self, kind: str) -> Finding | None:
         """The first finding of this kind, or None."""
         return next((f for f in self.findings if f.kind == kind), None)

@@ -68,10 +68,10 @@ def bare_row(table: Table, row: tuple[Cell, ...]) -> list[str | float | bool | N
 
 
 def where_of(answer: Answer) -> str:
-    """Device, versions and settings, on one line."""
+    """Device, date, versions and settings, on one line."""
     versions = ", ".join(f"{name} {version}" for name, version in answer.versions.items())
     settings = ", ".join(f"{name} {_text(_plain(value), '')}" for name, value in answer.settings.items())
-    return "; ".join(part for part in (answer.device, versions, settings) if part)
+    return "; ".join(part for part in (answer.device, answer.date, versions, settings) if part)
 
 
 def _plain(cell: Cell) -> str | float | None:

@@ -4,6 +4,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from stepscope.analysis.comparisons.comparison import ComparedRun, Comparison
+from stepscope.analysis.runs.answer import bar
+from stepscope.analysis.runs.doubts import doubt_mark
+from stepscope.analysis.runs.words import status_word
 from stepscope.core.experiment import Cell, Panel, Point, Table
 from stepscope.core.figures import digits
 
@@ -28,6 +31,15 @@ def nothing_to_compare(study: Comparison[Any, Any], *, verb: str, asked: str, si
         f"nothing to compare: no cell here was measured both {sides} (there is {there}); "
         "give the folder of the others too, by a second --from"
     )
+
+
+def bars_of(study: Comparison[Any, Any], part: str) -> tuple[Panel, ...]:
+    """The medians of a part of the step, a bar for each value of the field beside the others of its cell; a cell
+    without a result is marked with what became of it."""
+    measured = [bar(c.value, c.name, c.samples(part), doubted=bool(doubt_mark(c.run))) for c in study.cells]
+    lost = [bar(cell.value, cell.name, None, missing=status_word(cell.run)) for cell in study.unmeasured]
+    panel = Panel(x_title="", y_title=f"{part}, ms", points=(*measured, *lost), kind="bars")
+    return (panel,) if measured else ()
 
 
 def over_sizes(

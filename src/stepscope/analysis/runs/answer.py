@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 from stepscope.analysis.runs import metrics
+from stepscope.analysis.runs.doubts import doubt_mark
 from stepscope.analysis.runs.words import doubts, figure, identify, status_sentence, status_word
-from stepscope.core.answer import TEXT, Answer, Cell, Line, Table, as_lines, table_of, text
+from stepscope.core.answer import TEXT, Answer, Cell, Line, Panel, Point, Table, as_lines, table_of, text
 from stepscope.core.errors import printable
 from stepscope.core.evidence import Capture
 from stepscope.core.run import Run
-from stepscope.core.samples import CONFIDENCE, OF_ONE_PROCESS
+from stepscope.core.samples import CONFIDENCE, OF_ONE_PROCESS, Samples
 from stepscope.core.units import counted, format_milliseconds, format_rate, format_seconds, format_share
 from stepscope.work.described import cell_name, describe_model, describe_workload
 from stepscope.work.transformer import recomputed_flops
@@ -28,7 +29,9 @@ def answer_run(run: Run, directory: str | None = None) -> Answer:
         device=run.environment.device_name if run.environment else "",
         versions=run.environment.versions if run.environment else {},
         lead=heading(run),
+        date=run.day,
         tables=tuple(tables),
+        panels=_phase_panel(run),
         findings=run.findings,
         checked=bool(run.findings) or (run.status == "done" and run.failure is None),
         asides=tuple(f"Not observed: {note}." for note in run.evidence.notes),
@@ -100,6 +103,22 @@ def _phase_table(run: Run) -> Table:
         ("model FLOP/s", "FLOP/s"), rows=rows, tones={i: "strong" for i, row in enumerate(rows) if row[0] == "step"},
         notes=as_lines(*_rates(run)),
     )  # fmt: skip
+
+
+def _phase_panel(run: Run) -> tuple[Panel, ...]:
+    """A bar for each phase and the step, with the interval of its median."""
+    timed = [(name, run.samples[name]) for name in (*metrics.PHASE_NAMES, "step") if name in run.samples]
+    points = tuple(bar("median", name, samples, doubted=bool(doubt_mark(run))) for name, samples in timed)
+    return (Panel(x_title="", y_title="median, ms", points=points, kind="bars"),) if points else ()
+
+
+def bar(line: str, name: str, samples: Samples | None, *, missing: str = "", doubted: bool = False) -> Point:
+    """The median of samples in milliseconds, with its interval; marked with `missing` where there is none."""
+    if samples is None or samples.median_s is None:
+        return Point(line=line, name=name, y=0.0, missing=missing or "not measured")
+    interval = samples.interval()
+    low, high = (interval.low * 1e3, interval.high * 1e3) if interval else (None, None)
+    return Point(line=line, name=name, y=samples.median_s * 1e3, low=low, high=high, doubted=doubted)
 
 
 def _rates(run: Run) -> list[str]:

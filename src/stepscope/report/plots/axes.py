@@ -10,6 +10,10 @@ NUMBER = ",.10~r"
 """d3's format: plain decimals, thousands separated, no trailing zeros."""
 
 
+_POWERS = f"abs(log(datum.value) / LN10) < 4.5 ? format(datum.value, '{NUMBER}') : format(datum.value, '~e')"
+"""Vega's expression for a tick's label: beyond 10,000 and below 0.0001 a power of ten, as in 1e-7."""
+
+
 def log_ticks(low: float, high: float) -> list[float]:
     """Powers of ten between two positive ends, with their twofold and fivefold where that stays readable."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -23,7 +27,7 @@ def log_axis(low: float, high: float, *, grid: bool = True) -> alt.Axis:
     ticks = log_ticks(low, high)
     # Less than one interval of them: leave the choice to Vega.
     values: dict[str, Any] = {"values": ticks} if len(ticks) > 2 else {"tickCount": 4}
-    return alt.Axis(format=NUMBER, labelOverlap="greedy", grid=grid, **values)
+    return alt.Axis(format=NUMBER, labelOverlap="greedy", labelExpr=_POWERS, grid=grid, **values)
 
 
 def kept_apart(places: Sequence[float], gap: float) -> list[float]:

@@ -1,12 +1,15 @@
 """Lines of one quantity against another: a panel a quantity, a colour a line, bars where an interval is known."""
 
+import itertools
 import math
+import operator
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import altair as alt
 
+from stepscope.core.answer import Panel, Point
 from stepscope.core.errors import InputError, printable
 from stepscope.report.plots.axes import NUMBER, kept_apart, log_axis
 from stepscope.report.plots.theme import DASHES, INK, PALETTE, SHAPES
@@ -14,39 +17,20 @@ from stepscope.report.plots.theme import DASHES, INK, PALETTE, SHAPES
 LOG_FROM_X, LOG_FROM_Y = 8, 50
 """Axes are logarithmic where the largest value is so many times the smallest."""
 _LABEL_PX = 15
+MOST_DOTS = 60
+"""A line of more points is drawn without a dot for each."""
+_WIDTH, _WIDER = 2, 4
+"""Pixels of a line, and of each line that another covers in addition."""
+_AS_ONE = 0.03
+"""Two lines that are so near each other at two neighbouring points look like one."""
 
 
-HOLLOW = "hollow: doubted by the run's own findings"
+HOLLOW = "hollow or pale: doubted by the run's own findings"
 """What the subtitle says of points that are doubted."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SeriesPoint:
-    """A figure y at x."""
-
-    x: float
-    y: float
-    line: str
-    """Named by colour."""
-    style: str = ""
-    """Named by dashes and shape: a second property, across the lines."""
-    low: float | None = None
-    high: float | None = None
-    doubted: bool = False
-    """Drawn hollow."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SeriesPanel:
-    """A panel that shows one quantity."""
-
-    y_title: str
-    """Title of the y axis, with the unit."""
-    points: tuple[SeriesPoint, ...]
-
-
 def draw_series(
-    panels: Sequence[SeriesPanel],
+    panels: Sequence[Panel],
     *,
     x_title: str,
     line_title: str = "",
@@ -65,7 +49,7 @@ def draw_series(
     slopes_from leaves out points of a smaller x, where what is fitted does not rule yet.
     Raises InputError where there is nothing to draw, or more lines than can be told apart.
     """
-    panels = [panel for panel in panels if panel.points]
+    panels = [panel for panel in panels if any(map(_has_place, panel.points))]
     if not panels:
         raise InputError("there is nothing to plot: no figure in any cell")
     points = [point for panel in panels for point in panel.points]
@@ -86,7 +70,7 @@ def draw_series(
     width, height = (640, 400) if len(panels) == 1 else (430, 300)
     charts = []
     for panel in panels:
-        values = [v for p in panel.points for v in (p.y, p.low, p.high) if v is not None]
+        values = [v for each in panels if _compares(each, panel) for v in _values(each)]
         log = spans(values, LOG_FROM_Y) if y_log is None else y_log
         if (log and min(values) <= 0) or (x_log and xs[0] <= 0):
             raise InputError(
@@ -103,12 +87,28 @@ def draw_series(
     return alt.concat(*charts, columns=2).properties(title=heading)
 
 
+def _has_place(point: Point) -> bool:
+    return not point.missing and math.isfinite(point.y)
+
+
+def _values(panel: Panel) -> list[float]:
+    """What the axis of y must hold."""
+    return [v for p in panel.points if _has_place(p) for v in (p.y, p.low, p.high) if v is not None]
+
+
+def _compares(one: Panel, other: Panel) -> bool:
+    """Whether two panels show one quantity of several things, over ranges that meet: then they share a scale."""
+    quantity, second = (panel.y_title.partition(" of ")[0] for panel in (one, other))
+    values, others = _values(one), _values(other)
+    return one is other or (quantity == second and min(values) <= max(others) and min(others) <= max(values))
+
+
 def spans(values: Sequence[float], factor: float) -> bool:
     """Whether positive values go over so many times the smallest."""
     return min(values) > 0 and max(values) >= factor * min(values)
 
 
-def fitted_power(points: Sequence[SeriesPoint]) -> tuple[float, float] | None:
+def fitted_power(points: Sequence[Point]) -> tuple[float, float] | None:
     """(a, b) of y = a x^b by least squares of the logarithms; None below three distinct x, or beyond the positive."""
     if len({point.x for point in points}) < 3 or any(point.x <= 0 or point.y <= 0 for point in points):
         return None
@@ -158,27 +158,56 @@ def _channels(
     }
 
 
-def _layers(panel: SeriesPanel, x: alt.X, y: alt.Y, low: alt.Y, channels: dict[str, Any]) -> list[alt.Chart]:
+def _layers(panel: Panel, x: alt.X, y: alt.Y, low: alt.Y, channels: dict[str, Any]) -> list[alt.Chart]:
+    placed = [point for point in panel.points if _has_place(point)]
+    wide = _covered(placed)
     rows = [
         {"x": p.x, "y": p.y, "line": printable(p.line), "style": printable(p.style), "low": p.low, "high": p.high,
-         "doubted": p.doubted}
-        for p in panel.points
+         "doubted": p.doubted, "wide": _WIDTH + _WIDER * wide[p.line, p.style]}
+        for p in placed
     ]  # fmt: skip
-    chart = alt.Chart(alt.InlineData(values=rows))
+    counts = Counter((point.line, point.style) for point in placed)
+    dotted = [row for row, p in zip(rows, placed, strict=True) if counts[p.line, p.style] <= MOST_DOTS]
+    chart, dots = alt.Chart(alt.InlineData(values=rows)), alt.Chart(alt.InlineData(values=dotted))
     bars = alt.Chart(alt.InlineData(values=[row for row in rows if row["low"] is not None and row["high"] is not None]))
     colour, dash, shape = channels["color"], channels["strokeDash"], channels["shape"]
     tooltip = ["line:N", "style:N", "x:Q", alt.Tooltip("y:Q", format=",.4~g")]
+    width: dict[str, Any] = (
+        {"strokeWidth": alt.StrokeWidth("wide:Q", scale=None, legend=None)} if any(wide.values()) else {}
+    )
+    lost = [
+        alt.Chart(
+            alt.InlineData(values=[{"x": p.x, "line": printable(p.line), "why": printable(p.missing or str(p.y))}])
+        )
+        .mark_text(align="center", baseline="top", fontWeight="bold", dy=2 + _LABEL_PX * i)
+        .encode(x=x, y=alt.value(0), text="why:N", color=colour)
+        for i, p in enumerate(point for point in panel.points if not _has_place(point))
+    ]
     return [
-        chart.mark_line(strokeWidth=2).encode(x=x, y=y, color=colour, strokeDash=dash, detail="style:N"),
+        chart.mark_line(strokeWidth=_WIDTH).encode(x=x, y=y, color=colour, strokeDash=dash, detail="style:N", **width),
         bars.mark_rule(strokeWidth=1.6).encode(x=x, y=low, y2="high:Q", color=colour),
-        chart.mark_point(size=60, strokeWidth=1.8, opacity=1).encode(
+        *lost,
+        dots.mark_point(size=60, strokeWidth=1.8, opacity=1).encode(
             x=x, y=y, color=colour, shape=shape, fill=channels["fill"], tooltip=tooltip
         ),
     ]
 
 
+def _covered(points: Sequence[Point]) -> dict[tuple[str, str], int]:
+    """How many lines that are drawn later lie on each line: it is drawn so much wider, and seen on both sides."""
+    lines: dict[tuple[str, str], dict[float, float]] = {}
+    for point in points:
+        lines.setdefault((point.line, point.style), {})[point.x] = point.y
+    covered = dict.fromkeys(lines, 0)
+    for (name, one), (_, other) in itertools.combinations(lines.items(), 2):
+        shared = sorted(one.keys() & other.keys())
+        meets = [math.isclose(one[x], other[x], rel_tol=_AS_ONE) for x in shared]
+        covered[name] += any(itertools.starmap(operator.and_, itertools.pairwise(meets)))
+    return covered
+
+
 def _slopes(
-    points: list[SeriesPoint], x: alt.X, y: alt.Y, colour: alt.Color, *, ends: tuple[float, float], height: float
+    points: list[Point], x: alt.X, y: alt.Y, colour: alt.Color, *, ends: tuple[float, float], height: float
 ) -> list[alt.Chart]:
     """The fitted powers as thin lines, and their exponents at the right, kept apart."""
     fits, labels = [], []

@@ -8,10 +8,11 @@ import altair as alt
 
 from stepscope.analysis.runs.fields import VALUES, Scalar
 from stepscope.analysis.runs.tables import MISSING, TableQuery, build_records
+from stepscope.core.answer import Panel, Point
 from stepscope.core.errors import InputError
 from stepscope.core.run import Run
 from stepscope.core.samples import CONFIDENCE, OF_ONE_PROCESS
-from stepscope.report.plots.series import HOLLOW, SeriesPanel, SeriesPoint, draw_series
+from stepscope.report.plots.series import HOLLOW, draw_series
 
 Record = dict[str, Scalar]
 
@@ -53,7 +54,7 @@ def draw_table(runs: Sequence[Run], query: TableQuery) -> TablePlot:
         points = [point for r in done if (point := _point(r, name, query, place)) is not None]
         shown |= {record["run"] for record in done if _figure(record, name, query)[0] is not None}
         unit = VALUES[name].unit
-        panels.append(SeriesPanel(y_title=f"{name} ({unit})" if unit else name, points=tuple(points)))
+        panels.append(Panel(x_title=x, y_title=f"{name} ({unit})" if unit else name, points=tuple(points)))
     left_out = [record for record in records if record["run"] not in shown]
     chart = draw_series(
         panels,
@@ -76,13 +77,13 @@ def _axis(query: TableQuery, records: Sequence[Record]) -> str:
     return next((name for name in numeric if len({record[name] for record in records}) > 1), numeric[0])
 
 
-def _point(record: Record, name: str, query: TableQuery, place: _Place) -> SeriesPoint | None:
+def _point(record: Record, name: str, query: TableQuery, place: _Place) -> Point | None:
     middle, low, high = _figure(record, name, query)
     at = _number(record[place.x])
     if middle is None or at is None:
         return None
     scale = VALUES[name].scale
-    return SeriesPoint(
+    return Point(
         x=at,
         y=middle * scale,
         line=_label(record, place.line),
@@ -114,7 +115,7 @@ def _label(record: Record, names: Sequence[str]) -> str:
     return " ".join(MISSING if record[name] is None else str(record[name]) for name in names)
 
 
-def _subtitle(panels: Sequence[SeriesPanel], query: TableQuery, left_out: Sequence[Record]) -> str:
+def _subtitle(panels: Sequence[Panel], query: TableQuery, left_out: Sequence[Record]) -> str:
     """What points and bars are, and what is not shown: a picture travels without its table."""
     points = [point for panel in panels for point in panel.points]
     parts = []

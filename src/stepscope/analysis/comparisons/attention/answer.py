@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from stepscope.analysis.comparisons.answers import missing_cells
+from stepscope.analysis.comparisons.answers import bars_of, missing_cells
 from stepscope.analysis.comparisons.attention.cells import LEAST, StepCell, StepGroup, compare_steps, step_groups
 from stepscope.analysis.comparisons.attention.findings import steps_findings
 from stepscope.analysis.runs.doubts import doubting_kinds
@@ -36,6 +36,8 @@ def answer_steps(found: Iterable[StepCell], *, unread: int = 0) -> Experiment:
         study=STUDY,
         question=QUESTION,
         tables=(_times(groups), _memory(groups), _families(groups), _moved(groups), left_out),
+        panels=bars_of(study, "step"),
+        date=max(cell.run.day for cell in study.cells),
         findings=steps_findings(study, groups, unread),
     )
 

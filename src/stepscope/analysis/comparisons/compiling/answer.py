@@ -1,6 +1,6 @@
 """The answer to "what does torch.compile give, and what does it cost": tables, curves, and what follows from them."""
 
-from stepscope.analysis.comparisons.answers import missing_cells, nothing_to_compare, over_sizes
+from stepscope.analysis.comparisons.answers import bars_of, missing_cells, nothing_to_compare, over_sizes
 from stepscope.analysis.comparisons.compiling.cells import (
     KINDS,
     PARTS,
@@ -47,6 +47,7 @@ def answer_compile(study: CompileStudy, *, unread: int = 0) -> Experiment:
         study.pairs[0].base.run.environment,
         study=STUDY,
         question=QUESTION,
+        date=max(cell.run.day for cell in study.cells),
         tables=(_times(study), _cost(study), _report(study), _kernels(study), _memory(study), _missing(study)),
         panels=_panels(study),
         findings=compile_findings(study, unread),
@@ -189,4 +190,5 @@ def _panels(study: CompileStudy) -> tuple[Panel, ...]:
     return (
         *over_sizes("speed-up of the step over eager", speed_ups, several_shapes=several),
         *over_sizes("steps until compiling is paid for", steps, several_shapes=several, y_log=True),
+        *bars_of(study, "step"),
     )

@@ -43,6 +43,7 @@ def answer_kernels(cells: Iterable[CapturedCell], letters: str = "", unmeasured:
         next((cell.run.environment for cell in ordered), None),
         study=STUDY,
         question=QUESTION,
+        date=max(cell.run.day for cell in ordered),
         tables=(*(part.table for part in shown), Table(title=MISSING, columns=("cell", "why"), rows=missing)),
         panels=[panel for part in shown for panel in part.panels],
         findings=[*(finding for part in shown for finding in part.findings), *_doubts(ordered)],

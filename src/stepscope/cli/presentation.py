@@ -1,0 +1,32 @@
+"""What becomes of an answer: which part of it is printed, and in which form."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stepscope.cli.output import emit, present
+from stepscope.core.answer import Answer, encode_answer
+from stepscope.core.errors import InputError, choose
+from stepscope.report.renderers import STYLES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Presentation:
+    """What --only, --style and --json say."""
+
+    only: str | None = None
+    style: str = "terminal"
+    json: bool = False
+
+    def __post_init__(self) -> None:
+        choose(self.style, STYLES, "style")
+        if self.json and self.only is not None:
+            raise InputError("--json writes the whole answer: leave out --only")
+        if self.json and self.style != "terminal":
+            raise InputError(f"--json and --style {self.style} are two forms of one answer: ask for one")
+
+    def show(self, *answers: Answer, document: Callable[[], str] | None = None) -> None:
+        """Print the answers one below the other; for --json the document instead, or that of the first answer."""
+        if self.json:
+            emit(document() if document is not None else encode_answer(answers[0]))
+        else:
+            present(*answers, style=self.style, only=self.only)
