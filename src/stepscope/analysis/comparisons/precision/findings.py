@@ -157,11 +157,7 @@ def _bounds(study: SpeedStudy) -> Iterator[Finding]:
         for pair in dict.fromkeys([*ordered[:1], *ordered[-1:]]):
             law = pair.amdahl
             assert law is not None
-            yield note(
-                "bound",
-                _law_in_words(pair, law),
-                {"speed_up": pair.speed_up.value, **_law_evidence(law)},
-            )
+            yield note("bound", _law_in_words(pair, law), {"speed_up": pair.speed_up.value, **_law_evidence(law)})
 
 
 def _law_in_words(pair: SpeedPair, law: Amdahl) -> str:
@@ -223,7 +219,6 @@ def _doubts(study: SpeedStudy, lacking: Sequence[str], unread: int) -> Iterator[
     fused = [cell.label for cell in study.cells if cell.fused_attention]
     if fused:
         yield note(
-            "fused-attention",
-            f"Attention is one kernel in {listed(fused)}: its products stand with the other kernels.",
+            "fused-attention", f"Attention is one kernel in {listed(fused)}: its products stand with the other kernels."
         )
     yield from replaced_runs(study)
