@@ -115,6 +115,60 @@ def test_kahan_is_right_to_the_unit_in_the_last_place(found: Experiment, count: 
     assert abs(result["pairwise"] - true) <= math.ceil(math.log2(count)) * form.epsilon / 2 * true
 
 
+def test_running_sums_are_the_partial_sums_by_arithmetic_alone(found: Experiment):
+    table = rows(found.table("Running sum, addend 0.01"))
+    assert [row["addends"] for row in table] == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
+    for name in ("fp32", "fp16", "bf16"):
+        form, total, sums = FORMATS[name], 0.0, [0.0]
+        for _ in range(1000):
+            total = form.round(total + form.round(0.01))
+            sums.append(total)
+        assert [row[f"in {name}"] for row in table] == [sums[row["addends"]] for row in table]
+        off = [100 * (row[f"in {name}"] / row["exact sum"] - 1) for row in table]
+        assert [row[f"{name} off by, %"] for row in table] == pytest.approx(off, rel=5e-3)
+    assert table[-1]["bf16 off by, %"] == -60.0
+
+
+def test_an_addend_and_a_count_of_ones_own():
+    found = study_accumulation(addend=0.5, count=3000)
+    assert [table.title for table in found.tables] == ["3,000 x 0.5", "Running sum, addend 0.5"]
+    assert found.settings == {"addend": 0.5, "count": 3000} and study_accumulation().settings == {}
+    result = {(r["accumulator"], r["addend"]): r["result"] for r in rows(found.tables[0]) if r["method"] == "in turn"}
+    # 0.5 is exact everywhere: a sum stops where half a unit in the last place is 0.5, at 2^(bits of the significand).
+    assert (result["fp32", "fp32"], result["fp16", "fp16"], result["bf16", "bf16"]) == (1500.0, 1024.0, 128.0)
+    assert not any("own rounding" in finding.sentence for finding in found.findings)
+    assert [row["addends"] for row in rows(found.tables[1])][-2:] == [2000, 3000]
+    assert study_accumulation(count=10).tables[0].title == "10 x 0.01"
+    assert study_accumulation(addend=0.25).tables[0].title == "1,000 x 0.25"
+
+
+def test_sums_that_overflow_or_never_begin_say_so_and_survive_json():
+    found = study_accumulation(addend=7000.0, count=30)
+    assert any(f.sentence == "In fp16 the sum of 30 x 7000.0 overflows after 10 addends." for f in found.findings)
+    (ended,) = found.panels[0].breaks or ()
+    assert (ended.line, ended.x, ended.became) == ("fp16 + fp16", 10.0, "inf")
+    assert all(math.isfinite(point.y) for point in found.panels[0].points)
+    again = decode_experiment(encode_experiment(found).encode(), "here")
+    assert again.panels == found.panels
+    small = study_accumulation(addend=1e-9, count=5)
+    assert small.findings[0].sentence == "In fp16 the sum of 5 x 1e-09 stays 0: the addend is zero in fp16."
+    assert "breaks" not in encode_experiment(small), "panels whose lines all go on are written as ever"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--addend", "0"), "--addend is 0: give a finite number above zero"),
+        (("--addend", "inf"), "--addend is inf: write a finite number"),
+        (("--count", "0"), "--count is 0: it must be a whole number of at least 1, at most 100000"),
+        (("--count", "1000000"), "--count is 1000000: it must be"),
+    ],
+)
+def test_sums_that_cannot_be_made_are_one_line(arguments: tuple[str, ...], said: str):
+    done = run(*arguments)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1) and said in done.stderr
+
+
 def test_addends_of_eight_bits_are_widened_first(found: Experiment):
     """0.01 in e4m3 is 5 x 2^-9; 1,000 of it make 9.765625, which fp32 adds up without an error."""
     for row in rows(found.table("1,000 x 0.01")):

@@ -75,6 +75,16 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why there is no such figure: the bar is marked with it, and y means nothing."""
 
 
+class Break(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a line ends, since its values are not finite any more."""
+
+    line: str
+    x: float
+    """Where the first of them lies."""
+    became: str
+    """What that one is, in a word: `nan`, `inf`."""
+
+
 class Panel(msgspec.Struct, frozen=True, kw_only=True):
     """Figures over one axis: curves, bars side by side, or bars stacked by colour. None for a scale lets the values
     choose."""
@@ -85,6 +95,8 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     x_log: bool | None = None
     y_log: bool | None = None
     kind: Literal["curves", "bars", "stack"] = "curves"
+    breaks: tuple[Break, ...] = ()
+    """Lines that end before the others, and where."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,7 +225,7 @@ def decode_answer(data: bytes, source: str) -> Answer:
     return msgspec.structs.replace(found, findings=tuple(map(with_present_kind, found.findings)))
 
 
-_LATER: dict[str, object] = {"lead": [], "checked": False, "asides": [], "origin": [], "kind": "curves"}
+_LATER: dict[str, object] = {"lead": (), "checked": False, "asides": (), "origin": (), "kind": "curves", "breaks": ()}
 """Fields that version 1 did not have at first: left out of a document where they say nothing."""
 
 
