@@ -16,6 +16,7 @@ from stepscope.core.experiment import decode_experiment, encode_experiment
 from stepscope.core.float_format import FORMATS, float_format
 from stepscope.numerics.formats import CASTS, EIGHT_BITS, SATURATING, cast_convention, study_formats
 from tests.command import Done, stepscope
+from tests.numerics.verbs import refused
 
 pytestmark = pytest.mark.slow
 
@@ -214,22 +215,12 @@ def test_bad_input_is_one_line(tmp_path: Path):
     one = json.loads(encode_experiment(study_formats()))
     (tmp_path / "uneven.json").write_text(json.dumps({**one, "tables": [uneven]}))
     (tmp_path / "later.json").write_text(encode_experiment(study_formats()).replace('"version": 1', '"version": 99'))
-    for arguments, word in (
-        (["--value", "a lot"], "--value 'a lot' is no number"),
-        (["--value", "nan"], "--value 'nan' is not finite"),
-        (["--value", "-inf"], "--value '-inf' is not finite"),
-        (["--value", "1e400"], "--value '1e400' is beyond the largest number of fp64"),
-        (["--value", "1e-999999999999"], "--value '1e-999999999999' is zero in fp64"),
-        (["--value", "0." + "1" * 5000], "--value has 5,002 characters"),
-        (["--value", ""], "--value '' is no number"),
-        (["--from", str(tmp_path / "none.json")], "cannot read"),
-        (["--from", str(tmp_path / "broken.json")], "holds no answer of `stepscope study --json`"),
-        (["--from", str(tmp_path / "other.json")], "is of the study softmax"),
-        (["--from", str(tmp_path / "uneven.json")], "is damaged: the table 'Formats' has a row"),
-        (["--from", str(tmp_path / "later.json")], "is of version 99"),
-        (["--save", str(tmp_path / "plot.svg")], "has no curves: leave out --save"),
-        (["--save", str(tmp_path / "plot.txt")], "end its name in one of"),
-    ):
-        done = formats(*arguments)
-        assert (done.returncode, done.stdout) == (2, ""), arguments
-        assert word in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    for name, word in {
+        "none": "cannot read", "broken": "holds no answer of `stepscope study --json`",
+        "other": "is of the study softmax", "uneven": "is damaged: the table 'Formats' has a row",
+        "later": "is of version 99",
+    }.items():  # fmt: skip
+        assert word in refused("formats", "--from", tmp_path / f"{name}.json")
+    assert "has no curves: leave out --save" in refused("formats", "--save", tmp_path / "plot.svg")
+    assert "end its name in one of" in refused("formats", "--save", tmp_path / "plot.txt")
+    assert "--value has 5,002 characters" in refused("formats", "--value", "0." + "1" * 5000)

@@ -41,6 +41,7 @@ class _Sum:
     method: str
     count: int
     each: float
+    """The addend, before the format rounds it."""
     result: float
     stopped_after: int | None = None
     """Addends after which the sum did not change any more; None if the last still changed it."""

@@ -44,8 +44,13 @@ class Deviation:
 INPUT_OVERFLOWS = Deviation(error=math.nan, word="input overflows")
 
 
-def deviation(found: Tensor, reference: Tensor) -> Deviation:
-    """The largest relative error of a row of `found` (..., W) against a float64 reference of that shape, or a word."""
+def deviation(found: Tensor, reference: Tensor, *given: Tensor) -> Deviation:
+    """The largest relative error of a row of `found` (..., W) against a float64 reference of that shape, or a word.
+
+    given: what went in, in its format.
+    """
+    if not all(tensor.isfinite().all() for tensor in given):
+        return INPUT_OVERFLOWS
     wide = found.double()
     if wide.isnan().any():
         return Deviation(error=math.nan, word="nan")

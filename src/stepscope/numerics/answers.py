@@ -15,11 +15,11 @@ def computed_answer(
     *,
     study: str,
     question: str,
-    tables: Iterable[Table],
-    findings: Iterable[Finding],
-    panels: Iterable[Panel] = (),
-    settings: Mapping[str, Cell] | None = None,
     device: str = "",
+    settings: Mapping[str, Cell] | None = None,
+    tables: Iterable[Table],
+    panels: Iterable[Panel] = (),
+    findings: Iterable[Finding],
 ) -> Answer:
     """The answer to a question about what was computed on a device. `device` says where, if that is not its name."""
     return Answer(

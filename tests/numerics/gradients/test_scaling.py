@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import decode_experiment
 from stepscope.numerics.gradients.loss_scaler import DynamicLossScaler
 from stepscope.numerics.gradients.scaling import PLANTED, study_scaling
-from tests.command import Done, stepscope
+from tests.numerics.verbs import answered
 
 
 def driven(pattern: list[float], scaler: DynamicLossScaler) -> tuple[list[float], list[bool], nn.Parameter]:
@@ -110,27 +109,9 @@ def test_a_scaler_that_could_not_work(changes: dict[str, Any]):
         DynamicLossScaler(**changes)
 
 
-def study(*arguments: object) -> Done:
-    return stepscope("study", "scaling", *arguments)
-
-
 def test_the_verb(tmp_path: Path):
-    plot = tmp_path / "scale.svg"
-    done = study("--steps", "30", "--growth-interval", "5", "--overflow-at", "12", "--device", "cpu", "--json",
-                 "--save", str(plot))  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = decode_experiment(done.stdout.encode(), "stdout")
-    assert found.settings["planted"] == "12" and plot.stat().st_size > 1000
-
-
-def test_bad_input_is_one_line():
-    for arguments, word in (
-        (("--overflow-at", "x"), "--overflow-at 'x'"),
-        (("--overflow-at", "201"), "planted overflow"),
-    ):
-        done = study(*arguments)
-        assert (done.returncode, done.stdout) == (2, ""), arguments
-        assert word in done.stderr and done.stderr.count("\n") == 1
+    asked = ("--steps", "30", "--growth-interval", "5", "--overflow-at", "12", "--device", "cpu")
+    assert answered("scaling", *asked, plot=tmp_path / "scale.svg").settings["planted"] == "12"
 
 
 @pytest.mark.parametrize(

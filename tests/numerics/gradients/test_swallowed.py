@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import decode_experiment
 from stepscope.core.float_format import FORMATS
 from stepscope.core.model_config import configure
 from stepscope.models.bf16_parameters import KEEPINGS, AdamWBf16Parameters, Keeping
 from stepscope.numerics.gradients.swallowed import Tally, half_unit, layer_of, study_swallowed
-from tests.command import Done, stepscope
+from tests.numerics.verbs import answered
 
 SMALL = configure("tiny", d_model=32, d_ff=64, layers=1, heads=2, vocabulary=101)
 
@@ -153,27 +152,10 @@ def test_bytes_a_parameter_are_those_of_the_tensors():
         assert said[name] == (parameter.nbytes + sum(tensor.nbytes for tensor in state)) / 8
 
 
-def study(*arguments: object) -> Done:
-    return stepscope("study", "swallowed", *arguments)
-
-
 def test_the_verb(tmp_path: Path):
-    plot = tmp_path / "swallowed.svg"
-    done = study("--steps", "3", "--d-model", "32", "--layers", "1", "--device", "cpu", "--learning-rate", "1e-3",
-                 "--json", "--save", str(plot))  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = decode_experiment(done.stdout.encode(), "stdout")
-    assert plot.stat().st_size > 1000 and {"updates-swallowed", "updates-kept"} <= {f.kind for f in found.findings}
-
-
-def test_bad_input_is_one_line():
-    for arguments, word in (
-        (("--learning-rate", "fast"), "--learning-rate 'fast'"),
-        (("--remedies-at", "-1"), "learning rate -1.0"),
-    ):
-        done = study(*arguments)
-        assert (done.returncode, done.stdout) == (2, ""), arguments
-        assert word in done.stderr and done.stderr.count("\n") == 1
+    asked = ("--steps", "3", "--d-model", "32", "--layers", "1", "--device", "cpu", "--learning-rate", "1e-3")
+    found = answered("swallowed", *asked, plot=tmp_path / "swallowed.svg")
+    assert {"updates-swallowed", "updates-kept"} <= {f.kind for f in found.findings}
 
 
 @pytest.mark.parametrize(

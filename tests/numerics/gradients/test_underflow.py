@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import decode_experiment
 from stepscope.core.float_format import FORMATS
 from stepscope.core.model_config import configure
 from stepscope.numerics.gradients.underflow import (
@@ -23,8 +22,8 @@ from stepscope.numerics.gradients.underflow import (
     shares_of,
     study_underflow,
 )
-from tests.command import Done, stepscope
 from tests.conftest import mini
+from tests.numerics.verbs import answered
 
 DTYPES = {
     "fp16": torch.float16, "bf16": torch.bfloat16, "fp8-e5m2": torch.float8_e5m2, "fp8-e4m3": torch.float8_e4m3fn,
@@ -131,27 +130,9 @@ def test_questions_that_cannot_be_answered(options: dict[str, Any]):
         study_underflow(model=SMALL, **options)
 
 
-def study(*arguments: object) -> Done:
-    return stepscope("study", "underflow", *arguments)
-
-
 def test_the_verb_and_its_plot(tmp_path: Path):
-    plot = tmp_path / "underflow.svg"
-    done = study("--vocabulary", "101", "--seq-len", "16", "--format", "fp8-e5m2", "--device", "cpu", "--json",
-                 "--save", str(plot))  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = decode_experiment(done.stdout.encode(), "stdout")
-    assert found.settings["format"] == "fp8-e5m2" and plot.stat().st_size > 1000
+    asked = ("--vocabulary", "101", "--seq-len", "16", "--format", "fp8-e5m2", "--device", "cpu")
+    found = answered("underflow", *asked, plot=tmp_path / "underflow.svg")
+    assert found.settings["format"] == "fp8-e5m2"
     kinds = {finding.kind for finding in found.findings}
     assert {"gradient-range", "gradient-underflow"} <= kinds and "gradients-observed" not in kinds
-
-
-def test_bad_input_is_one_line():
-    for arguments, word in (
-        (("--format", "fp12"), "unknown format 'fp12'"),
-        (("--model", "huge"), "unknown model 'huge'"),
-        (("--seq-len", "100000000"), "tokens, and there are"),
-    ):
-        done = study(*arguments)
-        assert (done.returncode, done.stdout) == (2, ""), arguments
-        assert word in done.stderr and done.stderr.count("\n") == 1

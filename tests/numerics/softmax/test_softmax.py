@@ -1,6 +1,5 @@
 """Softmax and attention in few bits: by hand where they break, against float64 and the model's attention elsewhere."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.cli.app import app
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Experiment
 from stepscope.core.float_format import FORMATS
@@ -29,7 +27,7 @@ from stepscope.numerics.softmax.cases import (
     safe_softmax,
 )
 from stepscope.numerics.softmax.study import study_softmax
-from tests.command import stepscope
+from tests.numerics.verbs import answered
 
 
 @pytest.fixture(scope="module")
@@ -187,26 +185,12 @@ def test_a_row_of_ones_own(found: Experiment):
 
 
 def test_the_verb(tmp_path: Path):
-    command = ("study", "softmax", "--scales", "1,4")
-    done = stepscope(*command, "--json", "--save", str(tmp_path / "softmax.svg"))
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["study"] == "softmax"
-    assert "head_dim 128" in (tmp_path / "softmax.svg").read_text()
-    wrong = stepscope(*command, "--row", "1,nan")
-    assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr == "stepscope: --row holds 'nan', which is not finite: leave it out\n"
+    plot = tmp_path / "softmax.svg"
+    assert answered("softmax", "--scales", "1,4", plot=plot).study == "softmax"
+    assert "head_dim 128" in plot.read_text()
 
 
-def test_bad_input():
-    for arguments, word in (
-        (["--row", "1,-inf"], "--row holds '-inf', which is not finite"),
-        (["--row", ""], "--row holds '', which is no number"),
-        (["--row", "1,two"], "--row holds 'two', which is no number"),
-        (["--scales", "-1"], "--scales holds -1: write numbers above zero"),
-        (["--device", "cuda:99"], "no GPU for --device cuda:99"),
-    ):
-        with pytest.raises(InputError, match=word):
-            app(["study", "softmax", *arguments], standalone_mode=False)
+def test_a_row_that_cannot_be():
     for row in ((), (1.0, math.inf)):
         with pytest.raises(InputError, match="the row is empty or not finite"):
             study_softmax(row=row)

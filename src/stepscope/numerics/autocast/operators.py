@@ -53,26 +53,30 @@ class Operator:
     shapes: tuple[Shape, ...] = ((8, 8),)
 
 
-_TWO: tuple[Shape, ...] = ((8, 8), (8, 8))
+_ONE: tuple[Shape, ...] = ((8, 8),)
+_TWO, _THREE = 2 * _ONE, 3 * _ONE
 _IMAGE: Shape = (1, 4, 8, 8)
 _FILTER: Shape = (4, 4, 3, 3)
 _HEADS: Shape = (1, 2, 8, 8)
 _VECTOR: Shape = (8,)
 
+
+def _of(shapes: tuple[Shape, ...], *functions: Callable[..., Tensor]) -> list[Operator]:
+    """Operators that take inputs of the same shapes, under their own names."""
+    return [Operator(function.__name__, function, shapes) for function in functions]
+
+
 OPERATORS: tuple[Operator, ...] = (
-    Operator("linear", F.linear, _TWO),
-    Operator("matmul", torch.matmul, _TWO),
-    Operator("mm", torch.mm, _TWO),
-    Operator("bmm", torch.bmm, ((2, 8, 8), (2, 8, 8))),
-    Operator("addmm", torch.addmm, ((8, 8), (8, 8), (8, 8))),
-    Operator("baddbmm", torch.baddbmm, ((2, 8, 8), (2, 8, 8), (2, 8, 8))),
-    Operator("mv", torch.mv, ((8, 8), _VECTOR)),
+    *_of(_TWO, F.linear, torch.matmul, torch.mm),
+    *_of(((2, 8, 8), (2, 8, 8)), torch.bmm),
+    *_of(_THREE, torch.addmm),
+    *_of(((2, 8, 8), (2, 8, 8), (2, 8, 8)), torch.baddbmm),
+    *_of(((8, 8), _VECTOR), torch.mv),
     Operator("einsum", lambda x, y: torch.einsum("ij,jk->ik", x, y), _TWO),
-    Operator("conv1d", F.conv1d, ((1, 4, 8), (4, 4, 3))),
-    Operator("conv2d", F.conv2d, (_IMAGE, _FILTER)),
-    Operator("conv_transpose2d", F.conv_transpose2d, (_IMAGE, _FILTER)),
-    Operator("scaled_dot_product_attention", F.scaled_dot_product_attention, (_HEADS, _HEADS, _HEADS)),
-    Operator("prelu", F.prelu, ((8, 8), (1,))),
+    *_of(((1, 4, 8), (4, 4, 3)), F.conv1d),
+    *_of((_IMAGE, _FILTER), F.conv2d, F.conv_transpose2d),
+    *_of((_HEADS, _HEADS, _HEADS), F.scaled_dot_product_attention),
+    *_of(((8, 8), (1,)), F.prelu),
     Operator("layer_norm", lambda x: F.layer_norm(x, (8,))),
     Operator("rms_norm", lambda x: F.rms_norm(x, (8,))),
     Operator("group_norm", lambda x: F.group_norm(x, 2), (_IMAGE,)),
@@ -82,44 +86,28 @@ OPERATORS: tuple[Operator, ...] = (
     Operator("logsumexp", lambda x: torch.logsumexp(x, -1)),
     Operator("cross_entropy", lambda x: F.cross_entropy(x, x.argmax(-1))),
     Operator("nll_loss", lambda x: F.nll_loss(x, x.argmax(-1))),
-    Operator("mse_loss", F.mse_loss, _TWO),
-    Operator("l1_loss", F.l1_loss, _TWO),
+    *_of(_TWO, F.mse_loss, F.l1_loss),
     Operator("kl_div", lambda x, y: F.kl_div(x, y, reduction="batchmean"), _TWO),
-    Operator("binary_cross_entropy_with_logits", F.binary_cross_entropy_with_logits, _TWO),
-    Operator("binary_cross_entropy", F.binary_cross_entropy, _TWO),
-    Operator("exp", torch.exp),
-    Operator("log", torch.log),
+    *_of(_TWO, F.binary_cross_entropy_with_logits, F.binary_cross_entropy),
+    *_of(_ONE, torch.exp, torch.log),
     Operator("pow", lambda x: torch.pow(x, 2)),
-    Operator("rsqrt", torch.rsqrt),
-    Operator("reciprocal", torch.reciprocal),
-    Operator("sqrt", torch.sqrt),
-    Operator("softplus", F.softplus),
-    Operator("relu", torch.relu),
-    Operator("gelu", F.gelu),
-    Operator("silu", F.silu),
-    Operator("sigmoid", torch.sigmoid),
-    Operator("tanh", torch.tanh),
-    Operator("sum", torch.sum),
-    Operator("mean", torch.mean),
-    Operator("var", torch.var),
-    Operator("amax", torch.amax),
-    Operator("prod", torch.prod),
+    *_of(_ONE, torch.rsqrt, torch.reciprocal, torch.sqrt, F.softplus, torch.relu, F.gelu, F.silu, torch.sigmoid),
+    *_of(_ONE, torch.tanh, torch.sum, torch.mean, torch.var, torch.amax, torch.prod),
     Operator("cumsum", lambda x: torch.cumsum(x, -1)),
     Operator("vector_norm", torch.linalg.vector_norm),
-    Operator("add", torch.add, _TWO),
-    Operator("mul", torch.mul, _TWO),
+    *_of(_TWO, torch.add, torch.mul),
     Operator("cat", lambda x, y: torch.cat([x, y]), _TWO),
     Operator("stack", lambda x, y: torch.stack([x, y]), _TWO),
-    Operator("addcmul", torch.addcmul, ((8, 8), (8, 8), (8, 8))),
-    Operator("atan2", torch.atan2, _TWO),
+    *_of(_THREE, torch.addcmul),
+    *_of(_TWO, torch.atan2),
     Operator("cross", lambda x, y: torch.cross(x, y, dim=-1), ((8, 3), (8, 3))),
-    Operator("dot", torch.dot, (_VECTOR, _VECTOR)),
+    *_of((_VECTOR, _VECTOR), torch.dot),
     Operator("tensordot", lambda x, y: torch.tensordot(x, y, dims=1), _TWO),
     Operator("scatter_add", lambda x, y: torch.scatter_add(x, 0, y.long(), y), _TWO),
     Operator("index_put", lambda x, y: torch.index_put(x, (x.argmax(-1),), y), _TWO),
-    Operator("bilinear", F.bilinear, ((8, 8), (8, 8), (4, 8, 8))),
+    *_of(((8, 8), (8, 8), (4, 8, 8)), F.bilinear),
     Operator("grid_sample", lambda x, y: F.grid_sample(x, y, align_corners=False), (_IMAGE, (1, 4, 4, 2))),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, kw_only=True)

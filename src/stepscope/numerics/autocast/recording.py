@@ -83,11 +83,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     """Every tensor in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
+    elif isinstance(value, (tuple, list, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(item)
 
 

@@ -108,6 +108,8 @@ def study_underflow(
     scales = _scales(best[format_name])
     observed = _observed(workload, on, found, format_name, scales)
     tables = [_ranges(found), _formats(shares, best), _kinds(found, chosen, scales)]
+    sizes = {"batch_size": batch_size, "seq_len": seq_len, "seed": seed}
+    settings: dict[str, Cell] = {"model": workload.model.name, **sizes, "format": format_name}
     if observed:
         columns = ("loss scale", "gradients of", "zero, but not in fp32, %", "not finite, %")
         tables.append(Table(title=f"As observed under autocast to {format_name}", columns=columns, rows=observed))
@@ -115,14 +117,11 @@ def study_underflow(
         on,
         study="underflow",
         question="Which gradients of a training step vanish in a format, and which loss scale saves them?",
-        settings={
-            "model": workload.model.name, "batch_size": batch_size, "seq_len": seq_len, "seed": seed,
-            "format": format_name,
-        },
+        settings=settings,
         tables=tables,
         panels=(_panel(found, of, chosen) for of in _OF),
         findings=_findings(everything, shares, best, observed, format_name),
-    )  # fmt: skip
+    )
 
 
 def gradients_of(workload: Workload, device: torch.device, scale: int = 0) -> list[Gradients]:
@@ -279,16 +278,14 @@ def _observed(
     for scale in scales:
         found = {(each.of, each.kind): each.tensors for each in gradients_of(cast, device, scale)}
         for of in _OF:
-            nonzero = lost = broken = 0
-            for each in exact:
-                if each.of != of:
-                    continue
+            counts = torch.zeros(3, dtype=torch.int64)
+            for each in (each for each in exact if each.of == of):
                 for name, tensor in each.tensors.items():
                     here, there = found[of, each.kind][name], tensor != 0
-                    nonzero += int(there.sum())
-                    lost += int((there & (here == 0)).sum())
-                    broken += int((there & ~here.isfinite()).sum())
-            rows.append((f"2**{scale}", of, digits(100 * (lost / nonzero)), digits(100 * (broken / nonzero))))
+                    lost, broken = there & (here == 0), there & ~here.isfinite()
+                    counts += torch.stack([mask.sum().cpu() for mask in (there, lost, broken)])
+            nonzero, *changed = counts.tolist()
+            rows.append((f"2**{scale}", of, *(digits(100 * (count / nonzero)) for count in changed)))
     return tuple(rows)
 
 

@@ -25,14 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepscope.core.float_format import FORMATS
-from stepscope.numerics.against_float64 import (
-    DTYPES,
-    INPUT_OVERFLOWS,
-    Deviation,
-    deviation,
-    last_number_where,
-    next_number,
-)
+from stepscope.numerics.against_float64 import DTYPES, Deviation, deviation, last_number_where, next_number
 
 NORMS = ("RMSNorm", "LayerNorm")
 
@@ -50,7 +43,9 @@ class NormCase:
     norm: str
     format: str
     way: str
+    """One of WAYS."""
     scale: float
+    """The standard deviation of the input."""
     width: int
     epsilon: float
     largest: float
@@ -130,19 +125,13 @@ def norm_cases(
     x_SRW = torch.stack([x64_RW * scale for scale in scales]).to(device, DTYPES[name])
     spreads, outputs = normalise(x_SRW, norm, way, epsilon)
     right_spreads, right_outputs = normalise(x_SRW.double(), norm, MEAN, epsilon)
-    found = []
-    for i, scale in enumerate(scales):
-        largest = x_SRW[i].abs().max().item()
-        output = spread = INPUT_OVERFLOWS
-        if math.isfinite(largest):
-            output, spread = deviation(outputs[i], right_outputs[i]), deviation(spreads[i], right_spreads[i])
-        found.append(
-            NormCase(
-                norm=norm, format=name, way=way, scale=scale, width=width, epsilon=epsilon, largest=largest,
-                output=output, spread=spread,
-            )
-        )  # fmt: skip
-    return found
+    return [
+        NormCase(
+            norm=norm, format=name, way=way, scale=scale, width=width, epsilon=epsilon, largest=x_RW.abs().max().item(),
+            output=deviation(outputs[i], right_outputs[i], x_RW), spread=deviation(spreads[i], right_spreads[i], x_RW),
+        )
+        for i, (scale, x_RW) in enumerate(zip(scales, x_SRW, strict=True))
+    ]  # fmt: skip
 
 
 def norm_limits(name: str, epsilon: float, device: torch.device) -> NormLimits:

@@ -174,7 +174,6 @@ def _safe(cases: list[NormCase]) -> Iterator[Finding]:
                 severity="note" if not broken else "warning",
                 sentence=f"{norm} upcast from {name} to fp32 {held} {len(safe)} scales; its error is at most "
                 f"{worst:.3g}, {'within' if worst <= half else 'beyond'} half a spacing of {name} ({half:.3g}): "
-                f"{'' if worst <= half else 'more than '}the rounding of the output. "
-                f"PyTorch's own: {torch_worst:.3g}.",
+                f"{'' if worst <= half else 'more than '}the rounding of the output. PyTorch's own: {torch_worst:.3g}.",
                 evidence={"worst": worst, "half_spacing": half, "built_in_worst": torch_worst, "broken": len(broken)},
             )

@@ -134,12 +134,11 @@ def _yardstick(outcomes: RunsJudged) -> Finding:
     seeds = ", ".join(str(outcomes.seed + i) for i in range(len(outcomes.starts) + 1))
     return note(
         "starts-apart",
-        f"fp32 from the parameters of seeds {seeds}, over the same batches, ends up to "
-        f"{outcomes.apart[-1]:.2g} nats apart in training (smoothed over {outcomes.window} steps, within the last "
-        f"{outcomes.reach + 1}) and {outcomes.starts_validation:.2g} in validation. A run departs at the first step "
-        "from which on its smoothed loss is farther from fp32's than these are from each other within "
-        f"{outcomes.reach} steps of there, for {outcomes.reach} steps or more and to the end; or from which on its "
-        "loss is not finite.",
+        f"fp32 from the parameters of seeds {seeds}, over the same batches, ends up to {outcomes.apart[-1]:.2g} nats "
+        f"apart in training (smoothed over {outcomes.window} steps, within the last {outcomes.reach + 1}) and "
+        f"{outcomes.starts_validation:.2g} in validation. A run departs at the first step from which on its smoothed "
+        f"loss is farther from fp32's than these are from each other within {outcomes.reach} steps of there, for "
+        f"{outcomes.reach} steps or more and to the end; or from which on its loss is not finite.",
         {
             "training": outcomes.apart[-1], "validation": outcomes.starts_validation, "window": outcomes.window,
             "reach": outcomes.reach,
@@ -198,9 +197,8 @@ def _within(outcomes: RunsJudged) -> Iterator[Finding]:
     difference = farthest.validation_loss - outcomes.reference.validation_loss
     yield note(
         "nothing-beyond-the-start",
-        f"None of {len(outcomes.variants)} runs departs: at this size and length no precision changes the "
-        f"training more than another start does. Farthest in validation is {farthest.name}, {_signed(difference)} "
-        "fp32.",
+        f"None of {len(outcomes.variants)} runs departs: at this size and length no precision changes the training "
+        f"more than another start does. Farthest in validation is {farthest.name}, {_signed(difference)} fp32.",
         {"runs": len(outcomes.variants), "farthest": farthest.name, "difference": difference},
     )
 

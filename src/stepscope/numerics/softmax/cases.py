@@ -21,17 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepscope.core.float_format import FORMATS
-from stepscope.numerics.against_float64 import (
-    DTYPES,
-    INPUT_OVERFLOWS,
-    Deviation,
-    deviation,
-    last_number_where,
-    next_number,
-)
+from stepscope.numerics.against_float64 import DTYPES, Deviation, deviation, last_number_where, next_number
 
 NAIVE, SAFE, ONLINE = "naive", "safe", "online"
-NOT_DIVIDED, AFTER, BEFORE = "not divided", "divided after", "divided before"
+DIVISIONS = NOT_DIVIDED, AFTER, BEFORE = "not divided", "divided after", "divided before"
 WIDTH = 1024
 BLOCK = 64
 """Elements per block of the online softmax."""
@@ -145,11 +138,8 @@ def softmax_cases(name: str, scales: Sequence[float], device: torch.device, seed
     for way, softmax in SOFTMAXES.items():
         for scale in scales:
             x_RW = (x64_RW * scale).to(device, DTYPES[name])
-            largest = x_RW.max().item()
-            result = INPUT_OVERFLOWS
-            if x_RW.isfinite().all():
-                result = deviation(softmax(x_RW), safe_softmax(x_RW.double()))
-            found.append(SoftmaxCase(format=name, way=way, scale=scale, largest=largest, result=result))
+            result = deviation(softmax(x_RW), safe_softmax(x_RW.double()), x_RW)
+            found.append(SoftmaxCase(format=name, way=way, scale=scale, largest=x_RW.max().item(), result=result))
     return found
 
 
@@ -161,23 +151,19 @@ def attention_cases(head_dim: int, scale: float, device: torch.device, seed: int
     found = []
     for name, dtype in DTYPES.items():
         q_HSD, k_HSD, v_HSD = (x.to(device, dtype) for x in (q64 * scale, k64 * scale, v64))
-        holds = bool((q_HSD.isfinite().all() & k_HSD.isfinite().all()).item())
-        for division in (NOT_DIVIDED, AFTER, BEFORE):
+        for division in DIVISIONS:
             exact_HST = attention_scores(q_HSD.double(), k_HSD.double(), division)
             exact_weights_HST = safe_softmax(exact_HST)
             scores_HST = attention_scores(q_HSD, k_HSD, division)
             for softmax in (NAIVE, SAFE):
-                result = INPUT_OVERFLOWS
-                if holds:
-                    out_HSD = SOFTMAXES[softmax](scores_HST) @ v_HSD
-                    result = deviation(out_HSD, exact_weights_HST @ v_HSD.double())
+                out_HSD = SOFTMAXES[softmax](scores_HST) @ v_HSD
                 found.append(
                     AttentionCase(
                         head_dim=head_dim, format=name, division=division, softmax=softmax, scale=scale,
                         largest_score=exact_HST.max().item(),
                         largest_weight=exact_weights_HST.amax(dim=-1).mean().item(),
                         finite_scores=bool(scores_HST.isfinite().all().item()),
-                        result=result,
+                        result=deviation(out_HSD, exact_weights_HST @ v_HSD.double(), q_HSD, k_HSD),
                     )
                 )  # fmt: skip
     return found

@@ -8,7 +8,7 @@ from stepscope.core.float_format import FORMATS
 from stepscope.numerics.against_float64 import INPUT_OVERFLOWS
 from stepscope.numerics.softmax.cases import (
     AFTER,
-    BEFORE,
+    DIVISIONS,
     NAIVE,
     NOT_DIVIDED,
     ONLINE,
@@ -59,9 +59,8 @@ def _naive(cases: list[SoftmaxCase], limit: ExpLimits) -> Iterator[Finding]:
             side = "above" if broken.largest > limit.finite_up_to else "still below"
             yield warning(
                 "naive-softmax",
-                f"The naive softmax in {broken.format} breaks at a standard deviation of "
-                f"{broken.scale:g}: the largest input is {broken.largest:.4g}, {side} {limit.finite_up_to:.4g}; "
-                f"{what}.",
+                f"The naive softmax in {broken.format} breaks at a standard deviation of {broken.scale:g}: the largest "
+                f"input is {broken.largest:.4g}, {side} {limit.finite_up_to:.4g}; {what}.",
                 remedy="subtract the row's maximum first",
                 evidence={
                     "scale": broken.scale, "largest": broken.largest, "limit": limit.finite_up_to, "became": word,
@@ -93,7 +92,7 @@ def _attention(cases: list[AttentionCase]) -> Iterator[Finding]:
         return
     first = cases[0]
     breaks = {}
-    for division in (NOT_DIVIDED, AFTER, BEFORE):
+    for division in DIVISIONS:
         for softmax in (NAIVE, SAFE):
             own = [case for case in cases if case.division == division and case.softmax == softmax]
             breaks[division, softmax] = next((case for case in own if case.result.broken), None)

@@ -9,7 +9,7 @@ import torch
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Cell, Experiment, Table
 from stepscope.measure.device import resolve_device
-from stepscope.numerics.against_float64 import DTYPES, INPUT_OVERFLOWS, deviation
+from stepscope.numerics.against_float64 import DTYPES, deviation
 from stepscope.numerics.answers import computed_answer, curves, pivot
 from stepscope.numerics.softmax.cases import (
     AFTER,
@@ -123,8 +123,8 @@ def _of_row(row: Sequence[float], device: torch.device) -> Table:
         x_1W = given_W.to(device, dtype)[None]
         for way, softmax in SOFTMAXES.items():
             p_1W = softmax(x_1W).double().cpu()
-            result = deviation(p_1W, right_1W) if x_1W.isfinite().all() else INPUT_OVERFLOWS
-            rows.append((name, way, p_1W.sum().item(), p_1W.max().item(), result.cell))
+            off = deviation(p_1W, right_1W, x_1W)
+            rows.append((name, way, p_1W.sum().item(), p_1W.max().item(), off.cell))
     shown = ", ".join(f"{number:g}" for number in row[:6]) + (", …" if len(row) > 6 else "")
     columns = ("format", "way", "sum of the probabilities", "largest", "error, with the row's own rounding")
     return Table(title=f"Softmax of {shown}", columns=columns, rows=tuple(rows))

@@ -232,9 +232,8 @@ def launch_bound(run: Run) -> Finding | None:
         return None
     return note(
         "launch-bound",
-        f"The GPU had nothing to run for {format_share(share)} of the step: "
-        f"{run.evidence.profile.kernel_launches} kernels in {format_seconds(metrics.median_s(run, 'step') or 0)}, "
-        "so the host's speed sets the time.",
+        f"The GPU had nothing to run for {format_share(share)} of the step: {run.evidence.profile.kernel_launches} "
+        f"kernels in {format_seconds(metrics.median_s(run, 'step') or 0)}, so the host's speed sets the time.",
         remedy="fewer, larger launches: --compile reduce-overhead, --optimizer adamw-fused, a larger batch",
         evidence={"share": share, "kernel_launches": run.evidence.profile.kernel_launches},
     )
