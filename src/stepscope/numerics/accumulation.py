@@ -23,7 +23,7 @@ from stepscope.numerics.against_float64 import DTYPES
 from stepscope.numerics.answers import computed_answer, curves
 
 SUMS = ((1_000, 0.01), (10_000, 0.001))
-"""How many addends, and which, where neither is asked for."""
+"""How many addends, and which one, in each sum that is made when no other is asked for."""
 LARGEST_COUNT = 100_000
 ADDENDS = (*DTYPES, "tf32", "fp8-e4m3", "fp8-e5m2")
 """TF32 and the formats of 8 bits exist as what a matrix unit reads, not as what it adds in: they are addends, and no
@@ -34,7 +34,7 @@ _CURVE_POINTS = 200
 
 @dataclass(frozen=True)
 class _Sum:
-    """One sum, addend by addend."""
+    """How one sum came out."""
 
     accumulator: str
     addend: str
@@ -59,7 +59,7 @@ class _Sum:
 
 
 def study_accumulation(*, addend: float | None = None, count: int | None = None) -> Experiment:
-    """Every pair of accumulator and addend, for each of SUMS or for the sum asked for; and each remedy.
+    """Add up in every pair of accumulator and addend, and by each remedy: each of SUMS, or the sum that is asked for.
 
     Raises InputError for an addend that is not a positive number, and for a count below 1 or above LARGEST_COUNT.
     """
@@ -109,7 +109,7 @@ def _in_turn(accumulator: str, addend: str, count: int, each: float) -> _Sum:
 
 
 def _kahan(dtype: str, count: int, each: float) -> _Sum:
-    """The sum with Kahan's correction: s and c together hold it, and c is what s lost."""
+    """The sum with Kahan's correction: a second number carries what the sum lost."""
     small = torch.tensor(each, dtype=DTYPES[dtype])
     total, lost = torch.zeros_like(small), torch.zeros_like(small)
     for _ in range(count):
@@ -154,7 +154,7 @@ def _running(each: float, sums: list[_Sum]) -> Table:
 
 
 def _places(count: int) -> list[int]:
-    """1, 2 and 5 times the powers of ten below `count`, and `count`."""
+    """The numbers below `count` that are 1, 2 or 5 times a power of ten, and `count` itself."""
     powers = (10**power for power in range(len(str(count))))
     return [*(number for power in powers for number in (power, 2 * power, 5 * power) if number < count), count]
 
@@ -175,7 +175,7 @@ def _stops(found: _Sum) -> bool:
 
 
 def _stop(found: _Sum) -> Finding:
-    """Why a sum does not reach its end: it stops, overflows, or never begins."""
+    """A finding that says why a sum does not reach its end: it stops, overflows, or never begins."""
     small = FORMATS[found.addend].round(found.each)
     evidence = {"result": found.result, "stopped_after": found.stopped_after, "addend": small}
     what = f"In {found.accumulator} the sum of {found.count:,} x {found.each}"
@@ -195,7 +195,7 @@ def _stop(found: _Sum) -> Finding:
 
 
 def _remedies(sums: list[_Sum]) -> Iterator[Finding]:
-    """A finding for each 16-bit accumulator: the sums that the methods give."""
+    """A finding for each 16-bit accumulator: what each method of adding comes to."""
     for dtype in ("fp16", "bf16"):
         of = {found.method: found for found in sums if found.accumulator == dtype and found.addend == dtype}
         wide = next(s for s in sums if s.accumulator == "fp32" and s.addend == dtype)

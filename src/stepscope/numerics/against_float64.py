@@ -1,4 +1,4 @@
-"""A result in few bits against float64: its error, or a word where it broke; and the numbers at which a format ends."""
+"""How far a result in few bits is from float64, and at which numbers a format ends."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, 
 """The formats that PyTorch computes in."""
 
 _BITS = {2: torch.int16, 4: torch.int32}
-"""Integers as wide as a number, by its bytes."""
+"""The integer dtype as wide as a number of so many bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,8 @@ class Deviation:
     error: float
     """|found - reference| / |reference| of the worst row, by the Euclidean norm; NaN where a row is not finite."""
     word: str
-    """`nan`, `inf`; `zero` where a whole row came to nothing; `input overflows` where the format cannot hold what went
-    in; otherwise empty."""
+    """What the result became: `nan`, `inf`; `zero` where a whole row is zero and should not be; `input overflows` where
+    the format cannot hold what goes in. Empty for any other result."""
 
     @property
     def broken(self) -> bool:

@@ -1,4 +1,4 @@
-"""What the answers of all studies of numbers are made of: where they ran, tables by two keys, curves."""
+"""The parts that answers of the precision lab have in common: where they ran, tables by two keys, and curves."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ def computed_answer(
     panels: Iterable[Panel] = (),
     findings: Iterable[Finding],
 ) -> Answer:
-    """The answer to a question about what was computed on a device. `device` says where, if that is not its name."""
+    """The answer of a study that computed on a device. `device` says where in other words than its name."""
     return Answer(
         study=study,
         question=question,
@@ -35,7 +35,7 @@ def computed_answer(
 
 
 def pivot(title: str, names: tuple[str, ...], cells: Iterable[tuple[tuple[Cell, ...], str | float, Cell]]) -> Table:
-    """A row for each tuple of names, a column for each key: both in the order in which they first come."""
+    """A table: a row for each tuple of names, a column for each key, both in the order in which they first come."""
     rows: dict[tuple[Cell, ...], dict[str, Cell]] = {}
     columns: dict[str, None] = {}
     for row, key, cell in cells:
@@ -57,7 +57,7 @@ def curves(
     x_log: bool = False,
     y_log: bool = False,
 ) -> Panel:
-    """Curves of (line, x, y) over one axis. A line whose last values are not finite is marked where they begin.
+    """A panel of curves from points (line, x, y). A line whose last values are not finite is marked where they begin.
 
     y may be a word for a value that is not finite. On a logarithmic scale values of zero are left out.
     """

@@ -27,11 +27,11 @@ _PROPERTIES = (
 )  # fmt: skip
 
 _LONGEST = 1_000
-"""Characters of a number; Python reads whole numbers of up to 4,300 figures."""
+"""The most characters that a number may have; Python reads whole numbers of up to 4,300 figures."""
 
 
 def study_formats(value: str | None = None, device: str = "cpu") -> Experiment:
-    """The formats, and PyTorch's casts to 8 bits on this device; with `value`, what each makes of it.
+    """List every format and PyTorch's casts to 8 bits on this device; with `value`, also what each makes of it.
 
     Raises InputError for what is no finite number.
     """
@@ -94,7 +94,7 @@ def _number(value: str) -> tuple[float, Fraction]:
 
 
 def _becomes(f: FloatFormat, number: float, exact: Fraction) -> list[tuple[Cell, ...]]:
-    """One row, or one for each convention where they differ: only formats of 8 bits have two."""
+    """The row of a format, or its two rows where the conventions of formats of 8 bits differ."""
     rounded, cut = f.round(number), f.round(number, saturates=True)
     if f.stored_bits > 8 or rounded == cut:
         return [_row_of(f, f.name, number, exact, rounded)]

@@ -43,7 +43,7 @@ def one_thread() -> Iterator[None]:
 
 
 def threads_for(parameters: int, tokens: int) -> contextlib.AbstractContextManager[None]:
-    """As many threads as steps of this size are worth: one, or PyTorch's own number."""
+    """While open, PyTorch computes on one thread if steps are too small for more."""
     return one_thread() if parameters * tokens < _SMALL_WORK else contextlib.nullcontext()
 
 

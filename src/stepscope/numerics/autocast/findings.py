@@ -1,4 +1,4 @@
-"""What follows from the dtypes that were seen under autocast, in sentences made of them."""
+"""Findings on what was seen under autocast."""
 
 import math
 from collections import Counter
@@ -28,7 +28,7 @@ _LARGE = 1000.0
 
 
 def parameters_found(recording: AutocastRecord) -> Finding:
-    """The dtypes of parameters and of their gradients, and that of the loss."""
+    """A finding on the dtypes of parameters, of their gradients, and of the loss."""
     inside = Counter(recording.inside.values())
     gradients = Counter(recording.gradients.values())
     without = gradients.pop(None, 0)
@@ -60,7 +60,7 @@ def loss_found(model: ModelWithLoss, recording: AutocastRecord) -> Iterator[Find
 
 
 def activations_found(model: ModelWithLoss, recording: AutocastRecord, dtype: str) -> Iterator[Finding]:
-    """The dtype of gradients on their way back."""
+    """A finding on the dtype of gradients on their way back, where some are in 16 bits."""
     ran = [seen for seen in recording.seen.values() if seen.calls]
     low = sum(dtype in of.outputs for of in ran)
     back = sum(dtype in of.gradients for of in ran)
@@ -90,11 +90,11 @@ _NORMS: dict[type[nn.Module], str] = {
     nn.LayerNorm: "layer_norm", nn.GroupNorm: "group_norm", nn.RMSNorm: "rms_norm",
     nn.BatchNorm1d: "batch_norm", nn.BatchNorm2d: "batch_norm", nn.BatchNorm3d: "batch_norm",
 }  # fmt: skip
-"""Modules of PyTorch's that are one operator of the table."""
+"""PyTorch's modules that are one operator of the table, with that operator."""
 
 
 def imitation_found(registered: Mapping[str, Observed], imitated: Mapping[str, Observed]) -> Finding:
-    """Where the rules come from, and which operators the imitation of them treats otherwise."""
+    """A finding that says where the rules come from, and which operators their imitation treats otherwise."""
     told = {name: seen.treatment for name, seen in registered.items() if seen.treatment is not None}
     other = [name for name, treatment in told.items() if imitated[name].treatment != treatment]
     but = f" {', '.join(other)} do not: in a model that uses them, look at the operators." if other else ""
@@ -110,7 +110,7 @@ def imitation_found(registered: Mapping[str, Observed], imitated: Mapping[str, O
 def normalisations_found(
     model: ModelWithLoss, recording: AutocastRecord, operators: Mapping[str, Mapping[str, Observed]], rules: str
 ) -> Iterator[Finding]:
-    """What became of each kind of normalisation, and why it may matter."""
+    """A finding for each kind of normalisation in the model: its dtypes, and the rule that made them."""
     found: dict[type[nn.Module], list[tuple[str, Seen]]] = {}
     for path, part in model.module.named_modules():
         seen = recording.seen.get(id(part), Seen())
@@ -138,7 +138,7 @@ def _said(treatment: Treatment | None) -> str:
 
 
 def squares_found(device: torch.device, low: torch.dtype) -> Finding:
-    """Layer norm in 16 bits at a deviation of _LARGE: written out, and PyTorch's operator."""
+    """A finding that sets layer norm written out in 16 bits beside PyTorch's operator, on numbers of +-_LARGE."""
     fp16, bf16, dtype = FORMATS["fp16"], FORMATS["bf16"], dtype_name(low)
     x = torch.tensor([-_LARGE, _LARGE] * 4, dtype=low, device=device)
     square = (x - x.mean()).pow(2).mean().item()
@@ -161,7 +161,7 @@ def squares_found(device: torch.device, low: torch.dtype) -> Finding:
 
 
 def caching_found(recording: AutocastRecord, repeats: Mapping[str, Casts], dtype: str) -> Finding:
-    """How often parameters are cast, and how long autocast keeps the copies."""
+    """A finding on how often parameters are cast, and how long autocast keeps the copies."""
     one = recording.casts
     first = one.of_named.total()
     cached, uncached, apart = (casts.of_named.total() for casts in repeats.values())
@@ -186,7 +186,7 @@ def caching_found(recording: AutocastRecord, repeats: Mapping[str, Casts], dtype
 
 
 def treated_found(here: Mapping[str, Observed], rules: str) -> Finding:
-    """How many operators are treated in each way by these rules."""
+    """A finding on how many operators these rules treat in each way."""
     counts = Counter(observed.treatment for observed in here.values())
     told = len(here) - counts[None]
     parts = [f"{counts[treatment]} {_WORDS[treatment]}" for treatment in TREATMENTS if counts[treatment]]
@@ -223,7 +223,7 @@ def differences_found(operators: Mapping[str, Mapping[str, Observed]]) -> Iterat
 
 
 def _counted(counts: Counter[Any]) -> str:
-    """`fp32`, or `3 fp32 and 1 bf16`."""
+    """Counts in words: `all fp32`, or `3 fp32 and 1 bf16`."""
     if not counts:
         return "none"
     if len(counts) == 1:

@@ -32,7 +32,7 @@ from stepscope.numerics.setting import check_room
 TOY = "toy"
 TOY_BATCH, TOY_IN, TOY_HIDDEN, TOY_OUT = 8, 20, 10, 5
 SEQUENCES, TOKENS = 2, 8
-"""Size of a transformer's batch, on which dtypes do not depend."""
+"""The size of a transformer's batch. Dtypes do not depend on it."""
 
 _STEP_BYTES = 4 + 4 + 2
 """Bytes per parameter that forward and backward hold at least: the parameter, its gradient and a 16-bit copy."""
@@ -42,7 +42,7 @@ _FORMS = "return (module, inputs, loss), or (module, inputs) or a module whose f
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWithLoss:
-    """A module on its device, ready to run."""
+    """A module on its device, with inputs and a loss."""
 
     name: str
     module: nn.Module
@@ -124,7 +124,7 @@ def _transformer(preset: str, device: torch.device, seed: int) -> ModelWithLoss:
     tokens_BS, targets_BS = torch.randint(workload.model.vocabulary, (2, SEQUENCES, TOKENS)).to(device)
 
     def cross_entropy(logits_BSV: Tensor) -> Tensor:
-        # Unlike the training step's loss, without a cast of its own: the dtype shall be autocast's choice.
+        # Without the cast that the training step's loss has: here autocast chooses the dtype.
         return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
 
     return ModelWithLoss(name=preset, module=build_model(workload, device), args=(tokens_BS,), loss=cross_entropy)

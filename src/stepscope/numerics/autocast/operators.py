@@ -40,13 +40,13 @@ Shape = tuple[int, ...]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`bf16`, `int64`."""
+    """The short name of a dtype: `bf16`, `int64`."""
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator, and inputs small enough to be free."""
+    """An operator, and the shapes of inputs on which it costs nothing."""
 
     name: str
     run: Callable[..., Tensor]
@@ -112,7 +112,7 @@ OPERATORS: tuple[Operator, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """The dtype that came out: of fp32 inputs, of 16-bit ones, of both kinds at once, and of both without autocast.
+    """The dtypes that an operator gives: of fp32 inputs, of 16-bit ones, of both at once, and of both without autocast.
 
     None where there is nothing to run (one input), or nothing that runs on this device; `refused` where it raised.
     """
@@ -141,7 +141,7 @@ class Observed:
 
 
 class Casts(TorchDispatchMode):
-    """Counts the casts between floating dtypes that run inside: those of the named tensors, and all others.
+    """A counter of the casts between floating dtypes that run inside: those of the named tensors, and all others.
 
     The mode stands below autocast, so that it sees autocast's casts as operators.
     """
@@ -178,7 +178,7 @@ def _changes_float(before: torch.dtype, after: torch.dtype) -> bool:
 
 @contextlib.contextmanager
 def autocast_region(device_type: str, dtype: torch.dtype, *, cache: bool = True) -> Iterator[None]:
-    """Autocast on. Raises InputError where this build or device has none of this dtype: PyTorch would only warn."""
+    """While open, autocast is on. Raises InputError where this build or device has none of this dtype."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -195,7 +195,7 @@ def autocast_region(device_type: str, dtype: torch.dtype, *, cache: bool = True)
 
 
 def observe_operators(device: torch.device, low: torch.dtype) -> dict[str, Observed]:
-    """Each of OPERATORS, run on this device."""
+    """What autocast does with each of OPERATORS on this device."""
     generator = torch.Generator().manual_seed(0)
 
     def made(shape: Shape, dtype: torch.dtype) -> Tensor:
@@ -206,7 +206,7 @@ def observe_operators(device: torch.device, low: torch.dtype) -> dict[str, Obser
 
 
 def observe_cuda_rules(low: torch.dtype) -> dict[str, Observed]:
-    """Each of OPERATORS on tensors that say they are on a GPU and hold nothing: autocast's rules, without a GPU."""
+    """What autocast does with each of OPERATORS on CUDA, seen without a GPU on tensors that hold no data."""
     mode = FakeTensorMode()
     gpu = torch.device("cuda", 0)
 
@@ -224,7 +224,7 @@ def observe_cuda_rules(low: torch.dtype) -> dict[str, Observed]:
 
 @contextlib.contextmanager
 def _cuda_region(dtype: torch.dtype) -> Iterator[None]:
-    """What `torch.autocast("cuda")` does once it has seen a GPU."""
+    """While open, autocast is on for CUDA, as in `torch.autocast("cuda")` on a machine that has a GPU."""
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", dtype)

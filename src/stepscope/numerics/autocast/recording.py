@@ -17,7 +17,7 @@ from stepscope.numerics.autocast.operators import Casts, autocast_region, dtype_
 
 @dataclass
 class Seen:
-    """What hooks saw of one module, in the order in which it first came."""
+    """What hooks saw of one module: its calls, and dtypes in the order in which they first came."""
 
     calls: int = 0
     inputs: dict[str, None] = field(default_factory=dict)

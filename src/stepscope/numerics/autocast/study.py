@@ -49,10 +49,11 @@ RULES = ("cpu", "cuda")
 def study_autocast(
     model: str = TOY, own: str | None = None, dtype: str = "bf16", device: str = "auto", rules: str | None = None
 ) -> Experiment:
-    """The toy network, a preset, or with `own` the user's module (`model_with_loss.py` says how it is named).
+    """Say what dtype everything has under autocast in the toy network, a preset, or with `own` the user's module.
 
-    rules: whose rules autocast goes by, `cpu` or `cuda`; None for the device's own. CUDA's are imitated on a CPU.
-    Raises InputError for a device, dtype, module or rules that cannot be used.
+    own: `model_with_loss.py` says how a module is named. rules: whose rules autocast goes by, `cpu` or `cuda`; None for
+    the device's own. CUDA's are imitated on a CPU. Raises InputError for a device, dtype, module or rules that cannot
+    be used.
     """
     low = LOW[choose(dtype, tuple(LOW), "dtype")]
     where = resolve_device(device)

@@ -11,7 +11,7 @@ from stepscope.numerics.autocast.recording import AutocastRecord, Seen
 
 Row = tuple[Cell, ...]
 COLUMNS = ("what", "kind", "calls", "dtype", "input", "output", "gradient")
-"""Columns of the table. gradient: of the parameter itself, or of the module's output."""
+"""The columns of the table. `gradient` is that of the parameter, or of the module's output."""
 
 
 def tree_table(model: ModelWithLoss, recording: AutocastRecord, title: str) -> Table:
@@ -29,7 +29,7 @@ class _Tree:
         self._recording = recording
         self._names = {id(parameter): name for name, parameter in whole.named_parameters()}
         self._shown: dict[int, str] = {}
-        """Paths, by id, of the modules that have rows already; one that is met again is only named."""
+        """The path of each module that has rows already, by its id. A module that is met again is only named."""
 
     def rows(self, label: str, module: nn.Module, *, path: str, depth: int) -> Iterator[Row]:
         """Rows of a module, its parameters, and the modules in it."""
@@ -38,7 +38,7 @@ class _Tree:
             yield (indent + label, f"the same as {self._shown[id(module)]}", None, None, None, None, None)
             return
         self._shown[id(module)] = path or "the whole"
-        # A module that forward itself made had no hooks.
+        # A module that forward itself makes has no hooks.
         seen = self._recording.seen.get(id(module), Seen())
         yield (
             indent + label, type(module).__name__, seen.calls or None, None,

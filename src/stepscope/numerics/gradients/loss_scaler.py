@@ -21,7 +21,7 @@ GROWTH_FACTOR, BACKOFF_FACTOR = 2.0, 0.5
 
 
 class DynamicLossScaler:
-    """The scale of a loss, and whether a step may be taken.
+    """A loss scale that adapts itself, and leaves out steps whose gradients are not all finite.
 
     scaled(loss).backward(); step(optimizer); update() -- as with torch.amp.GradScaler, and to the same bits: the scale
     is a number of fp32, and gradients are multiplied by its reciprocal, rounded to fp32.
@@ -51,7 +51,7 @@ class DynamicLossScaler:
         self._overflowed = False
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss that backward is to begin with."""
+        """The loss times the scale: what backward begins with."""
         return loss * self.scale
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -67,7 +67,7 @@ class DynamicLossScaler:
         return not self._overflowed
 
     def update(self) -> None:
-        """After every step: back off, grow, or leave the scale."""
+        """Let the scale back off, grow, or stay as it is. To be called after every step."""
         if self._overflowed:
             self.scale = FORMATS["fp32"].round(self.scale * self.backoff_factor)
             self.steps_since_change = 0

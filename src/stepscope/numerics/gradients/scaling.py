@@ -170,7 +170,7 @@ def _totals(trace: list[_Step], same_parameters: bool) -> Table:
 
 
 def _panel(trace: list[_Step]) -> Panel:
-    """Every step's scale in both runs: where they are the same, one line lies on the other."""
+    """Curves of the scale in both runs. Where they are the same, one line lies on the other."""
     lines = {"GradScaler": [step.theirs for step in trace], "ours": [step.ours for step in trace]}
     points = ((line, float(i), turn.scale) for line, turns in lines.items() for i, turn in enumerate(turns, start=1))
     return curves(points, x_title="step", y_title="loss scale", y_log=True)

@@ -30,7 +30,7 @@ from stepscope.numerics.setting import threads_for
 
 LEARNING_RATES = (1e-5, 1e-4, 1e-3, 1e-2)
 REMEDIES_AT = 1e-4
-"""A learning rate of pretraining's end, and of fine-tuning."""
+"""The learning rate at which remedies are compared: usual at the end of pretraining, and in fine-tuning."""
 
 _NEAREST = "bf16, to nearest"
 
@@ -48,7 +48,7 @@ last is torch.optim.AdamW as it comes, given bf16 parameters."""
 
 @dataclass
 class Tally:
-    """Updates of some parameters, over some steps."""
+    """Counts and norms of the updates of some parameters over some steps."""
 
     wanted: int = 0
     """Updates that were not zero."""
@@ -120,7 +120,7 @@ def study_swallowed(
     *, model: ModelConfig | None = None, steps: int = 40, learning_rates: tuple[float, ...] = LEARNING_RATES,
     remedies_at: float = REMEDIES_AT, batch_size: int = 4, seq_len: int = 32, device: str = "auto", seed: int = 0,
 ) -> Experiment:  # fmt: skip
-    """Shares of swallowed updates by layer and learning rate; at one learning rate, what each remedy comes to.
+    """Count swallowed updates by layer and learning rate; at one learning rate, compare the remedies.
 
     Every run has the same seed, batches and start: the fp32 one begins at the bf16 ones' rounded parameters.
     """
@@ -192,7 +192,7 @@ def _train(workload: Workload, name: str, rate: float, steps: int, device: torch
         own, step.optimizer = None, torch.optim.AdamW(step.model.parameters(), lr=rate, foreach=False)
     else:
         own = step.optimizer = AdamWBf16Parameters(step.model.parameters(), keeping=keeping, lr=rate, watch=watch)
-    # Rounding at random is to be the same whatever ran before.
+    # So that rounding at random is the same whatever ran before.
     torch.manual_seed(workload.seed)
     for _ in range(steps):
         trained.by_step.append(Tally())
@@ -223,7 +223,7 @@ def layer_of(parameter: str) -> str:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """A run beside the fp32 one."""
+    """One run, compared with the fp32 run."""
 
     name: str
     bytes_per_parameter: int
@@ -287,7 +287,7 @@ def _by_layer(title: str, nearest: dict[float, _Trained], figure: Callable[[Tall
 
 
 def _sizes(nearest: dict[float, _Trained]) -> Table:
-    """What decides it: the update beside half a unit in the last place of the parameter."""
+    """Median updates by layer beside half a unit in the last place of the parameter: smaller ones are swallowed."""
     first = next(iter(nearest.values()))
     rows: list[tuple[Cell, ...]] = [
         (layer, tally.median_half_unit, *(digits(run.by_layer[layer].median_update) for run in nearest.values()))

@@ -39,7 +39,7 @@ _STEP_BYTES = 4 + 4 + 8
 """Bytes per parameter: the parameter, its gradient, and the gradient's magnitude in double precision."""
 
 _LARGEST_SCALE = 100
-"""The loss is fp32, and so must be its product with the scale."""
+"""The largest scale that is tried, as a power of two: the loss times the scale must stay within fp32."""
 
 _AUTOCAST = ("fp16", "bf16")
 _OF = ("parameters", "activations")
@@ -48,7 +48,7 @@ _SHARES = ("below smallest normal, %", "below smallest subnormal, %", "becomes z
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of one kind of module: of its parameters, or with respect to its outputs."""
+    """The gradients of one kind of module: of its parameters, or with respect to its outputs."""
 
     kind: str
     of: str
@@ -88,7 +88,7 @@ def study_underflow(
     device: str = "auto",
     seed: int = 0,
 ) -> Experiment:
-    """A step's gradients in fp32 against every format; by kind of module, and as observed, for one of them."""
+    """Hold a step's gradients in fp32 against every format; for one format also by kind of module, and as observed."""
     choose(format_name, COMPARED, "format")
     chosen, on = float_format(format_name), resolve_device(device)
     workload = Workload(
@@ -193,7 +193,7 @@ def exponents(magnitudes: Tensor) -> Counter[int]:
 
 
 def shares_of(magnitudes: Iterable[Tensor], number: FloatFormat, scale: int = 0) -> Shares:
-    """What becomes of positive values, each tensor ascending, in the format when they are first multiplied by 2**scale.
+    """Shares of positive values, each tensor ascending, that the format changes once they are multiplied by 2**scale.
 
     Thresholds are divided instead: in double precision a power of two divides them exactly.
     """
@@ -216,7 +216,7 @@ def shares_of(magnitudes: Iterable[Tensor], number: FloatFormat, scale: int = 0)
 
 
 def best_scale(largest: float, number: FloatFormat) -> int:
-    """k of the largest 2**k that leaves `largest`, the greatest gradient, within the format.
+    """The exponent of the largest power of two by which the greatest gradient, `largest`, stays within the format.
 
     Above it the step is lost to an overflow, below it more gradients than need be lie at the format's lower end
     (NVIDIA, Training with Mixed Precision, "Choosing a scaling factor").
@@ -290,7 +290,7 @@ def _observed(
 
 
 def _panel(found: list[Gradients], of: str, number: FloatFormat) -> Panel:
-    """The histogram of each kind of module, and upright lines where the format ends."""
+    """Histograms by kind of module, with upright lines where the format ends."""
     points: list[tuple[str, float, float]] = []
     for each in found:
         if each.of == of and (counts := exponents(each.magnitudes)):

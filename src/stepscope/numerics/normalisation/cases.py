@@ -38,7 +38,7 @@ ROWS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class NormCase:
-    """One norm in one format, one way, of one input."""
+    """The result of one norm in one format, one way, on one input."""
 
     norm: str
     format: str
@@ -118,7 +118,7 @@ def norm_cases(
     norm: str, name: str, way: str, *, scales: Sequence[float], width: int, epsilon: float, device: torch.device,
     seed: int,
 ) -> list[NormCase]:  # fmt: skip
-    """One norm in one format, one way: a case for each scale, by which the same random numbers are multiplied."""
+    """The cases of one norm in one format, one way: the same random numbers, multiplied by each scale."""
     # Made on the CPU: the same numbers on every device.
     x64_RW = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     # All scales at once, since in turn a width costs as many calls as it has numbers.
@@ -150,7 +150,7 @@ def norm_limits(name: str, epsilon: float, device: torch.device) -> NormLimits:
 
 
 def _swallowed_from(name: str, epsilon: float) -> float:
-    """The power of two from which half a spacing is more than epsilon: from there on no sum takes it."""
+    """The first power of two at which half a spacing is more than epsilon: from there on no sum takes it."""
     if epsilon == 0:
         return 0.0
     form = FORMATS[name]

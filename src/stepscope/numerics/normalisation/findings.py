@@ -1,4 +1,4 @@
-"""What follows from RMSNorm and LayerNorm in few bits, in sentences made from the cases."""
+"""Findings on RMSNorm and LayerNorm in few bits, with the figures of the cases."""
 
 import math
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from stepscope.numerics.normalisation.cases import (
 def norm_findings(
     limits: list[NormLimits], by_scale: list[NormCase], by_width: list[NormCase], by_epsilon: list[NormCase]
 ) -> Iterator[Finding]:
-    """Where squares and epsilon leave a format, where each way breaks, what width does, and what upcasting mends."""
+    """Findings on squares and epsilon in each format, where each way breaks, the width, and what upcasting mends."""
     for found in limits:
         yield _square_limit(found)
     for norm in NORMS:
@@ -54,7 +54,7 @@ def _square_limit(found: NormLimits) -> Finding:
 
 
 def _overflow(cases: list[NormCase]) -> Iterator[Finding]:
-    """Where each way of one norm in one format first broke on large inputs."""
+    """Findings on where each way of one norm in one format first breaks on large inputs."""
     for way in (MEAN, SUM, IN_TURN):
         own = [case for case in cases if case.way == way]
         broken = next((case for case in own if case.spread.word in ("inf", "nan")), None)
@@ -94,7 +94,7 @@ def _epsilon(found: NormLimits) -> Finding:
 
 
 def _small(cases: list[NormCase]) -> Iterator[Finding]:
-    """Small inputs in fp16: the largest epsilon with which the norm still holds, and the first with which it breaks."""
+    """Findings on small inputs in fp16: the worst result of the norm, and the first epsilon with which it breaks."""
     own = [case for case in cases if case.format == "fp16" and case.output.word != INPUT_OVERFLOWS.word]
     naive = [case for case in own if case.way == MEAN]
     safe = {case.epsilon: case for case in own if case.way == UPCAST}
@@ -156,7 +156,7 @@ def _growth(cases: list[NormCase]) -> Iterator[Finding]:
 
 
 def _safe(cases: list[NormCase]) -> Iterator[Finding]:
-    """What upcasting leaves of the error, over all scales."""
+    """Findings on what upcasting leaves of the error, over all scales."""
     for name in ("fp16", "bf16"):
         for norm in NORMS:
             own = [c for c in of_norm(cases, norm) if c.format == name and c.output.word != INPUT_OVERFLOWS.word]

@@ -44,7 +44,7 @@ def study_normalisation(
     epsilon: float = NORM_EPSILON,
     seed: int = 0,
 ) -> Experiment:
-    """Both norms in every format and way: by scale at the middle width, by width at scale 1, by epsilon where small.
+    """Try both norms in every format and way: by scale at the middle width, by width, and by epsilon on small inputs.
 
     The input is normal, rounded to the format before anything is done with it; the float64 reference has the rounded
     input, so that errors are of the norm alone. Raises InputError for a device that is not there, and for an epsilon

@@ -10,19 +10,19 @@ WORKS = {"alice.txt.gz": "Carroll, Alice in Wonderland", "paradise_lost.txt.gz":
 LICENCE = "public domain"
 BYTE_VALUES = 256
 _HELD_OUT = 10
-"""The last one part in so many of each work is for validation."""
+"""One part in so many of each work, its last, is for validation."""
 
 
 @dataclass(frozen=True)
 class BundledText:
-    """Every work, cut into what is trained on and what is held out."""
+    """The text that is trained on, and the text that is held out."""
 
     train: bytes
     held_out: bytes
 
     @property
     def unigram_loss(self) -> float:
-        """Nats a byte of the held-out text, where all that is known is how often each byte is in the other.
+        """The loss on held-out text, in nats a byte, of a model that knows only how often each byte is in the other.
 
         Every count is one more than it is, so that no byte is impossible.
         """
@@ -32,7 +32,7 @@ class BundledText:
 
 
 def bundled_text() -> BundledText:
-    """Read from the installed package: nothing is downloaded."""
+    """The text, read from the installed package: nothing is downloaded."""
     works = [gzip.decompress(files("stepscope.numerics.quality").joinpath("text", name).read_bytes()) for name in WORKS]
     cuts = [len(work) - len(work) // _HELD_OUT for work in works]
     return BundledText(

@@ -1,4 +1,4 @@
-"""What the runs of `study.py` come to, in sentences made from their figures."""
+"""Findings on the runs of the study, with their figures."""
 
 import math
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ _BYTES_ALIKE = math.log(256)
 
 @dataclass(frozen=True, kw_only=True)
 class RunJudged:
-    """One run beside the others."""
+    """The figures of one run."""
 
     name: str
     of_starts: bool
     """Whether it is fp32 from the parameters of another seed: a yardstick."""
     losses: list[float]
-    """Smoothed; fewer than steps where the run was stopped since nothing was finite any more."""
+    """Smoothed losses by step. They end early where the run was stopped because nothing was finite any more."""
     validation_loss: float
     departs: int | None
     not_finite_from: int | None
@@ -41,7 +41,7 @@ class RunJudged:
 
 @dataclass(frozen=True, kw_only=True)
 class RunsJudged:
-    """All runs of a study."""
+    """All runs of a study, and what they are judged by."""
 
     reference: RunJudged
     others: tuple[RunJudged, ...]
@@ -80,7 +80,10 @@ class RunsJudged:
 def quality_findings(
     outcomes: RunsJudged, *, left_out: dict[str, str], interrupted: str | None, planned: int
 ) -> Iterator[Finding]:
-    """left_out: variants that do not run here, and why. interrupted: the run in which the user stopped the study."""
+    """Findings on every run, and on what they say together.
+
+    left_out: variants that do not run here, and why. interrupted: the run in which the user stopped the study.
+    """
     if interrupted is not None:
         yield warning(
             "interrupted",
@@ -180,7 +183,7 @@ def _times(difference: float, yardstick: float) -> str:
 
 
 def _known(each: RunJudged) -> str:
-    """What else was counted of a run."""
+    """The end of a sentence: what else was counted of a run."""
     said = []
     if each.skipped_steps is not None:
         said.append(f"{each.skipped_steps} steps were skipped")
@@ -204,7 +207,7 @@ def _within(outcomes: RunsJudged) -> Iterator[Finding]:
 
 
 def _against_wisdom(outcomes: RunsJudged) -> Iterator[Finding]:
-    """What is commonly said, held against the figures; nothing where they agree."""
+    """Findings that contradict what is commonly said."""
     runs = {each.name: each for each in outcomes.variants}
     reference = outcomes.reference
     unscaled = runs.get("fp16-unscaled")
@@ -238,7 +241,7 @@ def _against_wisdom(outcomes: RunsJudged) -> Iterator[Finding]:
 
 
 def _better_on_other_text(outcomes: RunsJudged) -> Iterator[Finding]:
-    """Runs that fit the text they train on less than fp32, and other text better, by more than another start does."""
+    """Findings on runs that fit the training text worse than fp32, and held-out text better by more than starts do."""
     reference = outcomes.reference
     for each in outcomes.variants:
         gained = reference.validation_loss - each.validation_loss
@@ -279,6 +282,6 @@ def _remedies(runs: dict[str, RunJudged]) -> Iterator[Finding]:
 
 
 def _listed(names: list[str]) -> str:
-    """a; a and b; a, b and c."""
+    """Names in a sentence: a; a and b; a, b and c."""
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last

@@ -1,4 +1,4 @@
-"""What precision does to training: one small transformer, real text, one seed, and every way to hold the numbers.
+"""What precision does to training, as a study: one small transformer, real text, one seed, every precision.
 
 Each run has the same parameters at the start and the same batches (`training.py`), so that what differs is the
 precision. How much a difference means is told by runs of fp32 that start from the parameters of other seeds, over the
@@ -28,7 +28,7 @@ from stepscope.numerics.quality.training import REFERENCE, VARIANTS, Trained, Tr
 from stepscope.numerics.setting import threads_for
 
 OTHER_STARTS = 2
-"""Runs of fp32 that start from the parameters of another seed: of the next ones after the study's own."""
+"""How many more runs of fp32 there are, each from the parameters of the next seed."""
 LEAST_STEPS = 20
 SIZES: dict[str, TrainingSize] = {
     # fp16 products are slow on a CPU without instructions for them (five times fp32's step): two runs of ten have them.
@@ -125,7 +125,7 @@ def _size(
 def _variants(
     asked: tuple[str, ...] | None, device: torch.device, size: TrainingSize
 ) -> tuple[list[str], dict[str, str]]:
-    """What to run, and why each of the rest is left out. What was asked for by name must run here."""
+    """The variants to run, and why each other is left out. Raises InputError if one that was asked for cannot run."""
     if asked is not None and not asked:
         raise InputError(f"no variant is given: choose of {', '.join(VARIANTS)}")
     for name in asked or ():
@@ -202,7 +202,7 @@ def _outcomes(
 
 
 def _figure(value: float | None, digits: int = 4) -> Cell:
-    """Rounded; zero has no sign."""
+    """The value rounded, without a sign if that is zero."""
     return None if value is None else round(value, digits) + 0.0
 
 
@@ -252,7 +252,7 @@ def _places(steps: int, count: int) -> list[int]:
 
 
 def _panels(outcomes: RunsJudged) -> Iterator[Panel]:
-    """For parameters in fp32 and for those in bf16: the losses, and what they are more than fp32's."""
+    """Panels of the losses, and of their difference from fp32's: first with parameters in fp32, then in bf16."""
     reference = outcomes.reference
     starts, variants = outcomes.starts, outcomes.variants
     steps = _places(outcomes.steps, _POINTS)

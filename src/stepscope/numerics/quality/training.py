@@ -32,7 +32,7 @@ _JUDGED_AT_ONCE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A way to train."""
+    """A way to train: its dtypes, its loss scale, and how it keeps its parameters."""
 
     dtype: Dtype
     autocast: torch.dtype | None = None
@@ -57,7 +57,7 @@ VARIANTS: dict[str, Variant] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSize:
-    """What is trained, on how much, for how long."""
+    """The model, the batch, and the length of a training run."""
 
     model: ModelConfig
     batch_size: int
@@ -86,7 +86,7 @@ class Trained:
 
 
 def rate_at(step: int, steps: int, highest: float) -> float:
-    """Linear warm-up over a tenth of the steps, then half a cosine down to a tenth of the highest rate."""
+    """The learning rate of a step: linear warm-up over a tenth of the steps, then half a cosine down to a tenth."""
     warmup = max(1, steps // 10)
     if step <= warmup:
         return highest * step / warmup
@@ -121,7 +121,7 @@ class Batches:
 
 
 def batches(size: TrainingSize, text: bytes, device: torch.device, seed: int) -> Batches:
-    """Places at random, with repetition: the same for every variant and every device."""
+    """Batches from random places of the text, the same for every variant and every device."""
     places = torch.randint(
         len(text) - size.seq_len, (size.steps, size.batch_size), generator=torch.Generator().manual_seed(seed)
     )
@@ -150,7 +150,7 @@ def train(
     if variant.keeping is not None:
         model = model.to(torch.bfloat16)
     data = batches(size, text.train, device, seed)
-    # Rounding at random is to be the same whatever ran before, and to leave no trace.
+    # So that rounding at random is the same whatever ran before, and leaves no trace.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), matmul_precision(variant.dtype):
         torch.manual_seed(seed)
         trained = _train(variant, size, model, data, tell_step)
@@ -207,7 +207,7 @@ def _train(
 
 
 def _optimizer(model: nn.Module, variant: Variant, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW with PyTorch's defaults; the learning rate is set before each step."""
+    """AdamW with PyTorch's defaults. The learning rate is set before each step."""
     if variant.keeping is not None:
         return AdamWBf16Parameters(model.parameters(), keeping=variant.keeping)
     return torch.optim.AdamW(model.parameters(), fused=device.type == "cuda")

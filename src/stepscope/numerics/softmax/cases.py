@@ -48,7 +48,7 @@ class ExpLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxCase:
-    """One softmax in one format, of one input."""
+    """The result of one softmax in one format on one input."""
 
     format: str
     way: str
@@ -60,7 +60,7 @@ class SoftmaxCase:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCase:
-    """Attention in one format, with one softmax and one way of dividing, of one input."""
+    """The result of attention in one format, with one softmax and one way of dividing, on one input."""
 
     head_dim: int
     format: str
@@ -89,7 +89,7 @@ def safe_softmax(x_RW: Tensor) -> Tensor:
 
 
 def online_softmax(x_RW: Tensor, block: int = BLOCK) -> Tensor:
-    """The maximum and the sum in one pass over blocks, both in the input's format; a second pass divides."""
+    """Softmax with maximum and sum from one pass over blocks, both in the input's format; a second pass divides."""
     maximum = torch.full_like(x_RW[..., :1], -math.inf)
     total = torch.zeros_like(maximum)
     for part in x_RW.split(block, dim=-1):
@@ -130,7 +130,7 @@ def exp_limits(name: str, device: torch.device) -> ExpLimits:
 
 
 def softmax_cases(name: str, scales: Sequence[float], device: torch.device, seed: int) -> list[SoftmaxCase]:
-    """Each softmax in one format: a case for each scale, by which the same random numbers are multiplied."""
+    """The cases of each softmax in one format: the same random numbers, multiplied by each scale."""
     # Made on the CPU: the same numbers on every device.
     generator = torch.Generator().manual_seed(seed)
     x64_RW = torch.randn(_ROWS, WIDTH, generator=generator, dtype=torch.float64)
@@ -144,7 +144,7 @@ def softmax_cases(name: str, scales: Sequence[float], device: torch.device, seed
 
 
 def attention_cases(head_dim: int, scale: float, device: torch.device, seed: int) -> list[AttentionCase]:
-    """Attention of one head_dim at one scale, in each format, with each softmax and each way of dividing."""
+    """The cases of attention at one scale: in each format, with each softmax and each way of dividing."""
     generator = torch.Generator().manual_seed(seed)
     shape = (_HEADS, POSITIONS, head_dim)
     q64, k64, v64 = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))

@@ -1,4 +1,4 @@
-"""What follows from softmax and attention in few bits, in sentences made from the cases."""
+"""Findings on softmax and attention in few bits, with the figures of the cases."""
 
 import math
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from stepscope.numerics.softmax.cases import (
 def softmax_findings(
     limits: list[ExpLimits], softmaxes: list[SoftmaxCase], attentions: list[AttentionCase]
 ) -> Iterator[Finding]:
-    """Limits of exp; where the naive softmax breaks and what safe and online make of it; then attention."""
+    """Findings on the limits of exp, on where the naive softmax breaks, on the other softmaxes, and on attention."""
     for found in limits:
         yield _limit(found)
     for found in limits:
@@ -49,7 +49,7 @@ def _limit(found: ExpLimits) -> Finding:
 
 
 def _naive(cases: list[SoftmaxCase], limit: ExpLimits) -> Iterator[Finding]:
-    """The first scale at which each thing goes wrong: the sum of exponentials, or an exponential itself."""
+    """Findings on where the naive softmax first breaks: by the sum of exponentials, and by an exponential itself."""
     for word, what in (
         ("zero", "only the sum of the exponentials overflows, and a row of the output is zero without a NaN"),
         ("nan", "exp itself overflows, and infinity divided by infinity is NaN"),

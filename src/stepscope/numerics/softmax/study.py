@@ -41,7 +41,7 @@ def study_softmax(
     row: Sequence[float] | None = None,
     seed: int = 0,
 ) -> Experiment:
-    """Every softmax in every format by scale, then attention; with `row`, also what each makes of that row.
+    """Try every softmax, and attention, in every format by scale; with `row`, also see what each makes of that row.
 
     The inputs are normal, rounded to the format before anything is done with them; the float64 reference has the
     rounded inputs, except for `row`, whose rounding counts as error. Raises InputError for a device that is not there
