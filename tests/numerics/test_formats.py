@@ -11,8 +11,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from stepscope.core.answer import decode_answer, encode_answer
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import decode_experiment, encode_experiment
 from stepscope.core.float_format import FORMATS, float_format
 from stepscope.numerics.formats import CASTS, EIGHT_BITS, SATURATING, cast_convention, study_formats
 from tests.command import Done, stepscope
@@ -193,10 +193,10 @@ def test_json_is_one_document_without_nan_and_reads_back():
         raise AssertionError(f"{constant} is no JSON")
 
     found = study_formats("1e6")
-    text = encode_experiment(found)
+    text = encode_answer(found)
     rows = {row[0]: row for row in json.loads(text, parse_constant=refuse)["tables"][1]["rows"]}
     assert rows["fp16"][1] == "inf" and rows["fp8-e4m3, not saturating"][1] == "nan"
-    assert encode_experiment(decode_experiment(text.encode(), "here")) == text
+    assert encode_answer(decode_answer(text.encode(), "here")) == text
 
 
 def test_the_verb_writes_json_and_reads_it_again(tmp_path: Path):
@@ -209,12 +209,12 @@ def test_the_verb_writes_json_and_reads_it_again(tmp_path: Path):
 
 
 def test_bad_input_is_one_line(tmp_path: Path):
-    (tmp_path / "other.json").write_text(encode_experiment(study_formats()).replace('"formats"', '"softmax"'))
+    (tmp_path / "other.json").write_text(encode_answer(study_formats()).replace('"formats"', '"softmax"'))
     (tmp_path / "broken.json").write_text("{")
     uneven = {"title": "Formats", "columns": ["a", "b"], "rows": [[1]]}
-    one = json.loads(encode_experiment(study_formats()))
+    one = json.loads(encode_answer(study_formats()))
     (tmp_path / "uneven.json").write_text(json.dumps({**one, "tables": [uneven]}))
-    (tmp_path / "later.json").write_text(encode_experiment(study_formats()).replace('"version": 1', '"version": 99'))
+    (tmp_path / "later.json").write_text(encode_answer(study_formats()).replace('"version": 1', '"version": 99'))
     for name, word in {
         "none": "cannot read", "broken": "holds no answer of `stepscope study --json`",
         "other": "is of the study softmax", "uneven": "is damaged: the table 'Formats' has a row",

@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
-from stepscope.core.experiment import Experiment, decode_experiment
+from stepscope.core.answer import Answer, decode_answer
 from tests.command import stepscope
 
 
-def answered(study: str, *arguments: str, plot: Path) -> Experiment:
+def answered(study: str, *arguments: str, plot: Path) -> Answer:
     """The study's answer, read from its JSON, and drawn into `plot`."""
     done = stepscope("study", study, *arguments, "--json", "--save", str(plot))
     assert done.returncode == 0, done.stderr
     assert plot.stat().st_size > 1000
-    return decode_experiment(done.stdout.encode(), "stdout")
+    return decode_answer(done.stdout.encode(), "stdout")
 
 
 def refused(study: str, *arguments: object) -> str:

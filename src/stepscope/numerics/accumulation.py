@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from stepscope.core.answer import Answer, Cell, Panel, Table
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import Cell, Experiment, Panel, Table
 from stepscope.core.finding import Finding, note
 from stepscope.core.float_format import FORMATS
 from stepscope.core.model_config import whole_number
@@ -58,7 +58,7 @@ class _Sum:
         return self.method == "in turn" and self.addend == self.accumulator
 
 
-def study_accumulation(*, addend: float | None = None, count: int | None = None) -> Experiment:
+def study_accumulation(*, addend: float | None = None, count: int | None = None) -> Answer:
     """Add up in every pair of accumulator and addend, and by each remedy: each of SUMS, or the sum that is asked for.
 
     Raises InputError for an addend that is not a positive number, and for a count below 1 or above LARGEST_COUNT.

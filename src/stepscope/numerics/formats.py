@@ -9,8 +9,8 @@ from fractions import Fraction
 
 import torch
 
+from stepscope.core.answer import Answer, Cell, Table
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import Cell, Experiment, Table
 from stepscope.core.finding import Finding, note
 from stepscope.core.float_format import FORMATS, FloatFormat
 from stepscope.measure.device import resolve_device
@@ -30,7 +30,7 @@ _LONGEST = 1_000
 """The most characters that a number may have; Python reads whole numbers of up to 4,300 figures."""
 
 
-def study_formats(value: str | None = None, device: str = "cpu") -> Experiment:
+def study_formats(value: str | None = None, device: str = "cpu") -> Answer:
     """List every format and PyTorch's casts to 8 bits on this device; with `value`, also what each makes of it.
 
     Raises InputError for what is no finite number.

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from stepscope.core.answer import Answer, Cell, decode_answer
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import Cell, Experiment, decode_experiment
 from stepscope.numerics.autocast.operators import (
     LOW,
     observe_operators,
@@ -20,11 +20,11 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def toy() -> Experiment:
+def toy() -> Answer:
     return study_autocast(dtype="bf16", device="cpu")
 
 
-def tree(found: Experiment) -> dict[str, dict[str, Cell]]:
+def tree(found: Answer) -> dict[str, dict[str, Cell]]:
     """Rows by path: what stands deeper belongs to what stands above it."""
     table, rows, path = found.table(TREE), {}, []
     for row in table.rows:
@@ -34,7 +34,7 @@ def tree(found: Experiment) -> dict[str, dict[str, Cell]]:
     return rows
 
 
-def casts(found: Experiment) -> dict[Cell, tuple[Cell, ...]]:
+def casts(found: Answer) -> dict[Cell, tuple[Cell, ...]]:
     """Casts of parameters, and how many parameters, by how often forward ran."""
     return {row[0]: row[1:3] for row in found.table(CASTS).rows}
 
@@ -65,7 +65,7 @@ def test_toy_under_fp16_on_a_gpu():
     assert {(row["dtype"], row["gradient"]) for row in weights} == {("fp32", "fp32")}
 
 
-def test_toy_keeps_copies_of_its_two_matrices(toy: Experiment):
+def test_toy_keeps_copies_of_its_two_matrices(toy: Answer):
     assert casts(toy) == {
         "one forward": (2, 2), "two forwards in one region": (2, 2), "the same, cache off": (4, 2),
         "two forwards, a region each": (4, 2),
@@ -75,7 +75,7 @@ def test_toy_keeps_copies_of_its_two_matrices(toy: Experiment):
     assert "casts 0: the copies are kept" in cache.sentence
 
 
-def test_sentences_quote_the_table(toy: Experiment):
+def test_sentences_quote_the_table(toy: Answer):
     treated = [row[5] for row in toy.table(OPERATOR_TABLE).rows]
     (operators,) = [finding for finding in toy.findings if finding.kind == "operators"]
     assert operators.evidence["sent down"] == treated.count("sent down")
@@ -85,8 +85,8 @@ def test_sentences_quote_the_table(toy: Experiment):
     assert differences.evidence == {"different": sum(a != b for a, b in seen), "operators": len(seen)}
 
 
-def test_squares_overflow_in_fp16_and_not_in_bf16(toy: Experiment):
-    def variance(found: Experiment) -> str:
+def test_squares_overflow_in_fp16_and_not_in_bf16(toy: Answer):
+    def variance(found: Answer) -> str:
         return str(next(finding for finding in found.findings if finding.kind == "squares").evidence["variance"])
 
     # 1000 is 1000 in both; its square is beyond fp16's 65504, and rounds to 8 bits in bf16: 244 * 4096.
@@ -316,7 +316,7 @@ def autocast(*arguments: object) -> Done:
 def test_json_is_the_experiment_and_is_read_again(tmp_path: Path):
     done = autocast("--device", "cpu", "--json")
     assert (done.returncode, done.stderr) == (0, "")
-    found = decode_experiment(done.stdout.encode(), "stdout")
+    found = decode_answer(done.stdout.encode(), "stdout")
     assert tree(found)["fc1"]["output"] == "bf16" and found.settings["model"] == "toy"
     kept = tmp_path / "answer.json"
     kept.write_text(done.stdout)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stepscope.core.answer import Answer, Table
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import Experiment, Table
 from stepscope.core.float_format import FORMATS
 from stepscope.models.transformer import NORM_EPSILON, RMSNorm
 from stepscope.numerics.against_float64 import DTYPES, deviation, last_number_where, next_number
@@ -34,7 +34,7 @@ def cells(table: Table) -> dict[tuple[Any, Any], dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def found() -> Experiment:
+def found() -> Answer:
     return study_normalisation(scales=(1e-4, 1.0, 10.0, 100.0, 1e4), widths=(64, 256, 4096))
 
 
@@ -120,7 +120,7 @@ def test_outcomes():
     assert deviation(torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.float64)).cell == 0.0
 
 
-def test_where_each_way_breaks(found: Experiment):
+def test_where_each_way_breaks(found: Answer):
     """At scale 100 squares overflow in fp16; at 10 the sum of 256 of them is about 25,600, which it holds."""
     for norm in NORMS:
         table = cells(found.table(f"{norm}: error of the output by the input's scale"))
@@ -148,7 +148,7 @@ def test_epsilon_is_swallowed_from_where_the_table_says(name: str, epsilon: floa
     assert start / 2 + small > start / 2
 
 
-def test_the_error_grows_with_the_width_only_where_sums_are_rounded(found: Experiment):
+def test_the_error_grows_with_the_width_only_where_sums_are_rounded(found: Answer):
     table = cells(found.table("RMSNorm: error of the mean of squares by the width"))
     for name in ("fp16", "bf16"):
         assert table[name, IN_TURN]["4096"] > 4 * table[name, IN_TURN]["64"]
@@ -157,7 +157,7 @@ def test_the_error_grows_with_the_width_only_where_sums_are_rounded(found: Exper
     assert table["bf16", IN_TURN]["4096"] > 0.25
 
 
-def test_sentences_quote_the_tables(found: Experiment):
+def test_sentences_quote_the_tables(found: Answer):
     kinds = {finding.kind for finding in found.findings}
     assert kinds >= {"squares-overflow", "norm-overflows", "epsilon", "squares-vanish", "epsilon-vanishes", "width"}
     table = cells(found.table("RMSNorm: error of the mean of squares by the width"))

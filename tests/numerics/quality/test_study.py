@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from stepscope.core.answer import Answer, decode_answer, encode_answer
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import Experiment, decode_experiment, encode_experiment
 from stepscope.numerics.quality import study as quality
 from stepscope.numerics.quality.departure import smoothed
 from stepscope.numerics.quality.findings import RunJudged, RunsJudged, quality_findings
@@ -33,13 +33,13 @@ def little_text(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture(scope="module")
-def found() -> Experiment:
+def found() -> Answer:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quality, "bundled_text", lambda: WORDS)
         return study_quality(size=SMALL, device="cpu")
 
 
-def test_the_study_holds_every_variant_and_says_what_it_left_out(found: Experiment):
+def test_the_study_holds_every_variant_and_says_what_it_left_out(found: Answer):
     names = [row[0] for row in found.table(RUNS).rows]
     assert names[:3] == ["fp32", "fp32, start of seed 1", "fp32, start of seed 2"]
     assert names[3:] == [name for name in VARIANTS if name not in ("fp32", "tf32")]
@@ -49,7 +49,7 @@ def test_the_study_holds_every_variant_and_says_what_it_left_out(found: Experime
     assert found.settings["parameters"] == sum(p.numel() for p in initial_model(SMALL, 0).parameters())
 
 
-def test_tables_and_curves_have_the_same_figures(found: Experiment):
+def test_tables_and_curves_have_the_same_figures(found: Answer):
     run = trained("bf16")
     by_step = {row[0]: row for row in found.table(BY_STEP).rows}
     above = {row[0]: row for row in found.table(ABOVE).rows}
@@ -63,14 +63,14 @@ def test_tables_and_curves_have_the_same_figures(found: Experiment):
     assert {"bf16-pure", "bf16-pure-kahan"} <= {point.line for point in found.panels[2].points}
 
 
-def test_a_study_survives_json(found: Experiment):
-    assert decode_experiment(encode_experiment(found).encode(), "here") == found
+def test_a_study_survives_json(found: Answer):
+    assert decode_answer(encode_answer(found).encode(), "here") == found
 
 
-def test_sentences_agree_with_the_table(found: Experiment):
+def test_sentences_agree_with_the_table(found: Answer):
     told = {finding.evidence["run"]: finding for finding in found.findings if "departs" in finding.evidence}
     for name, *_, departs_at, _skipped, _zeros, _lost in found.table(RUNS).rows[3:]:
-        finding = told[name]
+        finding = told[str(name)]
         if departs_at == "no":
             assert finding.kind == "run-beside-fp32" and "does not depart" in finding.sentence
         else:
@@ -121,7 +121,7 @@ def test_a_rate_that_breaks_fp32_says_so_and_names_no_departure():
         finding.kind == "no-yardstick" and "does not stay finite" in finding.sentence for finding in found.findings
     )
     assert all(row[4] is None for row in found.table(RUNS).rows)
-    assert decode_experiment(encode_experiment(found).encode(), "here").study == "quality"
+    assert decode_answer(encode_answer(found).encode(), "here").study == "quality"
 
 
 def test_interrupted_it_keeps_the_runs_that_ended(monkeypatch: pytest.MonkeyPatch):
@@ -164,9 +164,9 @@ def study(*arguments: object) -> Done:
     return stepscope("study", "quality", "--device", "cpu", *arguments)
 
 
-def test_the_verb_reads_and_draws(found: Experiment, tmp_path: Path):
+def test_the_verb_reads_and_draws(found: Answer, tmp_path: Path):
     kept, plot = tmp_path / "quality.json", tmp_path / "quality.svg"
-    kept.write_text(encode_experiment(found))
+    kept.write_text(encode_answer(found))
     done = study("--from", str(kept), "--save", str(plot), "--only", RUNS)
     assert done.returncode == 0, done.stderr
     assert plot.stat().st_size > 1000 and "bf16-pure-kahan" in done.stdout
@@ -185,7 +185,7 @@ def test_ctrl_c_leaves_an_answer():
                 break
         answer, _ = process.stdout.read(), process.wait(60)
     assert process.returncode == 130
-    assert decode_experiment(answer.encode(), "stdout").findings[0].kind == "interrupted"
+    assert decode_answer(answer.encode(), "stdout").findings[0].kind == "interrupted"
 
 
 def test_default_sizes_are_whole():

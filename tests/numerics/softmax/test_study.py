@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import Experiment
 from stepscope.core.float_format import FORMATS
 from stepscope.models.attention.written_out import reference
 from stepscope.numerics.against_float64 import DTYPES
@@ -31,11 +31,11 @@ from tests.numerics.verbs import answered
 
 
 @pytest.fixture(scope="module")
-def found() -> Experiment:
+def found() -> Answer:
     return study_softmax(scales=(0.5, 1.0, 3.0, 4.0, 32.0, 64.0, 128.0), row=(10, 11.5, 89))
 
 
-def cells(found: Experiment, title: str, names: int) -> dict[tuple[Any, ...], dict[str, Any]]:
+def cells(found: Answer, title: str, names: int) -> dict[tuple[Any, ...], dict[str, Any]]:
     table = found.table(title)
     return {row[:names]: dict(zip(table.columns[names:], row[names:], strict=True)) for row in table.rows}
 
@@ -93,7 +93,7 @@ def test_safe_and_online_are_finite_whatever_the_row(name: str, row: list[float]
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "fp32"])
-def test_thresholds_are_the_logarithm_of_the_largest_number(found: Experiment, name: str):
+def test_thresholds_are_the_logarithm_of_the_largest_number(found: Answer, name: str):
     """Found by trying exp; ln(65504) = 11.0899 lies between two neighbours of fp16."""
     logarithm, finite, infinite, vanishes = cells(found, "exp in each format", 1)[name,].values()
     form = FORMATS[name]
@@ -107,7 +107,7 @@ def test_thresholds_are_the_logarithm_of_the_largest_number(found: Experiment, n
         assert (finite, infinite) == (11.0859375, 11.09375)
 
 
-def test_where_each_softmax_breaks(found: Experiment):
+def test_where_each_softmax_breaks(found: Answer):
     """At a width of 1,024 and scale 3 the sum overflows in fp16, and not one exponential; at 4 they do."""
     table = cells(found, "Softmax: error by the input's scale", 2)
     fp16 = table["fp16", NAIVE]
@@ -138,7 +138,7 @@ def test_scores_overflow_before_the_division_by_hand():
     assert safe_softmax(attention_scores(q, q, AFTER)).isnan().all()
 
 
-def test_attention_as_inputs_grow(found: Experiment):
+def test_attention_as_inputs_grow(found: Answer):
     scores = cells(found, "Attention: largest score, in float64, by the scale of q and k", 2)
     for head_dim in (64, 128):
         plain, divided = scores[head_dim, NOT_DIVIDED], scores[head_dim, AFTER]
@@ -159,7 +159,7 @@ def test_attention_as_inputs_grow(found: Experiment):
             assert rows[AFTER, SAFE]["1"] < rows[NOT_DIVIDED, SAFE]["1"]
 
 
-def test_sentences_quote_the_run(found: Experiment):
+def test_sentences_quote_the_run(found: Answer):
     sentences = [finding.sentence for finding in found.findings]
     assert any("still below 11.09; only the sum of the exponentials overflows" in text for text in sentences)
     breaks = [f for f in found.findings if f.kind == "attention-breaks" and "fp16 with head_dim 64" in f.sentence]
@@ -175,7 +175,7 @@ def test_sentences_quote_the_run(found: Experiment):
     assert not {"naive-softmax", "attention-breaks"} & {finding.kind for finding in calm.findings}
 
 
-def test_a_row_of_ones_own(found: Experiment):
+def test_a_row_of_ones_own(found: Answer):
     rows = {row[:2]: row[2:] for row in found.table("Softmax of 10, 11.5, 89").rows}
     assert all(rows[name, NAIVE][2] == "nan" for name in DTYPES)
     assert all(rows[name, way][:2] == (1.0, 1.0) for name in DTYPES for way in (SAFE, ONLINE))

@@ -1,8 +1,8 @@
 """`stepscope study autocast`: what dtype everything has under autocast."""
 
 from stepscope.cli.studies.precision import study_verb
+from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import Experiment
 
 
 @study_verb(
@@ -15,7 +15,7 @@ from stepscope.core.experiment import Experiment
 )
 def autocast(
     *, model: str | None = None, module: str | None, dtype: str = "bf16", device: str, rules: str | None
-) -> Experiment:
+) -> Answer:
     """The dtype of every parameter, input, output, loss and gradient; what autocast does with each operator."""
     if model is not None and module is not None:
         raise InputError("--model and --module name two models: give one")

@@ -1,7 +1,7 @@
 """`stepscope study underflow`, `scaling` and `swallowed`: gradients and updates in 16 bits."""
 
 from stepscope.cli.studies.precision import study_verb
-from stepscope.core.experiment import Experiment
+from stepscope.core.answer import Answer
 from stepscope.core.model_config import configure
 
 
@@ -13,7 +13,7 @@ from stepscope.core.model_config import configure
 def underflow(
     *, model: str = "tiny", vocabulary: int | None, batch_size: int = 1, seq_len: int = 64, seed: int, format: str,
     device: str,
-) -> Experiment:  # fmt: skip
+) -> Answer:  # fmt: skip
     """The exponents of a training step's gradients against each format, without and with a loss scale."""
     from stepscope.numerics.gradients.underflow import study_underflow
 
@@ -30,7 +30,7 @@ def underflow(
 )
 def scaling(
     *, steps: int = 200, growth_interval: int, overflow_at: tuple[int, ...] | None, seed: int, device: str
-) -> Experiment:
+) -> Answer:
     """A dynamic loss scale over a run that overflows on purpose, step by step beside torch.amp.GradScaler."""
     from stepscope.numerics.gradients.scaling import study_scaling
 
@@ -46,7 +46,7 @@ def swallowed(
     *, model: str = "tiny", d_model: int = 64, d_ff: int = 256, layers: int = 2, vocabulary: int = 256,
     batch_size: int = 4, seq_len: int = 32, seed: int, steps: int = 40,
     learning_rate: tuple[float, ...] = (1e-5, 1e-4, 1e-3, 1e-2), remedies_at: float, device: str,
-) -> Experiment:  # fmt: skip
+) -> Answer:  # fmt: skip
     """Updates that bf16 parameters round to nothing; and master weights, stochastic rounding, Kahan beside fp32."""
     from stepscope.numerics.gradients.swallowed import study_swallowed
 

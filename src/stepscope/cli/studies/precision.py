@@ -11,16 +11,16 @@ import typer
 from stepscope.cli.given_numbers import Numbers
 from stepscope.cli.output import draw, emit, present, progress, stdout_kept_clean
 from stepscope.cli.verb import verb
+from stepscope.core.answer import Answer, decode_answer, encode_answer
 from stepscope.core.bounded_file import read_document
 from stepscope.core.errors import EXIT_INTERRUPTED, InputError
-from stepscope.core.experiment import Experiment, decode_experiment, encode_experiment
 from stepscope.engine.request import Tell
 
-_Decorator = Callable[[Callable[..., Experiment]], Callable[..., None]]
+_Decorator = Callable[[Callable[..., Answer]], Callable[..., None]]
 
 
 def answer(
-    run: Callable[[Tell], Experiment],
+    run: Callable[[Tell], Answer],
     *,
     study: str,
     read: Path | None,
@@ -45,19 +45,19 @@ def answer(
         found = _read(read, study)
     draw(found, save)
     if json:
-        emit(encode_experiment(found))
+        emit(encode_answer(found))
     else:
         present(found, only=only)
     if read is None and any(finding.kind == "interrupted" for finding in found.findings):
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _read(path: Path, study: str) -> Experiment:
+def _read(path: Path, study: str) -> Answer:
     try:
         data = read_document(path)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-    found = decode_experiment(data, str(path))
+    found = decode_answer(data, str(path))
     if found.study != study:
         raise InputError(f"{path} is of the study {found.study}: read it with `stepscope study {found.study}`")
     return found
@@ -70,7 +70,7 @@ def study_verb(study: str, *examples: str, plot: bool = True, **usual: str) -> _
     """
     shared = inspect.signature(_every_study).parameters.values()
 
-    def make(run: Callable[..., Experiment]) -> Callable[..., None]:
+    def make(run: Callable[..., Answer]) -> Callable[..., None]:
         parameters = inspect.signature(run).parameters
 
         @functools.wraps(run)
@@ -93,7 +93,7 @@ def _every_study(*, from_: Path | None, only: str | None, save: Path | None, jso
 
 
 @study_verb("formats", "stepscope study formats --value 1e-7 --only becomes", "stepscope study formats --only Formats")
-def formats_study(*, value: str | None, device: str = "cpu") -> Experiment:
+def formats_study(*, value: str | None, device: str = "cpu") -> Answer:
     """Range, precision and largest integer of every floating format, from its bits."""
     from stepscope.numerics.formats import study_formats
 
@@ -105,7 +105,7 @@ def formats_study(*, value: str | None, device: str = "cpu") -> Experiment:
     "stepscope study accumulation --only findings",
     "stepscope study accumulation --addend 0.1 --count 5000",
 )
-def accumulation_study(*, addend: float | None, count: int | None) -> Experiment:
+def accumulation_study(*, addend: float | None, count: int | None) -> Answer:
     """Sums of many small numbers in every pair of accumulator and addend: where they stop growing, and why."""
     from stepscope.numerics.accumulation import study_accumulation
 
@@ -119,7 +119,7 @@ def accumulation_study(*, addend: float | None, count: int | None) -> Experiment
 )
 def normalisation_study(
     *, scales: Numbers | None, widths: Numbers | None, epsilon: float | None, device: str = "cpu"
-) -> Experiment:
+) -> Answer:
     """RMSNorm and LayerNorm in fp16, bf16 and fp32: where squares overflow and epsilon vanishes, and the safe way."""
     from stepscope.numerics.normalisation.study import study_normalisation
 
@@ -132,7 +132,7 @@ def normalisation_study(
     "stepscope study softmax --row 10,11.5,89",
     "stepscope study softmax --from results/cpu/precision/softmax.json --only 'exp in each format'",
 )
-def softmax_study(*, row: Numbers | None, scales: Numbers | None, device: str = "cpu") -> Experiment:
+def softmax_study(*, row: Numbers | None, scales: Numbers | None, device: str = "cpu") -> Answer:
     """Softmax, naive, safe and online, and attention's scores: where each overflows as its inputs grow."""
     from stepscope.numerics.softmax.study import study_softmax
 

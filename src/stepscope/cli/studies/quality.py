@@ -2,7 +2,7 @@
 
 from stepscope.cli.studies.precision import study_verb
 from stepscope.core import interrupts
-from stepscope.core.experiment import Experiment
+from stepscope.core.answer import Answer
 from stepscope.engine.request import Stage, Tell
 
 
@@ -14,7 +14,7 @@ from stepscope.engine.request import Stage, Tell
 def quality(
     tell: Tell, *, model_size: str | None, seed: int, steps: int | None, learning_rate: float | None,
     variants: tuple[str, ...] | None, device: str,
-) -> Experiment:  # fmt: skip
+) -> Answer:  # fmt: skip
     """A small transformer trained on real text in every precision: quality, and the step at which a run departs."""
     from stepscope.numerics.quality.study import study_quality
 

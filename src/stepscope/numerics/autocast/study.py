@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 import torch
 
+from stepscope.core.answer import Answer, Cell, Table
 from stepscope.core.errors import InputError, choose
-from stepscope.core.experiment import Cell, Experiment, Table
 from stepscope.core.finding import Finding
 from stepscope.measure.as_on_cuda import AsOnCuda
 from stepscope.measure.device import resolve_device
@@ -48,7 +48,7 @@ RULES = ("cpu", "cuda")
 
 def study_autocast(
     model: str = TOY, own: str | None = None, dtype: str = "bf16", device: str = "auto", rules: str | None = None
-) -> Experiment:
+) -> Answer:
     """Say what dtype everything has under autocast in the toy network, a preset, or with `own` the user's module.
 
     own: `model_with_loss.py` says how a module is named. rules: whose rules autocast goes by, `cpu` or `cuda`; None for

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from stepscope.core.experiment import Cell, Table
+from stepscope.core.answer import Cell, Table
 from stepscope.numerics.autocast.model_with_loss import ModelWithLoss
 from stepscope.numerics.autocast.operators import dtype_name
 from stepscope.numerics.autocast.recording import AutocastRecord, Seen

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepscope.core.experiment import Cell, Experiment, Panel, Table
+from stepscope.core.answer import Answer, Cell, Panel, Table
 from stepscope.core.finding import Finding, error, note
 from stepscope.core.model_config import LARGEST, whole_number
 from stepscope.measure.device import resolve_device
@@ -59,7 +59,7 @@ class _Step:
 def study_scaling(
     *, steps: int = 200, growth_interval: int = 20, planted: tuple[int, ...] | None = None, device: str = "auto",
     seed: int = 0,
-) -> Experiment:  # fmt: skip
+) -> Answer:  # fmt: skip
     """Train under fp16 autocast twice, with our scaler and with PyTorch's, and set the two runs side by side.
 
     planted: steps, counted from 1, that are made to overflow; None takes the steps of PLANTED up to `steps`.

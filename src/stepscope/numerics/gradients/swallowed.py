@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepscope.core.answer import Answer, Cell, Panel, Table
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import Cell, Experiment, Panel, Table
 from stepscope.core.figures import digits
 from stepscope.core.finding import Finding, note
 from stepscope.core.float_format import FORMATS
@@ -119,7 +119,7 @@ class _Trained:
 def study_swallowed(
     *, model: ModelConfig | None = None, steps: int = 40, learning_rates: tuple[float, ...] = LEARNING_RATES,
     remedies_at: float = REMEDIES_AT, batch_size: int = 4, seq_len: int = 32, device: str = "auto", seed: int = 0,
-) -> Experiment:  # fmt: skip
+) -> Answer:  # fmt: skip
     """Count swallowed updates by layer and learning rate; at one learning rate, compare the remedies.
 
     Every run has the same seed, batches and start: the fp32 one begins at the bf16 ones' rounded parameters.

@@ -19,8 +19,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from stepscope.core.answer import Answer, Cell, Panel, Table
 from stepscope.core.errors import InputError, choose
-from stepscope.core.experiment import Cell, Experiment, Panel, Table
 from stepscope.core.figures import digits
 from stepscope.core.finding import Finding, note
 from stepscope.core.float_format import FORMATS, FloatFormat, float_format
@@ -87,7 +87,7 @@ def study_underflow(
     format_name: str = "fp16",
     device: str = "auto",
     seed: int = 0,
-) -> Experiment:
+) -> Answer:
     """Hold a step's gradients in fp32 against every format; for one format also by kind of module, and as observed."""
     choose(format_name, COMPARED, "format")
     chosen, on = float_format(format_name), resolve_device(device)

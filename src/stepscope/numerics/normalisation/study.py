@@ -4,8 +4,8 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 
+from stepscope.core.answer import Answer, Cell, Panel, Table
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import Cell, Experiment, Panel, Table
 from stepscope.core.float_format import FORMATS
 from stepscope.measure.device import resolve_device
 from stepscope.models.transformer import NORM_EPSILON
@@ -43,7 +43,7 @@ def study_normalisation(
     widths: Sequence[int] = WIDTHS,
     epsilon: float = NORM_EPSILON,
     seed: int = 0,
-) -> Experiment:
+) -> Answer:
     """Try both norms in every format and way: by scale at the middle width, by width, and by epsilon on small inputs.
 
     The input is normal, rounded to the format before anything is done with it; the float64 reference has the rounded

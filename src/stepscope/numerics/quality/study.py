@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from stepscope.core.answer import Answer, Cell, Panel, Table
 from stepscope.core.errors import DeviceError, InputError, choose, one_line
-from stepscope.core.experiment import Cell, Experiment, Panel, Table
 from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
 from stepscope.core.workload import Workload
 from stepscope.measure.device import resolve_device
@@ -57,7 +57,7 @@ def study_quality(
     variants: tuple[str, ...] | None = None,
     device: str = "auto",
     seed: int = 0,
-) -> Experiment:
+) -> Answer:
     """Train in fp32, from OTHER_STARTS other starts too, and in each variant; say where each departs from fp32.
 
     tell: called with the run's name and the share of the study that is done. size: a name of SIZES, or a size of one's

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from stepscope.core.answer import Answer, Cell, Table
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import Cell, Experiment, Table
 from stepscope.measure.device import resolve_device
 from stepscope.numerics.against_float64 import DTYPES, deviation
 from stepscope.numerics.answers import computed_answer, curves, pivot
@@ -40,7 +40,7 @@ def study_softmax(
     head_dims: Sequence[int] = HEAD_DIMS,
     row: Sequence[float] | None = None,
     seed: int = 0,
-) -> Experiment:
+) -> Answer:
     """Try every softmax, and attention, in every format by scale; with `row`, also see what each makes of that row.
 
     The inputs are normal, rounded to the format before anything is done with them; the float64 reference has the

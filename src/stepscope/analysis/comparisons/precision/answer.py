@@ -7,8 +7,8 @@ from stepscope.analysis.comparisons.precision.cells import SpeedStudy, TimedCell
 from stepscope.analysis.comparisons.precision.findings import speed_findings
 from stepscope.analysis.runs.doubts import doubting_kinds
 from stepscope.analysis.runs.metrics import median_s, memory_of
+from stepscope.core.answer import Answer, Cell, Panel, Table, measured_answer
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import Cell, Experiment, Panel, Table, measured_answer
 from stepscope.core.figures import digits, gibibytes, milliseconds, percent, times_within, within_ms
 
 STUDY = "speed"
@@ -22,7 +22,7 @@ TIMES, MEMORY, PARTS, LAW, MISSING = (
 )
 
 
-def answer_speed(study: SpeedStudy, *, lacking: Sequence[str] = (), unread: int = 0) -> Experiment:
+def answer_speed(study: SpeedStudy, *, lacking: Sequence[str] = (), unread: int = 0) -> Answer:
     """The whole answer. `lacking`: dtypes that the device does not have; `unread`: captures that could not be read.
 
     Raises InputError where no cell was measured both in fp32 and in another dtype.
