@@ -280,11 +280,11 @@ MUTANTS = (
     # Precision.
     Mutant(
         name="a scale that remembers steps before it backed off",
-        file="numerics/loss_scaling.py",
+        file="numerics/gradients/loss_scaler.py",
         old="            self.steps_since_change = 0\n            return\n",
         new="            return\n",
         falsifies="the loss scale grows too early after an overflow",
-        tests=("numerics/test_loss_scaling.py",),
+        tests=("numerics/gradients/test_scaling.py",),
     ),
     Mutant(
         name="ties round up",

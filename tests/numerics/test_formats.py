@@ -11,11 +11,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from stepscope.core.answer import decode_answer, encode_answer
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import decode_experiment, encode_experiment
 from stepscope.core.float_format import FORMATS, float_format
 from stepscope.numerics.formats import CASTS, EIGHT_BITS, SATURATING, cast_convention, study_formats
 from tests.command import Done, stepscope
+from tests.numerics.verbs import refused
 
 pytestmark = pytest.mark.slow
 
@@ -192,10 +193,10 @@ def test_json_is_one_document_without_nan_and_reads_back():
         raise AssertionError(f"{constant} is no JSON")
 
     found = study_formats("1e6")
-    text = encode_experiment(found)
+    text = encode_answer(found)
     rows = {row[0]: row for row in json.loads(text, parse_constant=refuse)["tables"][1]["rows"]}
     assert rows["fp16"][1] == "inf" and rows["fp8-e4m3, not saturating"][1] == "nan"
-    assert encode_experiment(decode_experiment(text.encode(), "here")) == text
+    assert encode_answer(decode_answer(text.encode(), "here")) == text
 
 
 def test_the_verb_writes_json_and_reads_it_again(tmp_path: Path):
@@ -208,28 +209,18 @@ def test_the_verb_writes_json_and_reads_it_again(tmp_path: Path):
 
 
 def test_bad_input_is_one_line(tmp_path: Path):
-    (tmp_path / "other.json").write_text(encode_experiment(study_formats()).replace('"formats"', '"softmax"'))
+    (tmp_path / "other.json").write_text(encode_answer(study_formats()).replace('"formats"', '"softmax"'))
     (tmp_path / "broken.json").write_text("{")
     uneven = {"title": "Formats", "columns": ["a", "b"], "rows": [[1]]}
-    one = json.loads(encode_experiment(study_formats()))
+    one = json.loads(encode_answer(study_formats()))
     (tmp_path / "uneven.json").write_text(json.dumps({**one, "tables": [uneven]}))
-    (tmp_path / "later.json").write_text(encode_experiment(study_formats()).replace('"version": 1', '"version": 99'))
-    for arguments, word in (
-        (["--value", "a lot"], "--value 'a lot' is no number"),
-        (["--value", "nan"], "--value 'nan' is not finite"),
-        (["--value", "-inf"], "--value '-inf' is not finite"),
-        (["--value", "1e400"], "--value '1e400' is beyond the largest number of fp64"),
-        (["--value", "1e-999999999999"], "--value '1e-999999999999' is zero in fp64"),
-        (["--value", "0." + "1" * 5000], "--value has 5,002 characters"),
-        (["--value", ""], "--value '' is no number"),
-        (["--from", str(tmp_path / "none.json")], "cannot read"),
-        (["--from", str(tmp_path / "broken.json")], "holds no answer of `stepscope study --json`"),
-        (["--from", str(tmp_path / "other.json")], "is of the study softmax"),
-        (["--from", str(tmp_path / "uneven.json")], "is damaged: the table 'Formats' has a row"),
-        (["--from", str(tmp_path / "later.json")], "is of version 99"),
-        (["--save", str(tmp_path / "plot.svg")], "has no curves: leave out --save"),
-        (["--save", str(tmp_path / "plot.txt")], "end its name in one of"),
-    ):
-        done = formats(*arguments)
-        assert (done.returncode, done.stdout) == (2, ""), arguments
-        assert word in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    (tmp_path / "later.json").write_text(encode_answer(study_formats()).replace('"version": 1', '"version": 99'))
+    for name, word in {
+        "none": "cannot read", "broken": "holds no answer of `stepscope study --json`",
+        "other": "is of the study softmax", "uneven": "is damaged: the table 'Formats' has a row",
+        "later": "is of version 99",
+    }.items():  # fmt: skip
+        assert word in refused("formats", "--from", tmp_path / f"{name}.json")
+    assert "has no curves: leave out --save" in refused("formats", "--save", tmp_path / "plot.svg")
+    assert "end its name in one of" in refused("formats", "--save", tmp_path / "plot.txt")
+    assert "--value has 5,002 characters" in refused("formats", "--value", "0." + "1" * 5000)

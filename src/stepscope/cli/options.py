@@ -8,12 +8,14 @@ import itertools
 import keyword
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
 from stepscope.cli import completion
+from stepscope.cli.given_numbers import finite_numbers, positive_integers, positive_number, positive_numbers
 from stepscope.cli.presentation import Presentation
 from stepscope.core.attentions import ATTENTIONS, attention_names
 from stepscope.core.errors import InputError, choose
@@ -169,10 +171,16 @@ OPTIONS = (
     Option("value", str, NUMBERS, "What does each format make of this number? As in 1e-7.", verbs=("study formats",)),
     Option("format", str, NUMBERS, "The format of the table by kind of module: fp16, bf16, fp8-e5m2 or fp8-e4m3.",
            default="fp16", complete=completion.words("fp16", "bf16", "fp8-e5m2", "fp8-e4m3")),
-    Option("row", str, NUMBERS, "What does each softmax make of these numbers? As in 10,11.5,89."),
-    Option("scales", str, NUMBERS, "Standard deviations of the input, as in 0.1,10,300."),
-    Option("widths", str, NUMBERS, "Numbers in a row, as in 256,4096."),
-    Option("epsilon", str, NUMBERS, "The number that is added under the root; 1e-5 if left out."),
+    Option("row", partial(finite_numbers, option="--row"), NUMBERS,
+           "What does each softmax make of these numbers? As in 10,11.5,89."),
+    Option("scales", partial(positive_numbers, option="--scales"), NUMBERS,
+           "Standard deviations of the input, as in 0.1,10,300."),
+    Option("widths", partial(positive_integers, option="--widths", limit=65_536), NUMBERS,
+           "Numbers in a row, as in 256,4096."),
+    Option("epsilon", partial(positive_number, option="--epsilon"), NUMBERS,
+           "The number that is added under the root; 1e-5 if left out."),
+    Option("addend", float, NUMBERS, "The number that is added again and again; 0.01 if only --count is given."),
+    Option("count", int, NUMBERS, "How many addends; 1000 if only --addend is given."),
     # How it is measured.
     Option("device", str, MEASURING, "auto, cpu, cuda or cuda:N.", default="auto",
            complete=completion.words("auto", "cpu", "cuda", "cuda:0", "cuda:1")),
@@ -182,6 +190,8 @@ OPTIONS = (
            verbs=("study formats",), complete=completion.words("auto", "cpu", "cuda", "cuda:0", "cuda:1")),
     Option("device", int, STORED, "Which device of a snapshot of several (default: the busiest).",
            verbs=("memory",)),
+    Option("rules", str, MEASURING, "Whose rules autocast goes by; without a GPU, cuda's as PyTorch registers them.",
+           choices=("cpu", "cuda")),
     Option("warmup", int, MEASURING, "Exactly this many warm-up steps (default: until steady).", Settings, least=0),
     Option("warmup", int, MEASURING, "Numbers of warm-up steps.", verbs=("study warmup",)),
     Option("steps", int, MEASURING, "Exactly this many measured steps (default: 10 to 100).", Settings, least=1),

@@ -58,11 +58,12 @@ class _Studies(Verbs):
     """The studies, each a verb."""
 
     verbs: ClassVar = {
-        "warmup": warmup, "kernels": kernels, "compile": compiled, "formats": study_precision.formats,
-        "accumulation": study_precision.accumulation, "normalisation": study_precision.normalisation,
-        "softmax": study_precision.softmax, "underflow": study_gradients.underflow, "scaling": study_gradients.scaling,
-        "swallowed": study_gradients.swallowed, "autocast": autocast, "speed": speed, "quality": quality,
-        "attention": attention, "attention-step": attention_step, "attention-gate": attention_gate,
+        "warmup": warmup, "kernels": kernels, "compile": compiled, "formats": study_precision.formats_study,
+        "accumulation": study_precision.accumulation_study, "normalisation": study_precision.normalisation_study,
+        "softmax": study_precision.softmax_study, "underflow": study_gradients.underflow,
+        "scaling": study_gradients.scaling, "swallowed": study_gradients.swallowed, "autocast": autocast,
+        "speed": speed, "quality": quality, "attention": attention, "attention-step": attention_step,
+        "attention-gate": attention_gate,
     }  # fmt: skip
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -227,7 +227,9 @@ def decode_answer(data: bytes, source: str) -> Answer:
     return msgspec.structs.replace(found, findings=tuple(map(with_present_kind, found.findings)))
 
 
-_LATER: dict[str, object] = {"lead": [], "checked": False, "date": "", "asides": [], "origin": [], "kind": "curves"}
+_LATER: dict[str, object] = {
+    "lead": (), "checked": False, "date": "", "asides": (), "origin": (), "kind": "curves",
+}  # fmt: skip
 """Fields that version 1 did not have at first: left out of a document where they say nothing."""
 
 

@@ -15,6 +15,10 @@ FORMER_KINDS = {"not compiling's": "process-noise"}
 """Kinds of findings in answers stored by earlier versions, and the kinds that they have now."""
 
 
+Quoted = Mapping[str, float | int | str | None]
+"""The figures that a sentence quotes, by name."""
+
+
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One conclusion. `evidence` holds the figures that the sentence quotes."""
 
@@ -25,16 +29,19 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     evidence: dict[str, float | int | str | None] = {}
 
 
-def note(
-    kind: str, sentence: str, evidence: Mapping[str, float | int | str | None] | None = None, remedy: str = ""
-) -> Finding:
+def note(kind: str, sentence: str, evidence: Quoted | None = None, remedy: str = "") -> Finding:
     """A finding that is good to know."""
     return Finding(kind=kind, severity="note", sentence=sentence, remedy=remedy, evidence={**(evidence or {})})
 
 
-def warning(kind: str, sentence: str, evidence: Mapping[str, float | int | str | None] | None = None) -> Finding:
+def warning(kind: str, sentence: str, evidence: Quoted | None = None, remedy: str = "") -> Finding:
     """A finding that says to take care."""
-    return Finding(kind=kind, severity="warning", sentence=sentence, evidence={**(evidence or {})})
+    return Finding(kind=kind, severity="warning", sentence=sentence, remedy=remedy, evidence={**(evidence or {})})
+
+
+def error(kind: str, sentence: str, evidence: Quoted | None = None, remedy: str = "") -> Finding:
+    """A finding that says that the number cannot be trusted."""
+    return Finding(kind=kind, severity="error", sentence=sentence, remedy=remedy, evidence={**(evidence or {})})
 
 
 def with_present_kind(finding: Finding) -> Finding:

@@ -32,8 +32,8 @@ _SUMS_INTO_FP32 = frozenset({"sum"})
 class AsOnCuda(TorchFunctionMode):
     """Inside, autocast("cpu") casts what autocast("cuda") would, and fused attention is CUDA's."""
 
-    def __init__(self, attention: Callable[[Tensor], AttentionBackend]) -> None:
-        """attention: the backend for these queries (B, H, S, D)."""
+    def __init__(self, attention: Callable[[Tensor], AttentionBackend] | None = None) -> None:
+        """attention: the backend for these queries (B, H, S, D); None leaves it to the CPU, which casts alike."""
         super().__init__()
         self._attention = attention
 
@@ -68,7 +68,7 @@ class AsOnCuda(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if func is F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention and self._attention is not None:
             return self._attend(*args, **kwargs)
         if torch.is_autocast_enabled("cpu"):
             if name in _IN_FP32:
@@ -90,6 +90,7 @@ class AsOnCuda(TorchFunctionMode):
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
             query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+        assert self._attention is not None
         backend = self._attention(query)
         aten = torch.ops.aten
         differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))

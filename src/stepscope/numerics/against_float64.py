@@ -1,4 +1,4 @@
-"""A result in few bits against float64: its error, or a word if it broke: `nan`, `inf`, `zero`, `input overflows`."""
+"""How far a result in few bits is from float64, and at which numbers a format ends."""
 
 import math
 from collections.abc import Callable
@@ -7,21 +7,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stepscope.core.experiment import Cell
+from stepscope.core.answer import Cell
+
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""The formats that PyTorch computes in."""
 
 _BITS = {2: torch.int16, 4: torch.int32}
-"""Integers as wide as a number, by its bytes."""
+"""The integer dtype as wide as a number of so many bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What became of a computation."""
+class Deviation:
+    """How far a result is from the one of float64."""
 
     error: float
     """|found - reference| / |reference| of the worst row, by the Euclidean norm; NaN where a row is not finite."""
     word: str
-    """`nan`, `inf`; `zero` where a whole row came to nothing; `input overflows` where the format cannot hold what went
-    in; otherwise empty."""
+    """What the result became: `nan`, `inf`; `zero` where a whole row is zero and should not be; `input overflows` where
+    the format cannot hold what goes in. Empty for any other result."""
 
     @property
     def broken(self) -> bool:
@@ -32,22 +35,32 @@ class Outcome:
         """The word, or the error to three digits."""
         return self.word or float(f"{self.error:.3g}")
 
+    @property
+    def plotted(self) -> float | str:
+        """The error, or the word where that is not finite."""
+        return self.error if math.isfinite(self.error) else self.word or str(self.error)
 
-INPUT_OVERFLOWS = Outcome(error=math.nan, word="input overflows")
+
+INPUT_OVERFLOWS = Deviation(error=math.nan, word="input overflows")
 
 
-def outcome(found: Tensor, reference: Tensor) -> Outcome:
-    """The largest relative error of a row of `found` (..., W) against a float64 reference of that shape, or a word."""
+def deviation(found: Tensor, reference: Tensor, *given: Tensor) -> Deviation:
+    """The largest relative error of a row of `found` (..., W) against a float64 reference of that shape, or a word.
+
+    given: what went in, in its format.
+    """
+    if not all(tensor.isfinite().all() for tensor in given):
+        return INPUT_OVERFLOWS
     wide = found.double()
     if wide.isnan().any():
-        return Outcome(error=math.nan, word="nan")
+        return Deviation(error=math.nan, word="nan")
     if wide.isinf().any():
-        return Outcome(error=math.nan, word="inf")
+        return Deviation(error=math.nan, word="inf")
     off, size = (wide - reference).norm(dim=-1), reference.norm(dim=-1)
     # Where the reference is zero itself, nothing found is no error, and anything else an infinite one.
     error = torch.where(off == 0, off, off / size).max().item()
     lost = (wide == 0).all(dim=-1) & (size > 0)
-    return Outcome(error=error, word="zero" if lost.any() else "")
+    return Deviation(error=error, word="zero" if lost.any() else "")
 
 
 def last_number_where(holds: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> float:

@@ -9,12 +9,13 @@ from fractions import Fraction
 
 import torch
 
+from stepscope.core.answer import Answer, Cell, Table
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import Cell, Experiment, Table
-from stepscope.core.finding import Finding
+from stepscope.core.finding import Finding, note
 from stepscope.core.float_format import FORMATS, FloatFormat
 from stepscope.measure.device import resolve_device
-from stepscope.numerics.setting import device_name, versions
+from stepscope.numerics.answers import computed_answer
+from stepscope.numerics.setting import processor_name
 
 EIGHT_BITS = {"fp8-e5m2": torch.float8_e5m2, "fp8-e4m3": torch.float8_e4m3fn}
 SATURATING, NOT_SATURATING, NEITHER = "saturating", "not saturating", "neither"
@@ -26,11 +27,11 @@ _PROPERTIES = (
 )  # fmt: skip
 
 _LONGEST = 1_000
-"""Characters of a number; Python reads whole numbers of up to 4,300 figures."""
+"""The most characters that a number may have; Python reads whole numbers of up to 4,300 figures."""
 
 
-def study_formats(value: str | None = None, device: str = "cpu") -> Experiment:
-    """The formats, and PyTorch's casts to 8 bits on this device; with `value`, what each makes of it.
+def study_formats(value: str | None = None, device: str = "cpu") -> Answer:
+    """List every format and PyTorch's casts to 8 bits on this device; with `value`, also what each makes of it.
 
     Raises InputError for what is no finite number.
     """
@@ -50,14 +51,14 @@ def study_formats(value: str | None = None, device: str = "cpu") -> Experiment:
         )
         findings += _lost(value, number, exact)
     tables.append(_casts(number, conventions, chosen))
-    return Experiment(
+    return computed_answer(
+        chosen,
         study="formats",
         question="What can each floating format hold?" if value is None else f"What does each format make of {value}?",
-        device=f"arithmetic; casts on {device_name(chosen)}",
-        versions=versions(),
+        device=f"arithmetic; casts on {processor_name(chosen)}",
         settings={} if value is None else {"value": value},
-        tables=tuple(tables),
-        findings=tuple(findings),
+        tables=tables,
+        findings=findings,
     )
 
 
@@ -93,7 +94,7 @@ def _number(value: str) -> tuple[float, Fraction]:
 
 
 def _becomes(f: FloatFormat, number: float, exact: Fraction) -> list[tuple[Cell, ...]]:
-    """One row, or one for each convention where they differ: only formats of 8 bits have two."""
+    """The row of a format, or its two rows where the conventions of formats of 8 bits differ."""
     rounded, cut = f.round(number), f.round(number, saturates=True)
     if f.stored_bits > 8 or rounded == cut:
         return [_row_of(f, f.name, number, exact, rounded)]
@@ -166,24 +167,22 @@ def _which_convention(conventions: dict[str, str], device: torch.device) -> Find
         else:
             clauses.append(f"to {name} does not saturate (beyond {f.largest:g}, {f.round(math.inf):g})")
     where = "the CPU" if device.type == "cpu" else "the GPU"
-    return Finding(
-        kind="cast-convention",
-        severity="note",
-        sentence=f"On {where}, a cast of PyTorch {torch.__version__} {'; one '.join(clauses)}.",
-        evidence=dict(conventions),
+    return note(
+        "cast-convention",
+        f"On {where}, a cast of PyTorch {torch.__version__} {'; one '.join(clauses)}.",
+        dict(conventions),
     )
 
 
 def _range_against_precision() -> Finding:
     bf16, fp16 = FORMATS["bf16"], FORMATS["fp16"]
-    return Finding(
-        kind="range-against-precision",
-        severity="note",
-        sentence=f"Of the two formats of 16 bits bf16 reaches {bf16.largest:.4g} in steps of {bf16.epsilon:.3g} "
+    return note(
+        "range-against-precision",
+        f"Of the two formats of 16 bits bf16 reaches {bf16.largest:.4g} in steps of {bf16.epsilon:.3g} "
         f"relative to the number, fp16 {fp16.largest:.5g} in steps of {fp16.epsilon:.3g}: "
         f"{bf16.epsilon / fp16.epsilon:.0f} times finer. The smallest number above zero is "
         f"{bf16.smallest_subnormal:.3g} in bf16, {fp16.smallest_subnormal:.3g} in fp16.",
-        evidence={
+        {
             "bf16_largest": bf16.largest, "fp16_largest": fp16.largest,
             "bf16_epsilon": bf16.epsilon, "fp16_epsilon": fp16.epsilon,
         },
@@ -204,8 +203,4 @@ def _lost(value: str, number: float, exact: Fraction) -> list[Finding]:
     if overflowed:
         said.append(f"overflows in {', '.join(overflowed)}")
     said.append(f"is exact in {', '.join(kept)}" if kept else "is exact in none")
-    return [
-        Finding(
-            kind="value", severity="note", sentence=f"{value.strip()} {', '.join(said)}.", evidence={"value": number}
-        )
-    ]
+    return [note("value", f"{value.strip()} {', '.join(said)}.", {"value": number})]

@@ -175,22 +175,39 @@ def _layers(panel: Panel, x: alt.X, y: alt.Y, low: alt.Y, channels: dict[str, An
     width: dict[str, Any] = (
         {"strokeWidth": alt.StrokeWidth("wide:Q", scale=None, legend=None)} if any(wide.values()) else {}
     )
-    lost = [
-        alt.Chart(
-            alt.InlineData(values=[{"x": p.x, "line": printable(p.line), "why": printable(p.missing or str(p.y))}])
-        )
-        .mark_text(align="center", baseline="top", fontWeight="bold", dy=2 + _LABEL_PX * i)
-        .encode(x=x, y=alt.value(0), text="why:N", color=colour)
-        for i, p in enumerate(point for point in panel.points if not _has_place(point))
-    ]
     return [
         chart.mark_line(strokeWidth=_WIDTH).encode(x=x, y=y, color=colour, strokeDash=dash, detail="style:N", **width),
         bars.mark_rule(strokeWidth=1.6).encode(x=x, y=low, y2="high:Q", color=colour),
-        *lost,
+        *_lost(panel, placed, x, y, colour),
         dots.mark_point(size=60, strokeWidth=1.8, opacity=1).encode(
             x=x, y=y, color=colour, shape=shape, fill=channels["fill"], tooltip=tooltip
         ),
     ]
+
+
+def _lost(panel: Panel, placed: Sequence[Point], x: alt.X, y: alt.Y, colour: alt.Color) -> list[alt.Chart]:
+    """A word for each point that has no place, in its line's colour at the height of that line's last point; at the top
+    where the line has none."""
+    last = {point.line: point.y for point in sorted(placed, key=lambda point: point.x)}
+    taken: Counter[tuple[float, float | None]] = Counter()
+    marks: list[alt.Chart] = []
+    for point in panel.points:
+        if _has_place(point):
+            continue
+        height = last.get(point.line)
+        row = {
+            "x": point.x,
+            "y": height,
+            "line": printable(point.line),
+            "why": printable(point.missing or str(point.y)),
+        }
+        place = y if height is not None else alt.value(0)
+        mark = alt.Chart(alt.InlineData(values=[row])).mark_text(
+            baseline="top", fontWeight="bold", dy=2 + _LABEL_PX * taken[point.x, height]
+        )
+        marks.append(mark.encode(x=x, y=place, text="why:N", color=colour))
+        taken[point.x, height] += 1
+    return marks
 
 
 def _covered(points: Sequence[Point]) -> dict[tuple[str, str], int]:

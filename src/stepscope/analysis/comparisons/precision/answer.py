@@ -7,8 +7,8 @@ from stepscope.analysis.comparisons.precision.cells import SpeedStudy, TimedCell
 from stepscope.analysis.comparisons.precision.findings import speed_findings
 from stepscope.analysis.runs.doubts import doubting_kinds
 from stepscope.analysis.runs.metrics import median_s, memory_of
+from stepscope.core.answer import Answer, Cell, Panel, Table, measured_answer
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import Cell, Experiment, Panel, Table, measured_answer
 from stepscope.core.figures import digits, gibibytes, milliseconds, percent, times_within, within_ms
 
 STUDY = "speed"
@@ -22,7 +22,7 @@ TIMES, MEMORY, PARTS, LAW, MISSING = (
 )
 
 
-def answer_speed(study: SpeedStudy, *, lacking: Sequence[str] = (), unread: int = 0) -> Experiment:
+def answer_speed(study: SpeedStudy, *, lacking: Sequence[str] = (), unread: int = 0) -> Answer:
     """The whole answer. `lacking`: dtypes that the device does not have; `unread`: captures that could not be read.
 
     Raises InputError where no cell was measured both in fp32 and in another dtype.
@@ -46,16 +46,10 @@ def _times(study: SpeedStudy) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for cell in study.cells:
         pair = study.pair_of(cell)
-        rows.append(
-            (
-                cell.name,
-                cell.value,
-                *(milliseconds(median_s(cell.run, phase)) for phase in ("forward", "backward", "forward-backward")),
-                *within_ms(cell.samples(cell.PART)),
-                *times_within(pair.speed_up if pair else None),
-                ", ".join(doubting_kinds(cell.run)),
-            )
-        )
+        medians = (milliseconds(median_s(cell.run, phase)) for phase in ("forward", "backward", "forward-backward"))
+        speed_up = times_within(pair.speed_up if pair else None)
+        doubts = ", ".join(doubting_kinds(cell.run))
+        rows.append((cell.name, cell.value, *medians, *within_ms(cell.samples(cell.PART)), *speed_up, doubts))
     heads = (
         "forward ms", "backward ms", "both ms", "both from", "both to", "speed-up", "speed-up from", "speed-up to",
         "findings",
@@ -84,19 +78,10 @@ def _parts(study: SpeedStudy) -> Table:
         parts = cell.parts
         if parts is None:
             continue
-        rows.append(
-            (
-                cell.name,
-                cell.value,
-                round(parts.kernels),
-                milliseconds(parts.products_s),
-                milliseconds(parts.rest_s),
-                milliseconds(parts.casts_s),
-                milliseconds(parts.between_s),
-                percent(parts.product_share),
-                percent(parts.between_s / parts.total_s if parts.between_s is not None else None),
-            )
-        )
+        times = map(milliseconds, (parts.products_s, parts.rest_s, parts.casts_s, parts.between_s))
+        between = parts.between_s / parts.total_s if parts.between_s is not None else None
+        shares = (percent(parts.product_share), percent(between))
+        rows.append((cell.name, cell.value, round(parts.kernels), *times, *shares))
     heads = (
         "kernels", "products ms", "other kernels ms", "of them copies, casts ms", "no kernel ms",
         "products % of kernel time", "no kernel %",
@@ -107,25 +92,11 @@ def _parts(study: SpeedStudy) -> Table:
 def _law(study: SpeedStudy) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for pair in study.pairs:
-        law = pair.amdahl
-        if law is None:
-            continue
-        rows.append(
-            (
-                pair.other.name,
-                pair.other.value,
-                percent(law.product_share),
-                digits(law.products),
-                digits(law.rest),
-                milliseconds(law.products_gain_s),
-                milliseconds(law.rest_gain_s),
-                milliseconds(law.between_gain_s),
-                digits(law.kernels),
-                digits(law.whole),
-                digits(pair.speed_up.value),
-                digits(law.limit),
-            )
-        )
+        if (law := pair.amdahl) is not None:
+            faster = (percent(law.product_share), digits(law.products), digits(law.rest))
+            won = map(milliseconds, (law.products_gain_s, law.rest_gain_s, law.between_gain_s))
+            whole = map(digits, (law.kernels, law.whole, pair.speed_up.value, law.limit))
+            rows.append((pair.other.name, pair.other.value, *faster, *won, *whole))
     heads = (
         "fp32 in products %", "products x", "others x", "won in products ms", "in others ms", "where no kernel ran ms",
         "kernels x", "by the parts x", "measured x", "limit x",

@@ -61,23 +61,14 @@ def _slower(study: SpeedStudy) -> Iterator[Finding]:
             f"for {format_seconds(pair.base.time_s)}{_lost_where(pair)}.",
             {"speed_up": pair.speed_up.value, **_law_evidence(pair.amdahl)},
         )
-    untold = [pair for pair in study.pairs if pair.untold]
-    if untold:
-        yield note(
-            "cannot-be-told",
-            f"Whether {listed(pair.label for pair in untold)} differ"
-            f"{'s' if len(untold) == 1 else ''} from fp32 cannot be told: {untold[0].speed_up.why_undecided}.",
-            speed_ups_of(untold),
-            remedy="measure more steps: --steps 30",
-        )
-    level = [pair for pair in study.pairs if pair.level]
-    if level:
-        yield note(
-            "no-difference",
-            f"No difference from fp32 is measured for {listed(pair.label for pair in level)}: the "
-            "interval of the speed-up holds 1.",
-            speed_ups_of(level),
-        )
+    if untold := [pair for pair in study.pairs if pair.untold]:
+        which = f"{listed(pair.label for pair in untold)} differ{'s' if len(untold) == 1 else ''}"
+        said = f"Whether {which} from fp32 cannot be told: {untold[0].speed_up.why_undecided}."
+        yield note("cannot-be-told", said, speed_ups_of(untold), remedy="measure more steps: --steps 30")
+    if level := [pair for pair in study.pairs if pair.level]:
+        which = listed(pair.label for pair in level)
+        said = f"No difference from fp32 is measured for {which}: the interval of the speed-up holds 1."
+        yield note("no-difference", said, speed_ups_of(level))
 
 
 def _lost_where(pair: SpeedPair) -> str:
@@ -157,11 +148,7 @@ def _bounds(study: SpeedStudy) -> Iterator[Finding]:
         for pair in dict.fromkeys([*ordered[:1], *ordered[-1:]]):
             law = pair.amdahl
             assert law is not None
-            yield note(
-                "bound",
-                _law_in_words(pair, law),
-                {"speed_up": pair.speed_up.value, **_law_evidence(law)},
-            )
+            yield note("bound", _law_in_words(pair, law), {"speed_up": pair.speed_up.value, **_law_evidence(law)})
 
 
 def _law_in_words(pair: SpeedPair, law: Amdahl) -> str:
@@ -223,7 +210,6 @@ def _doubts(study: SpeedStudy, lacking: Sequence[str], unread: int) -> Iterator[
     fused = [cell.label for cell in study.cells if cell.fused_attention]
     if fused:
         yield note(
-            "fused-attention",
-            f"Attention is one kernel in {listed(fused)}: its products stand with the other kernels.",
+            "fused-attention", f"Attention is one kernel in {listed(fused)}: its products stand with the other kernels."
         )
     yield from replaced_runs(study)

@@ -5,7 +5,7 @@ The numbers in brackets are the rows of docs/measuring.md, where each mistake is
 
 from stepscope.analysis.kernels.names.decoding import decode, is_tf32
 from stepscope.core.attentions import ATTENTIONS
-from stepscope.core.finding import Finding, note
+from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes
 
@@ -43,10 +43,9 @@ def precision_mismatch(run: Run) -> Finding | None:
             fault = f"{dtype} was asked for, but matrix products took {', '.join(strangers)} operands"
     if not fault:
         return None
-    return Finding(
-        kind="precision-mismatch",
-        severity="error",
-        sentence=fault[0].upper() + fault[1:] + ".",
+    return error(
+        "precision-mismatch",
+        fault[0].upper() + fault[1:] + ".",
         remedy="compare it as what it is; torch.set_float32_matmul_precision decides between fp32 and TF32",
         evidence={
             "asked": dtype,
@@ -103,10 +102,9 @@ def compile_not_used(run: Run) -> Finding | None:
     report = run.evidence.compilation
     if run.workload.compile == "eager" or report is None or report.frames_compiled or not _measured(run):
         return None
-    return Finding(
-        kind="compile-not-used",
-        severity="error",
-        sentence=f"The workload says compile {run.workload.compile}, but no frame was compiled "
+    return error(
+        "compile-not-used",
+        f"The workload says compile {run.workload.compile}, but no frame was compiled "
         f"({report.frames_total} seen): what was timed ran eagerly.",
         remedy="call the object that torch.compile returned",
         evidence={"frames_total": report.frames_total, "frames_compiled": 0},
@@ -125,37 +123,31 @@ def compile_fallback(run: Run) -> Finding | None:
         "limit_hit": int(report.limit_hit),
     }
     if report.limit_hit:
-        return Finding(
-            kind="compile-fallback",
-            severity="error",
-            sentence=f"torch.compile hit its recompile limit after {report.recompiles} recompilations and ran eagerly.",
+        return error(
+            "compile-fallback",
+            f"torch.compile hit its recompile limit after {report.recompiles} recompilations and ran eagerly.",
             remedy="keep shapes fixed in one process, or measure each cell in a process of its own (stepscope sweep)",
             evidence=evidence,
         )
     if report.graph_breaks:
         reason = f" ({report.graph_break_reasons[0]})" if report.graph_break_reasons else ""
-        return Finding(
-            kind="compile-fallback",
-            severity="warning",
-            sentence=f"torch.compile broke the graph {report.graph_breaks} times{reason}; "
-            f"the pieces between run eagerly.",
+        return warning(
+            "compile-fallback",
+            f"torch.compile broke the graph {report.graph_breaks} times{reason}; the pieces between run eagerly.",
             remedy="TORCH_LOGS=graph_breaks shows where",
             evidence=evidence,
         )
     if report.frames_compiled < report.frames_total:
-        return Finding(
-            kind="compile-fallback",
-            severity="warning",
-            sentence=f"torch.compile compiled {report.frames_compiled} of {report.frames_total} frames; "
-            "the others ran eagerly.",
+        return warning(
+            "compile-fallback",
+            f"torch.compile compiled {report.frames_compiled} of {report.frames_total} frames; the others ran eagerly.",
             remedy="TORCH_LOGS=dynamo shows why",
             evidence=evidence,
         )
     if report.recompiles:
-        return Finding(
-            kind="compile-fallback",
-            severity="warning",
-            sentence=f"torch.compile recompiled {report.recompiles} times while this workload's shapes were fixed.",
+        return warning(
+            "compile-fallback",
+            f"torch.compile recompiled {report.recompiles} times while this workload's shapes were fixed.",
             remedy="TORCH_LOGS=recompiles shows why",
             evidence=evidence,
         )
@@ -173,10 +165,9 @@ def phase_includes_forward(run: Run) -> Finding | None:
     for phase, count in observation.model_forwards.items():
         allowed = run.workload.accumulation if phase == "forward" else 0
         if count > allowed:
-            return Finding(
-                kind="phase-includes-forward",
-                severity="error",
-                sentence=f"The model's forward ran {count} times in the phase '{phase}', where {allowed} belong: "
+            return error(
+                "phase-includes-forward",
+                f"The model's forward ran {count} times in the phase '{phase}', where {allowed} belong: "
                 f"its time is not {phase} alone.",
                 remedy="time each phase of the same step between its own marks",
                 evidence={"phase": phase, "forwards": count},
@@ -200,10 +191,9 @@ def autocast_scope(run: Run) -> Finding | None:
     ]
     if not wrapped:
         return None
-    return Finding(
-        kind="autocast-scope",
-        severity="error",
-        sentence=f"Autocast was on round {' and '.join(wrapped)}: its cache of cast weights outlives the update.",
+    return error(
+        "autocast-scope",
+        f"Autocast was on round {' and '.join(wrapped)}: its cache of cast weights outlives the update.",
         remedy="open autocast anew in each step, round forward and loss only",
         evidence={"wrapped": ", ".join(wrapped)},
     )
@@ -223,10 +213,9 @@ def graph_kept_alive(run: Run) -> Finding | None:
     if not extra and not (observation and observation.graphs_alive_before):
         return None
     size = f" ({format_bytes(extra)} beyond parameters, optimizer state and batches)" if extra else ""
-    return Finding(
-        kind="graph-kept-alive",
-        severity="error",
-        sentence=f"Tensors that an earlier step saved for backward were still alive when the step began{size}: "
+    return error(
+        "graph-kept-alive",
+        f"Tensors that an earlier step saved for backward were still alive when the step began{size}: "
         "its memory is that of two graphs.",
         remedy="drop the loss and outputs of a step, or detach them, before the next begins",
         evidence={"surplus_bytes": extra},

@@ -3,7 +3,7 @@
 The numbers in brackets are the rows of docs/measuring.md, where each mistake is described as seen in the wild.
 """
 
-from stepscope.core.finding import Finding
+from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.model_config import PRESETS
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes, format_share
@@ -18,19 +18,17 @@ def unvaried_input(run: Run) -> Finding | None:
     vocabulary, tokens = run.workload.model.vocabulary, run.workload.tokens
     expected = vocabulary * (1 - (1 - 1 / vocabulary) ** tokens)
     if observation.distinct_tokens < 0.5 * expected:
-        return Finding(
-            kind="unvaried-input",
-            severity="error",
-            sentence=f"The batch holds {observation.distinct_tokens} distinct tokens where {expected:.0f} are expected "
+        return error(
+            "unvaried-input",
+            f"The batch holds {observation.distinct_tokens} distinct tokens where {expected:.0f} are expected "
             "of random ones: constant input runs faster than data.",
             remedy="feed random tokens",
             evidence={"distinct_tokens": observation.distinct_tokens, "expected": round(expected)},
         )
     if observation.distinct_batches < 2:
-        return Finding(
-            kind="unvaried-input",
-            severity="warning",
-            sentence="Every step ran on the same batch.",
+        return warning(
+            "unvaried-input",
+            "Every step ran on the same batch.",
             remedy="rotate through several batches",
             evidence={"distinct_batches": observation.distinct_batches},
         )
@@ -45,10 +43,9 @@ def cache_resident(run: Run) -> Finding | None:
     touched = memory.allocated_peak
     if touched is None or touched >= environment.l2_bytes:
         return None
-    return Finding(
-        kind="cache-resident",
-        severity="note",
-        sentence=f"All that the step holds at its peak ({format_bytes(touched)}) fits the L2 cache "
+    return note(
+        "cache-resident",
+        f"All that the step holds at its peak ({format_bytes(touched)}) fits the L2 cache "
         f"({format_bytes(environment.l2_bytes)}): memory traffic is the cache's.",
         remedy="a larger model or batch shows the memory's own speed",
         evidence={"touched_bytes": touched, "l2_bytes": environment.l2_bytes},
@@ -100,10 +97,9 @@ def gpu_shared(run: Run) -> Finding | None:
     others = max((r.other_processes or 0 for r in readings), default=0)
     if not others:
         return None
-    return Finding(
-        kind="gpu-shared",
-        severity="warning",
-        sentence=f"{others} other compute process{'es' if others > 1 else ''} held this GPU during the run.",
+    return warning(
+        "gpu-shared",
+        f"{others} other compute process{'es' if others > 1 else ''} held this GPU during the run.",
         remedy="measure on a GPU of your own, or stop them",
         evidence={"other_processes": others},
     )
@@ -117,10 +113,9 @@ def host_busy(run: Run) -> Finding | None:
     others = environment.host.other_cores
     if others < 0.25 * environment.cpu_cores:
         return None
-    return Finding(
-        kind="host-busy",
-        severity="warning",
-        sentence=f"Other processes kept {others:.1f} of {environment.cpu_cores} cores busy during the run.",
+    return warning(
+        "host-busy",
+        f"Other processes kept {others:.1f} of {environment.cpu_cores} cores busy during the run.",
         remedy="stop them and measure again",
         evidence={"other_cores": others, "cpu_cores": environment.cpu_cores},
     )
@@ -133,10 +128,9 @@ def peak_unknown(run: Run) -> Finding | None:
         return None
     if run.device_spec is not None and run.device_spec.peak_for(run.workload.dtype):
         return None
-    return Finding(
-        kind="peak-unknown",
-        severity="note",
-        sentence=f"No datasheet peak is known for {environment.device_name} in {run.workload.dtype}, "
+    return note(
+        "peak-unknown",
+        f"No datasheet peak is known for {environment.device_name} in {run.workload.dtype}, "
         "so no MFU against it is given.",
         remedy="state it with --peak-flops",
         evidence={"device": environment.device_name},
@@ -151,10 +145,9 @@ def preset_changed(run: Run) -> Finding | None:
         return None
     changed = {f: (getattr(preset, f), size) for f, size in model.sizes.items() if getattr(preset, f) != size}
     differences = ", ".join(f"{field} {size} (preset: {known})" for field, (known, size) in changed.items())
-    return Finding(
-        kind="preset-changed",
-        severity="warning",
-        sentence=f"'{model.name}' here has {parameter_count(model):,} parameters, "
+    return warning(
+        "preset-changed",
+        f"'{model.name}' here has {parameter_count(model):,} parameters, "
         f"the preset of that name {parameter_count(preset):,}: {differences}.",
         remedy="give the changed model a name of its own",
         evidence={"parameters": parameter_count(model), "preset_parameters": parameter_count(preset)},

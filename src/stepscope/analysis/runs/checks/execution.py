@@ -8,7 +8,7 @@ import re
 
 from stepscope.core.attentions import ATTENTIONS, AUTO, Attention
 from stepscope.core.evidence import StepObservation
-from stepscope.core.finding import Finding
+from stepscope.core.finding import Finding, error, warning
 from stepscope.core.run import Run
 from stepscope.core.workload import Compile, Optimizer
 
@@ -52,10 +52,9 @@ def attention_mismatch(run: Run) -> Finding | None:
         fault = "nothing of it ran"
     if not fault:
         return None
-    return Finding(
-        kind="attention-mismatch",
-        severity="error",
-        sentence=f"Attention {asked} was asked for, but {fault}.",
+    return error(
+        "attention-mismatch",
+        f"Attention {asked} was asked for, but {fault}.",
         remedy="compare it as what it is; look for what chose another implementation",
         evidence={"asked": asked, "ran": ", ".join(ran), **{name: counted[name] for name in ran}},
     )
@@ -86,10 +85,9 @@ def optimizer_mismatch(run: Run) -> Finding | None:
     if ran is None and run.workload.dtype == "fp16":
         return None  # the scaler may have skipped this very step: `optimizer-skipped` counts
     said = f"{ran} ran" if ran else "its phase updated nothing"
-    return Finding(
-        kind="optimizer-mismatch",
-        severity="error",
-        sentence=f"Optimizer {asked} was asked for, but {said}.",
+    return error(
+        "optimizer-mismatch",
+        f"Optimizer {asked} was asked for, but {said}.",
         remedy="compare it as what it is; look at how the optimizer is made, and whether its step runs",
         evidence={"asked": asked, "ran": ran},
     )
@@ -128,10 +126,9 @@ def parameters_not_finite(run: Run) -> Finding | None:
     updates = run.evidence.updates
     if updates is None or updates.parameters_finite is not False:
         return None
-    return Finding(
-        kind="parameters-not-finite",
-        severity="warning",
-        sentence="After the measured steps some parameters are NaN or infinite: the steps ran, but trained nothing.",
+    return warning(
+        "parameters-not-finite",
+        "After the measured steps some parameters are NaN or infinite: the steps ran, but trained nothing.",
         remedy="another dtype or attention, or a scaled loss, keeps them finite",
         evidence={"loss_scale": updates.loss_scale},
     )
@@ -154,10 +151,9 @@ def compile_mode_mismatch(run: Run) -> Finding | None:
         fault = "no CUDA graph was recorded: each kernel is launched by itself"
     if not fault:
         return None
-    return Finding(
-        kind="compile-mode-mismatch",
-        severity="error",
-        sentence=f"torch.compile {asked} was asked for, but {fault}.",
+    return error(
+        "compile-mode-mismatch",
+        f"torch.compile {asked} was asked for, but {fault}.",
         remedy="compare it as what it is; TORCH_LOGS=perf_hints says why CUDA graphs were left out",
         evidence={"asked": asked, "graphs_recorded": report.graphs_recorded, **{n: str(options[n]) for n in wrong}},
     )
@@ -183,10 +179,9 @@ def accumulation_mismatch(run: Run) -> Finding | None:
         fault = f"the optimizer stepped {observation.optimizer_steps} times in a step"
     if not fault:
         return None
-    return Finding(
-        kind="accumulation-mismatch",
-        severity="error",
-        sentence=f"A step of {workload.tokens:,} tokens in {due} micro-batch{'es' if due > 1 else ''} was asked for, "
+    return error(
+        "accumulation-mismatch",
+        f"A step of {workload.tokens:,} tokens in {due} micro-batch{'es' if due > 1 else ''} was asked for, "
         f"but {fault}.",
         remedy="tokens/s and FLOP/s count the whole batch: make the step run it",
         evidence={
@@ -206,10 +201,9 @@ def checkpointing_mismatch(run: Run) -> Finding | None:
     due = workload.model.layers * workload.accumulation if workload.checkpointing != "none" else 0
     if observation.blocks_again == due:
         return None
-    return Finding(
-        kind="checkpointing-mismatch",
-        severity="error",
-        sentence=f"Checkpointing {workload.checkpointing} was asked for, but backward ran {observation.blocks_again} "
+    return error(
+        "checkpointing-mismatch",
+        f"Checkpointing {workload.checkpointing} was asked for, but backward ran {observation.blocks_again} "
         f"blocks again, where {due} belong.",
         remedy="compare its memory and its time as what it is",
         evidence={"asked": workload.checkpointing, "blocks_again": observation.blocks_again, "due": due},

@@ -6,7 +6,7 @@ The numbers in brackets are the rows of docs/measuring.md, where each mistake is
 import statistics
 
 from stepscope.analysis.runs import metrics
-from stepscope.core.finding import Finding
+from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.run import Run
 from stepscope.core.samples import MINIMUM_FOR_INTERVAL, Samples
 from stepscope.core.units import counted, format_rate, format_seconds, format_share
@@ -27,10 +27,9 @@ def timer_stopped_early(run: Run) -> Finding | None:
     if sum(over) <= len(over) / 2:
         return None
     step_s, phases_s = statistics.median(step.values_s), statistics.median(sums)
-    return Finding(
-        kind="timer-stopped-early",
-        severity="error",
-        sentence=f"The step's timer stopped after {format_seconds(step_s)}, but its phases kept the device busy for "
+    return error(
+        "timer-stopped-early",
+        f"The step's timer stopped after {format_seconds(step_s)}, but its phases kept the device busy for "
         f"{format_seconds(phases_s)}: it did not wait for the device.",
         remedy="synchronise the device before reading the host's clock",
         evidence={"step_s": step_s, "phases_s": phases_s},
@@ -46,10 +45,9 @@ def impossible_rate(run: Run) -> Finding | None:
         phase_s = metrics.median_s(run, name)
         if peak and phase_s and work.flops / phase_s > 1.02 * peak:
             rate = work.flops / phase_s
-            return Finding(
-                kind="impossible-rate",
-                severity="error",
-                sentence=f"{name} at {format_seconds(phase_s)} would be {format_rate(rate, 'FLOP/s')}, above the peak "
+            return error(
+                "impossible-rate",
+                f"{name} at {format_seconds(phase_s)} would be {format_rate(rate, 'FLOP/s')}, above the peak "
                 f"of {format_rate(peak, 'FLOP/s')} ({run.device_spec.source}).",
                 remedy="the time, the FLOP convention or the stated peak is wrong",
                 evidence={"phase": name, "flops_per_s": rate, "peak_flops_per_s": peak},
@@ -63,10 +61,9 @@ def beyond_the_ceiling(run: Run) -> Finding | None:
     ceiling = run.ceilings.matmul_for(run.workload.dtype) if run.ceilings else None
     if utilisation is None or ceiling is None or utilisation <= 1.05:
         return None
-    return Finding(
-        kind="beyond-the-ceiling",
-        severity="warning",
-        sentence=f"The step runs at {utilisation:.1f} times the best matrix product measured on this device "
+    return warning(
+        "beyond-the-ceiling",
+        f"The step runs at {utilisation:.1f} times the best matrix product measured on this device "
         f"({format_rate(ceiling.rate, 'FLOP/s')}, {ceiling.operation}): that ceiling is too low.",
         remedy="measure it again on a quiet machine: stepscope device --again",
         evidence={"utilisation": utilisation, "ceiling_flops_per_s": ceiling.rate},
@@ -84,10 +81,9 @@ def not_steady(run: Run) -> Finding | None:
     trend = samples.trend()
     if trend and trend.p_value < 0.01 and abs(trend.relative_change) > 0.05:
         direction = "slower" if trend.relative_change > 0 else "faster"
-        return Finding(
-            kind="not-steady",
-            severity="warning",
-            sentence=f"The steps became {direction}, by {format_share(abs(trend.relative_change))} over "
+        return warning(
+            "not-steady",
+            f"The steps became {direction}, by {format_share(abs(trend.relative_change))} over "
             f"{samples.count} steps (Mann-Kendall p = {trend.p_value:.2g}, autocorrelation allowed for).",
             remedy="warm up longer, and look at clocks and temperature",
             evidence={"relative_change": trend.relative_change, "p_value": trend.p_value},
@@ -101,10 +97,9 @@ def _slow_step(samples: Samples) -> Finding | None:
     if found is None:
         return None
     which, slow_s, rest, rest_s = found
-    return Finding(
-        kind="not-steady",
-        severity="warning",
-        sentence=f"{which} took {format_seconds(slow_s)}, {slow_s / rest_s:,.1f} times {rest} of "
+    return warning(
+        "not-steady",
+        f"{which} took {format_seconds(slow_s)}, {slow_s / rest_s:,.1f} times {rest} of "
         f"{format_seconds(rest_s)}, after {counted(len(samples.warmup_s), 'warm-up step')}.",
         remedy="warm up more: leave --warmup out, or raise it",
         evidence={"first_s": slow_s, "median_s": rest_s, "warmup_steps": len(samples.warmup_s)},
@@ -152,10 +147,9 @@ def compiled_while_measured(run: Run) -> Finding | None:
         if count
     ]
     spent = f" (dynamo: {format_seconds(found.compile_s)})" if found.compile_s else ""
-    return Finding(
-        kind="compiled-while-measured",
-        severity="error",
-        sentence=f"While the {step.count} measured steps ran, this was compiled: {', '.join(what)}{spent}. It is in "
+    return error(
+        "compiled-while-measured",
+        f"While the {step.count} measured steps ran, this was compiled: {', '.join(what)}{spent}. It is in "
         f"their times; the longest took {format_seconds(max(step.values_s))}.",
         remedy="warm up more: leave --warmup out, or raise it",
         evidence={
@@ -176,10 +170,9 @@ def warm_up_unsettled(run: Run) -> Finding | None:
         return None
     if run.settings.warmup_floor == run.settings.warmup_cap:
         return None  # so many steps were asked for, whatever they showed
-    return Finding(
-        kind="warm-up-unsettled",
-        severity="note",
-        sentence=f"Warm-up ended after {counted(len(samples.warmup_s), 'step')}, at its cap, "
+    return note(
+        "warm-up-unsettled",
+        f"Warm-up ended after {counted(len(samples.warmup_s), 'step')}, at its cap, "
         "before two windows of steps had the same median within 3 %.",
         remedy="the interval of the median says how much it matters",
         evidence={"warmup_steps": len(samples.warmup_s)},
@@ -191,10 +184,9 @@ def few_samples(run: Run) -> Finding | None:
     samples = run.samples.get("step")
     if samples is None or not samples.count or samples.count >= 8:
         return None
-    return Finding(
-        kind="few-samples",
-        severity="note",
-        sentence=f"{counted(samples.count, 'step')} {'is' if samples.count == 1 else 'are'} too few to test for drift.",
+    return note(
+        "few-samples",
+        f"{counted(samples.count, 'step')} {'is' if samples.count == 1 else 'are'} too few to test for drift.",
         remedy="measure at least 8: raise --steps",
         evidence={"samples": samples.count},
     )
@@ -205,10 +197,9 @@ def correlated_samples(run: Run) -> Finding | None:
     samples = run.samples.get("step")
     if samples is None or samples.count < MINIMUM_FOR_INTERVAL or samples.why_no_interval is None:
         return None
-    return Finding(
-        kind="correlated-samples",
-        severity="note",
-        sentence=f"How exact the median is cannot be told: {samples.why_no_interval}.",
+    return note(
+        "correlated-samples",
+        f"How exact the median is cannot be told: {samples.why_no_interval}.",
         remedy="measure more steps: raise --steps, or leave it out and raise --seconds",
         evidence={
             "samples": samples.count,
@@ -225,10 +216,9 @@ def wide_spread(run: Run) -> Finding | None:
         return None
     if samples.spread <= 0.1:
         return None
-    return Finding(
-        kind="wide-spread",
-        severity="warning",
-        sentence=f"The middle half of the steps spreads over {format_share(samples.spread)} of the median, "
+    return warning(
+        "wide-spread",
+        f"The middle half of the steps spreads over {format_share(samples.spread)} of the median, "
         f"{samples.outliers} of {samples.count} are outliers.",
         remedy="measure more steps (--steps), on a quieter machine",
         evidence={"spread": samples.spread, "outliers": samples.outliers, "samples": samples.count},
@@ -240,12 +230,10 @@ def launch_bound(run: Run) -> Finding | None:
     share = metrics.launch_bound_share(run)
     if share is None or share < 0.2 or run.evidence.profile is None:
         return None
-    return Finding(
-        kind="launch-bound",
-        severity="note",
-        sentence=f"The GPU had nothing to run for {format_share(share)} of the step: "
-        f"{run.evidence.profile.kernel_launches} kernels in {format_seconds(metrics.median_s(run, 'step') or 0)}, "
-        "so the host's speed sets the time.",
+    return note(
+        "launch-bound",
+        f"The GPU had nothing to run for {format_share(share)} of the step: {run.evidence.profile.kernel_launches} "
+        f"kernels in {format_seconds(metrics.median_s(run, 'step') or 0)}, so the host's speed sets the time.",
         remedy="fewer, larger launches: --compile reduce-overhead, --optimizer adamw-fused, a larger batch",
         evidence={"share": share, "kernel_launches": run.evidence.profile.kernel_launches},
     )
@@ -256,10 +244,9 @@ def profiler_overhead(run: Run) -> Finding | None:
     slowdown, profile = metrics.profiler_slowdown(run), run.evidence.profile
     if slowdown is None or profile is None or slowdown < 1.2:
         return None
-    return Finding(
-        kind="profiler-overhead",
-        severity="note",
-        sentence=f"Under the profiler the step takes {format_seconds(profile.step_s)}, {slowdown:.1f} times the "
+    return note(
+        "profiler-overhead",
+        f"Under the profiler the step takes {format_seconds(profile.step_s)}, {slowdown:.1f} times the "
         f"unprofiled {format_seconds(metrics.median_s(run, 'step') or 0)}.",
         remedy="take times from the unprofiled samples, shares from the profile",
         evidence={"slowdown": slowdown, "profiled_s": profile.step_s},

@@ -1,0 +1,1 @@
+"""The same training in every precision."""

@@ -1,0 +1,287 @@
+"""Findings on the runs of the study, with their figures."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from stepscope.core.finding import Finding, note, warning
+
+_BYTES_ALIKE = math.log(256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunJudged:
+    """The figures of one run."""
+
+    name: str
+    of_starts: bool
+    """Whether it is fp32 from the parameters of another seed: a yardstick."""
+    losses: list[float]
+    """Smoothed losses by step. They end early where the run was stopped because nothing was finite any more."""
+    validation_loss: float
+    departs: int | None
+    not_finite_from: int | None
+    skipped_steps: int | None
+    zero_gradients: float | None
+    swallowed: float | None
+
+    def at(self, step: int) -> float | None:
+        """The smoothed loss at a step, counted from 1; None where the run had been stopped."""
+        return self.losses[step - 1] if step <= len(self.losses) else None
+
+    def above(self, reference: "RunJudged", step: int) -> float | None:
+        own, other = self.at(step), reference.at(step)
+        return None if own is None or other is None else own - other
+
+    @property
+    def last(self) -> float:
+        """Smoothed loss at the end; NaN where it was lost on the way."""
+        return math.nan if self.not_finite_from is not None else self.losses[-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunsJudged:
+    """All runs of a study, and what they are judged by."""
+
+    reference: RunJudged
+    others: tuple[RunJudged, ...]
+    apart: list[float] | None
+    """`departure.starts_apart` at each step; None where there is nothing to compare."""
+    steps: int
+    window: int
+    reach: int
+    seed: int
+    unigram_loss: float
+
+    @property
+    def all(self) -> tuple[RunJudged, ...]:
+        return (self.reference, *self.others)
+
+    @property
+    def starts(self) -> tuple[RunJudged, ...]:
+        return tuple(each for each in self.others if each.of_starts)
+
+    @property
+    def variants(self) -> tuple[RunJudged, ...]:
+        return tuple(each for each in self.others if not each.of_starts)
+
+    @property
+    def learned(self) -> bool:
+        """Whether fp32 knows more of the held-out text than how often each byte occurs."""
+        return self.reference.validation_loss < self.unigram_loss
+
+    @property
+    def starts_validation(self) -> float:
+        """The most that two fp32 runs differ in validation loss."""
+        losses = [each.validation_loss for each in (self.reference, *self.starts)]
+        return max(losses) - min(losses)
+
+
+def quality_findings(
+    outcomes: RunsJudged, *, left_out: dict[str, str], interrupted: str | None, planned: int
+) -> Iterator[Finding]:
+    """Findings on every run, and on what they say together.
+
+    left_out: variants that do not run here, and why. interrupted: the run in which the user stopped the study.
+    """
+    if interrupted is not None:
+        yield warning(
+            "interrupted",
+            f"Interrupted in {interrupted}: {len(outcomes.all)} of {planned} runs ended, and only they are here.",
+            {"runs": len(outcomes.all), "planned": planned, "interrupted": interrupted},
+        )
+    yield _learned(outcomes)
+    if outcomes.apart is None:
+        yield _no_yardstick(outcomes)
+    else:
+        yield _yardstick(outcomes)
+        for each in outcomes.variants:
+            yield _beside(each, outcomes)
+        yield from _within(outcomes)
+        if outcomes.learned:
+            yield from _against_wisdom(outcomes)
+    for name, reason in left_out.items():
+        yield note("not-run", f"{name} was not run: {reason}.", {"run": name})
+
+
+def _learned(outcomes: RunsJudged) -> Finding:
+    reference, unigram, learned = outcomes.reference, outcomes.unigram_loss, outcomes.learned
+    judged = "so it has learned more than how often each byte occurs"
+    if not learned:
+        judged = "so it has not even learned how often each byte occurs, and its curves say little"
+    if not math.isfinite(reference.validation_loss):
+        judged = "so it has learned nothing, and there is nothing to compare with"
+    return Finding(
+        kind="reference-learned",
+        severity="note" if learned else "warning",
+        sentence=f"fp32 ends at {reference.validation_loss:.4g} nats a byte on held-out text, where equal chances for "
+        f"all bytes give {_BYTES_ALIKE:.4g} and their frequencies {unigram:.4g}: {judged}.",
+        remedy="" if learned else "train longer (--steps), or at another learning rate (--learning-rate)",
+        evidence={"validation_loss": reference.validation_loss, "unigram_loss": unigram},
+    )
+
+
+def _no_yardstick(outcomes: RunsJudged) -> Finding:
+    failed = [each.name for each in (outcomes.reference, *outcomes.starts) if each.not_finite_from is not None]
+    why = f"the loss of {_listed(failed)} does not stay finite" if failed else "no run from another start ended"
+    return warning(
+        "no-yardstick",
+        f"No departure is told: {why}, so there is nothing to hold a difference against.",
+        remedy="choose a lower learning rate (--learning-rate)" if failed else "let the study run on",
+        evidence={"runs": len(outcomes.all)},
+    )
+
+
+def _yardstick(outcomes: RunsJudged) -> Finding:
+    assert outcomes.apart is not None
+    seeds = ", ".join(str(outcomes.seed + i) for i in range(len(outcomes.starts) + 1))
+    return note(
+        "starts-apart",
+        f"fp32 from the parameters of seeds {seeds}, over the same batches, ends up to {outcomes.apart[-1]:.2g} nats "
+        f"apart in training (smoothed over {outcomes.window} steps, within the last {outcomes.reach + 1}) and "
+        f"{outcomes.starts_validation:.2g} in validation. A run departs at the first step from which on its smoothed "
+        f"loss is farther from fp32's than these are from each other within {outcomes.reach} steps of there, for "
+        f"{outcomes.reach} steps or more and to the end; or from which on its loss is not finite.",
+        {
+            "training": outcomes.apart[-1], "validation": outcomes.starts_validation, "window": outcomes.window,
+            "reach": outcomes.reach,
+        },
+    )  # fmt: skip
+
+
+def _beside(each: RunJudged, outcomes: RunsJudged) -> Finding:
+    evidence: dict[str, float | int | str | None] = {
+        "run": each.name, "departs": each.departs, "training_loss": each.last,
+        "validation_loss": each.validation_loss, "not_finite_from": each.not_finite_from,
+        "skipped_steps": each.skipped_steps, "zero_gradients": each.zero_gradients, "swallowed": each.swallowed,
+    }  # fmt: skip
+    if each.not_finite_from is not None:
+        return note(
+            "run-lost",
+            f"{each.name} departs at step {each.departs}; from step {each.not_finite_from} on its loss is not "
+            f"finite{_known(each)}.",
+            evidence,
+        )
+    training = each.last - outcomes.reference.last
+    validation = each.validation_loss - outcomes.reference.validation_loss
+    ends = (
+        f"it ends {_signed(training)} fp32 in training, {_signed(validation)} it in validation "
+        f"({_times(validation, outcomes.starts_validation)} what starts change){_known(each)}"
+    )
+    departs = "does not depart from fp32" if each.departs is None else f"departs from fp32 at step {each.departs}"
+    return note(
+        "run-beside-fp32" if each.departs is None else "run-departs", f"{each.name} {departs}: {ends}.", evidence
+    )
+
+
+def _signed(difference: float) -> str:
+    return f"{abs(difference):.2g} {'above' if difference >= 0 else 'below'}"
+
+
+def _times(difference: float, yardstick: float) -> str:
+    return f"{abs(difference) / yardstick:.2g} times" if yardstick else "more than"
+
+
+def _known(each: RunJudged) -> str:
+    """The end of a sentence: what else was counted of a run."""
+    said = []
+    if each.skipped_steps is not None:
+        said.append(f"{each.skipped_steps} steps were skipped")
+    if each.swallowed is not None:
+        said.append(f"{100 * each.swallowed:.3g} % of its last updates changed nothing")
+    return "; " + ", ".join(said) if said else ""
+
+
+def _within(outcomes: RunsJudged) -> Iterator[Finding]:
+    """A finding for the case that no run departs from fp32."""
+    if not outcomes.variants or any(each.departs is not None for each in outcomes.variants):
+        return
+    farthest = max(outcomes.variants, key=lambda each: abs(each.validation_loss - outcomes.reference.validation_loss))
+    difference = farthest.validation_loss - outcomes.reference.validation_loss
+    yield note(
+        "nothing-beyond-the-start",
+        f"None of {len(outcomes.variants)} runs departs: at this size and length no precision changes the training "
+        f"more than another start does. Farthest in validation is {farthest.name}, {_signed(difference)} fp32.",
+        {"runs": len(outcomes.variants), "farthest": farthest.name, "difference": difference},
+    )
+
+
+def _against_wisdom(outcomes: RunsJudged) -> Iterator[Finding]:
+    """Findings that contradict what is commonly said."""
+    runs = {each.name: each for each in outcomes.variants}
+    reference = outcomes.reference
+    unscaled = runs.get("fp16-unscaled")
+    if unscaled is not None and unscaled.departs is None and unscaled.zero_gradients is not None:
+        zeros, usual = 100 * unscaled.zero_gradients, 100 * (reference.zero_gradients or 0.0)
+        yield note(
+            "wisdom-contradicted",
+            "fp16 is said to need a loss scale. Here it trains as well without: "
+            f"{zeros:.3g} % of the gradients' elements, the embedding's left out, are zero at the end, where in fp32 "
+            f"{usual:.3g} % are, and what is lost does not show in the loss.",
+            {"run": unscaled.name, "zero_gradients": zeros, "zero_gradients_fp32": usual},
+        )
+    nearest = runs.get("bf16-pure")
+    if nearest is not None and nearest.departs is None and nearest.swallowed is not None:
+        yield note(
+            "wisdom-contradicted",
+            "Parameters in bf16 are said to need a remedy. Here they train as well rounded to nearest, though "
+            f"{100 * nearest.swallowed:.3g} % of the last updates change nothing.",
+            {"run": nearest.name, "swallowed": nearest.swallowed},
+        )
+    for name in ("tf32", "bf16", "fp16"):
+        mixed = runs.get(name)
+        if mixed is not None and mixed.departs is not None:
+            yield note(
+                "wisdom-contradicted",
+                f"{name} is said to train as fp32 does. Here it departs at step {mixed.departs}.",
+                {"run": name, "departs": mixed.departs},
+            )
+    yield from _better_on_other_text(outcomes)
+    yield from _remedies(runs)
+
+
+def _better_on_other_text(outcomes: RunsJudged) -> Iterator[Finding]:
+    """Findings on runs that fit the training text worse than fp32, and held-out text better by more than starts do."""
+    reference = outcomes.reference
+    for each in outcomes.variants:
+        gained = reference.validation_loss - each.validation_loss
+        memorised = reference.validation_loss - reference.last
+        if each.departs is None or not each.last > reference.last:
+            continue
+        if not memorised > gained > outcomes.starts_validation:
+            continue
+        yield note(
+            "wisdom-contradicted",
+            f"Lost precision is said to cost quality. Here {each.name} departs above fp32 in training and "
+            f"ends {gained:.2g} below it on held-out text: there fp32 loses {reference.validation_loss:.4g} for "
+            f"{reference.last:.4g} in training, {each.name} {each.validation_loss:.4g} for {each.last:.4g}. Where "
+            "fp32 knows its training text so much better than other text, less exact updates may even help.",
+            {
+                "run": each.name, "gained": gained, "validation_loss": each.validation_loss,
+                "training_loss": each.last, "fp32_validation_loss": reference.validation_loss,
+                "fp32_training_loss": reference.last,
+            },
+        )  # fmt: skip
+
+
+def _remedies(runs: dict[str, RunJudged]) -> Iterator[Finding]:
+    """A finding on which remedies keep training in bf16 close to fp32, where it departs without one."""
+    nearest = runs.get("bf16-pure")
+    remedies = [each for name, each in runs.items() if name.startswith("bf16-pure-")]
+    if nearest is None or nearest.departs is None or not remedies:
+        return
+    kept = [each.name for each in remedies if each.departs is None]
+    lost = [each.name for each in remedies if each.departs is not None]
+    said = f"{_listed(kept)} {'does' if len(kept) == 1 else 'do'} not" if kept else "no remedy keeps it"
+    but = f"; {_listed(lost)} {'departs' if len(lost) == 1 else 'depart'} too" if lost and kept else ""
+    yield note(
+        "bf16-remedies",
+        f"Where bf16-pure departs from fp32, {said}{but}.",
+        {each.name: each.departs for each in (nearest, *remedies)},
+    )
+
+
+def _listed(names: list[str]) -> str:
+    """Names in a sentence: a; a and b; a, b and c."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last

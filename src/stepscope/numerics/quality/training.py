@@ -1,0 +1,245 @@
+"""Training in every precision from the same initial parameters, with the same batches and the same learning rates.
+
+fp32, tf32, bf16 and fp16 have parameters in fp32; the latter two run forward under autocast. fp16's loss is scaled by a
+DynamicLossScaler; fp16-unscaled's is not. bf16-pure has everything that forward and backward see in bf16, from the
+rounded fp32 parameters on; its moments and its optimizer's arithmetic are fp32 (`models/bf16_parameters.py`).
+"""
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from stepscope.core.model_config import ModelConfig
+from stepscope.core.workload import Dtype
+from stepscope.measure.precision import matmul_precision
+from stepscope.models.bf16_parameters import AdamWBf16Parameters, Keeping
+from stepscope.models.training_step import ForwardLoss
+from stepscope.models.transformer import Transformer
+from stepscope.numerics.gradients.loss_scaler import DynamicLossScaler
+from stepscope.numerics.quality.bundled_text import BundledText
+
+WATCHED_STEPS = 10
+"""The last steps of a run, in which zero gradients and swallowed updates are counted."""
+_FETCHED_EVERY = 50
+"""Steps between two readings of the losses, as on a GPU each reading waits for the device."""
+_JUDGED_AT_ONCE = 64
+"""Held-out sequences in one forward pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A way to train: its dtypes, its loss scale, and how it keeps its parameters."""
+
+    dtype: Dtype
+    autocast: torch.dtype | None = None
+    scaled: bool = False
+    keeping: Keeping | None = None
+    """How parameters in bf16 are kept; None for parameters in fp32."""
+
+
+REFERENCE = "fp32"
+VARIANTS: dict[str, Variant] = {
+    REFERENCE: Variant(dtype="fp32"),
+    "tf32": Variant(dtype="tf32"),
+    "bf16": Variant(dtype="bf16", autocast=torch.bfloat16),
+    "fp16": Variant(dtype="fp16", autocast=torch.float16, scaled=True),
+    "fp16-unscaled": Variant(dtype="fp16", autocast=torch.float16),
+    "bf16-pure": Variant(dtype="bf16-pure", keeping="nearest"),
+    "bf16-pure-stochastic": Variant(dtype="bf16-pure", keeping="stochastic"),
+    "bf16-pure-kahan": Variant(dtype="bf16-pure", keeping="kahan"),
+    "bf16-pure-master": Variant(dtype="bf16-pure", keeping="master"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSize:
+    """The model, the batch, and the length of a training run."""
+
+    model: ModelConfig
+    batch_size: int
+    seq_len: int
+    steps: int
+    learning_rate: float
+    """The highest learning rate of the run; `rate_at` gives that of a step."""
+
+
+@dataclass
+class Trained:
+    """The results of one training run."""
+
+    losses: list[float] = field(default_factory=list)
+    """The loss of each step before its update, in the run's own arithmetic; ends early if nothing is finite then."""
+    validation_loss: float = math.nan
+    """Nats a byte over the whole held-out text, by the parameters that forward uses, in fp32 arithmetic."""
+    skipped_steps: int | None = None
+    """How many steps the loss scaler skipped; None without a loss scale."""
+    zero_gradients: float | None = None
+    """Share of the elements of gradients, the embedding's left out, that are zero, over the last WATCHED_STEPS."""
+    swallowed: float | None = None
+    """Share of the updates of bf16 parameters that changed nothing, over the same steps."""
+    parameters: list[Tensor] = field(default_factory=list)
+    """The parameters that forward uses, in fp32."""
+
+
+def rate_at(step: int, steps: int, highest: float) -> float:
+    """The learning rate of a step: linear warm-up over a tenth of the steps, then half a cosine down to a tenth."""
+    warmup = max(1, steps // 10)
+    if step <= warmup:
+        return highest * step / warmup
+    share = (step - warmup) / max(1, steps - warmup)
+    return highest * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
+
+
+def initial_model(size: TrainingSize, seed: int) -> Transformer:
+    """The model at the start, on the CPU and in fp32: the same for every variant and every device."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Transformer(size.model, max_seq_len=size.seq_len)
+        model.initialise()
+    return model
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The order of data: where in a text each sequence of each step begins."""
+
+    text: Tensor
+    """Bytes, on the device."""
+    places: Tensor
+    """(steps, batch_size)"""
+    positions: Tensor
+    """0 to seq_len, on the device."""
+
+    def at(self, step: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets (B, S) of a step, counted from 1."""
+        sequences = self.text[self.places[step - 1, :, None] + self.positions].long()
+        return sequences[:, :-1], sequences[:, 1:]
+
+
+def batches(size: TrainingSize, text: bytes, device: torch.device, seed: int) -> Batches:
+    """Batches from random places of the text, the same for every variant and every device."""
+    places = torch.randint(
+        len(text) - size.seq_len, (size.steps, size.batch_size), generator=torch.Generator().manual_seed(seed)
+    )
+    return Batches(_on(device, text), places.to(device), torch.arange(size.seq_len + 1, device=device))
+
+
+def _on(device: torch.device, text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+
+
+def train(
+    variant: Variant,
+    size: TrainingSize,
+    text: BundledText,
+    *,
+    device: torch.device,
+    seed: int,
+    start_seed: int | None = None,
+    tell_step: Callable[[int], None] = lambda _step: None,
+) -> Trained:
+    """Train on the seed's batches, and judge what came out by the held-out text.
+
+    start_seed: of the parameters at the start; the same if None.
+    """
+    model = initial_model(size, seed if start_seed is None else start_seed).to(device)
+    if variant.keeping is not None:
+        model = model.to(torch.bfloat16)
+    data = batches(size, text.train, device, seed)
+    # So that rounding at random is the same whatever ran before, and leaves no trace.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), matmul_precision(variant.dtype):
+        torch.manual_seed(seed)
+        trained = _train(variant, size, model, data, tell_step)
+    trained.parameters = [parameter.detach().float().clone() for parameter in model.parameters()]
+    with matmul_precision("fp32"):
+        trained.validation_loss = _mean_loss(model.float(), _on(device, text.held_out), size.seq_len)
+    return trained
+
+
+def _train(
+    variant: Variant, size: TrainingSize, model: Transformer, data: Batches, tell_step: Callable[[int], None]
+) -> Trained:
+    trained = Trained(skipped_steps=0 if variant.scaled else None)
+    forward = ForwardLoss(model)
+    optimizer = _optimizer(model, variant, data.text.device)
+    scaler = DynamicLossScaler() if variant.scaled else None
+    waiting: list[Tensor] = []
+    zeros: list[Tensor] = []
+    lost_updates: list[tuple[Tensor, Tensor]] = []
+
+    def watch(_parameter: Tensor, _before: Tensor, wanted: Tensor, made: Tensor) -> None:
+        lost_updates.append((((made == 0) & (wanted != 0)).sum(), (wanted != 0).sum()))
+
+    for step in range(1, size.steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = rate_at(step, size.steps, size.learning_rate)
+        with _autocast(variant, data.text.device):
+            loss = forward(*data.at(step))
+        (loss if scaler is None else scaler.scaled(loss)).backward()
+        if step > size.steps - WATCHED_STEPS:
+            zeros.append(_share_of_zeros(model))
+            if isinstance(optimizer, AdamWBf16Parameters):
+                optimizer.watch = watch
+        if scaler is None:
+            optimizer.step()
+        else:
+            trained.skipped_steps = (trained.skipped_steps or 0) + (not scaler.step(optimizer))
+            scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        waiting.append(loss.detach())
+        if step % _FETCHED_EVERY == 0 or step == size.steps:
+            fetched = torch.stack(waiting).tolist()
+            waiting.clear()
+            trained.losses += fetched
+            tell_step(step)
+            if not any(map(math.isfinite, fetched)):
+                break
+    if zeros:
+        trained.zero_gradients = float(torch.stack(zeros).mean())
+    if lost_updates:
+        lost, wanted = (float(torch.stack(counts).sum()) for counts in zip(*lost_updates, strict=True))
+        trained.swallowed = lost / wanted if wanted else 0.0
+    return trained
+
+
+def _optimizer(model: nn.Module, variant: Variant, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW with PyTorch's defaults. The learning rate is set before each step."""
+    if variant.keeping is not None:
+        return AdamWBf16Parameters(model.parameters(), keeping=variant.keeping)
+    return torch.optim.AdamW(model.parameters(), fused=device.type == "cuda")
+
+
+def _autocast(variant: Variant, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    if variant.autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=variant.autocast)
+
+
+def _share_of_zeros(model: Transformer) -> Tensor:
+    """Share of gradient elements that are zero, without the embedding: bytes that a batch lacks have rows of zeros."""
+    gradients = [
+        parameter.grad
+        for parameter in model.parameters()
+        if parameter.grad is not None and parameter is not model.embedding.weight
+    ]
+    return torch.stack([(gradient == 0).sum() for gradient in gradients]).sum() / sum(g.numel() for g in gradients)
+
+
+@torch.no_grad()
+def _mean_loss(model: Transformer, text: Tensor, seq_len: int) -> float:
+    """The mean loss over the text in sequences of seq_len predictions; a rest at its end is not counted."""
+    forward = ForwardLoss(model)
+    count = len(text) // (seq_len + 1)
+    sequences = text[: count * (seq_len + 1)].view(count, seq_len + 1)
+    total = sum(
+        (
+            forward(part[:, :-1].long(), part[:, 1:].long()).double() * len(part)
+            for part in sequences.split(_JUDGED_AT_ONCE)
+        ),
+        start=torch.zeros((), dtype=torch.float64, device=text.device),
+    )
+    return float(total) / count

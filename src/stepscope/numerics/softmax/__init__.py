@@ -1,0 +1,1 @@
+"""Softmax, and attention with it, in few bits."""
