@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from stepscope.core.attentions import Attention
-from stepscope.measure import capture, ranges
+from stepscope.measure import capture, driven, ranges
 from stepscope.measure.backward_ranges import ACCUMULATION, BackwardRanges, SequenceNotes
 from stepscope.measure.device import HostDevice
 from stepscope.models.training_step import TrainingStep
@@ -56,7 +56,7 @@ class Products(TorchDispatchMode):
 def test_every_product_of_backward_lies_in_the_module_whose_forward_made_it():
     step, recorder = TrainingStep(mini(), CPU), ThreadedRecorder()
     with ranges.emitted_to(recorder), Products(recorder) as products:
-        capture.trace_nvtx(step, CPU, HostDevice(), 1)
+        driven.trace_nvtx(step, CPU, HostDevice(), 1)
     forward = Counter(open_ranges[2:] for _, open_ranges, _ in products.seen if open_ranges[1] == "forward")
     backward = Counter(open_ranges[2:] for _, open_ranges, _ in products.seen if open_ranges[1] == "backward")
     # Each product of forward has two in backward. Forward's ranges are nested, backward's name the innermost.
@@ -77,7 +77,7 @@ def test_every_product_of_backward_lies_in_the_module_whose_forward_made_it():
 def test_pushes_and_pops_balance_and_every_parameter_is_accumulated_once():
     step, recorder = TrainingStep(mini(), CPU), ThreadedRecorder()
     with ranges.emitted_to(recorder):
-        capture.trace_nvtx(step, CPU, HostDevice(), 3)
+        driven.trace_nvtx(step, CPU, HostDevice(), 3)
     (one,) = recorder.threads.values()
     assert not one.open
     forward = Counter(names[-1] for names in one.pushed if len(names) > 2 and names[1] == "forward")
@@ -101,9 +101,9 @@ def test_gradients_are_bitwise_the_same(attention: Attention, dtype: Any):
         step = TrainingStep(mini(phase="forward-backward", attention=attention, dtype=dtype), CPU)
         if watched:
             with ranges.emitted_to(Recorder()):
-                capture.trace_nvtx(step, CPU, HostDevice(), 2)
+                driven.trace_nvtx(step, CPU, HostDevice(), 2)
         else:
-            capture.timed_steps(step, HostDevice(), 2)
+            driven.timed_steps(step, HostDevice(), 2)
         return [parameter.grad for parameter in step.model.parameters() if parameter.grad is not None]
 
     with_ranges, without = gradients(watched=True), gradients(watched=False)
@@ -125,19 +125,19 @@ def test_no_event_is_read_while_a_tool_records(compiled: bool, monkeypatch: pyte
     step = TrainingStep(mini(), CPU)
     monkeypatch.setattr(step, "compiled", compiled)
     with ranges.emitted_to(Recorder()):
-        samples = capture.trace_nvtx(step, CPU, Unread(), 2)
+        samples = driven.trace_nvtx(step, CPU, Unread(), 2)
     assert set(samples) == {"step", "host"} and samples["step"].count == 2
 
 
 def test_nothing_stays_registered():
     step = TrainingStep(mini(), CPU)
     with ranges.emitted_to(Recorder()):
-        capture.trace_nvtx(step, CPU, HostDevice(), 2)
+        driven.trace_nvtx(step, CPU, HostDevice(), 2)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in step.model.modules())
     assert ranges.current_emitters() == ()
     after = Recorder()
     with ranges.emitted_to(after):
-        capture.timed_steps(step, HostDevice(), 1)
+        driven.timed_steps(step, HostDevice(), 1)
     assert after.pushed == [("step",), ("step", "forward"), ("step", "backward"), ("step", "optimizer")]
 
 
@@ -220,5 +220,5 @@ def test_ranges_on_two_threads_do_not_meet():
 def test_a_forward_step_alone_has_its_modules():
     step, recorder = TrainingStep(mini(phase="forward"), CPU), Recorder()
     with ranges.emitted_to(recorder):
-        capture.trace_nvtx(step, CPU, HostDevice(), 1)
+        driven.trace_nvtx(step, CPU, HostDevice(), 1)
     assert Counter(names[-1] for names in recorder.pushed if len(names) > 2) == ranges_of_forward()

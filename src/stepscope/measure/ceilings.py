@@ -16,8 +16,9 @@ from stepscope.core.run import Settings
 from stepscope.core.workload import Dtype
 from stepscope.measure.device import timing_device
 from stepscope.measure.environment import cpu_name
+from stepscope.measure.lead import LedCall
 from stepscope.measure.precision import matmul_precision
-from stepscope.measure.timer import Phase, StepFailed, measure
+from stepscope.measure.timer import measure_one
 from stepscope.work.operations import copy_work, matmul_work
 
 CEILING_DTYPES: tuple[Dtype, ...] = ("fp32", "tf32", "bf16", "fp16")
@@ -33,16 +34,6 @@ _SUSTAINED = {
 """The best of them, held as long as a step's measurement is: power and heat have their say."""
 _PATIENCE_S = 1.0
 """A size whose product takes longer is the last that is tried."""
-
-
-class _Operation:
-    """A single operation as a subject of `measure`."""
-
-    def __init__(self, run: Callable[[], object]) -> None:
-        self.phases = (Phase(name="operation", run=run),)
-
-    def prepare(self) -> None:
-        pass
 
 
 def supported_dtypes(device: torch.device) -> tuple[Dtype, ...]:
@@ -165,14 +156,9 @@ def _copy_ceiling(device: torch.device) -> Ceiling | None:
 
 def _time(device: torch.device, operation: Callable[[], object], settings: Settings) -> tuple[float, int]:
     try:
-        result = measure({"operation": _Operation(operation)}, device=timing_device(device), settings=settings)[
-            "operation"
-        ]
-    except StepFailed as failure:
-        raise RuntimeError(one_line(failure.__cause__ or failure)) from failure
-    if result.interrupted:
-        raise KeyboardInterrupt
-    samples = result.samples["operation"]
+        samples = measure_one(LedCall(operation), device=timing_device(device), settings=settings)["call"]
+    except Exception as error:
+        raise RuntimeError(one_line(error)) from error
     return samples.median_s or float("nan"), samples.count
 
 

@@ -28,7 +28,7 @@ _READS_A_NUMBER = _aten._local_scalar_dense.default
 
 
 @dataclass(slots=True, kw_only=True)
-class Allocation:
+class FakeAllocation:
     """One storage, from its first tensor to its last."""
 
     nbytes: int
@@ -60,7 +60,7 @@ class FakeMemory(TorchDispatchMode):
     def __init__(self, *, workspace_bytes: int = 0) -> None:
         """workspace_bytes: what cuBLAS keeps for each thread that multiplies matrices."""
         super().__init__()
-        self.allocations: list[Allocation] = []
+        self.allocations: list[FakeAllocation] = []
         self.events: list[int] = []
         self.phases: list[FakePhase] = []
         self._workspace_bytes = workspace_bytes
@@ -149,7 +149,7 @@ class FakeMemory(TorchDispatchMode):
         return tensor.itemsize == 2 and self._index.get(args[0].untyped_storage()._cdata) in self._weights
 
     def _allocate(self, nbytes: int, func: Any) -> int:
-        self.allocations.append(Allocation(nbytes=nbytes, operator=str(func), phase=self._phase))
+        self.allocations.append(FakeAllocation(nbytes=nbytes, operator=str(func), phase=self._phase))
         index = len(self.allocations) - 1
         self.events.append(index)
         return index

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.errors import InputError
 from stepscope.core.workload import Dtype, Workload
-from stepscope.measure.timer import Phase
+from stepscope.measure.step import Phase
 from stepscope.models.attention import attention_for, chosen_attention
 from stepscope.models.checkpointing import block_runner
 from stepscope.models.optimizer import AdamWBf16State

@@ -7,7 +7,8 @@ import torch
 from stepscope.core.errors import one_line
 from stepscope.engine.device_failure import is_out_of_memory
 from stepscope.engine.draft import Draft
-from stepscope.measure.memory_history import MEMORY_FILE, MemoryCapture, capture_memory
+from stepscope.measure.driven import MemoryCapture, capture_memory
+from stepscope.measure.memory_history import MEMORY_FILE
 
 
 def record_memory(draft: Draft) -> None:

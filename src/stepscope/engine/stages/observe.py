@@ -5,10 +5,8 @@ import torch
 from stepscope.core.evidence import Precision
 from stepscope.engine.draft import Draft
 from stepscope.measure import ranges
-from stepscope.measure.observe import observe_step
-from stepscope.measure.operators import step_operators
+from stepscope.measure.driven import observe_step, profile_step, step_operators
 from stepscope.measure.precision import probe_relative_error, with_kernels
-from stepscope.measure.profile import profile_step
 
 
 def observe(draft: Draft) -> None:

@@ -9,7 +9,8 @@ from stepscope.core.evidence import Capture
 from stepscope.engine.draft import Draft
 from stepscope.engine.nsys_trace import NO_NVTX, trace_under_nsys
 from stepscope.measure import ranges
-from stepscope.measure.capture import KINETO_FILE, capture_kineto, capture_range, trace_nvtx
+from stepscope.measure.capture import KINETO_FILE, capture_range
+from stepscope.measure.driven import capture_kineto, trace_nvtx
 
 
 def trace_by_kineto(draft: Draft) -> None:
