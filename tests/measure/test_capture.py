@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from stepscope.core.evidence import Capture
+from stepscope.core.range_names import ATTENTION_PARTS
 from stepscope.core.run import Run
 from stepscope.core.run_directory import load_runs
 from stepscope.engine.request import StepRequest, TraceRequest
@@ -48,7 +49,7 @@ class Recorder:
 
 def ranges_of_forward() -> Counter[str]:
     """How often each range inside the model opens in one forward pass."""
-    expected: Counter[str] = Counter(ranges.ATTENTION_PARTS * LAYERS)
+    expected: Counter[str] = Counter(ATTENTION_PARTS * LAYERS)
     expected += Counter(["embedding", "norm", "head"])
     expected += Counter(
         f"blocks.{i}{part}" for i in range(LAYERS) for part in ("", *(f".{p}" for p in BLOCK + LINEARS))

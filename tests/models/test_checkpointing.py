@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from stepscope.analysis.captures.attribution import attribute
+from stepscope.core.range_names import MARKING, RECOMPUTATION
+from stepscope.core.run_files import KINETO_FILE
 from stepscope.measure import capture, driven, ranges
 from stepscope.measure.compilation import compile_report, reset_compilation
 from stepscope.measure.device import HostDevice
-from stepscope.models.checkpointing import RECOMPUTATION
 from stepscope.models.training_step import TrainingStep
 from stepscope.models.transformer import Block
 from stepscope.trace.read import read_trace
@@ -175,7 +176,7 @@ def test_ranges_of_backward_stand_round_what_runs_again(checkpointing: str, accu
         driven.trace_nvtx(step, CPU, HostDevice(), 2)
     assert not recorder.open
     phases = [names[1] for names in recorder.pushed if len(names) == 2]
-    micro_batch = ["forward", capture.MARKING, "backward"]
+    micro_batch = ["forward", MARKING, "backward"]
     assert phases == 2 * accumulation * micro_batch
     backward = [names[2:] for names in recorder.pushed if len(names) > 2 and names[1] == "backward"]
     first = Counter(names[0] for names in backward)
@@ -193,7 +194,7 @@ def test_a_real_capture_gives_what_runs_again_its_place(checkpointing: str, tmp_
     step = step_with(checkpointing, accumulation=2)
     run_step(step)
     driven.capture_kineto(step, CPU, HostDevice(), tmp_path, steps=2)
-    made = attribute(read_trace(tmp_path / capture.KINETO_FILE))
+    made = attribute(read_trace(tmp_path / KINETO_FILE))
     made.self_check()
     assert made.steps == 2 and made.links_agree == made.links_checked > 0
     again = made.work.filter(pl.col("role") == "recomputation")

@@ -12,7 +12,8 @@ from stepscope.cli.verb import verb
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError
 from stepscope.core.finding import worst
 from stepscope.core.run import Run
-from stepscope.core.run_directory import RUN_FILE, load_run
+from stepscope.core.run_directory import load_run
+from stepscope.core.run_files import RUN_FILE
 
 if TYPE_CHECKING:
     from stepscope.analysis.captures.summary import TraceSummary

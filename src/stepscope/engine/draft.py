@@ -12,13 +12,12 @@ from stepscope.core.errors import StepscopeError, one_line
 from stepscope.core.evidence import Evidence
 from stepscope.core.run import Failure, Run, Status
 from stepscope.core.run_directory import save_run
+from stepscope.core.run_files import FAILURE_FILE
 from stepscope.engine.device_failure import failing_module, is_out_of_memory, portable_traceback
 from stepscope.engine.request import Stage, StepRequest, Tell
 from stepscope.measure.device import timing_device
 from stepscope.measure.nsys import Nsys
 from stepscope.models.training_step import TrainingStep
-
-FAILURE_FILE = "failure.txt"
 
 
 class Draft:

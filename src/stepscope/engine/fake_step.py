@@ -26,6 +26,7 @@ from stepscope.core.attentions import ATTENTIONS, Memory
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import MemoryCategory
+from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.workload import Workload
 from stepscope.measure.as_on_cuda import AsOnCuda, AttentionBackend
 from stepscope.measure.fake_memory import FakeMemory
@@ -126,7 +127,7 @@ class _FakePhases(Recorder):
 
     def phase_ends(self, name: str) -> None:
         self._phase.__exit__(None, None, None)
-        if name == "backward":
+        if name == BACKWARD:
             self._watch.label([p.grad for p in self._step.model.parameters() if p.grad is not None], "gradients")
 
 
@@ -219,16 +220,16 @@ def _replay(watch: FakeMemory, built: int, parameter_bytes: int) -> FakeEstimate
         event = max(range(phase.start - 1, phase.end), key=counts.__getitem__)
         if phase.name not in peaks or counts[event] > peaks[phase.name].allocated:
             peaks[phase.name] = _Moment(allocated=counts[event], event=event)
-        if phase.name == "forward":
+        if phase.name == FORWARD:
             saved.append(counts[phase.end - 1] - counts[phase.start - 1])
     start = watch.phases[0].start - 1
     memory = PhaseMemory(
         parameter_bytes=parameter_bytes,
         after_parameters=counts[start],
-        forward_peak=peaks["forward"].allocated,
-        saved_for_backward=max(saved) if "backward" in peaks else None,
-        backward_peak=peaks["backward"].allocated if "backward" in peaks else None,
-        optimizer_peak=peaks["optimizer"].allocated if "optimizer" in peaks else None,
+        forward_peak=peaks[FORWARD].allocated,
+        saved_for_backward=max(saved) if BACKWARD in peaks else None,
+        backward_peak=peaks[BACKWARD].allocated if BACKWARD in peaks else None,
+        optimizer_peak=peaks[OPTIMIZER].allocated if OPTIMIZER in peaks else None,
         reserved_peak=max(reserved[start:]),
     )
     peak_phase = max(peaks, key=lambda name: peaks[name].allocated)

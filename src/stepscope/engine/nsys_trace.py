@@ -20,17 +20,18 @@ from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.evidence import Capture
 from stepscope.core.run import Run
 from stepscope.core.run_directory import load_run, save_run
+from stepscope.core.run_files import EXPORT_FILE, REPORT_FILE, STREAM_FILE
 from stepscope.core.samples import Samples
 from stepscope.engine.request import StepRequest
 from stepscope.measure import nsys as tool
-from stepscope.measure.nsys import REPORT_FILE, SQLITE_FILE, STREAM_FILE, Nsys, require_nsys
+from stepscope.measure.nsys import Nsys, require_nsys
 
 END_GRACE_S = 30.0
 """How long nsys may take to end once the process that it watched has ended."""
 INTERRUPT_GRACE_S = 2.0
 """How long nsys may take to end when the user has stopped it; nothing of its trace is kept then."""
 NO_NVTX = "this PyTorch emits no NVTX ranges, and the package that does is missing: pip install 'stepscope[nsys]'"
-ARTIFACTS = {"nsys": SQLITE_FILE, "nsys-rep": REPORT_FILE, "qdstrm": STREAM_FILE}
+ARTIFACTS = {"nsys": EXPORT_FILE, "nsys-rep": REPORT_FILE, "qdstrm": STREAM_FILE}
 """Files of a trace by nsys in a run directory, by kind; `nsys` is the one that is read."""
 
 
@@ -164,7 +165,7 @@ def _keep(nsys: Nsys, folder: Path, directory: Path) -> tuple[dict[str, str], st
 
     What can be kept is kept, whatever fails after; the second value says what failed, and what to do about it.
     """
-    stream, report, sqlite = (folder / name for name in (STREAM_FILE, REPORT_FILE, SQLITE_FILE))
+    stream, report, sqlite = (folder / name for name in (STREAM_FILE, REPORT_FILE, EXPORT_FILE))
     failure = None
     try:
         if not report.exists():

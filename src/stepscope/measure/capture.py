@@ -12,16 +12,14 @@ from typing import Self
 import torch
 
 from stepscope.core import interrupts
+from stepscope.core.range_names import BACKWARD, MARKING
 from stepscope.measure import ranges
 from stepscope.measure.backward_ranges import BackwardRanges, SequenceNotes
 from stepscope.measure.device import Device, Mark
 from stepscope.measure.profile import profiler_for
 from stepscope.measure.step import Recorder, Step
 
-MARKING = "mark backward"
-"""The phase, and its range, in which backward is prepared for its ranges. It gives no work to the device."""
 AFTER_CAPTURE_S = 1.0
-KINETO_FILE = "trace.kineto.json.gz"
 _COMPRESSION = 6  # gzip's own default; Python's 9 takes twice as long for one per cent
 
 
@@ -98,7 +96,7 @@ class BackwardMarks(Recorder):
         self._notes.clear()
 
     def phase_begins(self, name: str) -> None:
-        if name != "backward":
+        if name != BACKWARD:
             return
         with ranges.named_range(MARKING):
             self._notes.closed = True  # what checkpointing runs again during backward made none of these nodes
@@ -107,7 +105,7 @@ class BackwardMarks(Recorder):
                 self._backward.attach(loss.grad_fn, self._notes)
 
     def phase_ends(self, name: str) -> None:
-        if name == "backward":
+        if name == BACKWARD:
             self._backward.close()
             # Another micro-batch may follow in the same step, with a graph of its own.
             self.step_begins()

@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 
 from stepscope.core.evidence import Capture, PhaseMemory, ProfiledStep, StepObservation, StepOperators
+from stepscope.core.run_files import KINETO_FILE
 from stepscope.core.samples import Samples
 from stepscope.core.workload import Workload
 from stepscope.measure import ranges
-from stepscope.measure.capture import KINETO_FILE, BackwardMarks, Unmarked, export_kineto, kineto_session
+from stepscope.measure.capture import BackwardMarks, Unmarked, export_kineto, kineto_session
 from stepscope.measure.device import Device
 from stepscope.measure.memory_history import MemoryRecorder
 from stepscope.measure.observe import Observer, PhasePeaks, look_at_batches, parameter_bytes

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.core.memory_notes import MemoryCategory
+from stepscope.core.range_names import BACKWARD, FORWARD
 
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
@@ -82,7 +83,7 @@ class FakeMemory(TorchDispatchMode):
             self._end_recomputation()
             self._phase = ""
         self.phases.append(FakePhase(name=name, start=start, end=len(self.events)))
-        if name == "forward":
+        if name == FORWARD:
             self._keep(range(first, len(self.allocations)))
 
     def end(self) -> None:
@@ -144,7 +145,7 @@ class FakeMemory(TorchDispatchMode):
         return index
 
     def _is_cast_copy(self, tensor: Tensor, func: Any, args: tuple[Any, ...]) -> bool:
-        if func is not _aten._to_copy.default or self._phase not in ("forward", "backward"):
+        if func is not _aten._to_copy.default or self._phase not in (FORWARD, BACKWARD):
             return False
         return tensor.itemsize == 2 and self._index.get(args[0].untyped_storage()._cdata) in self._weights
 
@@ -161,7 +162,7 @@ class FakeMemory(TorchDispatchMode):
         self.events.append(~index)
 
     def _workspace(self) -> None:
-        thread = "backward" if self._phase == "backward" else "main"
+        thread = "backward" if self._phase == BACKWARD else "main"
         if self._workspace_bytes and thread not in self._threads_with_workspace:
             self._threads_with_workspace.add(thread)
             self.allocations[self._allocate(self._workspace_bytes, "cuBLAS")].category = "workspaces"

@@ -19,8 +19,9 @@ from torch.profiler import ProfilerActivity
 
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import SEGMENTS_BEFORE_KEY
+from stepscope.core.range_names import BACKWARD, FORWARD, GRADIENT_ACCUMULATION, OPTIMIZER
 from stepscope.measure import ranges
-from stepscope.measure.backward_ranges import ACCUMULATION, SequenceNotes
+from stepscope.measure.backward_ranges import SequenceNotes
 from stepscope.measure.memory_frames import Frame, StackTable, joined_ranges
 from stepscope.measure.observe import gradient_bytes, parameter_bytes
 from stepscope.measure.step import Recorder, Step
@@ -89,7 +90,7 @@ class ProfilerRecording(Recorder):
         self._phases.add(name)
 
     def phase_ends(self, name: str) -> None:
-        if name == "backward":
+        if name == BACKWARD:
             self._gradients = gradient_bytes(self._step)
 
     def snapshot(self, notes: TensorNotes) -> tuple[dict[str, Any], PhaseMemory]:
@@ -120,7 +121,7 @@ class ProfilerRecording(Recorder):
         if name.startswith(_CALL):
             return replace(place, call=int(name.removeprefix(_CALL)))
         if name.startswith(_NODE):
-            owner = (ACCUMULATION,) if name.endswith(_LEAF) else self._sequence.owner(sequence_nr)
+            owner = (GRADIENT_ACCUMULATION,) if name.endswith(_LEAF) else self._sequence.owner(sequence_nr)
             return replace(place, ranges=place.ranges + owner)
         if name in self._emitter.names:
             phase = place.phase if place.phase is not None else event.start_time_ns
@@ -164,16 +165,16 @@ class ProfilerRecording(Recorder):
             if phase is not None:
                 name = change.place.ranges[0]
                 peaks[name] = max(peaks[name], live)
-                if name == "forward":
+                if name == FORWARD:
                     held[phase] = live - at_start[phase]
         return PhaseMemory(
             parameter_bytes=parameter_bytes(self._step),
             after_parameters=before,
-            forward_peak=peaks.get("forward"),
-            saved_for_backward=max(held.values(), default=0) if "backward" in peaks else None,
-            backward_peak=peaks.get("backward"),
+            forward_peak=peaks.get(FORWARD),
+            saved_for_backward=max(held.values(), default=0) if BACKWARD in peaks else None,
+            backward_peak=peaks.get(BACKWARD),
             gradient_bytes=self._gradients,
-            optimizer_peak=peaks.get("optimizer"),
+            optimizer_peak=peaks.get(OPTIMIZER),
         )
 
 

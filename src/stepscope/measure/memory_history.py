@@ -20,6 +20,8 @@ import torch
 
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import NOTES_KEY, MemoryNotes, PhaseSpan
+from stepscope.core.range_names import BACKWARD, FORWARD
+from stepscope.core.run_files import MEMORY_FILE
 from stepscope.core.workload import Workload
 from stepscope.measure import ranges
 from stepscope.measure.backward_ranges import BackwardRanges, SequenceNotes
@@ -28,7 +30,6 @@ from stepscope.measure.memory_events import ProfilerRecording
 from stepscope.measure.step import Recorder, Step
 from stepscope.measure.tensor_notes import TensorNotes, now_us
 
-MEMORY_FILE = "memory.pickle.gz"
 _COMPRESSION = 2  # of level 6 it has nine tenths of the effect in a third of the time
 _PICKLE_PROTOCOL = 4
 
@@ -92,10 +93,10 @@ class MemoryRecorder(Recorder):
 
     def phase_begins(self, name: str) -> None:
         loss = self._step.loss
-        if name == "forward":
+        if name == FORWARD:
             self._notes.start_forward()
             self._gradients_wait = False  # those of another micro-batch are added
-        elif name == "backward":
+        elif name == BACKWARD:
             self._sequence.closed = True  # what checkpointing runs again during backward made none of these nodes
             if self._history.node_emitters and loss is not None and loss.grad_fn is not None:
                 self._backward.attach(loss.grad_fn, self._sequence)
@@ -106,9 +107,9 @@ class MemoryRecorder(Recorder):
     def phase_ends(self, name: str) -> None:
         self._counter.phase_ends(name)
         self._end(name)
-        if name == "forward":
+        if name == FORWARD:
             self._notes.saved(self._sequence)
-        self._gradients_wait = name == "backward"
+        self._gradients_wait = name == BACKWARD
 
     def phase_failed(self, name: str) -> None:
         self._counter.phase_failed(name)

@@ -14,7 +14,6 @@ from pathlib import Path
 from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.nsight import find_nsys, how_to_get_nsys
 
-REPORT_FILE, STREAM_FILE, SQLITE_FILE = "trace.nsys-rep", "trace.qdstrm", "trace.nsys.sqlite"
 TIMEOUT_S = 1800.0
 
 _QUIET = ("--sample=none", "--cpuctxsw=none")

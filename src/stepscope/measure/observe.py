@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.core.evidence import PhaseMemory, StepObservation
+from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.measure.nvml import read_gpu
 from stepscope.measure.step import Recorder, Step
 
@@ -60,7 +61,7 @@ class Observer(Recorder):
         self._watching = contextlib.ExitStack()
         self._phase = ""
         self._forwards: dict[str, int] = {}
-        self._passes = {"backward": 0, "optimizer": 0, "block again": 0}
+        self._passes = {BACKWARD: 0, OPTIMIZER: 0, "block again": 0}
         self._taken: list[torch.Tensor] = []
         self._owned = {tensor.untyped_storage().data_ptr() for tensor in _resident_tensors(step)}
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
@@ -76,7 +77,7 @@ class Observer(Recorder):
             counted = step.forward_module if step.compiled else step.model
             stack.callback(counted.register_forward_pre_hook(self._count_forward).remove)
             if step.optimizer is not None:
-                stack.callback(step.optimizer.register_step_pre_hook(lambda *_: self._pass("optimizer")).remove)
+                stack.callback(step.optimizer.register_step_pre_hook(lambda *_: self._pass(OPTIMIZER)).remove)
             for block in () if step.compiled else step.blocks:
                 stack.callback(block.register_forward_pre_hook(self._count_block).remove)
             stack.enter_context(self._watching)
@@ -86,7 +87,7 @@ class Observer(Recorder):
         self._phase = name
         self._forwards.setdefault(name, 0)
         self._saved_storages.clear()  # of several forwards each counts alone: their graphs do not live together
-        if name == "forward" and self._hooked:
+        if name == FORWARD and self._hooked:
             self._watching.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda box: box.tensor))
             self._watching.enter_context(self._products)
 
@@ -94,8 +95,8 @@ class Observer(Recorder):
         self._watching.close()
         self._saved_bytes = max(self._saved_bytes, sum(self._saved_storages.values()))
         loss = self._step.loss
-        if name == "forward" and loss is not None and loss.requires_grad:
-            loss.register_hook(lambda _gradient: self._pass("backward"))
+        if name == FORWARD and loss is not None and loss.requires_grad:
+            loss.register_hook(lambda _gradient: self._pass(BACKWARD))
 
     @property
     def graphs_alive(self) -> bool | None:
@@ -105,23 +106,23 @@ class Observer(Recorder):
     @property
     def saved_bytes(self) -> int | None:
         """What a forward kept for its backward; None where that cannot be told, or there was no backward."""
-        return self._saved_bytes if self._hooked and self._phase != "forward" else None
+        return self._saved_bytes if self._hooked and self._phase != FORWARD else None
 
     def observation(self, batches: "Batches", graphs_alive: bool | None) -> StepObservation:
         """What was seen. graphs_alive: when the next step was about to begin."""
         return StepObservation(
             model_forwards=self._forwards,
             autocast_outside=self._autocast_outside,
-            autocast_in_backward=self._autocast.get("backward"),
-            autocast_in_optimizer=self._autocast.get("optimizer"),
+            autocast_in_backward=self._autocast.get(BACKWARD),
+            autocast_in_optimizer=self._autocast.get(OPTIMIZER),
             distinct_tokens=batches.fewest_tokens,
             distinct_batches=batches.distinct,
             graphs_alive_before=graphs_alive,
             product_dtypes=tuple(sorted(self._products.found)) if self._hooked else None,
             forward_tokens=sum(tokens.numel() for tokens in self._taken),
             covers_batch=bool(self._taken) and torch.equal(torch.cat(self._taken), self._tokens),
-            backward_passes=self._passes["backward"],
-            optimizer_steps=self._passes["optimizer"],
+            backward_passes=self._passes[BACKWARD],
+            optimizer_steps=self._passes[OPTIMIZER],
             blocks_again=None if self._step.compiled else self._passes["block again"],
         )
 
@@ -135,11 +136,11 @@ class Observer(Recorder):
 
     def _count_forward(self, _module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._forwards[self._phase] += 1
-        if self._phase == "forward":
+        if self._phase == FORWARD:
             self._taken.append(inputs[0])
 
     def _count_block(self, *_: object) -> None:
-        self._passes["block again"] += self._phase == "backward"
+        self._passes["block again"] += self._phase == BACKWARD
 
     def _pass(self, phase: str) -> None:
         self._passes[phase] += 1
@@ -191,9 +192,9 @@ class PhasePeaks(Recorder):
 
     def phase_ends(self, name: str) -> None:
         self._read_peaks(name)
-        if name == "forward":
+        if name == FORWARD:
             self._saved = max(torch.cuda.memory_allocated(self._device) - self._at_start, self._saved or 0)
-        elif name == "backward":
+        elif name == BACKWARD:
             self._gradients = gradient_bytes(self._step)
 
     def phase_failed(self, name: str) -> None:
@@ -222,11 +223,11 @@ class PhasePeaks(Recorder):
         return msgspec.structs.replace(
             memory,
             resident_expected=self._expected,
-            forward_peak=self._peaks.get("forward"),
-            saved_for_backward=self._saved if "backward" in self._peaks else None,
-            backward_peak=self._peaks.get("backward"),
+            forward_peak=self._peaks.get(FORWARD),
+            saved_for_backward=self._saved if BACKWARD in self._peaks else None,
+            backward_peak=self._peaks.get(BACKWARD),
             gradient_bytes=self._gradients,
-            optimizer_peak=self._peaks.get("optimizer"),
+            optimizer_peak=self._peaks.get(OPTIMIZER),
         )
 
 

@@ -17,6 +17,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from stepscope.core.range_names import STEP
 from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.measure.clock import Clock, HostClock
@@ -226,7 +227,7 @@ class _Timer:
         self._current = (name, watch.phases)
         subject.prepare()
         self._device.synchronize()
-        with named_range("step"):
+        with named_range(STEP):
             drive(subject, watch if self._recorder is None else Together(self._recorder, watch))
         self._records[name].rows.append(watch.row())
 

@@ -7,6 +7,7 @@ from stepscope.analysis.runs.words import doubts, figure, identify, status_sente
 from stepscope.core.answer import TEXT, Answer, Cell, Line, Table, as_lines, table_of, text
 from stepscope.core.errors import printable
 from stepscope.core.evidence import Capture
+from stepscope.core.range_names import PHASES
 from stepscope.core.run import Run
 from stepscope.core.samples import CONFIDENCE, OF_ONE_PROCESS
 from stepscope.core.units import counted, format_milliseconds, format_rate, format_seconds, format_share
@@ -63,12 +64,12 @@ def answer_cells(runs: Sequence[Run], folder: str | None = None) -> Answer:
         if run.status != "done":
             rows.append((name, status_word(run), *[None] * 7))
             continue
-        times = [metrics.median_s(run, phase) for phase in (*metrics.PHASE_NAMES, "step")]
+        times = [metrics.median_s(run, phase) for phase in (*PHASES, "step")]
         tokens, peak = metrics.tokens_per_s(run), metrics.peak_bytes(run)
         utilisation = metrics.mfu_datasheet(run) or metrics.mfu_measured(run)
         rows.append((name, *(figure(cell, run) for cell in (*times, tokens, utilisation, peak)), doubts(run)))
     table = table_of(
-        "cell", *((f"{name} ms", "ms of s") for name in (*metrics.PHASE_NAMES, "step")), ("tokens/s", ",.0f"),
+        "cell", *((f"{name} ms", "ms of s") for name in (*PHASES, "step")), ("tokens/s", ",.0f"),
         ("MFU", "%"), ("peak", "B"), "findings",
         rows=rows, tones={i: "bad" for i, run in enumerate(runs) if run.status != "done"},
         notes=as_lines(f"{len(runs)} runs in {folder}") if runs and folder else (),
@@ -79,7 +80,7 @@ def answer_cells(runs: Sequence[Run], folder: str | None = None) -> Answer:
 def _phase_table(run: Run) -> Table:
     rows: list[tuple[Cell, ...]] = []
     step_s = metrics.median_s(run, "step") or 0.0
-    for name in (*metrics.PHASE_NAMES, "step"):
+    for name in (*PHASES, "step"):
         samples = run.samples.get(name)
         if samples is None or samples.median_s is None or samples.mean_s is None:
             continue
@@ -170,7 +171,7 @@ def _utilisation(share: float) -> str:
 
 def _about_intervals(run: Run) -> list[str]:
     """What the intervals are of, or why there is none."""
-    named = {name: run.samples[name] for name in (*metrics.PHASE_NAMES, "step") if name in run.samples}
+    named = {name: run.samples[name] for name in (*PHASES, "step") if name in run.samples}
     without = {name: samples for name, samples in named.items() if samples.count and samples.why_no_interval}
     lines: list[str] = []
     if len(without) < len(named):
@@ -197,7 +198,7 @@ def _capture_line(capture: Capture, unprofiled_s: float | None) -> str:
 
 
 def _phase_clock(run: Run) -> str:
-    return next((run.samples[n].clock for n in metrics.PHASE_NAMES if n in run.samples), "none")
+    return next((run.samples[n].clock for n in PHASES if n in run.samples), "none")
 
 
 def _memory_table(run: Run) -> list[Table]:

@@ -5,10 +5,10 @@ import gc
 import torch
 
 from stepscope.core.errors import one_line
+from stepscope.core.run_files import MEMORY_FILE
 from stepscope.engine.device_failure import is_out_of_memory
 from stepscope.engine.draft import Draft
 from stepscope.measure.driven import MemoryCapture, capture_memory
-from stepscope.measure.memory_history import MEMORY_FILE
 
 
 def record_memory(draft: Draft) -> None:
@@ -49,7 +49,7 @@ def record_what_filled_the_memory(draft: Draft) -> None:
         draft.note(f"no memory history: {one_line(failure)}")
     else:
         if capture.failure is None:
-            draft.note("recorded, the step did not run out of memory: memory.pickle.gz holds the whole step")
+            draft.note(f"recorded, the step did not run out of memory: {MEMORY_FILE} holds the whole step")
 
 
 def _record(draft: Draft, out_of_memory: bool = False) -> MemoryCapture:

@@ -6,10 +6,11 @@ import torch
 
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.evidence import Capture
+from stepscope.core.run_files import KINETO_FILE
 from stepscope.engine.draft import Draft
 from stepscope.engine.nsys_trace import NO_NVTX, trace_under_nsys
 from stepscope.measure import ranges
-from stepscope.measure.capture import KINETO_FILE, capture_range
+from stepscope.measure.capture import capture_range
 from stepscope.measure.driven import capture_kineto, trace_nvtx
 
 
