@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-import stepscope.measure  # noqa: F401  (first, since it asks whether there is room for torch)
+import stepscope.measure  # noqa: F401  # pyright: ignore[reportUnusedImport]  (asks for room for torch)
 from stepscope.analysis.runs.checks import check_run
 from stepscope.analysis.runs.metrics import summarise
 from stepscope.core import interrupts
