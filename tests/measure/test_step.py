@@ -10,7 +10,7 @@ from stepscope.measure import ranges
 from stepscope.measure.driven import capture_memory, observe_step
 from stepscope.measure.memory_history import MemoryRecorder
 from stepscope.measure.observe import Observer, look_at_batches
-from stepscope.measure.step import Phase, Recorder, Together, drive
+from stepscope.measure.step import Phase, Recorder, drive
 from stepscope.models.training_step import TrainingStep
 from tests.conftest import mini
 from tests.measure.test_capture import Recorder as Emitted
@@ -59,7 +59,7 @@ class Written:
 
 def test_a_recorder_is_told_of_every_phase():
     diary, second = Diary(), Diary()
-    drive(Written(diary.told, "forward", "backward"), Together(diary, second))
+    drive(Written(diary.told, "forward", "backward"), diary, second)
     assert diary.told == [
         "step",
         "forward",

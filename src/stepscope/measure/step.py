@@ -101,47 +101,33 @@ class Recorder:
         """The last phase has ended."""
 
 
-class Together(Recorder):
-    """Several recorders as one, told in their order."""
-
-    def __init__(self, *recorders: Recorder) -> None:
-        self._recorders = recorders
-
-    def step_begins(self) -> None:
-        for recorder in self._recorders:
-            recorder.step_begins()
-
-    def phase_begins(self, name: str) -> None:
-        for recorder in self._recorders:
-            recorder.phase_begins(name)
-
-    def phase_ends(self, name: str) -> None:
-        for recorder in self._recorders:
-            recorder.phase_ends(name)
-
-    def phase_failed(self, name: str) -> None:
-        for recorder in self._recorders:
-            recorder.phase_failed(name)
-
-    def step_ends(self) -> None:
-        for recorder in self._recorders:
-            recorder.step_ends()
-
-
-_NOBODY = Recorder()
-
-
-def drive(step: Driven, recorder: Recorder = _NOBODY) -> None:
-    """Run the phases of a step that is prepared, each in a range of its name, and tell the recorder."""
-    parts = [(phase.name, phase.run, named_range(phase.name)) for phase in step.phases]  # not in the time of the step
-    recorder.step_begins()
+def drive(step: Driven, *recorders: Recorder) -> None:
+    """Run the phases of a step that is prepared, each in a range of its name, and tell the recorders in their order."""
+    # All that can be looked up before the step begins is, so that it is not in the step's time.
+    parts = [(phase.name, phase.run, named_range(phase.name)) for phase in step.phases]
+    told = ("step_begins", "phase_begins", "phase_ends", "step_ends")
+    step_begins, phase_begins, phase_ends, step_ends = (_all_of([getattr(r, name) for r in recorders]) for name in told)
+    step_begins()
     for name, run, its_range in parts:
-        recorder.phase_begins(name)
+        phase_begins(name)
         try:
             with its_range:
                 run()
         except BaseException:
-            recorder.phase_failed(name)
+            for recorder in recorders:
+                recorder.phase_failed(name)
             raise
-        recorder.phase_ends(name)
-    recorder.step_ends()
+        phase_ends(name)
+    step_ends()
+
+
+def _all_of(functions: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    """One function that calls each of these."""
+    if len(functions) == 1:
+        return functions[0]
+
+    def call(*given: str) -> None:
+        for function in functions:
+            function(*given)
+
+    return call

@@ -23,7 +23,7 @@ from stepscope.core.samples import Samples
 from stepscope.measure.clock import Clock, HostClock
 from stepscope.measure.device import Device, Mark
 from stepscope.measure.ranges import named_range
-from stepscope.measure.step import Driven, Recorder, Together, drive
+from stepscope.measure.step import Driven, Recorder, drive
 
 STEADY_WINDOW = 3
 STEADY_TOLERANCE = 0.03
@@ -118,7 +118,7 @@ def measure(
     clock: Clock | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     before_measuring: Callable[[], None] | None = None,
-    recorder: Recorder | None = None,
+    recorders: Sequence[Recorder] = (),
 ) -> dict[str, Measurement]:
     """Time the steps of one or several subjects; several are interleaved, one step each in turn.
 
@@ -127,18 +127,18 @@ def measure(
 
     before_measuring runs once: after the last warm-up step, before the first measured one. The device idles meanwhile,
     so it must be short: every step begins on an idle device, and this gap is the only one that differs from the others.
-    A recorder is told of every step; what it does lies in the step's time.
+    Recorders are told of every step; what they do lies in the step's time.
     """
-    timer = _Timer(subjects, device, settings, clock or HostClock(), on_progress=on_progress, recorder=recorder)
+    timer = _Timer(subjects, device, settings, clock or HostClock(), on_progress=on_progress, recorders=recorders)
     return timer.run(before_measuring)
 
 
 def measure_one(
-    subject: Driven, *, device: Device, settings: Settings, clock: Clock | None = None, recorder: Recorder | None = None
+    subject: Driven, *, device: Device, settings: Settings, recorders: Sequence[Recorder] = ()
 ) -> dict[str, Samples]:
     """Time the steps of one subject. Raises what a phase of it raises, and KeyboardInterrupt."""
     try:
-        found = measure({"step": subject}, device=device, settings=settings, clock=clock, recorder=recorder)["step"]
+        found = measure({"step": subject}, device=device, settings=settings, recorders=recorders)["step"]
     except StepFailed as failure:
         raise failure.__cause__ or failure from None
     if found.interrupted:
@@ -146,10 +146,10 @@ def measure_one(
     return found.samples
 
 
-def timed_steps(subject: Driven, device: Device, steps: int, recorder: Recorder | None = None) -> dict[str, Samples]:
+def timed_steps(subject: Driven, device: Device, steps: int, *recorders: Recorder) -> dict[str, Samples]:
     """Time exactly so many steps, and none to warm up."""
     settings = Settings(warmup_floor=0, warmup_cap=0, steps_floor=steps, steps_cap=steps, seconds=0)
-    return measure_one(subject, device=device, settings=settings, recorder=recorder)
+    return measure_one(subject, device=device, settings=settings, recorders=recorders)
 
 
 class _Timer:
@@ -161,14 +161,14 @@ class _Timer:
         clock: Clock,
         *,
         on_progress: Callable[[Progress], None] | None,
-        recorder: Recorder | None,
+        recorders: Sequence[Recorder],
     ) -> None:
         self._subjects = subjects
         self._device = device
         self._settings = settings
         self._clock = clock
         self._on_progress = on_progress
-        self._recorder = recorder
+        self._recorders = recorders
         self._records = {
             name: _Record(("step", "host", *dict.fromkeys(phase.name for phase in subject.phases)))
             for name, subject in subjects.items()
@@ -228,7 +228,7 @@ class _Timer:
         subject.prepare()
         self._device.synchronize()
         with named_range(STEP):
-            drive(subject, watch if self._recorder is None else Together(self._recorder, watch))
+            drive(subject, *self._recorders, watch)
         self._records[name].rows.append(watch.row())
 
     def _tell(self, name: str, done: int, at_least: int, at_most: int) -> None:
