@@ -24,7 +24,8 @@ from stepscope.core.units import format_seconds
 from stepscope.core.workload import Workload
 from stepscope.measure.device import Device, resolve_device, timing_device
 from stepscope.measure.environment import read_environment
-from stepscope.measure.timer import Phase, Subject, measure
+from stepscope.measure.step import Driven, Phase
+from stepscope.measure.timer import measure
 from stepscope.models.training_step import TrainingStep
 from stepscope.work.described import cell_name, describe_model, describe_workload
 
@@ -69,7 +70,7 @@ class EmptyStep:
         pass
 
 
-def bare_block(step: Subject, device: Device) -> None:
+def bare_block(step: Driven, device: Device) -> None:
     """The loop people write."""
     for _ in range(STEPS_IN_A_BLOCK):
         step.prepare()
@@ -78,14 +79,14 @@ def bare_block(step: Subject, device: Device) -> None:
         device.synchronize()
 
 
-def measured_block(step: Subject, device: Device) -> None:
+def measured_block(step: Driven, device: Device) -> None:
     """The same steps under stepscope's timer."""
     n = STEPS_IN_A_BLOCK
     settings = Settings(warmup_floor=0, warmup_cap=0, steps_floor=n, steps_cap=n, seconds=0)
     measure({"step": step}, device=device, settings=settings, on_progress=lambda _: None)
 
 
-def time_pairs(step: Subject, device: Device, pairs: int) -> tuple[Samples, Samples]:
+def time_pairs(step: Driven, device: Device, pairs: int) -> tuple[Samples, Samples]:
     """Seconds a step of the bare and of the measured blocks, after two warm-up pairs."""
     seconds: dict[str, list[float]] = {"bare": [], "measured": []}
     blocks = {"bare": bare_block, "measured": measured_block}

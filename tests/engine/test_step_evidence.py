@@ -11,8 +11,8 @@ from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE
 from stepscope.core.evidence import MeasuredCompilation
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_run
-from stepscope.engine import step as step_study
 from stepscope.engine.request import StepRequest
+from stepscope.engine.stages import timed
 from stepscope.engine.step import measure_step
 from stepscope.measure.environment import HostLoad
 from stepscope.models import training_step
@@ -50,8 +50,8 @@ def test_readings_lie_round_the_measured_steps_alone(
             super().__init__()
 
     monkeypatch.setattr(TrainingStep, "prepare", prepared)
-    monkeypatch.setattr(step_study, "read_gpu", read_gpu)
-    monkeypatch.setattr(step_study, "HostLoad", Load)
+    monkeypatch.setattr(timed, "read_gpu", read_gpu)
+    monkeypatch.setattr(timed, "HostLoad", Load)
     floor, cap = warmup
     settings = Settings(warmup_floor=floor, warmup_cap=cap, steps_floor=3, steps_cap=3, seconds=0, profile=False)
     run = measured(out, settings)

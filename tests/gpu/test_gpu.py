@@ -21,12 +21,11 @@ from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step
 from stepscope.engine.sweep import run_sweep
 from stepscope.measure.device import CudaDevice
+from stepscope.measure.driven import observe_step, profile_step, step_operators
 from stepscope.measure.nvml import nvml_kept_open, read_gpu
-from stepscope.measure.observe import observe_step
-from stepscope.measure.operators import step_operators
 from stepscope.measure.precision import matmul_precision, probe_relative_error
-from stepscope.measure.profile import profile_step
-from stepscope.measure.timer import Phase, measure
+from stepscope.measure.step import Phase
+from stepscope.measure.timer import measure
 from stepscope.models import training_step
 from stepscope.models.attention import implementation
 from stepscope.models.training_step import CUDA_GRAPH_MODES, TrainingStep

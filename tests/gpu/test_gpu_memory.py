@@ -14,8 +14,7 @@ from stepscope.core.run import Run, Settings
 from stepscope.core.units import GIB
 from stepscope.engine.request import MemoryRequest, StepRequest
 from stepscope.engine.step import measure_step
-from stepscope.measure.memory_history import capture_memory
-from stepscope.measure.observe import observe_step
+from stepscope.measure.driven import capture_memory, observe_step
 from stepscope.models.training_step import TrainingStep
 from tests.conftest import workload
 from tests.measure.test_memory_capture import notes_of, phase_of, read, storages

@@ -37,11 +37,11 @@ from stepscope.core.work import Work
 from stepscope.core.workload import COMPILES, OPTIMIZERS, Workload
 from stepscope.measure.compilation import CompilationWatch, compile_report, reset_compilation
 from stepscope.measure.device import HostDevice
+from stepscope.measure.driven import observe_step, step_operators
 from stepscope.measure.environment import HostLoad
-from stepscope.measure.observe import observe_step
-from stepscope.measure.operators import step_operators
 from stepscope.measure.precision import with_kernels
-from stepscope.measure.timer import Phase, measure
+from stepscope.measure.step import Phase
+from stepscope.measure.timer import measure
 from stepscope.measure.updates import applied_updates, read_updates
 from stepscope.models import training_step
 from stepscope.models.attention import implementation

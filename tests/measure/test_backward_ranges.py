@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from stepscope.core.attentions import Attention
-from stepscope.measure import capture, ranges
-from stepscope.measure.backward_ranges import ACCUMULATION, BackwardRanges, SequenceNotes
+from stepscope.core.range_names import ATTENTION_PARTS, GRADIENT_ACCUMULATION, MARKING
+from stepscope.measure import driven, ranges
+from stepscope.measure.backward_ranges import BackwardRanges, SequenceNotes
 from stepscope.measure.device import HostDevice
 from stepscope.models.training_step import TrainingStep
 from tests.conftest import mini
@@ -56,13 +57,13 @@ class Products(TorchDispatchMode):
 def test_every_product_of_backward_lies_in_the_module_whose_forward_made_it():
     step, recorder = TrainingStep(mini(), CPU), ThreadedRecorder()
     with ranges.emitted_to(recorder), Products(recorder) as products:
-        capture.trace_nvtx(step, CPU, HostDevice(), 1)
+        driven.trace_nvtx(step, CPU, HostDevice(), 1)
     forward = Counter(open_ranges[2:] for _, open_ranges, _ in products.seen if open_ranges[1] == "forward")
     backward = Counter(open_ranges[2:] for _, open_ranges, _ in products.seen if open_ranges[1] == "backward")
     # Each product of forward has two in backward. Forward's ranges are nested, backward's name the innermost.
     innermost: Counter[tuple[str, ...]] = Counter()
     for names, count in forward.items():
-        modules = [i for i, name in enumerate(names) if name not in ranges.ATTENTION_PARTS]
+        modules = [i for i, name in enumerate(names) if name not in ATTENTION_PARTS]
         innermost[names[modules[-1] :]] += 2 * count
     assert backward == innermost
     assert sum(backward.values()) == 2 * (9 * LAYERS + 1)
@@ -77,21 +78,21 @@ def test_every_product_of_backward_lies_in_the_module_whose_forward_made_it():
 def test_pushes_and_pops_balance_and_every_parameter_is_accumulated_once():
     step, recorder = TrainingStep(mini(), CPU), ThreadedRecorder()
     with ranges.emitted_to(recorder):
-        capture.trace_nvtx(step, CPU, HostDevice(), 3)
+        driven.trace_nvtx(step, CPU, HostDevice(), 3)
     (one,) = recorder.threads.values()
     assert not one.open
     forward = Counter(names[-1] for names in one.pushed if len(names) > 2 and names[1] == "forward")
     assert forward == Counter({name: 3 * count for name, count in ranges_of_forward().items()})
     inside = Counter(names[2:] for names in one.pushed if len(names) > 2 and names[1] == "backward")
-    assert inside[ACCUMULATION,] == 3 * len(list(step.model.parameters()))
-    assert all(inside[f"blocks.{i}.attention", part] for i in range(LAYERS) for part in ranges.ATTENTION_PARTS)
+    assert inside[GRADIENT_ACCUMULATION,] == 3 * len(list(step.model.parameters()))
+    assert all(inside[f"blocks.{i}.attention", part] for i in range(LAYERS) for part in ATTENTION_PARTS)
     # Inside backward stand modules, parts within attention, and accumulation; never deeper, never anything else.
     modules = {path for path, _ in step.model.named_modules()}
     for names in inside:
-        assert names[0] in modules | {ACCUMULATION} and len(names) <= 2
-        assert len(names) == 1 or (names[0].endswith(".attention") and names[1] in ranges.ATTENTION_PARTS)
+        assert names[0] in modules | {GRADIENT_ACCUMULATION} and len(names) <= 2
+        assert len(names) == 1 or (names[0].endswith(".attention") and names[1] in ATTENTION_PARTS)
     phases = [names[1] for names in one.pushed if len(names) == 2]
-    assert phases == 3 * ["forward", capture.MARKING, "backward", "optimizer"]
+    assert phases == 3 * ["forward", MARKING, "backward", "optimizer"]
 
 
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
@@ -101,9 +102,9 @@ def test_gradients_are_bitwise_the_same(attention: Attention, dtype: Any):
         step = TrainingStep(mini(phase="forward-backward", attention=attention, dtype=dtype), CPU)
         if watched:
             with ranges.emitted_to(Recorder()):
-                capture.trace_nvtx(step, CPU, HostDevice(), 2)
+                driven.trace_nvtx(step, CPU, HostDevice(), 2)
         else:
-            capture.timed_steps(step, HostDevice(), 2)
+            driven.timed_steps(step, HostDevice(), 2)
         return [parameter.grad for parameter in step.model.parameters() if parameter.grad is not None]
 
     with_ranges, without = gradients(watched=True), gradients(watched=False)
@@ -125,19 +126,19 @@ def test_no_event_is_read_while_a_tool_records(compiled: bool, monkeypatch: pyte
     step = TrainingStep(mini(), CPU)
     monkeypatch.setattr(step, "compiled", compiled)
     with ranges.emitted_to(Recorder()):
-        samples = capture.trace_nvtx(step, CPU, Unread(), 2)
+        samples = driven.trace_nvtx(step, CPU, Unread(), 2)
     assert set(samples) == {"step", "host"} and samples["step"].count == 2
 
 
 def test_nothing_stays_registered():
     step = TrainingStep(mini(), CPU)
     with ranges.emitted_to(Recorder()):
-        capture.trace_nvtx(step, CPU, HostDevice(), 2)
+        driven.trace_nvtx(step, CPU, HostDevice(), 2)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in step.model.modules())
     assert ranges.current_emitters() == ()
     after = Recorder()
     with ranges.emitted_to(after):
-        capture.timed_steps(step, HostDevice(), 1)
+        driven.timed_steps(step, HostDevice(), 1)
     assert after.pushed == [("step",), ("step", "forward"), ("step", "backward"), ("step", "optimizer")]
 
 
@@ -149,7 +150,7 @@ def test_hooks_come_off_a_graph_that_lives_on():
     backward = BackwardRanges((recorder,))
     assert backward.attach(loss.grad_fn, notes) == 3
     loss.backward(retain_graph=True)
-    assert recorder.pushed == [(ACCUMULATION,)] and not recorder.open
+    assert recorder.pushed == [(GRADIENT_ACCUMULATION,)] and not recorder.open
     backward.release()
     loss.backward()
     assert len(recorder.pushed) == 1
@@ -213,12 +214,14 @@ def test_ranges_on_two_threads_do_not_meet():
         thread.start()
     for thread in threads:
         thread.join()
-    assert [Counter(one.pushed) for one in recorder.threads.values()] == 2 * [Counter({(ACCUMULATION,): 20 * 4})]
+    assert [Counter(one.pushed) for one in recorder.threads.values()] == 2 * [
+        Counter({(GRADIENT_ACCUMULATION,): 20 * 4})
+    ]
     assert not any(one.open for one in recorder.threads.values())
 
 
 def test_a_forward_step_alone_has_its_modules():
     step, recorder = TrainingStep(mini(phase="forward"), CPU), Recorder()
     with ranges.emitted_to(recorder):
-        capture.trace_nvtx(step, CPU, HostDevice(), 1)
+        driven.trace_nvtx(step, CPU, HostDevice(), 1)
     assert Counter(names[-1] for names in recorder.pushed if len(names) > 2) == ranges_of_forward()

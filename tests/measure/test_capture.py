@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from stepscope.core.evidence import Capture
+from stepscope.core.range_names import ATTENTION_PARTS
 from stepscope.core.run import Run
 from stepscope.core.run_directory import load_runs
 from stepscope.engine.request import StepRequest, TraceRequest
 from stepscope.engine.step import measure_step
-from stepscope.measure import capture, ranges
+from stepscope.measure import driven, ranges
 from stepscope.measure.device import HostDevice
 from stepscope.models.training_step import TrainingStep
 from tests.cli.test_cli import QUICK, run_until, stepscope
@@ -48,7 +49,7 @@ class Recorder:
 
 def ranges_of_forward() -> Counter[str]:
     """How often each range inside the model opens in one forward pass."""
-    expected: Counter[str] = Counter(ranges.ATTENTION_PARTS * LAYERS)
+    expected: Counter[str] = Counter(ATTENTION_PARTS * LAYERS)
     expected += Counter(["embedding", "norm", "head"])
     expected += Counter(
         f"blocks.{i}{part}" for i in range(LAYERS) for part in ("", *(f".{p}" for p in BLOCK + LINEARS))
@@ -72,7 +73,7 @@ def within(inner: dict[str, Any], outer: dict[str, Any]) -> bool:
 
 def test_a_kineto_trace_holds_ranges_shapes_and_sequence_numbers(tmp_path: Path):
     step = TrainingStep(mini(), CPU)
-    taken = capture.capture_kineto(step, CPU, HostDevice(), tmp_path, steps=3)
+    taken = driven.capture_kineto(step, CPU, HostDevice(), tmp_path, steps=3)
     assert (taken.tool, taken.steps, taken.artifact, taken.failure) == ("kineto", 3, "kineto", None)
     assert taken.step_s and set(taken.samples) == {"step", "host", "forward", "backward", "optimizer"}
     assert [path.name for path in tmp_path.iterdir()] == ["trace.kineto.json.gz"]
@@ -113,16 +114,16 @@ def test_tracing_leaves_nothing_behind():
 def test_ranges_of_the_timed_steps_are_step_and_phases_alone():
     step, recorder = TrainingStep(mini(), CPU), Recorder()
     with ranges.emitted_to(recorder):
-        capture.timed_steps(step, HostDevice(), 2)
+        driven.timed_steps(step, HostDevice(), 2)
     assert recorder.pushed == 2 * [("step",), ("step", "forward"), ("step", "backward"), ("step", "optimizer")]
     assert not recorder.open
 
 
 def test_a_compiled_step_is_traced_as_it_was_compiled(tmp_path: Path):
     step = TrainingStep(mini(compile="default"), CPU)
-    capture.timed_steps(step, HostDevice(), 2)
+    driven.timed_steps(step, HostDevice(), 2)
     before = dict(torch._dynamo.utils.counters["stats"])
-    capture.capture_kineto(step, CPU, HostDevice(), tmp_path, steps=1)
+    driven.capture_kineto(step, CPU, HostDevice(), tmp_path, steps=1)
     assert dict(torch._dynamo.utils.counters["stats"]) == before
     names = Counter(event["name"] for event in events(tmp_path))
     assert (names["step"], names["forward"], names["backward"], names["blocks.0"]) == (1, 1, 1, 0)

@@ -16,8 +16,8 @@ from stepscope.core.memory_notes import MemoryCategory
 from stepscope.core.workload import Workload
 from stepscope.engine.fake_step import estimate_by_running
 from stepscope.measure.as_on_cuda import AsOnCuda, AttentionBackend
+from stepscope.measure.driven import observe_step
 from stepscope.measure.fake_memory import FakeMemory
-from stepscope.measure.observe import observe_step
 from stepscope.models.training_step import TrainingStep
 from tests.conftest import mini
 from tests.fake_compile import saved_by_compiled_step

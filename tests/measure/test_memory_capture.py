@@ -17,14 +17,14 @@ from stepscope.core.memory_notes import NOTES_KEY, SEGMENTS_BEFORE_KEY, MemoryNo
 from stepscope.core.portable_paths import portable_path
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_runs
+from stepscope.core.run_files import MEMORY_FILE
 from stepscope.engine.request import MemoryRequest, StepRequest
 from stepscope.engine.step import measure_step
+from stepscope.measure.driven import capture_memory, observe_step
 from stepscope.measure.memory_allocator import MetadataEmitter
 from stepscope.measure.memory_events import ProfilerRecording
 from stepscope.measure.memory_frames import joined_ranges
-from stepscope.measure.memory_history import MEMORY_FILE, capture_memory
-from stepscope.measure.observe import observe_step
-from stepscope.measure.timer import Phase
+from stepscope.measure.step import Phase
 from stepscope.models.training_step import TrainingStep
 from tests.cli.test_cli import QUICK, run_until, stepscope
 from tests.conftest import mini

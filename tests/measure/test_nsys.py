@@ -17,13 +17,15 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.core.errors import InputError, StepscopeError
+from stepscope.core.errors import InputError
 from stepscope.core.nsight import find_nsys
 from stepscope.core.run_directory import load_run, load_runs
-from stepscope.engine.nsys_trace import import_capture, trace_under_nsys
+from stepscope.engine.nsys_trace import trace_under_nsys
 from stepscope.engine.request import StepRequest, TraceRequest
 from stepscope.measure import nsys as tool
 from stepscope.measure.nsys import Nsys, require_nsys
+from stepscope.trace.read import read_trace
+from stepscope.trace.readers.nsys import exported
 from tests.cli.test_cli import QUICK, run_until, stepscope
 from tests.conftest import mini
 from tests.measure.test_capture import LAYERS, ranges_of_forward
@@ -247,7 +249,9 @@ def test_the_export_tells_nothing_of_the_machine(traced: Path):
 
 
 @pytest.mark.nsys
-def test_a_stream_recorded_elsewhere_is_imported_where_nsys_is_whole(traced: Path, tmp_path: Path):
+def test_a_stream_recorded_elsewhere_is_imported_where_nsys_is_whole(
+    traced: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """As on a GPU machine with the target part alone: nsys records, finds no importer, and leaves a stream."""
     whole = require_nsys()
     assert whole.importer
@@ -260,16 +264,18 @@ def test_a_stream_recorded_elsewhere_is_imported_where_nsys_is_whole(traced: Pat
     before = load_run(directory)
     (capture,) = before.evidence.captures
     assert before.artifacts == {"qdstrm": "trace.qdstrm"} and capture.artifact == "qdstrm" and capture.steps == 2
-    with pytest.raises(StepscopeError, match="awaits its import"):
-        import_capture(directory, Nsys(path=target / "nsys", version="", importer=None))
-    assert load_run(directory) == before and (directory / "trace.qdstrm").exists()
+    written = {path: path.read_bytes() for path in directory.iterdir()}
+    monkeypatch.setenv("STEPSCOPE_NSYS", str(target / "nsys"))
+    with pytest.raises(InputError, match="read it where Nsight Systems is installed whole"):
+        read_trace(directory)
 
-    run = import_capture(directory, whole)
-    assert run == load_run(directory) and run.artifacts["nsys"] == "trace.nsys.sqlite"
-    assert run.evidence.captures[0].artifact == "nsys" and run.evidence.captures[0].failure is None
-    found = Counter(r.name for r in ranges_in(directory / "trace.nsys.sqlite"))
+    monkeypatch.setenv("STEPSCOPE_NSYS", str(whole.path))
+    with exported(directory / "trace.qdstrm") as export:
+        found = Counter(r.name for r in ranges_in(export))
     assert found["step"] == 2 and found["softmax"] > 2 * LAYERS
-    assert import_capture(directory, whole) == run  # a second time there is nothing to do
+    with pytest.raises(InputError, match="holds no CUDA activity"):  # made on a CPU, it has ranges alone
+        read_trace(directory)
+    assert {path: path.read_bytes() for path in directory.iterdir()} == written  # to read is not to write
 
 
 @pytest.mark.nsys

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from stepscope.core.run import Settings
-from stepscope.measure.timer import Measurement, Phase, Progress, StepFailed, is_steady, measure
+from stepscope.measure.step import Phase
+from stepscope.measure.timer import Measurement, Progress, StepFailed, is_steady, measure
 from tests.conftest import FakeClock, FakeDevice
 
 FIXED = Settings(warmup_floor=2, warmup_cap=2, steps_floor=3, steps_cap=3, seconds=0)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from stepscope.analysis.captures.attribution import attribute
-from stepscope.measure import capture, ranges
+from stepscope.core.range_names import MARKING, RECOMPUTATION
+from stepscope.core.run_files import KINETO_FILE
+from stepscope.measure import capture, driven, ranges
 from stepscope.measure.compilation import compile_report, reset_compilation
 from stepscope.measure.device import HostDevice
-from stepscope.models.checkpointing import RECOMPUTATION
 from stepscope.models.training_step import TrainingStep
 from stepscope.models.transformer import Block
 from stepscope.trace.read import read_trace
@@ -156,7 +157,7 @@ def test_no_block_draws_random_numbers():
 def test_ranges_name_what_runs_again(checkpointing: str, accumulation: int):
     step, recorder = step_with(checkpointing, accumulation=accumulation), Recorder()
     with ranges.emitted_to(recorder), capture.details(step):
-        capture.timed_steps(step, HostDevice(), 1)
+        driven.timed_steps(step, HostDevice(), 1)
     assert not recorder.open
     backward = [names[2:] for names in recorder.pushed if len(names) > 2 and names[1] == "backward"]
     groups = {"none": 0, "selective": 4, "every-1": 4, "every-2": 2, "every-3": 2, "every-4": 1}[checkpointing]
@@ -172,10 +173,10 @@ def test_ranges_of_backward_stand_round_what_runs_again(checkpointing: str, accu
     """Under an NVTX tool: backward's own ranges, and inside the node that asked first the blocks run again."""
     step, recorder = step_with(checkpointing, accumulation=accumulation), Recorder()
     with ranges.emitted_to(recorder):
-        capture.trace_nvtx(step, CPU, HostDevice(), 2)
+        driven.trace_nvtx(step, CPU, HostDevice(), 2)
     assert not recorder.open
     phases = [names[1] for names in recorder.pushed if len(names) == 2]
-    micro_batch = ["forward", capture.MARKING, "backward"]
+    micro_batch = ["forward", MARKING, "backward"]
     assert phases == 2 * accumulation * micro_batch
     backward = [names[2:] for names in recorder.pushed if len(names) > 2 and names[1] == "backward"]
     first = Counter(names[0] for names in backward)
@@ -192,8 +193,8 @@ def test_ranges_of_backward_stand_round_what_runs_again(checkpointing: str, accu
 def test_a_real_capture_gives_what_runs_again_its_place(checkpointing: str, tmp_path: Path):
     step = step_with(checkpointing, accumulation=2)
     run_step(step)
-    capture.capture_kineto(step, CPU, HostDevice(), tmp_path, steps=2)
-    made = attribute(read_trace(tmp_path / capture.KINETO_FILE))
+    driven.capture_kineto(step, CPU, HostDevice(), tmp_path, steps=2)
+    made = attribute(read_trace(tmp_path / KINETO_FILE))
     made.self_check()
     assert made.steps == 2 and made.links_agree == made.links_checked > 0
     again = made.work.filter(pl.col("role") == "recomputation")
@@ -229,5 +230,5 @@ def test_failing_blocks_leave_no_range_open(monkeypatch: pytest.MonkeyPatch):
         ranges.emitted_to(recorder),
         capture.details(step),
     ):
-        capture.timed_steps(step, HostDevice(), 1)
+        driven.timed_steps(step, HostDevice(), 1)
     assert not recorder.open

@@ -9,8 +9,8 @@ from stepscope.core.errors import InputError
 from stepscope.core.evidence import PhaseMemory
 from stepscope.measure.compilation import compile_report, reset_compilation
 from stepscope.measure.device import HostDevice
-from stepscope.measure.observe import observe_step
-from stepscope.measure.profile import profile_step, union_length
+from stepscope.measure.driven import observe_step, profile_step
+from stepscope.measure.profile import union_length
 from stepscope.models.training_step import TrainingStep, check_supported
 from tests.conftest import mini
 

@@ -1,6 +1,5 @@
 """`stepscope trace`: what a capture says, whichever profiler made it."""
 
-import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +11,8 @@ from stepscope.cli.verb import verb
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError
 from stepscope.core.finding import worst
 from stepscope.core.run import Run
-from stepscope.core.run_directory import RUN_FILE, load_run
+from stepscope.core.run_directory import load_run
+from stepscope.core.run_files import RUN_FILE
 
 if TYPE_CHECKING:
     from stepscope.analysis.captures.summary import TraceSummary
@@ -89,7 +89,6 @@ def load_summary(path: Path, *, without_ranges: bool = False) -> "TraceSummary":
     """Read and attribute a capture, with the run it belongs to where one lies beside it."""
     # polars' allocator, read when polars is loaded: pages no longer used go back at once, a sixth less at the peak.
     os.environ.setdefault("_RJEM_MALLOC_CONF", "narenas:2,dirty_decay_ms:50,muzzy_decay_ms:0")
-    _make_readable(path)
     from stepscope.analysis.captures.attribution import attribute
     from stepscope.analysis.captures.summary import TraceSummary
     from stepscope.trace.read import find_capture, read_trace
@@ -97,26 +96,6 @@ def load_summary(path: Path, *, without_ranges: bool = False) -> "TraceSummary":
     attribution = attribute(read_trace(path, without_ranges=without_ranges))
     attribution.self_check()
     return TraceSummary(attribution=attribution, run=_run_beside(find_capture(path)))
-
-
-def _make_readable(path: Path) -> None:
-    """What a machine without the host part of nsys recorded is imported and exported into its run directory first.
-
-    Where nothing can be written, or the run itself is broken, the capture is read as it lies there.
-    """
-    from stepscope.trace.read import find_capture
-
-    try:
-        capture = find_capture(path)
-        if capture.suffix != ".qdstrm" and not (path.is_dir() and capture.suffix == ".nsys-rep"):
-            return
-        load_run(capture.parent)
-    except (OSError, InputError):  # read_trace says what is wrong, if anything is
-        return
-    from stepscope.engine.nsys_trace import import_capture
-
-    with contextlib.suppress(OSError):
-        import_capture(capture.parent)
 
 
 def _run_beside(capture: Path) -> Run | None:

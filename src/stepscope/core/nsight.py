@@ -1,11 +1,16 @@
-"""Where NVIDIA's Nsight Systems lies on this machine: its `nsys`, and the importer of captures made elsewhere."""
+"""NVIDIA's Nsight Systems on this machine: where its programs lie, and what they make of a capture."""
 
 import os
+import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 from stepscope.core.cache_directory import home_directory
+from stepscope.core.errors import StepscopeError, one_line
+
+TIMEOUT_S = 1800.0
 
 _INSTALLED = (
     "/opt/nvidia/nsight-systems/*/bin",
@@ -45,3 +50,53 @@ def how_to_get_nsys() -> str:
         "install Nsight Systems from https://developer.nvidia.com/nsight-systems "
         "(on Debian: scripts/install-nsys) and put nsys on PATH or name it in STEPSCOPE_NSYS"
     )
+
+
+def find_importer(nsys: Path) -> Path | None:
+    """The program that turns a raw capture into a report; None where nsys was installed without it.
+
+    nsys lies in bin/ or in target-linux-x64/; the importer in a host-linux-x64/ next to either.
+    """
+    for folder in (nsys.resolve().parent, nsys.parent, nsys.absolute().parent):
+        for importer in sorted(folder.parent.glob("host-linux-*/QdstrmImporter")):
+            if os.access(importer, os.X_OK):
+                return importer
+    return None
+
+
+def import_stream(importer: Path, stream: Path, report: Path) -> None:
+    """Make a report of a raw capture. Raises StepscopeError."""
+    # Debian's package leaves the libraries beside the importer to be found.
+    libraries = os.pathsep.join(filter(None, [str(importer.parent), os.environ.get("LD_LIBRARY_PATH")]))
+    command = [str(importer), "-f", "-i", str(stream), "-o", str(report)]
+    _run(command, report, {**os.environ, "LD_LIBRARY_PATH": libraries})
+
+
+def export_report(nsys: Path, report: Path, sqlite: Path) -> None:
+    """Export a report to SQLite. Some versions write beside the report, too. Raises StepscopeError."""
+    command = [str(nsys), "export", "--type", "sqlite", "-f", "true", "-o", str(sqlite), str(report)]
+    _run(command, sqlite, dict(os.environ))
+
+
+def last_words(output: str) -> str:
+    """The most telling line of what a program wrote: the last with an error in it, or else the last."""
+    lines = [line.strip() for line in re.split(r"[\r\n]", output)]
+    lines = [line for line in lines if line and not re.match(r"(\[\d+/\d+\]|Processing|Generat|/|https?://\S+$)", line)]
+    telling = [line for line in lines if re.search(r"error|fail|cannot|unable|denied|not found", line, re.IGNORECASE)]
+    chosen = telling or lines
+    return one_line(Exception(chosen[-1])) if chosen else ""
+
+
+def _run(command: list[str], target: Path, environment: dict[str, str]) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", env=environment, timeout=TIMEOUT_S,
+            stdin=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StepscopeError(f"{command[0]}: {one_line(error)}") from None
+    if done.returncode or not target.exists():
+        said = (
+            last_words(done.stderr) or last_words(done.stdout) or f"exit code {done.returncode}, and no {target.name}"
+        )
+        raise StepscopeError(f"{Path(command[0]).name}: {said}")

@@ -13,9 +13,8 @@ import msgspec
 from stepscope.core.bounded_file import read_document
 from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.run import SCHEMA_VERSION, Run
+from stepscope.core.run_files import RUN_FILE
 from stepscope.core.workload import Workload
-
-RUN_FILE = "run.json"
 
 
 class _SchemaProbe(msgspec.Struct):

@@ -26,9 +26,11 @@ from stepscope.core.attentions import ATTENTIONS, Memory
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import MemoryCategory
+from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.workload import Workload
 from stepscope.measure.as_on_cuda import AsOnCuda, AttentionBackend
 from stepscope.measure.fake_memory import FakeMemory
+from stepscope.measure.step import Recorder, drive
 from stepscope.memory.prediction.caching_allocator import CachingAllocator
 from stepscope.memory.prediction.estimate import WORKSPACE_BYTES
 from stepscope.models.training_step import TrainingStep
@@ -99,14 +101,11 @@ def watch_fake_step(workload: Workload, *, workspace_bytes: int = WORKSPACE_BYTE
         _label_residents(step, watch)
         built = len(watch.events)
         modes.enter_context(as_on_cuda.throughout([step.forward_module, *step.model.blocks]))
+        phases = _FakePhases(step, watch)
         for _ in range(STEPS_BEFORE + 1):
             watch.phases.clear()
             step.prepare()
-            for phase in step.phases:
-                with watch.phase(phase.name):
-                    phase.run()
-                if phase.name == "backward":
-                    watch.label([p.grad for p in step.model.parameters() if p.grad is not None], "gradients")
+            drive(step, phases)
             _label_residents(step, watch)
         parameter_bytes = sum(p.numel() * p.element_size() for p in step.model.parameters())
     watched = WatchedStep(watch=watch, built=built, parameter_bytes=parameter_bytes)
@@ -114,6 +113,22 @@ def watch_fake_step(workload: Workload, *, workspace_bytes: int = WORKSPACE_BYTE
     del step
     gc.collect()  # a step and its phases refer to each other
     return watched
+
+
+class _FakePhases(Recorder):
+    """Tells FakeMemory of the phases, and which tensors are gradients."""
+
+    def __init__(self, step: TrainingStep, watch: FakeMemory) -> None:
+        self._step, self._watch = step, watch
+
+    def phase_begins(self, name: str) -> None:
+        self._phase = self._watch.phase(name)
+        self._phase.__enter__()
+
+    def phase_ends(self, name: str) -> None:
+        self._phase.__exit__(None, None, None)
+        if name == BACKWARD:
+            self._watch.label([p.grad for p in self._step.model.parameters() if p.grad is not None], "gradients")
 
 
 def attention_backend(workload: Workload, query: Tensor) -> AttentionBackend:
@@ -205,16 +220,16 @@ def _replay(watch: FakeMemory, built: int, parameter_bytes: int) -> FakeEstimate
         event = max(range(phase.start - 1, phase.end), key=counts.__getitem__)
         if phase.name not in peaks or counts[event] > peaks[phase.name].allocated:
             peaks[phase.name] = _Moment(allocated=counts[event], event=event)
-        if phase.name == "forward":
+        if phase.name == FORWARD:
             saved.append(counts[phase.end - 1] - counts[phase.start - 1])
     start = watch.phases[0].start - 1
     memory = PhaseMemory(
         parameter_bytes=parameter_bytes,
         after_parameters=counts[start],
-        forward_peak=peaks["forward"].allocated,
-        saved_for_backward=max(saved) if "backward" in peaks else None,
-        backward_peak=peaks["backward"].allocated if "backward" in peaks else None,
-        optimizer_peak=peaks["optimizer"].allocated if "optimizer" in peaks else None,
+        forward_peak=peaks[FORWARD].allocated,
+        saved_for_backward=max(saved) if BACKWARD in peaks else None,
+        backward_peak=peaks[BACKWARD].allocated if BACKWARD in peaks else None,
+        optimizer_peak=peaks[OPTIMIZER].allocated if OPTIMIZER in peaks else None,
         reserved_peak=max(reserved[start:]),
     )
     peak_phase = max(peaks, key=lambda name: peaks[name].allocated)

@@ -33,13 +33,15 @@ def main() -> int:
 
 def _trace(request: StepRequest, keep: Callable[[dict[str, Samples]], None]) -> None:
     from stepscope.measure import ranges  # noqa: PLC0415  (torch, after the lifeline)
-    from stepscope.measure.capture import capture_range, timed_steps, trace_nvtx  # noqa: PLC0415
+    from stepscope.measure.capture import capture_range  # noqa: PLC0415
     from stepscope.measure.device import (  # noqa: PLC0415
         limit_memory,
         resolve_device,
         timing_device,
     )
+    from stepscope.measure.driven import trace_nvtx  # noqa: PLC0415
     from stepscope.measure.precision import matmul_precision  # noqa: PLC0415
+    from stepscope.measure.timer import timed_steps  # noqa: PLC0415
     from stepscope.models.training_step import TrainingStep  # noqa: PLC0415
 
     if not ranges.current_emitters():

@@ -18,19 +18,19 @@ import msgspec
 from stepscope.core import interrupts
 from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.evidence import Capture
-from stepscope.core.run import Run
-from stepscope.core.run_directory import load_run, save_run
+from stepscope.core.nsight import TIMEOUT_S, export_report, import_stream
+from stepscope.core.run_files import EXPORT_FILE, REPORT_FILE, STREAM_FILE
 from stepscope.core.samples import Samples
 from stepscope.engine.request import StepRequest
 from stepscope.measure import nsys as tool
-from stepscope.measure.nsys import REPORT_FILE, SQLITE_FILE, STREAM_FILE, Nsys, require_nsys
+from stepscope.measure.nsys import Nsys, require_nsys
 
 END_GRACE_S = 30.0
 """How long nsys may take to end once the process that it watched has ended."""
 INTERRUPT_GRACE_S = 2.0
 """How long nsys may take to end when the user has stopped it; nothing of its trace is kept then."""
 NO_NVTX = "this PyTorch emits no NVTX ranges, and the package that does is missing: pip install 'stepscope[nsys]'"
-ARTIFACTS = {"nsys": SQLITE_FILE, "nsys-rep": REPORT_FILE, "qdstrm": STREAM_FILE}
+ARTIFACTS = {"nsys": EXPORT_FILE, "nsys-rep": REPORT_FILE, "qdstrm": STREAM_FILE}
 """Files of a trace by nsys in a run directory, by kind; `nsys` is the one that is read."""
 
 
@@ -88,34 +88,6 @@ def trace_under_nsys(
     return capture, kept
 
 
-def import_capture(directory: Path, nsys: Nsys | None = None) -> Run:
-    """Make readable what a machine without the host part of nsys recorded: import the stream, export the report.
-
-    Returns the run, saved anew if something was done. Raises StepscopeError where nsys or its importer is missing.
-    """
-    run = load_run(directory)
-    has_stream, has_report, has_export = ((directory / run.artifacts.get(kind, "-")).is_file() for kind in
-                                          ("qdstrm", "nsys-rep", "nsys"))  # fmt: skip
-    if has_export or not (has_stream or has_report):
-        return run
-    nsys = nsys or tool.require_nsys()
-    with _folder(directory) as folder:
-        for kind in ("qdstrm", "nsys-rep"):
-            if kind in run.artifacts and (source := directory / run.artifacts[kind]).is_file():
-                _link(source, folder / ARTIFACTS[kind])
-        kept, failure = _keep(nsys, folder, directory)
-    if "nsys" not in kept:
-        raise StepscopeError(failure or "nsys left no export")
-    captures = tuple(
-        msgspec.structs.replace(capture, artifact="nsys", failure=None) if capture.tool == "nsys" else capture
-        for capture in run.evidence.captures
-    )
-    evidence = msgspec.structs.replace(run.evidence, captures=captures)
-    run = msgspec.structs.replace(run, evidence=evidence, artifacts={**run.artifacts, **kept})
-    save_run(run, directory)
-    return run
-
-
 def _watch(nsys: Nsys, request: StepRequest, folder: Path, cuda: bool) -> tuple[str, int, WatchedAnswer | None, bool]:
     """nsys and the process it watches, from start to end: what they printed, nsys' exit code, what the process
     answered, and whether nsys recorded it."""
@@ -134,9 +106,9 @@ def _watch(nsys: Nsys, request: StepRequest, folder: Path, cuda: bool) -> tuple[
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(msgspec.json.encode(asked) + b"\n")
             process.stdin.flush()
-        code = process.wait(tool.TIMEOUT_S)
+        code = process.wait(TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise StepscopeError(f"nsys did not end after {tool.TIMEOUT_S:.0f} s") from None
+        raise StepscopeError(f"nsys did not end after {TIMEOUT_S:.0f} s") from None
     finally:
         _end(process)
     answer = None
@@ -164,17 +136,18 @@ def _keep(nsys: Nsys, folder: Path, directory: Path) -> tuple[dict[str, str], st
 
     What can be kept is kept, whatever fails after; the second value says what failed, and what to do about it.
     """
-    stream, report, sqlite = (folder / name for name in (STREAM_FILE, REPORT_FILE, SQLITE_FILE))
+    stream, report, sqlite = (folder / name for name in (STREAM_FILE, REPORT_FILE, EXPORT_FILE))
     failure = None
     try:
         if not report.exists():
             if nsys.importer is None:
                 raise StepscopeError(
-                    f"{STREAM_FILE} awaits its import: `stepscope trace {directory}` does it "
+                    f"{STREAM_FILE} awaits its import: `stepscope trace {directory}` reads it "
                     "where Nsight Systems is installed whole"
                 )
-            tool.import_stream(nsys, stream, report)
-        tool.export_sqlite(nsys, report, sqlite)
+            import_stream(nsys.importer, stream, report)
+        export_report(nsys.path, report, sqlite)
+        tool.forget_machine(sqlite)
     except StepscopeError as error:
         failure = one_line(error)
     kept: dict[str, str] = {}
@@ -186,13 +159,6 @@ def _keep(nsys: Nsys, folder: Path, directory: Path) -> tuple[dict[str, str], st
             (folder / name).replace(directory / name)
             kept[kind] = name
     return kept, failure
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # not every file system links
-        shutil.copyfile(source, target)
 
 
 @contextlib.contextmanager

@@ -14,10 +14,8 @@ from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from stepscope.core.range_names import GRADIENT_ACCUMULATION
 from stepscope.measure.ranges import Emitter
-
-ACCUMULATION = "gradient accumulation"
-"""The range in which a parameter's gradient is added to what it holds, or stored."""
 
 
 class SequenceNotes:
@@ -82,7 +80,7 @@ class BackwardRanges:
             node = waiting.pop()
             below = [edge for edge, _ in node.next_functions if edge is not None]
             is_leaf = node.name() == "torch::autograd::AccumulateGrad"
-            names = (ACCUMULATION,) if is_leaf else notes.owner(node._sequence_nr())  # type: ignore[attr-defined]
+            names = (GRADIENT_ACCUMULATION,) if is_leaf else notes.owner(node._sequence_nr())  # type: ignore[attr-defined]
             if self._operators and not is_leaf:
                 names = (*names, node.name())
             # Between two nodes the engine adds up gradients that meet, and that is work of the node just run: its

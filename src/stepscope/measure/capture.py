@@ -1,75 +1,35 @@
-"""Traces of some steps, taken after the timed ones: what a profiler shows, and what its watching costs."""
+"""Contexts round steps in which a profiler traces them, and the file that a trace becomes."""
 
 import contextlib
 import gzip
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Self
 
 import torch
-from torch.profiler import ProfilerActivity
 
 from stepscope.core import interrupts
-from stepscope.core.evidence import Capture
-from stepscope.core.run import Settings
-from stepscope.core.samples import Samples
+from stepscope.core.range_names import BACKWARD, MARKING
 from stepscope.measure import ranges
 from stepscope.measure.backward_ranges import BackwardRanges, SequenceNotes
 from stepscope.measure.device import Device, Mark
-from stepscope.measure.timer import Phase, StepFailed, Subject, measure
+from stepscope.measure.profile import profiler_for
+from stepscope.measure.step import Recorder, Step
 
-MARKING = "mark backward"
-"""The phase, and its range, in which backward is prepared for its ranges. It gives no work to the device."""
 AFTER_CAPTURE_S = 1.0
-KINETO_FILE = "trace.kineto.json.gz"
 _COMPRESSION = 6  # gzip's own default; Python's 9 takes twice as long for one per cent
 
 
-class TracedStep(Subject, Protocol):
-    """What tracing asks of a step, beyond what timing asks."""
-
-    @property
-    def model(self) -> torch.nn.Module: ...
-
-    @property
-    def compiled(self) -> bool: ...
-
-    @property
-    def loss(self) -> torch.Tensor | None: ...
-
-
-def capture_kineto(
-    step: TracedStep, device: torch.device, timing: Device, directory: Path, *, steps: int, stacks: bool = False
-) -> Capture:
-    """Trace steps with torch.profiler into `trace.kineto.json.gz`: operators with shapes and sequence numbers,
-    kernels, and ranges of the step, its phases, modules and the parts of attention.
-    """
-    with ranges.emitted_to(ranges.ProfilerEmitter()), details(step):
-        with _profiler(device, stacks):  # the first session pays for the profiler's own start, and is thrown away
-            timed_steps(step, timing, 1)
-        with _profiler(device, stacks) as profiler:
-            samples = timed_steps(step, timing, steps)
-    _export(profiler, directory / KINETO_FILE)
-    return Capture(tool="kineto", tool_version=str(torch.__version__), samples=samples, artifact="kineto")
-
-
-def trace_nvtx(step: TracedStep, device: torch.device, timing: Device, steps: int) -> dict[str, Samples]:
-    """Steps for an NVTX tool that watches: besides the ranges of a Kineto trace, those of modules in backward.
-
-    Timed by the host alone: what the phases took on the device is for the trace to say.
-    """
-    watching = ranges.current_emitters()
-    if step.compiled:
-        return _whole_steps(step, timing, steps)
-    marked = _BackwardMarked(step, watching)
-    try:
-        with ranges.emitted_to(marked.notes), details(step):
-            return _whole_steps(marked, timing, steps)
-    finally:
-        marked.release()
+@contextlib.contextmanager
+def kineto_session(step: Step, device: torch.device, *, stacks: bool = False) -> Iterator[torch.profiler.profile]:
+    """Inside, torch.profiler records operators with shapes and sequence numbers, kernels, and ranges of the step, its
+    phases, modules and the parts of attention."""
+    profiler = profiler_for(device, record_shapes=True, with_stack=stacks)
+    with ranges.emitted_to(ranges.ProfilerEmitter()), details(step), profiler:
+        yield profiler
 
 
 @contextlib.contextmanager
@@ -91,7 +51,7 @@ def capture_range(device: torch.device) -> Iterator[None]:
             time.sleep(AFTER_CAPTURE_S)
 
 
-class _Unmarked:
+class Unmarked:
     """A device that is asked to synchronise and nothing else.
 
     Reading an event calls cudaEventElapsedTime_v2, new in CUDA 12.8. An importer of Nsight Systems that is older knows
@@ -110,79 +70,57 @@ class _Unmarked:
         return 0.0
 
 
-def _whole_steps(subject: Subject, timing: Device, steps: int) -> dict[str, Samples]:
-    samples = timed_steps(subject, _Unmarked(timing), steps)
-    return {name: samples[name] for name in ("step", "host")}
+class BackwardMarks(Recorder):
+    """Gives an NVTX tool that watches, besides the ranges of a Kineto trace, those of modules in backward.
 
-
-class _BackwardMarked:
-    """A step with one phase more: between forward and backward, the nodes of the graph are given their ranges.
-
-    A phase of its own, so that the time this takes is neither forward's nor backward's.
+    Before each backward the nodes of the graph are given their ranges. That has a range of its own, so that the time it
+    takes is neither forward's nor backward's.
     """
 
-    def __init__(self, step: TracedStep, emitters: tuple[ranges.Emitter, ...]) -> None:
+    def __init__(self, step: Step) -> None:
         self._step = step
-        self.notes = SequenceNotes(path for path, _ in step.model.named_modules() if path)
-        self._backward = BackwardRanges(emitters)
-        self.phases: list[Phase] = []
-        for phase in step.phases:
-            if phase.name == "backward":
-                self.phases.append(Phase(name=MARKING, run=self._mark))
-                self.phases.append(Phase(name=phase.name, run=lambda run=phase.run: self._run_backward(run)))
-            else:
-                self.phases.append(phase)
+        self._notes = SequenceNotes(path for path, _ in step.model.named_modules() if path)
+        self._backward = BackwardRanges(ranges.current_emitters())
 
-    def prepare(self) -> None:
-        self.release()
-        self.notes.clear()
-        self._step.prepare()
-
-    def release(self) -> None:
-        self._backward.release()
-
-    def _mark(self) -> None:
-        self.notes.closed = True  # what checkpointing runs again during backward made none of these nodes
-        loss = self._step.loss
-        if loss is not None and loss.grad_fn is not None:
-            self._backward.attach(loss.grad_fn, self.notes)
-
-    def _run_backward(self, run: Callable[[], object]) -> None:
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Self]:
+        """Inside, steps have every range."""
         try:
-            run()
+            with ranges.emitted_to(self._notes), details(self._step):
+                yield self
         finally:
+            self._backward.release()
+
+    def step_begins(self) -> None:
+        self._backward.release()
+        self._notes.clear()
+
+    def phase_begins(self, name: str) -> None:
+        if name != BACKWARD:
+            return
+        with ranges.named_range(MARKING):
+            self._notes.closed = True  # what checkpointing runs again during backward made none of these nodes
+            loss = self._step.loss
+            if loss is not None and loss.grad_fn is not None:
+                self._backward.attach(loss.grad_fn, self._notes)
+
+    def phase_ends(self, name: str) -> None:
+        if name == BACKWARD:
             self._backward.close()
             # Another micro-batch may follow in the same step, with a graph of its own.
-            self.release()
-            self.notes.clear()
+            self.step_begins()
+
+    def phase_failed(self, name: str) -> None:
+        self.phase_ends(name)
 
 
-def details(step: TracedStep) -> contextlib.AbstractContextManager[None]:
+def details(step: Step) -> contextlib.AbstractContextManager[None]:
     """Ranges inside the model. A compiled step has phases alone: hooks on modules inside the compiled one would make
     it compile anew, and what is traced would not be what was timed."""
     return ranges.detailed(step.model) if not step.compiled else contextlib.nullcontext()
 
 
-def timed_steps(subject: Subject, timing: Device, steps: int) -> dict[str, Samples]:
-    """Exactly so many steps, by the one timing loop."""
-    settings = Settings(warmup_floor=0, warmup_cap=0, steps_floor=steps, steps_cap=steps, seconds=0)
-    try:
-        result = measure({"step": subject}, device=timing, settings=settings)["step"]
-    except StepFailed as failure:
-        raise failure.__cause__ or failure from None
-    if result.interrupted:
-        raise KeyboardInterrupt
-    return result.samples
-
-
-def _profiler(device: torch.device, stacks: bool) -> torch.profiler.profile:
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    return torch.profiler.profile(activities=activities, record_shapes=True, with_stack=stacks, acc_events=True)
-
-
-def _export(profiler: torch.profiler.profile, target: Path) -> None:
+def export_kineto(profiler: torch.profiler.profile, target: Path) -> None:
     """Write the Chrome trace compressed; the name appears when the file is whole."""
     plain, compressed = (target.with_name(f".{target.name}.{os.getpid()}.{part}") for part in ("json", "tmp"))
     with _removed(plain, compressed):

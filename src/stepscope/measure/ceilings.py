@@ -16,8 +16,9 @@ from stepscope.core.run import Settings
 from stepscope.core.workload import Dtype
 from stepscope.measure.device import timing_device
 from stepscope.measure.environment import cpu_name
+from stepscope.measure.lead import LedCall
 from stepscope.measure.precision import matmul_precision
-from stepscope.measure.timer import Phase, StepFailed, measure
+from stepscope.measure.timer import measure_one
 from stepscope.work.operations import copy_work, matmul_work
 
 CEILING_DTYPES: tuple[Dtype, ...] = ("fp32", "tf32", "bf16", "fp16")
@@ -31,18 +32,10 @@ _SUSTAINED = {
     "cpu": Settings(warmup_floor=2, warmup_cap=10, warmup_seconds=0.3, steps_floor=5, steps_cap=1000, seconds=0.5),
 }
 """The best of them, held as long as a step's measurement is: power and heat have their say."""
+_Tell = Callable[[str], object]
+_IN_SILENCE: _Tell = lambda _: None  # noqa: E731
 _PATIENCE_S = 1.0
 """A size whose product takes longer is the last that is tried."""
-
-
-class _Operation:
-    """A single operation as a subject of `measure`."""
-
-    def __init__(self, run: Callable[[], object]) -> None:
-        self.phases = (Phase(name="operation", run=run),)
-
-    def prepare(self) -> None:
-        pass
 
 
 def supported_dtypes(device: torch.device) -> tuple[Dtype, ...]:
@@ -55,14 +48,9 @@ def supported_dtypes(device: torch.device) -> tuple[Dtype, ...]:
 
 
 def measure_ceilings(
-    device: torch.device,
-    dtypes: Iterable[Dtype],
-    on_progress: Callable[[str], None] | None = None,
-    *,
-    copy: bool = True,
+    device: torch.device, dtypes: Iterable[Dtype], tell: _Tell = _IN_SILENCE, *, copy: bool = True
 ) -> Ceilings:
     """Measure each dtype's best square matrix product, and a copy. Random data, medians, sustained."""
-    tell = on_progress or (lambda _: None)
     matmul = {dtype: _matmul_ceiling(device, dtype, tell) for dtype in dtypes}
     if copy:
         tell("copy")
@@ -76,22 +64,19 @@ def measure_ceilings(
 
 
 def ceilings_for(
-    device: torch.device,
-    dtypes: Iterable[Dtype],
-    on_progress: Callable[[str], None] | None = None,
-    *,
-    keep: bool = True,
+    device: torch.device, dtypes: Iterable[Dtype], tell: _Tell = _IN_SILENCE, *, keep: bool = True, again: bool = False
 ) -> Ceilings:
-    """The stored ceilings of this device and build, after measuring (and, with `keep`, storing) what is missing."""
-    stored = load_ceilings(device)
-    if stored is None:
-        fresh = measure_ceilings(device, dtypes, on_progress)
-    else:
-        missing: list[Dtype] = [dtype for dtype in dtypes if dtype not in stored.matmul]
-        if not missing and stored.copy is not None:
-            return stored
-        fresh = measure_ceilings(device, missing, on_progress, copy=stored.copy is None)
-        fresh = msgspec.structs.replace(fresh, matmul={**stored.matmul, **fresh.matmul}, copy=stored.copy or fresh.copy)
+    """The stored ceilings of this device and build, after measuring what is missing, or all of them `again`.
+
+    With `keep`, what is measured is stored.
+    """
+    stored = None if again else load_ceilings(device)
+    matmul, copy = (stored.matmul, stored.copy) if stored else ({}, None)
+    missing: list[Dtype] = [dtype for dtype in dtypes if dtype not in matmul]
+    if stored and copy and not missing:
+        return stored
+    fresh = measure_ceilings(device, missing, tell, copy=copy is None)
+    fresh = msgspec.structs.replace(fresh, matmul={**matmul, **fresh.matmul}, copy=copy or fresh.copy)
     if keep:
         store_ceilings(fresh)
     return fresh
@@ -116,7 +101,7 @@ def store_ceilings(ceilings: Ceilings) -> Path | None:
     return path if replace_file(path, msgspec.json.encode(ceilings)) else None
 
 
-def _matmul_ceiling(device: torch.device, dtype: Dtype, tell: Callable[[str], None]) -> Ceiling:
+def _matmul_ceiling(device: torch.device, dtype: Dtype, tell: _Tell) -> Ceiling:
     """Try the sizes, then sustain the best."""
     rates: dict[int, float] = {}
     for n in _MATMUL_SIZES[device.type]:
@@ -165,14 +150,9 @@ def _copy_ceiling(device: torch.device) -> Ceiling | None:
 
 def _time(device: torch.device, operation: Callable[[], object], settings: Settings) -> tuple[float, int]:
     try:
-        result = measure({"operation": _Operation(operation)}, device=timing_device(device), settings=settings)[
-            "operation"
-        ]
-    except StepFailed as failure:
-        raise RuntimeError(one_line(failure.__cause__ or failure)) from failure
-    if result.interrupted:
-        raise KeyboardInterrupt
-    samples = result.samples["operation"]
+        samples = measure_one(LedCall(operation), device=timing_device(device), settings=settings)["call"]
+    except Exception as error:
+        raise RuntimeError(one_line(error)) from error
     return samples.median_s or float("nan"), samples.count
 
 

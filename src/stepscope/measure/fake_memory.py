@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.core.memory_notes import MemoryCategory
+from stepscope.core.range_names import BACKWARD, FORWARD
 
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
@@ -28,7 +29,7 @@ _READS_A_NUMBER = _aten._local_scalar_dense.default
 
 
 @dataclass(slots=True, kw_only=True)
-class Allocation:
+class FakeAllocation:
     """One storage, from its first tensor to its last."""
 
     nbytes: int
@@ -60,7 +61,7 @@ class FakeMemory(TorchDispatchMode):
     def __init__(self, *, workspace_bytes: int = 0) -> None:
         """workspace_bytes: what cuBLAS keeps for each thread that multiplies matrices."""
         super().__init__()
-        self.allocations: list[Allocation] = []
+        self.allocations: list[FakeAllocation] = []
         self.events: list[int] = []
         self.phases: list[FakePhase] = []
         self._workspace_bytes = workspace_bytes
@@ -82,7 +83,7 @@ class FakeMemory(TorchDispatchMode):
             self._end_recomputation()
             self._phase = ""
         self.phases.append(FakePhase(name=name, start=start, end=len(self.events)))
-        if name == "forward":
+        if name == FORWARD:
             self._keep(range(first, len(self.allocations)))
 
     def end(self) -> None:
@@ -144,12 +145,12 @@ class FakeMemory(TorchDispatchMode):
         return index
 
     def _is_cast_copy(self, tensor: Tensor, func: Any, args: tuple[Any, ...]) -> bool:
-        if func is not _aten._to_copy.default or self._phase not in ("forward", "backward"):
+        if func is not _aten._to_copy.default or self._phase not in (FORWARD, BACKWARD):
             return False
         return tensor.itemsize == 2 and self._index.get(args[0].untyped_storage()._cdata) in self._weights
 
     def _allocate(self, nbytes: int, func: Any) -> int:
-        self.allocations.append(Allocation(nbytes=nbytes, operator=str(func), phase=self._phase))
+        self.allocations.append(FakeAllocation(nbytes=nbytes, operator=str(func), phase=self._phase))
         index = len(self.allocations) - 1
         self.events.append(index)
         return index
@@ -161,7 +162,7 @@ class FakeMemory(TorchDispatchMode):
         self.events.append(~index)
 
     def _workspace(self) -> None:
-        thread = "backward" if self._phase == "backward" else "main"
+        thread = "backward" if self._phase == BACKWARD else "main"
         if self._workspace_bytes and thread not in self._threads_with_workspace:
             self._threads_with_workspace.add(thread)
             self.allocations[self._allocate(self._workspace_bytes, "cuBLAS")].category = "workspaces"

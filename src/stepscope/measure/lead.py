@@ -15,7 +15,8 @@ import torch
 from stepscope.core.run import Settings
 from stepscope.measure.clock import Clock
 from stepscope.measure.device import Device, timing_device
-from stepscope.measure.timer import Measurement, Phase, StepFailed, Subject, measure
+from stepscope.measure.step import Driven, Phase
+from stepscope.measure.timer import Measurement, StepFailed, measure, measure_one
 
 LEAD = "lead"
 """The name of the phase."""
@@ -27,7 +28,7 @@ _TRIAL = Settings(warmup_floor=1, warmup_cap=1, steps_floor=3, steps_cap=3, seco
 """Steps that tell how long the host needs to issue one."""
 
 
-class Led(Subject, Protocol):
+class Led(Driven, Protocol):
     """A subject whose first phase is the lead that it was given, if any."""
 
     lead: Callable[[], object] | None
@@ -72,7 +73,7 @@ class Leads:
         found = self._trial("fill", LedCall(self._fills(fills)))
         return (found.samples["call"].median_s or 1e-4) / fills
 
-    def _trial(self, name: str, subject: Subject) -> Measurement:
+    def _trial(self, name: str, subject: Driven) -> Measurement:
         return measure({name: subject}, device=self._timing, settings=_TRIAL, clock=self._clock)[name]
 
     def _fills(self, times: int) -> Callable[[], object]:
@@ -100,14 +101,11 @@ def launches_hidden(found: Measurement) -> bool:
 def median_call_s(run: Callable[[], object], device: torch.device, settings: Settings) -> float:
     """The median of the device's own time for a call, with a lead on a GPU. Raises what the call raises."""
     timing, call = timing_device(device), LedCall(run)
-    try:
-        if device.type == "cuda":
+    if device.type == "cuda":
+        try:
             Leads(timing, overwrite_cache(device)).give("call", call)
-        found = measure({"call": call}, device=timing, settings=settings)["call"]
-    except StepFailed as failure:
-        raise (failure.__cause__ or failure) from None
-    if found.interrupted:
-        raise KeyboardInterrupt
-    median_s = found.samples["call"].median_s
+        except StepFailed as failure:
+            raise (failure.__cause__ or failure) from None
+    median_s = measure_one(call, device=timing, settings=settings)["call"].median_s
     assert median_s is not None
     return median_s

@@ -12,9 +12,9 @@ from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import SEGMENTS_BEFORE_KEY
 from stepscope.measure import ranges
 from stepscope.measure.memory_frames import Frame, StackTable, joined_ranges
-from stepscope.measure.observe import ObservableStep, PhasePeaks
+from stepscope.measure.observe import PhasePeaks
+from stepscope.measure.step import Step
 from stepscope.measure.tensor_notes import TensorNotes
-from stepscope.measure.timer import Phase
 
 MOST_EVENTS = 2_000_000
 """Events that a history may hold; each takes a few KB of host memory, and a step of 32 blocks has about 20,000."""
@@ -25,7 +25,7 @@ _NODE = re.compile(r"Backward\d*$")
 class AllocatorRecording:
     """The history that the caching allocator of a GPU keeps itself."""
 
-    def __init__(self, step: ObservableStep, device: torch.device, stacks: str, held_before_bytes: int) -> None:
+    def __init__(self, step: Step, device: torch.device, stacks: str, held_before_bytes: int) -> None:
         self._step, self._device, self._stacks, self._held = step, device, stacks, held_before_bytes
         tellable = hasattr(torch._C, "_cuda_setMemoryMetadata") and not step.compiled
         self.emitters: tuple[ranges.Emitter, ...] = (MetadataEmitter(_set_metadata),) if tellable else ()
@@ -35,21 +35,18 @@ class AllocatorRecording:
         self._measured: PhaseMemory | None = None
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        self._peaks = PhasePeaks(self._step, self._device, self._held)
+    def running(self) -> Iterator[PhasePeaks]:
+        peaks = PhasePeaks(self._step, self._device, self._held)
         self._before = _snapshot(self._device)["segments"]
         torch.cuda.memory._record_memory_history(
             "all", context="all", stacks=self._stacks, max_entries=MOST_EVENTS, clear_history=True
         )
         try:
-            yield
-            self._measured = self._peaks.memory()
+            yield peaks
+            self._measured = peaks.memory()
             self._after = _snapshot(self._device)
         finally:
             torch.cuda.memory._record_memory_history(None)
-
-    def run(self, phase: Phase) -> None:
-        self._peaks.run(phase)
 
     def snapshot(self, notes: TensorNotes) -> tuple[dict[str, Any], PhaseMemory]:
         assert self._measured is not None

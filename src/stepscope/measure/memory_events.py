@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch._C._profiler import _ExtraFields_Allocation, _ExtraFields_TorchOp, _ProfilerEvent
@@ -19,12 +19,13 @@ from torch.profiler import ProfilerActivity
 
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import SEGMENTS_BEFORE_KEY
+from stepscope.core.range_names import BACKWARD, FORWARD, GRADIENT_ACCUMULATION, OPTIMIZER
 from stepscope.measure import ranges
-from stepscope.measure.backward_ranges import ACCUMULATION, SequenceNotes
+from stepscope.measure.backward_ranges import SequenceNotes
 from stepscope.measure.memory_frames import Frame, StackTable, joined_ranges
-from stepscope.measure.observe import ObservableStep, gradient_bytes, parameter_bytes
+from stepscope.measure.observe import gradient_bytes, parameter_bytes
+from stepscope.measure.step import Recorder, Step
 from stepscope.measure.tensor_notes import TensorNotes
-from stepscope.measure.timer import Phase
 
 _CALL = "stepscope call "
 """Name of the range of one call from Python, followed by the number of its stack."""
@@ -56,12 +57,12 @@ class _Change:
     place: _Place
 
 
-class ProfilerRecording:
+class ProfilerRecording(Recorder):
     """Records what the CPU allocator tells the profiler."""
 
     node_emitters: tuple[ranges.Emitter, ...] = ()
 
-    def __init__(self, step: ObservableStep, sequence: SequenceNotes) -> None:
+    def __init__(self, step: Step, sequence: SequenceNotes) -> None:
         self._step, self._sequence = step, sequence
         # The last step's loss would end inside this one: of what began before it, the profiler cannot tell the end,
         # and warns.
@@ -70,23 +71,26 @@ class ProfilerRecording:
         self.emitters: tuple[ranges.Emitter, ...] = (self._emitter,)
         self._calls = _Calls()
         self._tree: list[_ProfilerEvent] = []
+        self._phases: set[str] = set()
         self._gradients: int | None = None
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> Iterator[Self]:
         profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         # A mode round a compiled region would make it compile anew.
         calls = self._calls if not self._step.compiled else contextlib.nullcontext()
         with profiler, calls:
-            yield
+            yield self
         results = profiler.profiler.kineto_results if profiler.profiler is not None else None
         if results is None:
             raise RuntimeError("the profiler kept no events")
         self._tree = results.experimental_event_tree()
 
-    def run(self, phase: Phase) -> None:
-        phase.run()
-        if phase.name == "backward":
+    def phase_begins(self, name: str) -> None:
+        self._phases.add(name)
+
+    def phase_ends(self, name: str) -> None:
+        if name == BACKWARD:
             self._gradients = gradient_bytes(self._step)
 
     def snapshot(self, notes: TensorNotes) -> tuple[dict[str, Any], PhaseMemory]:
@@ -117,7 +121,7 @@ class ProfilerRecording:
         if name.startswith(_CALL):
             return replace(place, call=int(name.removeprefix(_CALL)))
         if name.startswith(_NODE):
-            owner = (ACCUMULATION,) if name.endswith(_LEAF) else self._sequence.owner(sequence_nr)
+            owner = (GRADIENT_ACCUMULATION,) if name.endswith(_LEAF) else self._sequence.owner(sequence_nr)
             return replace(place, ranges=place.ranges + owner)
         if name in self._emitter.names:
             phase = place.phase if place.phase is not None else event.start_time_ns
@@ -149,9 +153,8 @@ class ProfilerRecording:
 
     def _measured(self, changes: list[_Change], before: int) -> PhaseMemory:
         """The phases' figures, by adding up."""
-        names = {phase.name for phase in self._step.phases}
         live = before
-        peaks = dict.fromkeys(names, before)
+        peaks = dict.fromkeys(self._phases, before)
         at_start: dict[int, int] = {}
         held: dict[int, int] = {}
         for change in changes:
@@ -162,16 +165,16 @@ class ProfilerRecording:
             if phase is not None:
                 name = change.place.ranges[0]
                 peaks[name] = max(peaks[name], live)
-                if name == "forward":
+                if name == FORWARD:
                     held[phase] = live - at_start[phase]
         return PhaseMemory(
             parameter_bytes=parameter_bytes(self._step),
             after_parameters=before,
-            forward_peak=peaks.get("forward"),
-            saved_for_backward=max(held.values(), default=0) if "backward" in names else None,
-            backward_peak=peaks.get("backward"),
+            forward_peak=peaks.get(FORWARD),
+            saved_for_backward=max(held.values(), default=0) if BACKWARD in peaks else None,
+            backward_peak=peaks.get(BACKWARD),
             gradient_bytes=self._gradients,
-            optimizer_peak=peaks.get("optimizer"),
+            optimizer_peak=peaks.get(OPTIMIZER),
         )
 
 

@@ -10,42 +10,32 @@ import gc
 import gzip
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import msgspec
 import torch
 
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import NOTES_KEY, MemoryNotes, PhaseSpan
+from stepscope.core.range_names import BACKWARD, FORWARD
+from stepscope.core.run_files import MEMORY_FILE
 from stepscope.core.workload import Workload
 from stepscope.measure import ranges
 from stepscope.measure.backward_ranges import BackwardRanges, SequenceNotes
 from stepscope.measure.memory_allocator import AllocatorRecording
 from stepscope.measure.memory_events import ProfilerRecording
-from stepscope.measure.observe import ObservableStep
+from stepscope.measure.step import Recorder, Step
 from stepscope.measure.tensor_notes import TensorNotes, now_us
-from stepscope.measure.timer import Phase
 
-MEMORY_FILE = "memory.pickle.gz"
 _COMPRESSION = 2  # of level 6 it has nine tenths of the effect in a third of the time
 _PICKLE_PROTOCOL = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryCapture:
-    """What a recorded step left."""
-
-    measured: PhaseMemory
-    failure: BaseException | None = None
-    """The error that ended the step early when memory ran out; the file holds what was allocated at that moment."""
-
-
-class Recording(Protocol):
-    """A device's way to record the allocations of a step."""
+class AllocationHistory(Protocol):
+    """A device's way to keep the allocations of a step."""
 
     @property
     def emitters(self) -> tuple[ranges.Emitter, ...]:
@@ -57,84 +47,97 @@ class Recording(Protocol):
         """What takes backward's ranges to its events, by hooks on the graph's nodes; empty if events name the node."""
         ...
 
-    def running(self) -> AbstractContextManager[object]:
-        """Inside, allocations are recorded."""
+    def running(self) -> AbstractContextManager[Recorder]:
+        """Inside, allocations are recorded; the recorder wants to be told of the phases."""
         ...
-
-    def run(self, phase: Phase) -> None: ...
 
     def snapshot(self, notes: TensorNotes) -> tuple[dict[str, Any], PhaseMemory]:
         """What was recorded, in PyTorch's form, and the figures of its phases."""
         ...
 
 
-def capture_memory(
-    step: ObservableStep, device: torch.device, directory: Path, *, workload: Workload, device_name: str = "",
-    stacks: str = "python", held_before_bytes: int = 0, is_out_of_memory: Callable[[BaseException], bool] | None = None,
-) -> MemoryCapture:  # fmt: skip
-    """Record one step into `memory.pickle.gz`.
+class MemoryRecorder(Recorder):
+    """Records every allocation of the next step. To be made when that is about to begin.
 
     stacks: `python`, or `all` for those of C++ too, which take minutes to name. held_before_bytes: what the process
-    had allocated before the step was made. With `is_out_of_memory`, a step that fails so is kept as far as it went.
+    had allocated before the step was made.
     """
-    step.prepare()
-    gc.collect()
-    sequence = SequenceNotes(path for path, _ in step.model.named_modules() if path)
-    notes = TensorNotes(step, device)
-    notes.resident()
-    spans: list[PhaseSpan] = []
-    failure = None
-    recording: Recording
-    if device.type == "cuda":
-        recording = AllocatorRecording(step, device, stacks, held_before_bytes)
-    else:
-        recording = ProfilerRecording(step, sequence)
-    with recording.running():
-        try:
-            _run_step(step, recording, sequence, notes, spans)
-        except Exception as error:
-            if is_out_of_memory is None or not is_out_of_memory(error):
-                raise
-            failure = error
-    snapshot, measured = recording.snapshot(notes)
-    told = MemoryNotes(
-        workload=workload, device_name=device_name, measured=measured, phases=tuple(spans), tensors=notes.notes
-    )
-    _write({**snapshot, NOTES_KEY: msgspec.to_builtins(told)}, directory / MEMORY_FILE)
-    return MemoryCapture(measured=measured, failure=failure)
 
+    def __init__(self, step: Step, device: torch.device, *, stacks: str = "python", held_before_bytes: int = 0) -> None:
+        gc.collect()
+        self._step = step
+        self._sequence = SequenceNotes(path for path, _ in step.model.named_modules() if path)
+        self._notes = TensorNotes(step, device)
+        self._notes.resident()
+        self._history: AllocationHistory = (
+            AllocatorRecording(step, device, stacks, held_before_bytes)
+            if device.type == "cuda"
+            else ProfilerRecording(step, self._sequence)
+        )
+        self._backward = BackwardRanges(self._history.node_emitters, operators=True)
+        self._counter = Recorder()
+        self._spans: list[PhaseSpan] = []
+        self._start_us = 0
+        self._gradients_wait = False
 
-def _run_step(
-    step: ObservableStep, recording: Recording, sequence: SequenceNotes, notes: TensorNotes, spans: list[PhaseSpan]
-) -> None:
-    backward = BackwardRanges(recording.node_emitters, operators=True)
-    last_backward = max((i for i, phase in enumerate(step.phases) if phase.name == "backward"), default=None)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(ranges.emitted_to(sequence, *recording.emitters))
-        stack.callback(backward.release)
-        if not step.compiled:  # a hook on a module inside the compiled one would make it compile anew
-            stack.enter_context(ranges.detailed(step.model))
-            stack.enter_context(notes.watch_cast_copies())
-        for i, phase in enumerate(step.phases):
-            if phase.name == "forward":
-                notes.start_forward()
-            elif phase.name == "backward":
-                sequence.closed = True  # what checkpointing runs again during backward made none of these nodes
-                if recording.node_emitters and step.loss is not None and step.loss.grad_fn is not None:
-                    backward.attach(step.loss.grad_fn, sequence)
-            start_us = now_us()
-            try:
-                with ranges.named_range(phase.name):
-                    recording.run(phase)
-            finally:
-                spans.append(PhaseSpan(name=phase.name, start_us=start_us, end_us=now_us()))
-                backward.close()
-                backward.release()
-                sequence.closed = False
-            if phase.name == "forward":
-                notes.saved(sequence)
-            elif i == last_backward:
-                notes.gradients()
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Self]:
+        """Allocations are recorded inside this context."""
+        with self._history.running() as self._counter, contextlib.ExitStack() as stack:
+            stack.enter_context(ranges.emitted_to(self._sequence, *self._history.emitters))
+            stack.callback(self._backward.release)
+            if not self._step.compiled:  # a hook on a module inside the compiled one would make it compile anew
+                stack.enter_context(ranges.detailed(self._step.model))
+                stack.enter_context(self._notes.watch_cast_copies())
+            yield self
+
+    def phase_begins(self, name: str) -> None:
+        loss = self._step.loss
+        if name == FORWARD:
+            self._notes.start_forward()
+            self._gradients_wait = False  # those of another micro-batch are added
+        elif name == BACKWARD:
+            self._sequence.closed = True  # what checkpointing runs again during backward made none of these nodes
+            if self._history.node_emitters and loss is not None and loss.grad_fn is not None:
+                self._backward.attach(loss.grad_fn, self._sequence)
+        self._note_gradients()
+        self._start_us = now_us()
+        self._counter.phase_begins(name)
+
+    def phase_ends(self, name: str) -> None:
+        self._counter.phase_ends(name)
+        self._end(name)
+        if name == FORWARD:
+            self._notes.saved(self._sequence)
+        self._gradients_wait = name == BACKWARD
+
+    def phase_failed(self, name: str) -> None:
+        self._counter.phase_failed(name)
+        self._end(name)
+
+    def step_ends(self) -> None:
+        self._note_gradients()
+
+    def save(self, directory: Path, *, workload: Workload, device_name: str = "") -> PhaseMemory:
+        """Write `memory.pickle.gz`; returns the figures of the phases."""
+        snapshot, measured = self._history.snapshot(self._notes)
+        told = MemoryNotes(
+            workload=workload, device_name=device_name, measured=measured, phases=tuple(self._spans),
+            tensors=self._notes.notes,
+        )  # fmt: skip
+        _write({**snapshot, NOTES_KEY: msgspec.to_builtins(told)}, directory / MEMORY_FILE)
+        return measured
+
+    def _end(self, name: str) -> None:
+        self._spans.append(PhaseSpan(name=name, start_us=self._start_us, end_us=now_us()))
+        self._backward.close()
+        self._backward.release()
+        self._sequence.closed = False
+
+    def _note_gradients(self) -> None:
+        if self._gradients_wait:
+            self._notes.gradients()
+            self._gradients_wait = False
 
 
 def _write(snapshot: dict[str, Any], target: Path) -> None:

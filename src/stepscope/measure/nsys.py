@@ -1,21 +1,17 @@
-"""Driving NVIDIA's Nsight Systems: the flags that record a step, the import and the export of what it recorded.
+"""Recording with NVIDIA's Nsight Systems: the flags for a step, and what must not stay in the export.
 
 Needs no torch: the machine that imports a capture need not be the one that took it.
 """
 
 import contextlib
-import os
 import re
 import sqlite3
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepscope.core.errors import InputError, StepscopeError, one_line
-from stepscope.core.nsight import find_nsys, how_to_get_nsys
-
-REPORT_FILE, STREAM_FILE, SQLITE_FILE = "trace.nsys-rep", "trace.qdstrm", "trace.nsys.sqlite"
-TIMEOUT_S = 1800.0
+from stepscope.core.errors import InputError, one_line
+from stepscope.core.nsight import find_importer, find_nsys, how_to_get_nsys, last_words
 
 _QUIET = ("--sample=none", "--cpuctxsw=none")
 _CUDA = ("-t", "cuda,nvtx", *_QUIET, "-c", "cudaProfilerApi", "--capture-range-end=stop-shutdown",
@@ -49,9 +45,9 @@ def require_nsys() -> Nsys:
         raise InputError(f"{path} cannot be run: {one_line(error)}") from None
     match = re.search(r"Nsight Systems version (\S+)", done.stdout)
     if done.returncode or not match:
-        said = _last_words(done.stderr or done.stdout) or f"it ended with code {done.returncode}"
+        said = last_words(done.stderr or done.stdout) or f"it ended with code {done.returncode}"
         raise InputError(f"{path} is no Nsight Systems that works: {said}")
-    return Nsys(path=path, version=match[1], importer=_importer(path))
+    return Nsys(path=path, version=match[1], importer=find_importer(path))
 
 
 def profile_command(nsys: Nsys, output: Path, command: list[str], *, cuda: bool) -> list[str]:
@@ -62,60 +58,10 @@ def profile_command(nsys: Nsys, output: Path, command: list[str], *, cuda: bool)
 
 def failure_of(output: str, code: int) -> str:
     """One line for an nsys that left no report."""
-    return _last_words(output) or f"nsys ended with code {code} and no report"
+    return last_words(output) or f"nsys ended with code {code} and no report"
 
 
-def import_stream(nsys: Nsys, stream: Path, report: Path) -> None:
-    """Make a report of the stream that the target part of nsys left."""
-    if nsys.importer is None:
-        raise StepscopeError(
-            f"{nsys.path} has no importer beside it: Nsight Systems' host part turns {stream.name} into a report"
-        )
-    # Debian's package leaves the libraries beside the importer to be found.
-    libraries = os.pathsep.join(filter(None, [str(nsys.importer.parent), os.environ.get("LD_LIBRARY_PATH")]))
-    command = [str(nsys.importer), "-f", "-i", str(stream), "-o", str(report)]
-    _run(command, report, {**os.environ, "LD_LIBRARY_PATH": libraries})
-
-
-def export_sqlite(nsys: Nsys, report: Path, sqlite: Path) -> None:
-    """Export a report to SQLite, without what it tells of the machine beside the trace."""
-    command = [str(nsys.path), "export", "--type", "sqlite", "-f", "true", "-o", str(sqlite), str(report)]
-    _run(command, sqlite, dict(os.environ))
-    _forget_machine(sqlite)
-
-
-def _run(command: list[str], target: Path, environment: dict[str, str]) -> None:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", env=environment, timeout=TIMEOUT_S,
-            stdin=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise StepscopeError(f"{command[0]}: {one_line(error)}") from None
-    if done.returncode or not target.exists():
-        said = _last_words(done.stderr) or _last_words(done.stdout) or f"code {done.returncode}, and no {target.name}"
-        raise StepscopeError(f"{Path(command[0]).name}: {said}")
-
-
-def _importer(nsys: Path) -> Path | None:
-    """nsys lies in bin/ or in target-linux-x64/; the importer in a host-linux-x64/ next to either."""
-    for folder in (nsys.resolve().parent, nsys.parent, nsys.absolute().parent):
-        for importer in sorted(folder.parent.glob("host-linux-*/QdstrmImporter")):
-            if os.access(importer, os.X_OK):
-                return importer
-    return None
-
-
-def _last_words(output: str) -> str:
-    """The most telling line of what a program wrote: the last with an error in it, or else the last."""
-    lines = [line.strip() for line in re.split(r"[\r\n]", output)]
-    lines = [line for line in lines if line and not re.match(r"(\[\d+/\d+\]|Processing|Generat|/|https?://\S+$)", line)]
-    telling = [line for line in lines if re.search(r"error|fail|cannot|unable|denied|not found", line, re.IGNORECASE)]
-    chosen = telling or lines
-    return one_line(Exception(chosen[-1])) if chosen else ""
-
-
-def _forget_machine(sqlite: Path) -> None:
+def forget_machine(sqlite: Path) -> None:
     """Take out of an export what nsys adds unasked: the environment of every process that it saw, the names of other
     processes, the host's name and the places of files. A run directory can be shown to others.
     """

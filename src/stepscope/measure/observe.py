@@ -6,8 +6,8 @@ The timed steps carry no hooks; these steps run after them.
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import torch
@@ -15,60 +15,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.core.evidence import PhaseMemory, StepObservation
+from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.measure.nvml import read_gpu
-from stepscope.measure.timer import Phase
+from stepscope.measure.step import Recorder, Step
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
-
-
-class ObservableStep(Protocol):
-    """What observing asks of a step, beyond what timing asks."""
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """The model itself, for its parameters and buffers."""
-        ...
-
-    @property
-    def forward_module(self) -> torch.nn.Module:
-        """What the forward phase calls: the model, or what torch.compile made of it."""
-        ...
-
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        """The model's blocks: what checkpointing runs again."""
-        ...
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None: ...
-
-    @property
-    def batches(self) -> Sequence[Sequence[torch.Tensor]]: ...
-
-    @property
-    def tokens(self) -> torch.Tensor:
-        """The token ids that the next forward takes."""
-        ...
-
-    loss: torch.Tensor | None
-
-    @property
-    def compiled(self) -> bool: ...
-
-    @property
-    def compiles_parts(self) -> bool:
-        """Whether an eager step calls something that torch.compile made, as FlexAttention is."""
-        ...
-
-    @property
-    def cuda_graphs(self) -> bool:
-        """Whether the step replays CUDA graphs."""
-        ...
-
-    @property
-    def phases(self) -> Sequence[Phase]: ...
-
-    def prepare(self) -> None: ...
 
 
 class _Saved:
@@ -96,110 +47,134 @@ class _ProductDtypes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def observe_step(
-    step: ObservableStep, device: torch.device, held_before_bytes: int = 0
-) -> tuple[StepObservation, PhaseMemory]:
-    """Run two steps: the first under hooks, the second for memory per phase (bytes as PhaseMemory defines them).
+class Observer(Recorder):
+    """Hooks on the next step: what runs in which phase, under which autocast, and what autograd keeps."""
 
-    held_before_bytes: what the process had allocated on the device before the step was made.
-    """
-    autocast_outside = torch.is_autocast_enabled(device.type)
-    distinct_tokens, distinct_batches = _observe_inputs(step)
-    step.prepare()
-    tokens_of_step = step.tokens
-    forwards: dict[str, int] = {phase.name: 0 for phase in step.phases}
-    current = [step.phases[0].name]
-    autocast_seen: dict[str, bool] = {}
-    saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
-    saved_storages: dict[int, int] = {}
-    saved_bytes = 0
-    owned = {tensor.untyped_storage().data_ptr() for tensor in _resident_tensors(step)}
+    def __init__(self, step: Step, device: torch.device) -> None:
+        self._step, self._device = step, device
+        self._tokens = step.tokens
+        self._autocast_outside = torch.is_autocast_enabled(device.type)
+        self._autocast: dict[str, bool] = {}
+        # Saved-tensor hooks and dispatch modes make a compiled region compile anew, or refuse to run.
+        self._hooked = not (step.compiled or step.compiles_parts)
+        self._products = _ProductDtypes()
+        self._watching = contextlib.ExitStack()
+        self._phase = ""
+        self._forwards: dict[str, int] = {}
+        self._passes = {BACKWARD: 0, OPTIMIZER: 0, "block again": 0}
+        self._taken: list[torch.Tensor] = []
+        self._owned = {tensor.untyped_storage().data_ptr() for tensor in _resident_tensors(step)}
+        self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+        self._saved_storages: dict[int, int] = {}
+        self._saved_bytes = 0
 
-    def pack(tensor: torch.Tensor) -> _Saved:
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Self]:
+        """The hooks are on inside this context."""
+        step = self._step
+        with contextlib.ExitStack() as stack:
+            # A hook on a module inside the compiled one would make it compile anew.
+            counted = step.forward_module if step.compiled else step.model
+            stack.callback(counted.register_forward_pre_hook(self._count_forward).remove)
+            if step.optimizer is not None:
+                stack.callback(step.optimizer.register_step_pre_hook(lambda *_: self._pass(OPTIMIZER)).remove)
+            for block in () if step.compiled else step.blocks:
+                stack.callback(block.register_forward_pre_hook(self._count_block).remove)
+            stack.enter_context(self._watching)
+            yield self
+
+    def phase_begins(self, name: str) -> None:
+        self._phase = name
+        self._forwards.setdefault(name, 0)
+        self._saved_storages.clear()  # of several forwards each counts alone: their graphs do not live together
+        if name == FORWARD and self._hooked:
+            self._watching.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda box: box.tensor))
+            self._watching.enter_context(self._products)
+
+    def phase_ends(self, name: str) -> None:
+        self._watching.close()
+        self._saved_bytes = max(self._saved_bytes, sum(self._saved_storages.values()))
+        loss = self._step.loss
+        if name == FORWARD and loss is not None and loss.requires_grad:
+            loss.register_hook(lambda _gradient: self._pass(BACKWARD))
+
+    @property
+    def graphs_alive(self) -> bool | None:
+        """Whether anything that autograd kept in this step is alive still; None where that cannot be told."""
+        return len(self._saved) > 0 if self._hooked and self._step.loss is not None else None
+
+    @property
+    def saved_bytes(self) -> int | None:
+        """What a forward kept for its backward; None where that cannot be told, or there was no backward."""
+        return self._saved_bytes if self._hooked and self._phase != FORWARD else None
+
+    def observation(self, batches: "Batches", graphs_alive: bool | None) -> StepObservation:
+        """What was seen. graphs_alive: when the next step was about to begin."""
+        return StepObservation(
+            model_forwards=self._forwards,
+            autocast_outside=self._autocast_outside,
+            autocast_in_backward=self._autocast.get(BACKWARD),
+            autocast_in_optimizer=self._autocast.get(OPTIMIZER),
+            distinct_tokens=batches.fewest_tokens,
+            distinct_batches=batches.distinct,
+            graphs_alive_before=graphs_alive,
+            product_dtypes=tuple(sorted(self._products.found)) if self._hooked else None,
+            forward_tokens=sum(tokens.numel() for tokens in self._taken),
+            covers_batch=bool(self._taken) and torch.equal(torch.cat(self._taken), self._tokens),
+            backward_passes=self._passes[BACKWARD],
+            optimizer_steps=self._passes[OPTIMIZER],
+            blocks_again=None if self._step.compiled else self._passes["block again"],
+        )
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
         box = _Saved(tensor)
-        saved.add(box)
+        self._saved.add(box)
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in owned:
-            saved_storages[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in self._owned:
+            self._saved_storages[storage.data_ptr()] = storage.nbytes()
         return box
 
-    taken: list[torch.Tensor] = []
-    passes = {"backward": 0, "optimizer": 0, "block again": 0}
+    def _count_forward(self, _module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._forwards[self._phase] += 1
+        if self._phase == FORWARD:
+            self._taken.append(inputs[0])
 
-    def count_forward(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        forwards[current[0]] += 1
-        if current[0] == "forward":
-            taken.append(inputs[0])
+    def _count_block(self, *_: object) -> None:
+        self._passes["block again"] += self._phase == BACKWARD
 
-    def count_block(*_: object) -> None:
-        passes["block again"] += current[0] == "backward"
-
-    def note(phase: str) -> None:
-        passes[phase] += 1
-        autocast_seen[phase] = torch.is_autocast_enabled(device.type)
-
-    products = _ProductDtypes()
-    # Saved-tensor hooks and dispatch modes make a compiled region compile anew, or refuse to run.
-    hooked = not (step.compiled or step.compiles_parts)
-    with contextlib.ExitStack() as stack:
-        # A hook on a module inside the compiled one would make it compile anew.
-        counted = step.forward_module if step.compiled else step.model
-        stack.callback(counted.register_forward_pre_hook(count_forward).remove)
-        if step.optimizer is not None:
-            handle = step.optimizer.register_step_pre_hook(lambda *_: note("optimizer"))
-            stack.callback(handle.remove)
-        for block in () if step.compiled else step.blocks:
-            stack.callback(block.register_forward_pre_hook(count_block).remove)
-        for phase in step.phases:
-            current[0] = phase.name
-            saved_storages.clear()  # of several forwards each counts alone: their graphs do not live together
-            with contextlib.ExitStack() as watching:
-                if phase.name == "forward" and hooked:
-                    watching.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda b: b.tensor))
-                    watching.enter_context(products)
-                phase.run()
-            saved_bytes = max(saved_bytes, sum(saved_storages.values()))
-            if phase.name == "forward" and step.loss is not None and step.loss.requires_grad:
-                step.loss.register_hook(lambda _gradient: note("backward"))
-    memory, graphs_alive = _observe_memory(step, device, saved, saved_bytes if hooked else None, held_before_bytes)
-    observation = StepObservation(
-        model_forwards=forwards,
-        autocast_outside=autocast_outside,
-        autocast_in_backward=autocast_seen.get("backward"),
-        autocast_in_optimizer=autocast_seen.get("optimizer"),
-        distinct_tokens=distinct_tokens,
-        distinct_batches=distinct_batches,
-        graphs_alive_before=graphs_alive if hooked and step.loss is not None else None,
-        product_dtypes=tuple(sorted(products.found)) if hooked else None,
-        forward_tokens=sum(tokens.numel() for tokens in taken),
-        covers_batch=bool(taken) and torch.equal(torch.cat(taken), tokens_of_step),
-        backward_passes=passes["backward"],
-        optimizer_steps=passes["optimizer"],
-        blocks_again=None if step.compiled else passes["block again"],
-    )
-    return observation, memory
+    def _pass(self, phase: str) -> None:
+        self._passes[phase] += 1
+        self._autocast[phase] = torch.is_autocast_enabled(self._device.type)
 
 
-def _observe_inputs(step: ObservableStep) -> tuple[int, int]:
-    """The fewest distinct tokens in a batch, and how many batches differ, over a round of batches as steps get them."""
+class Batches(NamedTuple):
+    """What the steps are fed with."""
+
+    fewest_tokens: int
+    """The fewest distinct tokens in a batch."""
+    distinct: int
+    """How many batches differ."""
+
+
+def look_at_batches(step: Step) -> Batches:
+    """Prepare a round of steps, without running them, and look at the batch that each would get."""
+    fewest: list[int] = []
     seen: set[bytes] = set()
-    fewest = None
     for _ in step.batches:
         step.prepare()
         tokens = step.tokens.cpu()
-        distinct = int(tokens.unique().numel())
-        fewest = distinct if fewest is None else min(fewest, distinct)
+        fewest.append(int(tokens.unique().numel()))
         seen.add(hashlib.sha256(tokens.numpy().tobytes()).digest())
-    return fewest or 0, len(seen)
+    return Batches(min(fewest, default=0), len(seen))
 
 
-class PhasePeaks:
+class PhasePeaks(Recorder):
     """The allocator's counters round the phases of one step on a GPU; of phases of one name, the largest figure.
 
     Made when the step is about to begin: what is allocated then is what was there before it.
     """
 
-    def __init__(self, step: ObservableStep, device: torch.device, held_before_bytes: int = 0) -> None:
+    def __init__(self, step: Step, device: torch.device, held_before_bytes: int = 0) -> None:
         self._step, self._device = step, device
         torch.cuda.synchronize(device)
         self._before = torch.cuda.memory_allocated(device)
@@ -207,25 +182,28 @@ class PhasePeaks:
         self._reserved_before = torch.cuda.memory_reserved(device)
         self._expected = _unique_bytes(_resident_tensors(step)) + held_before_bytes
         self._peaks: dict[str, int] = {}
-        self._reserved = 0
+        self._reserved = self._at_start = 0
         self._saved: int | None = None
         self._gradients: int | None = None
 
-    def run(self, phase: Phase) -> None:
-        """Run the phase between a reset and a reading of the peaks."""
-        device = self._device
-        torch.cuda.reset_peak_memory_stats(device)
-        at_start = torch.cuda.memory_allocated(device)
-        try:
-            phase.run()
-        finally:  # a phase that ran out of memory had a peak too
-            peak = torch.cuda.max_memory_allocated(device)
-            self._peaks[phase.name] = max(peak, self._peaks.get(phase.name, 0))
-            self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(device))
-        if phase.name == "forward":
-            self._saved = max(torch.cuda.memory_allocated(device) - at_start, self._saved or 0)
-        elif phase.name == "backward":
+    def phase_begins(self, name: str) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._at_start = torch.cuda.memory_allocated(self._device)
+
+    def phase_ends(self, name: str) -> None:
+        self._read_peaks(name)
+        if name == FORWARD:
+            self._saved = max(torch.cuda.memory_allocated(self._device) - self._at_start, self._saved or 0)
+        elif name == BACKWARD:
             self._gradients = gradient_bytes(self._step)
+
+    def phase_failed(self, name: str) -> None:
+        self._read_peaks(name)  # a phase that ran out of memory had a peak too
+
+    def _read_peaks(self, name: str) -> None:
+        peak = torch.cuda.max_memory_allocated(self._device)
+        self._peaks[name] = max(peak, self._peaks.get(name, 0))
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device))
 
     def memory(self) -> PhaseMemory:
         """What was counted. Without peaks where the step replays CUDA graphs: a replayed graph's tensors live in its
@@ -245,20 +223,20 @@ class PhasePeaks:
         return msgspec.structs.replace(
             memory,
             resident_expected=self._expected,
-            forward_peak=self._peaks.get("forward"),
-            saved_for_backward=self._saved if "backward" in self._peaks else None,
-            backward_peak=self._peaks.get("backward"),
+            forward_peak=self._peaks.get(FORWARD),
+            saved_for_backward=self._saved if BACKWARD in self._peaks else None,
+            backward_peak=self._peaks.get(BACKWARD),
             gradient_bytes=self._gradients,
-            optimizer_peak=self._peaks.get("optimizer"),
+            optimizer_peak=self._peaks.get(OPTIMIZER),
         )
 
 
-def gradient_bytes(step: ObservableStep) -> int:
+def gradient_bytes(step: Step) -> int:
     """What the gradients on the parameters take, as tensors."""
     return _unique_bytes([p.grad for p in step.model.parameters() if p.grad is not None])
 
 
-def parameter_bytes(step: ObservableStep) -> int:
+def parameter_bytes(step: Step) -> int:
     """What the parameters take, as tensors."""
     return _unique_bytes(list(step.model.parameters()))
 
@@ -273,28 +251,7 @@ def _outside_allocator(device: torch.device) -> int | None:
     return total - free - torch.cuda.memory_reserved(device)
 
 
-def _observe_memory(
-    step: ObservableStep,
-    device: torch.device,
-    saved_earlier: "weakref.WeakSet[_Saved]",
-    saved_bytes: int | None,
-    held_before_bytes: int,
-) -> tuple[PhaseMemory, bool]:
-    """One step with the allocator's peaks read and reset between phases; whether earlier graphs were alive."""
-    step.prepare()
-    graphs_alive = len(saved_earlier) > 0
-    if device.type != "cuda":
-        for phase in step.phases:
-            phase.run()
-        saved = saved_bytes if step.phases[-1].name != "forward" else None
-        return PhaseMemory(parameter_bytes=parameter_bytes(step), saved_for_backward=saved), graphs_alive
-    peaks = PhasePeaks(step, device, held_before_bytes)
-    for phase in step.phases:
-        peaks.run(phase)
-    return peaks.memory(), graphs_alive
-
-
-def _resident_tensors(step: ObservableStep) -> list[torch.Tensor]:
+def _resident_tensors(step: Step) -> list[torch.Tensor]:
     """Everything that should be alive between steps: parameters, gradients kept, buffers, state, batches."""
     tensors = [*step.model.parameters(), *step.model.buffers()]
     tensors += [p.grad for p in step.model.parameters() if p.grad is not None]

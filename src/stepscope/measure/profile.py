@@ -1,4 +1,4 @@
-"""One step under torch.profiler, after the timed steps: kernels, busy time, and what profiling costs."""
+"""One step under torch.profiler: kernels, busy time, and what profiling costs."""
 
 import re
 from collections.abc import Iterable
@@ -7,26 +7,29 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from stepscope.core.evidence import KernelTotal, ProfiledStep
-from stepscope.core.run import Settings
-from stepscope.measure.device import Device
-from stepscope.measure.timer import Subject, measure
 
 KERNEL_NAME_LIMIT = 240
 _ATTENTION_OPERATORS = re.compile(r"(aten::)?_scaled_dot_product|stepscope::\w*attention|(aten::)?flex_attention")
 """Matches names of attention's operators from their start. Our own operators have `attention` in their name."""
-_ONE_STEP = Settings(warmup_floor=0, warmup_cap=0, steps_floor=1, steps_cap=1, seconds=0)
 
 
-def profile_step(subject: Subject, device: torch.device, timing: Device) -> ProfiledStep:
-    """Profile two steps and report the second: the first pays for the profiler's own start.
+def profiler_for(
+    device: torch.device, *, gpu: bool = True, record_shapes: bool = False, with_stack: bool = False
+) -> torch.profiler.profile:
+    """torch.profiler for what this device does, and the host; without the device where `gpu` is False."""
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda" and gpu:
+        activities.append(ProfilerActivity.CUDA)
+    return torch.profiler.profile(
+        activities=activities, record_shapes=record_shapes, with_stack=with_stack, acc_events=True
+    )
+
+
+def profiled_step(profiler: torch.profiler.profile, device: torch.device, step_s: float) -> ProfiledStep:
+    """What the profiler recorded of one step, which took `step_s`.
 
     On a CPU the `kernels` are operators, by their own time (time in operators they call excluded).
     """
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    _profiled(subject, timing, activities)
-    step_s, profiler = _profiled(subject, timing, activities)
     events = profiler.events() or []
     operators = tuple(sorted({event.name for event in events if _ATTENTION_OPERATORS.match(event.name)}))
     if device.type == "cuda":
@@ -43,17 +46,6 @@ def profile_step(subject: Subject, device: torch.device, timing: Device) -> Prof
         kernels=_totals(times),
         attention_operators=operators,
     )
-
-
-def _profiled(
-    subject: Subject, timing: Device, activities: list[ProfilerActivity]
-) -> tuple[float, torch.profiler.profile]:
-    """One step under the profiler: its time by the host's clock, and what was recorded."""
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        result = measure({"step": subject}, device=timing, settings=_ONE_STEP)["step"]
-    if result.interrupted:
-        raise KeyboardInterrupt
-    return result.samples["step"].values_s[0], profiler
 
 
 def union_length(intervals: Iterable[tuple[float, float]]) -> float:

@@ -16,7 +16,6 @@ from typing import Protocol
 
 import torch
 
-ATTENTION_PARTS = ("attention scores", "softmax", "attention output")
 _NVTX_TOOLS = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
 _SILENT: AbstractContextManager[None] = contextlib.nullcontext()
 

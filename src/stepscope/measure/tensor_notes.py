@@ -12,8 +12,8 @@ import torch
 
 from stepscope.core.memory_notes import MemoryCategory, TensorNote
 from stepscope.measure.cast_copies import cast_copy
-from stepscope.measure.observe import ObservableStep
 from stepscope.measure.saved_tensors import saved_tensors
+from stepscope.measure.step import Step
 
 
 def now_us() -> int:
@@ -28,7 +28,7 @@ class _Owners(Protocol):
 class TensorNotes:
     """The notes of one step. The order of calls is the step's own: `resident` first."""
 
-    def __init__(self, step: ObservableStep, device: torch.device) -> None:
+    def __init__(self, step: Step, device: torch.device) -> None:
         self._step, self._device = step, device
         self._names = {id(parameter): name for name, parameter in step.model.named_parameters()}
         self._notes: list[TensorNote] = []

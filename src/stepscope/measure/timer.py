@@ -16,36 +16,18 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from stepscope.core.range_names import STEP
 from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.measure.clock import Clock, HostClock
-from stepscope.measure.device import Device
+from stepscope.measure.device import Device, Mark
 from stepscope.measure.ranges import named_range
+from stepscope.measure.step import Driven, Recorder, drive
 
 STEADY_WINDOW = 3
 STEADY_TOLERANCE = 0.03
 """Warm-up ends when the medians of two successive windows of steps differ by less than this share."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Phase:
-    """One timed part of a step."""
-
-    name: str
-    run: Callable[[], object]
-
-
-class Subject(Protocol):
-    """Something whose steps are timed."""
-
-    @property
-    def phases(self) -> Sequence[Phase]: ...
-
-    def prepare(self) -> None:
-        """Untimed work before each step: the next batch, say."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,14 +76,49 @@ class _Record:
         return [row[0] for row in self.rows]
 
 
+class _Stopwatch(Recorder):
+    """The marks and the readings of the clock of one step."""
+
+    def __init__(self, device: Device, clock: Clock) -> None:
+        self._device, self._clock = device, clock
+        self._marks: list[Mark] = []
+        self._start_ns = self._issued_ns = self._end_ns = 0
+        self.phases: list[str] = []
+        """Those that have begun."""
+
+    def step_begins(self) -> None:
+        self._start_ns = self._clock.now_ns()
+        self._marks.append(self._device.mark())
+
+    def phase_begins(self, name: str) -> None:
+        self.phases.append(name)
+
+    def phase_ends(self, name: str) -> None:
+        self._marks.append(self._device.mark())
+
+    def step_ends(self) -> None:
+        self._issued_ns = self._clock.now_ns()
+        self._device.synchronize()
+        self._end_ns = self._clock.now_ns()
+
+    def row(self) -> tuple[float, ...]:
+        """Seconds of the step, of the host, and of each phase by name."""
+        phases_s: dict[str, float] = {}
+        for name, (before, after) in zip(self.phases, itertools.pairwise(self._marks), strict=True):
+            phases_s[name] = phases_s.get(name, 0.0) + self._device.elapsed_s(before, after)
+        start_ns = self._start_ns
+        return ((self._end_ns - start_ns) * 1e-9, (self._issued_ns - start_ns) * 1e-9, *phases_s.values())
+
+
 def measure(
-    subjects: Mapping[str, Subject],
+    subjects: Mapping[str, Driven],
     *,
     device: Device,
     settings: Settings,
     clock: Clock | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     before_measuring: Callable[[], None] | None = None,
+    recorders: Sequence[Recorder] = (),
 ) -> dict[str, Measurement]:
     """Time the steps of one or several subjects; several are interleaved, one step each in turn.
 
@@ -110,31 +127,56 @@ def measure(
 
     before_measuring runs once: after the last warm-up step, before the first measured one. The device idles meanwhile,
     so it must be short: every step begins on an idle device, and this gap is the only one that differs from the others.
+    Recorders are told of every step; what they do lies in the step's time.
     """
-    return _Timer(subjects, device, settings, clock or HostClock(), on_progress).run(before_measuring)
+    timer = _Timer(subjects, device, settings, clock or HostClock(), on_progress=on_progress, recorders=recorders)
+    return timer.run(before_measuring)
+
+
+def measure_one(
+    subject: Driven, *, device: Device, settings: Settings, recorders: Sequence[Recorder] = ()
+) -> dict[str, Samples]:
+    """Time the steps of one subject. Raises what a phase of it raises, and KeyboardInterrupt."""
+    try:
+        found = measure({"step": subject}, device=device, settings=settings, recorders=recorders)["step"]
+    except StepFailed as failure:
+        raise failure.__cause__ or failure from None
+    if found.interrupted:
+        raise KeyboardInterrupt
+    return found.samples
+
+
+def timed_steps(subject: Driven, device: Device, steps: int, *recorders: Recorder) -> dict[str, Samples]:
+    """Time exactly so many steps, and none to warm up."""
+    settings = Settings(warmup_floor=0, warmup_cap=0, steps_floor=steps, steps_cap=steps, seconds=0)
+    return measure_one(subject, device=device, settings=settings, recorders=recorders)
 
 
 class _Timer:
     def __init__(
         self,
-        subjects: Mapping[str, Subject],
+        subjects: Mapping[str, Driven],
         device: Device,
         settings: Settings,
         clock: Clock,
+        *,
         on_progress: Callable[[Progress], None] | None,
+        recorders: Sequence[Recorder],
     ) -> None:
         self._subjects = subjects
         self._device = device
         self._settings = settings
         self._clock = clock
         self._on_progress = on_progress
+        self._recorders = recorders
         self._records = {
             name: _Record(("step", "host", *dict.fromkeys(phase.name for phase in subject.phases)))
             for name, subject in subjects.items()
         }
         self._stage = "warm-up"
         self._stage_start_ns = self._clock.now_ns()
-        self._current: tuple[str, str | None] = ("", None)
+        self._current: tuple[str, list[str]] = ("", [])
+        """The subject that ran last, and the phases of its step that had begun."""
 
     def run(self, before_measuring: Callable[[], None] | None) -> dict[str, Measurement]:
         try:
@@ -147,7 +189,8 @@ class _Timer:
         except KeyboardInterrupt:
             return self._results(interrupted=True)
         except Exception as error:
-            subject, phase = self._current
+            subject, phases = self._current
+            phase = phases[-1] if phases else None
             raise StepFailed(subject, self._stage, phase, self._results(interrupted=True)) from error
         return self._results(interrupted=False)
 
@@ -180,27 +223,13 @@ class _Timer:
                 break
 
     def _step(self, name: str) -> None:
-        subject, device, clock = self._subjects[name], self._device, self._clock
-        self._current = (name, None)
+        subject, watch = self._subjects[name], _Stopwatch(self._device, self._clock)
+        self._current = (name, watch.phases)
         subject.prepare()
-        device.synchronize()
-        with named_range("step"):
-            start_ns = clock.now_ns()
-            marks = [device.mark()]
-            phases = subject.phases
-            for phase in phases:
-                self._current = (name, phase.name)
-                with named_range(phase.name):
-                    phase.run()
-                marks.append(device.mark())
-            issued_ns = clock.now_ns()
-            device.synchronize()
-            end_ns = clock.now_ns()
-        phases_s: dict[str, float] = {}
-        for phase, (before, after) in zip(phases, itertools.pairwise(marks), strict=True):
-            phases_s[phase.name] = phases_s.get(phase.name, 0.0) + device.elapsed_s(before, after)
-        row = ((end_ns - start_ns) * 1e-9, (issued_ns - start_ns) * 1e-9, *phases_s.values())
-        self._records[name].rows.append(row)
+        self._device.synchronize()
+        with named_range(STEP):
+            drive(subject, *self._recorders, watch)
+        self._records[name].rows.append(watch.row())
 
     def _tell(self, name: str, done: int, at_least: int, at_most: int) -> None:
         if self._on_progress:

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 import msgspec
 
 from stepscope.core.memory_notes import PhaseSpan
+from stepscope.core.range_names import ATTENTION_PARTS, PHASES, RECOMPUTATION
 from stepscope.memory.snapshot import Annotation, Snapshot
 
-RECOMPUTATION = "recomputation"
-PARTS = frozenset({"attention scores", "softmax", "attention output"})
-_PHASES = ("forward", "backward", "optimizer")
 _MODULE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 _STEP = re.compile(r"ProfilerStep|step\b", re.IGNORECASE)
 
@@ -28,9 +26,9 @@ def place_of(metadata: str) -> Place:
     """Read the ranges that stepscope left in an event, outermost first: `forward|blocks.3.attention|softmax`."""
     phase = module = part = ""
     for name in metadata.split("|"):
-        if name in _PHASES or (name == RECOMPUTATION and not phase):
+        if name in PHASES or (name == RECOMPUTATION and not phase):
             phase = name
-        elif name in PARTS:
+        elif name in ATTENTION_PARTS:
             part = name
         elif name != RECOMPUTATION and _MODULE.fullmatch(name) and not _STEP.match(name):
             module, part = name, ""
@@ -69,7 +67,7 @@ def _pairs(snapshot: Snapshot) -> list[PhaseSpan]:
 
 def _annotated(snapshot: Snapshot) -> list[PhaseSpan]:
     spans = [span for span in _pairs(snapshot) if not _STEP.match(span.name)]
-    known = [span for span in spans if span.name in _PHASES]
+    known = [span for span in spans if span.name in PHASES]
     if known:
         return known
     outermost: list[PhaseSpan] = []

@@ -15,9 +15,9 @@ import msgspec
 
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.memory_notes import NOTES_KEY, NOTES_VERSION, SEGMENTS_BEFORE_KEY, MemoryNotes
+from stepscope.core.run_files import MEMORY_FILE, RUN_FILE
 from stepscope.memory.plain_pickle import read_plain_pickle, without_collector
 
-SNAPSHOT_FILE = "memory.pickle.gz"
 """The artifact of kind `memory` in a run directory."""
 NO_HISTORY_REMEDY = (
     "record one with torch.cuda.memory._record_memory_history() before the step, or take it with "
@@ -148,12 +148,12 @@ def find_snapshot(path: Path) -> Path:
     try:
         if not path.is_dir():
             return path
-        if (path / SNAPSHOT_FILE).is_file():
-            return path / SNAPSHOT_FILE
+        if (path / MEMORY_FILE).is_file():
+            return path / MEMORY_FILE
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    remedy = " (measure it again with --record memory)" if (path / "run.json").exists() else ""
-    raise InputError(f"{path}: this directory holds no memory snapshot, {SNAPSHOT_FILE}{remedy}")
+    remedy = " (measure it again with --record memory)" if (path / RUN_FILE).exists() else ""
+    raise InputError(f"{path}: this directory holds no memory snapshot, {MEMORY_FILE}{remedy}")
 
 
 def snapshot_from(content: object, source: str, *, device: int | None = None) -> Snapshot:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from stepscope.core.attentions import ATTENTIONS
+from stepscope.core.range_names import RECOMPUTATION
 from stepscope.core.workload import Workload
 from stepscope.measure.ranges import detail_range
 from stepscope.models.attention import implementation
 
-RECOMPUTATION = "recomputation"
 """The range round what backward runs again, as readers of traces know it."""
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")

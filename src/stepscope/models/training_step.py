@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.errors import InputError
+from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.workload import Dtype, Workload
-from stepscope.measure.timer import Phase
+from stepscope.measure.step import Phase
 from stepscope.models.attention import attention_for, chosen_attention
 from stepscope.models.checkpointing import block_runner
 from stepscope.models.optimizer import AdamWBf16State
@@ -71,11 +72,11 @@ class TrainingStep:
         forward = self._infer if self.inference else self._forward
         self.phases: tuple[Phase, ...] = ()
         for micro in range(workload.accumulation):
-            self.phases += (Phase(name="forward", run=functools.partial(forward, micro)),)
+            self.phases += (Phase(name=FORWARD, run=functools.partial(forward, micro)),)
             if not self.inference:
-                self.phases += (Phase(name="backward", run=self._backward),)
+                self.phases += (Phase(name=BACKWARD, run=self._backward),)
         if workload.phase == "train":
-            self.phases += (Phase(name="optimizer", run=self._optimize),)
+            self.phases += (Phase(name=OPTIMIZER, run=self._optimize),)
 
     @property
     def blocks(self) -> Sequence[nn.Module]:

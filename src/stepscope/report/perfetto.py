@@ -18,18 +18,17 @@ import msgspec
 import polars as pl
 
 from stepscope.analysis.captures.attribution import ROOT, Attribution
-from stepscope.analysis.captures.digest import DIGEST_FILE
 from stepscope.analysis.kernels.names.label import kernel_label
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import TRACE_TOOLS
-from stepscope.core.run_directory import RUN_FILE
+from stepscope.core.run_files import CAPTURE_FILES, DIGEST_FILE, RUN_FILE
 from stepscope.core.shown_text import name_shown
-from stepscope.trace.read import IN_RUN, find_capture
+from stepscope.trace.read import find_capture
 
 _BLOCK = 65_536
 """Events turned into text at once: some 30 MB."""
 
-_OF_RUNS = (RUN_FILE, *IN_RUN, *(DIGEST_FILE.format(tool=tool) for tool in TRACE_TOOLS))
+_OF_RUNS = (RUN_FILE, *CAPTURE_FILES, *(DIGEST_FILE.format(tool=tool) for tool in TRACE_TOOLS))
 """What a run directory holds is measured: never written over, whichever capture is read."""
 
 _MODEL = "(model)"
@@ -84,7 +83,7 @@ def _is_part_of(out: Path, source: Path | None) -> bool:
     """Whether writing there would destroy what was read."""
     if source is None or not out.exists():
         return False
-    inside = [source / name for name in (*IN_RUN, RUN_FILE)] if source.is_dir() else []
+    inside = [source / name for name in (*CAPTURE_FILES, RUN_FILE)] if source.is_dir() else []
     capture = find_capture(source)
     inside += list(capture.iterdir()) if capture.is_dir() else [capture]
     return any(file.exists() and file.samefile(out) for file in inside)

@@ -8,13 +8,13 @@ from rich.text import Text
 from stepscope.analysis.captures.critical_path import critical_path
 from stepscope.analysis.captures.occupation import occupation
 from stepscope.analysis.captures.overlap import overlap
-from stepscope.analysis.captures.range_names import RECOMPUTATION
 from stepscope.analysis.captures.summary import GEMM, OUTSIDE, AttentionRow, KernelRow, TraceSummary
 from stepscope.analysis.kernels.families import FAMILIES
 from stepscope.analysis.kernels.names.label import kernel_label
 from stepscope.analysis.runs.doubts import marked
 from stepscope.core.errors import printable
 from stepscope.core.finding import Finding
+from stepscope.core.range_names import RECOMPUTATION
 from stepscope.core.shown_text import middle_cut, name_shown
 from stepscope.core.units import format_count, format_rate, format_share, ms_text, ms_text_of_s
 from stepscope.report.former import make_table, render_finding

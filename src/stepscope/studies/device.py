@@ -2,7 +2,7 @@
 
 from stepscope.core.device_spec import DeviceReport, find_device_spec
 from stepscope.engine.request import Stage, Tell
-from stepscope.measure.ceilings import ceilings_for, measure_ceilings, store_ceilings, supported_dtypes
+from stepscope.measure.ceilings import ceilings_for, supported_dtypes
 from stepscope.measure.device import resolve_device
 from stepscope.measure.environment import read_environment
 
@@ -11,15 +11,8 @@ def study_device(name: str, again: bool, tell: Tell) -> DeviceReport:
     """The device's environment, datasheet and ceilings; measures (and stores) what is not stored, or all if `again`."""
     device = resolve_device(name)
     environment = read_environment(device)
-    dtypes = supported_dtypes(device)
-
-    def on_progress(what: str) -> None:
-        tell(Stage(name="ceiling", detail=what))
-
-    if again:
-        ceilings = measure_ceilings(device, dtypes, on_progress)
-        store_ceilings(ceilings)
-    else:
-        ceilings = ceilings_for(device, dtypes, on_progress)
+    ceilings = ceilings_for(
+        device, supported_dtypes(device), lambda what: tell(Stage(name="ceiling", detail=what)), again=again
+    )
     spec = find_device_spec(environment.device_name)
     return DeviceReport(environment=environment, spec=spec, ceilings=ceilings)

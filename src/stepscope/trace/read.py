@@ -5,6 +5,7 @@ import zlib
 from pathlib import Path
 
 from stepscope.core.errors import InputError
+from stepscope.core.run_files import CAPTURE_FILES, EXPORT_FILE, RUN_FILE, STREAM_FILE
 from stepscope.trace.readers.kineto import read_kineto
 from stepscope.trace.readers.nsys import (
     is_nsys_report,
@@ -15,10 +16,6 @@ from stepscope.trace.readers.nsys import (
 from stepscope.trace.table import TraceTable
 
 _SQLITE = b"SQLite format 3\x00"
-RUN_FILE = "run.json"
-_EXPORT, _STREAM = "trace.nsys.sqlite", "trace.qdstrm"
-IN_RUN = ("trace.kineto.json.gz", _EXPORT, "trace.nsys-rep", _STREAM)
-"""Captures that `stepscope run --record` leaves in a run directory, the quickest to read first."""
 
 
 def read_trace(path: Path, *, without_ranges: bool = False) -> TraceTable:
@@ -61,11 +58,11 @@ def find_capture(path: Path) -> Path:
     if not path.is_dir():
         if not path.is_file():  # a capture is read from its start more than once
             raise InputError(f"{path}: a pipe or device, not a file: write the capture to a file first")
-        exported = path.with_name(_EXPORT)
-        return exported if path.name == _STREAM and exported.is_file() else path
+        exported = path.with_name(EXPORT_FILE)
+        return exported if path.name == STREAM_FILE and exported.is_file() else path
     if any(path.glob("*.parquet")):
         return path
-    for name in IN_RUN:
+    for name in CAPTURE_FILES:
         if (path / name).exists():
             return path / name
     remedy = " (measure it again with --record kineto)" if (path / RUN_FILE).exists() else ""

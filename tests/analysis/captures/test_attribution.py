@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from stepscope.analysis.captures import places as places_module
 from stepscope.analysis.captures.attribution import ROOT, Attribution, attribute
-from stepscope.analysis.captures.range_names import PHASES, kind_of, phase_of
+from stepscope.analysis.captures.range_names import kind_of, phase_of
+from stepscope.core.range_names import PHASES
 from stepscope.trace.read import read_trace
 from tests.captures import (
     AUTOGRAD,

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from stepscope.core.workload import Workload
-from stepscope.measure.memory_history import capture_memory
+from stepscope.measure.driven import capture_memory
 from stepscope.memory.prediction.estimate import estimate, symbolic_model
 from stepscope.memory.prediction.symbolic_tensors import Ledger, Node, RoundingAllocator, Storage, Tape
 from stepscope.models.training_step import TrainingStep

@@ -13,15 +13,13 @@ import polars as pl
 
 from stepscope.analysis.captures.places import Places, gather
 from stepscope.analysis.captures.range_names import (
-    GRADIENT_ACCUMULATION,
-    PHASES,
     RANGE_KINDS,
-    RECOMPUTATION,
     RangeKind,
     kind_of,
     phase_of,
 )
 from stepscope.analysis.kernels.families import FAMILIES, classify
+from stepscope.core.range_names import GRADIENT_ACCUMULATION, PHASES, RECOMPUTATION
 from stepscope.trace.launches import operator_order
 from stepscope.trace.nesting import Nest, numbered, union
 from stepscope.trace.table import COPIES, KIND, TraceTable

@@ -13,8 +13,8 @@ from stepscope.core.bounded_file import read_document
 from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.finding import Finding
 from stepscope.core.run_directory import write_atomically
+from stepscope.core.run_files import DIGEST_FILE
 
-DIGEST_FILE = "trace-{tool}.json"
 _TOOLS = {"Kineto": "kineto", "Nsight Systems": "nsys"}
 KEPT_ROWS = 8
 """Kernels kept of each ranking."""

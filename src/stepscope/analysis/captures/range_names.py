@@ -3,30 +3,27 @@
 import re
 from typing import Literal, get_args
 
-RangeKind = Literal["step", "phase", "part", "module", "aside"]
+from stepscope.core.range_names import ATTENTION_PARTS, BACKWARD, FORWARD, MARKING, OPTIMIZER
 
-PARTS = ("attention scores", "softmax", "attention output")
-GRADIENT_ACCUMULATION = "gradient accumulation"
-RECOMPUTATION = "recomputation"
+RangeKind = Literal["step", "phase", "part", "module", "aside"]
 
 _STEP = re.compile(
     r"(?:train(?:ing)?[ _]?)?(?:step|iteration|iter|batch)[ _#:]*\d*|ProfilerStep[#*]?\d*", re.IGNORECASE
 )
 _PHASES: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("forward", re.compile(r"(?:model[ _.]?)?(?:forward|fwd)(?:[ _](?:pass|step|loss|and loss))?", re.IGNORECASE)),
-    ("forward", re.compile(r"(?:Fully\w+|Distributed)DataParallel\.forward|inference", re.IGNORECASE)),
-    ("backward", re.compile(r"(?:loss[ _.]?)?(?:backward|bwd)(?:[ _](?:pass|step))?", re.IGNORECASE)),
-    ("optimizer", re.compile(r"opt(?:imi[sz]er)?(?:[ _.]?(?:step|update|pass))?|Optimizer\.step#.*", re.IGNORECASE)),
+    (FORWARD, re.compile(r"(?:model[ _.]?)?(?:forward|fwd)(?:[ _](?:pass|step|loss|and loss))?", re.IGNORECASE)),
+    (FORWARD, re.compile(r"(?:Fully\w+|Distributed)DataParallel\.forward|inference", re.IGNORECASE)),
+    (BACKWARD, re.compile(r"(?:loss[ _.]?)?(?:backward|bwd)(?:[ _](?:pass|step))?", re.IGNORECASE)),
+    (OPTIMIZER, re.compile(r"opt(?:imi[sz]er)?(?:[ _.]?(?:step|update|pass))?|Optimizer\.step#.*", re.IGNORECASE)),
 )
 _ASIDE = re.compile(
-    r"Optimizer\.zero_grad#|zero[ _]?grad|mark backward|PyTorch Profiler|nccl|cub::|CUB|thrust::|cudnn|cublas|"
+    rf"Optimizer\.zero_grad#|zero[ _]?grad|{MARKING}|PyTorch Profiler|nccl|cub::|CUB|thrust::|cudnn|cublas|"
     r"DataLoader|enumerate\(|## Call CompiledFxGraph|Torch-Compiled Region|"
     r"(?:aten|autograd|torch|c10d)::|[^,]+, sizes = \[",
     re.IGNORECASE,
 )
 """Ranges of libraries and of what goes on beside the model: no modules."""
 
-PHASES = ("forward", "backward", "optimizer")
 RANGE_KINDS: tuple[RangeKind, ...] = get_args(RangeKind)
 
 
@@ -37,7 +34,7 @@ def kind_of(name: str) -> RangeKind:
         return "step"
     if phase_of(name):
         return "phase"
-    if name in PARTS:
+    if name in ATTENTION_PARTS:
         return "part"
     return "aside" if _ASIDE.match(name) else "module"
 

@@ -10,11 +10,11 @@ import msgspec
 import polars as pl
 
 from stepscope.analysis.captures.attribution import ROOT, Attribution
-from stepscope.analysis.captures.range_names import GRADIENT_ACCUMULATION, PARTS, PHASES
 from stepscope.analysis.kernels.names.decoding import decode
 from stepscope.analysis.roofline.roofline import roofline
 from stepscope.analysis.roofline.roofs import Roofline
 from stepscope.core.attentions import scores_of
+from stepscope.core.range_names import ATTENTION_PARTS, GRADIENT_ACCUMULATION, PHASES, RECOMPUTATION, SOFTMAX
 from stepscope.core.run import Run
 from stepscope.core.workload import Workload
 from stepscope.trace.nesting import union
@@ -202,7 +202,7 @@ class TraceSummary:
 
     def softmax_kernels(self, top: int = 5) -> list[KernelRow]:
         """The kernels that softmax is made of in forward; none where attention has no range for it."""
-        inside = self._kernels.filter((pl.col("phase") == "forward") & (pl.col("part").cast(pl.String) == PARTS[1]))
+        inside = self._kernels.filter((pl.col("phase") == "forward") & (pl.col("part").cast(pl.String) == SOFTMAX))
         return self._longest(inside, "forward", int(inside["duration_ns"].sum()), top)
 
     def _longest(self, kernels: pl.DataFrame, phase: str, total: int, top: int) -> list[KernelRow]:
@@ -269,7 +269,7 @@ class TraceSummary:
             return ()
         is_gemm = pl.col("family") == GEMM
         part = pl.col("part").cast(pl.String)
-        scores, softmax, output = PARTS
+        scores, softmax, output = ATTENTION_PARTS
         workload = self.run.workload if self.run else None
         product = attention_product_flops(workload) if workload else None
         chosen = (
@@ -301,7 +301,7 @@ class TraceSummary:
         """Kernel time per step that serves gradient accumulation, recomputation or communication."""
         totals = self._kernels.group_by("role").agg(pl.col("duration_ns").sum())
         found = dict(totals.iter_rows())
-        wanted = (GRADIENT_ACCUMULATION, "recomputation", "communication")
+        wanted = (GRADIENT_ACCUMULATION, RECOMPUTATION, "communication")
         return {role: found[role] / self.steps for role in wanted if found.get(role)}
 
 

@@ -8,6 +8,7 @@ from stepscope.analysis.runs.words import doubts, figure, identify, status_sente
 from stepscope.core.answer import TEXT, Answer, Cell, Line, Panel, Point, Table, as_lines, table_of, text
 from stepscope.core.errors import printable
 from stepscope.core.evidence import Capture
+from stepscope.core.range_names import PHASES
 from stepscope.core.run import Run
 from stepscope.core.samples import CONFIDENCE, OF_ONE_PROCESS, Samples
 from stepscope.core.units import counted, format_milliseconds, format_rate, format_seconds, format_share
@@ -66,12 +67,12 @@ def answer_cells(runs: Sequence[Run], folder: str | None = None) -> Answer:
         if run.status != "done":
             rows.append((name, status_word(run), *[None] * 7))
             continue
-        times = [metrics.median_s(run, phase) for phase in (*metrics.PHASE_NAMES, "step")]
+        times = [metrics.median_s(run, phase) for phase in (*PHASES, "step")]
         tokens, peak = metrics.tokens_per_s(run), metrics.peak_bytes(run)
         utilisation = metrics.mfu_datasheet(run) or metrics.mfu_measured(run)
         rows.append((name, *(figure(cell, run) for cell in (*times, tokens, utilisation, peak)), doubts(run)))
     table = table_of(
-        "cell", *((f"{name} ms", "ms of s") for name in (*metrics.PHASE_NAMES, "step")), ("tokens/s", ",.0f"),
+        "cell", *((f"{name} ms", "ms of s") for name in (*PHASES, "step")), ("tokens/s", ",.0f"),
         ("MFU", "%"), ("peak", "B"), "findings",
         rows=rows, tones={i: "bad" for i, run in enumerate(runs) if run.status != "done"},
         notes=as_lines(f"{len(runs)} runs in {folder}") if runs and folder else (),
@@ -82,7 +83,7 @@ def answer_cells(runs: Sequence[Run], folder: str | None = None) -> Answer:
 def _phase_table(run: Run) -> Table:
     rows: list[tuple[Cell, ...]] = []
     step_s = metrics.median_s(run, "step") or 0.0
-    for name in (*metrics.PHASE_NAMES, "step"):
+    for name in (*PHASES, "step"):
         samples = run.samples.get(name)
         if samples is None or samples.median_s is None or samples.mean_s is None:
             continue
@@ -107,7 +108,7 @@ def _phase_table(run: Run) -> Table:
 
 def _phase_panel(run: Run) -> tuple[Panel, ...]:
     """A bar for each phase and the step, with the interval of its median."""
-    timed = [(name, run.samples[name]) for name in (*metrics.PHASE_NAMES, "step") if name in run.samples]
+    timed = [(name, run.samples[name]) for name in (*PHASES, "step") if name in run.samples]
     points = tuple(bar("median", name, samples, doubted=bool(doubt_mark(run))) for name, samples in timed)
     return (Panel(x_title="", y_title="median, ms", points=points, kind="bars"),) if points else ()
 
@@ -189,7 +190,7 @@ def _utilisation(share: float) -> str:
 
 def _about_intervals(run: Run) -> list[str]:
     """What the intervals are of, or why there is none."""
-    named = {name: run.samples[name] for name in (*metrics.PHASE_NAMES, "step") if name in run.samples}
+    named = {name: run.samples[name] for name in (*PHASES, "step") if name in run.samples}
     without = {name: samples for name, samples in named.items() if samples.count and samples.why_no_interval}
     lines: list[str] = []
     if len(without) < len(named):
@@ -216,7 +217,7 @@ def _capture_line(capture: Capture, unprofiled_s: float | None) -> str:
 
 
 def _phase_clock(run: Run) -> str:
-    return next((run.samples[n].clock for n in metrics.PHASE_NAMES if n in run.samples), "none")
+    return next((run.samples[n].clock for n in PHASES if n in run.samples), "none")
 
 
 def _memory_table(run: Run) -> list[Table]:

@@ -1,9 +1,8 @@
 """Figures derived from a run: rates, utilisation, shares. Each is None where the run does not support it."""
 
+from stepscope.core.range_names import PHASES
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
-
-PHASE_NAMES = ("forward", "backward", "optimizer")
 
 
 def samples_of(run: Run, name: str) -> Samples | None:
@@ -88,7 +87,7 @@ def peak_bytes(run: Run) -> int | None:
 def summarise(run: Run) -> dict[str, float | None]:
     """The figures that readers of the JSON look for first; seconds, bytes, per second, shares of one."""
     summary: dict[str, float | None] = {}
-    for name in ("step", *PHASE_NAMES, "host"):
+    for name in ("step", *PHASES, "host"):
         samples = run.samples.get(name)
         if samples is None or not samples.count:
             continue

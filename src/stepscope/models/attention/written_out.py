@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from stepscope.core.range_names import OUTPUT, SCORES, SOFTMAX
 from stepscope.measure.ranges import detail_range
 from stepscope.models.attention.masks import for_all_heads, fully_masked_queries, hidden_keys, with_zeros
 
@@ -26,13 +27,13 @@ def reference(
         return with_zeros(function, masked, q, k, v, causal=causal, scale=scale, window=window)
     k, v = for_all_heads(q, k, v)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    with detail_range("attention scores"):
+    with detail_range(SCORES):
         scores_BHST = q @ k.transpose(-2, -1) * scale
         if causal or window is not None:
             query_S1 = torch.arange(q.shape[-2], device=q.device)[:, None]
             key_1T = torch.arange(k.shape[-2], device=q.device)[None, :]
             scores_BHST = scores_BHST.masked_fill(hidden_keys(query_S1, key_1T, causal, window), float("-inf"))
-    with detail_range("softmax"):
+    with detail_range(SOFTMAX):
         if subtract_maximum:
             # exp overflows in fp16 above ln(65504) = 11.09: with the row's maximum subtracted, no exponent is above 0.
             # Softmax does not change when a row is shifted, so the maximum's gradient is zero: detached, the scores
@@ -42,7 +43,7 @@ def reference(
         else:
             exponentials_BHST = torch.exp(scores_BHST)
         weights_BHST = exponentials_BHST / exponentials_BHST.sum(dim=-1, keepdim=True)
-    with detail_range("attention output"):
+    with detail_range(OUTPUT):
         return weights_BHST @ v
 
 

@@ -23,6 +23,7 @@ from stepscope.core.float_format import FORMATS
 from stepscope.core.model_config import ModelConfig, configure, whole_number
 from stepscope.core.workload import Workload
 from stepscope.measure.device import resolve_device
+from stepscope.measure.step import drive
 from stepscope.models.bf16_parameters import AdamWBf16Parameters, Keeping
 from stepscope.models.training_step import TrainingStep, build_model
 from stepscope.numerics.answers import computed_answer, curves, pivot
@@ -197,8 +198,7 @@ def _train(workload: Workload, name: str, rate: float, steps: int, device: torch
     for _ in range(steps):
         trained.by_step.append(Tally())
         step.prepare()
-        for phase in step.phases:
-            phase.run()
+        drive(step)
         assert step.loss is not None
         trained.losses.append(float(step.loss))
     trained.used = [parameter.detach().float().clone() for parameter in names]

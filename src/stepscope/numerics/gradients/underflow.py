@@ -27,6 +27,7 @@ from stepscope.core.float_format import FORMATS, FloatFormat, float_format
 from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.workload import Workload
 from stepscope.measure.device import resolve_device
+from stepscope.measure.step import drive
 from stepscope.models.training_step import TrainingStep
 from stepscope.numerics.answers import computed_answer, curves
 from stepscope.numerics.setting import check_room
@@ -139,8 +140,7 @@ def gradients_of(workload: Workload, device: torch.device, scale: int = 0) -> li
 
     with _watched(step.model, keep):
         step.prepare()
-        for phase in step.phases:
-            phase.run()
+        drive(step)
     for name, parameter in step.model.named_parameters():
         if parameter.grad is not None:
             keep("parameters", name, kind_of_module(name.rpartition(".")[0]), parameter.grad)

@@ -13,7 +13,7 @@ from stepscope.measure.device import timing_device
 from stepscope.measure.lead import with_lead
 from stepscope.measure.precision import matmul_precision
 from stepscope.measure.saved_tensors import saved_tensors
-from stepscope.measure.timer import Phase
+from stepscope.measure.step import Phase
 from stepscope.models.attention import AttentionFunction, implementation
 from stepscope.models.attention.compiled import compile_for_each_shape
 from stepscope.models.attention.inputs import TORCH_DTYPES

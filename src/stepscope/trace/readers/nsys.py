@@ -6,7 +6,6 @@ globalTid without the lowest 24 bits; names are ids into StringIds.
 
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -14,8 +13,8 @@ from pathlib import Path
 
 import polars as pl
 
-from stepscope.core.errors import InputError, one_line, printable
-from stepscope.core.nsight import find_nsys, how_to_get_nsys
+from stepscope.core.errors import InputError, StepscopeError, printable
+from stepscope.core.nsight import export_report, find_importer, find_nsys, how_to_get_nsys, import_stream
 from stepscope.trace.assemble import assemble, check_clock
 from stepscope.trace.readers.nsys_tables import NO_NUMBER, ParquetTables, SqliteTables, Tables, utf8
 from stepscope.trace.table import (
@@ -53,8 +52,8 @@ def read_nsys_parquet(path: Path, *, without_ranges: bool = False) -> TraceTable
 
 
 def read_nsys_report(path: Path, *, without_ranges: bool = False) -> TraceTable:
-    """The TraceTable of a `.nsys-rep`, exported by the nsys of this machine into a temporary file."""
-    with _exported(path) as sqlite:
+    """The TraceTable of a report or a raw capture, by what Nsight Systems on this machine makes of it."""
+    with exported(path) as sqlite:
         return _read(SqliteTables(sqlite, named=path), without_ranges=without_ranges)
 
 
@@ -64,23 +63,27 @@ def is_nsys_report(path: Path, head: bytes) -> bool:
 
 
 @contextmanager
-def _exported(path: Path) -> Generator[Path]:
-    if path.suffix == ".qdstrm":
-        raise InputError(
-            f"{path}: a raw capture, which nsys cannot export: make a report of it with the QdstrmImporter of "
-            "Nsight Systems, or where its run directory is whole and can be written to"
-        )
+def exported(path: Path) -> Generator[Path]:
+    """The SQLite export of a report (`.nsys-rep`) or a raw capture (`.qdstrm`), in a temporary folder."""
     nsys = find_nsys()
+    raw = path.suffix == ".qdstrm"
+    importer = find_importer(nsys) if nsys and raw else None
+    if raw and importer is None:
+        raise InputError(
+            f"{path}: a raw capture, of which Nsight Systems' QdstrmImporter makes a report: read it where Nsight "
+            "Systems is installed whole"
+        )
     if nsys is None:
         raise InputError(f"{path}: reading a report needs nsys for its export: {how_to_get_nsys()}")
     with tempfile.TemporaryDirectory(prefix="stepscope-") as folder:
-        report, sqlite = Path(folder) / "report.nsys-rep", Path(folder) / "report.sqlite"
-        shutil.copyfile(path, report)  # some versions write beside the report they read
-        command = [str(nsys), "export", "--type", "sqlite", "--force-overwrite", "true", "-o", str(sqlite), str(report)]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-        if done.returncode or not sqlite.exists():
-            reason = one_line(Exception(done.stderr or done.stdout or f"exit code {done.returncode}"))
-            raise InputError(f"{path}: nsys cannot export this report: {reason}")
+        copy, report, sqlite = (Path(folder, f"capture{suffix}") for suffix in (".qdstrm", ".nsys-rep", ".sqlite"))
+        shutil.copyfile(path, copy if raw else report)
+        try:
+            if importer is not None:
+                import_stream(importer, copy, report)
+            export_report(nsys, report, sqlite)
+        except StepscopeError as error:
+            raise InputError(f"{path}: nsys cannot export this {'capture' if raw else 'report'}: {error}") from None
         yield sqlite
 
 

@@ -6,10 +6,11 @@ from stepscope.analysis.comparisons.answers import bars_of, missing_cells
 from stepscope.analysis.comparisons.attention.cells import LEAST, StepCell, StepGroup, compare_steps, step_groups
 from stepscope.analysis.comparisons.attention.findings import steps_findings
 from stepscope.analysis.runs.doubts import doubting_kinds
-from stepscope.analysis.runs.metrics import PHASE_NAMES, median_s, peak_bytes
+from stepscope.analysis.runs.metrics import median_s, peak_bytes
 from stepscope.core.errors import InputError
 from stepscope.core.experiment import Cell, Experiment, Table, known_columns, measured_answer
 from stepscope.core.figures import gibibytes, milliseconds, times_within, within_ms
+from stepscope.core.range_names import PHASES
 
 STUDY = "attention"
 QUESTION = "What does a whole training step gain by another attention, and where: phases, kernels, memory?"
@@ -49,12 +50,12 @@ def _times(groups: Sequence[StepGroup]) -> Table:
         for cell in group.cells:
             rows.append(
                 (
-                    cell.name, cell.value, *(milliseconds(median_s(cell.run, p)) for p in (*PHASE_NAMES, "step")),
+                    cell.name, cell.value, *(milliseconds(median_s(cell.run, p)) for p in (*PHASES, "step")),
                     *within_ms(cell.samples("step")), *times_within(ratios.get(cell)),
                     ", ".join(doubting_kinds(cell.run)),
                 )
             )  # fmt: skip
-    heads = (*PHASE_NAMES, "step", "step from", "step to", "speed-up", "from", "to", "findings")
+    heads = (*PHASES, "step", "step from", "step to", "speed-up", "from", "to", "findings")
     columns = ("cell", "attention", *heads)
     if not any(row[-1] for row in rows):  # no run is doubted
         columns, rows = columns[:-1], [row[:-1] for row in rows]

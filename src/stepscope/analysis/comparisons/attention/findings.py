@@ -13,8 +13,9 @@ from stepscope.analysis.comparisons.attention.cells import (
 )
 from stepscope.analysis.comparisons.doubts import replaced_runs, unlike_environments
 from stepscope.analysis.runs.doubts import doubting_kinds
-from stepscope.analysis.runs.metrics import PHASE_NAMES, median_s, memory_of, peak_bytes
+from stepscope.analysis.runs.metrics import median_s, memory_of, peak_bytes
 from stepscope.core.finding import Finding, note, warning
+from stepscope.core.range_names import PHASES
 from stepscope.core.units import format_bytes, format_milliseconds
 
 _MOVES = 4
@@ -65,7 +66,7 @@ def _step(group: StepGroup, pair: StepPair) -> Iterator[Finding]:
     bounds = f" ({ratio.interval.low:.3g} to {ratio.interval.high:.3g})" if ratio.interval else ""
     phases = [
         f"{phase} {_signed(after - before)}"
-        for phase in PHASE_NAMES
+        for phase in PHASES
         if (before := median_s(base.run, phase)) and (after := median_s(cell.run, phase))
         and abs(after - before) >= LEAST * base_s
     ]  # fmt: skip

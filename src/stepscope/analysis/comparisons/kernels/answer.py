@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from stepscope.analysis.captures.digest import RoofRow
-from stepscope.analysis.captures.range_names import PHASES
 from stepscope.analysis.captures.summary import FORWARD_AND_BACKWARD, KernelRow
 from stepscope.analysis.comparisons.comparison import ComparedRun
 from stepscope.analysis.comparisons.kernels.cells import CapturedCell, busiest_families
@@ -14,6 +13,7 @@ from stepscope.analysis.runs.metrics import median_s
 from stepscope.core.experiment import Cell, Experiment, Panel, Point, Table, known_columns, measured_answer
 from stepscope.core.figures import count, digits, milliseconds, percent
 from stepscope.core.finding import Finding, note
+from stepscope.core.range_names import PHASES
 from stepscope.core.run import Run
 
 STUDY = "kernels"

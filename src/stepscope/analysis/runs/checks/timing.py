@@ -7,6 +7,7 @@ import statistics
 
 from stepscope.analysis.runs import metrics
 from stepscope.core.finding import Finding, error, note, warning
+from stepscope.core.range_names import PHASES
 from stepscope.core.run import Run
 from stepscope.core.samples import MINIMUM_FOR_INTERVAL, Samples
 from stepscope.core.units import counted, format_rate, format_seconds, format_share
@@ -18,7 +19,7 @@ _FEW = 5
 def timer_stopped_early(run: Run) -> Finding | None:
     """[1] The device's own time of a step's phases cannot exceed the synchronised time of that step."""
     step = run.samples.get("step")
-    phases = [run.samples[name].values_s for name in metrics.PHASE_NAMES if name in run.samples]
+    phases = [run.samples[name].values_s for name in PHASES if name in run.samples]
     if step is None or not step.count or not phases:
         return None
     sums = [sum(values) for values in zip(*phases, strict=False)]

@@ -1,0 +1,11 @@
+"""The names of the ranges that a step emits, for those who write them and those who read a trace or a snapshot."""
+
+STEP = "step"
+PHASES = FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+ATTENTION_PARTS = SCORES, SOFTMAX, OUTPUT = "attention scores", "softmax", "attention output"
+RECOMPUTATION = "recomputation"
+"""What activation checkpointing runs again, in backward."""
+GRADIENT_ACCUMULATION = "gradient accumulation"
+"""A parameter's gradient is added to what it holds, or stored."""
+MARKING = "mark backward"
+"""Backward is prepared for its ranges. It gives no work to the device."""

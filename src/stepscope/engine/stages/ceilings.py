@@ -1,0 +1,21 @@
+"""The rates that this device really reaches, for the dtype of the step."""
+
+from stepscope.core.device_spec import product_dtype
+from stepscope.engine.draft import Draft
+from stepscope.engine.request import Stage
+from stepscope.measure import ranges
+from stepscope.measure.ceilings import ceilings_for
+
+
+def find_ceilings(draft: Draft) -> None:
+    """Measure the ceilings, or take those that are stored for this device and build."""
+    draft.begin("ceiling")
+    request = draft.request
+    with ranges.silenced():  # these steps are no steps of the model
+        ceilings = ceilings_for(
+            draft.device,
+            [product_dtype(request.workload.dtype)],
+            lambda what: draft.tell(Stage(name="ceiling", detail=what)),
+            keep=request.memory_limit_bytes is None,
+        )
+    draft.set(ceilings=ceilings)

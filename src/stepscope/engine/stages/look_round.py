@@ -1,0 +1,17 @@
+"""Reading the machine: the environment, what its maker says of the device, and how much work the step is."""
+
+from stepscope.core.device_spec import find_device_spec, overridden_spec
+from stepscope.core.run_directory import save_run
+from stepscope.engine.draft import Draft
+from stepscope.measure.environment import read_environment
+from stepscope.work.transformer import phase_work
+
+
+def look_round(draft: Draft) -> None:
+    """Note what is known before anything runs, and write the run for the first time."""
+    request = draft.request
+    environment = read_environment(draft.device, request.memory_limit_bytes)
+    name, stated = environment.device_name, request.peak_flops_per_s
+    spec = overridden_spec(name, request.workload.dtype, stated) if stated else find_device_spec(name)
+    draft.set(environment=environment, device_spec=spec, work=phase_work(request.workload))
+    save_run(draft.run, draft.directory, rescue=False)

@@ -1,0 +1,32 @@
+"""Gathering the evidence of what the timed steps did, from steps that run after them."""
+
+import torch
+
+from stepscope.core.evidence import Precision
+from stepscope.engine.draft import Draft
+from stepscope.measure import ranges
+from stepscope.measure.driven import observe_step, profile_step, step_operators
+from stepscope.measure.precision import probe_relative_error, with_kernels
+
+
+def observe(draft: Draft) -> None:
+    """Probe the precision, run steps under hooks and the profiler, and keep what they show."""
+    draft.begin("observe")
+    step, device = draft.step, draft.device
+    precision = Precision(
+        float32_matmul=torch.get_float32_matmul_precision(), probe_relative_error=probe_relative_error(device)
+    )
+    draft.set_evidence(precision=precision)
+    observation, memory = observe_step(step, device, draft.held_before_bytes)
+    draft.set_evidence(observation=observation, memory=memory)
+    draft.set_evidence(operators=step_operators(step, device, draft.timing))
+    if step.cuda_graphs:
+        draft.note("allocated peaks: tensors of replayed CUDA graphs count as reserved only")
+    if not draft.request.settings.profile:
+        return
+    if ranges.watched() and device.type == "cuda":
+        draft.note("no profile: CUDA lets one profiler in at a time, and a tool watches this process already")
+        return
+    draft.begin("profile")
+    profile = profile_step(step, device, draft.timing)
+    draft.set_evidence(profile=profile, precision=with_kernels(precision, profile))

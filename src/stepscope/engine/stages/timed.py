@@ -1,0 +1,94 @@
+"""The timed steps, and what is read round them: clocks, power, the host's load, compilations, updates."""
+
+import msgspec
+
+from stepscope.core import interrupts
+from stepscope.core.environment import GpuReading
+from stepscope.core.units import format_seconds
+from stepscope.engine.draft import Draft
+from stepscope.engine.request import Stage
+from stepscope.measure.compilation import CompilationWatch, compile_report
+from stepscope.measure.environment import HostLoad
+from stepscope.measure.nvml import nvml_kept_open, read_gpu
+from stepscope.measure.timer import Measurement, Progress, StepFailed, measure
+from stepscope.measure.updates import applied_updates, read_updates
+
+_SUBJECT = "step"
+
+
+def time_steps(draft: Draft) -> None:
+    """Warm up and measure. Raises StepFailed; what was measured before is in the draft."""
+    draft.begin("warm-up")
+    step, readings = draft.step, _Readings(draft)
+    interrupted = False
+    with nvml_kept_open(draft.device):
+        readings.read_before()  # stays where the run ends before it measures
+        try:
+            result = measure(
+                {_SUBJECT: step},
+                device=draft.timing,
+                settings=draft.request.settings,
+                on_progress=lambda progress: _tell(draft, progress),
+                before_measuring=readings.before_the_measured_steps,
+            )[_SUBJECT]
+            _keep(draft, result)
+            interrupted = result.interrupted
+        except StepFailed as failure:
+            _keep(draft, failure.partial[_SUBJECT])
+            raise
+        finally:
+            with interrupts.held():
+                readings.read_after()
+    readings.keep_updates()
+    if step.compiled:
+        draft.set_evidence(compilation=compile_report(step.forward_module))
+    if interrupted:
+        draft.stage = "measure" if draft.run.samples["step"].count else "warm-up"
+        raise KeyboardInterrupt
+    draft.save_meanwhile()  # whatever kills the process while it observes does not take the times along
+    draft.set(status="done")
+
+
+class _Readings:
+    """What is read before and after the measured steps, each held against the other."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self._compiling = CompilationWatch(draft.device)
+        self._updates: int | None = None
+        self._gpu: GpuReading | None = None
+        self._load = HostLoad()
+
+    def read_before(self) -> None:
+        self._gpu, self._load = read_gpu(self._draft.device), HostLoad()
+
+    def before_the_measured_steps(self) -> None:
+        """Read once, when warm-up is over, and with it what it compiled. The device idles meanwhile, so NVML is
+        initialised already."""
+        self._updates = applied_updates(self._draft.step.optimizer)
+        self._compiling.start()
+        self.read_before()
+
+    def read_after(self) -> None:
+        draft, environment = self._draft, self._draft.run.environment
+        draft.set_evidence(compiled_while_measured=self._compiling.read())
+        assert environment is not None
+        after, load = read_gpu(draft.device), self._load.read()
+        draft.set(environment=msgspec.structs.replace(environment, before=self._gpu, after=after, host=load))
+
+    def keep_updates(self) -> None:
+        """Whether the optimizer updated the parameters in each of the measured steps."""
+        step, count = self._draft.step, self._draft.run.samples["step"].count
+        if step.optimizer is not None and self._updates is not None and count:
+            found = read_updates(step.optimizer, step.scaler, steps=count, before=self._updates)
+            self._draft.set_evidence(updates=found)
+
+
+def _tell(draft: Draft, progress: Progress) -> None:
+    draft.stage = progress.stage
+    detail = f"step {progress.done}, {format_seconds(progress.last_step_s)}"
+    draft.tell(Stage(name=progress.stage, detail=detail, fraction=progress.fraction))
+
+
+def _keep(draft: Draft, result: Measurement) -> None:
+    draft.set(samples=result.samples, warmup_steady=result.warmup_steady)

@@ -1,0 +1,118 @@
+"""What the instruments show of a driven step: each of these runs steps of it, by `drive` or by the timer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from stepscope.core.evidence import Capture, PhaseMemory, ProfiledStep, StepObservation, StepOperators
+from stepscope.core.run_files import KINETO_FILE
+from stepscope.core.samples import Samples
+from stepscope.core.workload import Workload
+from stepscope.measure import ranges
+from stepscope.measure.capture import BackwardMarks, Unmarked, export_kineto, kineto_session
+from stepscope.measure.device import Device
+from stepscope.measure.memory_history import MemoryRecorder
+from stepscope.measure.observe import Observer, PhasePeaks, look_at_batches, parameter_bytes
+from stepscope.measure.operators import OperatorCounts
+from stepscope.measure.profile import profiled_step, profiler_for
+from stepscope.measure.step import Driven, Step, drive
+from stepscope.measure.timer import timed_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCapture:
+    """What a recorded step left."""
+
+    measured: PhaseMemory
+    failure: BaseException | None = None
+    """The error that ended the step early when memory ran out; the file holds what was allocated at that moment."""
+
+
+def observe_step(step: Step, device: torch.device, held_before_bytes: int = 0) -> tuple[StepObservation, PhaseMemory]:
+    """Run a step under hooks, and on a GPU another for its memory by phase (bytes as PhaseMemory defines them).
+
+    held_before_bytes: what the process had allocated on the device before the step was made.
+    """
+    batches = look_at_batches(step)
+    step.prepare()
+    with ranges.silenced():
+        with Observer(step, device).running() as seen:
+            drive(step, seen)
+        step.prepare()
+        graphs_alive = seen.graphs_alive
+        memory = PhaseMemory(parameter_bytes=parameter_bytes(step), saved_for_backward=seen.saved_bytes)
+        if device.type == "cuda":
+            peaks = PhasePeaks(step, device, held_before_bytes)
+            drive(step, peaks)
+            memory = peaks.memory()
+    return seen.observation(batches, graphs_alive), memory
+
+
+def step_operators(step: Driven, device: torch.device, timing: Device) -> StepOperators:
+    """Run a step under torch.profiler, and count what the host called."""
+    step.prepare()
+    timing.synchronize()
+    counts = OperatorCounts(device)
+    with ranges.silenced(), counts.profiler:
+        drive(step, counts)
+    timing.synchronize()
+    return counts.counted()
+
+
+def profile_step(step: Driven, device: torch.device, timing: Device) -> ProfiledStep:
+    """Profile two steps and report the second: the first pays for the profiler's own start."""
+    with profiler_for(device):
+        timed_steps(step, timing, 1)
+    with profiler_for(device) as profiler:
+        samples = timed_steps(step, timing, 1)
+    return profiled_step(profiler, device, samples["step"].values_s[0])
+
+
+def capture_kineto(
+    step: Step, device: torch.device, timing: Device, directory: Path, *, steps: int, stacks: bool = False
+) -> Capture:
+    """Trace steps with torch.profiler into `trace.kineto.json.gz`, after a session that pays for the profiler's start
+    and is thrown away."""
+    with kineto_session(step, device, stacks=stacks):
+        timed_steps(step, timing, 1)
+    with kineto_session(step, device, stacks=stacks) as profiler:
+        samples = timed_steps(step, timing, steps)
+    export_kineto(profiler, directory / KINETO_FILE)
+    return Capture(tool="kineto", tool_version=str(torch.__version__), samples=samples, artifact="kineto")
+
+
+def trace_nvtx(step: Step, device: torch.device, timing: Device, steps: int) -> dict[str, Samples]:
+    """Run steps for an NVTX tool that watches, with every range; those of a compiled step are its phases alone.
+
+    Timed by the host alone: what the phases took on the device is for the trace to say.
+    """
+    timing = Unmarked(timing)
+    if step.compiled:
+        samples = timed_steps(step, timing, steps)
+    else:
+        with BackwardMarks(step).running() as marks:
+            samples = timed_steps(step, timing, steps, marks)
+    return {name: samples[name] for name in ("step", "host")}
+
+
+def capture_memory(
+    step: Step, device: torch.device, directory: Path, *, workload: Workload, device_name: str = "",
+    stacks: str = "python", held_before_bytes: int = 0, is_out_of_memory: Callable[[BaseException], bool] | None = None,
+) -> MemoryCapture:  # fmt: skip
+    """Record one step into `memory.pickle.gz`, with stacks as MemoryRecorder takes them.
+
+    With `is_out_of_memory`, a step that fails so is kept as far as it went.
+    """
+    step.prepare()
+    failure = None
+    recorder = MemoryRecorder(step, device, stacks=stacks, held_before_bytes=held_before_bytes)
+    with recorder.running():
+        try:
+            drive(step, recorder)
+        except Exception as error:
+            if is_out_of_memory is None or not is_out_of_memory(error):
+                raise
+            failure = error
+    return MemoryCapture(measured=recorder.save(directory, workload=workload, device_name=device_name), failure=failure)
