@@ -19,6 +19,7 @@ from stepscope.core.model_config import configure
 from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import load_runs
 from stepscope.studies.attention_steps import step_cells, step_sizes_for
+from tests.command import stepscope
 from tests.conftest import make_run, workload
 from tests.shown import shown
 
@@ -317,4 +318,10 @@ def test_folders_without_a_step_say_what_to_read(tmp_path: Path):
     assert read() == f"no run of a training step in {tmp_path}: give one that this study filled"
     (tmp_path / "gate.json").touch()
     assert read().endswith(f"give one of its files, as in {tmp_path / 'gate.json'}")
-    assert "--save says nothing with a folder of runs" in read("--save", str(tmp_path / "a.svg"))
+
+
+def test_steps_of_stored_runs_are_drawn(tmp_path: Path):
+    runs = Path(__file__).parents[2] / "results" / "h200" / "attention-steps"
+    done = stepscope("study", "attention-step", "--from", runs, "--save", tmp_path / "steps.svg", "--only", "findings")
+    assert done.returncode == 0, done.stderr
+    assert ">flash</text>" in (tmp_path / "steps.svg").read_text()

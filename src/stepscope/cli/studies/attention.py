@@ -1,6 +1,5 @@
 """`stepscope study attention`: calls of each implementation by sequence length and head_dim, judged and timed."""
 
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,6 +7,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from stepscope.cli.output import warn
+from stepscope.cli.presentation import Presentation
+from stepscope.cli.studies.answering import Answering
 from stepscope.cli.studies.attention_gate import (
     check_place,
     kind_of,
@@ -16,12 +17,11 @@ from stepscope.cli.studies.attention_gate import (
     show_matrix,
     usual_workers,
 )
-from stepscope.cli.studies.attention_steps import STUDY, Shown, check_only, never, read_steps
-from stepscope.cli.studies.precision import answer
+from stepscope.cli.studies.attention_steps import STUDY, check_only, read_steps
 from stepscope.cli.verb import verb
 from stepscope.core import interrupts
+from stepscope.core.answer import Answer
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError
-from stepscope.core.experiment import Experiment
 from stepscope.engine.request import Tell
 
 if TYPE_CHECKING:
@@ -54,16 +54,11 @@ def attention(
     keep_digests: bool,
     from_: tuple[Path, ...] = (),
     figures: Path | None,
-    only: str | None,
     save: Path | None,
-    json: bool,
+    shown: Presentation,
 ) -> None:
     """Attention by each implementation: right or wrong, time, memory and TFLOP/s by sequence length and head_dim."""
-    if save is not None:
-        from stepscope.report.plots.save import check_target
-
-        check_target(save)
-    shown = functools.partial(answer, study=STUDY, save=save, json=json, only=only)
+    answering = Answering(study=STUDY, shown=shown, save=save)
     if from_:
         measuring = {
             "--seq-len": seq_len, "--batch-size": batch_size, "--dtype": dtype, "--attention": attention,
@@ -72,14 +67,14 @@ def attention(
             "--seconds": seconds, "--budget": budget, "--workers": workers, "--figures": figures,
         }  # fmt: skip
         _refuse("--from", measuring)
-        _read(from_, keep_digests, shown, save, only, json)
+        _read(from_, keep_digests, answering)
         return
     if keep_digests:
         raise InputError("--keep-digests says nothing without --from and a folder of runs: leave it out")
-    if only is not None:
+    if shown.only is not None:
         from stepscope.analysis.attention.answer import TITLES
 
-        check_only(only, TITLES)
+        check_only(shown.only, TITLES)
     from stepscope.core.attention_timing import encode_timings
     from stepscope.core.run_directory import write_atomically
     from stepscope.measure.device import resolve_device
@@ -116,7 +111,7 @@ def attention(
         if figures is not None:
             write_atomically(encode_timings(timings), figures)
 
-    def run(tell: Tell) -> Experiment:
+    def run(tell: Tell) -> Answer:
         from stepscope.analysis.attention.answer import answer_attention
 
         with interrupts.keeping():
@@ -139,7 +134,7 @@ def attention(
             raise KeyboardInterrupt  # before the first row
         return answer_attention(timings)
 
-    shown(run, read=None)
+    answering.run(run)
     if unreached:
         raise InputError(f"none of the {unreached[0]} cells was reached in --budget {budget:g}: give it more seconds")
     if figures is not None:
@@ -163,14 +158,13 @@ def _refuse(mode: str, given: Mapping[str, object]) -> None:
         raise InputError(f"{', '.join(useless)} says nothing with {mode}: leave it out")
 
 
-def _read(places: tuple[Path, ...], keep: bool, shown: Shown, save: Path | None, only: str | None, json: bool) -> None:
+def _read(places: tuple[Path, ...], keep: bool, answering: Answering) -> None:
     """Whatever a study of attention wrote: timings, an answer; runs or the gate's matrix, which have a verb too."""
     if any(place.is_dir() for place in places):
         for place in places:
             if not place.is_dir():
                 raise InputError(f"no runs at {place}: it is no folder")
-        _refuse("a folder of runs", {"--save": save})
-        read_steps(places, keep, shown)
+        read_steps(places, keep, answering)
         return
     _refuse("a file", {"--keep-digests": keep or None})
     place, *others = places
@@ -182,9 +176,9 @@ def _read(places: tuple[Path, ...], keep: bool, shown: Shown, save: Path | None,
             from stepscope.analysis.attention.answer import answer_attention
             from stepscope.core.attention_timing import decode_timings
 
-            shown(lambda _: answer_attention(decode_timings(data, str(place))), read=None)
+            answering.show(answer_attention(decode_timings(data, str(place))))
         case "attention-gate":
-            _refuse("the gate's matrix", {"--save": save, "--only": only})
-            show_matrix(read_matrix(place), json)
+            _refuse("the gate's matrix", {"--save": answering.save, "--only": answering.shown.only})
+            show_matrix(read_matrix(place), answering.shown)
         case _:
-            shown(lambda _: never(), read=place)
+            answering.read(place)

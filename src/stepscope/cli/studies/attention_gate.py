@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from stepscope.cli.output import emit, present, stdout_kept_clean, warn
+from stepscope.cli.output import stdout_kept_clean, warn
+from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
 from stepscope.core import interrupts
 from stepscope.core.bounded_file import read_document
@@ -33,14 +34,14 @@ def attention_gate(
     workers: int | None,
     from_: Path | None,
     figures: Path | None,
-    json: bool,
+    shown: Presentation,
 ) -> None:
     """Whether each implementation of attention is right: every dtype and shape, judged by float64.
 
     Exit code 0 where all that was judged is right, 1 where one is wrong, 2 where nothing was judged.
     """
     if from_ is not None:
-        show_matrix(read_matrix(from_), json)
+        show_matrix(read_matrix(from_), shown)
         return
     from stepscope.core.attentions import ATTENTIONS
     from stepscope.core.run_directory import write_atomically
@@ -80,7 +81,7 @@ def attention_gate(
             on_answer=keep,
         )
     keep(matrix)
-    show_matrix(matrix, json)
+    show_matrix(matrix, shown)
     if 0 < matrix.reached < matrix.calls:
         warn(f"{matrix.calls - matrix.reached} of {matrix.calls} calls were not reached: give it more --seconds")
     if matrix.interrupted:
@@ -104,21 +105,18 @@ def why_nothing(matrix: "GateMatrix") -> str:
     return f"{first}{more}: choose another --attention, --dtype or --device"
 
 
-def show_matrix(matrix: "GateMatrix", json: bool) -> None:
-    """Show the matrix of verdicts as a table or as JSON."""
-    if json:
-        from stepscope.studies.attention.matrix import encode_matrix
-
-        emit(encode_matrix(matrix).decode())
-        return
+def show_matrix(matrix: "GateMatrix", shown: Presentation) -> None:
+    """Show the matrix of verdicts."""
     from stepscope.analysis.attention.gate_answer import answer_gate
+    from stepscope.studies.attention.matrix import encode_matrix
 
     versions = ", ".join(f"{name} {version}" for name, version in matrix.versions.items())
     verdicts = [verdict for report in matrix.reports for verdict in report.verdicts]
     unsupported = sum(verdict.outcome == "not supported" for verdict in verdicts)
     besides = f", and {unsupported} are not supported" if unsupported else ""
     judged = f"{matrix.reached - unsupported} of {matrix.calls} calls were judged{besides}"
-    present(answer_gate(matrix.reports, f"{matrix.device_name}; {versions}", origin=judged))
+    answer = answer_gate(matrix.reports, f"{matrix.device_name}; {versions}", origin=judged)
+    shown.show(answer, document=lambda: encode_matrix(matrix).decode())
 
 
 def usual_workers(device_type: str) -> int:

@@ -1,32 +1,20 @@
 """`stepscope study attention-step`: a whole training step with each attention, measured and captured, or read."""
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
-from stepscope.cli.captured_runs import captured, finished_answer, stored_runs, type_of_device, unread
+from stepscope.cli.captured_runs import finished_answer, stored_runs, type_of_device
 from stepscope.cli.options import settings_from
-from stepscope.cli.output import warn
-from stepscope.cli.studies.precision import answer
+from stepscope.cli.presentation import Presentation
+from stepscope.cli.studies.answering import Answering, Comparing
 from stepscope.cli.verb import verb
+from stepscope.core.answer import Answer
 from stepscope.core.attentions import attention_names
 from stepscope.core.errors import InputError, choose
-from stepscope.core.experiment import Experiment
-from stepscope.core.run import Run
-from stepscope.engine.request import Tell, TraceRequest
-
-if TYPE_CHECKING:
-    from stepscope.analysis.comparisons.attention.cells import StepCell
+from stepscope.engine.request import TraceRequest
 
 STUDY = "attention"
 """The answer's study: calls and steps are one."""
-
-
-class Shown(Protocol):
-    """`answer` with everything given but how the answer is made, and where one may be read."""
-
-    def __call__(self, run: Callable[[Tell], Experiment], *, read: Path | None) -> None: ...
 
 
 @verb(
@@ -52,25 +40,24 @@ def attention_step(
     runs: Path,
     from_: tuple[Path, ...] = (),
     tag: str | None,
-    only: str | None,
-    json: bool,
+    save: Path | None,
+    shown: Presentation,
 ) -> None:
     """A whole training step with each attention in it: time, memory, and where the difference comes from."""
-    shown = functools.partial(answer, study=STUDY, save=None, json=json, only=only)
+    answering = Answering(study=STUDY, shown=shown, save=save)
     if from_:
         file = finished_answer(from_, {})
         if file is not None:
-            shown(lambda _: never(), read=file)
+            answering.read(file)
         else:
-            read_steps(from_, keep_digests, shown)
+            read_steps(from_, keep_digests, answering)
         return
-    if only is not None:
+    if shown.only is not None:
         from stepscope.analysis.comparisons.attention.answer import TITLES
 
-        check_only(only, TITLES)
-    from stepscope.cli.sweep import measure_and_report
+        check_only(shown.only, TITLES)
     from stepscope.core.model_config import configure
-    from stepscope.engine.plan import Policy, SweepPlan
+    from stepscope.engine.plan import SweepPlan
     from stepscope.studies.attention_steps import step_cells, step_sizes_for
 
     device_type = type_of_device(device)
@@ -93,13 +80,7 @@ def attention_step(
         trace=TraceRequest(tools=("kineto",), steps=5 if device_type == "cpu" else 1),
     )
 
-    def report(found: list[Run]) -> None:
-        cells = [_cell(run, runs / run.id, keep_digests) for run in found]
-        shown(lambda _: _experiment(cells), read=None)
-        if unread(cell.run for cell in cells):
-            warn(f"the captures lie in {runs}: `stepscope study attention-step --from {runs}` answers where polars is")
-
-    measure_and_report(plan, Policy(), report)
+    _comparing(answering, keep_digests).measured(plan)
 
 
 def check_only(only: str, titles: Sequence[str]) -> None:
@@ -108,29 +89,27 @@ def check_only(only: str, titles: Sequence[str]) -> None:
         raise InputError(f"--only {only!r} names no table: there are {', '.join(map(repr, titles))}, and findings")
 
 
-def read_steps(places: Iterable[Path], keep: bool, shown: Shown) -> None:
+def read_steps(places: Sequence[Path], keep: bool, answering: Answering) -> None:
     """Answer from folders of runs."""
-    places = list(places)
-    cells = [_cell(run, directory, keep) for run, directory in stored_runs(places) if run.workload.phase != "forward"]
-    if not cells:
+    found = [(run, directory) for run, directory in stored_runs(places) if run.workload.phase != "forward"]
+    if not found:
         files = [file for place in places for file in sorted(place.glob("*.json"))]
         remedy = f"give one of its files, as in {files[0]}" if files else "give one that this study filled"
         raise InputError(f"no run of a training step in {', '.join(map(str, places))}: {remedy}")
-    shown(lambda _: _experiment(cells), read=None)
+    _comparing(answering, keep).from_runs(found)
 
 
-def _experiment(cells: "list[StepCell]") -> Experiment:
+def _comparing(answering: Answering, keep: bool) -> Comparing:
     from stepscope.analysis.comparisons.attention.answer import answer_steps
-
-    return answer_steps(cells, unread=unread(cell.run for cell in cells))
-
-
-def _cell(run: Run, directory: Path, keep: bool) -> "StepCell":
     from stepscope.analysis.comparisons.attention.cells import StepCell
 
-    return StepCell(run=run, digest=captured(run, directory, keep))
+    def answer(cells: list[StepCell], unread: int) -> Answer:
+        return answer_steps(cells, unread=unread)
 
-
-def never() -> Experiment:
-    """Stands where an answer would be made; it is read."""
-    raise AssertionError("an answer is read, not made")
+    return Comparing(
+        verb="attention-step",
+        answering=answering,
+        cell=lambda run, digest: StepCell(run=run, digest=digest),
+        answer=answer,
+        keep_digests=keep,
+    )

@@ -1,6 +1,6 @@
 """`stepscope study autocast`: what dtype everything has under autocast."""
 
-from stepscope.cli.studies.precision import study_verb
+from stepscope.cli.studies.answering import study_verb
 from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError
 

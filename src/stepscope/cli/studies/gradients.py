@@ -1,6 +1,6 @@
 """`stepscope study underflow`, `scaling` and `swallowed`: gradients and updates in 16 bits."""
 
-from stepscope.cli.studies.precision import study_verb
+from stepscope.cli.studies.answering import study_verb
 from stepscope.core.answer import Answer
 from stepscope.core.model_config import configure
 

@@ -1,95 +1,10 @@
-"""`stepscope study NAME` for the precision lab: one answer, shown, written as JSON, drawn, or read again."""
+"""`stepscope study NAME` for the arithmetic of 16 bits: formats, sums, softmax, normalisation."""
 
-import functools
-import inspect
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import typer
-
 from stepscope.cli.given_numbers import Numbers
-from stepscope.cli.output import draw, emit, present, progress, stdout_kept_clean
-from stepscope.cli.verb import verb
-from stepscope.core.answer import Answer, decode_answer, encode_answer
-from stepscope.core.bounded_file import read_document
-from stepscope.core.errors import EXIT_INTERRUPTED, InputError
-from stepscope.engine.request import Tell
-
-_Decorator = Callable[[Callable[..., Answer]], Callable[..., None]]
-
-
-def answer(
-    run: Callable[[Tell], Answer],
-    *,
-    study: str,
-    read: Path | None,
-    save: Path | None,
-    json: bool,
-    only: str | None = None,
-) -> None:
-    """Run the experiment, or read one, and show it, or the part of it that `only` names.
-
-    One that was interrupted shows what it has, and ends the command with the code of an interrupt.
-    """
-    if json and only is not None:
-        raise InputError("--json writes the whole answer: leave out --only")
-    if save is not None:
-        from stepscope.report.plots.save import check_target
-
-        check_target(save)
-    if read is None:
-        with stdout_kept_clean(), progress() as tell:
-            found = run(tell)
-    else:
-        found = _read(read, study)
-    draw(found, save)
-    if json:
-        emit(encode_answer(found))
-    else:
-        present(found, only=only)
-    if read is None and any(finding.kind == "interrupted" for finding in found.findings):
-        raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _read(path: Path, study: str) -> Answer:
-    try:
-        data = read_document(path)
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-    found = decode_answer(data, str(path))
-    if found.study != study:
-        raise InputError(f"{path} is of the study {found.study}: read it with `stepscope study {found.study}`")
-    return found
-
-
-def study_verb(study: str, *examples: str, plot: bool = True, **usual: str) -> _Decorator:
-    """A decorator that makes a verb of a function that answers: its options, and those that every study has.
-
-    A parameter `tell` of the function is no option: it is told of progress. plot: whether the answer has curves.
-    """
-    shared = inspect.signature(_every_study).parameters.values()
-
-    def make(run: Callable[..., Answer]) -> Callable[..., None]:
-        parameters = inspect.signature(run).parameters
-
-        @functools.wraps(run)
-        def made(*, from_: Path | None, only: str | None, save: Path | None = None, json: bool, **asked: Any) -> None:
-            answer(
-                lambda tell: run(**asked, **({"tell": tell} if "tell" in parameters else {})),
-                study=study, read=from_, save=save, json=json, only=only,
-            )  # fmt: skip
-
-        own = [parameter for parameter in parameters.values() if parameter.name != "tell"]
-        own += [parameter for parameter in shared if plot or parameter.name != "save"]
-        made.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
-        return verb(f"study {study}", *examples, **usual)(made)
-
-    return make
-
-
-def _every_study(*, from_: Path | None, only: str | None, save: Path | None, json: bool) -> None:
-    """The options of every study, as the parameters of a verb."""
+from stepscope.cli.studies.answering import study_verb
+from stepscope.core.answer import Answer
 
 
 @study_verb("formats", "stepscope study formats --value 1e-7 --only becomes", "stepscope study formats --only Formats")

@@ -1,6 +1,6 @@
 """`stepscope study quality`: the same training in every precision."""
 
-from stepscope.cli.studies.precision import study_verb
+from stepscope.cli.studies.answering import study_verb
 from stepscope.core import interrupts
 from stepscope.core.answer import Answer
 from stepscope.engine.request import Stage, Tell

@@ -1,32 +1,15 @@
 """`stepscope study speed`: forward and backward in fp32, TF32 and bf16, measured and captured here, or before."""
 
-import functools
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from stepscope.cli.captured_runs import (
-    captured,
-    finished_answer,
-    is_wanted,
-    stored_runs,
-    type_of_device,
-    unread,
-    wanted_runs,
-)
+from stepscope.cli.captured_runs import type_of_device
 from stepscope.cli.options import settings_from
-from stepscope.cli.output import warn
-from stepscope.cli.studies.precision import answer
+from stepscope.cli.presentation import Presentation
+from stepscope.cli.studies.answering import Answering, Comparing
 from stepscope.cli.verb import verb
-from stepscope.core.experiment import Experiment
-from stepscope.core.run import Run
+from stepscope.core.answer import Answer
 from stepscope.core.workload import DTYPES
 from stepscope.engine.request import TraceRequest
-
-if TYPE_CHECKING:
-    from stepscope.analysis.comparisons.precision.cells import TimedCell
-
-STUDY = "speed"
 
 
 @verb(
@@ -52,28 +35,34 @@ def speed(
     runs: Path,
     from_: tuple[Path, ...] = (),
     tag: str | None,
-    only: str | None,
     save: Path | None,
-    json: bool,
+    shown: Presentation,
 ) -> None:
     """How much faster lower precision is by the model's size, and which part of the step makes the gain."""
-    if save is not None:
-        from stepscope.report.plots.save import check_target
-
-        check_target(save)
     given = {
         "model": model, "seq_len": seq_len, "batch_size": None if batch_size is None else (batch_size,), "dtype": dtype,
     }  # fmt: skip
-    shown = functools.partial(answer, study=STUDY, save=save, json=json, only=only)
-    if from_:
-        wanted = wanted_runs(given)
-        file = finished_answer(from_, wanted)
-        shown(lambda _: _experiment(_stored(from_, keep_digests, wanted), dtype), read=file)
-        return
-    from stepscope.cli.sweep import measure_and_report
-    from stepscope.core.model_config import configure
-    from stepscope.engine.plan import Policy, SweepPlan
+    from stepscope.analysis.comparisons.precision.answer import answer_speed
+    from stepscope.analysis.comparisons.precision.cells import TimedCell, pair_up
     from stepscope.studies.precision_speed import dtypes_here, sizes_for, speed_cells
+
+    lacking: tuple[str, ...] = ()
+
+    def answer(cells: list[TimedCell], unread: int) -> Answer:
+        return answer_speed(pair_up(cells, dtype or DTYPES), lacking=lacking, unread=unread)
+
+    comparing = Comparing(
+        verb="speed",
+        answering=Answering(study="speed", shown=shown, save=save),
+        cell=lambda run, digest: TimedCell(run=run, digest=digest),
+        answer=answer,
+        keep_digests=keep_digests,
+    )
+    if from_:
+        comparing.from_stored(from_, given)
+        return
+    from stepscope.core.model_config import configure
+    from stepscope.engine.plan import SweepPlan
 
     device_type = type_of_device(device)
     usual = sizes_for(device_type)
@@ -92,31 +81,4 @@ def speed(
         trace=TraceRequest(tools=("kineto",), steps=1),
     )
 
-    def report(found: list[Run]) -> None:
-        cells = [_cell(run, runs / run.id, keep_digests) for run in found]
-        shown(lambda _: _experiment(cells, dtype, lacking), read=None)
-        if unread(cell.run for cell in cells):
-            warn(f"the captures lie in {runs}: `stepscope study speed --from {runs}` answers from them where polars is")
-
-    measure_and_report(plan, Policy(), report)
-
-
-def _experiment(cells: "list[TimedCell]", dtypes: tuple[str, ...] | None, lacking: tuple[str, ...] = ()) -> Experiment:
-    from stepscope.analysis.comparisons.precision.answer import answer_speed
-    from stepscope.analysis.comparisons.precision.cells import pair_up
-
-    return answer_speed(pair_up(cells, dtypes or DTYPES), lacking=lacking, unread=unread(cell.run for cell in cells))
-
-
-def _cell(run: Run, directory: Path, keep: bool) -> "TimedCell":
-    from stepscope.analysis.comparisons.precision.cells import TimedCell
-
-    return TimedCell(run=run, digest=captured(run, directory, keep))
-
-
-def _stored(places: Iterable[Path], keep: bool, wanted: dict[str, tuple[Any, ...]]) -> "list[TimedCell]":
-    return [
-        _cell(run, directory, keep)
-        for run, directory in stored_runs(places)
-        if run.workload.phase != "forward" and is_wanted(run, wanted)
-    ]
+    comparing.measured(plan)
