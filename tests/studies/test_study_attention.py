@@ -536,7 +536,7 @@ def test_an_answer_is_kept_read_again_and_drawn(tmp_path: Path, capfd: pytest.Ca
     run("--from", str(answered), "--only", "Powers")
     assert capfd.readouterr().out.startswith(SLOPES)
     (tmp_path / "empty.json").touch()
-    with pytest.raises(InputError, match=r"empty\.json is empty: .* first row; measure again with --figures"):
+    with pytest.raises(InputError, match=r"empty\.json is empty: .* before it was done; write it again with --json"):
         run("--from", str(tmp_path / "empty.json"))
     garbage = tmp_path / "garbage.json"
     garbage.write_bytes(b"\xff{")

@@ -2,15 +2,12 @@
 
 from pathlib import Path
 
-import msgspec
-
 from stepscope.cli.output import progress, stdout_kept_clean
 from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
-from stepscope.core.answer import json_document
-from stepscope.core.bounded_file import read_document
+from stepscope.core.bounded_file import read_named
 from stepscope.core.device_spec import DeviceReport
-from stepscope.core.errors import InputError, one_line
+from stepscope.core.document import decode_document, json_document
 
 
 @verb("device", "stepscope device", "stepscope device --from results/h200/device.json")
@@ -30,9 +27,4 @@ def _measure(device: str, again: bool) -> DeviceReport:
 
 
 def _load(path: Path) -> DeviceReport:
-    try:
-        return msgspec.json.decode(read_document(path), type=DeviceReport)
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{path} holds no report of `stepscope device --json`: {one_line(error)}") from error
+    return decode_document(read_named(path), DeviceReport, str(path), holds="report of `stepscope device --json`")

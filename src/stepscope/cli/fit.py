@@ -9,7 +9,7 @@ from stepscope.cli.options import OneWorkload, words
 from stepscope.cli.output import check_picture, stdout_kept_clean, warn
 from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
-from stepscope.core.answer import json_document
+from stepscope.core.document import json_document
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import PRESETS
 from stepscope.core.workload import Workload

@@ -6,7 +6,7 @@ import typer
 
 from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
-from stepscope.core.answer import json_document
+from stepscope.core.document import json_document
 from stepscope.core.errors import InputError
 
 

@@ -2,7 +2,8 @@
 
 from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
-from stepscope.core.answer import Answer, json_document, table_of
+from stepscope.core.answer import Answer, table_of
+from stepscope.core.document import json_document
 from stepscope.core.model_config import PRESETS
 from stepscope.work.transformer import parameter_count
 

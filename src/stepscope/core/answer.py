@@ -6,8 +6,9 @@ from typing import Any, Literal, cast
 
 import msgspec
 
+from stepscope.core.document import decode_document, json_document
 from stepscope.core.environment import Environment
-from stepscope.core.errors import InputError, one_line
+from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, with_present_kind
 from stepscope.core.samples import INTERVALS
 
@@ -206,18 +207,7 @@ def known_columns(title: str, columns: Sequence[str], rows: Sequence[tuple[Cell,
 
 def decode_answer(data: bytes, source: str) -> Answer:
     """The answer that `--json` wrote, with the present kinds of findings. Raises InputError that names the source."""
-    if not data:
-        raise InputError(
-            f"{source} is empty: the command that was writing it ended before it was done; write it again with --json"
-        )
-    try:
-        found = msgspec.json.decode(data, type=Answer)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{source} holds no answer of `stepscope study --json`: {one_line(error)}") from error
-    if found.version < 1:
-        raise InputError(f"{source} is of version {found.version}, which does not exist: it holds no answer of a study")
-    if found.version > ANSWER_VERSION:
-        raise InputError(f"{source} is of version {found.version}: this stepscope reads up to {ANSWER_VERSION}")
+    found = decode_document(data, Answer, source, holds="answer of `stepscope study --json`", newest=ANSWER_VERSION)
     for table in found.tables:
         if any(len(row) != len(table.columns) for row in table.rows):
             raise InputError(
@@ -236,11 +226,6 @@ _LATER: dict[str, object] = {
 def encode_answer(answer: Answer) -> str:
     """JSON, one document. It has no NaN and no infinity: where a figure is one, its cell says so in a word."""
     return json_document(_with_words(msgspec.to_builtins(answer)))
-
-
-def json_document(value: object) -> str:
-    """A value as one JSON document, indented for people."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n"
 
 
 def _with_words(value: Any) -> Any:

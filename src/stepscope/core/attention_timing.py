@@ -6,8 +6,8 @@ import msgspec
 
 from stepscope.core.attention_verdict import AttentionShape
 from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype, check_attention
+from stepscope.core.document import decode_document, json_document
 from stepscope.core.environment import Environment
-from stepscope.core.errors import InputError, one_line
 from stepscope.core.samples import Samples
 from stepscope.core.workload import Dtype
 
@@ -131,19 +131,11 @@ class AttentionTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 def encode_timings(timings: AttentionTimings) -> bytes:
     """JSON, one document."""
-    return msgspec.json.format(msgspec.json.encode(timings), indent=1) + b"\n"
+    return json_document(timings).encode()
 
 
 def decode_timings(data: bytes, source: str) -> AttentionTimings:
     """What `encode_timings` wrote. Raises InputError that names the source."""
-    if not data:
-        raise InputError(
-            f"{source} is empty: the command that was writing it ended before its first row; measure again"
-        )
-    try:
-        found = msgspec.json.decode(data, type=AttentionTimings)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InputError) as error:
-        raise InputError(f"{source} holds no timings of attention: {one_line(error)}") from error
-    if found.version > TIMINGS_VERSION:
-        raise InputError(f"{source} is of version {found.version}: this stepscope reads up to {TIMINGS_VERSION}")
-    return found
+    return decode_document(
+        data, AttentionTimings, source, holds="timings of attention", newest=TIMINGS_VERSION, again="with --figures"
+    )

@@ -35,3 +35,11 @@ def check_regular(path: Path) -> None:
         is_directory = stat.S_ISDIR(mode)
         what = "a directory, not a file" if is_directory else "a pipe or device, not a file: write it to a file first"
         raise InputError(f"cannot read {path}: it is {what}")
+
+
+def read_named(path: Path) -> bytes:
+    """A file that the user named. Raises InputError where it cannot be read."""
+    try:
+        return read_document(path)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from error

@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 
 from stepscope.analysis.captures.summary import AttentionRow, KernelRow, PhaseSummary, TraceSummary
-from stepscope.core.bounded_file import read_document
-from stepscope.core.errors import InputError, StepscopeError, one_line
+from stepscope.core.bounded_file import read_named
+from stepscope.core.document import decode_document
+from stepscope.core.errors import StepscopeError
 from stepscope.core.finding import Finding
 from stepscope.core.run_directory import write_atomically
 from stepscope.core.run_files import DIGEST_FILE
@@ -149,7 +150,6 @@ def load_digest(directory: Path, tool: str = "kineto") -> TraceDigest | None:
     file = directory / DIGEST_FILE.format(tool=tool)
     if not file.is_file():
         return None
-    try:
-        return msgspec.json.decode(read_document(file), type=TraceDigest)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{file}: cannot be read: {one_line(error)}; make it again from the capture") from None
+    return decode_document(
+        read_named(file), TraceDigest, str(file), holds="digest of a capture", again="with --keep-digests"
+    )

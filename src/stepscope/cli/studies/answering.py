@@ -14,7 +14,7 @@ from stepscope.cli.output import check_picture, draw, progress, stdout_kept_clea
 from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
 from stepscope.core.answer import Answer, decode_answer
-from stepscope.core.bounded_file import read_document
+from stepscope.core.bounded_file import read_named
 from stepscope.core.errors import EXIT_INTERRUPTED, InputError
 from stepscope.core.run import Run
 from stepscope.engine.request import Tell
@@ -48,11 +48,7 @@ class Answering:
 
     def read(self, path: Path) -> None:
         """Show an answer that --json wrote."""
-        try:
-            data = read_document(path)
-        except OSError as error:
-            raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-        found = decode_answer(data, str(path))
+        found = decode_answer(read_named(path), str(path))
         if found.study != self.study:
             raise InputError(f"{path} is of the study {found.study}: read it with `stepscope study {found.study}`")
         self.show(found)

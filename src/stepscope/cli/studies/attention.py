@@ -13,7 +13,6 @@ from stepscope.cli.studies.attention_gate import (
     check_place,
     kind_of,
     read_matrix,
-    read_stored,
     show_matrix,
     usual_workers,
 )
@@ -21,6 +20,7 @@ from stepscope.cli.studies.attention_steps import STUDY, check_only, read_steps
 from stepscope.cli.verb import verb
 from stepscope.core import interrupts
 from stepscope.core.answer import Answer
+from stepscope.core.bounded_file import read_named
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError
 from stepscope.engine.request import Tell
 
@@ -170,7 +170,7 @@ def _read(places: tuple[Path, ...], keep: bool, answering: Answering) -> None:
     place, *others = places
     if others:
         raise InputError("--from shows one file at a time: give one, or folders of runs")
-    data = read_stored(place)
+    data = read_named(place)
     match kind_of(data):
         case "attention-timings":
             from stepscope.analysis.attention.answer import answer_attention

@@ -10,7 +10,7 @@ from stepscope.cli.output import stdout_kept_clean, warn
 from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
 from stepscope.core import interrupts
-from stepscope.core.bounded_file import read_document
+from stepscope.core.bounded_file import read_named
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, InputError
 
 if TYPE_CHECKING:
@@ -139,21 +139,7 @@ def read_matrix(place: Path) -> "GateMatrix":
     """The matrix that `--figures` or `--json` wrote."""
     from stepscope.studies.attention.matrix import decode_matrix
 
-    return decode_matrix(read_stored(place), str(place))
-
-
-def read_stored(place: Path) -> bytes:
-    """What a study wrote into a file. Raises InputError where there is nothing."""
-    try:
-        data = read_document(place)
-    except OSError as error:
-        raise InputError(f"cannot read {place}: {error.strerror or error}") from error
-    if not data:
-        raise InputError(
-            f"{place} is empty: the command that was writing it ended before its first row; "
-            "measure again with --figures"
-        )
-    return data
+    return decode_matrix(read_named(place), str(place))
 
 
 def kind_of(data: bytes) -> str:

@@ -7,7 +7,8 @@ import msgspec
 
 from stepscope.core.attention_verdict import AttentionShape, AttentionVerdict, GateReport
 from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
-from stepscope.core.errors import InputError, choose, one_line
+from stepscope.core.document import decode_document, json_document
+from stepscope.core.errors import InputError, choose
 from stepscope.studies.attention.workers import WorkerAnswer, WorkerTask, lost, work_through
 
 GATE_DTYPES: tuple[TensorDtype, ...] = ("fp32", "bf16", "fp16")
@@ -38,18 +39,14 @@ class GateMatrix(msgspec.Struct, frozen=True, kw_only=True):
 
 def encode_matrix(matrix: GateMatrix) -> bytes:
     """JSON, one document."""
-    return msgspec.json.format(msgspec.json.encode(matrix), indent=1) + b"\n"
+    return json_document(matrix).encode()
 
 
 def decode_matrix(data: bytes, source: str) -> GateMatrix:
     """What `encode_matrix` wrote. Raises InputError that names the source."""
-    try:
-        found = msgspec.json.decode(data, type=GateMatrix)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InputError) as error:
-        raise InputError(f"{source} holds no verdicts of the gate: {one_line(error)}") from error
-    if found.version > GATE_VERSION:
-        raise InputError(f"{source} is of version {found.version}: this stepscope reads up to {GATE_VERSION}")
-    return found
+    return decode_document(
+        data, GateMatrix, source, holds="verdicts of the gate", newest=GATE_VERSION, again="with --figures"
+    )
 
 
 def implementations_of(names: Sequence[str]) -> tuple[Attention, ...]:
