@@ -7,6 +7,8 @@ import pytest
 from stepscope.analysis.kernels.explanation import explain
 from tests.cli.test_cli import stepscope
 
+pytestmark = pytest.mark.slow
+
 FP32 = (
     "sm80_xmma_gemm_f32f32_f32f32_f32_{}_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma_aligna4_alignc4_execute_kernel"
     "__5x_cublas"

@@ -3,7 +3,11 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.command import Done, stepscope
+
+pytestmark = pytest.mark.slow
 
 KEPT = Path(__file__).parents[2] / "results" / "h200" / "kernels"
 

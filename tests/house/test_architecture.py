@@ -142,6 +142,7 @@ def test_help_loads_next_to_nothing():
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_the_acting_wing_runs_on_a_bare_machine(tmp_path: Path):
     """torch, msgspec, rich and typer are all that measuring and showing need."""
     result = run_python(

@@ -12,6 +12,8 @@ import pytest
 from tests.mutation.mutants import MUTANTS, Mutant
 from tests.mutation.run import ROOT, ListError, Outcome, Report, Status, keep, mutated, render, run_mutants
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_each_mutant_is_one_change_of_what_stands_there(mutant: Mutant):

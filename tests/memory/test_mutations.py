@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,8 @@ from stepscope.memory.memory_json import memory_as_json
 from stepscope.memory.snapshot import snapshot_from
 from stepscope.memory.timeline import category_timeline
 from tests.handmade_snapshot import handmade
+
+pytestmark = pytest.mark.slow
 
 WHOLE = {
     (notes, before): handmade().content(notes=notes, before=before)

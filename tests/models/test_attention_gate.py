@@ -88,6 +88,7 @@ def test_an_implementation_without_backward_is_judged_by_its_output():
     assert {tuple(error.tensor for error in verdict.errors) for verdict in report.verdicts} == {("out",)}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton, and TRITON_INTERPRET=1")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_the_kernel_passes_in_tritons_interpreter(dtype: TensorDtype):
@@ -548,6 +549,7 @@ def gate(*words: str) -> int:
     return app(["study", "attention-gate", "--device", "cpu", "--workers", "1", *words], standalone_mode=False) or 0
 
 
+@pytest.mark.slow
 def test_nothing_judged_is_wrong_input(capfd: pytest.CaptureFixture[str], tmp_path: Path):
     """What was asked for runs nowhere here, or there was no time: one line, and the table of why before it."""
     out = tmp_path / "gate.json"

@@ -475,6 +475,7 @@ def plainly(capture: Capture, call: Row | None) -> tuple[str | None, str | None,
     return phase, module["name"] if module else ROOT if phase else None, ranged
 
 
+@pytest.mark.slow
 @given(captures(), st.sampled_from([2, 1 << 17]))
 @settings(max_examples=120, deadline=None)
 def test_random_captures(capture: Capture, stretch: int):

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, given, settings
 
 from stepscope.analysis.captures.attribution import attribute
@@ -31,6 +32,7 @@ def captures(draw: st.DrawFn) -> Capture:
     return made
 
 
+@pytest.mark.slow
 @settings(
     max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )

@@ -16,6 +16,8 @@ from stepscope.numerics.autocast.study import CASTS, OPERATOR_TABLE, TREE, study
 from tests.command import Done, stepscope
 from tests.numerics.verbs import refused
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 
