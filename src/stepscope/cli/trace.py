@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepscope.cli.output import emit_json, show, warn
+from stepscope.cli.output import emit_json, present, warn
 from stepscope.cli.verb import verb
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError
 from stepscope.core.finding import worst
@@ -16,7 +16,6 @@ from stepscope.core.run_files import RUN_FILE
 
 if TYPE_CHECKING:
     from stepscope.analysis.captures.summary import TraceSummary
-    from stepscope.core.finding import Finding
 
 
 @verb(
@@ -48,41 +47,31 @@ def trace(
 
     findings = check_trace(summary)
     if perfetto is not None:
-        from stepscope.analysis.captures.occupation import occupation
         from stepscope.report.perfetto import write_perfetto
 
-        occupied = occupation(summary.attribution)
-        gaps = occupied.gaps if occupied else None
+        gaps = summary.occupation.gaps if summary.occupation else None
         written = write_perfetto(summary.attribution, gaps, perfetto, source=file)
         warn(f"{written} slices in {perfetto}: open it at https://ui.perfetto.dev")
     if json:
-        emit_json(summary_as_json(summary, findings))
-    else:
-        from stepscope.report.trace import render_trace
+        from stepscope.analysis.captures.as_json import trace_as_json
 
-        show(render_trace(summary, findings, str(file)))
+        emit_json(trace_as_json(summary, findings))
+    else:
+        from stepscope.analysis.captures.answer import answer_trace
+
+        present(answer_trace(summary, findings, str(file)))
     if worst(findings) == "error":
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
 def _compare(before: "TraceSummary", after: "TraceSummary", old: Path, new: Path, json: bool) -> None:
-    from stepscope.analysis.comparisons.captures import compare_captures
-    from stepscope.report.against import as_json, render_comparison
+    from stepscope.analysis.comparisons.captures import answer_captures, compare_captures, comparison_as_json
 
     comparison = compare_captures(before.attribution, after.attribution)
     if json:
-        emit_json(as_json(comparison))
+        emit_json(comparison_as_json(comparison))
     else:
-        show(render_comparison(comparison, str(old), str(new)))
-
-
-def summary_as_json(summary: "TraceSummary", findings: tuple["Finding", ...]) -> dict[str, object]:
-    """Everything that the tables say, as plain data."""
-    from stepscope.analysis.captures.as_json import trace_as_json
-    from stepscope.report.roofline import as_json as roofline_as_json
-
-    roofline = roofline_as_json(summary.roofline) if summary.roofline else None
-    return {**trace_as_json(summary, findings), "roofline": roofline}
+        present(answer_captures(comparison, str(old), str(new)))
 
 
 def load_summary(path: Path, *, without_ranges: bool = False) -> "TraceSummary":

@@ -2,23 +2,6 @@
 
 from rich import box
 from rich.table import Table
-from rich.text import Text
-
-from stepscope.core.finding import Finding
-from stepscope.core.shown_text import middle_cut, printable
-
-_SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "note": "cyan"}
-_LONGEST_SENTENCE = 4000
-
-
-def render_finding(finding: Finding) -> Text:
-    """Severity, sentence, remedy."""
-    text = Text()
-    text.append(printable(f"{finding.severity} {finding.kind}: "), style=_SEVERITY_STYLE[finding.severity])
-    text.append(middle_cut(printable(finding.sentence), _LONGEST_SENTENCE))
-    if finding.remedy:
-        text.append(middle_cut(printable(f" Remedy: {finding.remedy}."), _LONGEST_SENTENCE), style="dim")
-    return text
 
 
 def make_table(*heads: str, right_from: int = 99, fold_first: bool = False) -> Table:

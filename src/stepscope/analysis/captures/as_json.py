@@ -2,12 +2,11 @@
 
 from typing import Any
 
-from stepscope.analysis.captures.attribution import Attribution
-from stepscope.analysis.captures.critical_path import critical_path
-from stepscope.analysis.captures.occupation import occupation
-from stepscope.analysis.captures.overlap import overlap
+from stepscope.analysis.captures.critical_path import CriticalPath
+from stepscope.analysis.captures.occupation import Occupation
 from stepscope.analysis.captures.range_totals import KernelTotals, range_totals
 from stepscope.analysis.captures.summary import TraceSummary
+from stepscope.analysis.roofline.answer import roofline_as_json
 from stepscope.core.finding import Finding
 
 
@@ -62,7 +61,7 @@ def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...]) -> dict[
         "modules": summary.modules.to_dicts() if summary.has_modules else [],
         "attention": [{"part": row.part, "busy_ns": row.busy_ns, "flops": row.flops} for row in summary.attention],
         "roles": summary.roles,
-        "idle": _idle(attribution),
+        "idle": _idle(summary.occupation) if summary.occupation else None,
         "overlap": [
             {
                 "device": one.device,
@@ -70,36 +69,24 @@ def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...]) -> dict[
                 "hidden_ns": one.hidden_ns,
                 "exposed_ns": one.exposed_ns,
             }
-            for one in overlap(attribution)
+            for one in summary.overlaps
         ],
-        "critical_path": _critical_path(attribution),
+        "critical_path": _path(summary.critical_path) if summary.critical_path else None,
         "other_events": attribution.table.other,
+        "roofline": roofline_as_json(summary.roofline) if summary.roofline else None,
     }
 
 
-def _idle(attribution: Attribution) -> dict[str, Any] | None:
+def _idle(occupied: Occupation) -> dict[str, Any]:
     """Each device's span and its idle time by cause, over the whole capture."""
-    occupied = occupation(attribution)
-    if occupied is None:
-        return None
+    names = ("device", "span_ns", "union_ns", "idle_ns")
     return {
-        "devices": [
-            {
-                "device": device.device,
-                "span_ns": device.span_ns,
-                "union_ns": device.union_ns,
-                "idle_ns": device.idle_ns,
-            }
-            for device in occupied.devices
-        ],
+        "devices": [{name: getattr(device, name) for name in names} for device in occupied.devices],
         "causes": occupied.by_cause.to_dicts(),
     }
 
 
-def _critical_path(attribution: Attribution) -> dict[str, Any] | None:
-    path = critical_path(attribution)
-    if path is None:
-        return None
+def _path(path: CriticalPath) -> dict[str, Any]:
     return {
         "device": path.device,
         "step": path.step,

@@ -10,6 +10,9 @@ import msgspec
 import polars as pl
 
 from stepscope.analysis.captures.attribution import ROOT, Attribution
+from stepscope.analysis.captures.critical_path import CriticalPath, critical_path
+from stepscope.analysis.captures.occupation import Occupation, occupation
+from stepscope.analysis.captures.overlap import Overlap, overlap
 from stepscope.analysis.kernels.names.decoding import decode
 from stepscope.analysis.roofline.roofline import roofline
 from stepscope.analysis.roofline.roofs import Roofline
@@ -295,6 +298,21 @@ class TraceSummary:
         # Written-out attention computes the full square and masks; a fused kernel leaves the masked half out.
         fused = (self._kernels["family"].cast(pl.String) == "attention (fused)").any()
         return roofline(self.attribution, spec, ceilings, causal="half" if fused else "full")
+
+    @cached_property
+    def occupation(self) -> Occupation | None:
+        """How much each device was at work, and why it stood idle; None on a CPU."""
+        return occupation(self.attribution)
+
+    @cached_property
+    def overlaps(self) -> tuple[Overlap, ...]:
+        """What communication hides behind computation, by device."""
+        return overlap(self.attribution)
+
+    @cached_property
+    def critical_path(self) -> CriticalPath | None:
+        """What one step waited for; None on a CPU."""
+        return critical_path(self.attribution)
 
     @cached_property
     def roles(self) -> dict[str, float]:
