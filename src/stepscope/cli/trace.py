@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepscope.cli.output import emit_json, present, warn
+from stepscope.cli.output import draw, emit_json, present, warn
 from stepscope.cli.verb import verb
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError
 from stepscope.core.finding import worst
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @verb(
     "trace",
-    "stepscope trace runs/small-b4-s512-fp32-train-4f2c --perfetto trace.json.gz",
+    "stepscope trace runs/small-b4-s512-fp32-train-4f2c --range softmax --phase forward",
     "stepscope trace after.json.gz --against before.json.gz",
 )
 def trace(
@@ -32,16 +32,30 @@ def trace(
     ],
     *,
     against: Path | None,
+    range_: str | None,
+    phase: str | None,
+    step: int | None,
     no_ranges: bool,
     perfetto: Path | None,
+    save: Path | None,
     json: bool,
 ) -> None:
     """Where the time of a captured step went: by phase, family, kernel and module, every nanosecond accounted for."""
-    if against is not None and perfetto is not None:
-        raise InputError("--perfetto shows one capture, --against compares two: ask for one after the other")
+    is_part = (range_, phase, step) != (None, None, None)
+    if perfetto is not None and (against is not None or is_part):
+        other = "--against compares two" if against is not None else "--range, --phase and --step show a part"
+        raise InputError(f"--perfetto shows one whole capture, {other}: ask for one after the other")
+    if save is not None:
+        from stepscope.report.plots.save import check_target
+
+        if against is not None:
+            raise InputError("--save draws one capture, --against compares two: leave one of them out")
+        check_target(save)
     summary = load_summary(file, without_ranges=no_ranges)
+    shown = _part(summary, file, range_, phase, step) if is_part else summary
     if against is not None:
-        _compare(load_summary(against, without_ranges=no_ranges), summary, against, file, json)
+        before = load_summary(against, without_ranges=no_ranges)
+        _compare(_part(before, against, range_, phase, step) if is_part else before, shown, against, file, json)
         return
     from stepscope.analysis.captures.checks import check_trace
 
@@ -52,26 +66,35 @@ def trace(
         gaps = summary.occupation.gaps if summary.occupation else None
         written = write_perfetto(summary.attribution, gaps, perfetto, source=file)
         warn(f"{written} slices in {perfetto}: open it at https://ui.perfetto.dev")
+    from stepscope.analysis.captures.answer import answer_trace
+
+    if save is not None:
+        draw(answer_trace(shown, findings, str(file)), save)
     if json:
         from stepscope.analysis.captures.as_json import trace_as_json
 
-        emit_json(trace_as_json(summary, findings))
+        emit_json(trace_as_json(shown, findings))
     else:
-        from stepscope.analysis.captures.answer import answer_trace
-
-        present(answer_trace(summary, findings, str(file)))
+        present(answer_trace(shown, findings, str(file)))
     if worst(findings) == "error":
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
+def _part(summary: "TraceSummary", file: Path, name: str | None, phase: str | None, step: int | None) -> "TraceSummary":
+    from stepscope.analysis.captures.part import part_of
+
+    return part_of(summary, str(file), step=step, phase=phase, name=name)
+
+
 def _compare(before: "TraceSummary", after: "TraceSummary", old: Path, new: Path, json: bool) -> None:
+    from stepscope.analysis.captures.as_json import part_as_json
     from stepscope.analysis.comparisons.captures import answer_captures, compare_captures, comparison_as_json
 
     comparison = compare_captures(before.attribution, after.attribution)
     if json:
-        emit_json(comparison_as_json(comparison))
+        emit_json({**comparison_as_json(comparison), **(part_as_json(after.part) if after.part else {})})
     else:
-        present(answer_captures(comparison, str(old), str(new)))
+        present(answer_captures(comparison, str(old), str(new), after.part.words if after.part else ""))
 
 
 def load_summary(path: Path, *, without_ranges: bool = False) -> "TraceSummary":

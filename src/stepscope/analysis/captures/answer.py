@@ -1,6 +1,7 @@
 """A capture as an answer: the questions one asks of it, each a table and a sentence with its figures."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import polars as pl
 
@@ -10,7 +11,7 @@ from stepscope.analysis.captures.summary import GEMM, OUTSIDE, KernelRow, TraceS
 from stepscope.analysis.kernels.names.label import kernel_label
 from stepscope.analysis.roofline.answer import roofline_panel, roofline_tables
 from stepscope.analysis.runs.words import figure
-from stepscope.core.answer import Answer, Cell, Line, Panel, Point, Table, as_lines, table_of
+from stepscope.core.answer import Answer, Cell, Line, Panel, Point, Table, as_lines, table_of, text
 from stepscope.core.finding import Finding
 from stepscope.core.range_names import RECOMPUTATION
 from stepscope.core.shown_text import middle_cut, name_shown
@@ -31,29 +32,37 @@ _NAMED_SHARE = 0.005
 def answer_trace(summary: TraceSummary, findings: tuple[Finding, ...], source: str) -> Answer:
     """What ran, where the time went by phase, family, kernel and module, and what to doubt."""
     run, table = summary.run, summary.attribution.table
-    tables = [_phase_table(summary), _family_table(summary)]
-    tables += [_kernel_table(summary, phase) for phase in summary.phase_names]
-    if summary.attention:
-        tables.append(_attention_table(summary))
-    if softmax := summary.softmax_kernels():
-        tables.append(_kernels("kernels of softmax, in forward", softmax))
-    if summary.has_modules:
-        tables.append(_module_table(summary))
-    if summary.roofline is not None:
-        tables += roofline_tables(summary.roofline)
-    if summary.occupation is not None:
-        tables.append(_idle_table(summary))
     return Answer(
         study="trace",
         question=f"Where does the time of {source} go?",
         device=", ".join(sorted(set(table.devices.values()))),
         versions=run.environment.versions if run and run.environment else {},
         lead=tuple(_heading(summary, source)),
-        tables=tuple(tables),
+        tables=tuple(_tables(summary)),
         panels=tuple(_panels(summary)),
         findings=findings,
         checked=True,
     )
+
+
+def _tables(summary: TraceSummary) -> Iterator[Table]:
+    if summary.part is not None and not summary.attribution.work.height:
+        yield text("Nothing was launched there.")
+        return
+    yield _phase_table(summary)
+    yield _family_table(summary)
+    for phase in summary.phase_names:
+        yield _kernel_table(summary, phase)
+    if summary.attention and not summary.ranged:
+        yield _attention_table(summary)
+        if softmax := summary.softmax_kernels():
+            yield _kernels(summary, "kernels of softmax, in forward", softmax)
+    if summary.has_modules:
+        yield _module_table(summary)
+    if summary.roofline is not None:
+        yield from roofline_tables(summary.roofline)
+    if summary.occupation is not None:
+        yield _idle_table(summary)
 
 
 def _heading(summary: TraceSummary, source: str) -> Iterator[Line]:
@@ -63,6 +72,8 @@ def _heading(summary: TraceSummary, source: str) -> Iterator[Line]:
     yield Line(f"{source}: {table.profiler}{recorder}{f', {devices}' if devices else ''}", "strong")
     if summary.run:
         yield from as_lines(describe_model(summary.run.workload), describe_workload(summary.run.workload))
+    if summary.part is not None:
+        yield Line(f"Only {summary.part.words}{_of_instances(summary)}.", "strong")
     what = "operators (by their own time)" if table.on_cpu else "kernels"
     running = f", {ms_text(summary.union_ns)} ms with at least one running" if not table.on_cpu else ""
     covered = 1 - summary.unattributed_ns / summary.busy_ns if summary.busy_ns else 1.0
@@ -81,30 +92,43 @@ def _heading(summary: TraceSummary, source: str) -> Iterator[Line]:
         )
 
 
+def _of_instances(summary: TraceSummary) -> str:
+    """How many ranges the part was launched in, and what one of them holds in the mean."""
+    assert summary.part is not None
+    if summary.part.instances is None:
+        return ""
+    instances = summary.part.instances
+    each = f" of {summary.kernel_count / instances:.4g} {_noun(summary)}s and" if instances else ""
+    mean = f"{each} {summary.busy_ns / instances * 1e-3:.1f} us each" if instances else ""
+    return f": {counted(instances, 'instance')}{mean}"
+
+
 def _phase_table(summary: TraceSummary) -> Table:
     """(a) and (d)."""
     noun = _noun(summary)
     known = {
+        "range open ms": any(phase.range_ns is not None for phase in summary.phases),
         "unprofiled ms": any(phase.unprofiled_s is not None for phase in summary.phases),
         "matrix products": any(phase.product_kernels is not None for phase in summary.phases),
         "expected": any(phase.expected_products is not None for phase in summary.phases),
     }
-    units = {"unprofiled ms": "ms of ns", "matrix products": "g", "expected": "g"}
+    units = {"range open ms": "ms of ns", "unprofiled ms": "ms of ns", "matrix products": "g", "expected": "g"}
     rows: list[tuple[Cell, ...]] = []
     for phase in summary.phases:
         unprofiled_ns = phase.unprofiled_s * 1e9 if phase.unprofiled_s is not None else None
         more: dict[str, Cell] = {
+            "range open ms": phase.range_ns,
             "unprofiled ms": figure(unprofiled_ns, summary.run) if summary.run else unprofiled_ns,
             "matrix products": phase.product_kernels,
             "expected": phase.expected_products,
         }
         chosen = (more[name] for name, is_known in known.items() if is_known)
-        rows.append((phase.phase, phase.kernels, phase.busy_ns, phase.range_ns, *chosen, phase.gemm_fraction))
+        rows.append((phase.phase, phase.kernels, phase.busy_ns, *chosen, phase.gemm_fraction))
     kernels = sum(phase.kernels for phase in summary.phases)
     busy_ns = sum(phase.busy_ns for phase in summary.phases)
-    rows.append(("all", kernels, busy_ns, None, *[None] * sum(known.values()), summary.gemm_fraction))
+    rows.append(("all", kernels, busy_ns, *[None] * sum(known.values()), summary.gemm_fraction))
     return table_of(
-        "phase, a step", (f"{noun}s", "g"), (f"{noun} time ms", "ms of ns"), ("range open ms", "ms of ns"),
+        "phase, a step", (f"{noun}s", "g"), (f"{noun} time ms", "ms of ns"),
         *((name, units[name]) for name, is_known in known.items() if is_known), ("matrix share", "%"),
         rows=rows, rules=(len(rows) - 1,), tones={len(rows) - 1: "strong"}, notes=as_lines(*_phase_words(summary)),
     )  # fmt: skip
@@ -159,14 +183,25 @@ def _kernel_table(summary: TraceSummary, phase: str) -> Table:
     first = top[0]
     label, share = middle_cut(name_shown(kernel_label(first.name)), _IN_A_SENTENCE), format_share(first.share)
     sentence = f"{label} takes the most time in {phase}: {share}, in {first.calls:g} calls a step."
-    return _kernels(f"top of {phase}", [*top, *rest], rules=(len(top),) if rest else (), notes=as_lines(sentence))
+    rules = (len(top),) if rest else ()
+    return _kernels(summary, f"top of {phase}", [*top, *rest], rules=rules, notes=as_lines(sentence))
 
 
-def _kernels(head: str, rows: list[KernelRow], rules: tuple[int, ...] = (), notes: tuple[Line, ...] = ()) -> Table:
+def _kernels(summary: TraceSummary, head: str, rows: list[KernelRow], **more: Any) -> Table:
+    """Kernels, their calls and times per step; of ranges of one name, per instance too."""
+    instances = summary.part.instances if summary.part else None
+    each = summary.steps / instances if instances else None
+    heads = (("calls an instance", ".4g"), ("us an instance", "us of ns")) if each else ()
     return table_of(
-        head, "family", ("calls", "g"), ("ms a step", "ms of ns"), ("share", "%"),
-        rows=[(kernel_label(row.name), row.family, row.calls, row.busy_ns, row.share) for row in rows],
-        rules=rules, notes=notes,
+        head, "family", ("calls", "g"), ("ms a step", "ms of ns"), ("share", "%"), *heads,
+        rows=[
+            (
+                kernel_label(row.name), row.family, row.calls, row.busy_ns, row.share,
+                *((row.calls * each, row.busy_ns * each) if each else ()),
+            )
+            for row in rows
+        ],
+        **more,
     )  # fmt: skip
 
 

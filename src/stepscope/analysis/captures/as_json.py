@@ -5,7 +5,7 @@ from typing import Any
 from stepscope.analysis.captures.critical_path import CriticalPath
 from stepscope.analysis.captures.occupation import Occupation
 from stepscope.analysis.captures.range_totals import KernelTotals, range_totals
-from stepscope.analysis.captures.summary import TraceSummary
+from stepscope.analysis.captures.summary import Part, TraceSummary
 from stepscope.analysis.roofline.answer import roofline_as_json
 from stepscope.core.finding import Finding
 
@@ -13,7 +13,8 @@ from stepscope.core.finding import Finding
 def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...]) -> dict[str, Any]:
     """Totals in nanoseconds over the whole capture, `ranges`, `idle` and `overlap` among them.
 
-    Per step: `phases`, `families`, `modules`, `attention` and `roles`. `critical_path` is of one step.
+    Per step: `phases`, `families`, `modules`, `attention` and `roles`. `critical_path` is of one step. A summary of a
+    part has `part` besides, which says of which; its `ranges` are those that launched some of it.
     """
     copies, copies_ns = summary.copies
     attribution = summary.attribution
@@ -30,7 +31,7 @@ def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...]) -> dict[
                 "gemm_fraction": totals.gemm_fraction,
                 "top_kernels": [_kernel(kernel) for kernel in totals.top_kernels or ()],
             }
-            for totals in range_totals(attribution)
+            for totals in range_totals(attribution, of_a_part=summary.part is not None)
         },
         "findings": [_finding(finding) for finding in findings],
         "profiler": attribution.table.profiler,
@@ -74,7 +75,13 @@ def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...]) -> dict[
         "critical_path": _path(summary.critical_path) if summary.critical_path else None,
         "other_events": attribution.table.other,
         "roofline": roofline_as_json(summary.roofline) if summary.roofline else None,
+        **(part_as_json(summary.part) if summary.part else {}),
     }
+
+
+def part_as_json(part: Part) -> dict[str, Any]:
+    """Which part of the capture the other keys are of; `instances` are the ranges that launched some of it."""
+    return {"part": {name: getattr(part, name) for name in ("step", "phase", "range", "instances")}}
 
 
 def _idle(occupied: Occupation) -> dict[str, Any]:

@@ -185,13 +185,17 @@ def _time(nanoseconds: float) -> str:
     return format_seconds(nanoseconds * 1e-9)
 
 
-def answer_captures(comparison: CaptureComparison, before: str, after: str) -> Answer:
-    """The sentence, a table by phase and family, and one by kernel; `before` and `after` name the captures."""
+def answer_captures(comparison: CaptureComparison, before: str, after: str, part: str = "") -> Answer:
+    """The sentence, a table by phase and family, and one by kernel.
+
+    `before` and `after` name the captures, `part` the part of them that is compared.
+    """
     cautions = [Line(f"Take care: {caveat}.", "care") for caveat in comparison.caveats]
+    compared = f"{after} against {before}{f', only {part}' if part else ''}"
     return Answer(
         study="trace",
         question=f"What changed from {before} to {after}?",
-        lead=(Line(f"{after} against {before}", "strong"), *as_lines(comparison.summary), *cautions),
+        lead=(Line(compared, "strong"), *as_lines(comparison.summary), *cautions),
         tables=(_place_table(comparison), _kernel_table(comparison)),
     )
 

@@ -114,17 +114,14 @@ def _calls(attribution: Attribution) -> pl.DataFrame:
 
     A call may launch kernels of several families; it counts as of the one that most of its time is of.
     """
-    end_ns = pl.col("start_ns") + pl.col("duration_ns")
     stream = ["process", "device", "stream"]
     work = (
-        attribution.work.select(
-            *stream, "start_ns", "duration_ns", "launch_ns", "operator_row", "phase", "family",
-            pl.col("name").alias("kernel"),
-        )
+        attribution.with_free_ns.filter(pl.col("operator_row").is_not_null())
         .sort([*stream, "start_ns"])
-        .with_columns(end_ns.cum_max().shift(1).over(stream).alias("free_ns"))
-        .filter(pl.col("operator_row").is_not_null())
-        .with_columns((pl.col("free_ns").is_null() | (pl.col("free_ns") <= pl.col("launch_ns"))).alias("dry"))
+        .select(
+            "start_ns", "duration_ns", "operator_row", "phase", "family", pl.col("name").alias("kernel"),
+            (pl.col("free_ns").is_null() | (pl.col("free_ns") <= pl.col("launch_ns"))).alias("dry"),
+        )
     )  # fmt: skip
     work = work.join(_kernels_say(work), on=["kernel", "family"], how="left", maintain_order="left")
     # A second pass adds up what a split product left, and says nothing of how it was multiplied.
