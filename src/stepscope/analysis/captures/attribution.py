@@ -15,8 +15,8 @@ from stepscope.analysis.captures.places import Places, gather
 from stepscope.analysis.captures.range_names import (
     RANGE_KINDS,
     RangeKind,
-    kind_of,
     phase_of,
+    range_kind,
 )
 from stepscope.analysis.kernels.families import FAMILIES, classify
 from stepscope.core.range_names import GRADIENT_ACCUMULATION, PHASES, RECOMPUTATION
@@ -150,7 +150,7 @@ def _kinds(ranges: pl.DataFrame) -> dict[RangeKind, list[str]]:
     """The ranges' names by what they stand for."""
     kinds: dict[RangeKind, list[str]] = {kind: [] for kind in RANGE_KINDS}
     for name in ranges["name"].unique().to_list():
-        kinds[kind_of(name)].append(name)
+        kinds[range_kind(name)].append(name)
     return kinds
 
 

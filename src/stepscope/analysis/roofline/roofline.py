@@ -200,20 +200,10 @@ def _roof(row: dict, peaks: Peaks, *, on_cpu: bool, causal: CausalConvention) ->
             row["operator"], row["shapes"], row["dtypes"], list_element_bytes=row["element_bytes"], causal=causal
         )
     compute_ns, memory_ns = _least_ns(work, peaks.flops_per_s.get(arithmetic or ""), peaks.bytes_per_s)
+    same = ("operator", "shapes", "dtypes", "phase", "family", "kernel", "calls", "kernels", "device_ns", "family_ns")
     return OperatorRoof(
-        operator=row["operator"],
-        shapes=row["shapes"],
-        dtypes=row["dtypes"],
-        phase=row["phase"],
-        family=row["family"],
-        kernel=row["kernel"],
+        **{name: row[name] for name in (*same, "host_ns", "dry_share")},
         arithmetic=arithmetic,
-        calls=row["calls"],
-        kernels=row["kernels"],
-        device_ns=row["device_ns"],
-        family_ns=row["family_ns"],
-        host_ns=row["host_ns"],
-        dry_share=row["dry_share"],
         work=work,
         compute_ns=compute_ns,
         memory_ns=memory_ns,
