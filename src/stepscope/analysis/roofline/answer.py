@@ -16,6 +16,8 @@ OPERATORS_SHOWN = 12
 _SHAPES_SHOWN = 3
 _NEARLY_ALL = 0.995
 _SURELY_BELOW = 0.99
+_LINES = 8
+"""Lines that a plot tells apart: the roofs, and the busiest families."""
 _RATES = (("FLOP/B", ".3g"), ("TFLOP/s", "TFLOP/s of FLOP/s"), ("GB/s", "GB/s of B/s"))
 
 
@@ -59,7 +61,8 @@ def roofline_panel(roofline: Roofline) -> Panel | None:
         for name, rate in peaks.items()
         for x in sorted({min(places) / 2, rate / memory.rate, max(places) * 2})
     ]
-    return Panel(x_title="FLOP/B", y_title="FLOP/s", points=(*roofs, *families), x_log=True, y_log=True)
+    shown = families[: _LINES - len(peaks)]
+    return Panel(x_title="FLOP/B", y_title="FLOP/s", points=(*roofs, *shown), x_log=True, y_log=True)
 
 
 def family_sentence(family: FamilyRoof, steps: int) -> str:
