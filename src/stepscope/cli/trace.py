@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepscope.cli.output import draw, emit_json, present, warn
+from stepscope.cli.output import draw, json_line, warn
+from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError
 from stepscope.core.finding import worst
@@ -38,7 +39,7 @@ def trace(
     no_ranges: bool,
     perfetto: Path | None,
     save: Path | None,
-    json: bool,
+    shown: Presentation,
 ) -> None:
     """Where the time of a captured step went: by phase, family, kernel and module, every nanosecond accounted for."""
     is_part = (range_, phase, step) != (None, None, None)
@@ -52,10 +53,10 @@ def trace(
             raise InputError("--save draws one capture, --against compares two: leave one of them out")
         check_target(save)
     summary = load_summary(file, without_ranges=no_ranges)
-    shown = _part(summary, file, range_, phase, step) if is_part else summary
+    asked = _part(summary, file, range_, phase, step) if is_part else summary
     if against is not None:
         before = load_summary(against, without_ranges=no_ranges)
-        _compare(_part(before, against, range_, phase, step) if is_part else before, shown, against, file, json)
+        _compare(_part(before, against, range_, phase, step) if is_part else before, asked, against, file, shown)
         return
     from stepscope.analysis.captures.checks import check_trace
 
@@ -67,15 +68,11 @@ def trace(
         written = write_perfetto(summary.attribution, gaps, perfetto, source=file)
         warn(f"{written} slices in {perfetto}: open it at https://ui.perfetto.dev")
     from stepscope.analysis.captures.answer import answer_trace
+    from stepscope.analysis.captures.as_json import trace_as_json
 
-    if save is not None:
-        draw(answer_trace(shown, findings, str(file)), save)
-    if json:
-        from stepscope.analysis.captures.as_json import trace_as_json
-
-        emit_json(trace_as_json(shown, findings))
-    else:
-        present(answer_trace(shown, findings, str(file)))
+    answer = answer_trace(asked, findings, str(file))
+    draw(answer, save)
+    shown.show(answer, document=lambda: json_line(trace_as_json(asked, findings)))
     if worst(findings) == "error":
         raise typer.Exit(EXIT_CHECK_FAILED)
 
@@ -86,15 +83,15 @@ def _part(summary: "TraceSummary", file: Path, name: str | None, phase: str | No
     return part_of(summary, str(file), step=step, phase=phase, name=name)
 
 
-def _compare(before: "TraceSummary", after: "TraceSummary", old: Path, new: Path, json: bool) -> None:
+def _compare(before: "TraceSummary", after: "TraceSummary", old: Path, new: Path, shown: Presentation) -> None:
     from stepscope.analysis.captures.as_json import part_as_json
     from stepscope.analysis.comparisons.captures import answer_captures, compare_captures, comparison_as_json
 
-    comparison = compare_captures(before.attribution, after.attribution)
-    if json:
-        emit_json({**comparison_as_json(comparison), **(part_as_json(after.part) if after.part else {})})
-    else:
-        present(answer_captures(comparison, str(old), str(new), after.part.words if after.part else ""))
+    comparison, part = compare_captures(before.attribution, after.attribution), after.part
+    shown.show(
+        answer_captures(comparison, str(old), str(new), part.words if part else ""),
+        document=lambda: json_line({**comparison_as_json(comparison), **(part_as_json(part) if part else {})}),
+    )
 
 
 def load_summary(path: Path, *, without_ranges: bool = False) -> "TraceSummary":

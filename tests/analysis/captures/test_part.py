@@ -106,6 +106,10 @@ def test_from_the_command_line(tmp_path: Path):
     assert (said["kernels"], said["steps"], said["part"]["step"]) == (8, 1, 1)
     done = stepscope("trace", path, "--against", path, "--phase", "forward")
     assert "only forward" in done.stdout and "no family changed" in done.stdout and "backward" not in done.stdout
+    done = stepscope("trace", path, "--only", "top of forward", "--style", "csv")
+    assert done.stdout.splitlines()[0] == "top of forward,family,calls,ms a step,share (%)"
+    done = stepscope("trace", path, "--range", "forward", "--save", tmp_path / "t.svg")
+    assert done.returncode == 0 and (tmp_path / "t.svg").read_text().startswith("<svg")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import polars as pl
 from stepscope.analysis.captures.critical_path import CriticalPath
 from stepscope.analysis.captures.overlap import Overlap
 from stepscope.analysis.captures.summary import GEMM, OUTSIDE, KernelRow, TraceSummary
+from stepscope.analysis.kernels.names.decoding import decode
 from stepscope.analysis.kernels.names.label import kernel_label
 from stepscope.analysis.roofline.answer import roofline_panel, roofline_tables
 from stepscope.analysis.runs.words import figure
@@ -24,6 +25,9 @@ _KERNELS_DRAWN = 5
 
 _IN_A_SENTENCE = 64
 """Characters of a kernel's name in a sentence; the table beside it has the whole."""
+
+_ON_A_BAR = 44
+"""Characters of a kernel's name beside its bar."""
 
 _NAMED_SHARE = 0.005
 """Smaller parts of the critical path are left out of its sentence."""
@@ -318,9 +322,10 @@ def _panels(summary: TraceSummary) -> Iterator[Panel]:
     """The longest kernels, a bar each in the colour of its phase; the families, a bar each of its time by phase; and
     the families against the device's roofs."""
     kernels = [row for phase in summary.phase_names for row in summary.top_kernels(phase, _KERNELS_DRAWN)]
-    bars = tuple(Point(name=kernel_label(row.name), line=row.phase, y=row.busy_ns * 1e-6) for row in kernels)
+    names = _bar_names(kernels)
+    bars = tuple(Point(name=names[row.name], line=row.phase, y=row.busy_ns * 1e-6) for row in kernels)
     if bars:
-        yield Panel(x_title="kernel", y_title="ms a step", kind="bars", points=bars)
+        yield Panel(x_title="", y_title="ms a step, the longest kernels", kind="bars", points=bars)
     times = {(row["family"], row["phase"]): row["busy_ns"] for row in summary.families.iter_rows(named=True)}
     stack = tuple(
         Point(name=family, line=phase, y=times[family, phase] * 1e-6)
@@ -329,9 +334,24 @@ def _panels(summary: TraceSummary) -> Iterator[Panel]:
         if (family, phase) in times
     )
     if stack:
-        yield Panel(x_title="family", y_title="ms a step", kind="stack", points=stack)
+        yield Panel(x_title="", y_title="ms a step, by family", kind="stack", points=stack)
     if summary.roofline is not None and (roofs := roofline_panel(summary.roofline)) is not None:
         yield roofs
+
+
+def _bar_names(kernels: list[KernelRow]) -> dict[str, str]:
+    """A short name for each kernel, no two alike: products of one library differ in the middle, by layout and tile."""
+    names: dict[str, str] = {}
+    for name in dict.fromkeys(row.name for row in kernels):
+        label, decoded = name_shown(kernel_label(name)), decode(name)
+        tile = "x".join(str(side) for side in decoded.tile if side) if decoded.tile else ""
+        said = " ".join(filter(None, (decoded.transposes, tile)))
+        if len(label) > _ON_A_BAR and said:
+            label = f"{middle_cut(label, _ON_A_BAR - len(said) - 1)} {said}"
+        short = middle_cut(label, _ON_A_BAR)
+        count = sum(known.startswith(short) for known in names.values())
+        names[name] = f"{short} ({count + 1})" if count else short
+    return names
 
 
 def _noun(summary: TraceSummary) -> str:
