@@ -7,7 +7,7 @@ import pytest
 
 from stepscope.analysis.comparisons.answers import missing_cells, over_sizes
 from stepscope.analysis.comparisons.attention.cells import StepCell
-from stepscope.analysis.comparisons.comparison import ComparedRun, Comparison, Pair, compare
+from stepscope.analysis.comparisons.comparison import ComparedRun, Comparison, Pair, compare_runs
 from stepscope.analysis.comparisons.compiling.cells import CompileCell
 from stepscope.analysis.comparisons.precision.cells import TimedCell
 from stepscope.core.figures import gibibytes, milliseconds, percent, times_within, within_ms
@@ -33,7 +33,7 @@ def timed(**changes: Any) -> Run:
 
 
 def compared(*cells: ComparedRun) -> Comparison[Any, Any]:
-    return compare(cells, Pair, order=lambda cell: cell.run.created)
+    return compare_runs(cells, Pair, order=lambda cell: cell.run.created)
 
 
 @pytest.mark.parametrize(("kind", "value"), KINDS)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from stepscope.analysis.kernels.explanation import explain
+from stepscope.analysis.kernels.explanation import explain_kernel
 from tests.cli.test_cli import stepscope
 
 pytestmark = pytest.mark.slow
@@ -16,7 +16,7 @@ FP32 = (
 
 
 def said(name: str) -> dict[str, str]:
-    return dict(explain(name).lines)
+    return dict(explain_kernel(name).lines)
 
 
 def test_an_fp32_product_is_explained():

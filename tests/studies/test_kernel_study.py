@@ -17,8 +17,9 @@ from stepscope.analysis.captures.digest import (
 from stepscope.analysis.captures.summary import AttentionRow, KernelRow, PhaseSummary
 from stepscope.analysis.comparisons.kernels.answer import MISSING, answer_kernels
 from stepscope.analysis.comparisons.kernels.cells import CapturedCell, longest_of_both
-from stepscope.core.experiment import Experiment
+from stepscope.core.answer import Answer
 from stepscope.core.run import Run
+from stepscope.core.run_directory import find_run_files, load_run
 from tests.analysis.captures.test_checks import summarise
 from tests.captures import training_steps, write_kineto
 from tests.conftest import make_run, workload
@@ -40,7 +41,7 @@ def digest(*phases: PhaseSummary) -> TraceDigest:
     )  # fmt: skip
 
 
-def answer(made: TraceDigest, question: str) -> Experiment:
+def answer(made: TraceDigest, question: str) -> Answer:
     return answer_kernels([CapturedCell(run=make_run(), digest=made)], question)
 
 
@@ -152,3 +153,16 @@ def test_a_digest_has_the_figures_of_its_capture(tmp_path: Path):
     assert (made.steps, made.kernels, made.busy_ns) == (2, 34, 3600 + 4800 + 140)
     forward = made.phase("forward")
     assert forward is not None and (forward.kernels, forward.busy_ns, forward.gemm_ns) == (8, 1800, 1600)
+
+
+def test_no_two_columns_share_a_head():
+    kept = Path(__file__).parents[2] / "results" / "h200" / "kernels"
+    cells = [
+        CapturedCell(run=load_run(file), digest=made, other=load_digest(file.parent, "nsys"))
+        for file in find_run_files(kept)
+        if (made := load_digest(file.parent))
+    ]
+    tables = answer_kernels(cells).tables
+    assert len(tables) >= 8
+    for table in tables:
+        assert len(set(table.columns)) == len(table.columns), table.columns

@@ -19,10 +19,10 @@ def kernel(
     name: Annotated[str, typer.Argument(help="The kernel's name as a profiler shows it.")], *, shown: Presentation
 ) -> None:
     """Explain a kernel by its name: library, types, layout, tile, and which product of a step it is."""
-    from stepscope.analysis.kernels.explanation import answer_kernel, explain
+    from stepscope.analysis.kernels.explanation import answer_kernel, explain_kernel
 
     if not name.strip():
         raise InputError("the kernel's name is empty: give it as the profiler shows it, in quotes")
     # Bytes that are no text reach a program as surrogates, which JSON cannot hold.
-    explanation = explain(name.encode(errors="replace").decode())
+    explanation = explain_kernel(name.encode(errors="replace").decode())
     shown.show(answer_kernel(explanation), document=lambda: json_document(explanation))

@@ -21,6 +21,7 @@ from stepscope.core.attentions import ATTENTIONS, attention_names
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
 from stepscope.core.model_config import PRESETS, ModelConfig, configure
+from stepscope.core.range_names import PHASES as CAPTURED_PHASES
 from stepscope.core.run import Settings
 from stepscope.core.units import parse_bytes, parse_flops_per_s
 from stepscope.core.workload import (
@@ -237,6 +238,9 @@ OPTIONS = (
     Option("fake", bool, QUESTION, "Predict a second time, by running the step on PyTorch's fake tensors.",
            default=False),
     Option("against", Path, QUESTION, "Another capture: what changed from it to this one."),
+    Option("range", str, QUESTION, "Only what was launched inside ranges of this name.", metavar="NAME"),
+    Option("phase", str, QUESTION, "Only this phase.", verbs=("trace",), choices=CAPTURED_PHASES),
+    Option("step", int, QUESTION, "Only this step; the first is 0.", least=0),
     Option("against", Path, QUESTION, "Compare with the measured runs in this folder.", metavar="DIR",
            verbs=("fit",)),
     Option("apart", Path, QUESTION,

@@ -138,10 +138,9 @@ def json_line(value: object) -> str:
     import msgspec
 
     try:
-        text = msgspec.json.encode(value).decode()
+        return msgspec.json.encode(value).decode() + "\n"
     except UnicodeEncodeError:
-        text = msgspec.json.encode(_encodable(msgspec.to_builtins(value))).decode()
-    return text + "\n"
+        return msgspec.json.encode(_encodable(msgspec.to_builtins(value))).decode() + "\n"
 
 
 def _encodable(value: dict[Any, Any] | list[Any] | tuple[Any, ...] | str | float | None) -> Any:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from stepscope.cli.options import OneWorkload, Recording
-from stepscope.cli.output import emit, present, progress, show, stdout_kept_clean, warn
+from stepscope.cli.output import emit, present, progress, stdout_kept_clean, warn
 from stepscope.cli.verb import verb
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DONE, EXIT_INTERRUPTED, StepscopeError
 from stepscope.core.finding import worst
@@ -80,10 +80,10 @@ def _print(measured: Run, directory: Path, json: bool) -> None:
 
             fields = msgspec.json.decode(text)
             if summary is not None:
+                from stepscope.analysis.captures.as_json import trace_as_json
                 from stepscope.analysis.captures.checks import check_trace
-                from stepscope.cli.trace import summary_as_json
 
-                fields["trace"] = summary_as_json(summary, check_trace(summary))
+                fields["trace"] = trace_as_json(summary, check_trace(summary))
             if explained is not None:
                 from stepscope.memory.at_moment import moment_at
                 from stepscope.memory.memory_json import memory_as_json
@@ -96,11 +96,11 @@ def _print(measured: Run, directory: Path, json: bool) -> None:
 
     present(answer_run(measured, str(directory)))
     if summary is not None:
+        from stepscope.analysis.captures.answer import answer_trace
         from stepscope.analysis.captures.checks import check_trace
-        from stepscope.report.trace import render_trace
 
         emit("\n")
-        show(render_trace(summary, check_trace(summary), str(directory)))
+        present(answer_trace(summary, check_trace(summary), str(directory)))
     if explained is not None:
         from stepscope.memory.answer import answer_memory
         from stepscope.memory.at_moment import moment_at

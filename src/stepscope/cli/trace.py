@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepscope.cli.output import emit_json, show, warn
+from stepscope.cli.output import draw, json_line, warn
+from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError
 from stepscope.core.finding import worst
@@ -16,12 +17,11 @@ from stepscope.core.run_files import RUN_FILE
 
 if TYPE_CHECKING:
     from stepscope.analysis.captures.summary import TraceSummary
-    from stepscope.core.finding import Finding
 
 
 @verb(
     "trace",
-    "stepscope trace runs/small-b4-s512-fp32-train-4f2c --perfetto trace.json.gz",
+    "stepscope trace runs/small-b4-s512-fp32-train-4f2c --range softmax --phase forward",
     "stepscope trace after.json.gz --against before.json.gz",
 )
 def trace(
@@ -33,56 +33,65 @@ def trace(
     ],
     *,
     against: Path | None,
+    range_: str | None,
+    phase: str | None,
+    step: int | None,
     no_ranges: bool,
     perfetto: Path | None,
-    json: bool,
+    save: Path | None,
+    shown: Presentation,
 ) -> None:
     """Where the time of a captured step went: by phase, family, kernel and module, every nanosecond accounted for."""
-    if against is not None and perfetto is not None:
-        raise InputError("--perfetto shows one capture, --against compares two: ask for one after the other")
+    is_part = (range_, phase, step) != (None, None, None)
+    if perfetto is not None and (against is not None or is_part):
+        other = "--against compares two" if against is not None else "--range, --phase and --step show a part"
+        raise InputError(f"--perfetto shows one whole capture, {other}: ask for one after the other")
+    if save is not None:
+        from stepscope.report.plots.save import check_target
+
+        if against is not None:
+            raise InputError("--save draws one capture, --against compares two: leave one of them out")
+        check_target(save)
     summary = load_summary(file, without_ranges=no_ranges)
+    asked = _part(summary, file, range_, phase, step) if is_part else summary
     if against is not None:
-        _compare(load_summary(against, without_ranges=no_ranges), summary, against, file, json)
+        before = load_summary(against, without_ranges=no_ranges)
+        _compare(_part(before, against, range_, phase, step) if is_part else before, asked, against, file, shown)
         return
     from stepscope.analysis.captures.checks import check_trace
 
     findings = check_trace(summary)
     if perfetto is not None:
-        from stepscope.analysis.captures.occupation import occupation
         from stepscope.report.perfetto import write_perfetto
 
-        occupied = occupation(summary.attribution)
-        gaps = occupied.gaps if occupied else None
+        gaps = summary.occupation.gaps if summary.occupation else None
         written = write_perfetto(summary.attribution, gaps, perfetto, source=file)
         warn(f"{written} slices in {perfetto}: open it at https://ui.perfetto.dev")
-    if json:
-        emit_json(summary_as_json(summary, findings))
-    else:
-        from stepscope.report.trace import render_trace
+    from stepscope.analysis.captures.answer import answer_trace
+    from stepscope.analysis.captures.as_json import trace_as_json
 
-        show(render_trace(summary, findings, str(file)))
+    answer = answer_trace(asked, findings, str(file))
+    draw(answer, save)
+    shown.show(answer, document=lambda: json_line(trace_as_json(asked, findings)))
     if worst(findings) == "error":
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
-def _compare(before: "TraceSummary", after: "TraceSummary", old: Path, new: Path, json: bool) -> None:
-    from stepscope.analysis.comparisons.captures import compare_captures
-    from stepscope.report.against import as_json, render_comparison
+def _part(summary: "TraceSummary", file: Path, name: str | None, phase: str | None, step: int | None) -> "TraceSummary":
+    from stepscope.analysis.captures.part import part_of
 
-    comparison = compare_captures(before.attribution, after.attribution)
-    if json:
-        emit_json(as_json(comparison))
-    else:
-        show(render_comparison(comparison, str(old), str(new)))
+    return part_of(summary, str(file), step=step, phase=phase, name=name)
 
 
-def summary_as_json(summary: "TraceSummary", findings: tuple["Finding", ...]) -> dict[str, object]:
-    """Everything that the tables say, as plain data."""
-    from stepscope.analysis.captures.as_json import trace_as_json
-    from stepscope.report.roofline import as_json as roofline_as_json
+def _compare(before: "TraceSummary", after: "TraceSummary", old: Path, new: Path, shown: Presentation) -> None:
+    from stepscope.analysis.captures.as_json import part_as_json
+    from stepscope.analysis.comparisons.captures import answer_captures, compare_captures, comparison_as_json
 
-    roofline = roofline_as_json(summary.roofline) if summary.roofline else None
-    return {**trace_as_json(summary, findings), "roofline": roofline}
+    comparison, part = compare_captures(before.attribution, after.attribution), after.part
+    shown.show(
+        answer_captures(comparison, str(old), str(new), part.words if part else ""),
+        document=lambda: json_line({**comparison_as_json(comparison), **(part_as_json(part) if part else {})}),
+    )
 
 
 def load_summary(path: Path, *, without_ranges: bool = False) -> "TraceSummary":

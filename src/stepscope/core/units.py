@@ -44,11 +44,6 @@ def ms_text(nanoseconds: float | None, digits: int = 3, below_one: int = 3) -> s
     return f"{milliseconds:.{digits if milliseconds >= 1 else below_one}f}"
 
 
-def ms_text_of_s(seconds: float | None) -> str:
-    """Seconds as a number of milliseconds, to a microsecond. Unknown is empty."""
-    return "" if seconds is None else f"{seconds * 1e3:.3f}"
-
-
 def in_ms(nanoseconds: float) -> str:
     """Nanoseconds in a sentence: 20.21 ms, 0.0012 ms."""
     return f"{ms_text(nanoseconds, 2, 4)} ms"
@@ -85,7 +80,10 @@ UNITS: dict[str, tuple[str, float, Callable[[float], str]]] = {
     "s": ("s", 1, format_seconds),
     "ms of s": ("", 1e3, format_milliseconds),
     "ms of ns": ("", 1e-6, ms_text),
+    "+ms of s": ("", 1e3, lambda seconds: f"{'+' if seconds > 0 else ''}{format_milliseconds(seconds)}"),
     "us of ns": ("", 1e-3, lambda nanoseconds: f"{nanoseconds * 1e-3:.1f}"),
+    "TFLOP/s of FLOP/s": ("", 1e-12, lambda rate: f"{rate * 1e-12:.2f}"),
+    "GB/s of B/s": ("", 1e-9, lambda rate: f"{rate * 1e-9:.0f}"),
     "%": ("%", 100, format_share),
     "FLOP": ("FLOP", 1, lambda count: format_rate(count, "FLOP")),
     "FLOP/s": ("FLOP/s", 1, lambda rate: format_rate(rate, "FLOP/s")),

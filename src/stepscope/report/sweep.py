@@ -9,9 +9,10 @@ from rich.text import Text
 from stepscope.analysis.runs import metrics
 from stepscope.analysis.runs.doubts import marked
 from stepscope.analysis.runs.words import status_sentence, status_word
+from stepscope.core.answer import Tone, table_of
 from stepscope.core.run import Run
 from stepscope.core.units import format_seconds
-from stepscope.report.former import make_table
+from stepscope.report.terminal import make_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +34,9 @@ def render_progress(
     fit = len(rows) if height is None else max(3, height - 5)  # summary, head, rule, two blank lines
     current = next((i for i, row in enumerate(rows) if row.state == "measuring"), ended)
     first = max(0, min(current - fit // 2, len(rows) - fit))
-    table = make_table("cell", "state", "step")
-    for row in rows[first : first + fit]:
-        table.add_row(row.name, _state(row), _step(row.run), style=_style(row))
+    shown = rows[first : first + fit]
+    cells = [(row.name, _state(row), _step(row.run)) for row in shown]
+    table = make_table(table_of("cell", "state", "step", rows=cells, tones=dict(enumerate(map(_tone, shown)))))
     return Group(Text(f"{ended} of {len(rows)} cells{_left(seconds_left)}"), table)
 
 
@@ -59,10 +60,10 @@ def _step(run: Run | None) -> str:
     return marked(f"step {format_seconds(step_s)}", run) if step_s else ""
 
 
-def _style(row: ProgressRow) -> str:
+def _tone(row: ProgressRow) -> Tone:
     if row.run is None:
-        return "bold" if row.state == "measuring" else "dim"
-    return "" if row.run.status == "done" else "red"
+        return "strong" if row.state == "measuring" else "aside"
+    return "" if row.run.status == "done" else "bad"
 
 
 def _left(seconds: float | None) -> str:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from stepscope.analysis.captures import places as places_module
 from stepscope.analysis.captures.attribution import ROOT, Attribution, attribute
-from stepscope.analysis.captures.range_names import kind_of, phase_of
+from stepscope.analysis.captures.range_names import phase_of, range_kind
 from stepscope.core.range_names import PHASES
 from stepscope.trace.read import read_trace
 from tests.captures import (
@@ -458,7 +458,7 @@ def plainly(capture: Capture, call: Row | None) -> tuple[str | None, str | None,
             [row for phase in PHASES for row in joined([r for r in ours if phase_of(r["name"]) == phase])], at
         )
     launching = {(row["process"], row["thread"]) for row in capture.calls}
-    inner = [row for row in capture.ranges if kind_of(row["name"]) in ("step", "phase")]
+    inner = [row for row in capture.ranges if range_kind(row["name"]) in ("step", "phase")]
     inner = [row for row in inner if not run_again(capture, row)]
     outer = {
         row["name"]
@@ -469,7 +469,7 @@ def plainly(capture: Capture, call: Row | None) -> tuple[str | None, str | None,
         and row["start"] <= held["start"] <= held["end"] <= row["end"]
         and row["end"] - row["start"] > held["end"] - held["start"]
     }
-    module = last_begun([row for row in mine if kind_of(row["name"]) == "module" and row["name"] not in outer], at)
+    module = last_begun([row for row in mine if range_kind(row["name"]) == "module" and row["name"] not in outer], at)
     ranged = any(row["start"] <= at < row["end"] for row in capture.ranges if row["process"] == call["process"])
     phase = phase_of(own["name"]) if own else None
     return phase, module["name"] if module else ROOT if phase else None, ranged

@@ -33,6 +33,11 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "library": "cuBLAS", "architecture": "sm80", **FP32, "transposes": "nn", "tile": (256, 128, 8), "stages": 3,
         "split_k": True, "second_pass": True,
     },
+    "sm80_xmma_gemm_f32f32_tn_n_tilesize128x128x8": {
+        "architecture": "sm80", "transposes": "tn", "tile": (128, 128, 8),
+    },
+    "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n": {"architecture": "sm80", **FP32, "transposes": "tn"},
+    "sm80_xmma_gemm_f32f32_f32f3": {"architecture": "sm80"},
     "sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n_tilesize128x128x16_stage4_warpsize2x2x1_tensor16x8x8_execute_kernel__5x_cublas": {
         "library": "cuBLAS", "architecture": "sm80", **TF32, "transposes": "nn", "tile": (128, 128, 16), "stages": 4,
         "unit": "tensor core",

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from stepscope.analysis.roofline.calls import Tensor, promoted
+from stepscope.analysis.roofline.calls import Operand, promoted
 from stepscope.analysis.roofline.rules import OPERATOR_WORK_RULES, OperatorRule
 from stepscope.analysis.roofline.work import is_product, operator_rule, operator_work
 from stepscope.core.work import Convention, Work
@@ -219,7 +219,7 @@ def test_promotion_is_pytorchs():
         for b, torch_b in names.items():
             for shape in ((2,), ()):
                 expected = torch.result_type(torch.zeros(2, dtype=torch_a), torch.zeros(shape, dtype=torch_b))
-                found = promoted([Tensor((2,), a, 1), Tensor(shape, b, 1)])
+                found = promoted([Operand((2,), a, 1), Operand(shape, b, 1)])
                 if not shape and b == "double" and not torch_a.is_floating_point:
                     expected = torch.result_type(torch.zeros(2, dtype=torch_a), 1.0)  # a number of Python's
                 assert names[found] == expected, (a, b, shape)

@@ -5,19 +5,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from stepscope.analysis.captures.attribution import attribute
+from stepscope.analysis.roofline.answer import (
+    family_sentence,
+    roofline_as_json,
+    roofline_panel,
+    roofline_tables,
+)
 from stepscope.analysis.roofline.peaks import element_bytes, operand_arithmetic, peaks_for, product_arithmetic
 from stepscope.analysis.roofline.roofline import roofline
 from stepscope.analysis.roofline.roofs import FamilyRoof, OperatorRoof, Roofline
+from stepscope.core.answer import Answer
 from stepscope.core.attentions import Attention
 from stepscope.core.device_spec import Ceiling, Ceilings, find_device_spec
 from stepscope.core.errors import InputError
-from stepscope.report.roofline import as_json, family_sentence, render_roofline
 from stepscope.trace.read import read_trace
 from stepscope.work.transformer import forward_flops
 from tests.conftest import mini
+from tests.shown import shown
 
 BF16_GEMM = "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN"
 FP32_GEMM = "ampere_sgemm_128x64_tn"
@@ -255,6 +261,11 @@ def test_lists_are_counted_with_the_size_that_the_kernel_names(tmp_path: Path):
     assert operator(steps.roofline(tmp_path), "cat", None).bytes_moved == 2 * 2 * 1024 * 8 * 2
 
 
+def said(found: Roofline, top: int = 12) -> str:
+    """The roofline's tables and sentences as text."""
+    return shown(Answer(study="roofline", question="", tables=roofline_tables(found, top)))
+
+
 def test_sentences_and_tables_have_the_figures(tmp_path: Path):
     found = by_hand().roofline(tmp_path)
     sentence = family_sentence(family(found, "matrix multiplication"), found.steps)
@@ -265,12 +276,24 @@ def test_sentences_and_tables_have_the_figures(tmp_path: Path):
     assert family_sentence(family(found, "memcpy/memset"), 1) == (
         "Memcpy/memset kernels take 0.020 ms a step; their work is not known."
     )
-    console = Console(width=200, record=True, file=(tmp_path / "out").open("w"))
-    console.print(render_roofline(found, top=2))
-    text = console.export_text()
+    text = said(found, top=2)
     assert "addmm bf16 1024 1024x1024 1024x1024" in text and "2 more take" in text
     assert "bf16 989.4 TFLOP/s (NVIDIA H200 datasheet (SXM))" in text
     assert "Backward takes 0.11 times forward" in text
+
+
+def test_the_panel_sets_the_families_below_the_roofs(tmp_path: Path):
+    """bf16 on an H200: 989.4 TFLOP/s and 4.8 TB/s meet at 206 FLOP/B."""
+    panel = roofline_panel(by_hand().roofline(tmp_path))
+    assert panel is not None and panel.x_log and panel.y_log
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for point in panel.points:
+        lines.setdefault(point.line, []).append((point.x, point.y))
+    roof = lines["roof, bf16"]
+    assert [y for _, y in roof] == pytest.approx([min(989.4e12, x * 4.8e12) for x, _ in roof])
+    assert sorted(roof) == roof and 989.4e12 / 4.8e12 in [x for x, _ in roof]
+    ((x, y),) = lines["matrix multiplication"]
+    assert x == pytest.approx(341, abs=1) and y < 989.4e12
 
 
 @pytest.mark.parametrize(
@@ -284,16 +307,14 @@ def test_what_is_quicker_than_its_bound_is_told_by_what_bounds_it(tmp_path: Path
     steps.kernel(BF16_GEMM, 10, 15, 16 if end == 16 else 45)
     steps.operator("copy_", 32, 38, [*SQUARE, []], ["float", "float", "Scalar"])
     steps.kernel(COPY, 34, 46, 47 if end == 47 else 60)
-    console = Console(width=200, record=True, file=(tmp_path / "out").open("w"))
-    console.print(render_roofline(steps.roofline(tmp_path)))
-    text = console.export_text()
+    text = said(steps.roofline(tmp_path))
     assert ("In less time than their bound" in text) == bool(words) and words in text
 
 
 def test_json_is_per_step(tmp_path: Path):
     steps = by_hand()
     steps.range("step", 510, 600)
-    plain = as_json(steps.roofline(tmp_path))
+    plain = roofline_as_json(steps.roofline(tmp_path))
     assert json.loads(json.dumps(plain)) == plain
     assert (plain["steps"], plain["busy_ns"]) == (2, 33_500)
     (product,) = (each for each in plain["operators"] if each["operator"] == "aten::addmm")
@@ -307,9 +328,7 @@ def test_a_trace_without_shapes_has_families_alone(tmp_path: Path):
     found = steps.roofline(tmp_path)
     assert found.operators == () and found.covered_ns == 0
     assert all(each.verdict is None and each.intensity is None for each in found.families)
-    console = Console(width=200, record=True, file=(tmp_path / "out").open("w"))
-    console.print(render_roofline(found))
-    assert "No work is known" in console.export_text()
+    assert "No work is known" in said(found) and roofline_panel(found) is None
 
 
 @pytest.mark.parametrize(("attention", "convention"), [("reference", "full"), ("sdpa", "half")])

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from stepscope.analysis.attention.findings import attention_findings
 from stepscope.analysis.attention.study import AttentionStudy, Curve, arrange, both_s, flops_per_s
+from stepscope.core.answer import Answer, Cell, Panel, Point, Table, known_columns, measured_answer
 from stepscope.core.attention_timing import AttentionTiming, AttentionTimings
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import Cell, Experiment, Panel, Point, Table, known_columns, measured_answer
 from stepscope.core.figures import (
     digits,
     gibibytes,
@@ -47,7 +47,7 @@ _MOST_LINES = 8
 _WORDS = {"out of memory": "OOM", "wrong": "WRONG"}
 
 
-def answer_attention(timings: AttentionTimings) -> Experiment:
+def answer_attention(timings: AttentionTimings) -> Answer:
     """The whole answer. Raises InputError where not one cell was asked for."""
     if not timings.timings:
         raise InputError("no call of attention was measured: give it more time")

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from stepscope.analysis.attention.study import BASELINE, AttentionStudy, Contest, Curve, both_s, flops_per_s
 from stepscope.core.attention_timing import AttentionTiming
-from stepscope.core.finding import Finding, note, warning
+from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.units import format_bytes, format_rate, format_share
 from stepscope.work.attention_call import CONVENTION
 
@@ -42,11 +42,10 @@ def _gate(study: AttentionStudy) -> Iterator[Finding]:
         )
     for line in dict.fromkeys(row.cell.line for row in wrong):
         of_line = [row for row in wrong if row.cell.line == line]
-        yield Finding(
-            kind="refused",
-            severity="error",
-            sentence=f"No time of {line} is shown in {_cells(len(of_line))}: {of_line[0].reason}.",
-            evidence={"cells": len(of_line)},
+        yield error(
+            "refused",
+            f"No time of {line} is shown in {_cells(len(of_line))}: {of_line[0].reason}.",
+            {"cells": len(of_line)},
         )
 
 
@@ -249,11 +248,10 @@ def _unfinished(study: AttentionStudy) -> Iterator[Finding]:
         )
     failed = [row for curve in study.curves for row in curve.rows if row.outcome == "failed"]
     if failed:
-        yield Finding(
-            kind="failed",
-            severity="error",
-            sentence=f"In {_cells(len(failed))} it failed: {failed[0].cell} {failed[0].reason}.",
-            evidence={"cells": len(failed)},
+        yield error(
+            "failed",
+            f"In {_cells(len(failed))} it failed: {failed[0].cell} {failed[0].reason}.",
+            {"cells": len(failed)},
         )
 
 

@@ -15,8 +15,8 @@ from stepscope.analysis.captures.places import Places, gather
 from stepscope.analysis.captures.range_names import (
     RANGE_KINDS,
     RangeKind,
-    kind_of,
     phase_of,
+    range_kind,
 )
 from stepscope.analysis.kernels.families import FAMILIES, classify
 from stepscope.core.range_names import GRADIENT_ACCUMULATION, PHASES, RECOMPUTATION
@@ -54,6 +54,15 @@ class Attribution:
         first = computes.head(int(computes.sum()))
         # Readers put them first, and then a slice holds no second copy of a million rows.
         return self.work.head(len(first)) if first.all() else self.work.filter(computes)
+
+    @cached_property
+    def with_free_ns(self) -> pl.DataFrame:
+        """`work` with `free_ns`: when all that began before on the same stream had ended; null for the first."""
+        if "free_ns" in self.work.columns:
+            return self.work
+        stream = ["process", "device", "stream"]
+        ended = (pl.col("start_ns") + pl.col("duration_ns")).cum_max().shift(1)
+        return self.work.with_columns(ended.over(stream, order_by="start_ns").alias("free_ns"))
 
     @cached_property
     def rows(self) -> pl.DataFrame:
@@ -141,7 +150,7 @@ def _kinds(ranges: pl.DataFrame) -> dict[RangeKind, list[str]]:
     """The ranges' names by what they stand for."""
     kinds: dict[RangeKind, list[str]] = {kind: [] for kind in RANGE_KINDS}
     for name in ranges["name"].unique().to_list():
-        kinds[kind_of(name)].append(name)
+        kinds[range_kind(name)].append(name)
     return kinds
 
 
@@ -179,7 +188,7 @@ def _inside(ranges: pl.DataFrame, around: pl.DataFrame, by: list[str]) -> pl.Ser
     """Whether each range lies within one (or several that overlap or touch) of `around` with equal `by`."""
     merged = union(around, by)
     track = numbered(pl.concat([ranges.select(by), merged.select(by)]), by)
-    outer = _lasting(merged).with_columns(track.tail(merged.height).alias("track"))
+    outer = lasting(merged).with_columns(track.tail(merged.height).alias("track"))
     row = Nest(outer, "track").innermost(track.head(ranges.height), ranges["start_ns"])
     return (gather(merged["end_ns"], row) >= ranges["start_ns"] + ranges["duration_ns"]).fill_null(False)
 
@@ -246,7 +255,7 @@ def _phase(work: pl.DataFrame, few: pl.DataFrame, threads: pl.DataFrame) -> pl.S
     phases = few.filter(pl.col("what") == "phase")
     own_phases = _on_threads(phases.filter("nested"), threads)
     own = gather(own_phases["phase"], Nest(own_phases, "track").innermost(work["track"], work["launch_ns"]))
-    merged = _lasting(union(phases, ["process", "phase"]))
+    merged = lasting(union(phases, ["process", "phase"]))
     anywhere = gather(merged["phase"], Nest(merged, "process").innermost(work["process"], work["launch_ns"]))
     both = pl.DataFrame({"own": own, "anywhere": anywhere})
     return both.select(pl.coalesce("own", "anywhere").alias("phase")).to_series()
@@ -257,7 +266,7 @@ def _step(work: pl.DataFrame, few: pl.DataFrame) -> pl.Series:
 
     Ranges of steps that overlap, a user's inside the profiler's own, are one step.
     """
-    steps = _lasting(union(few.filter(pl.col("what") == "step"), ["process"], touching=False)).sort("start_ns")
+    steps = lasting(union(few.filter(pl.col("what") == "step"), ["process"], touching=False)).sort("start_ns")
     steps = steps.with_columns(pl.int_range(pl.len()).over("process").alias("step"))
     rows = Nest(steps, "process").innermost(work["process"], work["launch_ns"])
     return gather(steps["step"], rows).cast(pl.Int64).alias("step")
@@ -269,11 +278,12 @@ def _ranged(work: pl.DataFrame, ranges: pl.DataFrame) -> pl.Series:
     certain = work.select(placed.alias("ranged")).to_series()
     if certain.all():
         return certain
-    merged = _lasting(union(ranges, ["process"]))
+    merged = lasting(union(ranges, ["process"]))
     return Nest(merged, "process").innermost(work["process"], work["launch_ns"]).is_not_null().alias("ranged")
 
 
-def _lasting(intervals: pl.DataFrame) -> pl.DataFrame:
+def lasting(intervals: pl.DataFrame) -> pl.DataFrame:
+    """The intervals with their duration_ns."""
     return intervals.with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"))
 
 

@@ -7,7 +7,7 @@ import polars as pl
 from stepscope.analysis.captures.range_names import phase_of
 from stepscope.analysis.captures.summary import GEMM, TraceSummary
 from stepscope.analysis.kernels.names.decoding import decode, is_tf32
-from stepscope.core.finding import SEVERITIES, Finding
+from stepscope.core.finding import SEVERITIES, Finding, error, note, warning
 from stepscope.core.units import format_count, format_share, in_ms
 from stepscope.trace.launches import is_launch
 from stepscope.trace.nesting import Nest, numbered
@@ -64,18 +64,13 @@ def _kernels_missing(launches: int) -> Finding | None:
     """A step of a GPU of which the profiler saw the host alone: operators then stand where kernels should."""
     if not launches:
         return None
-    return Finding(
-        kind="incomplete-trace",
-        severity="error",
-        sentence=(
-            f"{format_count(launches)} launches on a device and not one kernel in this capture: its figures are "
-            "the host's time in operators, not the device's."
-        ),
-        remedy=(
-            "capture with ProfilerActivity.CUDA, under no other profiler, as a user who may read the GPU's counters, "
-            "and synchronise before the profiler stops"
-        ),
-        evidence={"launches": launches, "without_kernel": launches, "kernels": 0},
+    return error(
+        "incomplete-trace",
+        f"{format_count(launches)} launches on a device and not one kernel in this capture: its figures are "
+        "the host's time in operators, not the device's.",
+        {"launches": launches, "without_kernel": launches, "kernels": 0},
+        remedy="capture with ProfilerActivity.CUDA, under no other profiler, as a user who may read the GPU's "
+        "counters, and synchronise before the profiler stops",
     )
 
 
@@ -143,15 +138,12 @@ def phases_span_threads(summary: TraceSummary) -> Finding | None:
     total, by_thread = int(backward["duration_ns"].sum()), int(own["duration_ns"].sum())
     if total - by_thread < _WORTH_A_WORD * total:
         return None
-    return Finding(
-        kind="phases-span-threads",
-        severity="note",
-        sentence=(
-            f"Backward launched {in_ms(total)} of kernels, of which only {in_ms(by_thread)} from the thread whose "
-            "range says backward: autograd launches from a thread of its own. They are attributed by time, on any "
-            "thread of the process; a tool that goes by thread would lose them."
-        ),
-        evidence={"backward_ns": total, "same_thread_ns": by_thread},
+    return note(
+        "phases-span-threads",
+        f"Backward launched {in_ms(total)} of kernels, of which only {in_ms(by_thread)} from the thread whose "
+        "range says backward: autograd launches from a thread of its own. They are attributed by time, on any "
+        "thread of the process; a tool that goes by thread would lose them.",
+        {"backward_ns": total, "same_thread_ns": by_thread},
     )
 
 
@@ -172,15 +164,12 @@ def correlation_shared(summary: TraceSummary) -> Finding | None:
     if not shared.height:
         return None
     by_id = int((kernels["duration_ns"] * kernels["owners"]).sum())
-    return Finding(
-        kind="correlation-shared",
-        severity="note",
-        sentence=(
-            f"{calls['process'].n_unique()} processes use the same correlation ids for {format_count(shared.height)} "
-            f"kernels: joined by the id alone, {in_ms(by_id)} would be attributed of {in_ms(summary.busy_ns)}. "
-            "The key here is (process, correlation id)."
-        ),
-        evidence={"kernels": shared.height, "by_id_ns": by_id, "busy_ns": summary.busy_ns},
+    return note(
+        "correlation-shared",
+        f"{calls['process'].n_unique()} processes use the same correlation ids for {format_count(shared.height)} "
+        f"kernels: joined by the id alone, {in_ms(by_id)} would be attributed of {in_ms(summary.busy_ns)}. "
+        "The key here is (process, correlation id).",
+        {"kernels": shared.height, "by_id_ns": by_id, "busy_ns": summary.busy_ns},
     )
 
 
@@ -188,29 +177,23 @@ def graphs_unseen(summary: TraceSummary) -> Finding | None:
     """CUDA graphs recorded as a whole, whose time is known and whose kernels are not; or launched and not recorded."""
     unrecorded = _graphs_without_work(summary.attribution.table)
     if unrecorded:
-        return Finding(
-            kind="graphs-unseen",
-            severity="error",
-            sentence=(
-                f"{format_count(unrecorded)} launches of CUDA graphs left nothing in this capture, neither kernels nor "
-                "the graph as a whole: the device time of the graphs is missing from every figure."
-            ),
+        return error(
+            "graphs-unseen",
+            f"{format_count(unrecorded)} launches of CUDA graphs left nothing in this capture, neither kernels nor "
+            "the graph as a whole: the device time of the graphs is missing from every figure.",
+            {"graph_launches": unrecorded, "busy_ns": 0},
             remedy="capture with --cuda-graph-trace=node",
-            evidence={"graph_launches": unrecorded, "busy_ns": 0},
         )
     graphs = summary.attribution.kernels.filter(pl.col("kind") == "graph")
     if not graphs.height:
         return None
     total = int(graphs["duration_ns"].sum())
-    return Finding(
-        kind="graphs-unseen",
-        severity="warning",
-        sentence=(
-            f"{format_count(graphs.height)} launches of CUDA graphs are recorded as a whole: {in_ms(total)} of device "
-            "time whose kernels are not in this capture, so they count as family other."
-        ),
+    return warning(
+        "graphs-unseen",
+        f"{format_count(graphs.height)} launches of CUDA graphs are recorded as a whole: {in_ms(total)} of device "
+        "time whose kernels are not in this capture, so they count as family other.",
+        {"graph_launches": graphs.height, "busy_ns": total},
         remedy="capture with --cuda-graph-trace=node",
-        evidence={"graph_launches": graphs.height, "busy_ns": total},
     )
 
 
@@ -229,15 +212,12 @@ def outside_steps(summary: TraceSummary) -> Finding | None:
     outside_ns = int(outside["duration_ns"].sum())
     if not steps or outside_ns <= _WORTH_A_WORD * summary.busy_ns:
         return None
-    return Finding(
-        kind="outside-steps",
-        severity="warning",
-        sentence=(
-            f"{in_ms(outside_ns)} of {in_ms(summary.busy_ns)} of kernels ran in a phase and in none of the {steps} "
-            "marked steps (an evaluation between them, say); figures per step divide them among the steps all the same."
-        ),
+    return warning(
+        "outside-steps",
+        f"{in_ms(outside_ns)} of {in_ms(summary.busy_ns)} of kernels ran in a phase and in none of the {steps} "
+        "marked steps (an evaluation between them, say); figures per step divide them among the steps all the same.",
+        {"outside_ns": outside_ns, "kernels": outside.height, "steps": steps},
         remedy="capture the steps alone, or name the ranges of what lies between them otherwise than a step's phases",
-        evidence={"outside_ns": outside_ns, "kernels": outside.height, "steps": steps},
     )
 
 
@@ -270,15 +250,12 @@ def products_by_unit(summary: TraceSummary) -> Finding | None:
             evidence={"tf32_ns": tf32, "products_ns": total},
         )
     if cuda_core > _WORTH_A_WORD * total:
-        return Finding(
-            kind="products-on-cuda-cores",
-            severity="note",
-            sentence=(
-                f"{in_ms(cuda_core)} of {in_ms(total)} in matrix products ({format_share(cuda_core / total)}) ran as "
-                "true fp32 on CUDA cores: the Tensor Cores took no part in them."
-            ),
+        return note(
+            "products-on-cuda-cores",
+            f"{in_ms(cuda_core)} of {in_ms(total)} in matrix products ({format_share(cuda_core / total)}) ran as "
+            "true fp32 on CUDA cores: the Tensor Cores took no part in them.",
+            {"cuda_core_ns": cuda_core, "products_ns": total},
             remedy="bf16 autocast, or TF32 where its precision is enough",
-            evidence={"cuda_core_ns": cuda_core, "products_ns": total},
         )
     return None
 
@@ -295,16 +272,13 @@ def profiler_slows(summary: TraceSummary) -> Finding | None:
     ratio = traced_s / unprofiled_s
     if ratio < _SLOWED:
         return None
-    return Finding(
-        kind="profiler-slows",
-        severity="note",
-        sentence=(
-            f"The traced step takes {traced_s * 1e3:.2f} ms, {ratio:.2f} times the unprofiled "
-            f"{unprofiled_s * 1e3:.2f} ms: the profiler costs the host time. Device times of single kernels "
-            "hold; idle time between them, and the step's length, are the profiler's too."
-        ),
+    return note(
+        "profiler-slows",
+        f"The traced step takes {traced_s * 1e3:.2f} ms, {ratio:.2f} times the unprofiled "
+        f"{unprofiled_s * 1e3:.2f} ms: the profiler costs the host time. Device times of single kernels "
+        "hold; idle time between them, and the step's length, are the profiler's too.",
+        {"traced_s": traced_s, "unprofiled_s": unprofiled_s, "ratio": ratio},
         remedy="quote step times from the unprofiled measurement",
-        evidence={"traced_s": traced_s, "unprofiled_s": unprofiled_s, "ratio": ratio},
     )
 
 
@@ -316,15 +290,11 @@ def products_miscounted(summary: TraceSummary) -> Finding | None:
             continue
         if summary.run and summary.run.workload.compile != "eager":
             continue  # a compiler may fuse or split products
-        return Finding(
-            kind="products-miscounted",
-            severity="warning",
-            sentence=(
-                f"{phase.phase} launched {phase.product_kernels:g} matrix products a step where the model has "
-                f"{expected}."
-            ),
+        return warning(
+            "products-miscounted",
+            f"{phase.phase} launched {phase.product_kernels:g} matrix products a step where the model has {expected}.",
+            {"phase": phase.phase, "products": phase.product_kernels, "expected": expected},
             remedy="see the kernels of that phase: a product may run as several kernels, or the capture be incomplete",
-            evidence={"phase": phase.phase, "products": phase.product_kernels, "expected": expected},
         )
     return None
 
@@ -334,14 +304,11 @@ def arrows_disagree(summary: TraceSummary) -> Finding | None:
     checked, agree = summary.attribution.links_checked, summary.attribution.links_agree
     if not checked or agree >= (1 - _WORTH_A_WORD) * checked:
         return None
-    return Finding(
-        kind="arrows-disagree",
-        severity="warning",
-        sentence=(
-            f"For {format_count(checked - agree)} of {format_count(checked)} backward operators the sequence number "
-            "leads to another forward operator than the profiler's own arrow: modules of backward are uncertain."
-        ),
-        evidence={"checked": checked, "agree": agree},
+    return warning(
+        "arrows-disagree",
+        f"For {format_count(checked - agree)} of {format_count(checked)} backward operators the sequence number "
+        "leads to another forward operator than the profiler's own arrow: modules of backward are uncertain.",
+        {"checked": checked, "agree": agree},
     )
 
 

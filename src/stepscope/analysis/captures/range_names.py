@@ -27,7 +27,7 @@ _ASIDE = re.compile(
 RANGE_KINDS: tuple[RangeKind, ...] = get_args(RangeKind)
 
 
-def kind_of(name: str) -> RangeKind:
+def range_kind(name: str) -> RangeKind:
     """The kind of a range, by its name alone."""
     name = name[:200].strip()
     if _STEP.fullmatch(name):

@@ -44,9 +44,11 @@ class RangeTotals:
     top_kernels: tuple[KernelTotals, ...] | None
 
 
-def range_totals(attribution: Attribution, top: int = TOP) -> list[RangeTotals]:
-    """Totals of every range name in the capture, the busiest first."""
-    ranges = _ranges(attribution.table)
+def range_totals(attribution: Attribution, top: int = TOP, *, of_a_part: bool = False) -> list[RangeTotals]:
+    """Totals of every range name in the capture, the busiest first; of a part, only ranges that launched some of it."""
+    ranges = named_ranges(attribution.table)
+    if of_a_part:
+        ranges = launching(ranges, attribution)
     if not ranges.height:
         return []
     instances = ranges.group_by("name").agg(pl.len().alias("instances"))
@@ -88,7 +90,19 @@ def range_totals(attribution: Attribution, top: int = TOP) -> list[RangeTotals]:
     ]
 
 
-def _ranges(table: TraceTable) -> pl.DataFrame:
+def launching(ranges: pl.DataFrame, attribution: Attribution) -> pl.DataFrame:
+    """The ranges inside which some kernel of the attribution was launched."""
+    launches = {process: own["launch_ns"] for (process,), own in _ordered(attribution).group_by("process")}
+    parts = [ranges.clear()]
+    for (process,), own in ranges.group_by("process", maintain_order=True):
+        times = launches.get(process, pl.Series(dtype=pl.Int64))
+        begun = times.search_sorted(own["start_ns"], side="left")
+        ended = times.search_sorted(own["start_ns"] + own["duration_ns"], side="left")
+        parts.append(own.filter(ended > begun))
+    return pl.concat(parts)
+
+
+def named_ranges(table: TraceTable) -> pl.DataFrame:
     """The capture's ranges. nsys knows operators as ranges only; they count by the operator's name."""
     columns = ["start_ns", "duration_ns", "process", "name"]
     if table.profiler == "Kineto" or not table.operators.height:

@@ -10,12 +10,16 @@ import msgspec
 import polars as pl
 
 from stepscope.analysis.captures.attribution import ROOT, Attribution
+from stepscope.analysis.captures.critical_path import CriticalPath, critical_path
+from stepscope.analysis.captures.occupation import Occupation, occupation
+from stepscope.analysis.captures.overlap import Overlap, overlap
 from stepscope.analysis.kernels.names.decoding import decode
 from stepscope.analysis.roofline.roofline import roofline
 from stepscope.analysis.roofline.roofs import Roofline
 from stepscope.core.attentions import scores_of
 from stepscope.core.range_names import ATTENTION_PARTS, GRADIENT_ACCUMULATION, PHASES, RECOMPUTATION, SOFTMAX
 from stepscope.core.run import Run
+from stepscope.core.shown_text import name_shown
 from stepscope.core.workload import Workload
 from stepscope.trace.nesting import union
 from stepscope.work.attention import attention_product_flops, softmax_flops
@@ -77,11 +81,43 @@ class AttentionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a summary is limited to: work launched in this step, in this phase, inside ranges of this name.
+
+    `instances`: the ranges that launched some of it, where a range is named. `whole`: the whole capture.
+    """
+
+    step: int | None
+    phase: str | None
+    range: str | None
+    instances: int | None
+    whole: Attribution
+
+    @property
+    def words(self) -> str:
+        """The part in words: `forward of step 1, inside range softmax`."""
+        step = f"step {self.step}" if self.step is not None else ""
+        inside = f"range {name_shown(self.range)}" if self.range is not None else ""
+        return ", inside ".join(filter(None, (" of ".join(filter(None, (self.phase, step))), inside)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class TraceSummary:
-    """The tables of one capture. `run` is the run that left it, if it lies beside one."""
+    """The tables of one capture, or of a part of it. `run` is the run that left it, if it lies beside one."""
 
     attribution: Attribution
     run: Run | None
+    part: Part | None = None
+
+    @property
+    def ranged(self) -> bool:
+        """Whether it is of ranges of one name alone."""
+        return self.part is not None and self.part.range is not None
+
+    @property
+    def has_whole_steps(self) -> bool:
+        """Whether no phase and no range was singled out, so that idle time means something."""
+        return self.part is None or (self.part.phase is None and not self.ranged)
 
     @cached_property
     def _kernels(self) -> pl.DataFrame:
@@ -120,7 +156,9 @@ class TraceSummary:
     def union_ns(self) -> int:
         """Time during which at least one of them ran, summed over devices."""
         if self.attribution.table.on_cpu:  # an operator's own time lies scattered in its duration: operators' cover
-            merged = union(self.attribution.table.operators, ["process"])
+            operators = self.attribution.table.operators
+            own = operators if self.part is None else operators[self.attribution.work["operator_row"]]
+            merged = union(own, ["process"])
         else:
             merged = union(self.attribution.kernels, ["process", "device"])
         return int((merged["end_ns"] - merged["start_ns"]).sum())
@@ -157,8 +195,10 @@ class TraceSummary:
         return tuple(self._phase(phase, totals[phase]) for phase in self.phase_names)
 
     def _phase(self, phase: str, total: dict) -> PhaseSummary:
-        opened = self.attribution.instances.filter(pl.col("what") == phase)
-        sample = self.run.samples.get(phase) if self.run else None
+        # What ranges hold of a phase is compared with no figure of the whole phase.
+        run = None if self.ranged else self.run
+        opened = self.attribution.instances.filter(pl.lit(not self.ranged) & (pl.col("what") == phase))
+        sample = run.samples.get(phase) if run else None
         on_cpu = self.attribution.table.on_cpu
         return PhaseSummary(
             phase=phase,
@@ -167,7 +207,7 @@ class TraceSummary:
             gemm_ns=total["gemm"] / self.steps,
             range_ns=int((opened["end_ns"] - opened["start_ns"]).sum()) / self.steps if opened.height else None,
             product_kernels=None if on_cpu else total["products"] / self.steps,
-            expected_products=_expected_products(self.run.workload, phase) if self.run and not on_cpu else None,
+            expected_products=_expected_products(run.workload, phase) if run and not on_cpu else None,
             unprofiled_s=sample.median_s if sample and sample.count else None,
         )
 
@@ -295,6 +335,23 @@ class TraceSummary:
         # Written-out attention computes the full square and masks; a fused kernel leaves the masked half out.
         fused = (self._kernels["family"].cast(pl.String) == "attention (fused)").any()
         return roofline(self.attribution, spec, ceilings, causal="half" if fused else "full")
+
+    @cached_property
+    def occupation(self) -> Occupation | None:
+        """How much each device was at work, and why it stood idle; None on a CPU and of a phase or a range."""
+        return occupation(self.attribution) if self.has_whole_steps else None
+
+    @cached_property
+    def overlaps(self) -> tuple[Overlap, ...]:
+        """What communication hides behind computation, by device."""
+        return overlap(self.attribution) if self.has_whole_steps else ()
+
+    @cached_property
+    def critical_path(self) -> CriticalPath | None:
+        """What one step waited for; None on a CPU."""
+        if self.part is None:
+            return critical_path(self.attribution)
+        return critical_path(self.part.whole, step=self.part.step) if self.has_whole_steps else None
 
     @cached_property
     def roles(self) -> dict[str, float]:

@@ -7,7 +7,7 @@ from stepscope.analysis.comparisons.comparison import ComparedRun, Comparison
 from stepscope.analysis.runs.answer import bar
 from stepscope.analysis.runs.doubts import doubt_mark
 from stepscope.analysis.runs.words import status_word
-from stepscope.core.experiment import Cell, Panel, Point, Table
+from stepscope.core.answer import Cell, Panel, Point, Table
 from stepscope.core.figures import digits
 
 

@@ -5,15 +5,20 @@ included, divided by the number of steps of each capture. A kernel is told by it
 demanglers differ, by one spelling of it.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import polars as pl
 
 from stepscope.analysis.captures.attribution import Attribution
+from stepscope.analysis.kernels.names.label import kernel_label
 from stepscope.analysis.kernels.spelling import one_spelling
+from stepscope.core.answer import Answer, Cell, Line, Table, Tone, as_lines, table_of
 from stepscope.core.errors import InputError
+from stepscope.core.shown_text import name_shown
 from stepscope.core.units import format_seconds
 
 NAMED = 3
@@ -21,6 +26,9 @@ NAMED = 3
 
 NAMED_SHARE = 0.05
 """A change worth naming: its part of all changes together, up and down. Smaller ones are noise beside the first."""
+
+
+ROWS_SHOWN = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,3 +183,87 @@ def _caveats(before: Attribution, after: Attribution) -> Iterator[str]:
 
 def _time(nanoseconds: float) -> str:
     return format_seconds(nanoseconds * 1e-9)
+
+
+def answer_captures(comparison: CaptureComparison, before: str, after: str, part: str = "") -> Answer:
+    """The sentence, a table by phase and family, and one by kernel.
+
+    `before` and `after` name the captures, `part` the part of them that is compared.
+    """
+    cautions = [Line(f"Take care: {caveat}.", "care") for caveat in comparison.caveats]
+    compared = f"{after} against {before}{f', only {part}' if part else ''}"
+    return Answer(
+        study="trace",
+        question=f"What changed from {before} to {after}?",
+        lead=(Line(compared, "strong"), *as_lines(comparison.summary), *cautions),
+        tables=(_place_table(comparison), _kernel_table(comparison)),
+    )
+
+
+def comparison_as_json(comparison: CaptureComparison) -> dict[str, Any]:
+    """Plain data: nanoseconds and calls per step; what there is none of is null."""
+    figures = ("before_ns", "after_ns", "difference_ns", "before_steps", "after_steps", "summary")
+    return {
+        **{name: getattr(comparison, name) for name in figures},
+        "caveats": list(comparison.caveats),
+        "places": comparison.places.to_dicts(),
+        "kernels": comparison.kernels.to_dicts(),
+    }
+
+
+_FIGURES = (
+    ("before", "ms of s"), ("after", "ms of s"), ("change", "+ms of s"), ("share", "%"), ("calls before", "g"),
+    ("calls after", "g"),
+)  # fmt: skip
+
+
+def _place_table(comparison: CaptureComparison) -> Table:
+    shown, rest = comparison.places.head(ROWS_SHOWN), comparison.places[ROWS_SHOWN:]
+    rows = [(row["family"], row["phase"] or "outside", *_figures(row)) for row in shown.iter_rows(named=True)]
+    rows += [(f"{rest.height} more families", None, *_figures(_sums(rest)))] if rest.height else []
+    total = ("all", None, *_figures(_sums(comparison.places) | {"share": None}))
+    tones = {**_tones(shown, rest), len(rows): "strong"}
+    return table_of("family, ms a step", "phase", *_FIGURES, rows=[*rows, total], rules=(len(rows),), tones=tones)
+
+
+def _kernel_table(comparison: CaptureComparison) -> Table:
+    shown, rest = comparison.kernels.head(ROWS_SHOWN), comparison.kernels[ROWS_SHOWN:]
+    labels = _labels(shown["name"].to_list())
+    seen = {"appeared": "new", "disappeared": "gone"}
+    rows = [(labels[row["name"]], seen.get(row["change"]), *_figures(row)) for row in shown.iter_rows(named=True)]
+    rows += [(f"{rest.height} more kernels", None, *_figures(_sums(rest)))] if rest.height else []
+    return table_of("kernel, ms a step", "status", *_FIGURES, rows=rows, tones=_tones(shown, rest))
+
+
+def _labels(names: list[str]) -> dict[str, str]:
+    """Each name's short label or, where two names have the same one, the whole of it."""
+    labels = {name: name_shown(kernel_label(name)) for name in names}
+    shared = Counter(labels.values())
+    return {name: label if shared[label] == 1 else name for name, label in labels.items()}
+
+
+def _sums(frame: pl.DataFrame) -> dict[str, float | None]:
+    columns = ["before_ns", "after_ns", "difference_ns", "before_calls", "after_calls"]
+    shares = frame["share"].drop_nulls()
+    return frame.select(pl.col(columns).sum()).row(0, named=True) | {
+        "share": float(shares.sum()) if len(shares) else None
+    }
+
+
+def _figures(row: dict[str, Any]) -> tuple[Cell, ...]:
+    """Seconds before and after, their change, its share, and the calls."""
+    return (
+        row["before_ns"] * 1e-9 if row["before_calls"] else None,
+        row["after_ns"] * 1e-9 if row["after_calls"] else None,
+        row["difference_ns"] * 1e-9,
+        row["share"],
+        row["before_calls"] or None,
+        row["after_calls"] or None,
+    )
+
+
+def _tones(shown: pl.DataFrame, rest: pl.DataFrame) -> dict[int, Tone]:
+    """Quiet are rows that changed by less than 1 us and 1 %, and the row of all that is not shown."""
+    size = pl.col("difference_ns").abs()
+    small = shown.select((size < 1_000) & (size < 0.01 * pl.col("before_ns"))).to_series().arg_true().to_list()
+    return dict.fromkeys([*small, *([shown.height] if rest.height else [])], "aside")

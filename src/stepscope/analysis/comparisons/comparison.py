@@ -220,7 +220,7 @@ class Comparison(Generic[C, P]):
         return found
 
 
-def compare(found: Iterable[C], pair: Callable[..., P], *, order: Callable[[C], Any]) -> Comparison[C, P]:
+def compare_runs(found: Iterable[C], pair: Callable[..., P], *, order: Callable[[C], Any]) -> Comparison[C, P]:
     """The runs in `order`, and a `pair` of each with the base of its group, if there is one.
 
     Of several runs of one cell, one with a capture goes before one without, then the newest.

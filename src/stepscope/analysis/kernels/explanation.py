@@ -18,7 +18,7 @@ class KernelExplanation:
     lines: list[tuple[str, str]] = field(default_factory=list)
 
 
-def explain(name: str) -> KernelExplanation:
+def explain_kernel(name: str) -> KernelExplanation:
     """What the name says of its kernel. Of an unknown kernel that is its function's name and no more."""
     kernel, family = decode(name), classify(name)
     sayings = (

@@ -31,7 +31,7 @@ class Unknown(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class Operand:
     """A tensor argument. `dtype` is None for those in lists, of which `element_bytes` may still be known."""
 
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class Tensor:
 class TensorList:
     """A list of tensors; `tensors` is None where their shapes were not recorded."""
 
-    tensors: tuple[Tensor, ...] | None
+    tensors: tuple[Operand, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +71,23 @@ class OperatorCall:
     """Arguments in order; None for numbers and for what was left out."""
 
     operator: str
-    arguments: tuple[Tensor | TensorList | None, ...]
+    arguments: tuple[Operand | TensorList | None, ...]
 
-    def optional(self, index: int) -> Tensor | None:
+    def optional(self, index: int) -> Operand | None:
         """The tensor at this place, or None where none was given."""
         found = self.arguments[index] if index < len(self.arguments) else None
         if isinstance(found, TensorList):
             raise Unknown
         return found
 
-    def tensor(self, index: int) -> Tensor:
+    def tensor(self, index: int) -> Operand:
         """The tensor at this place. Raises Unknown where there is none."""
         found = self.optional(index)
         if found is None:
             raise Unknown
         return found
 
-    def tensors(self, index: int) -> tuple[Tensor, ...]:
+    def tensors(self, index: int) -> tuple[Operand, ...]:
         """The list at this place. Raises Unknown where it was not recorded."""
         found = self.arguments[index] if index < len(self.arguments) else None
         if not isinstance(found, TensorList) or not found.tensors:
@@ -110,7 +110,7 @@ def read_call(operator: str, shapes: str, dtypes: str, list_element_bytes: int |
     return OperatorCall(operator, tuple(arguments))
 
 
-def _argument(shape: object, dtype: object, list_element_bytes: int | None) -> Tensor | TensorList | None:
+def _argument(shape: object, dtype: object, list_element_bytes: int | None) -> Operand | TensorList | None:
     if not isinstance(dtype, str):
         raise Unknown
     if dtype in _NO_TENSOR:
@@ -120,8 +120,8 @@ def _argument(shape: object, dtype: object, list_element_bytes: int | None) -> T
     if dtype == "TensorList":
         if not shape:
             return TensorList(None)
-        return TensorList(tuple(Tensor(_shape(each), None, list_element_bytes) for each in shape))
-    return Tensor(_shape(shape), dtype, ELEMENT_BYTES.get(dtype))
+        return TensorList(tuple(Operand(_shape(each), None, list_element_bytes) for each in shape))
+    return Operand(_shape(shape), dtype, ELEMENT_BYTES.get(dtype))
 
 
 def _shape(value: object) -> tuple[int, ...]:
@@ -145,7 +145,7 @@ def broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(result)
 
 
-def promoted(tensors: list[Tensor]) -> str:
+def promoted(tensors: list[Operand]) -> str:
     """The dtype of a pointwise result, by PyTorch's type promotion. Raises Unknown for dtypes not in the table.
 
     A tensor without dimensions changes the result only where it is of a higher kind (boolean, integer, floating). One
@@ -164,5 +164,5 @@ def promoted(tensors: list[Tensor]) -> str:
     return max(dtypes, key=lambda dtype: ELEMENT_BYTES[dtype])
 
 
-def _kind(tensor: Tensor) -> int:
+def _kind(tensor: Operand) -> int:
     return 2 if tensor.is_floating else 0 if tensor.dtype == "bool" else 1

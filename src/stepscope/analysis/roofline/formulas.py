@@ -7,8 +7,8 @@ less than counted. Whatever the record leaves open raises Unknown.
 
 from stepscope.analysis.roofline.calls import (
     ELEMENT_BYTES,
+    Operand,
     OperatorCall,
-    Tensor,
     TensorList,
     Unknown,
     broadcast,
@@ -21,7 +21,7 @@ from stepscope.work.operations import AttentionSizes, elementwise_work
 
 # Products. (.., m, k) x (.., k, n); a vector is a matrix of one column, or row. A bias is read and its sum not counted,
 # as in model FLOPs; beta is not recorded and taken not to be 0.
-def product(call: OperatorCall, _: CausalConvention, *, first: int = 0, bias: int | None = None) -> Work:
+def product_work(call: OperatorCall, _: CausalConvention, *, first: int = 0, bias: int | None = None) -> Work:
     a, b = call.tensor(first), call.tensor(first + 1)
     added = call.optional(bias) if bias is not None else None
     if not a.shape or not b.shape or len(a.shape) > 3 or len(b.shape) > 3:
@@ -37,7 +37,7 @@ def product(call: OperatorCall, _: CausalConvention, *, first: int = 0, bias: in
 
 def scaled_product(call: OperatorCall, causal: CausalConvention) -> Work:
     """The result's dtype is not recorded: one byte an element, as the operands have, is the fewest."""
-    work = product(call, causal)
+    work = product_work(call, causal)
     extra = sum(found.bytes for found in (call.optional(index) for index in (2, 3, 4)) if found)
     return work + Work(flops=0, bytes_read=extra, bytes_written=0)
 
@@ -45,7 +45,7 @@ def scaled_product(call: OperatorCall, causal: CausalConvention) -> Work:
 # Fused attention. Whether it is causal is not in the shapes: without a bias or mask, with as many queries as keys, it
 # is taken to be, as in a decoder's training step; counted half, the FLOPs are a lower bound in any case. With a bias or
 # mask the kernel computes the full square.
-def attention(
+def attention_work(
     call: OperatorCall,
     causal: CausalConvention,
     *,
@@ -82,7 +82,7 @@ def attention_backward(
     return Work(flops=flops, bytes_read=read, bytes_written=operand_bytes)
 
 
-def _dense(call: OperatorCall, index: int) -> Tensor:
+def _dense(call: OperatorCall, index: int) -> Operand:
     found = call.tensor(index)
     if len(found.shape) != 4 or not found.elements:
         raise Unknown
@@ -97,7 +97,7 @@ def _mask_bytes(call: OperatorCall, bias: int | None, ragged: int | None) -> int
     return mask.bytes if mask is not None and mask.shape else 0
 
 
-def _sizes(q: Tensor, k: Tensor, v: Tensor, heads_at: int) -> AttentionSizes:
+def _sizes(q: Operand, k: Operand, v: Operand, heads_at: int) -> AttentionSizes:
     """Keys and values may have fewer heads than queries."""
     rows_at = 3 - heads_at
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
@@ -108,7 +108,7 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, heads_at: int) -> AttentionSizes:
     )  # fmt: skip
 
 
-def _convention(q: Tensor, k: Tensor, heads_at: int, mask: int, causal: CausalConvention) -> CausalConvention:
+def _convention(q: Operand, k: Operand, heads_at: int, mask: int, causal: CausalConvention) -> CausalConvention:
     return causal if not mask and q.shape[3 - heads_at] == k.shape[3 - heads_at] else "full"
 
 
@@ -116,7 +116,7 @@ def _convention(q: Tensor, k: Tensor, heads_at: int, mask: int, causal: CausalCo
 def pointwise(call: OperatorCall, _: CausalConvention, *, flops: int, operands: int = 1, result: str = "") -> Work:
     """`result`: "bool", or "float" where integers give floating-point numbers; else by promotion."""
     given = call.arguments[:operands]
-    tensors = [found for found in given if isinstance(found, Tensor)]
+    tensors = [found for found in given if isinstance(found, Operand)]
     if not tensors or any(isinstance(found, TensorList) for found in given):
         raise Unknown
     in_place = call.operator.endswith("_")
@@ -126,7 +126,7 @@ def pointwise(call: OperatorCall, _: CausalConvention, *, flops: int, operands: 
     shape = broadcast([found.shape for found in tensors])
     if in_place and shape != tensors[0].shape:
         raise Unknown
-    written = Tensor(shape, dtype, ELEMENT_BYTES[dtype])
+    written = Operand(shape, dtype, ELEMENT_BYTES[dtype])
     # Beside tensors with dimensions, one without is a number that travels with the launch.
     read = sum(found.bytes for found in tensors if found.shape or not shape)
     counted = flops if written.is_floating or any(found.is_floating for found in tensors) else 0
@@ -135,7 +135,7 @@ def pointwise(call: OperatorCall, _: CausalConvention, *, flops: int, operands: 
     )  # fmt: skip
 
 
-def _result_dtype(call: OperatorCall, given: tuple, tensors: list[Tensor], result: str) -> str:
+def _result_dtype(call: OperatorCall, given: tuple, tensors: list[Operand], result: str) -> str:
     if result == "bool":
         return "bool"
     floating = any(found.is_floating for found in tensors)
@@ -172,7 +172,7 @@ def dropout_backward(call: OperatorCall, _: CausalConvention) -> Work:
 
 
 # Along rows.
-def softmax(call: OperatorCall, _: CausalConvention) -> Work:
+def softmax_work(call: OperatorCall, _: CausalConvention) -> Work:
     x = call.tensor(0)
     return operations.softmax_work(x.elements, x.size)
 
@@ -222,7 +222,7 @@ def rms_norm_backward(call: OperatorCall, _: CausalConvention) -> Work:
     return Work(flops=flops, bytes_read=read, bytes_written=x.bytes + _bytes(weight))
 
 
-def _bytes(*tensors: Tensor | None) -> int:
+def _bytes(*tensors: Operand | None) -> int:
     return sum(found.bytes for found in tensors if found is not None)
 
 
@@ -251,7 +251,7 @@ def rows_backward(call: OperatorCall, _: CausalConvention) -> Work:
     )  # fmt: skip
 
 
-def gather(call: OperatorCall, _: CausalConvention) -> Work:
+def gather_work(call: OperatorCall, _: CausalConvention) -> Work:
     numbers = call.tensor(2)
     size = numbers.elements * call.tensor(0).size
     return Work(flops=0, bytes_read=numbers.bytes + size, bytes_written=size)

@@ -114,17 +114,14 @@ def _calls(attribution: Attribution) -> pl.DataFrame:
 
     A call may launch kernels of several families; it counts as of the one that most of its time is of.
     """
-    end_ns = pl.col("start_ns") + pl.col("duration_ns")
     stream = ["process", "device", "stream"]
     work = (
-        attribution.work.select(
-            *stream, "start_ns", "duration_ns", "launch_ns", "operator_row", "phase", "family",
-            pl.col("name").alias("kernel"),
-        )
+        attribution.with_free_ns.filter(pl.col("operator_row").is_not_null())
         .sort([*stream, "start_ns"])
-        .with_columns(end_ns.cum_max().shift(1).over(stream).alias("free_ns"))
-        .filter(pl.col("operator_row").is_not_null())
-        .with_columns((pl.col("free_ns").is_null() | (pl.col("free_ns") <= pl.col("launch_ns"))).alias("dry"))
+        .select(
+            "start_ns", "duration_ns", "operator_row", "phase", "family", pl.col("name").alias("kernel"),
+            (pl.col("free_ns").is_null() | (pl.col("free_ns") <= pl.col("launch_ns"))).alias("dry"),
+        )
     )  # fmt: skip
     work = work.join(_kernels_say(work), on=["kernel", "family"], how="left", maintain_order="left")
     # A second pass adds up what a split product left, and says nothing of how it was multiplied.
@@ -203,20 +200,10 @@ def _roof(row: dict, peaks: Peaks, *, on_cpu: bool, causal: CausalConvention) ->
             row["operator"], row["shapes"], row["dtypes"], list_element_bytes=row["element_bytes"], causal=causal
         )
     compute_ns, memory_ns = _least_ns(work, peaks.flops_per_s.get(arithmetic or ""), peaks.bytes_per_s)
+    same = ("operator", "shapes", "dtypes", "phase", "family", "kernel", "calls", "kernels", "device_ns", "family_ns")
     return OperatorRoof(
-        operator=row["operator"],
-        shapes=row["shapes"],
-        dtypes=row["dtypes"],
-        phase=row["phase"],
-        family=row["family"],
-        kernel=row["kernel"],
+        **{name: row[name] for name in (*same, "host_ns", "dry_share")},
         arithmetic=arithmetic,
-        calls=row["calls"],
-        kernels=row["kernels"],
-        device_ns=row["device_ns"],
-        family_ns=row["family_ns"],
-        host_ns=row["host_ns"],
-        dry_share=row["dry_share"],
         work=work,
         compute_ns=compute_ns,
         memory_ns=memory_ns,

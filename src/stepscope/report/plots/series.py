@@ -119,10 +119,13 @@ def fitted_power(points: Sequence[Point]) -> tuple[float, float] | None:
 
 
 def _x_axis(xs: list[float], title: str, *, log: bool) -> alt.X:
-    """Ticks stand at the values themselves where these are few: measured lengths are powers of two, or chosen."""
+    """Ticks stand at the values themselves where these are few and round: lengths are powers of two, or chosen."""
     kind: dict[str, Any] = {"type": "log", "base": 2} if log else {"zero": False}
     scale = alt.Scale(**kind, nice=False, padding=14)
-    ticks: dict[str, Any] = {"values": xs} if len(xs) <= 12 else {}
+    chosen = len(xs) <= 12 and all(x == float(f"{x:.3g}") or float(x).is_integer() for x in xs)
+    if log and not chosen and len(xs) <= 12:
+        return alt.X("x:Q", title=title, scale=scale, axis=log_axis(xs[0], xs[-1], grid=False))
+    ticks: dict[str, Any] = {"values": xs} if chosen else {}
     axis = alt.Axis(format=NUMBER, labelOverlap="greedy", grid=False, **ticks)
     return alt.X("x:Q", title=title, scale=scale, axis=axis)
 

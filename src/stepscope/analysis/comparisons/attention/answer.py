@@ -7,8 +7,8 @@ from stepscope.analysis.comparisons.attention.cells import LEAST, StepCell, Step
 from stepscope.analysis.comparisons.attention.findings import steps_findings
 from stepscope.analysis.runs.doubts import doubting_kinds
 from stepscope.analysis.runs.metrics import median_s, peak_bytes
+from stepscope.core.answer import Answer, Cell, Table, known_columns, measured_answer
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import Cell, Experiment, Table, known_columns, measured_answer
 from stepscope.core.figures import gibibytes, milliseconds, times_within, within_ms
 from stepscope.core.range_names import PHASES
 
@@ -24,7 +24,7 @@ TIMES, MEMORY, FAMILIES, MOVED, MISSING = (
 TITLES = (TIMES, MEMORY, FAMILIES, MOVED, MISSING)
 
 
-def answer_steps(found: Iterable[StepCell], *, unread: int = 0) -> Experiment:
+def answer_steps(found: Iterable[StepCell], *, unread: int = 0) -> Answer:
     """The whole answer. `unread`: captures that nothing here reads. Raises InputError where nothing was measured."""
     study = compare_steps(found)
     groups = step_groups(study)

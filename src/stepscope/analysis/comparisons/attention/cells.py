@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from stepscope.analysis.comparisons.comparison import ComparedRun, Comparison, Pair, compare
+from stepscope.analysis.comparisons.comparison import ComparedRun, Comparison, Pair, compare_runs
 from stepscope.analysis.runs.metrics import median_s
 from stepscope.core.units import format_share
 
@@ -131,7 +131,7 @@ StepStudy = Comparison[StepCell, StepPair]
 
 def compare_steps(found: Iterable[StepCell]) -> StepStudy:
     """The steps in the order of measuring."""
-    return compare(found, StepPair, order=lambda cell: (cell.run.created, cell.run.id))
+    return compare_runs(found, StepPair, order=lambda cell: (cell.run.created, cell.run.id))
 
 
 def step_groups(study: StepStudy) -> list[StepGroup]:

@@ -12,8 +12,8 @@ from stepscope.analysis.comparisons.compiling.cells import (
 from stepscope.analysis.comparisons.compiling.findings import compile_findings
 from stepscope.analysis.runs.doubts import doubting_kinds
 from stepscope.analysis.runs.metrics import memory_of
+from stepscope.core.answer import Answer, Cell, Panel, Table, measured_answer
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import Cell, Experiment, Panel, Table, measured_answer
 from stepscope.core.figures import digits, gibibytes, median_within_ms, milliseconds, percent, times_within
 
 STUDY = "compile"
@@ -34,7 +34,7 @@ _HELD = (
 )
 
 
-def answer_compile(study: CompileStudy, *, unread: int = 0) -> Experiment:
+def answer_compile(study: CompileStudy, *, unread: int = 0) -> Answer:
     """The whole answer. `unread`: captures that could not be read.
 
     Raises InputError where no cell was measured both eager and compiled.

@@ -10,7 +10,7 @@ from stepscope.analysis.comparisons.kernels.cells import CapturedCell, busiest_f
 from stepscope.analysis.kernels.names.label import kernel_label
 from stepscope.analysis.runs.doubts import doubting_kinds
 from stepscope.analysis.runs.metrics import median_s
-from stepscope.core.experiment import Cell, Experiment, Panel, Point, Table, known_columns, measured_answer
+from stepscope.core.answer import Answer, Cell, Panel, Point, Table, known_columns, measured_answer
 from stepscope.core.figures import count, digits, milliseconds, percent
 from stepscope.core.finding import Finding, note
 from stepscope.core.range_names import PHASES
@@ -33,7 +33,7 @@ class _Part:
     panels: tuple[Panel, ...] = ()
 
 
-def answer_kernels(cells: Iterable[CapturedCell], letters: str = "", unmeasured: Sequence[Run] = ()) -> Experiment:
+def answer_kernels(cells: Iterable[CapturedCell], letters: str = "", unmeasured: Sequence[Run] = ()) -> Answer:
     """The questions of these letters, or all. `unmeasured`: runs that ended before they had a capture."""
     ordered = sorted(cells, key=lambda cell: cell.order)
     parts = [make(letter, ordered) for letter, make in QUESTIONS.items() if not letters or letter in letters]

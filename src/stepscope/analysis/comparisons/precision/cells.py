@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from stepscope.analysis.comparisons.comparison import ComparedRun, Comparison, Pair, compare
+from stepscope.analysis.comparisons.comparison import ComparedRun, Comparison, Pair, compare_runs
 
 PHASES = ("forward", "backward")
 CASTS = "copy/cast"
@@ -187,7 +187,7 @@ def pair_up(found: Iterable[TimedCell], order: Sequence[str]) -> SpeedStudy:
 
     Runs without a backward say nothing here and are left out.
     """
-    return compare(found, SpeedPair, order=lambda cell: _order(cell, order))
+    return compare_runs(found, SpeedPair, order=lambda cell: _order(cell, order))
 
 
 def _order(cell: TimedCell, order: Sequence[str]) -> tuple[object, ...]:

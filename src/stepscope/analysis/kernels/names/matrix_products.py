@@ -54,46 +54,37 @@ def _with_shape(decoded: KernelName, operation: str, shape: tuple[str, str, str 
 
 # (type of A and B, type of the output), (type in which products are taken, accumulator), type of alpha and beta.
 # e4m3bf16_e4m3f32_f32 is fp8 in and bf16 out, i8f32_i8i32_f32 int8 in and fp32 out. After them the layouts of A, B
-# and of the output.
-_XMMA = re.compile(
-    rf"sm(\d{{2,3}})a?_xmma_gemm_{_TYPE}{_TYPE}_{_TYPE}{_TYPE}_{_TYPE}_([nt]{{2}})_[nt]_tilesize{_SHAPE}x(\d{{1,5}})"
-)
-
-
-# cuBLAS' xmma_gemm names as write-ups print them, with some of the five types left out. Nothing tells which types are
-# left, so none is decoded.
-_XMMA_CUT = re.compile(rf"sm(\d{{2,3}})a?_xmma_gemm_(?:[a-z0-9_]*?_)?([nt]{{2}})_[nt]_tilesize{_SHAPE}x(\d{{1,5}})")
+# and of the output. Write-ups print such names cut short, at the end or with some of the five types left out: nothing
+# tells which types are left then, so none is decoded.
+_XMMA = re.compile(r"sm(\d{2,3})a?_xmma_gemm(?=_|$)")
+_XMMA_TYPES = re.compile(rf"_{_TYPE}{_TYPE}_{_TYPE}{_TYPE}_{_TYPE}(?=_|$)")
+_XMMA_LAYOUT = re.compile(r"_([nt]{2})_[nt](?=_|$)")
+_XMMA_TILE = re.compile(rf"_tilesize{_SHAPE}x(\d{{1,5}})")
 
 
 def _xmma(decoded: KernelName, operation: str) -> KernelName | None:
     match = _XMMA.match(operation)
     if match is None:
-        return _xmma_cut(decoded, operation)
-    architecture, _, output, product, accumulator, _, layout, m, n, k = match.groups()
-    # ffma is the CUDA cores' instruction; tensor16x8x8 an mma.sync shape; a warp group only multiplies by wgmma.
-    tensor = re.search(r"_tensor\d|_warpgroupsize\d", operation)
-    # execute_split_k_kernel follows an execute_kernel of the same name and takes 6 us where that takes 356: it adds up.
-    second_pass = "execute_split_k_kernel" in operation
-    decoded = replace(
-        decoded,
-        architecture=f"sm{architecture}",
-        input_dtype=_DTYPES[product],
-        accumulate_dtype=_DTYPES[accumulator],
-        output_dtype=_DTYPES[output],
-        transposes=_transposes(layout),
-        unit=None if second_pass else "tensor core" if tensor else "cuda core" if "_ffma" in operation else None,
-        second_pass=second_pass,
-    )
-    return _with_shape(decoded, operation, (m, n, k))
-
-
-def _xmma_cut(decoded: KernelName, operation: str) -> KernelName | None:
-    match = _XMMA_CUT.match(operation)
-    if match is None:
         return None
-    architecture, layout, m, n, k = match.groups()
-    decoded = replace(decoded, architecture=f"sm{architecture}", transposes=_transposes(layout))
-    return _with_shape(decoded, operation, (m, n, k))
+    types, layout = _XMMA_TYPES.match(operation, match.end()), _XMMA_LAYOUT.search(operation, match.end())
+    decoded = replace(decoded, architecture=f"sm{match[1]}", transposes=_transposes(layout[1]) if layout else None)
+    if types is not None:
+        _, output, product, accumulator, _ = types.groups()
+        # ffma is the CUDA cores' instruction; tensor16x8x8 an mma.sync shape; a warp group only multiplies by wgmma.
+        tensor = re.search(r"_tensor\d|_warpgroupsize\d", operation)
+        # execute_split_k_kernel follows an execute_kernel of the same name and takes 6 us where that takes 356: it
+        # adds up.
+        second_pass = "execute_split_k_kernel" in operation
+        decoded = replace(
+            decoded,
+            input_dtype=_DTYPES[product],
+            accumulate_dtype=_DTYPES[accumulator],
+            output_dtype=_DTYPES[output],
+            unit=None if second_pass else "tensor core" if tensor else "cuda core" if "_ffma" in operation else None,
+            second_pass=second_pass,
+        )
+    tile = _XMMA_TILE.search(operation, match.end())
+    return _with_shape(decoded, operation, (tile[1], tile[2], tile[3])) if tile else decoded
 
 
 _GENERATIONS = {

@@ -116,41 +116,23 @@ def compile_fallback(run: Run) -> Finding | None:
     report = run.evidence.compilation
     if report is None or not _measured(run):
         return None
-    evidence: dict[str, float | int | str | None] = {
-        "graphs": report.graphs,
-        "graph_breaks": report.graph_breaks,
-        "recompiles": report.recompiles,
-        "limit_hit": int(report.limit_hit),
-    }
-    if report.limit_hit:
-        return error(
-            "compile-fallback",
-            f"torch.compile hit its recompile limit after {report.recompiles} recompilations and ran eagerly.",
-            remedy="keep shapes fixed in one process, or measure each cell in a process of its own (stepscope sweep)",
-            evidence=evidence,
-        )
-    if report.graph_breaks:
-        reason = f" ({report.graph_break_reasons[0]})" if report.graph_break_reasons else ""
-        return warning(
-            "compile-fallback",
-            f"torch.compile broke the graph {report.graph_breaks} times{reason}; the pieces between run eagerly.",
-            remedy="TORCH_LOGS=graph_breaks shows where",
-            evidence=evidence,
-        )
-    if report.frames_compiled < report.frames_total:
-        return warning(
-            "compile-fallback",
-            f"torch.compile compiled {report.frames_compiled} of {report.frames_total} frames; the others ran eagerly.",
-            remedy="TORCH_LOGS=dynamo shows why",
-            evidence=evidence,
-        )
-    if report.recompiles:
-        return warning(
-            "compile-fallback",
-            f"torch.compile recompiled {report.recompiles} times while this workload's shapes were fixed.",
-            remedy="TORCH_LOGS=recompiles shows why",
-            evidence=evidence,
-        )
+    reason = f" ({report.graph_break_reasons[0]})" if report.graph_break_reasons else ""
+    faults = (
+        (report.limit_hit, f"hit its recompile limit after {report.recompiles} recompilations and ran eagerly",
+         "keep shapes fixed in one process, or measure each cell in a process of its own (stepscope sweep)"),
+        (report.graph_breaks, f"broke the graph {report.graph_breaks} times{reason}; the pieces between run eagerly",
+         "TORCH_LOGS=graph_breaks shows where"),
+        (report.frames_compiled < report.frames_total,
+         f"compiled {report.frames_compiled} of {report.frames_total} frames; the others ran eagerly",
+         "TORCH_LOGS=dynamo shows why"),
+        (report.recompiles, f"recompiled {report.recompiles} times while this workload's shapes were fixed",
+         "TORCH_LOGS=recompiles shows why"),
+    )  # fmt: skip
+    evidence = {name: int(getattr(report, name)) for name in ("graphs", "graph_breaks", "recompiles", "limit_hit")}
+    for happened, did, remedy in faults:
+        if happened:
+            say = error if report.limit_hit else warning
+            return say("compile-fallback", f"torch.compile {did}.", evidence, remedy=remedy)
     return None
 
 

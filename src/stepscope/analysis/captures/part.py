@@ -1,0 +1,95 @@
+"""A part of a capture: what was launched in one step, in one phase, or inside the ranges of one name."""
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+
+import polars as pl
+
+from stepscope.analysis.captures.attribution import Attribution, lasting
+from stepscope.analysis.captures.range_totals import launching, named_ranges
+from stepscope.analysis.captures.summary import OUTSIDE, Part, TraceSummary
+from stepscope.core.errors import InputError
+from stepscope.core.range_names import PHASES
+from stepscope.core.shown_text import name_shown
+from stepscope.trace.nesting import Nest, union
+
+_NAMED, _COMPARED = 6, 10_000
+"""Names that a message lists, and names that are compared with a wrong one."""
+
+
+def part_of(
+    summary: TraceSummary, source: str, *, step: int | None = None, phase: str | None = None, name: str | None = None
+) -> TraceSummary:
+    """The summary of what was launched in this step and phase and inside the ranges of this name.
+
+    Every table of it is of that part alone. Raises InputError, with the names that there are, where one is not in the
+    capture.
+    """
+    whole = summary.attribution
+    # When its stream was free before each row is known from the rows of the other parts too.
+    work, instances, opened = whole.with_free_ns, whole.instances, None
+    if step is not None:
+        work = _of_step(work, step, source)
+        instances = _inside_step(instances, step)
+    if phase is not None:
+        work = _of_phase(work, phase, source)
+    if name is not None:
+        work, opened = _inside_ranges(whole, work, name, source)
+    attribution = dataclasses.replace(whole, work=work, instances=instances, links_checked=0, links_agree=0)
+    if opened is not None:
+        opened = launching(opened, attribution).height
+    part = Part(step=step, phase=phase, range=name, instances=opened, whole=whole)
+    return dataclasses.replace(summary, attribution=attribution, part=part)
+
+
+def _of_step(work: pl.DataFrame, step: int, source: str) -> pl.DataFrame:
+    steps = work["step"].drop_nulls().unique().sort().to_list()
+    if step in steps:
+        return work.filter(pl.col("step") == step)
+    last = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]} alone" if steps else ""
+    there = f"it has {last}" if steps else "no step is marked in it"
+    raise InputError(f"--step {step}: no such step in {source}: {there}")
+
+
+def _inside_step(instances: pl.DataFrame, step: int) -> pl.DataFrame:
+    """The instance of this step, and those of phases that begin in it."""
+    own = instances.filter(pl.col("what") == "step").sort("start_ns")[step : step + 1]
+    begins = pl.col("start_ns")
+    bounds = own.select(begins.min().alias("first"), pl.col("end_ns").max().alias("last")).row(0)
+    return instances.filter((begins >= bounds[0]) & (begins < bounds[1]))
+
+
+def _of_phase(work: pl.DataFrame, phase: str, source: str) -> pl.DataFrame:
+    names = work["phase"].cast(pl.String).fill_null(OUTSIDE)
+    chosen = work.filter(names == phase)
+    if chosen.height:
+        return chosen
+    present = set(names.unique().to_list())
+    there = [known for known in (*PHASES, OUTSIDE) if known in present]
+    raise InputError(f"--phase {phase!r}: nothing ran in it in {source}: there is {', '.join(there) or 'no work'}")
+
+
+def _inside_ranges(whole: Attribution, work: pl.DataFrame, name: str, source: str) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The work launched inside ranges of this name, on any thread of their process; and the ranges."""
+    ranges = named_ranges(whole.table)
+    own = ranges.filter(pl.col("name").cast(pl.String) == name)
+    if not own.height:
+        names = sorted(filter(None, ranges["name"].unique().cast(pl.String).to_list()))
+        raise InputError(f"--range {name!r}: no such range in {source}: {_near(name, names)}")
+    merged = lasting(union(own, ["process"]))
+    inside = Nest(merged, "process").innermost(work["process"], work["launch_ns"]).is_not_null()
+    return work.filter(inside), own
+
+
+def _near(name: str, names: Sequence[str]) -> str:
+    """The names that this one may have been meant to be."""
+    if not names:
+        return "it has none"
+    if len(names) <= _NAMED:
+        return f"there is {', '.join(map(name_shown, names))}"
+    few = names[:_COMPARED]
+    holding = [each for each in few if name.casefold() in each.casefold()]
+    alike = difflib.get_close_matches(name, few, _NAMED, cutoff=0.5)
+    near = list(dict.fromkeys([*alike, *sorted(holding, key=len)]))[:_NAMED] or few[:_NAMED]
+    return f"near are {', '.join(map(name_shown, near))} ({len(names)} names in all)"

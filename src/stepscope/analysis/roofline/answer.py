@@ -1,0 +1,274 @@
+"""The roofline as parts of an answer, as a panel, and as plain data."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from stepscope.analysis.roofline.peaks import Peak
+from stepscope.analysis.roofline.roofs import FamilyRoof, OperatorRoof, Roofline
+from stepscope.core.answer import TEXT, Line, Panel, Point, Table, as_lines, table_of, text
+from stepscope.core.shown_text import name_shown
+from stepscope.core.units import format_rate, format_share, ms_text
+
+OPERATORS_SHOWN = 12
+_SHAPES_SHOWN = 3
+_NEARLY_ALL = 0.995
+_SURELY_BELOW = 0.99
+_LINES = 8
+"""Lines that a plot tells apart: the roofs, and the busiest families."""
+_RATES = (("FLOP/B", ".3g"), ("TFLOP/s", "TFLOP/s of FLOP/s"), ("GB/s", "GB/s of B/s"))
+
+
+def roofline_tables(roofline: Roofline, top: int = OPERATORS_SHOWN) -> tuple[Table, ...]:
+    """The families with a sentence each, then the operators that take most of the device's time."""
+    sentences: list[str] = []
+    if any(each.work for each in roofline.operators):
+        sentences = [family_sentence(each, roofline.steps) for each in roofline.families if each.device_ns]
+    if (passes := pass_sentence(roofline)) is not None:
+        sentences.append(passes)
+    cautions = [Line(words, "aside") for words in _cautions(roofline)]
+    heading, families = text(*_heading(roofline)), _family_table(roofline)
+    if not roofline.operators:
+        return heading, msgspec.structs.replace(families, notes=(*as_lines(*sentences), *cautions))
+    left = roofline.operators[top:]
+    rest_ns = sum(each.device_ns for each in left) / roofline.steps
+    more = [f"{len(left)} more take {ms_text(rest_ns, 2, 3)} ms a step."] if left else []
+    return (
+        heading,
+        msgspec.structs.replace(families, notes=as_lines(*sentences)),
+        msgspec.structs.replace(_operator_table(roofline, top), notes=as_lines(*more, *cautions)),
+    )
+
+
+def roofline_panel(roofline: Roofline) -> Panel | None:
+    """The families' work against the device's roofs, on logarithmic axes; None where none has a place there."""
+    families = [
+        Point(line=each.family, x=each.intensity, y=each.flops_per_s)
+        for each in roofline.families
+        if each.intensity and each.flops_per_s
+    ]
+    memory = roofline.peaks.bytes_per_s
+    if not families or memory is None:
+        return None
+    used = {each.arithmetic for each in roofline.operators if each.flops}
+    peaks = {name: peak.rate for name, peak in roofline.peaks.flops_per_s.items() if name in used}
+    ridges = [rate / memory.rate for rate in peaks.values()]
+    places = [*(point.x for point in families), *ridges]
+    roofs = [
+        Point(line=f"roof, {name}", x=x, y=min(rate, x * memory.rate))
+        for name, rate in peaks.items()
+        for x in sorted({min(places) / 2, rate / memory.rate, max(places) * 2})
+    ]
+    shown = families[: _LINES - len(peaks)]
+    return Panel(x_title="FLOP/B", y_title="FLOP/s", points=(*roofs, *shown), x_log=True, y_log=True)
+
+
+def family_sentence(family: FamilyRoof, steps: int) -> str:
+    """What the family takes, how dense its work is, and what holds it back."""
+    takes = ms_text(family.device_ns / steps, 2, 3)
+    sentence = f"{family.family[0].upper()}{family.family[1:]} kernels take {takes} ms a step"
+    if family.intensity is not None:
+        sentence += f" at {family.intensity:.3g} FLOP/B"
+    if family.covered_ns and family.coverage < _NEARLY_ALL:
+        sentence += f" (work known for {format_share(family.coverage)} of it)"
+    if family.verdict is not None and family.verdict_share is not None:
+        sentence += f": {family.verdict}"
+        if family.verdict_share < _NEARLY_ALL:
+            sentence += f" in {format_share(family.verdict_share)} of it"
+        if family.over_bound is not None:
+            sentence += f", {family.over_bound:.2f} times their bound of {ms_text(family.bound_ns / steps, 2, 3)} ms"
+    elif family.covered_ns:
+        sentence += "; their bound is not known"
+    else:
+        sentence += "; their work is not known"
+    return sentence + "."
+
+
+def pass_sentence(roofline: Roofline) -> str | None:
+    """Backward over forward, in time and in FLOPs; None where one of them did not run."""
+    passes = roofline.passes
+    if not passes.time_ratio:
+        return None
+    forward, backward = (ms_text(ns / roofline.steps, 2, 3) for ns in (passes.forward_ns, passes.backward_ns))
+    sentence = (
+        f"Backward takes {passes.time_ratio:.2f} times forward ({backward} against {forward} ms a step of kernels)"
+    )
+    if passes.flops_ratio:
+        sentence += f" for {passes.flops_ratio:.2f} times its matrix FLOPs"
+    return sentence + "."
+
+
+def _heading(roofline: Roofline) -> Iterator[Line | str]:
+    where = ", ".join(roofline.devices) or "a device the trace does not name"
+    yield Line(f"Roofline of {where}: work, and the least time it takes there", "strong")
+    used = {each.arithmetic for each in roofline.operators if each.flops}
+    rates = [
+        f"{name} {format_rate(peak.rate, 'FLOP/s')} ({peak.source})"
+        for name, peak in roofline.peaks.flops_per_s.items()
+        if name in used
+    ]
+    if (memory := roofline.peaks.bytes_per_s) is not None:
+        rates.append(f"device memory {format_rate(memory.rate, 'B/s')} ({memory.source})")
+    yield f"Peaks: {'; '.join(rates or ['none known, so that nothing has a bound'])}."
+    convention = next((each.work.convention for each in roofline.operators if each.work), None)
+    if convention is None:
+        yield "No work is known: the trace holds no operators with shapes (torch.profiler, record_shapes)."
+    else:
+        share = roofline.covered_ns / roofline.busy_ns if roofline.busy_ns else 0.0
+        yield f"Work is known for {format_share(share)} of device time ({convention})."
+
+
+def _cautions(roofline: Roofline) -> Iterator[str]:
+    """How to read a verdict, and why a time may be shorter than its bound."""
+    if any(each.is_launch_bound for each in roofline.operators):
+        yield "Launch-bound: the host takes longer over a call than the device; under a profiler the more so."
+    below = [each for each in roofline.operators if (each.over_bound or 1.0) < _SURELY_BELOW]
+    by_flops = [(each.compute_ns or 0.0) >= (each.memory_ns or 0.0) for each in below]
+    if not all(by_flops):
+        yield "In less time than their bound by bytes: operands stayed in the L2 cache, or were broadcast views."
+    if any(by_flops):
+        yield "In less time than their bound by FLOPs: causal attention counted full, or a peak of other shapes."
+
+
+def _family_table(roofline: Roofline) -> Table:
+    return table_of(
+        "family, a step", ("ms", "ms of ns"), ("of it known", "%"), *_RATES, ("bound ms", "ms of ns"),
+        ("x bound", ".2f"), ("mostly", TEXT), ("bwd/fwd", ".2f"),
+        rows=[
+            (
+                each.family,
+                each.device_ns / roofline.steps,
+                each.coverage if each.covered_ns else None,
+                *_rates(each),
+                each.bound_ns / roofline.steps if each.bound_ns else None,
+                each.over_bound,
+                each.mostly,
+                each.backward_over_forward,
+            )
+            for each in roofline.families
+        ],
+    )  # fmt: skip
+
+
+def _operator_table(roofline: Roofline, top: int) -> Table:
+    return table_of(
+        "operator", "phase", ("calls", "g"), ("ms a step", "ms of ns"), ("host us", "us of ns"),
+        ("device us", "us of ns"), *_RATES, ("x bound", ".2f"), ("verdict", TEXT),
+        rows=[
+            (
+                operator_label(each),
+                each.phase,
+                each.calls / roofline.steps,
+                each.device_ns / roofline.steps,
+                each.host_ns,
+                each.device_ns / each.calls,
+                *_rates(each),
+                each.over_bound,
+                each.verdict,
+            )
+            for each in roofline.operators[:top]
+        ],
+    )  # fmt: skip
+
+
+def _rates(roof: FamilyRoof | OperatorRoof) -> tuple[float | None, float | None, float | None]:
+    """FLOP/B, FLOP/s and B/s; no FLOP/s where the work is of bytes alone."""
+    return roof.intensity, roof.flops_per_s if roof.flops else None, roof.bytes_per_s
+
+
+def operator_label(operator: OperatorRoof) -> str:
+    """`bmm fp32 48x512x64 48x64x512`: the operator, what its products are computed in, and the first shapes."""
+    name = name_shown(operator.operator.removeprefix("aten::"))
+    product = operator.family in {"matrix multiplication", "attention (fused)"}
+    arithmetic = operator.arithmetic if product else None
+    return " ".join(part for part in (name, arithmetic, name_shown(_shapes(operator.shapes))) if part)
+
+
+def _shapes(shapes: str | None) -> str:
+    try:
+        read = json.loads(shapes or "[]")
+    except (ValueError, RecursionError):
+        return ""
+    found = [_shape(each) for each in read if each] if isinstance(read, list) else []
+    return " ".join(found[:_SHAPES_SHOWN]) + (" .." if len(found) > _SHAPES_SHOWN else "")
+
+
+def _shape(shape: object) -> str:
+    if not isinstance(shape, list):
+        return "?"
+    if isinstance(shape[0], list):
+        return f"[{len(shape)} tensors]"
+    return "x".join(str(side) for side in shape)
+
+
+def roofline_as_json(roofline: Roofline) -> dict[str, Any]:
+    """Plain data. Counts, times (ns), FLOPs and bytes are per step, `host_ns` per call; rates are per second."""
+    steps = roofline.steps
+    passes = roofline.passes
+    return {
+        "devices": list(roofline.devices),
+        "steps": steps,
+        "busy_ns": roofline.busy_ns / steps,
+        "covered_ns": roofline.covered_ns / steps,
+        "peaks": {
+            "flops_per_s": {name: _peak(peak) for name, peak in roofline.peaks.flops_per_s.items()},
+            "bytes_per_s": _peak(roofline.peaks.bytes_per_s) if roofline.peaks.bytes_per_s else None,
+        },
+        "passes": {
+            "forward_ns": passes.forward_ns / steps,
+            "backward_ns": passes.backward_ns / steps,
+            "time_ratio": passes.time_ratio,
+            "forward_flops": passes.forward_flops / steps,
+            "backward_flops": passes.backward_flops / steps,
+            "flops_ratio": passes.flops_ratio,
+        },
+        "families": [_family(each, steps) for each in roofline.families],
+        "operators": [_operator(each, steps) for each in roofline.operators],
+    }
+
+
+def _family(family: FamilyRoof, steps: int) -> dict[str, Any]:
+    return {
+        "family": family.family,
+        "device_ns": family.device_ns / steps,
+        "forward_ns": family.forward_ns / steps,
+        "backward_ns": family.backward_ns / steps,
+        "backward_over_forward": family.backward_over_forward,
+        "coverage": family.coverage,
+        "flops": family.flops / steps,
+        "bytes": family.bytes_moved / steps,
+        **_against_the_roof(family),
+        "bound_ns": family.bound_ns / steps if family.bound_ns else None,
+        "over_bound": family.over_bound,
+        "verdict": family.verdict,
+        "verdict_share": family.verdict_share,
+    }
+
+
+def _operator(operator: OperatorRoof, steps: int) -> dict[str, Any]:
+    return {
+        **{name: getattr(operator, name) for name in ("operator", "shapes", "dtypes", "phase", "family", "kernel")},
+        "arithmetic": operator.arithmetic,
+        "calls": operator.calls / steps,
+        "kernels": operator.kernels / steps,
+        "device_ns": operator.device_ns / steps,
+        "host_ns": operator.host_ns,
+        "dry_share": operator.dry_share,
+        "flops": operator.flops / steps if operator.flops is not None else None,
+        "bytes": operator.bytes_moved / steps if operator.bytes_moved is not None else None,
+        "convention": str(operator.work.convention) if operator.work else None,
+        **_against_the_roof(operator),
+        "bound_ns": operator.bound_ns / steps if operator.bound_ns is not None else None,
+        "over_bound": operator.over_bound,
+        "verdict": operator.verdict,
+    }
+
+
+def _against_the_roof(roof: FamilyRoof | OperatorRoof) -> dict[str, float | None]:
+    return {name: getattr(roof, name) for name in ("intensity", "flops_per_s", "bytes_per_s")}
+
+
+def _peak(peak: Peak) -> dict[str, Any]:
+    return {"rate": peak.rate, "source": peak.source}
