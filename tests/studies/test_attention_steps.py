@@ -11,9 +11,9 @@ from stepscope.analysis.captures.digest import FamilyRow, PlaceRow, TraceDigest,
 from stepscope.analysis.comparisons.attention.answer import FAMILIES, MEMORY, MISSING, MOVED, TIMES, answer_steps
 from stepscope.analysis.comparisons.attention.cells import StepCell, StepGroup, StepPair, compare_steps, step_groups
 from stepscope.cli.app import app
+from stepscope.core.answer import decode_answer, encode_answer
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence, PhaseMemory
-from stepscope.core.experiment import decode_experiment, encode_experiment
 from stepscope.core.finding import Finding
 from stepscope.core.model_config import configure
 from stepscope.core.run import Failure, Run
@@ -263,7 +263,7 @@ def test_text_of_the_answer():
         GOLDEN.write_text(text)
     assert text == GOLDEN.read_text()
     answer = answer_steps(CELLS)
-    assert decode_experiment(encode_experiment(answer).encode(), "here") == answer
+    assert decode_answer(encode_answer(answer).encode(), "here") == answer
 
 
 def test_nothing_measured_is_said_with_its_reason():

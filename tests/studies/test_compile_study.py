@@ -40,9 +40,9 @@ from stepscope.analysis.comparisons.compiling.cells import (
     payback,
 )
 from stepscope.cli.app import app
+from stepscope.core.answer import decode_answer
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import CompileReport, Evidence, KernelTotal, PhaseMemory, ProfiledStep
-from stepscope.core.experiment import decode_experiment
 from stepscope.core.finding import Finding
 from stepscope.core.model_config import configure
 from stepscope.core.run import Failure, Run, Settings
@@ -196,7 +196,7 @@ STORED = b"""
 
 
 def test_a_stored_answer_keeps_its_noise_under_the_present_kind(tmp_path: Path):
-    answer = decode_experiment(STORED, "answer.json")
+    answer = decode_answer(STORED, "answer.json")
     assert [finding.kind for finding in answer.findings] == ["process-noise", "paid-after"]
     stored = json.loads(STORED)["findings"]
     (tmp_path / "answer.json").write_bytes(STORED)

@@ -28,6 +28,7 @@ from stepscope.analysis.attention.answer import (
 )
 from stepscope.analysis.attention.study import Contest, arrange, fit_slope
 from stepscope.cli.app import app
+from stepscope.core.answer import Table, decode_answer, encode_answer
 from stepscope.core.attention_timing import (
     AttentionCell,
     AttentionTiming,
@@ -40,7 +41,6 @@ from stepscope.core.attention_verdict import AttentionShape
 from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
-from stepscope.core.experiment import Table, decode_experiment, encode_experiment
 from stepscope.core.samples import Samples
 from stepscope.models.attention import implementation
 from stepscope.models.attention.inputs import attend, check_inputs
@@ -358,8 +358,8 @@ def test_text_of_the_answer():
 def test_timings_and_answer_travel_as_json(tmp_path: Path):
     assert decode_timings(encode_timings(STORY), "here") == STORY
     answer = answer_attention(STORY)
-    assert decode_experiment(encode_experiment(answer).encode(), "here").tables == answer.tables
-    for decode in (decode_timings, decode_experiment):
+    assert decode_answer(encode_answer(answer).encode(), "here").tables == answer.tables
+    for decode in (decode_timings, decode_answer):
         with pytest.raises(
             InputError, match=r"empty\.json is empty: the command that was writing it ended before.* again"
         ):

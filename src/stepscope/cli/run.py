@@ -3,14 +3,18 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import typer
 
 from stepscope.cli.options import OneWorkload, Recording
-from stepscope.cli.output import emit, present, progress, stdout_kept_clean, warn
+from stepscope.cli.output import check_picture, draw, progress, stdout_kept_clean, warn
+from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
+from stepscope.core.document import json_document
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DONE, EXIT_INTERRUPTED, StepscopeError
 from stepscope.core.finding import worst
 from stepscope.core.run import Run, Settings
+from stepscope.core.run_directory import encode_run
 
 if TYPE_CHECKING:
     from stepscope.analysis.captures.summary import TraceSummary
@@ -34,9 +38,11 @@ def run(
     memory: int | None,
     tag: str | None,
     runs: Path,
-    json: bool,
+    save: Path | None,
+    shown: Presentation,
 ) -> None:
     """Measure one step: time by phase, rates, memory, and what to doubt. Saves a run directory."""
+    check_picture(save)
     # Which preset stands in for none is known with the device: any with many layers tells whether the rest is sound.
     stand_in = {} if "model" in said.said else {"layers": 1000}
     said.workload(model="tiny", seq_len=1, **stand_in)
@@ -55,7 +61,7 @@ def run(
     for capture in measured.evidence.captures:
         if capture.failure:
             warn(f"no {capture.tool} trace: {capture.failure}")
-    _print(measured, directory, json)
+    _show(measured, directory, shown, save)
     raise typer.Exit(exit_code(measured))
 
 
@@ -68,45 +74,36 @@ def exit_code(measured: Run) -> int:
     return EXIT_CHECK_FAILED if worst(measured.findings) == "error" else EXIT_DONE
 
 
-def _print(measured: Run, directory: Path, json: bool) -> None:
+def _show(measured: Run, directory: Path, shown: Presentation, save: Path | None) -> None:
     """The run, and what its trace and its memory say, where it kept them and this machine can read them."""
-    summary, explained = _summary_of_trace(measured, directory), _explained_memory(measured, directory)
-    if json:
-        from stepscope.core.run_directory import encode_run
-
-        text = encode_run(measured)
-        if summary is not None or explained is not None:
-            import msgspec
-
-            fields = msgspec.json.decode(text)
-            if summary is not None:
-                from stepscope.analysis.captures.as_json import trace_as_json
-                from stepscope.analysis.captures.checks import check_trace
-
-                fields["trace"] = trace_as_json(summary, check_trace(summary))
-            if explained is not None:
-                from stepscope.memory.at_moment import moment_at
-                from stepscope.memory.memory_json import memory_as_json
-
-                fields["memory"] = memory_as_json(explained, moment_at(explained, None))
-            text = msgspec.json.format(msgspec.json.encode(fields), indent=1) + b"\n"
-        emit(text.decode())
-        return
     from stepscope.analysis.runs.answer import answer_run
 
-    present(answer_run(measured, str(directory)))
+    answers = [answer_run(measured, str(directory))]
+    documents: dict[str, object] = {}
+    summary, explained = _summary_of_trace(measured, directory), _explained_memory(measured, directory)
     if summary is not None:
         from stepscope.analysis.captures.answer import answer_trace
+        from stepscope.analysis.captures.as_json import trace_as_json
         from stepscope.analysis.captures.checks import check_trace
 
-        emit("\n")
-        present(answer_trace(summary, check_trace(summary), str(directory)))
+        findings = check_trace(summary)
+        answers.append(answer_trace(summary, findings, str(directory)))
+        documents["trace"] = trace_as_json(summary, findings)
     if explained is not None:
         from stepscope.memory.answer import answer_memory
         from stepscope.memory.at_moment import moment_at
+        from stepscope.memory.memory_json import memory_as_json
 
-        emit("\n")
-        present(answer_memory(explained, moment_at(explained, None)))
+        moment = moment_at(explained, None)
+        answers.append(answer_memory(explained, moment))
+        documents["memory"] = memory_as_json(explained, moment)
+
+    def document() -> str:
+        text = encode_run(measured).decode()
+        return json_document({**msgspec.json.decode(text), **documents}) if documents else text
+
+    draw(answers[0], save)
+    shown.show(*answers, document=document)
 
 
 def _summary_of_trace(measured: Run, directory: Path) -> "TraceSummary | None":

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import typer
 
 from stepscope.cli.grammar import Verbs, study_now
-from stepscope.cli.output import present
+from stepscope.cli.presentation import Presentation
 from stepscope.cli.studies import gradients as study_gradients
 from stepscope.cli.studies import precision as study_precision
 from stepscope.cli.studies.attention import attention
@@ -36,11 +36,11 @@ def warmup(
     steps: int = 10,
     tag: str | None,
     runs: Path,
-    json: bool,
+    shown: Presentation,
 ) -> None:
     """Measure a step after 0, 1, 2 and 5 warm-up steps, each in a fresh process."""
     from stepscope.analysis.comparisons.warmup import answer_warmup
-    from stepscope.cli.sweep import measure_and_report, report_sweep
+    from stepscope.cli.sweep import measure_and_report, report_runs
     from stepscope.core.model_config import configure
     from stepscope.core.workload import Workload
     from stepscope.engine.plan import Policy, SweepPlan
@@ -49,9 +49,7 @@ def warmup(
     workload = Workload(model=configure(model), seq_len=seq_len, batch_size=batch_size, dtype=dtype)  # type: ignore[arg-type]
     cells = warmup_cells(workload, steps, warmup)
     plan = SweepPlan(cells=cells, devices=(device,), out=str(runs), tag=tag)
-    measure_and_report(
-        plan, Policy(), lambda found: report_sweep(found, True) if json else present(answer_warmup(found))
-    )
+    measure_and_report(plan, Policy(), lambda found: report_runs(found, answer_warmup(found), shown))
 
 
 class _Studies(Verbs):

@@ -4,11 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
+import msgspec
 import typer
 
 from stepscope.cli.options import ManyWorkloads, Recording
-from stepscope.cli.output import emit, present, sweep_progress, warn
+from stepscope.cli.output import sweep_progress, warn
+from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
+from stepscope.core.answer import Answer
 from stepscope.core.errors import (
     EXIT_CHECK_FAILED,
     EXIT_DEVICE_FAILED,
@@ -53,7 +56,7 @@ def sweep(
     memory: int | None,
     tag: str | None,
     runs: Path,
-    json: bool,
+    shown: Presentation,
 ) -> None:
     """Measure a grid of workloads. The same command resumes a sweep that was interrupted."""
     from stepscope.engine.plan import Cell, Policy, SweepPlan, order_cells
@@ -76,7 +79,13 @@ def sweep(
         memory=recording.memory,
     )
     policy = Policy(timeout_s=timeout, skip=not no_skip, retry=retry, fresh=fresh)
-    measure_and_report(plan, policy, lambda measured: report_sweep(measured, json, runs))
+
+    def report(measured: list[Run]) -> None:
+        from stepscope.analysis.runs.answer import answer_cells
+
+        report_runs(measured, answer_cells(measured, str(runs)), shown)
+
+    measure_and_report(plan, policy, report)
 
 
 def measure_and_report(plan: "SweepPlan", policy: "Policy", report: Callable[[list[Run]], None]) -> NoReturn:
@@ -115,8 +124,8 @@ def _foretell(plan: "SweepPlan") -> None:
         warn(f"{len(unfit)} of {len(plan.cells)} cells are predicted not to fit into {budget.said}: {named}{more}")
 
 
-def report_sweep(runs: list[Run], json: bool, out: Path | None = None) -> None:
-    """The cells on stdout, and a line where they were measured in different environments."""
+def report_runs(runs: list[Run], answer: Answer, shown: Presentation) -> None:
+    """What was found of these runs, with --json a line for each; and a word where their environments differ."""
     environments = [run.environment for run in runs if run.environment]
     for other in environments[1:]:
         differences = environments[0].differences(other)
@@ -124,15 +133,7 @@ def report_sweep(runs: list[Run], json: bool, out: Path | None = None) -> None:
             name, (first, second) = next(iter(differences.items()))
             warn(f"the cells were measured in different environments: {name} {first} and {second}")
             break
-    if json:
-        import msgspec
-
-        for run in runs:
-            emit(msgspec.json.encode(run).decode() + "\n")
-        return
-    from stepscope.analysis.runs.answer import answer_cells
-
-    present(answer_cells(runs, str(out) if out is not None else None))
+    shown.show(answer, document=lambda: "".join(msgspec.json.encode(run).decode() + "\n" for run in runs))
 
 
 def sweep_exit_code(runs: list[Run]) -> int:
