@@ -107,9 +107,10 @@ def bare_head(column: str, unit: str) -> str:
 
 
 def bare_figure(value: float, unit: str) -> float:
-    """A figure as a bare number, in the unit that the head of its column names."""
+    """A figure as a bare number, in the unit that the head of its column names, without the last bits that scaling
+    invents: 5.119494, not 5.1194939999999995."""
     factor = UNITS[unit][1] if unit in UNITS else 1
-    return value if factor == 1 else value * factor
+    return value if factor == 1 else float(f"{value * factor:.12g}")
 
 
 def parse_bytes(text: str) -> int:
