@@ -123,6 +123,19 @@ def _wait(pid: int, timeout: float) -> int | None:
     return None
 
 
+WITHOUT_POLARS = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"polars", "scipy", "pynvml", "nvtx", "altair", "vl_convert"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+from stepscope.cli.app import app
+app(sys.argv[1:], standalone_mode=False)
+"""
+"""The command on a machine that only measures, as code for `python -c`."""
+
+
 if __name__ == "__main__":
     _requests = os.fdopen(os.dup(0), "r")
     _answers = os.fdopen(os.dup(1), "w")

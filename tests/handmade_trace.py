@@ -6,7 +6,7 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.captures.attribution import Attribution, attribute
-from stepscope.trace.launches import with_launches
+from stepscope.trace.launches import operators_as_work, with_launches
 from stepscope.trace.table import CALL_SCHEMA, OPERATOR_SCHEMA, RANGE_SCHEMA, WORK_SCHEMA, TraceTable
 
 PROCESS, MAIN, AUTOGRAD = 1, 11, 12
@@ -81,3 +81,18 @@ def traced(
         devices=devices or {},
     )
     return attribute(table)
+
+
+def of_a_cpu(*operators: tuple[Any, ...]) -> Attribution:
+    """A trace of a CPU: operators alone, each (start, end, process, thread, name); the work is theirs."""
+    rows = [(*operator, *[None] * (len(OPERATOR_SCHEMA) - len(operator))) for operator in operators]
+    frame = pl.DataFrame(rows, schema=OPERATOR_SCHEMA, orient="row")
+    return attribute(
+        TraceTable(
+            profiler="Kineto",
+            work=operators_as_work(frame),
+            calls=CALL_SCHEMA.to_frame(),
+            ranges=RANGE_SCHEMA.to_frame(),
+            operators=frame,
+        )
+    )

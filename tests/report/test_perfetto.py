@@ -11,13 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.analysis.captures.attribution import Attribution, attribute
+from stepscope.analysis.captures.attribution import Attribution
 from stepscope.analysis.captures.occupation import occupation
 from stepscope.core.errors import InputError
 from stepscope.report.perfetto import lanes, write_perfetto
-from stepscope.trace.launches import operators_as_work
-from stepscope.trace.table import CALL_SCHEMA, OPERATOR_SCHEMA, RANGE_SCHEMA, TraceTable
-from tests.handmade_trace import GEMM, REDUCE, SOFTMAX, traced, work
+from tests.handmade_trace import GEMM, REDUCE, SOFTMAX, of_a_cpu, traced, work
 
 HOSTILE = 'ker"nel\\<é\x00\n\u2028{"ph":"B"}>'
 
@@ -124,19 +122,8 @@ def test_overlapping_slices_go_on_in_another_lane(tmp_path: Path):
 
 
 def test_a_cpu_trace_has_its_operators(tmp_path: Path):
-    operators = pl.DataFrame(
-        [(0, 10, 1, 11, "aten::linear", None, None, None, None, None), (2, 5, 1, 11, "aten::mm", *[None] * 5)],
-        schema=OPERATOR_SCHEMA,
-        orient="row",
-    )
-    table = TraceTable(
-        profiler="Kineto",
-        work=operators_as_work(operators),
-        calls=CALL_SCHEMA.to_frame(),
-        ranges=RANGE_SCHEMA.to_frame(),
-        operators=operators,
-    )
-    tracks = written(attribute(table), tmp_path / "out.json")
+    on_cpu = of_a_cpu((0, 10, 1, 11, "aten::linear"), (2, 5, 1, 11, "aten::mm"))
+    tracks = written(on_cpu, tmp_path / "out.json")
     assert {title: [e["name"] for e in track] for title, track in tracks.items()} == {
         "process 1 | thread 11: operators": ["aten::linear", "aten::mm"]
     }

@@ -50,7 +50,7 @@ from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.samples import Samples
 from stepscope.measure.compilation import compile_report, reset_compilation
 from stepscope.studies.compile_study import check_modes, cold_caches, compile_cells
-from tests.command import Done, stepscope
+from tests.command import WITHOUT_POLARS, Done, stepscope
 from tests.conftest import make_run, workload
 
 RESULTS = Path(__file__).parents[2] / "results" / "h200"
@@ -433,18 +433,6 @@ def test_dynamo_says_why_it_compiled_again():
 
 def study(*arguments: object) -> Done:
     return stepscope("study", "compile", *arguments)
-
-
-WITHOUT_POLARS = """
-import sys
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"polars", "scipy", "pynvml", "nvtx", "altair", "vl_convert"}:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Missing())
-from stepscope.cli.app import app
-app(sys.argv[1:], standalone_mode=False)
-"""
 
 
 def test_text_of_the_kept_sweep_on_a_bare_machine():

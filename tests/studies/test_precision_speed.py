@@ -23,7 +23,7 @@ from stepscope.core.run import Failure, Run, Settings
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.workload import DTYPES
 from stepscope.studies.precision_speed import dtypes_here, speed_cells
-from tests.command import Done, stepscope
+from tests.command import WITHOUT_POLARS, Done, stepscope
 from tests.conftest import make_run, workload
 
 pytestmark = pytest.mark.slow
@@ -248,18 +248,6 @@ def test_bad_input_is_one_line(tmp_path: Path):
         assert word in str(refused.value) and "\n" not in str(refused.value)
     done = study("--from", empty)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-
-
-WITHOUT_POLARS = """
-import importlib.util, sys
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"polars", "scipy", "pynvml", "nvtx", "altair", "vl_convert"}:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Missing())
-from stepscope.cli.app import app
-app(sys.argv[1:], standalone_mode=False)
-"""
 
 
 def test_a_bare_machine_measures_and_another_reads_the_captures(tmp_path: Path):

@@ -17,10 +17,8 @@ from stepscope.analysis.captures.occupation import (
     Occupation,
     occupation,
 )
-from stepscope.trace.launches import operators_as_work
 from stepscope.trace.read import read_trace
-from stepscope.trace.table import CALL_SCHEMA, OPERATOR_SCHEMA, RANGE_SCHEMA, TraceTable
-from tests.handmade_trace import AUTOGRAD, traced, work
+from tests.handmade_trace import AUTOGRAD, of_a_cpu, traced, work
 
 DTOH, HTOD = "Memcpy DtoH (Device -> Pageable)", "Memcpy HtoD (Pageable -> Device)"
 
@@ -188,17 +186,8 @@ def test_devices_are_apart():
 
 def test_a_cpu_trace_and_an_empty_one_have_no_gaps():
     assert occupation(traced([])) is None
-    operators = pl.DataFrame(
-        [(0, 10, 1, 11, "aten::mm", None, None, None, None, None)], schema=OPERATOR_SCHEMA, orient="row"
-    )
-    table = TraceTable(
-        profiler="Kineto",
-        work=operators_as_work(operators),
-        calls=CALL_SCHEMA.to_frame(),
-        ranges=RANGE_SCHEMA.to_frame(),
-        operators=operators,
-    )
-    assert table.on_cpu and occupation(attribute(table)) is None
+    on_cpu = of_a_cpu((0, 10, 1, 11, "aten::mm"))
+    assert on_cpu.table.on_cpu and occupation(on_cpu) is None
 
 
 ROWS = st.lists(

@@ -5,7 +5,6 @@ from collections import defaultdict
 from typing import Any
 
 import msgspec
-import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,9 +19,8 @@ from stepscope.analysis.comparisons.captures import (
 from stepscope.analysis.kernels.spelling import one_spelling
 from stepscope.cli.output import present
 from stepscope.core.errors import InputError
-from stepscope.trace.launches import operators_as_work
-from stepscope.trace.table import CALL_SCHEMA, OPERATOR_SCHEMA, RANGE_SCHEMA, TraceTable
-from tests.handmade_trace import ADD, GEMM, SOFTMAX, traced, work
+from stepscope.trace.table import TraceTable
+from tests.handmade_trace import ADD, GEMM, SOFTMAX, of_a_cpu, traced, work
 
 pytestmark = pytest.mark.slow
 
@@ -109,15 +107,7 @@ def test_what_sets_the_captures_apart_is_said():
 
 
 def test_a_cpu_and_a_device_cannot_be_compared():
-    operators = pl.DataFrame([(0, 10, 1, 11, "aten::mm", *[None] * 5)], schema=OPERATOR_SCHEMA, orient="row")
-    table = TraceTable(
-        profiler="Kineto",
-        work=operators_as_work(operators),
-        calls=CALL_SCHEMA.to_frame(),
-        ranges=RANGE_SCHEMA.to_frame(),
-        operators=operators,
-    )
-    on_cpu = attribute(table)
+    on_cpu = of_a_cpu((0, 10, 1, 11, "aten::mm"))
     with pytest.raises(InputError, match="CPU operators only"):
         compare_captures(on_cpu, after())
     assert "operator time" in compare_captures(on_cpu, on_cpu).summary
