@@ -38,7 +38,7 @@ _ROOM_PER_BYTE = 16
 """The most memory that reading may take, as a base and a multiple of the bytes read so far: plain data in Python takes
 up to ten times its pickle, empty lists and texts of one byte seventy times."""
 _LEAST_SECONDS, _BYTES_PER_SECOND = 5, 2 * MIB
-"""The least and further processor time that reading may take; a second suffices for some 50 MiB."""
+"""Processor time that reading may take: a least, and a second for so many bytes. Some 50 MiB take a second."""
 _BUFFER_BYTES = 1 << 20
 _STATM = Path("/proc/self/statm")
 _LONGEST_NAME = 100
