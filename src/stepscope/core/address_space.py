@@ -4,7 +4,7 @@ from stepscope.core.errors import DeviceError
 from stepscope.core.units import MIB, format_bytes
 
 LEAST_FOR_TORCH = 768 * MIB
-"""Below it PyTorch's libraries raise, abort or retry for ever while they are loaded, and nobody can catch that."""
+"""Bytes of address space below which PyTorch's libraries raise, abort or retry for ever while they load."""
 
 
 def address_space_limit() -> int | None:
@@ -18,7 +18,7 @@ def address_space_limit() -> int | None:
 
 
 def require_room_for_torch() -> None:
-    """Raises DeviceError where the limit leaves no room for PyTorch. Packages that import it ask before they do."""
+    """Raise DeviceError where the limit leaves no room for PyTorch. Packages that import PyTorch call this before."""
     limit = address_space_limit()
     if limit is not None and limit < LEAST_FOR_TORCH:
         raise DeviceError(

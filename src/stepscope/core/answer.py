@@ -16,11 +16,11 @@ from stepscope.core.samples import INTERVALS
 ANSWER_VERSION = 1
 
 Tone = Literal["", "strong", "good", "bad", "care", "aside"]
-"""How a line or a row is said, where a renderer can: in bold, as good or bad news, as a warning, or quietly."""
+"""The tone of a line or a row, where a renderer can show it: bold, good or bad news, a warning, or quiet."""
 
 
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A sentence, and how it is said."""
+    """A sentence and its tone."""
 
     text: str
     tone: Tone = ""
@@ -36,7 +36,7 @@ class Doubted(msgspec.Struct, frozen=True):
 Cell = str | int | float | bool | Doubted | None
 
 TEXT = "text"
-"""The unit of a column of figures that are written out already: it stands to the right, and reads as it is."""
+"""The unit of a column whose figures are text already: it is aligned to the right, and shown as it is."""
 PROSE = "prose"
 """The unit of a column of sentences: it folds between words, however much room there is."""
 
@@ -49,12 +49,12 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Names of the columns, with the unit where the figures stand in one."""
     rows: tuple[tuple[Cell, ...], ...]
     units: tuple[str, ...] = ()
-    """How the figures of each column read, by `core.units.figure_text`; empty where they read as they are."""
+    """The unit of each column, for `core.units.figure_text`; empty where figures are shown as they are."""
     notes: tuple[Line, ...] = ()
     rules: tuple[int, ...] = ()
-    """Rows that a rule stands above."""
+    """Indices of rows with a rule above them."""
     tones: dict[int, Tone] = {}
-    """How a row is said, where that is not plainly."""
+    """Tones of the rows that are not plain."""
     one_line: bool = False
     """Whether each row stays on one line: on a narrow screen columns on the right are left out."""
 
@@ -66,14 +66,14 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     x: float = 0.0
     y: float
     doubted: bool = False
-    """Whether the findings of a run that it was made of doubt it."""
+    """Whether the findings of one of its runs doubt the figure."""
     name: str = ""
-    """Of the bar; empty on a curve."""
+    """The name of the bar; empty on a curve."""
     style: str = ""
     """A second property, across the lines, told by dashes."""
     low: float | None = None
     high: float | None = None
-    """Ends of the interval of y."""
+    """The ends of y's confidence interval."""
     missing: str = ""
     """Why there is no such figure, as in `OOM` or `nan`: its place is marked with it, and y means nothing."""
 
@@ -95,7 +95,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int = ANSWER_VERSION
     study: str
-    """The verb or the study that answers."""
+    """The name of the verb or the study that answers."""
     question: str
     device: str = ""
     date: str = ""
@@ -103,18 +103,18 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str] = {}
     settings: dict[str, Cell] = {}
     lead: tuple[Line, ...] = ()
-    """What was measured, where, and the answer in a sentence: said first, in place of question, device, versions and
-    settings."""
+    """Lines that are shown first, in place of question, device, versions and settings: what was measured, where, and
+    the answer in a sentence."""
     tables: tuple[Table, ...] = ()
     panels: tuple[Panel, ...] = ()
     findings: tuple[Finding, ...] = ()
-    """What follows from the figures; each carries those that it quotes."""
+    """Conclusions from the figures; each carries the figures that it quotes."""
     checked: bool = False
-    """Whether the findings are those of checks: they say their kind and remedy, and none is worth a line."""
+    """Whether the findings come from checks: they show kind and remedy, and a line says if there are none."""
     asides: tuple[str, ...] = ()
-    """What was not looked at, and why."""
+    """Sentences on what was not examined, and why."""
     origin: tuple[str, ...] = ()
-    """Which run or file this is, and where."""
+    """Lines that say which run or file this is, and where."""
 
     def table(self, title: str) -> Table:
         """The table of this title."""
@@ -154,12 +154,12 @@ def _is_named(table: Table, only: str) -> bool:
 
 
 def text(*lines: str | Line) -> Table:
-    """A part of an answer that is sentences alone."""
+    """A Table of sentences alone."""
     return Table(title="", columns=(), rows=(), notes=as_lines(*lines))
 
 
 def as_lines(*lines: str | Line) -> tuple[Line, ...]:
-    """Sentences as lines."""
+    """The sentences as Lines."""
     return tuple(line if isinstance(line, Line) else Line(line) for line in lines)
 
 
@@ -183,7 +183,7 @@ def measured_answer(
     settings: Mapping[str, Cell] | None = None,
     date: str = "",
 ) -> Answer:
-    """The answer to a question about what was measured there. A table without rows is left out."""
+    """The Answer to a question about measured runs. A table without rows is left out."""
     return Answer(
         study=study,
         question=question,
@@ -198,7 +198,7 @@ def measured_answer(
 
 
 def known_columns(title: str, columns: Sequence[str], rows: Sequence[tuple[Cell, ...]]) -> Table:
-    """A table without the columns that no row has a figure of."""
+    """The table without the columns in which no row has a figure."""
     kept = [i for i in range(len(columns)) if any(row[i] is not None for row in rows)]
     return Table(
         title=title, columns=tuple(columns[i] for i in kept), rows=tuple(tuple(row[i] for i in kept) for row in rows)
@@ -224,7 +224,7 @@ _LATER: dict[str, object] = {
 
 
 def encode_answer(answer: Answer) -> str:
-    """JSON, one document. It has no NaN and no infinity: where a figure is one, its cell says so in a word."""
+    """The answer as one JSON document, in which NaN and infinities are words, since JSON has none."""
     return json_document(_with_words(msgspec.to_builtins(answer)))
 
 

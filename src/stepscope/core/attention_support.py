@@ -22,11 +22,11 @@ _TENSOR_DTYPE: dict[Dtype, TensorDtype] = {
 }  # fmt: skip
 
 INTERPRETER = "TRITON_INTERPRET"
-"""The variable of the environment that has Triton run its kernels in Python, on tensors of the CPU."""
+"""The environment variable that makes Triton run its kernels in Python, on tensors of the CPU."""
 
 
 def tensor_dtype(dtype: Dtype) -> TensorDtype:
-    """What the model's attention gets in a workload of this dtype."""
+    """The dtype of the tensors that the model's attention gets in a workload of this dtype."""
     return _TENSOR_DTYPE[dtype]
 
 
@@ -46,7 +46,7 @@ FaultHere = Callable[[Attention, str], str | None]
 
 
 def _no_fault(_name: Attention, _device_type: str) -> None:
-    """None: a machine that lacks nothing. Predictions ask about another machine than the one they are made on."""
+    """No fault, as on a machine that lacks nothing: predictions are about another machine than this one."""
 
 
 def find_fault(name: Attention, call: AttentionCall, here: FaultHere = fault_here) -> str | None:

@@ -1,4 +1,4 @@
-"""Calls of attention, measured: what was called, what became of it, its times and its memory."""
+"""Measured calls of attention: the call, its outcome, its times and its memory."""
 
 from typing import Literal, get_args
 
@@ -15,7 +15,7 @@ from stepscope.core.workload import Dtype
 TIMINGS_VERSION = 1
 
 CallCompile = Literal["none", "default"]
-"""Called as it is, or through torch.compile."""
+"""How an implementation is called: as it is, or through torch.compile."""
 CALL_COMPILES: tuple[CallCompile, ...] = get_args(CallCompile)
 
 Launches = Literal["hidden", "shown"]
@@ -26,7 +26,7 @@ launches; the L2 cache is as the pass before left it."""
 CallOutcome = Literal[
     "measured", "wrong", "not supported", "out of memory", "failed", "interrupted", "not reached"
 ]  # fmt: skip
-"""What became of a cell. wrong: the implementation failed the gate, and is not timed."""
+"""The outcome of a cell. wrong: the implementation failed the gate, and is not timed."""
 
 BYTES: dict[TensorDtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes per number of each dtype."""
@@ -78,7 +78,7 @@ class CallMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttentionTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one cell."""
+    """The outcome, times and memory of one cell."""
 
     cell: AttentionCell
     outcome: CallOutcome
@@ -130,12 +130,12 @@ class AttentionTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_timings(timings: AttentionTimings) -> bytes:
-    """JSON, one document."""
+    """The timings as one JSON document."""
     return json_document(timings).encode()
 
 
 def decode_timings(data: bytes, source: str) -> AttentionTimings:
-    """What `encode_timings` wrote. Raises InputError that names the source."""
+    """The timings that `encode_timings` wrote. Raises InputError that names the source."""
     return decode_document(
         data, AttentionTimings, source, holds="timings of attention", newest=TIMINGS_VERSION, again="with --figures"
     )

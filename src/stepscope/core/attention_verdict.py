@@ -1,4 +1,4 @@
-"""What the gate says of an implementation of attention: an error for each tensor, a verdict for each case."""
+"""The gate's report on an implementation of attention: an error for each tensor, a verdict for each case."""
 
 import math
 from typing import Literal
@@ -25,7 +25,7 @@ Outcome = Literal["passed", "failed", "not supported"]
 
 
 class GateFailure(StepscopeError):
-    """An implementation that computes something else than attention: no time of it means anything."""
+    """Raised for an implementation that does not compute attention, so that its times mean nothing."""
 
     exit_code = EXIT_CHECK_FAILED
 
@@ -58,7 +58,7 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
     def call(
         self, device_type: str, dtype: TensorDtype, *, backward: bool = True, largest_score: float | None = None
     ) -> AttentionCall:
-        """What this call asks of an implementation on that type of device."""
+        """The AttentionCall that this shape makes on that type of device."""
         return AttentionCall(
             device_type=device_type, dtype=dtype, head_dim=self.head_dim, queries=self.queries, keys=self.keys,
             heads=self.heads, key_heads=self.key_heads, window=self.window, backward=backward,
@@ -117,21 +117,21 @@ class AttentionVerdict(msgspec.Struct, frozen=True, kw_only=True):
     shape: AttentionShape
     outcome: Outcome
     errors: tuple[TensorError, ...] = ()
-    """The output's, and where there is a backward those of the gradients that are asked for."""
+    """The errors of the output and, where there is a backward, of the gradients that are asked for."""
     repeats: bool | None = None
     """Whether a second run gave the same bits; None where there was none."""
     reason: str = ""
-    """Why it is not supported, or failed without an answer."""
+    """Why the call is not supported, or failed without a result."""
     allowance: str = ""
     """Why it may be further off than others; empty where it may not."""
     yardsticks: tuple[str, ...] = ()
-    """What is allowed to all on this call, where that is not twice sdpa's error."""
+    """The error that every implementation is allowed on this call, where it is not twice sdpa's."""
     known: str = ""
     """The fault of this implementation's authors that explains a failure; empty where none is known."""
 
     @property
     def sentence(self) -> str:
-        """What is wrong, in one line."""
+        """One line that says what is wrong."""
         where = f"({self.shape}) in {self.dtype}"
         if self.reason:
             return f"{where}: {self.reason}"
@@ -169,11 +169,11 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """Whether something was computed, and all of that is right."""
+        """Whether something was computed, and all results are right."""
         return not self.failures and any(verdict.outcome == "passed" for verdict in self.verdicts)
 
     def require(self) -> None:
-        """Raise GateFailure unless it passed: to be called before any of its times is shown."""
+        """Raise GateFailure unless it passed; called before any of its times is shown."""
         if self.passed:
             return
         if not self.failures:

@@ -40,7 +40,7 @@ LARGEST_EXPONENT: dict[TensorDtype, int] = {"fp64": 709, "fp32": 88, "bf16": 88,
 
 
 class AttentionCall(msgspec.Struct, frozen=True, kw_only=True):
-    """What one call asks of an implementation. Lengths and heads that are not known yet are None."""
+    """One call, as far as it decides which implementations can run it. Unknown lengths and heads are None."""
 
     device_type: str
     dtype: TensorDtype
@@ -57,7 +57,7 @@ class AttentionCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an attention.
+    """The record of an attention: where it runs, what it keeps, how far it may be off, and how it shows in what ran.
 
     Every attention takes these, so no field says them: causal or not; any number of queries and of keys from `shortest`
     on, the two unequal too; keys and values of fewer heads than the queries, where those divide these; non-contiguous
@@ -136,7 +136,7 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.compiler == "triton"
 
     def fault(self, call: AttentionCall) -> str | None:
-        """Why it does not run so, to follow its name; None where it does."""
+        """Why it cannot run this call, as words to follow its name; None where it can."""
         return self._fault_of_place(call) or self._fault_of_sizes(call) or self.fault_of_scores(call)
 
     def _fault_of_place(self, call: AttentionCall) -> str | None:
@@ -186,7 +186,7 @@ ATTENTIONS: dict[Attention, AttentionRecord] = {
         function=f"{_PYTORCH}:sdpa", memory="chosen", predicted="always",
         chooses_among=("sdpa-math", "sdpa-efficient", "sdpa-flash", "sdpa-cudnn"),
     ),
-    # The following four: that backend, or an error.
+    # The next four run the backend of that name, or raise an error.
     "sdpa-math": AttentionRecord(
         function=f"{_PYTORCH}:sdpa_math", scores="whole", memory="math", predicted="always", in_fp32=True,
         signs=r"^aten::_scaled_dot_product_attention_math",
@@ -237,7 +237,7 @@ ATTENTIONS: dict[Attention, AttentionRecord] = {
         function="stepscope.kernels.flash.tiled:flash_tiled", scores="pieces", memory="tiled",
         signs=r"FlashAttentionTiled",
     ),
-    # The same in Triton. bf16, and the copies from memory that run beside the arithmetic, begin with Ampere.
+    # FlashAttention-2 in Triton. bf16, and copies from memory beside the arithmetic, begin with Ampere.
     "flash": AttentionRecord(
         function="stepscope.kernels.flash.attention:flash_attention", memory="hopper", predicted="always",
         kept_operators=("stepscope::flash_attention_forward",), compiler="triton", kernel_by_length=True,
@@ -264,5 +264,5 @@ def scores_of(name: Attention) -> Scores:
 
 
 def attention_names() -> tuple[Attention, ...]:
-    """What a workload may ask for, `auto` last."""
+    """Names that a workload may ask for, `auto` last."""
     return (*ATTENTIONS, AUTO)

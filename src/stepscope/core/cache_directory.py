@@ -1,4 +1,4 @@
-"""Where what was found out about this machine is kept for later runs."""
+"""The directory of caches, which keeps what was measured of this machine for later runs."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What the datasheet promises of a device. An unknown device has no spec: never a guess."""
+"""The datasheet figures of known devices. An unknown device has none, and nothing is guessed."""
 
 import msgspec
 
@@ -116,7 +116,7 @@ class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a device: where it stands, what its datasheet promises, what it reached."""
+    """A device with its datasheet figures and its measured ceilings."""
 
     environment: Environment
     spec: DeviceSpec | None

@@ -6,7 +6,7 @@ from stepscope.core.units import format_bytes
 
 
 class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
-    """What NVML said of a GPU at one moment. None where the driver does not tell."""
+    """A GPU's state at one moment, by NVML; a value is None where the driver does not give it."""
 
     read_at_s: float | None = None
     """When the GPU was read, in seconds on the host's monotonic clock: only differences mean anything."""
@@ -37,7 +37,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     """Everything beside the workload that a figure depends on."""
 
     device_type: str
-    """cpu or cuda."""
+    """Type of the device: cpu or cuda."""
     device_name: str
     device_index: int | None = None
     memory_bytes: int | None = None

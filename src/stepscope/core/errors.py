@@ -21,17 +21,17 @@ class StepscopeError(Exception):
 
 
 class InputError(StepscopeError):
-    """What the user gave cannot be measured or read as given."""
+    """Raised where the user's input cannot be measured or read as given."""
 
 
 class Stopped(StepscopeError):
-    """The user stopped the work, and the message says how it can go on."""
+    """Raised where the user stopped the work; the message says how it can go on."""
 
     exit_code = EXIT_INTERRUPTED
 
 
 class DeviceError(StepscopeError):
-    """The device could not do the work: out of memory, lost, or broken."""
+    """Raised where the device could not do the work: out of memory, lost, or broken."""
 
     exit_code = EXIT_DEVICE_FAILED
 

@@ -1,4 +1,4 @@
-"""What was observed of a step beside its times: the evidence that `analysis/checks` judges.
+"""What was observed of a step beside its times: the evidence that `analysis/runs/checks` judges.
 
 Evidence is stored with the run, so that a run can be judged again from disk, by later rules too.
 """
@@ -30,7 +30,7 @@ class ProfiledStep(msgspec.Struct, frozen=True, kw_only=True):
     busy_s: float
     """Union of the kernels' intervals on the device."""
     kernels: tuple[KernelTotal, ...]
-    """By total time, longest first; every distinct name, each cut to 240 characters."""
+    """Every kernel by name, longest total time first; names are cut to 240 characters."""
     attention_operators: tuple[str, ...] = ()
     """The fused attention operators that ran; empty when attention is written out."""
 
@@ -91,7 +91,7 @@ class PhaseMemory(msgspec.Struct, frozen=True, kw_only=True):
     requested_before: int | None = None
     """Bytes that tensors had requested before the step: `after_parameters` without the allocator's rounding."""
     resident_expected: int | None = None
-    """Bytes computed for then: parameters, buffers, optimizer state, batches, and what the process held before."""
+    """Bytes that should be allocated then: parameters, buffers, optimizer state, batches, and what was held before."""
     forward_peak: int | None = None
     saved_for_backward: int | None = None
     """Allocated when forward has ended, over what was allocated before it. On a CPU without a memory history: the saved

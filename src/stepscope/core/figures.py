@@ -7,12 +7,12 @@ Figure = float | None
 
 
 def digits(value: float | None) -> Figure:
-    """Four significant digits."""
+    """A figure to four significant digits."""
     return None if value is None else float(f"{value:.4g}")
 
 
 def count(value: float | None) -> Figure:
-    """A whole number as one; a mean of numbers to four significant digits."""
+    """A count: whole numbers exactly, a mean of counts to four significant digits."""
     return int(value) if value is not None and float(value).is_integer() else digits(value)
 
 

@@ -64,7 +64,7 @@ class FloatFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def epsilon(self) -> float:
-        """From 1 to the next number: the unit in the last place of 1."""
+        """The distance from 1 to the next number: the unit in the last place of 1."""
         return 2.0**-self.significand_bits
 
     @property
@@ -74,7 +74,7 @@ class FloatFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def largest_integer(self) -> int:
-        """Up to here every integer is a number of the format."""
+        """The largest integer up to which every integer is a number of the format."""
         return min(2 ** (self.significand_bits + 1), int(self.largest))
 
     @property

@@ -38,7 +38,7 @@ class _State:
         """The first signal that came."""
         self.received_at_s = 0.0
         self.raised = False
-        """Whether it was raised, as far as is known, or told."""
+        """Whether the signal was raised, as far as is known, or told."""
         self.reaction: Reaction = _end
 
 
@@ -101,22 +101,22 @@ class _Scope:
 
 
 def raising() -> _Scope:
-    """Inside, the first signal raises KeyboardInterrupt, and a second ends the process at once."""
+    """A context in which the first signal raises KeyboardInterrupt, and a second ends the process at once."""
     return _Scope(_raise)
 
 
 def keeping() -> _Scope:
-    """Inside, the first signal raises KeyboardInterrupt, and more do nothing: what was measured is being saved."""
+    """A context in which the first signal raises KeyboardInterrupt and more do nothing, since data is being saved."""
     return _Scope(_raise_once)
 
 
 def held() -> _Scope:
-    """Inside, nothing is raised. `check` raises it later, and the exit code tells it anyway."""
+    """A context in which a signal raises nothing. `check` raises it later, and the exit code tells it anyway."""
     return _Scope(_wait)
 
 
 def told(callback: Callable[[], object]) -> _Scope:
-    """Inside, each signal calls `callback`, in the main thread, and raises nothing."""
+    """A context in which each signal calls `callback`, in the main thread, and raises nothing."""
 
     def tell(_number: int, _frame: FrameType | None) -> None:
         _state.raised = True
@@ -141,7 +141,7 @@ class _Expected:
 
 
 def expected() -> _Expected:
-    """Inside, signals are no request to end: a tool that watches this process sends one when it is done."""
+    """A context in which signals do not ask to end: a tool that watches this process sends one when it is done."""
     return _Expected()
 
 
@@ -212,7 +212,7 @@ def _handle_again(_number: int, frame: FrameType | None) -> None:
 
 
 def _raise_what_was_lost(unraisable: "sys.UnraisableHookArgs") -> None:
-    """A KeyboardInterrupt that was raised where Python drops exceptions, in a finaliser say, is raised again."""
+    """Raise a KeyboardInterrupt again that Python dropped, as it does with exceptions in a finaliser."""
     if _state.received is not None and issubclass(unraisable.exc_type, KeyboardInterrupt):
         _state.raised = False
         _try_again_soon()

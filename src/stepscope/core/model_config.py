@@ -89,7 +89,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def key_width(self) -> int:
-        """What all heads of keys have together; d_model unless they are shared."""
+        """Width of all heads of keys together; d_model unless they are shared."""
         return self.key_heads * self.head_dim
 
     @property
@@ -99,7 +99,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Every size by its field name, those left out that are as usual."""
+        """Sizes by field name, without optional ones at their default."""
         return {field: size for field in SIZE_FIELDS if (size := getattr(self, field)) is not None}
 
 

@@ -32,19 +32,19 @@ CONFIDENCE = 0.95
 MINIMUM_FOR_INTERVAL = 5
 """Fewer effective samples than this give no interval: their autocorrelation cannot be told from a drift."""
 OF_ONE_PROCESS = "of one process"
-"""What every interval here is, and every ratio: two processes of one workload differ by more than their steps do."""
+"""The scope of every interval and ratio here: two processes of one workload differ by more than their steps do."""
 
 INTERVALS = f"{CONFIDENCE * 100:.0f} %, {OF_ONE_PROCESS} each (none: it cannot be told)"
-"""What the intervals of a study are, among its settings."""
+"""How a study's settings describe its intervals."""
 MANY = 400
 """With more samples the trend is tested on medians of blocks, since the test looks at every pair."""
 _FEWEST_FOR_EXTREMES = 3
 _LARGEST = 0.99
 """Autocorrelation is taken to be no larger: at 1 no sample would say anything."""
 _OUTLIER = 3.0
-"""Residuals beyond so many deviations (by the median absolute deviation) count as that many in an autocorrelation."""
+"""The most deviations (by the median absolute deviation) that a residual counts as in an autocorrelation."""
 _ROUNDING = 1e-9
-"""Samples that lie on a line but for this share of them lie on the line."""
+"""The largest distance from a line, as a share of the samples' size, at which they count as on the line."""
 _DEVIATIONS = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 _PER_MEDIAN_DEVIATION = 1 / statistics.NormalDist().inv_cdf(0.75)
 
@@ -92,7 +92,7 @@ class Ratio(msgspec.Struct, frozen=True):
         return within is None or not (within.low**2 > within.high or within.high**2 < within.low)
 
     def surely_above(self, other: "Ratio") -> bool:
-        """Whether it is the larger, by the intervals, or by the extremes where there is none."""
+        """Whether this ratio is larger than the other: by the intervals, or by the extremes where there is none."""
         mine, theirs = self.interval or self.extremes, other.interval or other.extremes
         return mine is not None and theirs is not None and mine.low > theirs.high
 

@@ -3,7 +3,7 @@
 import re
 
 LONGEST_MESSAGE = 2000
-"""Characters of a message on stderr. A value that is echoed in it may be as long as a command line can be."""
+"""The most characters of a message on stderr, since an echoed value may be as long as a command line."""
 
 _OTHER_THAN_ASCII = re.compile(r"[^\n\t -~]")
 
@@ -29,7 +29,7 @@ LONGEST_NAME = 200
 
 
 def name_shown(text: str) -> str:
-    """A name from a file as it stands in a cell."""
+    """A name from a file, cleaned and cut for a cell of a table."""
     return middle_cut(printable(text), LONGEST_NAME)
 
 

@@ -30,7 +30,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_milliseconds(seconds: float) -> str:
-    """The number alone, for columns whose head carries the unit (ms)."""
+    """Milliseconds as a bare number, for columns whose head names the unit (ms)."""
     milliseconds = seconds * 1e3
     digits = 1 if abs(milliseconds) >= 100 else 2 if abs(milliseconds) >= 1 else 4
     return f"{milliseconds:.{digits}f}"
@@ -50,7 +50,7 @@ def in_ms(nanoseconds: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Binary units: 80.00 GiB, 12.3 MiB, 512 B."""
+    """Bytes in binary units: 80.00 GiB, 12.3 MiB, 512 B."""
     for scale, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(count) >= scale:
             return f"{count / scale:.2f} {unit}"
@@ -58,7 +58,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_rate(per_second: float, unit: str) -> str:
-    """Decimal prefixes, as datasheets print them: 624.3 TFLOP/s, 4.28 TB/s."""
+    """A rate with decimal prefixes, as datasheets print it: 624.3 TFLOP/s, 4.28 TB/s."""
     for scale, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(per_second) >= scale:
             return f"{per_second / scale:.4g} {prefix}{unit}"
@@ -71,7 +71,7 @@ def format_share(share: float) -> str:
 
 
 def format_count(count: int) -> str:
-    """Thousands separated, for parameter counts."""
+    """A count with separated thousands, as for parameters."""
     return f"{count:,}"
 
 
@@ -125,7 +125,7 @@ def parse_bytes(text: str) -> int:
 
 
 MOST_SECONDS = 1e7
-"""A hundred days and more: beyond is a slip, and waiting so long overflows."""
+"""The longest span that is accepted, over a hundred days: more is a slip, and would overflow."""
 
 
 def parse_seconds(text: str, option: str, *, zero: bool = False) -> float:

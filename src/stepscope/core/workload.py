@@ -19,7 +19,7 @@ Phase = Literal["forward", "forward-backward", "train"]
 """forward: inference under no_grad, logits only. forward-backward: loss and gradients. train: and the optimizer."""
 
 Compile = Literal["eager", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-"""eager, or a mode of torch.compile."""
+"""How the model runs: eager, or in a mode of torch.compile."""
 
 Optimizer = Literal["adamw-foreach", "adamw-fused", "adamw-loop", "adamw-bf16-state"]
 """adamw-foreach, -fused, -loop: PyTorch's AdamW, by that implementation. adamw-bf16-state: AdamW that keeps exp_avg and
@@ -56,7 +56,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     checkpointing: str = "none"
     """One of CHECKPOINTING_CHOICES: what is run again in backward instead of being kept."""
     accumulation: int = 1
-    """Micro-batches in a step: each runs forward and backward, gradients add up, and the optimizer steps once."""
+    """Number of micro-batches in a step: each runs forward and backward, gradients add up, the optimizer steps once."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return "-".join([*self.words(), digest])
 
     def words(self, *without: str) -> list[str]:
-        """What the key says of the cell in words, but for these fields: sizes, and choices that are not the usual."""
+        """The words of the key, but for these fields: sizes, and choices that are not the usual."""
         optimizer = self.optimizer or ""
         said = {
             "model": self.model.name,

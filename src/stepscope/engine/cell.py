@@ -1,4 +1,4 @@
-"""A cell's process: one StepRequest in on stdin, events out on a pipe of their own, a run directory behind.
+"""A cell's process: it reads one StepRequest on stdin, writes events to a pipe, and leaves a run directory.
 
 Started by `engine/cell_process.py` as `python -m stepscope.engine.cell PIPE`, with the number of the pipe. stdin
 stays open as a lifeline: when the sweep's process dies, however it dies, the pipe closes and this process ends itself
@@ -24,10 +24,10 @@ from stepscope.engine.request import Stage, StepRequest
 
 def main() -> int:
     """Measure the request on stdin. Exit code 0 when a run was saved, 2 when the request was refused."""
-    # Whichever signal asks, what was measured is kept. A sweep in the background of a script inherits SIGINT ignored.
+    # What was measured is kept whichever signal comes. A sweep in a script's background inherits an ignored SIGINT.
     interrupts.install(even_if_ignored=True)
     events = int(sys.argv[1])
-    os.set_inheritable(events, False)  # what this process starts has nothing to say to the sweep
+    os.set_inheritable(events, False)  # the processes that this one starts must not write to the sweep
     request_line = sys.stdin.readline()
     die_with_parent(os.environ.get(MARK))
 
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def _check_devices(names: list[str], events: int) -> int:
-    """Whether all the named devices are there and differ: asked once, before several share a sweep."""
+    """Check once, before several devices share a sweep, that all of them are there and differ."""
     from stepscope.measure.device import resolve_device  # noqa: PLC0415
 
     try:

@@ -1,4 +1,4 @@
-"""What a cell's process tells its sweep."""
+"""The events by which a cell's process reports to its sweep."""
 
 import msgspec
 
@@ -17,4 +17,4 @@ class CellEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     error_for_all: bool = False
     """The error does not depend on the cell: no other cell can be measured either."""
     log_matters: bool = False
-    """What the cell wrote to stderr is a measurement that found no other place."""
+    """Whether the cell wrote to stderr a measurement that found no other place."""

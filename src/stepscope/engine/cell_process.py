@@ -16,14 +16,14 @@ from stepscope.core.errors import StepscopeError
 from stepscope.engine.cell_event import CellEvent
 
 CELL_COMMAND = (sys.executable, "-P", "-m", "stepscope.engine.cell")
-"""-P: the current directory is the user's, and may hold a random.py of theirs."""
+"""The command of a cell's process. -P, since the user's current directory may hold a random.py of theirs."""
 MARK = "STEPSCOPE_CELL"
 """The environment variable that marks a cell's process, and all that it starts, as belonging to that cell."""
 LOG_KEPT_BYTES = 4 * 1024 * 1024
 EVENT_BYTES = 64 * 1024
 """The longest line on the events' pipe; a longer one is no event and is dropped."""
 _KILL_GRACE_S = 5.0
-"""How long a killed process may take to be gone. One that waits in a driver may take for ever."""
+"""Seconds to wait for a killed process to be gone. One that waits in a driver may take for ever."""
 _POLL_S = 0.1
 _PASSES = 100
 
@@ -37,7 +37,7 @@ class CellProcess:
         self._log, self._event = bytearray(), bytearray()
         self._too_long = False
         self.events: asyncio.Queue[CellEvent | None] = asyncio.Queue()
-        """What the cell says; None when it is dead."""
+        """Events of the cell; None when it is dead."""
         self.dead = asyncio.Event()
         self._events, events = os.pipe()
         self._printed, printed = os.pipe()
@@ -74,7 +74,7 @@ class CellProcess:
 
     @property
     def code(self) -> int | None:
-        """The exit code, once it is closed; negative for a signal. None: it could not be killed."""
+        """The exit code, once the process is closed: negative for a signal, None if it could not be killed."""
         return self._process.returncode
 
     async def stop(self, grace_s: float) -> None:
@@ -107,10 +107,10 @@ class CellProcess:
                 self._process.stdin.close()
 
     def _watch(self) -> None:
-        """Have `dead` set when the process is dead, without reaping it."""
+        """Watch for the death of the process, without reaping it, and then set `dead`."""
         try:
             handle = os.pidfd_open(self._process.pid)
-        except (AttributeError, OSError):  # no Linux, an old one, or one that forbids it
+        except (AttributeError, OSError):  # not Linux, an old Linux, or one that forbids it
             self._poll()
             return
 
@@ -150,7 +150,7 @@ class CellProcess:
                 self._too_long = True
 
     def _hear(self, line: bytes) -> None:
-        """Take in one line of the events' pipe. What is no event is nothing that the sweep asked for."""
+        """Take in one line of the events' pipe. A line that is no event is dropped."""
         if self._too_long or len(line) > EVENT_BYTES:
             return
         try:
@@ -160,7 +160,7 @@ class CellProcess:
         self.events.put_nowait(event)
 
     def _chunks(self, pipe: int) -> Sequence[bytes]:
-        """What lies in a pipe, up to a bound, so that a process that prints without end does not block other pipes."""
+        """Content of a pipe, up to a bound, so that a process that prints without end does not block other pipes."""
         chunks: list[bytes] = []
         for _ in range(64):
             try:
@@ -175,9 +175,9 @@ class CellProcess:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill every process whose mark begins so, whatever its group, session and parent; return when they are gone.
+    """Kill every process whose mark has this prefix, whatever its group, session and parent; return when they are gone.
 
-    Where there is no /proc nobody is found: there a cell's group is all that ends with it.
+    A system without /proc has no way to find them: there, only a cell's group ends with it.
     """
     for _ in range(_PASSES):
         found = [pid for pid in _marked(mark) if pid != os.getpid()]

@@ -1,4 +1,4 @@
-"""What an exception says when the device fails: that memory ran out, in which module, and where in which file."""
+"""Reads an exception that the device raised: whether memory ran out, in which module, and where in which file."""
 
 import traceback
 from collections.abc import Iterable
@@ -32,12 +32,12 @@ def failing_module(model: torch.nn.Module, tb: TracebackType | None) -> str | No
 
 
 def portable_traceback(error: BaseException) -> str:
-    """The traceback, with files named from their package on: a run directory can be shown to others."""
+    """The traceback, with files named from their package on, so that a run directory can be shown to others."""
     return without_install_places("".join(traceback.format_exception(error)))
 
 
 def let_go(error: BaseException) -> None:
-    """Forget where the error was raised, its causes too: their frames hold the tensors of the step that failed."""
+    """Drop the tracebacks of the error and its causes, whose frames hold the tensors of the step that failed."""
     waiting: list[BaseException | None] = [error]
     while waiting:
         known = waiting.pop()

@@ -1,4 +1,4 @@
-"""The run in the making: what its stages share, and what is known of it so far."""
+"""A run that is being measured: what its stages share, and what is known so far."""
 
 import contextlib
 from datetime import UTC, datetime
@@ -29,10 +29,10 @@ class Draft:
         self.request, self.device, self.directory, self.nsys = request, device, directory, nsys
         self.timing = timing_device(device)
         self.stage = "start"
-        """The name of the stage that is under way, as displays and failures have it."""
+        """The name of the stage that is under way, for displays and failures."""
         self.made: TrainingStep | None = None
         self.held_before_bytes = 0
-        """What the process had allocated on the device before the step was made."""
+        """Bytes that the process had allocated on the device before the step was made."""
         self._display = tell
         self.run = Run(
             id=directory.name,
@@ -56,7 +56,7 @@ class Draft:
         self.tell(Stage(name=stage, detail=detail))
 
     def tell(self, stage: Stage) -> None:
-        """Show where the study stands. Raises KeyboardInterrupt where a signal was lost before."""
+        """Report progress to the display. Raises KeyboardInterrupt where a signal was lost before."""
         interrupts.check()
         with contextlib.suppress(OSError):  # a display that is gone, or full, is no concern of the measurement
             self._display(stage)
@@ -79,12 +79,12 @@ class Draft:
         self.set(artifacts={**self.run.artifacts, **files})
 
     def save_meanwhile(self) -> None:
-        """Write what is known so far. Where the disk refuses, the save at the end says so, and finds another place."""
+        """Write what is known so far. If the disk refuses, the save at the end reports it and finds another place."""
         with contextlib.suppress(StepscopeError):
             save_run(self.run, self.directory, rescue=False)
 
     def fail(self, error: BaseException, during: str, phase: str | None = None) -> None:
-        """End the run with what the device, or a library, raised; its traceback goes to a file."""
+        """End the run with the exception that the device or a library raised; its traceback goes to a file."""
         status: Status = "out-of-memory" if is_out_of_memory(error) else "failed"
         with contextlib.suppress(OSError):  # the failure is in run.json too; only its traceback found no room
             (self.directory / FAILURE_FILE).write_text(portable_traceback(error))

@@ -1,4 +1,4 @@
-"""What would a step take of a GPU's memory? Answered by running it on fake tensors: no GPU, no memory, a few seconds.
+"""Predicts a step's memory on a GPU by running it on fake tensors: without a GPU, without memory, in a few seconds.
 
 This is the second of two predictions that know nothing of each other. `memory/prediction/estimate.py` adds up
 formulas, tensor by tensor; here nobody says what is saved: the step itself runs, with the model's own code and
@@ -36,17 +36,17 @@ from stepscope.memory.prediction.estimate import WORKSPACE_BYTES
 from stepscope.models.training_step import TrainingStep
 
 LARGEST_TENSOR = 2**58
-"""Elements; PyTorch counts a tensor's bytes in 63 bits."""
+"""The most elements of a tensor, since PyTorch counts its bytes in 63 bits."""
 
 STEPS_BEFORE = 2
-"""Steps before the one that is judged: the first makes the optimizer's state, so the second is the first like all that
-follow."""
+"""Steps before the one that counts. The first makes the optimizer's state, so the second is the first that is like
+all later ones."""
 
 _BACKENDS: dict[Memory, AttentionBackend] = {
     "math": "math", "efficient": "efficient", "flash": "flash", "cudnn": "cudnn", "fused": "flash", "hopper": "flash",
 }  # fmt: skip
-"""The backend of scaled_dot_product_attention that stands for an attention: our own fused kernels keep and allocate
-what PyTorch's kernels of the same algorithm do."""
+"""The backend of scaled_dot_product_attention that stands in for an attention: our own fused kernels keep and allocate
+the same as PyTorch's kernels of the same algorithm."""
 
 
 class FakeEstimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,12 +74,12 @@ def estimate_by_running(workload: Workload, *, workspace_bytes: int = WORKSPACE_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WatchedStep:
-    """What was allocated and released while a step was made, and run until it was steady."""
+    """The allocations and releases while a step was made and run until it was steady."""
 
     watch: FakeMemory
-    """What was allocated, with the phases of the last step."""
+    """Every allocation, with the phases of the last step."""
     built: int
-    """How many events belong to building the model and its optimizer, before the step."""
+    """Number of events before the step, while the model and its optimizer were built."""
     parameter_bytes: int
 
 
@@ -116,7 +116,7 @@ def watch_fake_step(workload: Workload, *, workspace_bytes: int = WORKSPACE_BYTE
 
 
 class _FakePhases(Recorder):
-    """Tells FakeMemory of the phases, and which tensors are gradients."""
+    """A Recorder that tells FakeMemory of the phases and names the gradients."""
 
     def __init__(self, step: TrainingStep, watch: FakeMemory) -> None:
         self._step, self._watch = step, watch
@@ -132,7 +132,7 @@ class _FakePhases(Recorder):
 
 
 def attention_backend(workload: Workload, query: Tensor) -> AttentionBackend:
-    """What scaled_dot_product_attention becomes on a Hopper GPU. Measured (PyTorch 2.11): 16-bit takes cuDNN's.
+    """The backend that scaled_dot_product_attention takes on a Hopper GPU: in 16 bits cuDNN (PyTorch 2.11).
 
     The only fused kernel for fp32, the efficient one, takes no shared keys (sdp_utils.cpp).
     """
@@ -148,8 +148,8 @@ def attention_backend(workload: Workload, query: Tensor) -> AttentionBackend:
 def make_fake_step(workload: Workload) -> TrainingStep:
     """The eager step, to be made under FakeTensorMode and FakeMemory. Raises InputError for what no GPU runs."""
     attention = predicted_attention(workload, "cuda")
-    # What the CPU would refuse is the same to the tensors: TF32 is fp32 in memory, and the backend is decided above.
-    # A module of fake tensors cannot be converted to bf16, but it can be made so.
+    # The CPU refuses some choices that do not change the tensors: TF32 is fp32 in memory, and the backend is decided
+    # above. A module of fake tensors cannot be converted to bf16, but it can be made so.
     stand_in = msgspec.structs.replace(
         workload,
         dtype="fp32" if workload.dtype in ("tf32", "bf16-pure") else workload.dtype,
@@ -194,13 +194,13 @@ class _Moment:
 
 
 def _replay(watch: FakeMemory, built: int, parameter_bytes: int) -> FakeEstimate:
-    """The events through the allocator, and the figures of the last step's phases; the first `built` made the step."""
+    """Play the events through the allocator; returns the last step's figures. The first `built` made the step."""
     allocator = CachingAllocator()
     blocks: dict[int, tuple[int, int]] = {}
     allocated = 0
     counts: list[int] = []
     reserved: list[int] = []
-    # What came and went while the model was filled is left out: how PyTorch draws numbers in place differs by version.
+    # Temporaries of filling the model are left out, since how PyTorch draws numbers in place differs by version.
     passing = {~event for event in watch.events[:built] if event < 0}
     for event in watch.events:
         index = event if event >= 0 else ~event
@@ -216,7 +216,7 @@ def _replay(watch: FakeMemory, built: int, parameter_bytes: int) -> FakeEstimate
     peaks: dict[str, _Moment] = {}
     saved: list[int] = []
     for phase in watch.phases:
-        # The event before the phase is what it begins with: nothing in the phase need be higher.
+        # The phase begins with the event before it, which may be its highest moment.
         event = max(range(phase.start - 1, phase.end), key=counts.__getitem__)
         if phase.name not in peaks or counts[event] > peaks[phase.name].allocated:
             peaks[phase.name] = _Moment(allocated=counts[event], event=event)

@@ -1,4 +1,4 @@
-"""Which cells of a sweep will run out of memory, said before the first of them runs."""
+"""Predicts which cells of a sweep will run out of memory, before the first of them runs."""
 
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.workload import Workload
@@ -12,7 +12,7 @@ _FAR_BELOW = 0.6
 
 
 def memory_of(plan: SweepPlan) -> Budget | None:
-    """What each cell may use; None on a CPU, and where nobody says."""
+    """The Budget of memory for each cell; None on a CPU, and where the memory is not known."""
     if any(device == "cpu" for device in plan.devices):
         return None
     if plan.memory_limit_bytes is not None:
@@ -22,7 +22,7 @@ def memory_of(plan: SweepPlan) -> Budget | None:
 
 
 def cells_that_will_not_fit(plan: SweepPlan, budget: Budget) -> list[Workload]:
-    """The workloads, in the order of the plan, whose step needs more than the budget, as far as that is predicted."""
+    """The workloads whose predicted step needs more than the budget, in the order of the plan."""
     return [cell.workload for cell in plan.cells if is_predicted(cell.workload) and not _fits(cell.workload, budget)]
 
 

@@ -1,4 +1,4 @@
-"""The process that nsys watches: the cell's steps, warmed up in silence, then traced with every range.
+"""The process that nsys watches: it warms up the cell's steps without ranges, then runs them with every range.
 
 Started by `engine/nsys_trace.py` as `python -m stepscope.engine.nsys_cell`. nsys may end it when the capture ends:
 what it measured is written before.

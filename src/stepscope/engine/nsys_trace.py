@@ -1,4 +1,4 @@
-"""A trace by Nsight Systems: the cell once more, in a process of its own that nsys watches.
+"""Takes a trace by Nsight Systems: the cell runs once more, in a process of its own that nsys watches.
 
 The measuring process asks (`trace_under_nsys`), the watched one answers (`engine/nsys_cell.py`) by a file, since nsys
 has stdout for itself and may end its process when the capture ends. Needs no torch.
@@ -26,16 +26,16 @@ from stepscope.measure import nsys as tool
 from stepscope.measure.nsys import Nsys, require_nsys
 
 END_GRACE_S = 30.0
-"""How long nsys may take to end once the process that it watched has ended."""
+"""Seconds that nsys may take to end once the process that it watched has ended."""
 INTERRUPT_GRACE_S = 2.0
-"""How long nsys may take to end when the user has stopped it; nothing of its trace is kept then."""
+"""Seconds that nsys may take to end when the user has stopped it; nothing of its trace is kept then."""
 NO_NVTX = "this PyTorch emits no NVTX ranges, and the package that does is missing: pip install 'stepscope[nsys]'"
 ARTIFACTS = {"nsys": EXPORT_FILE, "nsys-rep": REPORT_FILE, "qdstrm": STREAM_FILE}
 """Files of a trace by nsys in a run directory, by kind; `nsys` is the one that is read."""
 
 
 class WatchedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the watched process is asked, on stdin."""
+    """The request to the watched process, on stdin."""
 
     request: StepRequest
     answer: str
@@ -43,7 +43,7 @@ class WatchedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WatchedAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What the watched process measured, or why it could not."""
+    """The measurement of the watched process, or why there is none."""
 
     samples: dict[str, Samples] = {}
     error: str | None = None
@@ -66,16 +66,16 @@ def nsys_for(request: StepRequest, device_type: str) -> Nsys | None:
 def trace_under_nsys(
     request: StepRequest, nsys: Nsys, directory: Path, *, cuda: bool
 ) -> tuple[Capture, dict[str, str]]:
-    """Run the cell again under `nsys profile`; the capture, and what it left in the run directory, by kind.
+    """Run the cell again under `nsys profile`; returns the capture, and its files in the run directory by kind.
 
-    What fails is said in the capture, never raised.
+    A failure is never raised: the capture tells it.
     """
     failure, answer, kept = None, None, {}
     try:
         with _folder(directory) as folder:
             output, code, answer, recorded = _watch(nsys, request, folder, cuda)
             if answer is None and not recorded:
-                # On a busy machine nsys now and then ends before it has begun the process that it is to watch.
+                # On a busy machine nsys sometimes ends before it has started the process that it is to watch.
                 output, code, answer, recorded = _watch(nsys, request, folder, cuda)
             if answer is None or answer.error or not recorded:
                 raise StepscopeError((answer and answer.error) or tool.failure_of(output, code))
@@ -119,7 +119,7 @@ def _watch(nsys: Nsys, request: StepRequest, folder: Path, cuda: bool) -> tuple[
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Cut the lifeline, then wait for nsys to end, and see that it does."""
+    """Close the lifeline, wait for nsys to end, and kill it if it does not."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()
@@ -132,9 +132,9 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _keep(nsys: Nsys, folder: Path, directory: Path) -> tuple[dict[str, str], str | None]:
-    """Make the report and its export of what lies in `folder`, and move all of it to the run directory.
+    """Make the report and its export from the files in `folder`, and move all of them to the run directory.
 
-    What can be kept is kept, whatever fails after; the second value says what failed, and what to do about it.
+    A file that can be kept is kept, whatever fails later. The second value says what failed, and the remedy.
     """
     stream, report, sqlite = (folder / name for name in (STREAM_FILE, REPORT_FILE, EXPORT_FILE))
     failure = None
@@ -152,9 +152,9 @@ def _keep(nsys: Nsys, folder: Path, directory: Path) -> tuple[dict[str, str], st
         failure = one_line(error)
     kept: dict[str, str] = {}
     for kind, name in ARTIFACTS.items():
-        # A stream that has become a report says nothing more.
+        # The stream is redundant once it has become a report.
         if (folder / name).exists() and not (kind == "qdstrm" and report.exists()):
-            # nsys writes into a report the environment of every process it can see: it is for its owner's eyes.
+            # nsys writes into a report the environment of every process that it can see, so only its owner may read it.
             (folder / name).chmod(0o644 if kind == "nsys" else 0o600)
             (folder / name).replace(directory / name)
             kept[kind] = name
@@ -163,7 +163,7 @@ def _keep(nsys: Nsys, folder: Path, directory: Path) -> tuple[dict[str, str], st
 
 @contextlib.contextmanager
 def _folder(directory: Path) -> Generator[Path]:
-    """A place in the run directory for files that are not whole yet."""
+    """A temporary folder in the run directory for files that are not whole yet."""
     folder = directory / f".nsys-{os.getpid()}"
     folder.mkdir()
     try:

@@ -1,4 +1,4 @@
-"""Runs a user's own code in a process of its own and takes plain data back: whatever it does, it does not end ours.
+"""Runs a user's own code in a process of its own, which returns plain data and cannot end ours.
 
 Code that calls `os._exit(0)`, raises KeyboardInterrupt or breaks the interpreter would otherwise end the command in
 silence, with a code that says that all went well.
@@ -20,7 +20,7 @@ from stepscope.engine.cell_process import MARK, kill_marked
 
 
 class _Answer(msgspec.Struct, kw_only=True):
-    """What the child leaves in the file that its parent gave it."""
+    """The result that the child writes to the file that its parent named."""
 
     error: str | None = None
     exit_code: int = EXIT_WRONG_INPUT
@@ -28,21 +28,21 @@ class _Answer(msgspec.Struct, kw_only=True):
 
 
 def ask_apart(module: str, *arguments: str, what: str) -> bytes:
-    """What `answer_apart` answers in `python -m module`, started with these arguments.
+    """The result of `answer_apart` in `python -m module`, started with these arguments.
 
     Raises the child's StepscopeError; and InputError, which says `what` ended, where the child ends without an answer.
     """
     with tempfile.TemporaryFile() as file:
         number = str(file.fileno())
         command = [sys.executable, "-P", "-m", module, number, *arguments]
-        # stdout is for the result of ours: whatever the user's code prints goes to stderr.
+        # Our stdout is for our result, so whatever the user's code prints goes to stderr.
         mark = f"own-code-{os.getpid()}-{file.fileno()}"
         try:
             code = subprocess.run(
                 command, stdout=2, pass_fds=(file.fileno(),), check=False, env={**os.environ, MARK: mark}
             ).returncode
         finally:
-            kill_marked(mark)  # what the user's code has started ends with it
+            kill_marked(mark)  # processes that the user's code has started end with it
         file.seek(0)
         try:
             answer = msgspec.json.decode(file.read(), type=_Answer)
@@ -55,7 +55,7 @@ def ask_apart(module: str, *arguments: str, what: str) -> bytes:
 
 
 def answer_apart(make: Callable[..., str]) -> NoReturn:
-    """In the child: call `make` with the arguments, leave what it returns or raises, and end."""
+    """Call `make` with the arguments in the child, write what it returns or raises, and end the process."""
     file = int(sys.argv[1])
     os.set_inheritable(file, False)
     try:

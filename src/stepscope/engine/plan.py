@@ -1,4 +1,4 @@
-"""What a sweep measures, how it treats its cells, and how it stands: plain data, apart from the processes."""
+"""Plain data of a sweep: its plan, its policy towards cells, and its state."""
 
 import hashlib
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from stepscope.engine.request import MemoryRequest, TraceRequest
 from stepscope.work.transformer import parameter_count, step_flops
 
 BROKEN: frozenset[Status] = frozenset({"failed", "killed", "timed-out"})
-"""How a cell may end without a result; `Policy.retry` measures these again."""
+"""The ways in which a cell may end without a result; `Policy.retry` measures such cells again."""
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +23,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SweepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure and where. Equal plans are the same sweep, and resume one another."""
+    """The cells to measure, and the devices. Equal plans are the same sweep, and resume one another."""
 
     cells: tuple[Cell, ...]
     devices: tuple[str, ...] = ("auto",)
@@ -47,15 +47,15 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """How the sweep treats its cells; changes nothing in what a cell measures."""
+    """How the sweep treats its cells; it does not change what a cell measures."""
 
     timeout_s: float = 900.0
     skip: bool = True
-    """Skip a cell when a smaller one ran out of memory."""
+    """Whether a cell is skipped when a smaller one ran out of memory."""
     retry: bool = False
-    """Measure again what failed, was killed or ran out of time."""
+    """Whether cells that failed, were killed or ran out of time are measured again."""
     fresh: bool = False
-    """Measure everything again."""
+    """Whether every cell is measured again."""
 
 
 @dataclass
@@ -64,12 +64,12 @@ class CellState:
 
     cell: Cell
     state: str = "waiting"
-    """waiting, measuring, or the run's status."""
+    """The cell's status: waiting, measuring, or the run's status."""
     stage: str = ""
     detail: str = ""
     run: Run | None = None
     resumed: bool = False
-    """Whether the run was found on disk."""
+    """Whether the cell's run was found on disk."""
     seconds: float | None = None
 
 
@@ -79,16 +79,16 @@ class SweepState:
 
     cells: list[CellState]
     timeout_s: float
-    """What one cell may take."""
+    """Seconds that one cell may take."""
     faults: list[str] = field(default_factory=list[str])
-    """Run files that could not be read when results were looked for."""
+    """One line for each run file that could not be read in the search for results."""
 
     @property
     def ended(self) -> int:
         return sum(1 for cell in self.cells if cell.run is not None)
 
     def seconds_left(self, slots: int) -> float | None:
-        """A forecast from the cells measured so far: a fixed cost for each, and the rest by their FLOPs."""
+        """Forecast of the remaining time from the cells measured so far: a fixed cost each, and the rest by FLOPs."""
         measured = [(cell.seconds, _flops(cell)) for cell in self.cells if cell.seconds is not None]
         if not measured:
             return None
@@ -106,7 +106,7 @@ Tell = Callable[[SweepState], None]
 
 
 def order_cells(cells: list[Cell]) -> tuple[Cell, ...]:
-    """Small ones first, so that a cell that cannot fit is known from a smaller one; duplicates once."""
+    """The cells without duplicates, small ones first, so that a smaller one shows that a larger one cannot fit."""
     unique = list(dict.fromkeys(cells))
     return tuple(
         sorted(

@@ -29,19 +29,19 @@ def load_recipe(path: Path) -> list[Workload]:
 
 
 def main(path: str) -> str:
-    """The workloads of the recipe as JSON, for `load_recipe`."""
+    """Write the workloads of the recipe as JSON, for `load_recipe`."""
     return msgspec.json.encode(evaluate(Path(path))).decode()
 
 
 def evaluate(path: Path) -> list[Workload]:
-    """Run the recipe in this process."""
+    """The workloads that the recipe returns, run in this process."""
     sys.path.insert(0, str(path.resolve().parent))  # a recipe may import the files beside it
     try:
         return _workloads_of(path)
     except SyntaxError as error:
         where = error.filename if error.filename and Path(error.filename).name != path.name else path
         raise InputError(f"{where}{f' line {error.lineno}' if error.lineno else ''}: {error.msg}") from error
-    except BaseException as error:  # a recipe is a program: whatever it raises is its fault, and named
+    except BaseException as error:  # a recipe is a program: whatever it raises is its own fault, and is reported
         line = _line_in(path, error)
         if isinstance(error, InputError) and line is None:
             raise

@@ -1,4 +1,4 @@
-"""What the step study is asked, and what it tells while it works. Apart from it, since neither needs torch."""
+"""The request to measure a step, and the progress that it reports. Neither needs torch."""
 
 from collections.abc import Callable
 from typing import Literal, get_args
@@ -14,11 +14,11 @@ MemoryStacks = Literal["python", "all"]
 MEMORY_STACKS: tuple[MemoryStacks, ...] = get_args(MemoryStacks)
 
 MOST_TRACED_STEPS = 1000
-"""Beyond it a trace is gigabytes that no viewer opens."""
+"""The most steps in a trace; with more it has gigabytes, which no viewer opens."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Which profilers take a trace after the timed steps, and of what."""
+    """Which profilers trace how many steps, after the timed ones."""
 
     tools: tuple[TraceTool, ...] = ()
     steps: int = 2
@@ -43,7 +43,7 @@ class MemoryRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure, how, and where the run goes. Travels to a cell's process as JSON."""
+    """A workload to measure, the settings, and where the run goes. It travels to a cell's process as JSON."""
 
     workload: Workload
     settings: Settings = Settings()
@@ -55,11 +55,11 @@ class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     peak_flops_per_s: float | None = None
     trace: TraceRequest = TraceRequest()
     memory: MemoryRequest | None = None
-    """How allocations are recorded; None: not at all."""
+    """How allocations are recorded; None if they are not."""
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the study stands, for a display: a name, what is known in words, and how much is done (None: unknown)."""
+    """Progress for a display: a stage's name, details in words, and the share that is done (None if unknown)."""
 
     name: str
     detail: str = ""

@@ -1,4 +1,4 @@
-"""The question every other study asks in passing: what does one step of this workload take, here?"""
+"""Measures one step of a workload on this machine, in stages, and saves the run."""
 
 import shutil
 from collections.abc import Callable
@@ -32,8 +32,8 @@ from stepscope.models.training_step import check_supported
 StageFunction = Callable[[Draft], None]
 
 UNTIL_TIMED: tuple[StageFunction, ...] = (look_round, build, time_steps)
-"""A failure in one of these is the run's status, and ends the run. Where memory ran out in a step, one more step
-records what filled it."""
+"""The stages until the steps are timed. A failure in one becomes the run's status and ends the run. Where memory ran
+out in a step, one more step records what filled it."""
 
 AFTER_THE_TIMES: tuple[tuple[StageFunction, str], ...] = (
     (observe, "{stage} failed after the timed steps"),
@@ -44,9 +44,9 @@ AFTER_THE_TIMES: tuple[tuple[StageFunction, str], ...] = (
     (trace_by_nsys, "no trace"),
     (find_ceilings, "no measured ceiling"),
 )
-"""The times are whole, and the run is done: a failure in one of these is a note that begins so, and the next follows.
-A trace that fails is itself part of the evidence, with its failure. The ceilings come last: the step met a process as
-cold as its warm-up setting says, and its memory is free again."""
+"""The stages after the steps are timed, each with the beginning of the note that a failure in it becomes; the next
+stage follows all the same. A trace that fails is evidence too. The ceilings come last: the step met a process as cold
+as its warm-up setting says, and its memory is free again."""
 
 
 def measure_step(
@@ -69,7 +69,7 @@ def measure_step(
             with matmul_precision(request.workload.dtype):
                 _go_through_the_stages(draft)
         except InputError:
-            shutil.rmtree(directory, ignore_errors=True)  # nothing was measured: nothing is left behind
+            shutil.rmtree(directory, ignore_errors=True)  # nothing was measured, so nothing is left behind
             raise
         if draft.run.status == "interrupted":
             draft.save_meanwhile()  # whoever interrupted it may not wait for the statistics
@@ -80,7 +80,7 @@ def measure_step(
 
 
 def _go_through_the_stages(draft: Draft) -> None:
-    """Fill in the draft. Ctrl-C ends it with what is measured."""
+    """Run the stages, which fill in the draft. Ctrl-C ends it with what is measured so far."""
     try:
         with interrupts.keeping():
             if _measured(draft):
@@ -94,12 +94,12 @@ def _go_through_the_stages(draft: Draft) -> None:
 
 
 def _measured(draft: Draft) -> bool:
-    """Whether all stages until the times went well."""
+    """Run the stages until the steps are timed; returns whether none failed."""
     try:
         for stage in UNTIL_TIMED:
             stage(draft)
     except StepFailed as failure:
-        interrupts.check()  # a library may have made another exception of Ctrl-C's
+        interrupts.check()  # a library may have replaced Ctrl-C's exception by its own
         cause = failure.__cause__ or failure
         draft.fail(cause, failure.stage, failure.phase)
         if is_out_of_memory(cause):

@@ -1,4 +1,4 @@
-"""Many workloads, each in a process of its own: whatever happens to one is its row, and the others go on.
+"""Measures many workloads, each in a process of its own: a failure of one becomes its row, and the others go on.
 
 Killed at any moment, the same sweep resumes: a cell whose run is on disk with a result is not measured again.
 """
@@ -31,11 +31,11 @@ from stepscope.engine.request import StepRequest
 from stepscope.work.transformer import phase_work
 
 INTERRUPT_GRACE_S = 2.0
-"""How long a cell may take to save what it has when the user stops the sweep."""
+"""Seconds that a cell may take to save what it has when the user stops the sweep."""
 TIMEOUT_GRACE_S = 15.0
-"""How long a cell may take to save what it has when its time is over; longer, since no user is waiting."""
+"""Seconds that a cell may take to save what it has when its time is over; more, since no user is waiting."""
 EXIT_GRACE_S = 20.0
-"""How long a cell may take to end once its run is on disk."""
+"""Seconds that a cell may take to end once its run is on disk."""
 LOG_FILE = "log.txt"
 
 
@@ -62,7 +62,7 @@ def run_sweep(plan: SweepPlan, policy: Policy | None = None, tell: Tell = lambda
 
 @contextlib.contextmanager
 def _locked(out: Path, key: str) -> Generator[None]:
-    """One process at a time for one sweep in one place; the lock goes with the process, however it ends."""
+    """A lock that lets one process at a time run this sweep in this place; it ends with the process."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         file = (out / f".sweep-{key}.lock").open("w")
@@ -126,11 +126,11 @@ class _Sweep:
             await process.close()
 
     def next_mark(self) -> str:
-        """What the next process carries in its environment, and all that it starts."""
+        """The mark that the next process, and all that it starts, carry in their environment."""
         return f"{self._mark}{next(self._processes)}."
 
     def _find_results(self) -> None:
-        """Take over the results that an earlier start of this sweep left on disk."""
+        """Take over the results of an earlier start of this sweep from disk."""
         if self._policy.fresh or not self._out.is_dir():
             return
         again: set[Status] = set(REPEATED)
@@ -168,11 +168,11 @@ class _Sweep:
         return None
 
     def told(self) -> None:
-        """A cell's state has changed."""
+        """Report to the display that a cell's state has changed."""
         self._tell(self.state)
 
     def request(self, cell: Cell, device: str) -> StepRequest:
-        """What a cell's process is asked."""
+        """The request to a cell's process."""
         return StepRequest(
             workload=cell.workload,
             settings=cell.settings,
@@ -191,7 +191,7 @@ class _Sweep:
         return self._policy.timeout_s
 
     def record(self, cell: Cell, directory: Path | None, status: Status, failure: Failure, log: str = "") -> Run:
-        """Save a row for a cell that could not write its own, in the directory that it has made, if it has."""
+        """Save a run for a cell that could not write its own, in the cell's directory if it made one."""
         run = _run_in(directory)
         if directory is None or run is None:
             if directory is None or not directory.is_dir():
@@ -208,7 +208,7 @@ class _Sweep:
             )
         artifacts = dict(run.artifacts)
         if log:
-            with contextlib.suppress(OSError):  # the row matters more than its last words
+            with contextlib.suppress(OSError):  # the run matters more than its log
                 (directory / LOG_FILE).write_text(log)
                 artifacts["log"] = LOG_FILE
         run = msgspec.structs.replace(run, status=status, failure=failure, artifacts=artifacts)
@@ -226,7 +226,7 @@ def _run_in(directory: Path | None) -> Run | None:
 
 
 class _Measured:
-    """One cell's way from its process's start to a run on disk."""
+    """Measures one cell, from the start of its process to a run on disk."""
 
     def __init__(self, sweep: _Sweep, cell: CellState, device: str) -> None:
         self._sweep, self._cell, self._device = sweep, cell, device
@@ -285,7 +285,7 @@ class _Measured:
             self._sweep.told()
 
     def _keep_what_was_stopped(self, process: CellProcess) -> None:
-        """A cell that was killed before it could say so is said to be interrupted; one that saved nothing is no run."""
+        """Mark the run of a cell that the user stopped as interrupted; remove its directory if it saved nothing."""
         with contextlib.suppress(OSError, StepscopeError):
             run = _run_in(self._directory)
             if run is not None and run.status == "unfinished":
@@ -314,7 +314,7 @@ class _Measured:
         return self._ended("failed", message, process.log)
 
     def _ended(self, status: Status, message: str, log: str = "", during: str | None = None) -> Run:
-        """The run that the cell saved, if it is a result, whatever came after; else a row that says how it ended."""
+        """The run that the cell saved, if it is a result; else a run that says how the cell ended."""
         run = _run_in(self._directory)
         if run is not None and run.status not in REPEATED:
             return run

@@ -19,8 +19,8 @@ _PUBLIC = {"FlashAttention": "flash.attention", "FlashAttentionTiled": "flash.ti
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, imported when it is asked for: the files beside this one import it before they import each other,
-    so an import of one of them here would be a circle.
+    """Import a public name when it is first used. The files beside this one import this package before each other, so
+    an import of one of them at the top would be a circle.
     """
     if name in _PUBLIC:
         return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)

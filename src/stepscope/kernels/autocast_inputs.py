@@ -12,7 +12,7 @@ from torch import Tensor
 def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in autocast's dtype, or unchanged where autocast is off for their device; casts are differentiable."""
     device_type = q.device.type
-    # Devices that have no autocast raise where they are asked; and asked in any other way, a compiler cannot follow.
+    # A device without autocast raises here. A compiler cannot follow any other way to ask.
     if device_type not in {"cpu", "cuda"} or not torch.is_autocast_enabled(device_type):
         return q, k, v
     dtype = torch.get_autocast_dtype(device_type)

@@ -1,4 +1,4 @@
-"""What every launch of a kernel needs: who launches it, how many tiles, and what a descriptor can address."""
+"""Helpers for every kernel launch: the launcher, the number of tiles, and what a descriptor can address."""
 
 from typing import Any, Protocol
 
@@ -9,17 +9,17 @@ from triton import knobs
 LOG2E = tl.constexpr(1.4426950408889634)
 
 SMALLEST_SCALE = 2.0**-100
-"""Not zero, which would make NaN of a hidden score, -inf; this small it changes nothing."""
+"""The smallest scale that a kernel gets. Zero would make NaN of a hidden score, -inf; this one changes nothing."""
 
 
 class Launcher(Protocol):
-    """What runs a kernel and returns what Triton compiled, None in its interpreter."""
+    """A function that runs a kernel; returns what Triton compiled, or None in its interpreter."""
 
     def __call__(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: int) -> Any: ...
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: int) -> object:
-    """Run a kernel the plain way."""
+    """Launch a kernel without recording it."""
     return kernel[grid](*arguments, **options)
 
 
@@ -29,12 +29,12 @@ def interpreted() -> bool:
 
 
 def tiles_of(length: int, block: int) -> int:
-    """How many tiles of so many rows cover a length."""
+    """Number of tiles of `block` rows that cover a length."""
     return -(-length // block)
 
 
 def describable(*tensors: Tensor) -> bool:
-    """Whether the tensor-memory accelerator can address these: 16-byte steps, nothing broadcast."""
+    """Whether the tensor-memory accelerator can address these tensors: 16-byte strides, nothing broadcast."""
     for tensor in tensors:
         if tensor.data_ptr() % 16 or tensor.numel() == 0:
             return False

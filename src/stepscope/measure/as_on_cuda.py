@@ -26,11 +26,11 @@ _IN_FP32 = frozenset({
     "softmax", "log_softmax", "cumprod", "cumsum", "norm", "binary_cross_entropy_with_logits",
 })  # fmt: skip
 _SUMS_INTO_FP32 = frozenset({"sum"})
-"""Reduced in fp32 without a copy of the input in fp32."""
+"""Operators that reduce in fp32 without a copy of their input in fp32."""
 
 
 class AsOnCuda(TorchFunctionMode):
-    """Inside, autocast("cpu") casts what autocast("cuda") would, and fused attention is CUDA's."""
+    """A mode in which autocast("cpu") casts what autocast("cuda") would, and fused attention is CUDA's."""
 
     def __init__(self, attention: Callable[[Tensor], AttentionBackend] | None = None) -> None:
         """attention: the backend for these queries (B, H, S, D); None leaves it to the CPU, which casts alike."""
@@ -82,7 +82,7 @@ class AsOnCuda(TorchFunctionMode):
         self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        """The operators that at::scaled_dot_product_attention calls on CUDA, without mask or dropout.
+        """Attention by the operators that at::scaled_dot_product_attention calls on CUDA, without mask or dropout.
 
         enable_gqa: keys and values have fewer heads than queries. For the efficient kernel, which requires as many,
         they are repeated.

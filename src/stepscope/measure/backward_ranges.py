@@ -46,16 +46,16 @@ class SequenceNotes:
         self.closed = False
 
     def owner(self, sequence_nr: int) -> tuple[str, ...]:
-        """Path of the innermost module that was running when a node of this number was made, and the part inside it.
+        """Path of the innermost module that ran when forward made the node of this number, and the part inside it.
 
-        Empty for a node that no module made, as those of the loss.
+        Both are empty for a node that no module made, such as those of the loss.
         """
         i = bisect.bisect_right(self._from, sequence_nr) - 1
         return self._owners[i] if i >= 0 else ()
 
     def _note(self) -> None:
-        # The number is the one that the next node will get. Where several ranges begin or end at the same number,
-        # the last note holds, and that is the one bisect_right finds.
+        # A note's number is that of the next node to be made. Where several ranges begin or end at one number, the last
+        # note holds, which is the one that bisect_right finds.
         self._from.append(_get_sequence_nr())
         innermost = max((i for i, name in enumerate(self._open) if name in self._paths), default=None)
         self._owners.append(tuple(self._open[innermost:]) if innermost is not None else ())
@@ -83,9 +83,9 @@ class BackwardRanges:
             names = (GRADIENT_ACCUMULATION,) if is_leaf else notes.owner(node._sequence_nr())  # type: ignore[attr-defined]
             if self._operators and not is_leaf:
                 names = (*names, node.name())
-            # Between two nodes the engine adds up gradients that meet, and that is work of the node just run: its
-            # range lasts until the next node begins on the same thread. After a node that leads to no other, the
-            # thread may have nothing more to do: its range ends with it.
+            # Between two nodes the engine sums gradients that meet. This is work of the node just run, so its range
+            # lasts until the next node begins on the same thread. A node that leads to no other may be the last on its
+            # thread, so its range ends with it.
             self._handles.append(node.register_prehook(lambda _gradients, names=names: self._open(names)))
             if not below:
                 self._handles.append(node.register_hook(lambda _inputs, _outputs: self.close()))
@@ -95,7 +95,7 @@ class BackwardRanges:
         return len(seen)
 
     def close(self) -> None:
-        """End what is open on this thread."""
+        """End the ranges that are open on this thread."""
         for _ in range(getattr(self._local, "depth", 0)):
             for emitter in reversed(self._emitters):
                 emitter.pop()

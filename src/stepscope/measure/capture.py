@@ -25,8 +25,8 @@ _COMPRESSION = 6  # gzip's own default; Python's 9 takes twice as long for one p
 
 @contextlib.contextmanager
 def kineto_session(step: Step, device: torch.device, *, stacks: bool = False) -> Iterator[torch.profiler.profile]:
-    """Inside, torch.profiler records operators with shapes and sequence numbers, kernels, and ranges of the step, its
-    phases, modules and the parts of attention."""
+    """A context in which torch.profiler records operators with shapes and sequence numbers, kernels, and the ranges of
+    the step, its phases, modules and the parts of attention."""
     profiler = profiler_for(device, record_shapes=True, with_stack=stacks)
     with ranges.emitted_to(ranges.ProfilerEmitter()), details(step), profiler:
         yield profiler
@@ -34,7 +34,7 @@ def kineto_session(step: Step, device: torch.device, *, stacks: bool = False) ->
 
 @contextlib.contextmanager
 def capture_range(device: torch.device) -> Iterator[None]:
-    """What a tool records that was told to wait for the CUDA profiler's API (nsys: `-c cudaProfilerApi`)."""
+    """A context that a tool records if it was told to wait for the CUDA profiler's API (nsys: `-c cudaProfilerApi`)."""
     if device.type != "cuda":
         yield
         return
@@ -44,18 +44,18 @@ def capture_range(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.cuda.synchronize(device)
-        # `--capture-range-end=stop-shutdown` sends SIGTERM when the range ends, which is to be as Ctrl-C elsewhere.
-        # Here it only says that the tool is done. The sleep leaves it time: ended at once, kernels are lost.
+        # `--capture-range-end=stop-shutdown` sends SIGTERM when the range ends. Elsewhere that is a request to end;
+        # here it only says that the tool is done. Without the sleep, the tool loses kernels.
         with interrupts.expected():
             torch.cuda.profiler.stop()
             time.sleep(AFTER_CAPTURE_S)
 
 
 class Unmarked:
-    """A device that is asked to synchronise and nothing else.
+    """A device without marks: it only synchronises.
 
-    Reading an event calls cudaEventElapsedTime_v2, new in CUDA 12.8. An importer of Nsight Systems that is older knows
-    no name for it, and drops the kernels of the whole buffer that such a call lies in.
+    Reading an event calls cudaEventElapsedTime_v2, new in CUDA 12.8. An older importer of Nsight Systems does not know
+    that name, and drops all kernels of a buffer that holds such a call.
     """
 
     clock_name = "none"
@@ -71,10 +71,10 @@ class Unmarked:
 
 
 class BackwardMarks(Recorder):
-    """Gives an NVTX tool that watches, besides the ranges of a Kineto trace, those of modules in backward.
+    """Emits to a watching NVTX tool the ranges of a Kineto trace, and those of modules in backward.
 
-    Before each backward the nodes of the graph are given their ranges. That has a range of its own, so that the time it
-    takes is neither forward's nor backward's.
+    Before each backward the nodes of the graph get their ranges. This has a range of its own, so that its time counts
+    neither to forward nor to backward.
     """
 
     def __init__(self, step: Step) -> None:
@@ -84,7 +84,7 @@ class BackwardMarks(Recorder):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Self]:
-        """Inside, steps have every range."""
+        """A context in which steps emit every range."""
         try:
             with ranges.emitted_to(self._notes), details(self._step):
                 yield self
@@ -107,7 +107,7 @@ class BackwardMarks(Recorder):
     def phase_ends(self, name: str) -> None:
         if name == BACKWARD:
             self._backward.close()
-            # Another micro-batch may follow in the same step, with a graph of its own.
+            # The same step may have another micro-batch, with a graph of its own.
             self.step_begins()
 
     def phase_failed(self, name: str) -> None:
@@ -115,8 +115,8 @@ class BackwardMarks(Recorder):
 
 
 def details(step: Step) -> contextlib.AbstractContextManager[None]:
-    """Ranges inside the model. A compiled step has phases alone: hooks on modules inside the compiled one would make
-    it compile anew, and what is traced would not be what was timed."""
+    """A context in which ranges inside the model are emitted. A compiled step has phases alone: hooks inside the
+    compiled module would make it compile anew, and the traced step would not be the timed one."""
     return ranges.detailed(step.model) if not step.compiled else contextlib.nullcontext()
 
 
@@ -132,7 +132,7 @@ def export_kineto(profiler: torch.profiler.profile, target: Path) -> None:
 
 
 def _portable(line: bytes, name: str) -> bytes:
-    """The line without the machine's name or the file's place: a run directory can be shown to others."""
+    """A line of the trace without the machine's name or the file's place, so that it can be shown to others."""
     if b'"host_name"' in line or b'"traceName"' in line:
         line = re.sub(rb'"host_name": *"[^"]*"', b'"host_name": ""', line)
         line = re.sub(rb'"traceName": *"[^"]*"', b'"traceName": "' + name.encode() + b'"', line)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class _NotCached(Exception):
-    """Autocast asked for a new copy: there was none."""
+    """Raised when autocast asks for a new copy, since its cache holds none."""
 
 
 class _Caught(TorchDispatchMode):
@@ -26,7 +26,7 @@ class _Caught(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func._schema.name != "aten::mm":
-            # A cast that is to be cached: were any tensor returned, autocast would keep it for the parameter's copy.
+            # This cast would be cached: autocast would keep any tensor that it returned as the parameter's copy.
             raise _NotCached
         self.operand = args[0]
         return args[0]

@@ -1,4 +1,4 @@
-"""The rates this device really reaches: matrix products by dtype, and a copy. The denominator of an honest MFU."""
+"""Measures the rates that this device really reaches: matrix products by dtype, and a copy."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -26,16 +26,16 @@ _TORCH_DTYPE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bflo
 _MATMUL_SIZES = {"cuda": (2048, 4096, 8192), "cpu": (512, 1024, 2048)}
 _COPY_BYTES = {"cuda": 2**32, "cpu": 2**28}
 _TRIAL = Settings(warmup_floor=3, warmup_cap=10, warmup_seconds=0.3, steps_floor=3, steps_cap=200, seconds=0.2)
-"""A first look at every size."""
+"""How every size is tried first."""
 _SUSTAINED = {
     "cuda": Settings(warmup_floor=3, warmup_cap=10, warmup_seconds=0.3, steps_floor=5, steps_cap=10_000, seconds=2.0),
     "cpu": Settings(warmup_floor=2, warmup_cap=10, warmup_seconds=0.3, steps_floor=5, steps_cap=1000, seconds=0.5),
 }
-"""The best of them, held as long as a step's measurement is: power and heat have their say."""
+"""How the best size is measured: as long as a step is, since power and heat lower the rate."""
 _Tell = Callable[[str], object]
 _IN_SILENCE: _Tell = lambda _: None  # noqa: E731
 _PATIENCE_S = 1.0
-"""A size whose product takes longer is the last that is tried."""
+"""Seconds. The first size whose product takes longer is the last that is tried."""
 
 
 def supported_dtypes(device: torch.device) -> tuple[Dtype, ...]:
@@ -83,7 +83,7 @@ def ceilings_for(
 
 
 def load_ceilings(device: torch.device) -> Ceilings | None:
-    """What was stored for this device under this build of PyTorch, if anything readable was."""
+    """The stored ceilings of this device under this build of PyTorch; None where there is nothing readable."""
     path = _store_path(_device_name(device))
     if path is None:
         return None
@@ -102,7 +102,7 @@ def store_ceilings(ceilings: Ceilings) -> Path | None:
 
 
 def _matmul_ceiling(device: torch.device, dtype: Dtype, tell: _Tell) -> Ceiling:
-    """Try the sizes, then sustain the best."""
+    """The ceiling of matrix products: every size is tried, and the best is measured for longer."""
     rates: dict[int, float] = {}
     for n in _MATMUL_SIZES[device.type]:
         tell(f"matrix product {n} x {n} x {n}, {dtype}")

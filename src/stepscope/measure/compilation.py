@@ -1,6 +1,6 @@
 """What torch.compile really did, from dynamo's counters: a fall-back to eager is silent otherwise.
 
-And what dynamo, inductor and Triton compiled while the measured steps ran, in whose times it is.
+It also tells what dynamo, inductor and Triton compiled while the measured steps ran, since that is in their times.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def compile_report(compiled: nn.Module | None = None) -> CompileReport:
     forward_ids = {m.compile_id for m in metrics if m.compile_id and not m.compile_id.startswith("!")}
     recompiles = {i for i in forward_ids if "/" in i and i.rpartition("/")[2].split("_")[0] not in ("0", "")}
     reasons = [_first_line(m.recompile_reason) for m in metrics if getattr(m, "recompile_reason", None)]
-    # A graph of autograd's that is found brings its inductor graphs along, which may be counted by themselves too.
+    # A hit in autograd's cache brings its inductor graphs along, which may be counted by themselves too.
     cached = max(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"])
     seconds = [m.entire_frame_compile_time_s for m in metrics if m.entire_frame_compile_time_s]
     return CompileReport(
@@ -75,12 +75,12 @@ class CompilationWatch:
         self._before = _counts()
 
     def start(self) -> None:
-        """Count from here on."""
+        """Start to count what is compiled."""
         _listen(self)
         self._started, self._kernels, self._before = True, 0, _counts()
 
     def read(self) -> MeasuredCompilation | None:
-        """What was compiled since `start`; None where it was never called."""
+        """What was compiled since `start`; None where `start` was never called."""
         if not self._started:
             return None
         _listen(None)
@@ -95,7 +95,7 @@ class CompilationWatch:
         )
 
     def __call__(self, **_: object) -> None:
-        """Triton's listener: it has compiled a kernel, or found it in its cache."""
+        """Count a kernel that Triton has compiled, or found in its cache; Triton calls this."""
         self._kernels += 1
 
 
@@ -104,7 +104,7 @@ def _counts() -> MeasuredCompilation:
     counters = dynamo_utils.counters
     return MeasuredCompilation(
         frames=counters["frames"]["total"],
-        # A backward is compiled when it first runs, long after its frame. Where its graph is cached, it comes along.
+        # A backward is compiled when it first runs, long after its frame; a cached one comes with its frame.
         graphs=counters["stats"]["unique_graphs"] + _entered(_LATE_BACKWARD),
         recordings=_entered(_RECORDING),
         tunings=_entered(_TUNING),
@@ -122,7 +122,7 @@ def _times(region: str) -> Sequence[float]:
 
 
 def _listen(listener: CompilationWatch | None) -> None:
-    """Have Triton tell what it compiles, where it is loaded; a listener of the user's stays."""
+    """Set the listener to which a loaded Triton reports what it compiles; a user's own listener stays."""
     knobs: Any = getattr(sys.modules.get("triton"), "knobs", None)
     compilation = getattr(knobs, "compilation", None)
     if compilation is None or not (compilation.listener is None or isinstance(compilation.listener, CompilationWatch)):

@@ -17,14 +17,14 @@ class Device(Protocol):
     """What `measure()` asks of a device."""
 
     clock_name: str
-    """How the marks are timed; stored with every sample."""
+    """Name of the clock that times the marks; stored with every sample."""
 
     def synchronize(self) -> None:
         """Return when all work given to the device so far is finished."""
         ...
 
     def mark(self) -> Mark:
-        """Note the point now reached in the stream of work, without waiting for it."""
+        """Put a mark at this point of the stream of work, without waiting for the device to reach it."""
         ...
 
     def elapsed_s(self, start: Mark, end: Mark) -> float:
@@ -33,7 +33,7 @@ class Device(Protocol):
 
 
 class HostDevice:
-    """A CPU: work is done when the call returns, so a mark is the host's clock."""
+    """A CPU as the device: work is done when its call returns, so a mark reads the host's clock."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or HostClock()
@@ -50,7 +50,7 @@ class HostDevice:
 
 
 class CudaDevice:
-    """A GPU: a mark is an event timed by the GPU itself (resolution about 0.5 us).
+    """A GPU as the device: a mark is an event that the GPU itself times (resolution about 0.5 us).
 
     Marks go to the stream that is current when the device is made.
     """
@@ -101,7 +101,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def timing_device(device: torch.device) -> Device:
-    """The timing side of a torch device. A GPU becomes the current one, so that marks land on its stream."""
+    """The Device that times a torch device. A GPU becomes the current one, so that marks land on its stream."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         return CudaDevice(device)
@@ -109,7 +109,7 @@ def timing_device(device: torch.device) -> Device:
 
 
 def limit_memory(device: torch.device, limit_bytes: int | None) -> None:
-    """Let this process allocate no more than this of the GPU's memory."""
+    """Limit how much of the GPU's memory this process may allocate."""
     if limit_bytes is None:
         return
     if device.type != "cuda":

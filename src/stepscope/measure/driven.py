@@ -1,4 +1,4 @@
-"""What the instruments show of a driven step: each of these runs steps of it, by `drive` or by the timer."""
+"""Runs a driven step under each instrument, by `drive` or by the timer, and returns what the instrument shows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from stepscope.measure.timer import timed_steps
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCapture:
-    """What a recorded step left."""
+    """The file and figures of a step whose allocations were recorded."""
 
     measured: PhaseMemory
     failure: BaseException | None = None
@@ -51,7 +51,7 @@ def observe_step(step: Step, device: torch.device, held_before_bytes: int = 0) -
 
 
 def step_operators(step: Driven, device: torch.device, timing: Device) -> StepOperators:
-    """Run a step under torch.profiler, and count what the host called."""
+    """Run a step under torch.profiler, and count the operators that the host called."""
     step.prepare()
     timing.synchronize()
     counts = OperatorCounts(device)
@@ -103,7 +103,7 @@ def capture_memory(
 ) -> MemoryCapture:  # fmt: skip
     """Record one step into `memory.pickle.gz`, with stacks as MemoryRecorder takes them.
 
-    With `is_out_of_memory`, a step that fails so is kept as far as it went.
+    `is_out_of_memory` tells the exceptions of a step that ran out of memory; that step is kept as far as it went.
     """
     step.prepare()
     failure = None

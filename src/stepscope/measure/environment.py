@@ -1,4 +1,4 @@
-"""Reading the machine: what a figure depends on beside the workload."""
+"""Reads the machine and its software: everything beside the workload that a figure depends on."""
 
 import contextlib
 import importlib.metadata
@@ -51,7 +51,7 @@ def read_environment(device: torch.device, memory_limit_bytes: int | None = None
 
 
 class HostLoad:
-    """How busy the host is between construction and `read()`; tells only on Linux."""
+    """Measures how busy the host is between construction and `read()`; known only on Linux."""
 
     def __init__(self) -> None:
         self._start = self._now()
@@ -62,7 +62,7 @@ class HostLoad:
             return None
         wall_s, own_s, busy_s = (b - a for a, b in zip(self._start, end, strict=True))
         if wall_s < 0.1:
-            return None  # /proc/stat counts in ticks of 10 ms: nothing can be said of less
+            return None  # /proc/stat counts in ticks of 10 ms, and tells nothing of a shorter time
         return HostReading(own_cores=own_s / wall_s, other_cores=max(0.0, busy_s - own_s) / wall_s)
 
     @staticmethod
@@ -117,7 +117,7 @@ def _git_state() -> tuple[str | None, bool | None]:
             return None
         return answer.stdout.strip()
 
-    # Installed into a project's environment, the package lies inside that project's checkout: not our commit.
+    # A package installed into a project's environment lies inside that project's checkout, whose commit is not ours.
     if git("ls-files", "--error-unmatch", str(package / "__init__.py")) is None:
         return None, None
     commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", ".")
@@ -125,7 +125,7 @@ def _git_state() -> tuple[str | None, bool | None]:
 
 
 def cpu_name() -> str:
-    """The processor's own name where the system tells it."""
+    """The processor's name, as precise as the system tells it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -75,7 +75,7 @@ class FakeMemory(TorchDispatchMode):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name what runs inside. What it allocated and leaves alive counts as saved for backward after `forward`."""
+        """A context that is one phase. What `forward` allocates and leaves alive counts as saved for backward."""
         self._phase, start, first = name, len(self.events), len(self.allocations)
         try:
             yield
@@ -87,12 +87,12 @@ class FakeMemory(TorchDispatchMode):
             self._keep(range(first, len(self.allocations)))
 
     def end(self) -> None:
-        """Take no further event: what is released from now on is the end of what was watched."""
+        """Record no further event, since what is released from now on belongs to no phase."""
         self._index.clear()
         self._references.clear()
 
     def label(self, tensors: Iterable[Tensor], category: MemoryCategory, *, on_device: bool = True) -> None:
-        """Say what live tensors are. Not on the device: they are the host's, and count nowhere."""
+        """Name the category of live tensors. Those that are not on the device belong to the host, and count nowhere."""
         for tensor in tensors:
             index = self._index.get(tensor.untyped_storage()._cdata)
             if index is None:
@@ -107,7 +107,7 @@ class FakeMemory(TorchDispatchMode):
     ) -> Any:
         if func is _READS_A_NUMBER:
             return self._number(args[0])
-        # Inside autograd's engine, and yet with gradients: a checkpoint runs a part of forward again.
+        # Gradients are enabled inside autograd's engine only where a checkpoint runs a part of forward again.
         again = torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0
         if func is _aten.add.Tensor and _adds_up_in_place(args[0]):
             func = _aten.add_.Tensor
@@ -128,7 +128,7 @@ class FakeMemory(TorchDispatchMode):
         return outputs
 
     def _number(self, tensor: Tensor) -> bool | float:
-        """A fake tensor has no value. What a step asks for: conditions, the count of steps done, and overflow."""
+        """A stand-in for the value that a fake tensor lacks. A step asks for conditions, its count, and overflow."""
         if tensor.dtype == torch.bool:
             return False
         return 0.0 if tensor.untyped_storage()._cdata in self._overflow_flags else 1.0
@@ -168,7 +168,7 @@ class FakeMemory(TorchDispatchMode):
             self.allocations[self._allocate(self._workspace_bytes, "cuBLAS")].category = "workspaces"
 
     def _end_recomputation(self) -> None:
-        """What a part of forward that ran again leaves alive, is what it would have kept at first."""
+        """Count what a recomputed part of forward leaves alive as saved: without checkpointing it would have been."""
         if self._recomputed:
             self._keep(self._recomputed)
             self._recomputed = []

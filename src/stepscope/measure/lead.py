@@ -19,13 +19,13 @@ from stepscope.measure.step import Driven, Phase
 from stepscope.measure.timer import Measurement, StepFailed, measure, measure_one
 
 LEAD = "lead"
-"""The name of the phase."""
+"""The name of the phase that is the lead."""
 _TIMES_AS_LONG = 2.0
-"""The lead, beside what the host needs to issue a step."""
+"""The lead's length, as a multiple of the time that the host needs to issue a step."""
 _MOST_FILLS = 400
 _SMALLEST_BUFFER_BYTES = 1 << 26
 _TRIAL = Settings(warmup_floor=1, warmup_cap=1, steps_floor=3, steps_cap=3, seconds=0)
-"""Steps that tell how long the host needs to issue one."""
+"""How the steps are run that tell how long the host needs to issue one."""
 
 
 class Led(Driven, Protocol):
@@ -50,12 +50,12 @@ class LedCall:
 
 
 def with_lead(lead: Callable[[], object] | None, *phases: Phase) -> tuple[Phase, ...]:
-    """The phases of a led subject."""
+    """These phases, with the lead as the first where there is one."""
     return phases if lead is None else (Phase(name=LEAD, run=lead), *phases)
 
 
 class Leads:
-    """Gives subjects a lead as long as each needs. fill: overwrites the cache once."""
+    """Gives each subject a lead as long as it needs. fill: a function that overwrites the cache once."""
 
     def __init__(self, timing: Device, fill: Callable[[], object], clock: Clock | None = None) -> None:
         self._timing, self._fill, self._clock = timing, fill, clock

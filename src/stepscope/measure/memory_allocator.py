@@ -19,11 +19,11 @@ from stepscope.measure.tensor_notes import TensorNotes
 MOST_EVENTS = 2_000_000
 """Events that a history may hold; each takes a few KB of host memory, and a step of 32 blocks has about 20,000."""
 _NODE = re.compile(r"Backward\d*$")
-"""How autograd names a node of backward."""
+"""Matches the name of a node of backward, as autograd writes it."""
 
 
 class AllocatorRecording:
-    """The history that the caching allocator of a GPU keeps itself."""
+    """A recording by the caching allocator of a GPU, which keeps the history itself."""
 
     def __init__(self, step: Step, device: torch.device, stacks: str, held_before_bytes: int) -> None:
         self._step, self._device, self._stacks, self._held = step, device, stacks, held_before_bytes
@@ -66,10 +66,10 @@ class AllocatorRecording:
 
 
 class MetadataEmitter:
-    """Puts the open ranges on every event of the allocator: `forward|blocks.3.attention|softmax`.
+    """An emitter that puts the open ranges on every event of the allocator: `forward|blocks.3.attention|softmax`.
 
-    The text that events get is each thread's own. Backward runs on a thread of autograd, inside what is open on the
-    thread that waits for it: there its ranges stand behind those.
+    Each thread has a text of its own for its events. Backward runs on a thread of autograd, inside the ranges that are
+    open on the thread that waits for it; its own ranges stand behind those.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:

@@ -36,20 +36,20 @@ _DISPATCHING = "torch/overrides.py"
 
 @dataclass(frozen=True)
 class _Place:
-    """What encloses an event of the profiler's tree."""
+    """The phase, ranges, operators and call that enclose an event of the profiler's tree."""
 
     phase: int | None = None
-    """Start of the phase, which tells two forwards apart."""
+    """The start of the phase, which tells two forwards of a step apart."""
     ranges: tuple[str, ...] = ()
     operators: tuple[str, ...] = ()
-    """Innermost first."""
+    """The operators around the event, innermost first."""
     call: int | None = None
-    """Number of the Python stack."""
+    """The number of the Python stack."""
 
 
 @dataclass(frozen=True)
 class _Change:
-    """An allocation (bytes above 0) or the end of one."""
+    """An allocation (bytes above 0) or a release (below 0)."""
 
     time_ns: int
     address: int
@@ -58,14 +58,14 @@ class _Change:
 
 
 class ProfilerRecording(Recorder):
-    """Records what the CPU allocator tells the profiler."""
+    """A recording on a CPU, of the allocations that the profiler sees."""
 
     node_emitters: tuple[ranges.Emitter, ...] = ()
 
     def __init__(self, step: Step, sequence: SequenceNotes) -> None:
         self._step, self._sequence = step, sequence
-        # The last step's loss would end inside this one: of what began before it, the profiler cannot tell the end,
-        # and warns.
+        # Released here, the last step's loss does not end inside this one. The profiler warns of a release whose
+        # allocation it did not see.
         step.loss = None
         self._emitter = _NamedEmitter()
         self.emitters: tuple[ranges.Emitter, ...] = (self._emitter,)
@@ -129,7 +129,7 @@ class ProfilerRecording(Recorder):
         return replace(place, operators=(name, *place.operators))
 
     def _known(self, changes: list[_Change], live: dict[int, int]) -> Iterator[_Change]:
-        """The changes without releases of memory whose allocation was not recorded."""
+        """The changes, less the releases of memory whose allocation was not recorded."""
         for change in changes:
             if change.bytes > 0:
                 live[change.address] = change.bytes
@@ -152,7 +152,7 @@ class ProfilerRecording(Recorder):
             yield {"action": action, **event}
 
     def _measured(self, changes: list[_Change], before: int) -> PhaseMemory:
-        """The phases' figures, by adding up."""
+        """The memory of each phase, summed from the changes."""
         live = before
         peaks = dict.fromkeys(self._phases, before)
         at_start: dict[int, int] = {}
@@ -179,7 +179,7 @@ class ProfilerRecording(Recorder):
 
 
 class _NamedEmitter(ranges.ProfilerEmitter):
-    """Ranges for torch.profiler, and which names were theirs."""
+    """An emitter of ranges to torch.profiler that remembers their names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class _NamedEmitter(ranges.ProfilerEmitter):
 
 
 class _Calls(TorchFunctionMode):
-    """Gives every call of a function of PyTorch a range that tells its Python stack."""
+    """A mode that gives every call of a PyTorch function a range, whose name tells the Python stack."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class _Calls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         attribute = getattr(func, "__name__", "") == "__get__"  # as .shape: it allocates nothing, and there are many
-        # A range round the call that opens a range would end before it.
+        # A range around the call that opens a range would end before that range.
         if attribute or getattr(func, "__module__", "") == "torch._ops.profiler":
             return func(*args, **(kwargs or {}))
         stack = tuple(_frames(sys._getframe(1)))

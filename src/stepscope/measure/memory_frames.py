@@ -8,19 +8,19 @@ from typing import Any
 from stepscope.core.portable_paths import portable_path
 
 Frame = tuple[str, str, int]
-"""Function, file, line. Of an operator: its name, no file, 0."""
+"""A frame as (function, file, line); for an operator (its name, "", 0)."""
 
 _OUR_FILES = "stepscope/measure/"
 
 
 def joined_ranges(names: Sequence[str]) -> str:
-    """Open ranges as one text, outermost first. A module is left out where one inside it follows, whose path tells."""
+    """Open ranges as one text, outermost first. A module is left out if one inside it follows, whose path names it."""
     pairs = itertools.zip_longest(names, names[1:], fillvalue="")
     return "|".join(name for name, inner in pairs if not inner.startswith(f"{name}."))
 
 
 class StackTable:
-    """Equal stacks and frames are one object each: pickle writes an object once."""
+    """Makes equal stacks and frames the same object, since pickle writes an object only once."""
 
     def __init__(self) -> None:
         self._frames: dict[Frame, dict[str, Any]] = {}

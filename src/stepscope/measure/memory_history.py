@@ -30,7 +30,7 @@ from stepscope.measure.memory_events import ProfilerRecording
 from stepscope.measure.step import Recorder, Step
 from stepscope.measure.tensor_notes import TensorNotes, now_us
 
-_COMPRESSION = 2  # of level 6 it has nine tenths of the effect in a third of the time
+_COMPRESSION = 2  # nine tenths of what level 6 saves, in a third of the time
 _PICKLE_PROTOCOL = 4
 
 
@@ -39,25 +39,25 @@ class AllocationHistory(Protocol):
 
     @property
     def emitters(self) -> tuple[ranges.Emitter, ...]:
-        """What takes the names of the step's ranges to the recorded events."""
+        """Emitters that put the names of the step's ranges on the recorded events."""
         ...
 
     @property
     def node_emitters(self) -> tuple[ranges.Emitter, ...]:
-        """What takes backward's ranges to its events, by hooks on the graph's nodes; empty if events name the node."""
+        """Emitters that put backward's ranges on its events, by hooks on nodes; empty if events name the node."""
         ...
 
     def running(self) -> AbstractContextManager[Recorder]:
-        """Inside, allocations are recorded; the recorder wants to be told of the phases."""
+        """A context in which allocations are recorded, and the Recorder to tell of the phases."""
         ...
 
     def snapshot(self, notes: TensorNotes) -> tuple[dict[str, Any], PhaseMemory]:
-        """What was recorded, in PyTorch's form, and the figures of its phases."""
+        """The recorded history in PyTorch's form, and the memory of each phase."""
         ...
 
 
 class MemoryRecorder(Recorder):
-    """Records every allocation of the next step. To be made when that is about to begin.
+    """Records every allocation of the next step. Make it just before that step begins.
 
     stacks: `python`, or `all` for those of C++ too, which take minutes to name. held_before_bytes: what the process
     had allocated before the step was made.
@@ -82,7 +82,7 @@ class MemoryRecorder(Recorder):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Self]:
-        """Allocations are recorded inside this context."""
+        """A context in which allocations are recorded."""
         with self._history.running() as self._counter, contextlib.ExitStack() as stack:
             stack.enter_context(ranges.emitted_to(self._sequence, *self._history.emitters))
             stack.callback(self._backward.release)
@@ -95,7 +95,7 @@ class MemoryRecorder(Recorder):
         loss = self._step.loss
         if name == FORWARD:
             self._notes.start_forward()
-            self._gradients_wait = False  # those of another micro-batch are added
+            self._gradients_wait = False  # the next micro-batch adds to the same gradients
         elif name == BACKWARD:
             self._sequence.closed = True  # what checkpointing runs again during backward made none of these nodes
             if self._history.node_emitters and loss is not None and loss.grad_fn is not None:

@@ -29,7 +29,7 @@ class Nsys:
     path: Path
     version: str
     importer: Path | None
-    """Turns the stream that the target part records into a report. Absent where only the target part is installed."""
+    """Path of the importer, which turns a recorded stream into a report; None where only the recorder is installed."""
 
 
 def require_nsys() -> Nsys:

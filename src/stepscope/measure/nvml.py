@@ -1,4 +1,4 @@
-"""What NVIDIA's management library says of a GPU; every answer is None where it does not say."""
+"""Reads a GPU's state through NVIDIA's management library, NVML; a value is None where NVML does not give it."""
 
 import contextlib
 import importlib
@@ -22,12 +22,12 @@ _SLOWDOWN_BITS = {
 }
 
 Ask = Callable[..., Any]
-"""ask(function_name, *arguments): one answer of NVML, or None where this driver or card does not tell."""
+"""ask(function_name, *arguments): the result of one call to NVML, or None where this driver or card has none."""
 
 
 @contextlib.contextmanager
 def nvml_kept_open(device: "torch.device") -> Iterator[None]:
-    """Inside, NVML stays initialised for a GPU: starting it takes longer than reading it, and it counts its users."""
+    """A context in which NVML stays initialised for a GPU, since starting it takes longer than reading it."""
     with _session() if device.type == "cuda" else contextlib.nullcontext():
         yield
 
@@ -76,7 +76,7 @@ def smallest_gpu() -> tuple[str, int] | None:
 
 
 def read_gpu(device: "torch.device") -> GpuReading | None:
-    """Clocks, power, temperature and company of a GPU now; None on a CPU or without NVML."""
+    """A GPU's clocks, power, temperature and other processes now; None on a CPU or without NVML."""
     if device.type != "cuda":
         return None
     import torch  # noqa: PLC0415
@@ -115,7 +115,7 @@ def read_gpu(device: "torch.device") -> GpuReading | None:
 
 
 def _others(pids: list[int]) -> int:
-    """Processes besides this one. In a container NVML may show other pids than ours for ourselves."""
+    """Number of processes on the GPU besides this one, which NVML may list under another pid in a container."""
     import torch  # noqa: PLC0415
 
     own = os.getpid() in pids or (bool(pids) and torch.cuda.is_initialized())

@@ -23,7 +23,7 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 
 
 class _Saved:
-    """A tensor kept for backward, in a box that can be watched."""
+    """A tensor that autograd keeps for backward, in an object whose end can be watched."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -32,7 +32,7 @@ class _Saved:
 
 
 class _ProductDtypes(TorchDispatchMode):
-    """Collects the dtypes of matrix products' operands, below autocast."""
+    """A mode below autocast that collects the dtypes of matrix products' operands."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,10 +70,10 @@ class Observer(Recorder):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Self]:
-        """The hooks are on inside this context."""
+        """A context in which the hooks are on."""
         step = self._step
         with contextlib.ExitStack() as stack:
-            # A hook on a module inside the compiled one would make it compile anew.
+            # A hook inside the compiled module would make it compile anew.
             counted = step.forward_module if step.compiled else step.model
             stack.callback(counted.register_forward_pre_hook(self._count_forward).remove)
             if step.optimizer is not None:
@@ -86,7 +86,7 @@ class Observer(Recorder):
     def phase_begins(self, name: str) -> None:
         self._phase = name
         self._forwards.setdefault(name, 0)
-        self._saved_storages.clear()  # of several forwards each counts alone: their graphs do not live together
+        self._saved_storages.clear()  # each forward counts alone, since the graphs of several do not live together
         if name == FORWARD and self._hooked:
             self._watching.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda box: box.tensor))
             self._watching.enter_context(self._products)
@@ -100,16 +100,16 @@ class Observer(Recorder):
 
     @property
     def graphs_alive(self) -> bool | None:
-        """Whether anything that autograd kept in this step is alive still; None where that cannot be told."""
+        """Whether anything that autograd kept in this step is still alive; None where that cannot be known."""
         return len(self._saved) > 0 if self._hooked and self._step.loss is not None else None
 
     @property
     def saved_bytes(self) -> int | None:
-        """What a forward kept for its backward; None where that cannot be told, or there was no backward."""
+        """Bytes that a forward kept for its backward; None where they cannot be known, or there was no backward."""
         return self._saved_bytes if self._hooked and self._phase != FORWARD else None
 
     def observation(self, batches: "Batches", graphs_alive: bool | None) -> StepObservation:
-        """What was seen. graphs_alive: when the next step was about to begin."""
+        """The StepObservation of this step. graphs_alive is as it was just before the next step."""
         return StepObservation(
             model_forwards=self._forwards,
             autocast_outside=self._autocast_outside,
@@ -148,12 +148,12 @@ class Observer(Recorder):
 
 
 class Batches(NamedTuple):
-    """What the steps are fed with."""
+    """The batches that the steps rotate through."""
 
     fewest_tokens: int
     """The fewest distinct tokens in a batch."""
     distinct: int
-    """How many batches differ."""
+    """Number of different batches."""
 
 
 def look_at_batches(step: Step) -> Batches:
@@ -169,9 +169,9 @@ def look_at_batches(step: Step) -> Batches:
 
 
 class PhasePeaks(Recorder):
-    """The allocator's counters round the phases of one step on a GPU; of phases of one name, the largest figure.
+    """Records a GPU allocator's counters around the phases of one step; of phases of one name, the largest figure.
 
-    Made when the step is about to begin: what is allocated then is what was there before it.
+    Make it just before the step: what is allocated then counts as what was there before.
     """
 
     def __init__(self, step: Step, device: torch.device, held_before_bytes: int = 0) -> None:
@@ -198,7 +198,7 @@ class PhasePeaks(Recorder):
             self._gradients = gradient_bytes(self._step)
 
     def phase_failed(self, name: str) -> None:
-        self._read_peaks(name)  # a phase that ran out of memory had a peak too
+        self._read_peaks(name)  # a phase that ran out of memory also had a peak
 
     def _read_peaks(self, name: str) -> None:
         peak = torch.cuda.max_memory_allocated(self._device)
@@ -206,8 +206,8 @@ class PhasePeaks(Recorder):
         self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device))
 
     def memory(self) -> PhaseMemory:
-        """What was counted. Without peaks where the step replays CUDA graphs: a replayed graph's tensors live in its
-        private pool, which is reserved but never counted as allocated, so allocated peaks would lie below the truth.
+        """The memory of each phase. A step that replays CUDA graphs has no peaks: a replayed graph's tensors live in
+        its private pool, which is reserved but never counted as allocated, so the peaks would be too low.
         """
         torch.cuda.synchronize(self._device)
         memory = PhaseMemory(
@@ -232,18 +232,18 @@ class PhasePeaks(Recorder):
 
 
 def gradient_bytes(step: Step) -> int:
-    """What the gradients on the parameters take, as tensors."""
+    """Bytes of the gradients on the parameters, as tensors."""
     return _unique_bytes([p.grad for p in step.model.parameters() if p.grad is not None])
 
 
 def parameter_bytes(step: Step) -> int:
-    """What the parameters take, as tensors."""
+    """Bytes of the parameters, as tensors."""
     return _unique_bytes(list(step.model.parameters()))
 
 
 def _outside_allocator(device: torch.device) -> int | None:
-    """What this process holds on the GPU beyond its allocator: the driver's context, the libraries' kernels and
-    workspaces. The driver counts all processes together, so None where there are others, or where none can tell."""
+    """Bytes that this process holds on the GPU beyond its allocator: the driver's context, the libraries' kernels and
+    workspaces. The driver counts all processes together, so this is None where there are, or may be, others."""
     reading = read_gpu(device)
     if reading is None or reading.other_processes != 0:
         return None
@@ -252,7 +252,7 @@ def _outside_allocator(device: torch.device) -> int | None:
 
 
 def _resident_tensors(step: Step) -> list[torch.Tensor]:
-    """Everything that should be alive between steps: parameters, gradients kept, buffers, state, batches."""
+    """Every tensor that should be alive between steps: parameters, gradients kept, buffers, state, batches."""
     tensors = [*step.model.parameters(), *step.model.buffers()]
     tensors += [p.grad for p in step.model.parameters() if p.grad is not None]
     if step.optimizer is not None:

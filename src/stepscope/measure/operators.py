@@ -1,4 +1,4 @@
-"""The operators that a step really calls, by phase: what it is checked with against what was asked."""
+"""Counts the operators that a step really calls, by phase, for the checks of what ran against what was asked."""
 
 import bisect
 from collections import Counter
@@ -13,7 +13,7 @@ from stepscope.measure.step import Recorder
 
 _RANGE = "stepscope operators of "
 _ENGINE = "autograd::engine::"
-"""What autograd's engine calls its own doing: the operator that it evaluates has a name of its own."""
+"""How events of autograd's engine itself begin; the operator that it evaluates has an event of its own."""
 
 
 class OperatorCounts(Recorder):
@@ -23,7 +23,7 @@ class OperatorCounts(Recorder):
         # Not for its events: a process whose first profile leaves the GPU out may see none of it in later ones. Where a
         # tool watches the process there is no later one, since CUDA lets one profiler in at a time.
         self.profiler = profiler_for(device, gpu=not ranges.watched())
-        """The context to run the step in."""
+        """The context in which to run the step."""
 
     def phase_begins(self, name: str) -> None:
         self._phase = record_function(f"{_RANGE}{name}")
@@ -36,9 +36,9 @@ class OperatorCounts(Recorder):
         self.phase_ends(name)
 
     def counted(self) -> StepOperators:
-        """The calls, by phase and operator."""
+        """Number of calls of each operator, by phase."""
         events = [event for event in self.profiler.events() or [] if event.device_type.name == "CPU"]
-        # Autograd calls its operators on a thread of its own on a GPU: they belong to a phase by time.
+        # On a GPU autograd calls its operators on a thread of its own, so time decides which phase they belong to.
         begun = [event for event in events if event.name.startswith(_RANGE)]
         phases = sorted((event.time_range.start, event.name.removeprefix(_RANGE)) for event in begun)
         starts = [start for start, _ in phases]

@@ -1,4 +1,4 @@
-"""Setting the precision of fp32 matrix products, and checking by experiment what was set."""
+"""Sets the precision of fp32 matrix products, and checks by experiment what was set."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ PROBE_SIZE = 512
 
 @contextlib.contextmanager
 def matmul_precision(dtype: Dtype) -> Iterator[None]:
-    """Inside, fp32 products are true fp32, or TF32 for dtype `tf32`; the process's setting comes back after."""
+    """A context in which fp32 products are true fp32, or TF32 for dtype `tf32`; the setting is restored after it."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     try:
@@ -24,7 +24,7 @@ def matmul_precision(dtype: Dtype) -> Iterator[None]:
 
 
 def probe_relative_error(device: torch.device) -> float:
-    """||AB - ref|| / ||ref|| of one fp32 product on `device` as things are set now, against float64.
+    """||AB - ref|| / ||ref|| of one fp32 product on `device` under the present settings, against float64.
 
     True fp32 lands near 2e-7, TF32 (10 mantissa bits) near 3e-4: three decades apart, so the verdict is sure.
     """
@@ -36,7 +36,7 @@ def probe_relative_error(device: torch.device) -> float:
 
 
 def with_kernels(precision: Precision, profile: ProfiledStep) -> Precision:
-    """The precision's witnesses, and that of the names of the kernels that ran.
+    """The Precision with one witness more: the names of the kernels that ran.
 
     TF32 products are named so. True fp32 products run on CUDA cores and are named sgemm, or f32f32_f32f32_f32 for the
     types of A, B, the accumulator and the output.

@@ -10,13 +10,13 @@ from stepscope.core.evidence import KernelTotal, ProfiledStep
 
 KERNEL_NAME_LIMIT = 240
 _ATTENTION_OPERATORS = re.compile(r"(aten::)?_scaled_dot_product|stepscope::\w*attention|(aten::)?flex_attention")
-"""Matches names of attention's operators from their start. Our own operators have `attention` in their name."""
+"""Matches the start of the names of attention's operators. Our own operators have `attention` in their name."""
 
 
 def profiler_for(
     device: torch.device, *, gpu: bool = True, record_shapes: bool = False, with_stack: bool = False
 ) -> torch.profiler.profile:
-    """torch.profiler for what this device does, and the host; without the device where `gpu` is False."""
+    """A torch.profiler of the host and this device; of the host alone where `gpu` is False."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda" and gpu:
         activities.append(ProfilerActivity.CUDA)
@@ -26,7 +26,7 @@ def profiler_for(
 
 
 def profiled_step(profiler: torch.profiler.profile, device: torch.device, step_s: float) -> ProfiledStep:
-    """What the profiler recorded of one step, which took `step_s`.
+    """The ProfiledStep that the profiler recorded; the step took `step_s`.
 
     On a CPU the `kernels` are operators, by their own time (time in operators they call excluded).
     """

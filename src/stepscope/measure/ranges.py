@@ -21,7 +21,7 @@ _SILENT: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Emitter(Protocol):
-    """Where ranges go. They nest on each thread: pop ends the one that was pushed last on the same thread."""
+    """A receiver of ranges. They nest on each thread: pop ends the one that was pushed last on the same thread."""
 
     def push(self, name: str) -> None: ...
 
@@ -29,7 +29,7 @@ class Emitter(Protocol):
 
 
 class NvtxEmitter:
-    """Ranges for NVTX tools: by PyTorch, or by NVIDIA's package `nvtx` where PyTorch is built without NVTX."""
+    """An emitter to NVTX tools: by PyTorch, or by NVIDIA's package `nvtx` where PyTorch is built without NVTX."""
 
     def push(self, name: str) -> None:
         torch.cuda.nvtx.range_push(name)
@@ -39,14 +39,14 @@ class NvtxEmitter:
 
 
 class _PackageEmitter:
-    """Ranges by the package `nvtx`. A CPU build of PyTorch has none of its own."""
+    """An emitter by the package `nvtx`, for CPU builds of PyTorch, which have no NVTX."""
 
     def __init__(self) -> None:
         import nvtx  # noqa: PLC0415  (optional: `pip install 'stepscope[nsys]'`)
 
         self._nvtx = nvtx
         # From 0.2.12 on the package asks the tool whether it listens. Nsight Systems 2023.4 answers that it does not,
-        # and without a word no range arrives; 0.2.11 did not ask, and all arrive.
+        # so no range arrives, and nothing says so; 0.2.11 did not ask, and all arrive.
         if type(nvtx.get_domain("NVTX")).__name__ == "DummyDomain":
             raise ImportError("this release of nvtx finds no tool that listens")
 
@@ -58,7 +58,7 @@ class _PackageEmitter:
 
 
 class ProfilerEmitter:
-    """Ranges for torch.profiler."""
+    """An emitter to torch.profiler."""
 
     def __init__(self) -> None:
         self._open = threading.local()
@@ -88,7 +88,7 @@ def nvtx_available() -> bool:
 
 
 def nvtx_emitter() -> Emitter | None:
-    """What emits NVTX ranges here, or None where nothing can."""
+    """The emitter of NVTX ranges on this machine, or None where there is none."""
     if hasattr(torch._C, "_nvtx"):
         return NvtxEmitter()
     try:
@@ -98,7 +98,7 @@ def nvtx_emitter() -> Emitter | None:
 
 
 class _Emission:
-    """Where ranges go now, for the whole process; read on every range."""
+    """The emitters of the whole process now; read for every range."""
 
     def __init__(self) -> None:
         first = nvtx_emitter() if watched() else None
@@ -110,7 +110,7 @@ _emission = _Emission()
 
 
 class _Range:
-    """A range on every emitter there is when it begins."""
+    """A range on every emitter that is set when it begins."""
 
     __slots__ = ("_emitters", "_name")
 
@@ -127,25 +127,25 @@ class _Range:
 
 
 def named_range(name: str) -> AbstractContextManager[object]:
-    """A range of the step or a phase; nothing while nobody watches."""
+    """A range of the step or of a phase; a null context while there is no emitter."""
     return _Range(name, _emission.emitters) if _emission.emitters else _SILENT
 
 
 def detail_range(name: str) -> AbstractContextManager[object]:
-    """A range inside the model, for traced steps; nothing otherwise, nor while torch.compile is tracing."""
+    """A range inside the model, in traced steps only; a null context otherwise, and while torch.compile traces."""
     if torch.compiler.is_compiling() or not (_emission.detailed and _emission.emitters):
         return _SILENT
     return _Range(name, _emission.emitters)
 
 
 def current_emitters() -> tuple[Emitter, ...]:
-    """Where ranges go now."""
+    """The emitters to which ranges go now."""
     return _emission.emitters
 
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """Emit nothing inside this context."""
+    """A context in which no range is emitted."""
     before, _emission.emitters = _emission.emitters, ()
     try:
         yield
@@ -155,7 +155,7 @@ def silenced() -> Iterator[None]:
 
 @contextlib.contextmanager
 def emitted_to(*emitters: Emitter) -> Iterator[None]:
-    """Emit ranges to these too inside this context."""
+    """A context in which ranges go to these emitters too."""
     before = _emission.emitters
     _emission.emitters = (*before, *emitters)
     try:
@@ -166,7 +166,7 @@ def emitted_to(*emitters: Emitter) -> Iterator[None]:
 
 @contextlib.contextmanager
 def detailed(model: torch.nn.Module | None) -> Iterator[None]:
-    """Inside, the parts of attention are emitted, and every submodule of `model` as its module path, by hooks."""
+    """A context that emits the parts of attention, and by hooks every submodule of `model` as its module path."""
     before = _emission.detailed
     _emission.detailed = True
     try:
@@ -178,7 +178,7 @@ def detailed(model: torch.nn.Module | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def module_ranges(model: torch.nn.Module) -> Iterator[None]:
-    """Give every submodule's forward a range named by its module path (`blocks.3.attention`), by hooks."""
+    """A context in which hooks give every submodule's forward a range named by its path (`blocks.3.attention`)."""
     # A stack for each thread: checkpointing runs a module's forward again on autograd's thread.
     local = threading.local()
     handles = []

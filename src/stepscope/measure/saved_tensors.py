@@ -24,18 +24,18 @@ class SavedTensor:
 
     tensor: torch.Tensor
     operator: str
-    """`Mul` of the node MulBackward0; of a Python function, its class."""
+    """Name of the operator: `Mul` for the node MulBackward0; for a Python function, its class."""
     name: str
-    """What the operator calls it: `self`, `result`; `saved[2]` for the third of a Python function."""
+    """The operator's name for the tensor: `self`, `result`; `saved[2]` for the third of a Python function."""
     sequence_nr: int
-    """Autograd's number of the moment when forward made the node."""
+    """Autograd's sequence number of the node."""
 
 
 def saved_tensors(root: Node) -> Iterator[SavedTensor]:
     """Every tensor that the graph below `root` keeps, in the order in which forward made the nodes.
 
-    Left out are tensors that hooks hold for autograd, as those of activation checkpointing: to ask for them would run
-    the forward again.
+    Tensors that hooks hold for autograd, as in activation checkpointing, are left out: to ask for them would run the
+    forward again.
     """
     for node in sorted(nodes_below(root), key=lambda node: node._sequence_nr()):
         for attribute in _saved_attributes(type(node)):
@@ -54,7 +54,7 @@ def saved_tensors(root: Node) -> Iterator[SavedTensor]:
 
 
 def nodes_below(root: Node) -> set[Node]:
-    """Every node of the graph, `root` too."""
+    """Every node of the graph below `root`, with `root` itself."""
     seen, waiting = {root}, [root]
     while waiting:
         fresh = {edge for edge, _ in waiting.pop().next_functions if edge is not None} - seen
@@ -64,7 +64,7 @@ def nodes_below(root: Node) -> set[Node]:
 
 
 def operator_name(node: Node) -> str:
-    """The operator that a node is the backward of."""
+    """Name of the operator whose backward the node is."""
     return _NODE_SUFFIX.sub("", node.name().rpartition("::")[2])
 
 
@@ -74,7 +74,7 @@ def _saved_attributes(node_type: type) -> tuple[str, ...]:
 
 
 def _held_by_autograd(saved: Any) -> torch.Tensor | None:
-    """The tensor itself; None where a hook holds it, or the node was given none."""
+    """The tensor that autograd holds; None where a hook holds it, or the node was given none."""
     if getattr(saved, "unpack_hook", None) is not None:
         return None
     try:

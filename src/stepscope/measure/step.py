@@ -23,7 +23,7 @@ class Phase:
 
 
 class Driven(Protocol):
-    """Something that `drive` can run, and the timer time: phases, and what comes before them."""
+    """A subject that `drive` can run and the timer can time: its phases, and untimed work before them."""
 
     @property
     def phases(self) -> Sequence[Phase]:
@@ -31,12 +31,12 @@ class Driven(Protocol):
         ...
 
     def prepare(self) -> None:
-        """Untimed work before each step: the next batch, say."""
+        """Do the untimed work before each step, such as taking the next batch."""
         ...
 
 
 class Step(Driven, Protocol):
-    """A training step. Which phases there are is for the step to say: an instrument takes those that it is told."""
+    """A training step. The step decides which phases there are, and an instrument takes those that it is told."""
 
     @property
     def model(self) -> nn.Module:
@@ -45,12 +45,12 @@ class Step(Driven, Protocol):
 
     @property
     def forward_module(self) -> nn.Module:
-        """What the forward phase calls: the model, or what torch.compile made of it."""
+        """The module that the forward phase calls: the model, or what torch.compile made of it."""
         ...
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        """The model's blocks: what checkpointing runs again."""
+        """The model's blocks, which checkpointing runs again."""
         ...
 
     @property
@@ -83,7 +83,7 @@ class Step(Driven, Protocol):
 
 
 class Recorder:
-    """What an instrument is told of a step. It overrides what it needs to know."""
+    """An instrument that is told of a step. It overrides the methods for what it needs to know."""
 
     def step_begins(self) -> None:
         """The first phase is about to begin."""
@@ -102,8 +102,8 @@ class Recorder:
 
 
 def drive(step: Driven, *recorders: Recorder) -> None:
-    """Run the phases of a step that is prepared, each in a range of its name, and tell the recorders in their order."""
-    # All that can be looked up before the step begins is, so that it is not in the step's time.
+    """Run the phases of a prepared step, each in a range of its name, and tell the recorders in their order."""
+    # Everything that can be looked up is looked up before the step begins, so that it is not in the step's time.
     parts = [(phase.name, phase.run, named_range(phase.name)) for phase in step.phases]
     told = ("step_begins", "phase_begins", "phase_ends", "step_ends")
     step_begins, phase_begins, phase_ends, step_ends = (_all_of([getattr(r, name) for r in recorders]) for name in told)

@@ -17,7 +17,7 @@ from stepscope.measure.step import Step
 
 
 def now_us() -> int:
-    """Microseconds since the epoch: the clock of the events of PyTorch's allocator and of its profiler."""
+    """Microseconds since the epoch, by the clock that PyTorch's allocator and profiler use for their events."""
     return time.time_ns() // 1000
 
 
@@ -26,7 +26,7 @@ class _Owners(Protocol):
 
 
 class TensorNotes:
-    """The notes of one step. The order of calls is the step's own: `resident` first."""
+    """The notes of one step. Its methods are called in the order of the step, `resident` first."""
 
     def __init__(self, step: Step, device: torch.device) -> None:
         self._step, self._device = step, device
@@ -45,7 +45,7 @@ class TensorNotes:
         return {note.address: note.bytes for note in self._notes if note.address in self._resident}
 
     def resident(self) -> None:
-        """Parameters, buffers, gradients kept, optimizer state, batches: everything that is there before the step."""
+        """Note everything that exists before the step: parameters, buffers, gradients, optimizer state, batches."""
         model, optimizer = self._step.model, self._step.optimizer
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._note(tensor, "parameters", name)
@@ -59,12 +59,12 @@ class TensorNotes:
         self._resident = {note.address for note in self._notes}
 
     def gradients(self) -> None:
-        """What backward left on the parameters."""
+        """Note the gradients that backward left on the parameters."""
         for name, parameter in self._step.model.named_parameters():
             self._note(parameter.grad, "gradients", name)
 
     def saved(self, owners: _Owners) -> None:
-        """The loss, and what its graph keeps for backward; each storage once, by the node that saved it first."""
+        """Note the loss and the tensors that its graph keeps for backward: a storage once, by its first node."""
         loss = self._step.loss
         self._note(loss, "temporaries", "loss")
         if loss is None or loss.grad_fn is None:
@@ -79,9 +79,9 @@ class TensorNotes:
 
     @contextlib.contextmanager
     def watch_cast_copies(self) -> Iterator[None]:
-        """Inside, every module whose forward ends notes the 16-bit copies that autocast then holds of its parameters.
+        """A context in which each module, as its forward ends, notes autocast's 16-bit copies of its parameters.
 
-        In a forward that runs again for backward (activation checkpointing) too, which makes copies of its own.
+        A forward that runs again for backward (activation checkpointing) makes copies of its own, which are noted too.
         """
         handles = [
             module.register_forward_hook(lambda module, _args, _output, path=path: self._note_casts(module, path))
@@ -95,7 +95,7 @@ class TensorNotes:
                 handle.remove()
 
     def start_forward(self) -> None:
-        """The copies of an earlier forward are gone, and their addresses may be anything now."""
+        """Forget the copies of an earlier forward, whose addresses may be anything now."""
         self._casts.clear()
 
     def _note_casts(self, module: torch.nn.Module, path: str) -> None:

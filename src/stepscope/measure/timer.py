@@ -2,8 +2,8 @@
 
 A subject's step is a sequence of phases. Each step is timed twice at once: every phase by marks in the device's own
 stream, with no synchronisation between phases, and the whole step by the host's clock round a synchronised region.
-The two must agree, and `analysis/checks` sees to it. Phases of one name, as the micro-batches of gradient accumulation
-have them, are one: their times in a step add up.
+The two must agree, which `analysis/runs/checks` checks. Phases of one name, as those of micro-batches, count as one:
+their times in a step add up.
 
     mark  forward  mark  backward  mark  optimizer  mark          device events
     |t0 -------------------------------------- issued -- sync -- t1|   host clock
@@ -32,26 +32,26 @@ STEADY_TOLERANCE = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where the measurement stands, for a display."""
+    """How far the measurement is, for a display."""
 
     subject: str
     stage: str
-    """warm-up or measure."""
+    """Name of the stage: warm-up or measure."""
     done: int
     at_least: int
     at_most: int
     last_step_s: float
     fraction: float
-    """How much of the stage is done, by steps or by time, whichever ends it first."""
+    """Share of the stage that is done, by steps or by time, whichever ends it first."""
 
 
 @dataclass(kw_only=True)
 class Measurement:
-    """What one subject's steps took."""
+    """The times of one subject's steps."""
 
     samples: dict[str, Samples]
     warmup_steady: bool | None
-    """Whether the steps were steady when warm-up ended; None with too few of them to tell."""
+    """Whether the steps were steady when warm-up ended; None where there were too few to decide."""
     interrupted: bool = False
 
 
@@ -77,14 +77,14 @@ class _Record:
 
 
 class _Stopwatch(Recorder):
-    """The marks and the readings of the clock of one step."""
+    """The marks and the clock's readings of one step."""
 
     def __init__(self, device: Device, clock: Clock) -> None:
         self._device, self._clock = device, clock
         self._marks: list[Mark] = []
         self._start_ns = self._issued_ns = self._end_ns = 0
         self.phases: list[str] = []
-        """Those that have begun."""
+        """Names of the phases that have begun."""
 
     def step_begins(self) -> None:
         self._start_ns = self._clock.now_ns()
@@ -136,7 +136,7 @@ def measure(
 def measure_one(
     subject: Driven, *, device: Device, settings: Settings, recorders: Sequence[Recorder] = ()
 ) -> dict[str, Samples]:
-    """Time the steps of one subject. Raises what a phase of it raises, and KeyboardInterrupt."""
+    """Time the steps of one subject. Raises the exception of its phases, and KeyboardInterrupt."""
     try:
         found = measure({"step": subject}, device=device, settings=settings, recorders=recorders)["step"]
     except StepFailed as failure:
@@ -147,7 +147,7 @@ def measure_one(
 
 
 def timed_steps(subject: Driven, device: Device, steps: int, *recorders: Recorder) -> dict[str, Samples]:
-    """Time exactly so many steps, and none to warm up."""
+    """Time exactly this many steps, without warm-up."""
     settings = Settings(warmup_floor=0, warmup_cap=0, steps_floor=steps, steps_cap=steps, seconds=0)
     return measure_one(subject, device=device, settings=settings, recorders=recorders)
 
@@ -203,7 +203,7 @@ class _Timer:
                 if is_steady(record.steps_s()) or elapsed_s >= settings.warmup_seconds:
                     break
             else:
-                # The first steps may compile for minutes: time counts from the floor on.
+                # The first steps may compile for minutes, so time counts only from the floor on.
                 floor_ns = self._clock.now_ns()
             self._step(name)
             record.warmups += 1

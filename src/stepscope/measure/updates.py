@@ -1,4 +1,4 @@
-"""What the optimizer did in the measured steps: a gradient scaler skips updates, and such a step costs less."""
+"""Counts the optimizer's updates: a gradient scaler skips some, and a step without one takes less time."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from stepscope.core.evidence import Updates
 
 
 def applied_updates(optimizer: torch.optim.Optimizer | None) -> int | None:
-    """How many updates the parameter that got fewest has had, as the optimizer counts them; 0 where none has had any.
+    """The fewest updates that any parameter has had, as the optimizer counts them; 0 where there were none.
 
     None without an optimizer, and with one that keeps no count.
     """
@@ -28,7 +28,7 @@ def applied_updates(optimizer: torch.optim.Optimizer | None) -> int | None:
 def read_updates(
     optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, *, steps: int, before: int
 ) -> Updates | None:
-    """What `steps` steps did to parameters that had `before` updates; None where the optimizer keeps no count."""
+    """The updates of `steps` steps to parameters that had `before` of them; None where the optimizer has no count."""
     after = applied_updates(optimizer)
     if after is None:
         return None

@@ -16,7 +16,7 @@ _SITES_SHOWN = 10
 
 
 def answer_memory(explained: Explained, moment: Moment, stacks: int = 0) -> Answer:
-    """What was alive at a moment and where it came from, with the call stacks of so many of the largest allocations."""
+    """The Answer on what was alive at a moment and where it came from, with stacks of so many of the largest blocks."""
     notes = explained.snapshot.notes
     tables = [text(*_moment_words(explained, moment)), _category_table(moment)]
     tables += _phase_table(explained)
@@ -161,7 +161,7 @@ def _site_table(moment: Moment) -> Table:
 
 
 def _block_tables(blocks: list[SavedByBlock]) -> list[Table]:
-    """What blocks save, those alike on one line, and the largest contributors of the one that saves most."""
+    """Tables of what blocks save, alike ones on one line, and of the largest contributors to the one with most."""
     if not blocks:
         return []
     merged = alike(blocks)

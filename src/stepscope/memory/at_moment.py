@@ -18,7 +18,7 @@ _MICROSECONDS = {"us": 1, "µs": 1, "ms": 1_000, "s": 1_000_000}
 
 @dataclass(frozen=True, kw_only=True)
 class Reserved:
-    """What the allocator held from the driver. The four parts make up the whole."""
+    """Bytes that the allocator held from the driver. The four parts make up the whole."""
 
     reserved_bytes: int
     allocated_bytes: int
@@ -52,7 +52,7 @@ class Moment:
     """Rows of the table of allocations, largest first."""
     categories: dict[MemoryCategory, int]
     reserved: Reserved | None
-    """What the allocator holds beside live memory; None for a history without segments."""
+    """Bytes that the allocator holds beside live memory; None for a history without segments."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -68,8 +68,8 @@ class Moment:
 
 
 def moment_at(explained: Explained, at: str | None = None) -> Moment:
-    """The peak; or the moment that `at` names: `12ms`, `12000us`, `1.5s` after the first event, `start`, `end`, or a
-    phase for its own peak. Raises InputError for any other text, and for a time outside of the history.
+    """The Moment of the peak, or the one that `at` names: `12ms`, `12000us`, `1.5s` after the first event, `start`,
+    `end`, or a phase for its own peak. Raises InputError for any other text, and for a time outside of the history.
     """
     if at is None or at == "peak":
         return _moment(explained, "the peak", explained.peak_event)
@@ -126,7 +126,7 @@ def phase_peaks(explained: Explained) -> list[PhasePeak]:
 
 
 def reserved_at(explained: Explained, event: int) -> Reserved | None:
-    """What the allocator held after an event; None where the history has no segments, or contradicts them."""
+    """The Reserved bytes after an event; None where the history has no segments, or contradicts them."""
     if not explained.replay.segments:
         return None
     try:

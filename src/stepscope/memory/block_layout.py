@@ -36,7 +36,7 @@ class Allocation:
     """The event at which the allocator could use it again."""
     stream: int = 0
     open_ended: bool = False
-    """Nothing shows where the block ended: it is taken as long as its request, and may have been up to 1 MiB longer."""
+    """Whether the block's end is unknown: it counts as long as its request, and may have been up to 1 MiB longer."""
 
 
 class Contradiction(Exception):
@@ -74,7 +74,7 @@ class Layout:
         """Addresses at which segments of the driver meet the rest: no block spans them."""
 
     def add_free(self, start: int, end: int) -> None:
-        """A block comes free and merges with free neighbours."""
+        """Free a block, which merges with free neighbours."""
         if end not in self.walls and end in self.free_from:
             after = self.free_from.pop(end)
             del self.free_to[after]
@@ -105,14 +105,14 @@ class Layout:
         return need
 
     def give(self, start: int, end: int, expandable: bool) -> None:
-        """The driver gives memory. Pages of an expandable segment continue what lies before and after them."""
+        """Add memory from the driver. Pages of an expandable segment continue what lies before and after them."""
         if not expandable:
             for wall in (start, end):
                 self.walls[wall] = self.walls.get(wall, 0) + 1
         self.add_free(start, end)
 
     def drop(self, start: int, end: int, expandable: bool) -> None:
-        """The driver takes back memory that is free: a whole segment, or pages out of a free block."""
+        """Return free memory to the driver: a whole segment, or pages out of a free block."""
         found = self.free_block_round(start)
         if found is None or found[1] < end:
             raise Contradiction(f"{end - start} bytes go back to the driver at {start:#x} that are not free")

@@ -1,4 +1,4 @@
-"""What each block of the model saves for backward, and the gradients it leaves."""
+"""Finds what each block of the model saves for backward, and the gradients that it leaves."""
 
 import re
 from dataclasses import dataclass, replace
@@ -46,8 +46,8 @@ def block_of(path: str) -> str:
 
 
 def saved_by_block(explained: Explained) -> list[SavedByBlock]:
-    """Each block, in the order of the model. Saved is what is alive when the last forward ends; with modules that no
-    block holds under ''. Empty where modules are not known."""
+    """What each block saves, in the order of the model: what is alive when the last forward ends. Modules outside of
+    all blocks stand under ''. Empty where modules are not known."""
     table = explained.allocations
     if not table.height or not (table["module"] != "").any():
         return []
@@ -99,7 +99,7 @@ def _natural(path: str) -> tuple[tuple[int, str], ...]:
 
 
 def alike(blocks: list[SavedByBlock]) -> list[SavedByBlock]:
-    """Blocks with the same figures as one, in the order of the first."""
+    """The blocks with those of the same figures merged into one, in the order of the first of each."""
     merged: dict[tuple[int, int, int, bool], SavedByBlock] = {}
     for one in blocks:
         key = (one.saved_bytes, one.saved_tensors, one.gradient_bytes, bool(one.block))

@@ -1,4 +1,4 @@
-"""What each allocation was there for: as stepscope noted it, or by the evidence that any snapshot carries."""
+"""Finds the category of each allocation: as stepscope noted it, or by the evidence that any snapshot carries."""
 
 import polars as pl
 
@@ -9,10 +9,10 @@ from stepscope.memory.stacks import Sign
 
 ROUNDING: MemoryCategory = "rounding"
 OF_TENSORS = tuple(category for category in CATEGORIES if category != ROUNDING)
-"""What an allocation can be; its block's rounding is counted beside it."""
+"""The categories that an allocation can have; its block's rounding is counted beside it."""
 
 _STATES_PER_PARAMETER = 2
-"""Adam and AdamW keep two tensors of the parameter's size."""
+"""Tensors of the parameter's size that Adam and AdamW keep for it."""
 
 
 def notes_by_allocation(
@@ -91,7 +91,7 @@ def _has(column: str, sign: Sign) -> pl.Expr:
 
 
 def settle_residents(table: pl.DataFrame) -> tuple[pl.DataFrame, str]:
-    """What was there before the history and after it, told apart by sizes; and a note of what was done.
+    """The table with categories, by sizes, for what was there from before the history to its end; and a remark on them.
 
     Where the history has gradients, as many residents of each size are parameters. Where it shows no optimizer state
     (it is updated in place), and there are three residents for each gradient, two of three are that: Adam keeps two

@@ -35,7 +35,7 @@ class Explained:
     phases: tuple[PhaseSpan, ...]
     """Relative to the first event."""
     notes: tuple[str, ...]
-    """What to know about how the figures were found."""
+    """Remarks on how the figures were found."""
 
     @property
     def noted(self) -> bool:
@@ -44,7 +44,7 @@ class Explained:
 
     @property
     def measured(self) -> PhaseMemory | None:
-        """The allocator's own counters, where the snapshot carries them."""
+        """The PhaseMemory that the allocator's own counters gave, where the snapshot carries it."""
         return self.snapshot.notes.measured if self.snapshot.notes else None
 
     @cached_property
@@ -148,7 +148,7 @@ def explain(snapshot: Snapshot) -> Explained:
 
 
 def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: tuple[PhaseSpan, ...]) -> pl.DataFrame:
-    """The allocations with all that needs no notes."""
+    """The table of allocations, with all columns that need no notes."""
     events, allocations = snapshot.events, replayed.allocations
     of_metadata: dict[str, Place] = {"": Place()}
     ours = snapshot.notes is not None
@@ -215,7 +215,7 @@ def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: tuple[P
 
 
 def _site(of_stack: str, place: Place, alloc: int) -> str:
-    """The line that tells most; where backward has no line, the module whose operator it runs."""
+    """The line of code that tells most; where backward has no line, the module whose operator it runs."""
     if alloc == BEFORE:
         return of_stack or "before the history"
     if of_stack.startswith(AUTOGRAD) and place.module:
@@ -226,7 +226,7 @@ def _site(of_stack: str, place: Place, alloc: int) -> str:
 
 
 def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay, stacks: Stacks) -> pl.DataFrame:
-    """What the stacks of frees give away, and the phases by stacks where no range tells them."""
+    """The table with the signs of each free's stack, and with phases by stacks where no range tells them."""
     events = snapshot.events
     zeroing = events_in_ranges(snapshot, "zero_grad")
     signs: list[int] = []
@@ -268,7 +268,7 @@ def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay, 
 
 
 def _with_notes(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay) -> tuple[pl.DataFrame, int]:
-    """What the process noted of its tensors; the rest is temporary if it is freed, else a library's."""
+    """The table with what the process noted of its tensors, and how many notes found no allocation."""
     assert snapshot.notes
     noted, lost = notes_by_allocation(snapshot, snapshot.notes, replayed.allocations)
     nothing = TensorNote(address=0, at_us=0, bytes=0, category="temporaries", name="", shape=(), dtype="")
@@ -302,7 +302,7 @@ def _with_notes(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay) -> tu
 
 
 def _with_shapes(snapshot: Snapshot, table: pl.DataFrame) -> pl.DataFrame:
-    """Shapes by size for what has no note."""
+    """The table with shapes by size for allocations without a note."""
     if snapshot.notes is None or snapshot.notes.workload is None:
         return table
     shapes = shapes_by_size(snapshot.notes.workload)
@@ -318,7 +318,7 @@ def _with_shapes(snapshot: Snapshot, table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _remarks(snapshot: Snapshot, replayed: Replay, phases: tuple[PhaseSpan, ...]) -> list[str]:
-    """How far the figures can be trusted."""
+    """Sentences on how far the figures can be trusted."""
     said: list[str] = []
     if not snapshot.has_times:
         said.append("This history has no times: microseconds are places in it.")

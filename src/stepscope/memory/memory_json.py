@@ -14,7 +14,7 @@ SITES = 20
 
 
 def memory_as_json(explained: Explained, moment: Moment) -> dict[str, Any]:
-    """`peak_bytes` is what was allocated at the moment asked for: the peak, unless --at named another.
+    """The moment as a dict. `peak_bytes` is what was allocated then: at the peak, unless --at named another moment.
 
     Times are microseconds after the first event, which happened at `start_time_us`. `allocations` is how many the
     history made; `alive` how many there were at the moment.
@@ -65,7 +65,7 @@ def largest(explained: Explained, alive: pl.DataFrame, count: int) -> list[dict[
 
 
 def tensor_of(row: dict[str, Any]) -> dict[str, Any] | None:
-    """What is known of the tensor in an allocation."""
+    """The known fields of the tensor in an allocation."""
     if not row["name"] and row["shape"] is None:
         return None
     shape = None if row["shape"] is None else list(row["shape"])

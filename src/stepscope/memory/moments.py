@@ -1,4 +1,4 @@
-"""Phases of a history and what the open ranges say: when, in which module, in which part of it."""
+"""Finds the phases of a history, and by the open ranges the module and part of each event."""
 
 import re
 from dataclasses import dataclass

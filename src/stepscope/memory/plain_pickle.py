@@ -28,17 +28,17 @@ from stepscope.core.errors import EXIT_DONE, EXIT_WRONG_INPUT, InputError, one_l
 from stepscope.core.units import GIB, MIB, format_bytes
 
 LARGEST_BYTES = 16 * GIB
-"""Most that is read of one pickle, unpacked: some thirty million events with deep stacks."""
+"""The most bytes that are read of one pickle, unpacked: some thirty million events with deep stacks."""
 _GZIP = b"\x1f\x8b"
 _GZIP_MOST = 150
 _GZIP_LEAST = 16 * MIB
-"""Bytes that gzip may make of one: of snapshots it makes some 45, and up to 1032 of what is made for it."""
+"""The most bytes that a packed byte may unpack to, beyond small files: snapshots reach some 45, a bomb 1032."""
 _ROOM_BYTES = 256 * MIB
 _ROOM_PER_BYTE = 16
-"""Memory that reading may take, of what is read so far: plain data in Python takes at most some ten times its pickle,
-empty lists and texts of a byte seventy times."""
+"""The most memory that reading may take, as a base and a multiple of the bytes read so far: plain data in Python takes
+up to ten times its pickle, empty lists and texts of one byte seventy times."""
 _LEAST_SECONDS, _BYTES_PER_SECOND = 5, 2 * MIB
-"""Processor time that reading may take: it goes through some 50 MiB in a second."""
+"""Processor time that reading may take: a least, and a second for so many bytes. Some 50 MiB take a second."""
 _BUFFER_BYTES = 1 << 20
 _STATM = Path("/proc/self/statm")
 _LONGEST_NAME = 100
@@ -51,7 +51,7 @@ _FAULTS = (
 
 
 class _Refused(Exception):
-    """The pickle asked for something outside itself."""
+    """Raised where a pickle asks for something outside itself."""
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -123,7 +123,7 @@ def _run(  # noqa: PLR0912 - a branch for each kind of event, in the loop that a
 def _close(
     layout: Layout, allocations: list[Allocation], held: dict[int, int], open_ended: dict[int, int], address: int
 ) -> None:
-    """An allocation begins inside a free block: the block before it was longer than its request, up to here."""
+    """Lengthen the block before an allocation that begins inside a free block: it was longer than its request."""
     inside = layout.free_block_round(address)
     if inside is None or inside[0] not in open_ended or address - inside[0] > SMALL_REQUEST:
         return
@@ -134,7 +134,7 @@ def _close(
 
 
 def _differences(snapshot: Snapshot, allocations: list[Allocation], reserved: int) -> list[str]:
-    """Where the outcome is not what the segments of the end say: the replay's proof."""
+    """Sentences where the outcome differs from the segments at the end, which prove the replay."""
     there = {a.address: a.block for a in blocks_of(snapshot.segments) if a.free is None}
     here = {a.address: a.block for a in allocations if a.free is None}
     held = sum(segment.total_size for segment in snapshot.segments)

@@ -15,15 +15,15 @@ from stepscope.core.errors import InputError, one_line, printable
 NO_STACK = 0
 _LONGEST_NAME = 80
 AUTOGRAD = "autograd"
-"""How the site of an allocation begins whose stack has no Python, because autograd's own thread made it."""
+"""How the site begins for an allocation whose stack has no Python, since autograd's own thread made it."""
 
 
 DEEPEST = 2000
-"""Frames of a stack that are read, innermost first: Python itself stops at a thousand calls unless told otherwise."""
+"""The most frames of a stack that are read, innermost first; Python stops at a thousand calls by default."""
 
 
 class Sign(IntFlag):
-    """What a frame gives away about the allocation above it."""
+    """Signs that a frame gives of the allocation above it."""
 
     PYTHON = 1
     LIBRARY = 2
@@ -61,7 +61,7 @@ _WORKSPACE = re.compile(r"CUDABlas(?:Lt)?(?:Workspace|Handle)|[cC]ublas\w*[wW]or
 
 
 def signs_of(frame: Frame) -> Sign:
-    """What one frame gives away."""
+    """The signs that one frame gives."""
     path, name = frame.filename.replace("\\", "/"), frame.name
     signs = Sign(0)
     if _NATIVE.search(path):

@@ -102,7 +102,7 @@ def _segments_at_start(snapshot: Snapshot) -> list[Segment]:
 
 
 def add_extent(held: dict[int, Segment], event: Event) -> None:
-    """Memory that an event is of, as a segment of its own."""
+    """Add an event's memory as a segment of its own."""
     expandable = event.action in {"segment_map", "segment_unmap"}
     if event.size:
         held[event.addr] = Segment(

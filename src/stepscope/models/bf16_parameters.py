@@ -1,4 +1,4 @@
-"""AdamW for parameters in bf16, and four ways to keep what does not fit into them."""
+"""AdamW for parameters in bf16, with four ways to keep the part of an update that bf16 cannot hold."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
@@ -18,14 +18,14 @@ so that the expected value is exact. kahan: the rest is kept in a second bf16 te
 KEEPINGS: tuple[Keeping, ...] = get_args(Keeping)
 
 Watch = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""Called after each parameter's update with the parameter and, in fp32, what was held of it before (`held`), the update
-that was wanted, and the one that was made: the difference of what is held."""
+"""A function that is called after each parameter's update, with the parameter and three fp32 tensors: its held value
+before (`held`), the update that was wanted, and the one that was made, by which the held value changed."""
 
 
 class AdamWBf16Parameters(OneByOne):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) on bf16 parameters, its moments and its arithmetic in fp32.
 
-    What differs between the ways of keeping is the storing of the new parameter, and nothing else.
+    The four ways differ only in how the new parameter is stored.
     """
 
     def __init__(

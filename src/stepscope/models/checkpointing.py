@@ -19,7 +19,7 @@ from stepscope.core.workload import Workload
 from stepscope.measure.ranges import detail_range
 from stepscope.models.attention import implementation
 
-"""The range round what backward runs again, as readers of traces know it."""
+"""The name of the range that encloses what backward runs again, as readers of traces know it."""
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 
@@ -35,8 +35,8 @@ def _kept_operators() -> list[Any]:
 
 
 KEPT_OPERATORS = _kept_operators()
-"""What `selective` keeps the outputs of: matrix products (a Linear is one) and fused attention. Each output is kept,
-also the last product's of a block, which backward never asks for."""
+"""Operators whose outputs `selective` keeps: matrix products (a Linear is one) and fused attention. Each output is
+kept, also that of a block's last product, which backward never asks for."""
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -48,14 +48,14 @@ class BlockRunner(Protocol):
 
 
 def keep_all(blocks: Iterable[nn.Module], x_BSM: Tensor) -> Tensor:
-    """Autograd keeps whatever backward needs."""
+    """Run the blocks; autograd keeps whatever backward needs."""
     for block in blocks:
         x_BSM = block(x_BSM)
     return x_BSM
 
 
 def keep_group_inputs(group_size: int) -> BlockRunner:
-    """Groups of consecutive blocks, the last may be shorter: each keeps its input, and is run again whole."""
+    """A runner by groups of consecutive blocks: each group keeps only its input, and backward runs it again whole."""
 
     def run(blocks: Iterable[nn.Module], x_BSM: Tensor) -> Tensor:
         blocks = tuple(blocks)
@@ -67,7 +67,7 @@ def keep_group_inputs(group_size: int) -> BlockRunner:
 
 
 def keep_products(blocks: Iterable[nn.Module], x_BSM: Tensor) -> Tensor:
-    """Each block keeps its input and the outputs of KEPT_OPERATORS, and runs everything else again."""
+    """Run the blocks; each keeps its input and the outputs of KEPT_OPERATORS, and backward runs the rest again."""
     for block in blocks:
         x_BSM = _checkpointed((block,), x_BSM, _keep_products)
     return x_BSM
@@ -81,7 +81,7 @@ def block_runner(workload: Workload) -> BlockRunner:
 
 
 def _checkpointed(group: Iterable[nn.Module], x_BSM: Tensor, contexts: Callable[[], _Contexts] | None = None) -> Tensor:
-    # The state of the random generators is not stored for the second run: nothing in a block is random (no dropout).
+    # The state of the random generators is not kept for the second run, since a block has nothing random (no dropout).
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if not torch.compiler.is_compiling():
         options["context_fn"] = lambda: _named((contexts or noop_context_fn)())
@@ -100,7 +100,7 @@ def _named(contexts: _Contexts) -> _Contexts:
 
 
 class _Recomputation:
-    """Names what runs inside in a trace. Made in forward, entered in backward: what is watching then, is told."""
+    """The range of what runs again. It is made in forward and entered in backward, for emitters that watch then."""
 
     def __init__(self, inner: AbstractContextManager[Any]) -> None:
         self._inner = inner
@@ -112,6 +112,6 @@ class _Recomputation:
         self._inner.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        # PyTorch leaves by an exception of its own as soon as the last tensor that backward needs is there.
+        # PyTorch raises an exception of its own here, as soon as it has the last tensor that backward needs.
         self._inner.__exit__(*raised)
         self._range.__exit__(*raised)

@@ -66,7 +66,7 @@ class TrainingStep:
         self.scaler = torch.amp.GradScaler(device.type, enabled=workload.dtype == "fp16")
         self.batches: Sequence[tuple[Tensor, Tensor]] = _random_batches(workload, device)
         self.loss: Tensor | None = None
-        """Mean over the last micro-batch that ran forward."""
+        """The mean loss of the last micro-batch that ran forward."""
         self._next_batch = 0
         self._take(self.batches[0])
         forward = self._infer if self.inference else self._forward
@@ -84,7 +84,7 @@ class TrainingStep:
         return tuple(self.model.blocks)
 
     def prepare(self) -> None:
-        """Untimed: the next batch; without an optimizer phase, also the gradients' release."""
+        """Take the next batch, untimed; without an optimizer phase, also release the gradients."""
         self._take(self.batches[self._next_batch])
         self._next_batch = (self._next_batch + 1) % len(self.batches)
         if self.workload.phase == "forward-backward":
@@ -93,13 +93,13 @@ class TrainingStep:
             torch.compiler.cudagraph_mark_step_begin()
 
     def _take(self, batch: tuple[Tensor, Tensor]) -> None:
-        """Make it the batch of the next step, split along its sequences (views: nothing is copied)."""
+        """Make this the batch of the next step, split into micro-batches by views: nothing is copied."""
         self.tokens, targets_BS = batch
         parts = self.workload.accumulation
         self._micro_batches = list(zip(self.tokens.chunk(parts), targets_BS.chunk(parts), strict=True))
 
     def _autocast(self) -> AbstractContextManager[object]:
-        """A context of its own for each step's forward: autocast keeps its cast weights until the context ends."""
+        """A new autocast context, one for each forward: autocast keeps its cast weights until the context ends."""
         dtype = _AUTOCAST_DTYPE.get(self.workload.dtype)
         return torch.autocast(self.device.type, dtype=dtype) if dtype else contextlib.nullcontext()
 
@@ -151,7 +151,7 @@ def build_model(workload: Workload, device: torch.device | str) -> Transformer:
 
 
 def _compiled(module: nn.Module, mode: str) -> nn.Module:
-    # fullgraph stays off: a graph break must be found and said, not hidden by refusing to run at all.
+    # fullgraph stays off: a graph break must be found and reported, not hidden by a refusal to run.
     compiled = torch.compile(module, mode=None if mode == "default" else mode)
     assert isinstance(compiled, nn.Module)
     return compiled

@@ -68,7 +68,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def to_rotated_halves(weight_MM: Tensor, heads: int) -> Tensor:
-    """The weight of a query or key projection that was made for rotated neighbours, for a RotaryEmbedding as here.
+    """A query or key projection's weight, made for rotated neighbours, reordered for the RotaryEmbedding of this file.
 
     Within each head, output 2i becomes output i, and 2i + 1 becomes i + D/2. With queries and keys in the same order,
     q.k and all that follows is the same; values and output need no change.
@@ -77,7 +77,7 @@ def to_rotated_halves(weight_MM: Tensor, heads: int) -> Tensor:
 
 
 def to_rotated_neighbours(weight_MM: Tensor, heads: int) -> Tensor:
-    """The weight of a query or key projection as here, for a model that rotates neighbours: the way back."""
+    """A query or key projection's weight, made for this file's RotaryEmbedding, reordered for rotated neighbours."""
     return weight_MM.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
@@ -109,7 +109,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """The feed-forward of a block: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None) -> None:
         super().__init__()
@@ -157,14 +157,14 @@ class Transformer(nn.Module):
         self.rotary = RotaryEmbedding(config.head_dim, max_seq_len, device)
         self.blocks = nn.ModuleList(Block(config, self.rotary, attention, device) for _ in range(config.layers))
         self.norm = RMSNorm(config.d_model, device)
-        # A weight that is only replaced needs no memory.
+        # A tied head's own weight is replaced below, so it needs no memory.
         of_head = torch.device("meta") if config.tied else device
         self.head = nn.Linear(config.d_model, config.vocabulary, bias=False, device=of_head)
         if config.tied:
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        # The embedding's output has no name here: it would live on beside the blocks where no graph needs it.
+        # The embedding's output gets no name: a name would keep it alive beside the blocks where no graph needs it.
         x_BSM = self.run_blocks(self.blocks, self.embedding(tokens_BS))
         return self.head(self.norm(x_BSM))
 

@@ -1,4 +1,4 @@
-"""Makes a TraceTable of what a reader found."""
+"""Makes a TraceTable of a reader's frames."""
 
 from pathlib import Path
 

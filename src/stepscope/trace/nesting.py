@@ -12,10 +12,10 @@ import polars as pl
 
 _LARGEST = 2**62
 _CLIMB = 40
-"""Ancestors tried one by one; ranges and operators of real programs nest less deeply."""
+"""The most ancestors that are tried one by one; ranges and operators of real programs nest less deeply."""
 _CHECKED = 1 << 17
-"""Up to this many intervals are always checked for crossings, which takes milliseconds. More are taken to nest, as they
-come from the stack of a thread."""
+"""The most intervals that are always checked for crossings, which takes milliseconds. More are assumed to nest, since
+they come from the stack of a thread."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ KINDS = ("kernel", "memcpy", "memset", "graph", "operator")
 
 KIND = pl.Enum(KINDS)
 COPIES = ("memcpy", "memset")
-"""The kinds that are no computation."""
+"""The kinds of work that are not computation."""
 
 WORK_SCHEMA = pl.Schema(
     {
@@ -30,7 +30,7 @@ WORK_SCHEMA = pl.Schema(
         "graph_node": pl.Int64,
     }
 )
-"""What ran on a device, as recorded: one row per kernel, copy, fill or whole graph."""
+"""Columns of device work as recorded: one row per kernel, copy, fill or whole graph."""
 
 CALL_SCHEMA = pl.Schema(
     {
@@ -43,7 +43,7 @@ CALL_SCHEMA = pl.Schema(
         "external": pl.Int64,
     }
 )
-"""Calls of the CUDA (or HIP) runtime and driver on the host."""
+"""Columns of calls to the CUDA (or HIP) runtime and driver on the host."""
 
 RANGE_SCHEMA = pl.Schema(
     {
@@ -55,7 +55,7 @@ RANGE_SCHEMA = pl.Schema(
         "nested": pl.Boolean,
     }
 )
-"""Named ranges, a million from few names. `nested`: pushed and popped on one thread; others may cross threads."""
+"""Columns of named ranges. `nested`: pushed and popped on one thread; other ranges may cross threads."""
 
 OPERATOR_SCHEMA = pl.Schema(
     {
@@ -71,12 +71,12 @@ OPERATOR_SCHEMA = pl.Schema(
         "dtypes": pl.Categorical(),
     }
 )
-"""Framework operators. `sequence` and `forward_thread` (PyTorch's own count of threads) tie backward to forward."""
+"""Columns of operators. `sequence` and `forward_thread` (PyTorch's own count of threads) tie backward to forward."""
 
 LINK_SCHEMA = pl.Schema(
     {"id": pl.Int64, "start_ns": pl.Int64, "process": pl.Int64, "thread": pl.Int64, "begins": pl.Boolean}
 )
-"""The ends of the profiler's own arrows from a forward operator (`begins`) to its backward operator."""
+"""Columns of the profiler's arrows from a forward operator (`begins`) to its backward operator: one row an end."""
 
 Profiler = Literal["Kineto", "Nsight Systems"]
 

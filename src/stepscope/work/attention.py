@@ -9,12 +9,12 @@ from stepscope.work.operations import SOFTMAX_FLOPS
 
 
 def attention_product_flops(workload: Workload) -> int:
-    """Q K^T, or P V: 2 B H S S D in each of L layers."""
+    """FLOPs of Q K^T, or of P V: 2 B H S S D in each of L layers."""
     return 2 * _scores(workload) * workload.model.head_dim
 
 
 def softmax_flops(workload: Workload) -> int:
-    """Softmax over the scores: 5 B H S S in each of L layers."""
+    """FLOPs of softmax over the scores: 5 B H S S in each of L layers."""
     return SOFTMAX_FLOPS * _scores(workload)
 
 

@@ -11,7 +11,7 @@ from stepscope.core.attentions import ATTENTIONS
 from stepscope.work.operations import AttentionSizes, attention_backward_flops, attention_flops
 
 BACKWARD_OVER_FORWARD = 2.5
-"""FLOPs of backward over those of forward in fused attention, which makes the scores again: five products over two."""
+"""FLOPs of fused attention's backward over forward's: five products over two, since it makes the scores again."""
 CONVENTION = (
     "4 B H S T D FLOPs forward and 2.5 times as many backward, half of it where causal, whatever an implementation "
     "does: written-out attention makes the whole square, and four products backward"
@@ -26,7 +26,7 @@ def _sizes(shape: AttentionShape) -> AttentionSizes:
 
 
 def forward_flops(shape: AttentionShape) -> int:
-    """The two products (Dao 2023, FlashAttention-2, section 4.1); causal, half."""
+    """FLOPs of forward's two products (Dao 2023, FlashAttention-2, section 4.1); half as many where causal."""
     return attention_flops(_sizes(shape), "half" if shape.causal else "full")
 
 

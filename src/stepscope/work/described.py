@@ -7,7 +7,7 @@ from stepscope.work.transformer import parameter_count
 
 
 def describe_workload(workload: Workload) -> str:
-    """Sizes, tokens and choices."""
+    """A workload's sizes, tokens and choices on one line."""
     optimizer = f", {workload.optimizer}" if workload.optimizer else ""
     compiled = "eager" if workload.compile == "eager" else f"torch.compile {workload.compile}"
     memory = f", checkpointing {workload.checkpointing}" if workload.checkpointing != "none" else ""
@@ -20,13 +20,13 @@ def describe_workload(workload: Workload) -> str:
 
 
 def describe_model(workload: Workload) -> str:
-    """Name, parameter count and every size."""
+    """A model's name, parameter count and sizes on one line."""
     sizes = ", ".join(f"{field} {format_count(size)}" for field, size in workload.model.sizes.items())
     return f"{workload.model.name}: {format_count(parameter_count(workload.model))} parameters ({sizes})"
 
 
 def cell_name(workload: Workload, settings: Settings | None = None) -> str:
-    """The key without its digest, and the number of warm-up steps where the settings fix one."""
+    """A cell's name: the key without its digest, and the number of warm-up steps where the settings fix one."""
     name = "-".join(workload.words())
     if settings is None or settings.warmup_floor != settings.warmup_cap:
         return name

@@ -1,4 +1,4 @@
-"""Work of single operations.
+"""FLOPs and bytes of single operations.
 
 FLOPs: a product's multiply-add counts two. Elsewhere each +, -, *, /, maximum and elementary function (exp, log, sqrt,
 tanh, erf) of a floating-point number counts one; copies, selections and comparisons count none. The numbers per element
@@ -26,18 +26,18 @@ def matmul_work(m: int, n: int, k: int, bytes_per_element: int, batch: int = 1) 
 
 
 def copy_work(bytes_copied: int) -> Work:
-    """A device-to-device copy: every byte read once and written once."""
+    """Work of a device-to-device copy: every byte read once and written once."""
     return Work(flops=0, bytes_read=bytes_copied, bytes_written=bytes_copied)
 
 
 def elementwise_work(elements: int, flops_per_element: int, *, bytes_read: int, bytes_written: int) -> Work:
-    """A function of each element."""
+    """Work of a function that is applied to each element."""
     return Work(flops=elements * flops_per_element, bytes_read=bytes_read, bytes_written=bytes_written)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSizes:
-    """q (batch, heads, queries, head_dim), k (batch, .., keys, head_dim), v (batch, .., keys, value_dim)."""
+    """Sizes of q (batch, heads, queries, head_dim), k (batch, .., keys, head_dim), v (batch, .., keys, value_dim)."""
 
     batch: int
     heads: int
@@ -48,7 +48,7 @@ class AttentionSizes:
 
 
 def attention_flops(sizes: AttentionSizes, causal: CausalConvention) -> int:
-    """The two products of softmax(q k^T) v; the softmax is not counted.
+    """FLOPs of the two products of softmax(q k^T) v; the softmax is not counted.
 
     4 batch heads queries keys head_dim where both dims are one, half of it counted causal (Dao 2023, FlashAttention-2,
     section 4.1).
@@ -57,7 +57,7 @@ def attention_flops(sizes: AttentionSizes, causal: CausalConvention) -> int:
 
 
 def attention_backward_flops(sizes: AttentionSizes, causal: CausalConvention) -> int:
-    """Backward of fused attention: q k^T once more, dv = p^T do, dp = do v^T, dq = ds k, dk = ds^T q.
+    """FLOPs of fused attention's backward: q k^T once more, dv = p^T do, dp = do v^T, dq = ds k, dk = ds^T q.
 
     Five products where forward has two, 2.5 times its FLOPs where both dims are one (Dao 2023, section 4.1); model
     FLOPs, which leave the recomputed one out, would be twice forward's.
@@ -71,45 +71,45 @@ def _of_square(sizes: AttentionSizes, depth: int, causal: CausalConvention) -> i
 
 
 def softmax_work(elements: int, bytes_per_element: int) -> Work:
-    """softmax or log-softmax along one dimension."""
+    """Work of softmax or log-softmax along one dimension."""
     size = elements * bytes_per_element
     return elementwise_work(elements, SOFTMAX_FLOPS, bytes_read=size, bytes_written=size)
 
 
 def softmax_backward_work(elements: int, bytes_per_element: int) -> Work:
-    """Reads dy and y, writes dx, each of `elements`."""
+    """Work of softmax's backward: it reads dy and y and writes dx, each of `elements`."""
     size = elements * bytes_per_element
     return elementwise_work(elements, SOFTMAX_BACKWARD_FLOPS, bytes_read=2 * size, bytes_written=size)
 
 
 def layer_norm_flops(elements: int, *, weight: bool, bias: bool) -> int:
-    """(x - mean) * rstd * w + b: sum; subtraction, square, sum; product; a product for w, a sum for b."""
+    """FLOPs of (x - mean) * rstd * w + b: sum; subtraction, square, sum; product; a product for w, a sum for b."""
     return elements * (5 + weight + bias)
 
 
 def layer_norm_backward_flops(elements: int, *, weight: bool, bias: bool) -> int:
-    """With n = (x - mean) * rstd and g = dy * w: dx = rstd * (g - mean(g) - n * mean(g * n)), dw = sum(dy * n), db.
+    """FLOPs of layer norm's backward, dx = rstd * (g - mean(g) - n * mean(g * n)), dw = sum(dy * n) and db = sum(dy).
 
-    n two, the means three, dx four; g one and dw two where there is a weight; db one.
+    n = (x - mean) * rstd takes two, the means three, dx four; with a weight, g = dy * w one and dw two; db one.
     """
     return elements * (9 + 3 * weight + bias)
 
 
 def rms_norm_flops(elements: int, *, weight: bool) -> int:
-    """x * rsqrt(mean(x^2)) * w (Zhang and Sennrich 2019): square, sum, product; a product for w."""
+    """FLOPs of x * rsqrt(mean(x^2)) * w (Zhang and Sennrich 2019): square, sum, product; a product for w."""
     return elements * (3 + weight)
 
 
 def rms_norm_backward_flops(elements: int, *, weight: bool) -> int:
-    """With n = x * rms^-1 and g = dy * w: dx = rms^-1 * (g - n * mean(g * n)); dw = sum(dy * n).
+    """FLOPs of RMSNorm's backward: dx = rms^-1 * (g - n * mean(g * n)); dw = sum(dy * n).
 
-    n one, the mean two, dx three; g one and dw two where there is a weight.
+    n = x * rms^-1 takes one, the mean two, dx three; g = dy * w one and dw two where there is a weight.
     """
     return elements * (6 + 3 * weight)
 
 
 def adamw_work(parameters: int, bytes_per_element: int, bytes_per_moment: int | None = None) -> Work:
-    """One AdamW step (Loshchilov and Hutter 2019, algorithm 2): reads p, g, m, v and writes p, m, v.
+    """Work of one AdamW step (Loshchilov and Hutter 2019, algorithm 2), which reads p, g, m, v and writes p, m, v.
 
     m and v have the size of p and g unless `bytes_per_moment` says another. FLOPs are elementwise and not model FLOPs;
     they are left at 0, since the bytes are what bounds this step.

@@ -26,11 +26,11 @@ from stepscope.core.workload import Workload
 from stepscope.work.operations import adamw_work
 
 Shapes = dict[str, tuple[int, ...]]
-"""Parameters by name, as (out, in)."""
+"""Shapes of parameters, (out, in), by name."""
 
 
 def block_shapes(config: ModelConfig) -> Shapes:
-    """The parameters of one block, by their names inside it, in the order in which the model has them."""
+    """Shapes of one block's parameters by their names inside it, in the order in which the model has them."""
     d, f, k = config.d_model, config.d_ff, config.key_width
     return {
         "attention_norm.weight": (d,),
@@ -46,14 +46,14 @@ def block_shapes(config: ModelConfig) -> Shapes:
 
 
 def shapes_outside_blocks(config: ModelConfig) -> Shapes:
-    """The other parameters."""
+    """Shapes of the parameters that no block holds: embedding, head and final norm."""
     d, words = config.d_model, config.vocabulary
     head = {} if config.tied else {"head.weight": (words, d)}
     return {"embedding.weight": (words, d), "norm.weight": (d,), **head}
 
 
 def count_of(shapes: Shapes) -> int:
-    """The elements of all these parameters."""
+    """Number of elements of all these parameters."""
     return sum(map(math.prod, shapes.values()))
 
 
@@ -74,8 +74,8 @@ def forward_flops(workload: Workload, causal: CausalConvention = "half") -> int:
 
 
 def products_per_forward(workload: Workload) -> int:
-    """Matrix products of one forward pass: seven linear maps a layer (query, key, value, output, gate, up, down), the
-    two of attention unless it is one fused kernel, and the head.
+    """Number of matrix products in a forward pass: seven linear maps a layer (query, key, value, output, gate, up,
+    down), the two of attention unless it is one fused kernel, and the head.
     """
     return workload.model.layers * _products_per_block(workload) + 1
 
@@ -96,7 +96,7 @@ def recomputed_flops(workload: Workload, causal: CausalConvention = "half") -> i
 
 
 def recomputed_products(workload: Workload) -> int:
-    """Matrix products that checkpointing runs again in the backward of one micro-batch, as `recomputed_flops` says."""
+    """Number of matrix products that checkpointing runs again in one micro-batch's backward (`recomputed_flops`)."""
     groups = _checkpointed_groups(workload)
     return workload.model.layers * _products_per_block(workload) - groups if groups else 0
 
@@ -131,5 +131,5 @@ def _products_per_block(workload: Workload) -> int:
 
 
 def _checkpointed_groups(workload: Workload) -> int:
-    """Groups of blocks that are run again whole."""
+    """Number of groups of blocks that backward runs again whole."""
     return math.ceil(workload.model.layers / workload.checkpoint_group) if workload.checkpoint_group else 0

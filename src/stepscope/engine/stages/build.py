@@ -1,4 +1,4 @@
-"""Making the step, and giving its memory back."""
+"""Makes the step on the device, and later releases its memory."""
 
 import gc
 
@@ -23,7 +23,7 @@ def build(draft: Draft) -> None:
 
 
 def release(draft: Draft) -> None:
-    """Give the step's memory back: what follows needs it, or must not stand beside it."""
+    """Release the step's memory: later stages need it, or must not run beside it."""
     draft.made = None
     gc.collect()  # a step and its phases refer to each other
     if draft.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The rates that this device really reaches, for the dtype of the step."""
+"""Finds the rates that this device really reaches, for the dtype of the step."""
 
 from stepscope.core.device_spec import product_dtype
 from stepscope.engine.draft import Draft
@@ -11,7 +11,7 @@ def find_ceilings(draft: Draft) -> None:
     """Measure the ceilings, or take those that are stored for this device and build."""
     draft.begin("ceiling")
     request = draft.request
-    with ranges.silenced():  # these steps are no steps of the model
+    with ranges.silenced():  # these steps are not the model's
         ceilings = ceilings_for(
             draft.device,
             [product_dtype(request.workload.dtype)],

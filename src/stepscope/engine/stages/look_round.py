@@ -1,4 +1,4 @@
-"""Reading the machine: the environment, what its maker says of the device, and how much work the step is."""
+"""Reads the environment and the device's datasheet, and counts the work of the step."""
 
 from stepscope.core.device_spec import find_device_spec, overridden_spec
 from stepscope.core.run_directory import save_run
@@ -8,7 +8,7 @@ from stepscope.work.transformer import phase_work
 
 
 def look_round(draft: Draft) -> None:
-    """Note what is known before anything runs, and write the run for the first time."""
+    """Fill in what is known before anything runs, and write the run for the first time."""
     request = draft.request
     environment = read_environment(draft.device, request.memory_limit_bytes)
     name, stated = environment.device_name, request.peak_flops_per_s

@@ -1,4 +1,4 @@
-"""Recording the allocations of one more step, where it was asked for."""
+"""Records the allocations of one more step, where it was asked for."""
 
 import gc
 
@@ -12,7 +12,7 @@ from stepscope.measure.driven import MemoryCapture, capture_memory
 
 
 def record_memory(draft: Draft) -> None:
-    """Record a step. Where nobody counted the allocations before (CPU), the figures are this step's own."""
+    """Record a step. On a CPU, where nothing else counts allocations, the memory figures are this step's."""
     if draft.request.memory is None:
         return
     draft.begin("memory")
@@ -31,8 +31,8 @@ def record_memory(draft: Draft) -> None:
 
 
 def record_what_filled_the_memory(draft: Draft) -> None:
-    """Memory ran out during a step, unrecorded: run the step once more, recorded, and keep what it has allocated when
-    it fails again. The run has ended already, so all that goes wrong here is a note."""
+    """Run the step that ran out of memory once more, recorded, and keep what it has allocated when it fails again. The
+    run has ended already, so any error here becomes a note."""
     step = draft.made
     if draft.request.memory is None or step is None or draft.device.type != "cuda" or step.cuda_graphs:
         return

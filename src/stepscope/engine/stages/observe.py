@@ -1,4 +1,4 @@
-"""Gathering the evidence of what the timed steps did, from steps that run after them."""
+"""Gathers evidence of what the timed steps did, from steps that run after them."""
 
 import torch
 
@@ -10,7 +10,7 @@ from stepscope.measure.precision import probe_relative_error, with_kernels
 
 
 def observe(draft: Draft) -> None:
-    """Probe the precision, run steps under hooks and the profiler, and keep what they show."""
+    """Probe the precision, run steps under hooks and the profiler, and keep the evidence."""
     draft.begin("observe")
     step, device = draft.step, draft.device
     precision = Precision(

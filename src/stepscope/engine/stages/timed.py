@@ -1,4 +1,4 @@
-"""The timed steps, and what is read round them: clocks, power, the host's load, compilations, updates."""
+"""Times the steps, and reads clocks, power, the host's load, compilations and updates around them."""
 
 import msgspec
 
@@ -45,12 +45,12 @@ def time_steps(draft: Draft) -> None:
     if interrupted:
         draft.stage = "measure" if draft.run.samples["step"].count else "warm-up"
         raise KeyboardInterrupt
-    draft.save_meanwhile()  # whatever kills the process while it observes does not take the times along
+    draft.save_meanwhile()  # a process that is killed while it observes then does not lose the times
     draft.set(status="done")
 
 
 class _Readings:
-    """What is read before and after the measured steps, each held against the other."""
+    """Readings of the machine before and after the measured steps."""
 
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
@@ -63,7 +63,7 @@ class _Readings:
         self._gpu, self._load = read_gpu(self._draft.device), HostLoad()
 
     def before_the_measured_steps(self) -> None:
-        """Read once, when warm-up is over, and with it what it compiled. The device idles meanwhile, so NVML is
+        """Read once after warm-up, so that what warm-up compiled does not count. The device idles meanwhile, so NVML is
         initialised already."""
         self._updates = applied_updates(self._draft.step.optimizer)
         self._compiling.start()
@@ -77,7 +77,7 @@ class _Readings:
         draft.set(environment=msgspec.structs.replace(environment, before=self._gpu, after=after, host=load))
 
     def keep_updates(self) -> None:
-        """Whether the optimizer updated the parameters in each of the measured steps."""
+        """Store how many of the measured steps updated the parameters."""
         step, count = self._draft.step, self._draft.run.samples["step"].count
         if step.optimizer is not None and self._updates is not None and count:
             found = read_updates(step.optimizer, step.scaler, steps=count, before=self._updates)

@@ -1,4 +1,4 @@
-"""Traces of some more steps. One that fails is evidence too: its capture says why."""
+"""Takes traces of some more steps. A trace that fails is evidence too: its capture says why."""
 
 from collections.abc import Callable
 

@@ -57,7 +57,7 @@ def _launching() -> tuple["ModuleType", "ModuleType", "ModuleType"]:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The kernels address the head dimension without a stride."""
+    """The tensor with a stride of 1 along the head dimension, which the kernels require; copied if need be."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -66,7 +66,7 @@ def _dense_target(tensor: Tensor) -> Tensor:
 
 
 def _needed(window: int | None, q: Tensor, k: Tensor, causal: bool) -> int | None:
-    """The window, or None if it hides no key: the kernels add it to positions in 32 bits, where it could overflow."""
+    """The window, or None if it hides no key: a large one would overflow the 32-bit positions in the kernels."""
     if window is None or window >= (q.shape[2] if causal else max(q.shape[2], k.shape[2])):
         return None
     return window
@@ -94,7 +94,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window
         )  # fmt: skip
 
     tensors = (_dense(q), _dense(k), _dense(v), target, logsumexp, *launch.parts_for(precision, q, k, v))
-    # The strides of what was allocated here follow from these.
+    # These determine the strides of every tensor that is allocated here.
     strides = q.stride(), tensors[1].stride(), tensors[2].stride()
     key = ("forward", q.shape, k.shape, strides, q.dtype, q.device, causal, scale, window, tuning.state(q))
     replay.run(key, tensors, call)
@@ -118,7 +118,7 @@ def _backward(
     statistics = launch.statistics_for(q, configuration)
     sums = launch.sums_for(configuration, statistics, *dense[1:], dense[0], causal=causal, window=window)
     precision = tuning.precision_for(q)
-    # Whoever keeps tensors between the passes may lay them out anew; this one the kernels address without strides.
+    # A tensor that was saved between the passes may have a new layout; the kernels address logsumexp without strides.
     always = (*dense, _dense(out), logsumexp.contiguous(), *targets, statistics)
     parts = launch.parts_for(precision, q, k, v, gradient)
     rest = (
@@ -192,14 +192,14 @@ torch.library.register_autograd("stepscope::flash_attention_backward", _refuse, 
 
 @register_flop_formula(torch.ops.stepscope.flash_attention_forward)
 def _forward_flops(q_shape: Any, k_shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Two products of 2 B H S T D; the full square, as PyTorch counts its own attention."""
+    """FLOPs of forward: two products of 2 B H S T D, the full square, as PyTorch counts its own attention."""
     batches, heads, queries, head_dim = q_shape
     return 4 * batches * heads * queries * k_shape[2] * head_dim
 
 
 @register_flop_formula(torch.ops.stepscope.flash_attention_backward)
 def _backward_flops(_: Any, __: Any, q_shape: Any, k_shape: Any, *___: Any, out_shape: Any = None, **____: Any) -> int:
-    """Five products, the scores computed again among them, as PyTorch counts it."""
+    """FLOPs of backward: five products, one of them the recomputed scores, as PyTorch counts its own attention."""
     batches, heads, queries, head_dim = q_shape
     return 10 * batches * heads * queries * k_shape[2] * head_dim
 
@@ -247,9 +247,9 @@ def flash_attention(
 
 
 def _watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether somebody must see an operator: a compiler, a mode (fake tensors, a counter, a policy of checkpointing), a
-    transformation, a profiler, a subclass, tensors without data. Otherwise its layers in Python, several times a
-    launch, are left out.
+    """Whether the call must be an operator: for a compiler, a mode (fake tensors, a counter, checkpointing's policy), a
+    transformation, a profiler, a subclass, or tensors without data. Any other call skips the operator's layers in
+    Python, which take several times as long as a launch.
     """
     return (
         torch.compiler.is_compiling()
@@ -275,7 +275,7 @@ def _gradients(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool, scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    # With gradients enabled this backward is itself to be differentiated: the operator says that it cannot be.
+    # With gradients enabled, this backward is itself to be differentiated. The operator then raises: it cannot be.
     if torch.is_grad_enabled() or _watched(q, k, v) or type(gradient) is not Tensor:
         return torch.ops.stepscope.flash_attention_backward(
             gradient, None, q, k, v, out, logsumexp, causal, scale, window
@@ -284,7 +284,7 @@ def _gradients(
 
 
 class _Direct(torch.autograd.Function):
-    """The operator without its layers. Options come as one: each argument costs the host time on both ways."""
+    """Attention without the operator's layers. The options are one argument, since each costs time in both passes."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[bool, float, int | None]) -> Tensor:
@@ -301,7 +301,7 @@ class _Direct(torch.autograd.Function):
 class FlashAttention(torch.autograd.Function):
     """`apply(q, k, v, is_causal=False)` on (..., seq, head_dim); saves q, k, v, out and the logsumexp (..., seq).
 
-    torch.func transforms `flash_attention` alone: the context of this one is set in its forward.
+    torch.func transforms `flash_attention` alone, since this class sets its context in its forward.
     """
 
     @classmethod

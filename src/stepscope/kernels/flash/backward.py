@@ -12,7 +12,7 @@ From dO, with c = scale * log2(e) and the forward's logsumexp L (in base 2 here)
     apart   a kernel over tiles of queries for dQ, which also leaves delta behind, then one over tiles of keys for dK
             and dV. Scores and dP are computed in both, 7 matrix products instead of 5, and every sum has one owner: no
             atomics, bit for bit repeatable.
-    joint   the same two, in one launch, so that the ends of the two overlap.
+    joint   both kernels of `apart` in one launch, so that their ends overlap.
     fused   over tiles of keys only, 5 products; dQ is added up in fp32 by atomics, whose order differs between runs.
 
 The kernel over keys computes the transposed S^T = K Q^T and dP^T = V dO^T: the weights then come out of one product in
@@ -151,7 +151,7 @@ def _key_gradients(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr, TMA_REDUCE: tl.constexpr,
 ):  # fmt: skip
-    # Under a causal mask the first keys are seen by the most queries: heavy tiles come first as they are.
+    # Under a causal mask most queries see the first keys, so the heavy tiles already come first.
     key_tiles = tl.cdiv(keys, BLOCK_N)
     key_tile = tile % key_tiles
     batch_head = tile // key_tiles
@@ -176,7 +176,7 @@ def _key_gradients(
         first_key, queries, keys, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
     )
     if FUSED and not EVEN_KEYS and first_key + BLOCK_N > keys:
-        # Keys beyond the sequence would reach dQ as 0 * inf where their weights overflow.
+        # Where the weights of keys beyond the sequence overflow, dQ would get 0 * inf.
         full_begin = tl.cdiv(end, BLOCK_M) * BLOCK_M
         full_end = full_begin
 
@@ -252,7 +252,7 @@ def _query_gradients(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, PREPARE: tl.constexpr, HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    # Whoever prepares the statistics writes those of the rows between the sequence and `padded` too.
+    # With PREPARE, the statistics of the rows between the sequence and `padded` are written too.
     row_tiles = tl.cdiv(padded if PREPARE else queries, BLOCK_M)
     row_tile = tile % row_tiles
     batch_head = tile // row_tiles
@@ -323,7 +323,7 @@ def flash_key_gradients(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr, TMA_REDUCE: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV, a program a tile of keys; all query heads of its group pass by in order.
+    """dK and dV: one program per tile of keys, which visits the query heads of its group in order.
 
     FUSED also adds dQ / scale into DQ (fp32, zero before) by atomics, through a pointer or, TMA_REDUCE, a descriptor.
     """
@@ -346,7 +346,7 @@ def flash_query_gradients(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, PREPARE: tl.constexpr, HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """dQ, a program a tile of queries. PREPARE also computes STATISTICS, for `flash_key_gradients` after it."""
+    """dQ: one program per tile of queries. PREPARE also computes STATISTICS, which `flash_key_gradients` reads."""
     _query_gradients(
         tl.program_id(0), Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, scale, scale_log2,
         q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
@@ -367,8 +367,8 @@ def flash_joint_gradients(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     EVEN_QUERIES2: tl.constexpr, EVEN_KEYS2: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of keys and values, and those of queries, in one launch: programs of keys first. Q2 to GRADIENT2
-    are descriptors of the tiles that programs of queries load, STATISTICS2 is a pointer."""
+    """dK, dV and dQ in one launch; programs over keys come first. Q2 to GRADIENT2 are descriptors of the tiles that
+    programs over queries load; STATISTICS2 is a pointer."""
     key_programs = tl.cdiv(keys, BLOCK_N) * batches * kv_heads
     program = tl.program_id(0)
     if program < key_programs:
@@ -395,7 +395,7 @@ def flash_finish_queries(
     SUMS, DQ, scale, dq_batch, dq_head, dq_row, heads, queries, padded,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dQ of what was added up: SUMS (B * H * padded, D) fp32 times scale, in the gradient's dtype."""
+    """dQ from its accumulated sums: SUMS (B * H * padded, D) fp32 times scale, in the gradient's dtype."""
     batch_head, first = head_and_row(tl.program_id(0), queries, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
     batch = long(batch_head // heads)
     head = batch_head % heads

@@ -1,4 +1,4 @@
-"""What can be chosen about the FlashAttention kernels, and what is chosen where nothing was measured."""
+"""Configurations of the FlashAttention kernels, and the defaults for calls that were never tuned."""
 
 from typing import Literal
 
@@ -20,15 +20,15 @@ class Tiles(msgspec.Struct, frozen=True, kw_only=True):
     block_m: int
     """Queries of a tile, a power of two, 16 or more."""
     block_n: int
-    """Keys of a tile, likewise."""
+    """Keys of a tile, a power of two, 16 or more."""
     num_warps: int
     num_stages: int
     """Depth of the software pipeline: tiles in flight."""
     max_registers: int | None = None
-    """A cap on registers of a thread, where one more block on a multiprocessor is worth the spills."""
+    """The most registers of a thread; a cap is worth its spills where one more block fits on a multiprocessor."""
 
     def __post_init__(self) -> None:
-        """What a file may say is checked here too."""
+        """Check the values, which may come from a file."""
         for block in (self.block_m, self.block_n):
             if not 16 <= block <= LARGEST_TILE or block & (block - 1):
                 raise ValueError(f"a tile has a power of two of 16 to {LARGEST_TILE} rows, not {block}")
@@ -43,7 +43,7 @@ class Tiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
-    """The forward kernel."""
+    """How the forward kernel cuts, loads and orders its tiles."""
 
     tiles: Tiles
     tma: bool = True
@@ -53,7 +53,7 @@ class ForwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     rows_first: bool = True
     """Tiles of one head after another, so that its keys stay in L2; otherwise the heads take turns."""
     hopper: HopperForward | None = None
-    """The kernel in Gluon, for calls that it takes; the others have what is said above."""
+    """The kernel in Gluon, for calls that it takes; other calls use the fields above."""
 
     def __str__(self) -> str:
         if self.hopper is not None:
@@ -64,19 +64,19 @@ class ForwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BackwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
-    """The backward kernels."""
+    """Which backward kernels run, and their tiles."""
 
     way: Way = "apart"
     keys: Tiles
-    """The kernel over tiles of keys."""
+    """The tile of the kernel over keys."""
     queries: Tiles | None = None
-    """The kernel over tiles of queries; not where it is `fused`. A `joint` launch takes num_warps and num_stages of
-    `keys`."""
+    """The tile of the kernel over queries, which a `fused` backward does not run. A `joint` launch takes num_warps and
+    num_stages of `keys`."""
     tma: bool = True
     tma_reduce: bool = False
-    """`fused`: add dQ up through the tensor-memory accelerator and not with atomic instructions."""
+    """Whether a `fused` backward sums dQ through the tensor-memory accelerator, and not with atomic instructions."""
     hopper: HopperBackward | None = None
-    """The kernel in Gluon, for calls that it takes, unless PyTorch is to be deterministic; the others have what is said
+    """The kernel in Gluon, for calls that it takes, unless PyTorch is to be deterministic; other calls use the fields
     above."""
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ class BackwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """What a choice depends on: a class of calls."""
+    """A class of calls that share one configuration."""
 
     capability: tuple[int, int]
     """The device's compute capability, (major, minor); (0, 0) in Triton's interpreter."""
@@ -119,7 +119,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tiles(block_m: int, block_n: int, num_warps: int, num_stages: int, max_registers: int | None = None) -> Tiles:
-    """Tiles written short."""
+    """Tiles from positional arguments, for the tables in this file."""
     return Tiles(
         block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages, max_registers=max_registers
     )
@@ -166,8 +166,8 @@ def _described(problem: Problem) -> bool:
 # there in bf16 at 1024 (head_dim 64), 2048 (128), 8192 and 16384 positions; in fp32 at 4096.
 
 _SHORT_LOG2 = 10
-"""Logarithm to base 2 of the queries up to which a pass at head_dim 64 waits for its host; pointers cost the host less
-than descriptors."""
+"""Logarithm to base 2 of the most queries with which a pass at head_dim 64 waits for its host. Pointers cost the host
+less than descriptors."""
 _LONG_LOG2 = 13
 
 

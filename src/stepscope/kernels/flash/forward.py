@@ -75,7 +75,7 @@ def _attend_tile(
         row_tile = tile // (batches * heads)
         batch_head = tile % (batches * heads)
     if CAUSAL:
-        # The last tile of queries visits the most keys: heavy tiles first, so that light ones fill the gaps at the end.
+        # The last tile of queries visits the most keys. Heavy tiles come first; light ones fill the gaps at the end.
         row_tile = row_tiles - 1 - row_tile
     batch = batch_head // heads
     head = batch_head % heads
@@ -88,7 +88,7 @@ def _attend_tile(
         BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA, PRECISION,
     )  # fmt: skip
     if NEGATE:
-        # The running maximum takes a scale that is not negative.
+        # The running maximum is right only for a scale that is not negative.
         q = negated(q, PRECISION)
     k_offset = batch_long * k_batch + long(kv_head) * k_head
     v_offset = batch_long * v_batch + long(kv_head) * v_head

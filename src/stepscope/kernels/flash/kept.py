@@ -1,4 +1,4 @@
-"""What tuning the FlashAttention kernels chose, kept on disk: a file a device and version of Triton."""
+"""Configurations that tuning chose for the FlashAttention kernels: one file per device and version of Triton."""
 
 import functools
 import re
@@ -16,21 +16,21 @@ from stepscope.kernels.flash.configuration import BackwardConfiguration, Forward
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fastest correct configurations found for a class of calls, and what they took beside the defaults."""
+    """The fastest correct configurations for a class of calls, and their times beside those of the defaults."""
 
     problem: Problem
     batch_heads: int
-    """Batch x heads it was tuned with."""
+    """The product of batch and heads in the calls that were measured."""
     forward: ForwardConfiguration
     backward: BackwardConfiguration
     forward_ms: float | None = None
-    """Medians; None where the budget ended before."""
+    """Median time in milliseconds, as the three below; None where the budget ended before it was measured."""
     backward_ms: float | None = None
     default_forward_ms: float | None = None
-    """None also where the default failed or was wrong."""
+    """The default's median time; None also where the default failed or was wrong."""
     default_backward_ms: float | None = None
     deterministic: bool = False
-    """Tuned where PyTorch was to be deterministic: the backward kernel in Gluon, which is not, was not measured."""
+    """Whether PyTorch was to be deterministic: the backward kernel in Gluon is not, and was then not measured."""
 
     def __str__(self) -> str:
         lines = [f"{self.problem}, tuned at batch x heads {self.batch_heads}"]
@@ -88,7 +88,7 @@ def kept_choices(name: str) -> dict[Problem, Choice]:
 
 
 def keep(name: str, choice: Choice) -> Path | None:
-    """Add the choice to those kept, in place of one for the same problem; None where there is no place to keep it."""
+    """Store the choice in place of an earlier one for the same problem; None where there is no place to store it."""
     kept_choices.cache_clear()
     choices = kept_choices(name) | {choice.problem: choice}
     content = Choices(device_name=name, triton_version=triton.__version__, choices=tuple(choices.values()))

@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 _PREPROCESS_ROWS = 64
 _SPLIT_ROWS = 32
 _GLUON_KNOWN = ("3.6.", "3.7.")
-"""Gluon is experimental and changes: releases of Triton that the kernels for Hopper were compiled with."""
+"""Releases of Triton that compile the kernels for Hopper: Gluon is experimental and changes between releases."""
 
 
 @functools.cache
 def _hopper() -> "ModuleType | None":
-    """The module that launches the kernels in Gluon, where they can be had."""
+    """The module that launches the kernels in Gluon; None where this Triton does not have them."""
     if interpreted() or not triton.__version__.startswith(_GLUON_KNOWN):
         return None
     from stepscope.kernels.hopper import launch as hopper_launch  # noqa: PLC0415  (Gluon: where it is known)
@@ -85,12 +85,12 @@ def _precision(precision: Precision, operand: Tensor) -> str:
 
 
 def block_d_of(head_dim: int) -> int:
-    """The tile's columns: the power of two from 16 up that holds head_dim."""
+    """Columns of a tile: the smallest power of two, 16 or more, that holds head_dim."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def parts_for(precision: Precision, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Room for the parts of a pass's operands: (B, H, rows, 3 block_d) bf16 each, or none where they are not split."""
+    """Buffers for the parts of split operands, each (B, H, rows, 3 block_d) bf16; none where operands are not split."""
     if not is_split(precision):
         return ()
     return tuple(
@@ -100,7 +100,7 @@ def parts_for(precision: Precision, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _split(first: Tensor, second: Tensor, parts: tuple[Tensor, Tensor], launcher: Launcher) -> None:
-    """Fill the parts of two operands of one shape, or, where their parts are one tensor, of one."""
+    """Split two operands of one shape into their buffers, or one operand where both buffers are the same tensor."""
     batches, heads, rows, head_dim = first.shape
     launcher(
         flash_split_operands, (tiles_of(rows, _SPLIT_ROWS) * batches * heads, 1 if parts[0] is parts[1] else 2),
@@ -115,7 +115,7 @@ def launch_forward(
     *, causal: bool, scale: float, window: int | None, precision: Precision, configuration: ForwardConfiguration,
     parts: tuple[Tensor, ...] = (), launcher: Launcher = launch,
 ) -> object:  # fmt: skip
-    """Fill `out` and `logsumexp` ((B, H, S) fp32, contiguous), by way of `parts` (`parts_for` q, k and v)."""
+    """Fill `out` and `logsumexp` ((B, H, S) fp32, contiguous). `parts` are the buffers of `parts_for` q, k and v."""
     if configuration.hopper is not None and scale >= 0 and hopper_takes(q, k, v, out, window=window):
         return _required_hopper().launch_hopper_forward(
             q, k, v, out, logsumexp, causal=causal, scale=scale, configuration=configuration.hopper, launcher=launcher
@@ -152,7 +152,7 @@ def launch_forward(
 
 
 def statistics_for(q: Tensor, configuration: BackwardConfiguration | None = None) -> Tensor:
-    """Room for the row statistics of a backward pass: (2 B H, S padded to what every tile of queries divides) fp32."""
+    """A buffer for a backward pass's row statistics: (2 B H, S padded to a multiple of every tile of queries) fp32."""
     padding = LARGEST_TILE
     if configuration is not None and configuration.queries is not None:
         padding = max(configuration.keys.block_m, configuration.queries.block_m)
@@ -166,11 +166,11 @@ def sums_for(
     configuration: BackwardConfiguration, statistics: Tensor, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor,
     *, causal: bool, window: int | None,
 ) -> Tensor | None:  # fmt: skip
-    """Room for the sums of dQ, where the pass is one for the kernel in Gluon; None has the others make it.
+    """A buffer for the sums of dQ if the kernel in Gluon takes this pass; None makes the other kernels run.
 
-    That kernel adds dQ up in an order that differs between runs: not where PyTorch was asked for determinism. Nor where
-    keys go on behind the queries that a causal mask lets see them: it would add their zeros to another head's sums,
-    and a zero is one only where keys and values are finite.
+    That kernel sums dQ in an order that differs between runs, so it does not run where PyTorch was asked for
+    determinism. Nor does it run where a causal mask leaves keys that no query sees: it would add their zeros to another
+    head's sums, and these are zeros only where keys and values are finite.
     """
     if configuration.hopper is None or torch.are_deterministic_algorithms_enabled():
         return None
@@ -188,7 +188,7 @@ def _required_hopper() -> "ModuleType":
 
 
 class Backward:
-    """One backward pass: its tensors, and the kernels that can make it up, each a method that launches one."""
+    """One backward pass: its tensors, and a method to launch each of the kernels that it may need."""
 
     def __init__(
         self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
@@ -220,14 +220,14 @@ class Backward:
         self._loading = (_precision(precision, q), self.tma)
 
     def split(self) -> None:
-        """Fill the parts of the operands, where they have any: before whichever kernel reads them."""
+        """Split the operands if the precision needs it. This comes before every kernel that reads them."""
         q, k, v, gradient = self._operands_of
         if q is not self.q:
             _split(self.q, self.gradient, (q, gradient), self.launch)
             _split(self.k, self.v, (k, v), self.launch)
 
     def preprocess(self, logsumexp_gradient: Tensor | None = None, *, sums: Tensor | None = None) -> object:
-        """Row statistics, which every other kernel reads. The logsumexp's gradient is (B, H, S) fp32, contiguous.
+        """Fill the row statistics for the kernels after it. The logsumexp's gradient is (B, H, S) fp32, contiguous.
 
         Sums ((B H padded, D) fp32) become zeros.
         """
@@ -243,7 +243,7 @@ class Backward:
         )  # fmt: skip
 
     def over_keys(self, tiles: Tiles, *, accumulated: Tensor | None = None, tma_reduce: bool = False) -> object:
-        """dK and dV; with `accumulated` ((B, H, S, D) fp32, contiguous, zeros) also dQ / scale, added up there."""
+        """Fill dK and dV; with `accumulated` ((B, H, S, D) fp32, contiguous, zeros), also add dQ / scale to it."""
         fused = accumulated is not None
         sums = self.dq if accumulated is None else accumulated
         tma_reduce = tma_reduce and fused and self.tma and describable(sums) and not interpreted()
@@ -258,7 +258,7 @@ class Backward:
         )  # fmt: skip
 
     def finish(self, sums: Tensor, padded: int) -> object:
-        """dQ from what was added up, `padded` rows a head."""
+        """Fill dQ from its accumulated sums, which have `padded` rows a head."""
         return self.launch(
             flash_finish_queries, (tiles_of(self.queries, _PREPROCESS_ROWS) * self.batches * self.heads,),
             sums, self.dq, self.scale, *self.dq.stride()[:3], self.heads, self.queries, padded,
@@ -267,12 +267,12 @@ class Backward:
         )  # fmt: skip
 
     def accumulator(self) -> Tensor:
-        """Zeros for `over_keys` to add to."""
+        """A tensor of zeros, to which `over_keys` adds dQ."""
         shape = (self.batches, self.heads, self.queries, self.head_dim)
         return torch.zeros(shape, dtype=torch.float32, device=self.q.device)
 
     def over_queries(self, tiles: Tiles, *, prepare: bool = False, logsumexp_gradient: Tensor | None = None) -> object:
-        """dQ; where it is to `prepare`, the row statistics too, as `preprocess` would have."""
+        """Fill dQ; with `prepare`, also the row statistics, in place of `preprocess`."""
         rows = self.padded if prepare else self.queries
         even_queries, even_keys = self._even(tiles)
         return self.launch(
@@ -288,7 +288,7 @@ class Backward:
         )  # fmt: skip
 
     def joint(self, keys: Tiles, queries: Tiles) -> object:
-        """dK, dV and dQ in one launch."""
+        """Fill dK, dV and dQ in one launch."""
         key_programs = tiles_of(self.keys, keys.block_n) * self.batches * self.kv_heads
         query_programs = tiles_of(self.queries, queries.block_m) * self.batches * self.heads
         return self.launch(
@@ -302,7 +302,7 @@ class Backward:
         )  # fmt: skip
 
     def hopper(self, sums: Tensor, configuration: HopperBackward, logsumexp_gradient: Tensor | None = None) -> object:
-        """All three gradients, by the kernel in Gluon."""
+        """Fill all three gradients by the kernel in Gluon."""
         self.preprocess(logsumexp_gradient, sums=sums)
         compiled = _required_hopper().launch_hopper_gradients(
             self.gradient, self.q, self.k, self.v, self.dk, self.dv, self.statistics, sums,
@@ -337,7 +337,7 @@ class Backward:
 def run_backward(
     backward: Backward, configuration: BackwardConfiguration, logsumexp_gradient: Tensor | None = None
 ) -> None:
-    """Launch what the configuration says."""
+    """Launch the kernels that the configuration names."""
     if backward.sums is not None and configuration.hopper is not None:
         backward.hopper(backward.sums, configuration.hopper, logsumexp_gradient)
         return

@@ -18,12 +18,12 @@ import triton.language as tl
 from stepscope.kernels.flash.tiles import head_and_row, load_tile, long
 
 PARTS = 3
-"""Parts of a split operand."""
+"""How many parts a split operand has."""
 
 
 @triton.constexpr_function
 def is_split(precision):
-    """Whether operands are held in parts."""
+    """Whether this precision splits an operand into parts."""
     return "bf16x6" in precision
 
 
@@ -78,7 +78,7 @@ def load_operand(
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`load_tile`, of each part."""
+    """Load a tile as an operand: all parts of a split one."""
     if is_split(PRECISION):
         high = load_tile(source, offset, batch, head, first, limit, stride, ROWS, BLOCK_D, BLOCK_D, EVEN, TMA)
         middle = load_tile(
@@ -94,7 +94,7 @@ def load_operand(
 
 @triton.jit
 def as_operand(tile, other, PRECISION: tl.constexpr):
-    """A tile of fp32 as the operand beside `other`."""
+    """A tile of fp32 as an operand of the precision, or of the dtype of `other`."""
     if is_split(PRECISION):
         return _split(tile)
     else:
@@ -103,7 +103,7 @@ def as_operand(tile, other, PRECISION: tl.constexpr):
 
 @triton.jit
 def joined(operand, PRECISION: tl.constexpr):
-    """The tile that an operand stands for."""
+    """The tile whose parts make up an operand."""
     if is_split(PRECISION):
         return operand[0].to(tl.float32) + (operand[1].to(tl.float32) + operand[2].to(tl.float32))
     else:
@@ -121,7 +121,7 @@ def transposed(operand, PRECISION: tl.constexpr):
 
 @triton.jit
 def _negated(tile):
-    # In fp32, since Triton's interpreter takes the bits of bf16 for integers; nothing is rounded.
+    # Negated in fp32, since Triton's interpreter takes the bits of bf16 for integers; nothing is rounded.
     return (-tile.to(tl.float32)).to(tile.dtype)
 
 
@@ -140,7 +140,7 @@ def flash_split_operands(
     first_batch, first_head, first_row, second_batch, second_head, second_row, heads, rows,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """(B, H, rows, D) fp32 into (B, H, rows, 3 BLOCK_D) bf16, contiguous; program_id(1) says which of two tensors."""
+    """Split (B, H, rows, D) fp32 into (B, H, rows, 3 BLOCK_D) bf16, contiguous; program_id(1) chooses one of two."""
     batch_head, first = head_and_row(tl.program_id(0), rows, BLOCK_ROWS)  # pyright: ignore[reportGeneralTypeIssues]
     batch = long(batch_head // heads)
     head = batch_head % heads

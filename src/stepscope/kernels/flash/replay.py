@@ -15,13 +15,13 @@ from torch import Tensor
 from stepscope.kernels.launching import Launcher, launch
 
 ALIGNMENT_BYTES = 16
-"""Triton compiles a kernel apart for addresses that are a multiple of this."""
+"""Bytes. Triton compiles a variant of its own for addresses that are a multiple of this."""
 _MOST = 512
-"""Recordings kept: sequence lengths may differ from call to call without end."""
+"""The most recordings that are kept, since every call may have another sequence length."""
 
 _Call = Callable[[tuple[Tensor, ...], Launcher], None]
 _Operand = tuple[int, int, tuple[type[Any], dict[str, Any]] | None]
-"""Index of the argument, index of the tensor, and for a descriptor its class and the fields that never change."""
+"""An argument's index, its tensor's index, and for a descriptor its class and the fields that never change."""
 
 
 def _is_descriptor(argument: Any) -> bool:
@@ -30,17 +30,17 @@ def _is_descriptor(argument: Any) -> bool:
 
 
 class Recording:
-    """The launches of one call: `launch` is given to whoever launches, then `repeat` does the same on other tensors."""
+    """The launches of one call: `launch` runs and records each kernel, then `repeat` runs them on other tensors."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
-        """The call must be made on `seen`: the same tensors, each an object of its own though two were one."""
+        """Record a call on the tensors `seen`, each an object of its own, even where two of them are the same."""
         self.seen = tuple(t.detach() for t in tensors)
         self._place_of = {id(t): place for place, t in enumerate(self.seen)}
         self._steps: list[tuple[Callable[..., object], list[object], list[_Operand]]] = []
         self._repeatable = True
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: int) -> Any:
-        """Run a kernel and remember how."""
+        """Run a kernel and record its arguments."""
         compiled = kernel[grid](*arguments, **options)
         if compiled is None or not all(type(a) in _FIXED or self._is_known(a) for a in arguments):
             self._repeatable = False
@@ -63,7 +63,7 @@ class Recording:
         return id(base) in self._place_of and hasattr(argument, "__dict__")
 
     def finish(self) -> bool:
-        """Release the tensors; returns whether the call can be repeated: not if it allocates between its launches."""
+        """Release the tensors; returns whether the call can be repeated. One that allocates between launches cannot."""
         self.seen = ()
         self._place_of = {}
         return self._repeatable
@@ -93,7 +93,7 @@ def forget() -> None:
 
 
 def run(key: Hashable, tensors: tuple[Tensor, ...], call: _Call) -> None:
-    """`call(tensors, launcher)`, or, where it was recorded under the key, its launches again.
+    """Repeat the launches recorded under the key; without a recording, make `call(tensors, launcher)`.
 
     The key must say all that the launches depend on besides the tensors' addresses.
     """

@@ -126,7 +126,7 @@ class FlashAttentionTiled(torch.autograd.Function):
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> None:
-    """Raise an InputError, one line, for what the loops would broadcast, cut off or stumble over."""
+    """Raise an InputError, one line, for shapes and dtypes that the loops would broadcast, cut off or fail on."""
     shapes = f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
     if q.dim() < 2 or k.shape != v.shape or q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
         raise InputError(

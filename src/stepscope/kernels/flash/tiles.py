@@ -25,9 +25,9 @@ def long(number):
 
 @triton.jit
 def head_and_row(program, rows, BLOCK_ROWS: tl.constexpr):
-    """A program's head, counted through the batches, and first row, where each has a tile of a head's rows.
+    """Index of a program's head, counted through the batches, and its first row; a program has one tile of a head.
 
-    In the grid's first dimension, which may be 2^31 - 1 long, the others 65535: batches times heads may be more.
+    The grid's first dimension counts both. It may be 2^31 - 1 long, the others only 65535, fewer than heads may be.
     """
     tiles = tl.cdiv(rows, BLOCK_ROWS)
     return program // tiles, program % tiles * BLOCK_ROWS
@@ -138,7 +138,7 @@ def queries_visiting(
     end = queries
     full_end = queries
     if not CAUSAL and not WINDOW:
-        # There is no way around the loop: see the module.
+        # No path leads around this loop: the module's docstring says why.
         tl.assume(queries > 0)
     if CAUSAL:
         begin = first_key // BLOCK_M * BLOCK_M

@@ -19,7 +19,7 @@ _library = torch.library.Library("stepscope", "FRAGMENT")
 
 
 def transformed(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None) -> Tensor:
-    """What `flash_attention` is, of (B, H, S, D), where transformations of torch.func are active."""
+    """`flash_attention` of (B, H, S, D) under an active transformation of torch.func."""
     out, _ = _Forward.apply(q, k, v, causal, scale, window)
     return out
 
@@ -66,7 +66,7 @@ class _Backward(torch.autograd.Function):
 
 
 def _folded(size: int, in_dims: Sequence[int | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Each with the mapped dimension, of that size, in its first, the batch."""
+    """Each tensor with the mapped dimension, of length `size`, folded into its first, the batch."""
     found: list[Tensor | None] = []
     for dim, tensor in zip(in_dims, tensors, strict=True):
         if tensor is None:

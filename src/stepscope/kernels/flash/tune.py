@@ -47,7 +47,7 @@ from stepscope.measure.lead import median_call_s
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the two kernels of a backward pass."""
+    """A tile shape for one of the two kernels of a backward pass."""
 
     kernel: Literal["keys", "queries"]
     tiles: Tiles
@@ -62,11 +62,11 @@ _Candidate = TypeVar("_Candidate", bound=Candidate)
 _Whole = TypeVar("_Whole", ForwardConfiguration, BackwardConfiguration)
 
 MOST = 10
-"""Configurations of a kernel, or whole backward passes, that are listed."""
+"""The most candidates in a list: configurations of one kernel, or whole backward passes."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a candidate."""
+    """Time and error of a candidate."""
 
     ms: float
     """The candidate's median time in milliseconds."""
@@ -102,7 +102,7 @@ _SHAPES: dict[str, dict[int, tuple[tuple[int, int, int, int, bool], ...]]] = {
         256: ((64, 32, 8, 2, True), (32, 64, 4, 1, False), (32, 32, 4, 1, False)),
     },
 }  # fmt: skip
-"""block_m, block_n, num_warps, num_stages, tma; by the head dimensions up to."""
+"""Candidates (block_m, block_n, num_warps, num_stages, tma), by the largest head dimension that they suit."""
 _SHAPES_FP32: dict[str, dict[int, tuple[tuple[int, int, int, int, bool], ...]]] = {
     "forward": {
         64: ((128, 64, 8, 2, True), (64, 64, 4, 2, True), (64, 32, 4, 2, True), (64, 32, 4, 2, False),
@@ -165,7 +165,7 @@ def _has_hopper(problem: Problem) -> bool:
 
 
 def forward_candidates(problem: Problem, *, hopper: bool = True) -> list[ForwardConfiguration]:
-    """The default first, without repetition; ten at most. Without `hopper`, none for the kernel in Gluon."""
+    """At most ten forward configurations to try, the default first. Without `hopper`, none of the kernel in Gluon."""
     default = default_forward(problem)
     plain = msgspec.structs.replace(default, hopper=None)
     found = [default if hopper else plain]
@@ -176,7 +176,7 @@ def forward_candidates(problem: Problem, *, hopper: bool = True) -> list[Forward
 
 
 def backward_candidates(problem: Problem, *, hopper: bool = True) -> list[BackwardConfiguration]:
-    """Likewise, whole backward passes that need nothing measured before; with those of `search`, ten at most."""
+    """Whole backward passes to try before any other, the default first; at most ten with those that `search` adds."""
     default = default_backward(problem)
     plain = msgspec.structs.replace(default, hopper=None)
     found = [default if hopper else plain]
@@ -186,7 +186,7 @@ def backward_candidates(problem: Problem, *, hopper: bool = True) -> list[Backwa
 
 
 def part_candidates(problem: Problem, kernel: Literal["keys", "queries"]) -> list[Part]:
-    """Likewise, of one kernel of the backward pass."""
+    """At most ten configurations to try for one kernel of the backward pass, the default first."""
     default = default_backward(problem)
     chosen = default.keys if kernel == "keys" else default.queries
     first = [] if chosen is None else [Part(kernel=kernel, tiles=chosen, tma=default.tma)]
@@ -195,13 +195,13 @@ def part_candidates(problem: Problem, kernel: Literal["keys", "queries"]) -> lis
 
 
 class Search:
-    """Candidates measured until the budget of seconds is spent; the one being measured then is finished."""
+    """Measures candidates until the budget of seconds is spent; the one under way then is finished."""
 
     def __init__(self, measure: Measure, seconds: float, now: Callable[[], float], tell: Callable[[str], None]) -> None:
         self.measure, self.now, self.tell = measure, now, tell
         self.deadline = now() + seconds
         self.trials: dict[Candidate, float] = {}
-        """Milliseconds of what was right."""
+        """Milliseconds of each correct candidate."""
 
     def try_all(self, candidates: Sequence[Candidate]) -> None:
         for candidate in candidates:
@@ -246,7 +246,7 @@ def search(
     trying.deadline = started + seconds
     whole = backward_candidates(problem, hopper=hopper and not deterministic)
     trying.try_all(whole)
-    # What the passes below need comes first: both kernels in turn.
+    # The whole passes below need both kernels measured, so these come first, in turn.
     keys, queries = part_candidates(problem, "keys"), part_candidates(problem, "queries")
     in_turn = [
         part for at in range(max(len(keys), len(queries))) for part in (*keys[at : at + 1], *queries[at : at + 1])
@@ -289,7 +289,7 @@ def _passes(trying: Search, keys: list[Part], queries: list[Part]) -> list[Backw
 
 
 def _chosen(trying: Search, candidates: list[_Whole], default: _Whole) -> tuple[_Whole, float | None]:
-    """The fastest and its milliseconds, or the default and None."""
+    """The fastest candidate and its milliseconds, or the default and None where nothing was measured."""
     fastest = trying.fastest(candidates)
     if fastest is None:
         return default, None
@@ -301,7 +301,7 @@ def _chosen(trying: Search, candidates: list[_Whole], default: _Whole) -> tuple[
 
 
 _NEXT_TO_NOTHING = 1e-30
-"""The error allowed where the truth is zero."""
+"""The largest error that is allowed where the exact result is zero."""
 _TIMED = Settings(warmup_floor=1, warmup_cap=1000, warmup_seconds=0.01, steps_floor=3, steps_cap=10_000, seconds=0.05)
 
 
@@ -322,7 +322,7 @@ class OnDevice:
         self.truth = {"out": out.detach()} | {
             name: leaf.grad for name, leaf in zip(("dq", "dk", "dv"), leaves, strict=True) if leaf.grad is not None
         }
-        # Two roundings of numbers whose largest is near the tensor's maximum, and two sums' errors.
+        # Room for two roundings of numbers near the tensor's maximum, and for the errors of two sums.
         share = {torch.float32: 2e-5, torch.float16: 0.005, torch.bfloat16: 0.02}[q.dtype]
         if problem.precision == "tf32":
             share = 0.01
@@ -333,7 +333,7 @@ class OnDevice:
         self._has_forward = False
 
     def __call__(self, candidate: Candidate) -> Trial:
-        """Compile, run into poisoned results, compare, then time."""
+        """Compile the candidate, run it into poisoned results, compare, then time it."""
         if isinstance(candidate, ForwardConfiguration):
             run, names = self._forward(candidate), ("out",)
         else:
@@ -388,7 +388,7 @@ class OnDevice:
 
 
 def _not_taken(candidate: Candidate) -> ValueError:
-    # Launched all the same, another kernel would run, and its time would be taken for this one's.
+    # If it were launched here, another kernel would run, and its time would pass for this one's.
     return ValueError(f"{candidate}: the kernel for Hopper does not take this call")
 
 
@@ -405,8 +405,8 @@ def tune(
     """Choose for calls like this one, keep the choice on disk, and take it from now on.
 
     q (B, H, S, D), k and v (B, H', T, D). Calls of the same head_dim, width of dtype, mask and number of queries up to
-    the next power of two take it. Where PyTorch is to be deterministic, only what is so is measured of the backward
-    pass; other processes keep the default's kernel in Gluon. `measure` is for who measures otherwise.
+    the next power of two use it. Where PyTorch is to be deterministic, only deterministic backward passes are measured;
+    other processes keep the default's kernel in Gluon. `measure` replaces the measurement, as tests do.
     """
     check_inputs(q, k, v)
     if seconds <= 0:

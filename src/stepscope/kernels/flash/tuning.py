@@ -31,7 +31,7 @@ def forced(
     backward: BackwardConfiguration | None = None,
     precision: Precision | None = None,
 ) -> Iterator[None]:
-    """Inside, every call takes these configurations; None leaves a kernel's choice alone."""
+    """A context in which every call uses these configurations; None leaves a kernel's choice as it is."""
     global _forced_forward, _forced_backward, _forced_precision
     before = _forced_forward, _forced_backward, _forced_precision
     _forced_forward, _forced_backward, _forced_precision = (
@@ -46,7 +46,7 @@ def forced(
 
 
 def state(q: Tensor) -> tuple[ForwardConfiguration | None, BackwardConfiguration | None, Precision]:
-    """What choices depend on besides shapes, dtypes and devices."""
+    """A key of all that a choice depends on besides shapes, dtypes and devices."""
     return _forced_forward, _forced_backward, precision_for(q)
 
 
@@ -61,7 +61,7 @@ _Class = tuple[torch.device, int, int, bool, int, Precision]
 
 
 def _class_of(q: Tensor, causal: bool) -> _Class:
-    """What a `Problem` is made of: quicker to make and to look up, each call."""
+    """The values that a `Problem` is made of, as a tuple: quicker to make and to look up in each call."""
     shape = q.shape
     return q.device, shape[3], q.element_size(), causal, (shape[2] - 1).bit_length(), precision_for(q)
 
@@ -89,7 +89,7 @@ def _choice(of: _Class) -> tuple[ForwardConfiguration, BackwardConfiguration]:
 
 
 def forget() -> None:
-    """Choose again, and read again what is kept: after tuning."""
+    """Forget all choices, so that the next calls read the kept ones again; called after tuning."""
     _choice.cache_clear()
     kept_choices.cache_clear()
     replay.forget()
@@ -106,7 +106,7 @@ def backward_configuration(q: Tensor, *, causal: bool) -> BackwardConfiguration:
 
 
 def precision_for(q: Tensor) -> Precision:
-    """How fp32 operands are multiplied: in TF32 where the process allows its other products that.
+    """How fp32 operands are multiplied: in TF32 where the process allows TF32 for its other products.
 
     Otherwise as exactly as PyTorch's own attention is: on Hopper on the tensor cores, as three products of TF32 up to
     head_dim 64 and as six of bf16 up to 128 (each the faster of those whose error is allowed, by the log in
@@ -116,7 +116,7 @@ def precision_for(q: Tensor) -> Precision:
         return "ieee"
     if _forced_precision is not None:
         return _forced_precision
-    # It also says what `allow_tf32` set; that cannot be asked, and raises, where TF32 was allowed by this.
+    # This setting also reflects `allow_tf32`, which cannot be read instead: it raises where this one allowed TF32.
     if torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
     if _capability(q.device)[0] != 9 or q.shape[3] > 128:

@@ -54,7 +54,7 @@ STAGES = 2
 
 @builtin
 def _async_add(descriptor, coordinates, tile, _semantic: Any = None):
-    """A tile in shared memory added to global memory: what Gluon has no function for, though its compiler does."""
+    """Add a tile in shared memory to global memory, for which Gluon's compiler has an instruction, but no function."""
     where = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, where, tile.handle)
 
@@ -118,12 +118,12 @@ def _visit_queries(
         weights = gl.exp2(scores * scale_log2 - logsumexp)
         key = first_key + INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
         if MASKED:
-            # What differs between the scores of a thread is a constant this way, and takes no register.
+            # Written so, the difference between a thread's scores is a constant and takes no register.
             after_first_query = (key - tile * BLOCK_M)[:, None]
             query = gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES))[None, :]
             weights = gl.where(after_first_query <= query, weights, 0.0)
         if not EVEN_KEYS:
-            # Keys beyond the sequence are zeros, and their weights may overflow: in dQ they would make NaN.
+            # Keys beyond the sequence are zeros, but their weights may overflow, and would make dQ NaN.
             weights = gl.where((key < keys)[:, None], weights, 0.0)
         weights_operand = gl.convert_layout(weights.to(dtype), OPERAND, assert_trivial=True)
         dp = warpgroup_mma_wait(0, deps=[dp])
@@ -178,7 +178,7 @@ def _consume(
     v = v_tile.reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, dim=0)
     if V_IN_REGISTERS:
         v = v.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
-    # Of grouped heads all tiles are compared: the masked ones come again with each head.
+    # With grouped heads every tile is compared, since each head brings its masked tiles again.
     MASKED_TILES: gl.constexpr = BLOCK_N // BLOCK_M if CAUSAL and GROUP == 1 else 0
     if MASKED_TILES > 0:
         dk, dv = _visit_queries(
@@ -217,7 +217,7 @@ def hopper_gradients(
     BLOCK_N: gl.constexpr = K.block_shape[2]
     dtype: gl.constexpr = Q.dtype
     key_tiles = gl.cdiv(keys, BLOCK_N)
-    # Under a causal mask the first keys are seen by the most queries: heavy tiles come first as they are.
+    # Under a causal mask most queries see the first keys, so the heavy tiles already come first.
     first_key = gl.program_id(0) % key_tiles * BLOCK_N
     batch_head = gl.program_id(0) // key_tiles
     batch = batch_head // kv_heads

@@ -1,4 +1,4 @@
-"""What can be chosen about the kernels for Hopper, and what is chosen where nothing was measured."""
+"""Configurations of the kernels for Hopper."""
 
 import msgspec
 
@@ -17,11 +17,11 @@ class HopperForward(msgspec.Struct, frozen=True, kw_only=True):
     block_n: int = 128
     """Keys of a tile: a power of two from 16 to 256."""
     stages: int = 2
-    """Buffers for K, and for V: two or more."""
+    """Number of buffers for K, and of buffers for V: two or more."""
     turns: bool = False
-    """Consumers take turns at the tensor cores."""
+    """Whether consumers take turns at the tensor cores."""
     late: bool = False
-    """Round weights while the next scores are computed; takes registers."""
+    """Whether weights are rounded while the next scores are computed, which takes registers."""
     rows_first: bool = True
     """Tiles of one head after another, so that its keys stay in L2; otherwise the heads take turns."""
     max_registers: int | None = None
@@ -49,7 +49,7 @@ class HopperBackward(msgspec.Struct, frozen=True, kw_only=True):
     """The backward kernel in Gluon: tiles of 64 queries against 128 keys, two consumers of four warps."""
 
     v_in_registers: bool = False
-    """Keep V in registers, not only in shared memory; there is room for it at head_dim 64."""
+    """Whether V stays in registers too, not only in shared memory; there is room for it at head_dim 64."""
 
     def __str__(self) -> str:
         return f"hopper 64x128{' v-in-registers' if self.v_in_registers else ''}"

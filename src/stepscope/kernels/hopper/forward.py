@@ -1,4 +1,4 @@
-"""FlashAttention's forward pass for Hopper, in Gluon: who waits for what is written out, not left to a compiler.
+"""FlashAttention's forward pass for Hopper, in Gluon: waits are written out, and not left to a compiler.
 
 The mathematics is `flash/forward.py`'s; what differs is who does what when (Shah et al. 2024, FlashAttention-3,
 arXiv:2407.08608, sections 3.1 and 3.2). A program has one tile of queries and two kinds of warps:
@@ -53,7 +53,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def _visit(place, masked_begin, tiles):
-    """The tile of keys that comes in this place: those with a mask first, then those from the beginning."""
+    """Index of the tile of keys to visit at this place: masked tiles first, then the others from the beginning."""
     tile = place + masked_begin
     return gl.where(tile >= tiles, tile - tiles, tile)
 
@@ -85,12 +85,12 @@ def _produce(
 
 @gluon.jit
 def _hide(scores, first_row, first_key, keys, CAUSAL: gl.constexpr):
-    """Scores of keys that a row does not see become -inf."""
+    """The scores, with -inf for every key that a row does not see."""
     ROWS: gl.constexpr = scores.shape[0]
     BLOCK_N: gl.constexpr = scores.shape[1]
     LAYOUT: gl.constexpr = scores.type.layout
     column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-    # One comparison an element: a row sees what comes before some column.
+    # One comparison per element: a row sees the columns before some column.
     behind = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, LAYOUT)) + (keys - first_key)
     if CAUSAL:
         row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) + first_row
@@ -119,7 +119,7 @@ def _soften(scores, maximum, total, scale_log2):
 
 @gluon.jit
 def _as_operand(weights, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """Weights as the left operand of the product with V: the same registers, half of them."""
+    """Weights as the left operand of the product with V, in half of the registers that they have now."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
     return gl.convert_layout(weights.to(dtype), OPERAND, assert_trivial=True)
 
@@ -132,15 +132,15 @@ def _step(
     CAUSAL: gl.constexpr, MASKED: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr,
     SCORES: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
-    """Scores and weights of place i, and the output of place i - 1, whose weights are given: as the product's operand,
-    or, LATE, in fp32, to be rounded while the product for the scores runs."""
+    """Scores and weights of place i, and the output of place i - 1 from the given weights. These are the product's
+    operand, or, if LATE, fp32 to be rounded while the product for the scores runs."""
     ROWS: gl.constexpr = q.shape[0]
     HEAD_DIM: gl.constexpr = q.shape[1]
     buffer = i % STAGES
     before = (i - 1) % STAGES
     mbarrier.wait(k_full.index(buffer), (i // STAGES) & 1)
     if TURNS:
-        # Turn i - 1 of this consumer: see the module on parities.
+        # Turn i - 1 of this consumer; the module's docstring explains the parities.
         mbarrier.wait(turns.index(INDEX), ((i - 1) & 1) ^ (1 if INDEX == 0 else 0))
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
     k = k_tiles.index(buffer).reshape([BLOCK_N, HEAD_DIM]).permute([1, 0])
@@ -233,7 +233,7 @@ def _consume(
     logsumexp = (maximum + gl.log2(total)) * LN2
     gl.store(LOGSUMEXP + (batch * heads + head).to(gl.int64) * queries + row, logsumexp, mask=row < queries)
     divisor = gl.convert_layout(total, gl.SliceLayout(1, OUTPUT), assert_trivial=True)
-    # The queries' place is free: all products with them have ended.
+    # All products with the queries have ended, so their buffer is free.
     q.store((output / divisor[:, None]).to(q_tiles.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(OUT, [batch, head, first_row, 0], q_tile)
@@ -265,7 +265,7 @@ def hopper_forward(
         row_tile = gl.program_id(0) // batch_heads
         batch_head = gl.program_id(0) % batch_heads
     if CAUSAL:
-        # The last tile of queries visits the most keys: heavy tiles first, so that light ones fill the gaps at the end.
+        # The last tile of queries visits the most keys. Heavy tiles come first; light ones fill the gaps at the end.
         row_tile = row_tiles - 1 - row_tile
     batch = batch_head // heads
     head = batch_head % heads

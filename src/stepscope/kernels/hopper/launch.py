@@ -45,7 +45,7 @@ def _described(tensor: Tensor, rows: int) -> TensorDescriptor:
 
 def _swizzled(block: list[int], dtype: gl.dtype) -> gl.NVMMASharedLayout:
     layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    assert isinstance(layout, gl.NVMMASharedLayout)  # outside a kernel it is no constexpr
+    assert isinstance(layout, gl.NVMMASharedLayout)  # it is a constexpr only inside a kernel
     return layout
 
 
@@ -70,7 +70,7 @@ def launch_hopper_forward(
 
 
 def sums_for(q: Tensor, statistics: Tensor) -> Tensor:
-    """Room for the sums of dQ: (B H padded, D) fp32, of as many rows as the statistics have; 4 bytes a number of q."""
+    """A buffer for the sums of dQ: (B H padded, D) fp32, with as many rows as the statistics have."""
     rows, padded = statistics.shape
     return torch.empty((rows // 2 * padded, q.shape[3]), dtype=torch.float32, device=q.device)
 

@@ -1,4 +1,4 @@
-"""Predicted against measured: of stored runs, what was foretold, and what came."""
+"""Compares the predicted with the measured memory of stored runs."""
 
 import statistics
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
-    """All comparisons, and how far off they are."""
+    """All comparisons of predicted with measured memory, and their errors."""
 
     comparisons: tuple[Comparison, ...]
     apart: tuple[Comparison, ...] = ()

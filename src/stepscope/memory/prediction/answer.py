@@ -1,4 +1,4 @@
-"""A prediction of memory as an answer: does it fit, what is the peak made of, what would make it fit."""
+"""Predictions of memory as Answers: whether a step fits, what its peak is made of, and what would make it fit."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ _OF_CUDA_GRAPHS = (
 
 
 def answer_fit(found: Fit, workload: Workload) -> Answer:
-    """The verdict, the peak and its make-up, the peaks of the phases, and the plans."""
+    """The Answer on whether a step fits: verdict, the peak and its parts, the peaks of the phases, and the plans."""
     plans = [] if found.fits else [_plans(found)]
     return _answer(
         f"Does it fit into {found.budget.said}?", workload, _make_up(found.estimate, workload, _verdict(found)), plans
@@ -37,7 +37,7 @@ def answer_fit(found: Fit, workload: Workload) -> Answer:
 
 
 def answer_peak(estimate: MemoryEstimate, workload: Workload) -> Answer:
-    """The peak and its make-up, where nobody said how much memory there is."""
+    """The Answer with the peak and its parts, where the memory of the device is not known."""
     how = "Say --memory, as in --memory 80GiB, or --device, as in --device H100, to hear whether it fits."
     verdict = Line(f"{_peak(estimate)}. {how}", "strong")
     return _answer("What is the peak?", workload, _make_up(estimate, workload, verdict))
@@ -66,7 +66,7 @@ def _peak(estimate: MemoryEstimate) -> str:
 
 
 def answer_second(first: MemoryEstimate, memory: PhaseMemory, peak_bytes: int) -> Answer:
-    """The prediction by the symbolic model beside the one by fake tensors."""
+    """The Answer with the prediction by the symbolic model beside the one by fake tensors."""
     predicted = (
         ("before the step", first.after_parameters, memory.after_parameters),
         ("forward peak", first.forward_peak, memory.forward_peak),
@@ -125,7 +125,7 @@ def _phase_table(estimate: MemoryEstimate) -> Table:
 
 
 def _reason(estimate: MemoryEstimate, workload: Workload) -> str:
-    """What the largest part is, in a sentence."""
+    """A sentence that names the largest part of the peak."""
     if not estimate.saved_for_backward or workload.checkpointing != "none":
         return ""
     kept = kept_by_block(workload)
@@ -174,7 +174,7 @@ def _plans(answer: Fit) -> Table:
 
 
 def answer_tensors(workload: Workload, kept: Sequence[KeptTensor]) -> Answer:
-    """What a block keeps, each size with its arithmetic."""
+    """The Answer on what a block keeps, each size with its arithmetic."""
     config = workload.model
     batch, residual = workload.micro_batch_size, 2 if workload.dtype == "bf16-pure" else 4
     stream = batch * workload.seq_len * config.d_model * residual
@@ -205,7 +205,7 @@ def answer_tensors(workload: Workload, kept: Sequence[KeptTensor]) -> Answer:
 
 
 def answer_largest(found: Sequence[Largest], said: str) -> Answer:
-    """The largest batch and the longest sequence, by model."""
+    """The Answer on the largest batch and the longest sequence of each model."""
     first = found[0].workload
     table = table_of(
         "model", ("parameters", ","), (f"batch at sequence {first.seq_len}", TEXT),
@@ -224,7 +224,7 @@ def answer_largest(found: Sequence[Largest], said: str) -> Answer:
 
 
 def answer_accuracy(accuracy: Accuracy) -> Answer:
-    """Each run beside its prediction, and how far off they are on the whole."""
+    """The Answer with each run beside its prediction, and the errors over all runs."""
     tables = [_comparison_table("cell", accuracy.comparisons, accuracy_sentences(accuracy))]
     if accuracy.apart:
         tables.append(_comparison_table("apart: corrected by", accuracy.apart))
@@ -253,7 +253,7 @@ def _foretold(comparison: Comparison) -> str:
 
 
 def accuracy_sentences(accuracy: Accuracy) -> list[str]:
-    """Median and worst error, and whether a verdict was wrong."""
+    """Sentences on the median and the worst error, and on wrong verdicts."""
     sentences: list[str] = []
     worst, median = accuracy.worst, accuracy.median_error
     if worst is not None and median is not None and worst.error is not None:

@@ -24,16 +24,16 @@ _NO_BLOCK = -1
 
 
 class OutOfMemory(Exception):
-    """The limit does not allow the segment that a request needs."""
+    """Raised where the limit does not allow the segment that a request needs."""
 
 
 def rounded(size: int) -> int:
-    """What a request of this size takes up at least."""
+    """Bytes that a request of this size takes at least."""
     return max(SMALLEST, -(-size // SMALLEST) * SMALLEST)
 
 
 def segment_size(size: int) -> int:
-    """The segment that a rounded request asks of the device."""
+    """Bytes of the segment that a rounded request asks of the device."""
     if size <= SMALL_REQUEST:
         return SMALL_SEGMENT
     if size < LARGE_REQUEST:
@@ -42,7 +42,7 @@ def segment_size(size: int) -> int:
 
 
 def rest_is_split_off(rest: int, small: bool) -> bool:
-    """Whether what a block has beyond the request becomes a block of its own."""
+    """Whether the rest of a block, beyond the request, becomes a block of its own."""
     return rest >= SMALLEST if small else rest > SMALL_REQUEST
 
 

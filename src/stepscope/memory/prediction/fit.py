@@ -40,7 +40,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
     total_bytes: int
     usable_bytes: int
-    """What PyTorch's allocator may take of it."""
+    """Bytes of it that PyTorch's allocator may take."""
     said: str
     """Where the figure comes from, in words."""
 
@@ -59,7 +59,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer."""
+    """Whether a step fits, and what would make it fit."""
 
     fits: bool
     budget: Budget
@@ -116,12 +116,12 @@ def fit(workload: Workload, budget: Budget) -> Fit:
 
 
 def will_fit(workload: Workload, budget: Budget) -> bool:
-    """The verdict alone."""
+    """Whether the step fits, without plans."""
     return runs_within(workload, _safe_bytes(budget)) is None
 
 
 def will_surely_fit(workload: Workload, budget: Budget) -> bool:
-    """The verdict sooner, and a little stricter: for searches."""
+    """Whether the step fits, decided faster and a little more strictly, for searches."""
     return _fits_quickly(estimate_quickly(workload).peak_bytes, budget)
 
 
@@ -244,7 +244,7 @@ class _Search:
         """The fewest GPUs, by doubling, that hold the step with its state sharded; alone, or beside other changes."""
         for changes in ((), *((settings[-1],) for settings in self._levers), self._strongest()):
             if self._fits_quickly(changes):
-                continue  # without more GPUs
+                continue  # this one works without more GPUs
             workload = self._with(changes)
             alone = estimate_quickly(workload)
             gpus = 2

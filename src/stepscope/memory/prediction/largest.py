@@ -1,4 +1,4 @@
-"""The largest batch, and the longest sequence, that fits."""
+"""Searches the largest batch, and the longest sequence, that fits."""
 
 from collections.abc import Callable
 
@@ -14,10 +14,10 @@ _MOST = 2**20
 
 
 class Largest(msgspec.Struct, frozen=True, kw_only=True):
-    """What fits of one model: 0 where not even the smallest does."""
+    """The largest sizes of one model that fit; 0 where not even the smallest does."""
 
     workload: Workload
-    """The sizes that stay: the batch at this sequence length, the sequence at this batch size."""
+    """The sizes that stay fixed: the sequence length of the largest batch, the batch size of the longest sequence."""
     batch_size: int
     seq_len: int
 

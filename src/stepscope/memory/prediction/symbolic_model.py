@@ -251,7 +251,7 @@ class SymbolicModel:
         return tape.op("Cat", n, size, [x], backward=backward)
 
     def _angles(self, tape: Tape) -> Storage:
-        """cos or sin in the dtype of the products."""
+        """A table of cos or sin in the dtype of the products."""
         return tape.storage(self.workload.seq_len * self.workload.model.head_dim * self.sizes.products)
 
     def _attention(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
@@ -298,7 +298,7 @@ class SymbolicModel:
         return tape.op("RepeatInterleave", x.elements * self.queries_per_key, x.itemsize, [x])
 
     def _written_out(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """models/attention/written_out.py: `reference`, and `unsafe`."""
+        """Attention by `reference` or `unsafe` of models/attention/written_out.py."""
         a, p, ss = self.sizes.products, self.sizes.exponentials, self.scores
         k, v = self._for_all_heads(tape, k), self._for_all_heads(tape, v)
         scores = self._product(tape, ss, self._contiguous(tape, q), self._laid_out(tape, k))

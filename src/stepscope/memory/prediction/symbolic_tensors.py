@@ -19,11 +19,11 @@ _ROUNDING = _INDEX["rounding"]
 
 PRODUCTS = frozenset({"Mm", "Bmm"})
 KEPT_OPERATORS = PRODUCTS | {"Attention"}
-"""What selective checkpointing keeps the outputs of."""
+"""Operators whose outputs selective checkpointing keeps."""
 
 
 class Allocator(Protocol):
-    """What storages get their blocks from."""
+    """An allocator from which storages get their blocks."""
 
     def allocate(self, size: int) -> tuple[int, int]:
         """Allocate a block for `size` bytes; returns the block's number, and how many bytes it really has."""
@@ -62,7 +62,7 @@ class Ledger:
         return Storage(self, size, category, block, block_bytes)
 
     def begin(self) -> None:
-        """Forget the peak so far: a phase begins."""
+        """Begin a phase: forget the peak so far."""
         self.peak, self._at_peak, self._at_peak_now = self.total, None, True
 
     @property
@@ -175,7 +175,7 @@ class Node:
         self.number, self.operator, self.inputs, self.backward = number, operator, inputs, backward
         self.gives_views = False
         self.saving = False
-        """Whether its backward needs tensors that the first run of a checkpoint did not keep."""
+        """Whether the node's backward needs tensors that the first run of a checkpoint did not keep."""
         self.saved: Sequence[Storage] = saved
         self.segment: Segment | None = None
         for storage in saved:

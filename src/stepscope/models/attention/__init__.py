@@ -34,12 +34,12 @@ class AttentionFunction(Protocol):
 def implementation(name: Attention) -> AttentionFunction:
     """The function of this name. It does not check its tensors. The name is not `auto`."""
     module, _, function = ATTENTIONS[name].function.partition(":")
-    # Imported by who calls it: FlexAttention takes half a second, and the kernels need Triton.
+    # Imported only when it is called: FlexAttention takes half a second, and the kernels need Triton.
     return getattr(importlib.import_module(module), function)
 
 
 def fault_of_device(name: Attention, device_type: str) -> str | None:
-    """What this machine lacks for the implementation: what is installed, and what its GPU can."""
+    """What this machine's packages and GPU lack for the implementation; None where they lack nothing."""
     fault, needed = fault_here(name, device_type), ATTENTIONS[name].capability
     if fault is None and device_type == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
@@ -58,5 +58,5 @@ def chosen_attention(workload: Workload, device_type: str) -> Attention:
 
 
 def attention_for(workload: Workload, device_type: str) -> AttentionFunction:
-    """The function of `chosen_attention`."""
+    """The function of the attention that the workload's model runs here."""
     return implementation(chosen_attention(workload, device_type))

@@ -24,7 +24,7 @@ _HEAD_DIMS = (16, 24, 40, 64, 80, 128, 256)
 OFFSETS = (100.0, 300.0)
 """How far from zero the scores of a query lie, above or below."""
 SLOPE = 0.5
-"""How much rising or falling scores change from one key to the next."""
+"""How much a rising or falling score changes from one key to the next."""
 _STEEPNESS = 16.0
 """Rising scores are the product of a number of the query, this one over the scale, and of one of the key: small enough
 that in 16 bits it is no coarser than the slope."""
@@ -35,31 +35,31 @@ LONG = 1024
 """With more queries, implementations may switch kernels (`kernels/flash/configuration.py`)."""
 
 _PROBES = (
-    # One position after a multiple of every tile; the weight is at the diagonal, where a maximum of earlier tiles is
-    # far too low.
+    # One position after a multiple of every tile. The weight is at the diagonal, where the maximum of earlier tiles
+    # is far too low.
     AttentionShape(
         batch=1, heads=2, key_heads=2, queries=257, keys=257, head_dim=64, causal=True, numbers="rising",
     ),
-    # Multiples of every tile, nothing masked; what a maximum is for.
+    # Multiples of every tile, nothing masked, and scores that overflow unless the maximum is subtracted.
     AttentionShape(
         batch=1, heads=2, key_heads=2, queries=128, keys=256, head_dim=64, causal=False, layout="transposed",
         numbers="offset",
     ),
-    # Queries that a window leaves no key; the weight is at the window's first key.
+    # Some queries see no key through the window; the weight is at the window's first key.
     AttentionShape(
         batch=2, heads=4, key_heads=2, queries=150, keys=65, head_dim=64, causal=True, window=20, numbers="falling",
     ),
-    # A window to either side, the weight at its last key, keys of several tiles for queries of one and a bit.
+    # The window has two sides and the weight at its last key; keys fill several tiles, queries little more than one.
     AttentionShape(
         batch=1, heads=2, key_heads=2, queries=65, keys=130, head_dim=64, causal=False, window=40, numbers="rising",
     ),
-    # The largest score in the first of many tiles, where a later maximum is far too low; and a scale below zero.
+    # The largest score is in the first of many tiles, so a later maximum is far too low; and the scale is below zero.
     AttentionShape(
         batch=1, heads=2, key_heads=1, queries=33, keys=257, head_dim=64, causal=False, scale=-0.2, numbers="falling",
     ),
-    # More than two tiles of 128, more than a chunk of 256, in one head of one batch.
+    # One head of one batch has more than two tiles of 128, and more than a chunk of 256.
     AttentionShape(batch=1, heads=1, key_heads=1, queries=300, keys=300, head_dim=16, causal=True),
-    # Every tensor in memory of its own kind; a scale twice the usual; heads of several batches.
+    # Every tensor has a layout of its own, the scale is twice the usual, and there are several batches.
     AttentionShape(
         batch=3, heads=4, key_heads=2, queries=37, keys=37, head_dim=64, causal=True, scale=0.25,
         layout=("transposed", "contiguous", "one head", "one number"),
@@ -76,25 +76,25 @@ _PROBES = (
 
 
 def gate_shapes() -> tuple[AttentionShape, ...]:
-    """Every length with every head_dim; mask, heads, lengths of keys, layouts, scale, scores and what is differentiated
-    change from one to the next, each with a period of its own. And the probes of `few_shapes`.
+    """Calls with every length and every head_dim, and the probes of `few_shapes`. Mask, heads, key lengths, layouts,
+    scale, scores and what is differentiated change from one call to the next, each with a period of its own.
     """
     return (*_pairings(plain=False), *_PROBES)
 
 
 def few_shapes() -> tuple[AttentionShape, ...]:
-    """Every length and every head_dim once, and the probes: enough to see a mistake, and little enough for Triton's
-    interpreter.
+    """Calls with every length and every head_dim once, and the probes: enough to see a mistake, and few enough for
+    Triton's interpreter.
 
-    Of the pairings one in which windows hide something, with causal and without, with grouped heads too, and in which
-    unequal lengths come both ways. They are plain calls: scores of the size 1, the usual scale, all three gradients.
+    They are paired so that windows hide something, with causal and without, also with grouped heads, and so that each
+    of two unequal lengths is the larger once. Scores are of the size 1, the scale is the usual, gradients all three.
     """
     every = {(shape.queries, shape.head_dim): shape for shape in _pairings(plain=True)}
     return (*(every[pair] for pair in zip(_LENGTHS, (16, 64, 80, 128, 40, 256, 24), strict=True)), *_PROBES)
 
 
 def long_shapes() -> tuple[AttentionShape, ...]:
-    """Calls above `LONG`, of the head dimensions that have kernels of their own there: for GPUs."""
+    """Calls for GPUs with more queries than `LONG`, in the head dimensions that have kernels of their own there."""
     kinds: tuple[tuple[bool, int, int, Numbers], ...] = (
         (True, 4, LONG + 85, "offset"), (False, 4, 900, "normal"), (True, 2, LONG + 85, "normal"),
     )  # fmt: skip
@@ -143,7 +143,7 @@ class GivenTensor:
 
     @classmethod
     def place(cls, numbers: Tensor, layout: Layout, dtype: TensorDtype, device: torch.device) -> "GivenTensor":
-        """The numbers (batch, heads, seq, head_dim) in this layout; of those that it expands, the first."""
+        """The numbers (batch, heads, seq, head_dim) in this layout; where it expands a dimension, the first is kept."""
         if layout == "one head":
             stored = numbers[:, :1]
         elif layout == "one batch":
@@ -162,7 +162,7 @@ class GivenTensor:
         return cls(tensor=view.expand(numbers.shape), memory=memory, kept=memory.clone())
 
     def mend(self) -> bool:
-        """Undo what was written to it or beside it; whether there was anything."""
+        """Undo writes to the tensor or beside it; returns whether there were any."""
         same = torch.equal(self.memory.view(torch.uint8), self.kept.view(torch.uint8))  # NaN is no NaN's equal
         if not same:
             self.memory.copy_(self.kept)
@@ -175,7 +175,7 @@ def draw_tensors(
     """Queries, keys, values and the output's gradient: random numbers that are the same again for the same arguments,
     and others for others.
     """
-    # A hash of its own: Python's of strings changes from process to process.
+    # Not Python's hash, which changes from process to process for strings.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {dtype} {shape}".encode()))
 
     def normal(heads: int, length: int) -> Tensor:
@@ -193,12 +193,12 @@ def draw_tensors(
 
 
 def scale_of(shape: AttentionShape) -> float:
-    """What the call multiplies its scores by."""
+    """The factor by which the call multiplies its scores."""
     return 1 / math.sqrt(shape.head_dim) if shape.scale is None else shape.scale
 
 
 def _set_scores(shape: AttentionShape, q: Tensor, k: Tensor, generator: torch.Generator) -> None:
-    """Have the last number of queries and keys, in place, add to their scores what `shape.numbers` says."""
+    """Set the last number of queries and keys, in place, so that the scores are what `shape.numbers` says."""
     if shape.numbers == "normal":
         return
     if shape.numbers == "offset":

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch._dynamo import config as dynamo_config
 
 _SHAPES = 1024
-"""Shapes that a function is compiled for before dynamo gives up on it (its default is 8). What it runs then is not
-compiled, and is another implementation.
+"""How many shapes dynamo compiles a function for before it gives up (its default is 8). After that the function runs
+uncompiled, and is another implementation.
 """
 
 
 def compile_for_each_shape(function: Callable[..., Any]) -> Callable[..., Tensor]:
-    """The function, compiled anew for each shape: what is compared is a kernel for this one. Raises where it would run
-    uncompiled.
+    """The function, compiled anew for each shape, so that a kernel for this very shape is judged. Raises where it would
+    run uncompiled.
     """
     compiled: Any = torch.compile(function, dynamic=False, fullgraph=True)
 

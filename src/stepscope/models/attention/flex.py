@@ -24,15 +24,15 @@ def flex(
     masked = fully_masked_queries(q, k, window)
     if masked:
         return with_zeros(flex, masked, q, k, v, causal=causal, scale=scale, window=window)
-    # Its kernels mean to read any strides, and some read rows of D numbers side by side all the same: on an H200
-    # PyTorch 2.11 made other numbers of every second one of a row (head_dim 256, 63 queries, 16 bits).
+    # Its kernels should read any strides, but some still read rows of D numbers side by side: on an H200, PyTorch 2.11
+    # gave wrong results where a row was every second number (head_dim 256, 63 queries, 16 bits).
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
     mask = _block_mask(q.shape[-2], k.shape[-2], causal, window, q.device) if causal or window is not None else None
     group = q.shape[1] // k.shape[1]
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": group != 1}
     if mask is not None and q.shape[-2] < mask.BLOCK_SIZE[0] < q.shape[-2] * group:
-        # Its kernel for few queries takes those of a group as one tile, for which a block of the mask is too small:
-        # inductor finds no configuration (NoValidChoicesError, PyTorch 2.11 and 2.13). The kernel for many has none.
+        # Its kernel for few queries takes those of a group as one tile, and a block of the mask is too small for that:
+        # inductor finds no configuration (NoValidChoicesError, PyTorch 2.11 and 2.13). The kernel for many works.
         options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     if q.device.type != "cuda" or torch.compiler.is_compiling():
         return flex_attention(q, k, v, **options)

@@ -45,18 +45,18 @@ from stepscope.models.attention.pytorch import sdpa
 from stepscope.models.attention.written_out import chunked, reference
 
 FACTOR = 2.0
-"""Times sdpa's error."""
+"""The error that is allowed to a whole tensor, as a multiple of sdpa's."""
 ROW_FACTOR = 4.0
-"""Times the error of sdpa's worst row."""
+"""The error that is allowed to the worst row, as a multiple of that of sdpa's worst row."""
 ROW_UNITS = 16.0
-"""Unit roundoffs that the worst row may be off in any case."""
+"""The error that is allowed to the worst row in any case, in unit roundoffs."""
 KNOWN_FACTOR = 2.0
-"""Times what is allowed, at most: that rounding reaches 1.12 of it on an H200, and 1.10 to 1.15 emulated."""
+"""The largest known fault, as a multiple of what is allowed: rounding reaches 1.12 on an H200, 1.15 emulated."""
 BLUR = 2.0
-"""Unit roundoffs of the largest score."""
+"""The error that is allowed to scores that are not of the size 1, in unit roundoffs of the largest score."""
 NOTHING = 1e-6
-"""A gradient this small beside the terms that it is the sum of is their cancellation, and is zero: dq and dk of a query
-that sees one key. Its error is measured against those terms, of which it may be ROW_UNITS unit roundoffs."""
+"""A gradient that is smaller than this share of its terms is zero but for rounding, since they cancel: dq and dk of a
+query that sees one key. Its error is measured against the terms, and may be ROW_UNITS unit roundoffs of them."""
 _MOST_SCORES = 1 << 26
 """With more scores, float64 attention is made in chunks: each S x T that autograd keeps would take over half a GiB."""
 
@@ -123,7 +123,7 @@ def check_attention_matrix(
 
 @dataclass(frozen=True, kw_only=True)
 class _Case:
-    """One call: its input tensors, its exact results in float64, and sdpa's errors."""
+    """A call that implementations are judged on: its tensors, its exact results in float64, and sdpa's errors."""
 
     shape: AttentionShape
     dtype: TensorDtype
@@ -132,7 +132,7 @@ class _Case:
     largest_score: float | None
     """The largest absolute score; None where there are too many scores to compute."""
     exact: dict[_Result, Tensor]
-    """The output and the gradients that are asked for, in float64."""
+    """The exact output and the exact gradients that are asked for, in float64."""
     terms: dict[_Result, float]
     """For each result, the norm that it would have if its terms did not cancel (`_terms`)."""
     sdpa: dict[_Result, tuple[float, float]]
@@ -151,7 +151,7 @@ class _Case:
             made = [_run(yardstick, shape, (q, k, v), gradient, backward=True) for yardstick in yardsticks]
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # nobody's mistake but its own
+        except Exception as error:  # the mistake is its own
             why = f"sdpa, by whose error the gate judges, raises {type(error).__name__}: {one_line(error)}"
             raise RuntimeError(why) from error
         errors = [{name: _errors(found[name], exact[name], terms[name]) for name in exact} for found in made]
@@ -218,7 +218,7 @@ class _Case:
         return self.given[0].tensor.device.type
 
     def _allowance(self, name: Attention) -> str:
-        """Why it may be off twice as far; empty where it may not."""
+        """Why this implementation may be off twice as far as others; empty where it may not."""
         if self._rounds_scores(name):
             return _ROUNDED
         cuts_off = ATTENTIONS[name].triton and self._device_type != "cuda" and self.dtype == "bf16"
@@ -233,7 +233,7 @@ class _Case:
         return self.largest_score is not None and (self.shape.numbers != "normal" or self.shape.scale is not None)
 
     def _is_known(self, name: Attention, errors: Sequence[TensorError]) -> bool:
-        """Whether what is wrong is what rounded weights do: to dq and dk alone, in 16 bits, and not by much."""
+        """Whether rounded weights explain the errors: only dq and dk are wrong, in 16 bits, and not by much."""
         wrong = [error for error in errors if not error.passed]
         return (
             bool(wrong)
@@ -246,13 +246,13 @@ class _Case:
         return ATTENTIONS[name].rounds_scores and self.dtype != "fp32"
 
     def _overwritten(self) -> str:
-        """A sentence on inputs that the call has written to, or "". They are restored, as others are judged on them."""
+        """A sentence that names the inputs that the call has written to, or "". They are restored for the next call."""
         names = ("q", "k", "v", "the output's gradient")
         changed = [what for what, each in zip(names, self.given, strict=True) if each.mend()]
         return f"it writes to {', '.join(changed)}, which are the caller's" if changed else ""
 
     def _wrong_kind(self, found: dict[_Result, Tensor]) -> str:
-        """What is wrong before any number is looked at."""
+        """A sentence on a result of the wrong shape or dtype, or "" where there is none."""
         for name, tensor in found.items():
             exact = self.exact[name]
             if tensor.shape != exact.shape or tensor.dtype != self.given[0].tensor.dtype:
@@ -279,19 +279,19 @@ class _Case:
         )
 
     def _blur(self, name: Attention) -> float:
-        """What the rounding of scores that are not of the size 1 does to the weights."""
+        """The relative error that the rounding of scores makes in the weights, where scores are not of the size 1."""
         if self.largest_score is None or not self._is_blurred:
             return 0.0
         made_in = self.given[0].tensor.dtype if self._rounds_scores(name) else torch.float32
         return BLUR * torch.finfo(made_in).eps / 2 * self.largest_score
 
     def _poison(self) -> None:
-        """Fill memory of the sizes that the results will have with NaN, and give it back: what is allocated next is
-        that, from PyTorch's caching allocator always, from a host's mostly.
+        """Fill memory of the results' sizes with NaN and free it. The next allocations get it: always from PyTorch's
+        caching allocator, mostly from a host's.
         """
         q, k, *_ = (each.tensor for each in self.given)
         for dtype in (q.dtype, torch.float32):
-            # Not full_like: of an expanded tensor that has its strides, and not its size.
+            # Not full_like, which keeps the strides of an expanded tensor and so allocates less.
             blocks = [torch.full(t.shape, math.nan, dtype=dtype, device=q.device) for t in (q, q, k, k)]
             blocks += [torch.full(q.shape[:-1], math.nan, dtype=dtype, device=q.device) for _ in range(2)]
         del blocks
@@ -310,7 +310,7 @@ def _run(
     }
     out = function(*leaves.values(), causal=shape.causal, scale=shape.scale, window=shape.window)
     if out.shape != gradient.shape or out.dtype != gradient.dtype:
-        return {"out": out.detach()}  # which is said of it; autograd would raise
+        return {"out": out.detach()}  # its wrong kind is then reported, where autograd would raise
     gradients = torch.autograd.grad(out, [leaves[name] for name in wanted], gradient)
     return {"out": out.detach(), **dict(zip(wanted, gradients, strict=True))}
 
@@ -322,7 +322,7 @@ def _sdpa_of_repeated(
 
 
 def _is_grouped(shape: AttentionShape, dtype: TensorDtype) -> bool:
-    """Whether the call is in fp32 with fewer heads of keys than of queries: PyTorch has no fused attention for it."""
+    """Whether the call is fp32 with fewer heads of keys than of queries, for which PyTorch has no fused attention."""
     return dtype == "fp32" and shape.heads != shape.key_heads
 
 

@@ -1,4 +1,4 @@
-"""One call of attention by name, its tensors checked first: what is wrong, with whom, and who would take it."""
+"""A call of attention by name, after a check of its tensors; an error names the implementations that would work."""
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ def check_inputs(
 ) -> Attention:
     """The implementation that runs: `name`, or what `auto` picks. Raises InputError for what it does not take.
 
-    finite: also look for NaN and infinity. On a GPU that waits for all that was launched, so it is nothing for a step.
+    finite: also look for NaN and infinity. On a GPU this waits for everything launched, so a step must not ask for it.
     """
     _check_shapes(name, q, k, v)
     if window is not None and window < 1:
@@ -44,7 +44,7 @@ def check_inputs(
 
 
 def attention_call(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> AttentionCall:
-    """What these tensors ask of an implementation. Raises InputError for a dtype that none has."""
+    """The AttentionCall that these tensors make. Raises InputError for a dtype that no implementation takes."""
     if q.dtype not in DTYPES:
         raise InputError(
             f"attention is not made in {str(q.dtype).removeprefix('torch.')}: give one of {', '.join(TORCH_DTYPES)}"

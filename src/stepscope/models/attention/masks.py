@@ -23,7 +23,7 @@ def for_all_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fully_masked_queries(q: Tensor, k: Tensor, window: int | None) -> int:
-    """How many queries see no key: the last ones, from position T + window - 1 on, causal or not."""
+    """Number of queries that see no key. They are the last ones, from position T + window - 1 on, causal or not."""
     return 0 if window is None else max(0, q.shape[-2] - (k.shape[-2] + window - 1))
 
 
@@ -31,6 +31,6 @@ def with_zeros(
     function: AttentionFunction, masked: int, q: Tensor, k: Tensor, v: Tensor,
     *, causal: bool, scale: float | None, window: int | None,
 ) -> Tensor:  # fmt: skip
-    """Attention of all queries but the last `masked`; those see no key and get zeros."""
+    """The output for all queries: attention, then zeros for the last `masked`, which see no key."""
     out = function(q[:, :, :-masked], k, v, causal=causal, scale=scale, window=window)
     return F.pad(out, (0, 0, 0, masked))

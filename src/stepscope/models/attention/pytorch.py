@@ -16,10 +16,10 @@ def sdpa(
     masked = fully_masked_queries(q, k, window)
     if masked:
         return with_zeros(sdpa, masked, q, k, v, causal=causal, scale=scale, window=window)
-    # The fused backends read rows of D numbers that lie side by side.
+    # The fused backends read only rows whose D numbers lie side by side.
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
     if scale is not None and scale <= 0:
-        # Its CPU kernel scales what the mask has made -inf: NaN of 0 * -inf, and infinity of a negative scale.
+        # Its CPU kernel scales masked scores, which are -inf: a scale of 0 makes NaN, a negative one +infinity.
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     grouped = q.shape[1] != k.shape[1]
     if window is None:
@@ -55,8 +55,8 @@ def sdpa_efficient(
 def sdpa_flash(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
 ) -> Tensor:
-    """PyTorch's FlashAttention has causal squares alone, so that an oblong is cut: keys from S on nobody sees, and
-    queries from T on see all keys.
+    """PyTorch's FlashAttention. It has only square causal masks, so unequal lengths are cut: no query sees keys from S
+    on, and queries from T on see all keys.
     """
     queries, keys = q.shape[-2], k.shape[-2]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):

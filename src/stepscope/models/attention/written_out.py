@@ -78,7 +78,7 @@ def chunked(
         rows = _rows(first, first_key, causal=causal, scale=scale, window=window)
         inputs = q[:, :, first:after], k[:, :, first_key:after_key], v[:, :, first_key:after_key]
         if recomputes:
-            # Nothing here is random.
+            # Nothing here is random, so no state of a generator is kept.
             out = checkpoint(rows, *inputs, use_reentrant=False, preserve_rng_state=False)
             assert isinstance(out, Tensor)
             outs.append(out)

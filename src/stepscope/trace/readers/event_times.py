@@ -11,11 +11,11 @@ import polars as pl
 EXACT_BELOW_US = 2**43
 """Microseconds from here on lose nanoseconds in a double; such traces (time since 1970) are read as decimals."""
 _NANOSECONDS_FROM = 10**17
-"""No clock in microseconds comes near; since 1970 in nanoseconds it is 1.7e18."""
+"""Times from here on are nanoseconds: no clock in microseconds comes near, and since 1970 they are 1.7e18."""
 _LARGEST_NS = 2**62
 
 UNREADABLE = (TypeError, ValueError, ArithmeticError, pl.exceptions.PolarsError)
-"""What `nanoseconds` raises where a time is no number, or beyond all clocks."""
+"""Errors that `nanoseconds` raises where a time is no number, or beyond all clocks."""
 
 
 def nanoseconds(starts: list[Any], durations: list[Any]) -> tuple[pl.Series, pl.Series]:
@@ -46,7 +46,7 @@ def _numbers(values: list[Any]) -> pl.Series | list[Decimal]:
 
 
 def _largest(values: pl.Series | list[Decimal]) -> Decimal:
-    """The largest magnitude."""
+    """The largest magnitude of the times."""
     if isinstance(values, list):
         return max(map(abs, values), default=Decimal(0))
     return max(abs(Decimal(values.min() or 0)), abs(Decimal(values.max() or 0)))  # type: ignore[arg-type]

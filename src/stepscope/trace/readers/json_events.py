@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 BLOCK_BYTES = 8 << 20
 EVENT_LIMIT_BYTES = 64 << 20
-"""No event of a profiler comes near: what is larger is broken or hostile."""
+"""The most bytes of an event. No profiler's comes near, so a larger one is broken or hostile."""
 _SUSPICIOUS_BYTES, _SUSPICIOUS_RATIO = 64 << 20, 150
-"""Traces compress to a tenth or, where one step repeats, to a fiftieth; a bomb compresses a thousandfold."""
+"""The largest ratio of decompression: traces reach 10, with one repeated step 50, and a bomb a thousand."""
 
 _BETWEEN_EVENTS = re.compile(rb"\}\s*+,\s*+\{")
 _TOKENS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
@@ -37,7 +37,7 @@ _ESCAPE = re.compile(
 """Each escape of a string: a good one (a pair of surrogates is one), half a pair, or else a backslash by mistake."""
 _CONTROL = re.compile(rb"[\x00-\x1f]")
 _DEEPEST = 500
-"""Brackets within brackets; Python's JSON gives up at a thousand."""
+"""The most brackets within brackets; Python's JSON gives up at a thousand."""
 _GUESSES = 3
 _TAIL_BYTES = 1 << 18
 
@@ -166,7 +166,7 @@ def _array_start(stream: _Stream, text: bytes) -> int | None:
 
 
 def _brackets_and_strings(stream: _Stream, text: bytes) -> Iterator[tuple[re.Match[bytes], int]]:
-    """Each with the brackets open after it. Raises InputError where they are too many."""
+    """Each bracket and string, with the brackets open after it. Raises InputError where they are too many."""
     depth = 0
     for token in _TOKENS.finditer(text):
         mark = token.group()

@@ -52,10 +52,10 @@ _CATEGORIES = {
     "fwdbwd": "link",
     "forward_backward": "link",
 }
-"""Categories of all versions, in lower case."""
+"""Categories of events in all versions of Kineto, in lower case."""
 
 _ANNOTATIONS = ("ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#", "DistributedDataParallel.forward")
-"""Ranges that older versions file under operators."""
+"""Names of ranges that older versions list among the operators."""
 
 
 class _Arguments(msgspec.Struct, frozen=True, gc=False):
@@ -297,7 +297,7 @@ class _Reader:
         )
 
     def _identity(self, value: object) -> int:
-        """Processes and threads are numbers, or words, which get negative numbers of their own."""
+        """The number of a process or thread; those that are words get negative numbers of their own."""
         if type(value) is int:
             return value
         return -2 - self._number(str(value))
@@ -312,7 +312,7 @@ class _Reader:
             raise InputError(f"{self._path}: the {name} of an event cannot be read: {one_line(error)}") from None
 
     def _text(self, name: str, values: Iterable[object]) -> pl.Series:
-        """Numbers of texts for now; `table` looks the texts up once, so that each is stored once."""
+        """Numbers that stand for texts until `table` looks each text up once, so that it is stored once."""
         texts = self._texts
         return pl.Series(name, [texts.setdefault(value, len(texts)) for value in values], dtype=pl.UInt32)  # type: ignore[arg-type]
 

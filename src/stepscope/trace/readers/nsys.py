@@ -28,7 +28,7 @@ from stepscope.trace.table import (
 )
 
 _PUSH_POP, _START_END = (59, 70), (60, 71)
-"""Event types of ranges, with plain and with extended payload."""
+"""Types of the events that are ranges, with plain and with extended payload."""
 _UNTIMED = "rows without a time"
 _WORK_TABLES = {
     "CUPTI_ACTIVITY_KIND_KERNEL": "kernel",
@@ -52,7 +52,7 @@ def read_nsys_parquet(path: Path, *, without_ranges: bool = False) -> TraceTable
 
 
 def read_nsys_report(path: Path, *, without_ranges: bool = False) -> TraceTable:
-    """The TraceTable of a report or a raw capture, by what Nsight Systems on this machine makes of it."""
+    """The TraceTable of a report or a raw capture, which Nsight Systems on this machine exports."""
     with exported(path) as sqlite:
         return _read(SqliteTables(sqlite, named=path), without_ranges=without_ranges)
 
@@ -131,7 +131,7 @@ def _whole(tables: Tables, table: str, numbers: list[str], texts: list[str]) -> 
 
 
 def _decoded(column: pl.Series) -> pl.Series:
-    """Bytes as text; what is no UTF-8 gets replacement characters. Each distinct value is decoded once."""
+    """A column of bytes as text; bytes that are not UTF-8 become replacement characters. A value is decoded once."""
     if column.is_empty():  # of which `replace_strict` keeps the type
         return pl.Series(column.name, [], dtype=pl.String)
     distinct = column.unique()
@@ -281,7 +281,7 @@ def _ranges_of(frame: pl.DataFrame, strings: pl.DataFrame) -> pl.DataFrame:
 
 
 def _closed(ranges: pl.DataFrame, last_ns: int) -> pl.DataFrame:
-    """A range that was still open when the capture stopped has no end: it lasts to the last moment recorded."""
+    """The ranges, with the last recorded moment as the end of those that were open when the capture stopped."""
     if not ranges["duration_ns"].null_count():
         return ranges
     last = pl.max_horizontal((pl.col("start_ns") + pl.col("duration_ns").fill_null(0)).max(), last_ns)

@@ -21,7 +21,7 @@ NO_NUMBER = 1 - 2**63
 """Stands for null while numbers are read; no clock, thread or id comes near."""
 _READERS = 2
 _BATCH_ROWS = 1 << 16
-"""Raw rows of an export held at once: they take several times the room of what is kept of them."""
+"""The most raw rows of an export that are held at once: they take several times the memory of what is kept."""
 _BROKEN_PARQUET = (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError)
 """Damage that polars does not foresee makes it panic."""
 
