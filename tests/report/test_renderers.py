@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.core.answer import PROSE, TEXT, Answer, Doubted, Line, table_of, text
+from stepscope.core.answer import PROSE, TEXT, Answer, Doubted, Line, decode_answer, encode_answer, table_of, text
 from stepscope.core.errors import InputError
 from stepscope.core.finding import note
+from stepscope.core.units import UNITS
 from stepscope.report import renderers
 from tests.shown import shown
 
@@ -64,6 +65,35 @@ def test_markdown_escapes_a_pipe_and_marks_a_doubt():
         "Half of it.\n\nSaid between.\n\n**Calls**\n\n"
         "| name | calls |\n| --- | ---: |\n| x | 12,345 |\n\nIt is so.\n\nRun 1\n"
     )
+
+
+def test_a_name_of_several_lines_breaks_no_table():
+    named = table_of("a\nb", ("=1+1", "s"), rows=[("c\nd", 1.0)], title="e\nf", notes=(Line("g\nh"),))
+    found = Answer(study="demo", question="", tables=(named,), origin=("i\nj",))
+    assert renderers.render(found, "markdown") == (
+        "**e f**\n\n| a b | =1+1 |\n| --- | ---: |\n| c d | 1 s |\n\ng h\n\ni j\n"
+    )
+    assert renderers.render(found, "csv").startswith('"a\nb",\'=1+1 (s)\n')
+
+
+@pytest.mark.parametrize(
+    "unit", ["zz", "d", "1000000000.3f", "{:q}", "{:.2f", "{} {}", "{0.__class__}", "{:.2f} {:.2f}", "s of B"]
+)
+def test_an_answer_with_a_unit_that_does_not_exist_is_damaged(unit: str):
+    document = json.loads(encode_answer(ANSWER))
+    document["tables"][0]["units"][1] = unit
+    with pytest.raises(InputError, match="here is damaged: the table '' has a unit that does not exist"):
+        decode_answer(json.dumps(document).encode(), "here")
+    document["tables"][0]["units"] = ["s"]
+    with pytest.raises(InputError, match="not a unit for each column; write it again with --json"):
+        decode_answer(json.dumps(document).encode(), "here")
+
+
+@pytest.mark.parametrize("unit", [*UNITS, "", ",", ".2f", ",.0f", ".3g", "{:+.3f} %", TEXT, PROSE])
+def test_an_answer_is_read_again_in_every_unit(unit: str):
+    found = Answer(study="demo", question="", tables=(table_of(("a", unit), rows=[(1.5,), (2,)]),))
+    assert decode_answer(encode_answer(found).encode(), "here") == found
+    assert shown(found)
 
 
 def test_csv_has_bare_figures_in_units_that_its_heads_name():

@@ -45,7 +45,7 @@ def _text(cell: str | float | None, unit: str) -> str:
         return name_shown(cell)
     if isinstance(cell, bool):
         return "yes" if cell else "no"
-    if unit and unit != TEXT:
+    if unit not in ("", TEXT, PROSE):
         return figure_text(cell, unit)
     if isinstance(cell, int):
         return f"{cell:,}"
