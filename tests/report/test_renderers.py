@@ -96,6 +96,13 @@ def test_an_answer_is_read_again_in_every_unit(unit: str):
     assert shown(found)
 
 
+def test_columns_of_one_name_are_told_apart_by_programs():
+    twice = table_of("ms", "from", ("from", "s"), "from", rows=[(1, 2, 3, 4)])
+    found = Answer(study="demo", question="", tables=(twice,))
+    assert json.loads(renderers.render(found, "jsonl")) == {"ms": 1, "from": 2, "from (s)": 3, "from 2": 4}
+    assert renderers.render(found, "csv") == "ms,from,from (s),from 2\n1,2,3,4\n"
+
+
 def test_csv_has_bare_figures_in_units_that_its_heads_name():
     assert renderers.render(ANSWER, "csv") == (
         "phase\nphase,time (s),ms,memory (B),share (%),why\n"
