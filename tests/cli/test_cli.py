@@ -316,6 +316,11 @@ def test_version():
     ("arguments", "says"),
     [
         (["run", "--seconds", "inf"], "--seconds is inf: write a finite number"),
+        (["run", "--save", "no/run.svg"], "cannot write the plot no/run.svg: there is no folder no, make it first"),
+        (
+            ["study", "formats", "--only", "Findings", "--style", "csv"],
+            "--style csv writes tables, findings are sentences: ask for markdown",
+        ),
         (["fit", "--against", "runs", "--tied"], "--against takes its workloads from the runs: leave out --tied"),
     ],
 )
