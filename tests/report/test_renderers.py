@@ -103,6 +103,13 @@ def test_columns_of_one_name_are_told_apart_by_programs():
     assert renderers.render(found, "csv") == "ms,from,from (s),from 2\n1,2,3,4\n"
 
 
+def test_a_head_that_names_its_unit_names_it_once():
+    rates = table_of(("model FLOP/s", "FLOP/s"), ("steps", "s"), rows=[(1e12, 2.5)])
+    assert renderers.render(Answer(study="demo", question="", tables=(rates,)), "csv").startswith(
+        "model FLOP/s,steps (s)\n"
+    )
+
+
 def test_csv_has_bare_figures_in_units_that_its_heads_name():
     assert renderers.render(ANSWER, "csv") == (
         "phase\nphase,time (s),ms,memory (B),share (%),why\n"

@@ -112,7 +112,7 @@ def figure_text(value: float, unit: str) -> str:
 def bare_head(column: str, unit: str) -> str:
     """The head of a column of bare numbers, as CSV has them."""
     name = UNITS[unit][0] if unit in UNITS else ""
-    return f"{column} ({name})" if name else column
+    return f"{column} ({name})" if name and name not in column.split() else column
 
 
 def bare_figure(value: float, unit: str) -> float:
