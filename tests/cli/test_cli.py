@@ -330,6 +330,13 @@ def test_what_cannot_be_meant_is_refused_before_anything_runs(arguments: list[st
     assert not list(tmp_path.iterdir())
 
 
+def test_a_list_of_no_runs_is_a_word_for_people_and_nothing_for_programs(tmp_path: Path):
+    assert stepscope("ls", tmp_path).stdout == "no runs\n"
+    assert stepscope("ls", tmp_path, "--style", "csv").stdout.startswith("run,cell,status,step (s)")
+    assert stepscope("ls", tmp_path, "--style", "jsonl").stdout == ""
+    assert stepscope("ls", tmp_path, "--only", "models").returncode == 2
+
+
 def test_a_completion_that_asks_for_nothing_is_one_line():
     done = stepscope(_STEPSCOPE_COMPLETE="complete_bash")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
