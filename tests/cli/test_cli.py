@@ -316,6 +316,11 @@ def test_version():
     ("arguments", "says"),
     [
         (["run", "--seconds", "inf"], "--seconds is inf: write a finite number"),
+        (["run", "--save", "no/run.svg"], "cannot write the plot no/run.svg: there is no folder no, make it first"),
+        (
+            ["study", "formats", "--only", "Findings", "--style", "csv"],
+            "--style csv writes tables, findings are sentences: ask for markdown",
+        ),
         (["fit", "--against", "runs", "--tied"], "--against takes its workloads from the runs: leave out --tied"),
     ],
 )
@@ -323,6 +328,13 @@ def test_what_cannot_be_meant_is_refused_before_anything_runs(arguments: list[st
     done = stepscope(*arguments, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"stepscope: {says}\n")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_list_of_no_runs_is_a_word_for_people_and_nothing_for_programs(tmp_path: Path):
+    assert stepscope("ls", tmp_path).stdout == "no runs\n"
+    assert stepscope("ls", tmp_path, "--style", "csv").stdout.startswith("run,cell,status,step (s)")
+    assert stepscope("ls", tmp_path, "--style", "jsonl").stdout == ""
+    assert stepscope("ls", tmp_path, "--only", "models").returncode == 2
 
 
 def test_a_completion_that_asks_for_nothing_is_one_line():

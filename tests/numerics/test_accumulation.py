@@ -71,6 +71,12 @@ def test_only_shows_the_tables_named_or_the_sentences(tmp_path: Path):
         assert (refused.returncode, refused.stdout) == (2, "") and says in refused.stderr
 
 
+def test_an_addend_beyond_a_format_overflows_there_and_the_answer_is_shown_before_it_is_drawn(tmp_path: Path):
+    beyond = run("--addend", "1e39", "--count", "2", "--only", "findings", "--save", str(tmp_path / "sums.svg"))
+    assert beyond.stdout.startswith("In fp32 the sum of 2 x 1e+39 overflows after 1 addend.\n")
+    assert (beyond.returncode, beyond.stderr) == (2, "stepscope: there is nothing to plot: no figure in any cell\n")
+
+
 def test_an_answer_of_a_version_that_never_was_is_refused():
     with pytest.raises(InputError, match="of version 0, which does not exist"):
         decode_answer(encode_answer(study_accumulation()).replace('"version": 1', '"version": 0').encode(), "x")

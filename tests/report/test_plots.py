@@ -273,7 +273,7 @@ def test_clip_paths_of_a_drawing_are_those_it_refers_to():
     [
         ("plot.pdf", r"end its name in one of \.svg, \.png, \.html, \.json"),
         ("plot", "end its name in one of"),
-        ("nowhere/plot.svg", "cannot write the plot .*No such file"),
+        ("nowhere/plot.svg", "cannot write the plot .*there is no folder .*nowhere, make it first"),
         (f"{'x' * 300}.svg", "cannot write the plot .*too long"),
     ],
 )

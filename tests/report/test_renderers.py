@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.core.answer import PROSE, TEXT, Answer, Doubted, Line, table_of, text
+from stepscope.core.answer import PROSE, TEXT, Answer, Doubted, Line, decode_answer, encode_answer, table_of, text
 from stepscope.core.errors import InputError
 from stepscope.core.finding import note
+from stepscope.core.units import UNITS
 from stepscope.report import renderers
 from tests.shown import shown
 
@@ -63,6 +64,49 @@ def test_markdown_escapes_a_pipe_and_marks_a_doubt():
         "| a\\|b | 500 ms ! |  | OOM | nan % |  |\n\n"
         "Half of it.\n\nSaid between.\n\n**Calls**\n\n"
         "| name | calls |\n| --- | ---: |\n| x | 12,345 |\n\nIt is so.\n\nRun 1\n"
+    )
+
+
+def test_a_name_of_several_lines_breaks_no_table():
+    named = table_of("a\nb", ("=1+1", "s"), rows=[("c\nd", 1.0)], title="e\nf", notes=(Line("g\nh"),))
+    found = Answer(study="demo", question="", tables=(named,), origin=("i\nj",))
+    assert renderers.render(found, "markdown") == (
+        "**e f**\n\n| a b | =1+1 |\n| --- | ---: |\n| c d | 1 s |\n\ng h\n\ni j\n"
+    )
+    assert renderers.render(found, "csv").startswith('"a\nb",\'=1+1 (s)\n')
+
+
+@pytest.mark.parametrize(
+    "unit", ["zz", "d", "1000000000.3f", "{:q}", "{:.2f", "{} {}", "{0.__class__}", "{:.2f} {:.2f}", "s of B"]
+)
+def test_an_answer_with_a_unit_that_does_not_exist_is_damaged(unit: str):
+    document = json.loads(encode_answer(ANSWER))
+    document["tables"][0]["units"][1] = unit
+    with pytest.raises(InputError, match="here is damaged: the table '' has a unit that does not exist"):
+        decode_answer(json.dumps(document).encode(), "here")
+    document["tables"][0]["units"] = ["s"]
+    with pytest.raises(InputError, match="not a unit for each column; write it again with --json"):
+        decode_answer(json.dumps(document).encode(), "here")
+
+
+@pytest.mark.parametrize("unit", [*UNITS, "", ",", ".2f", ",.0f", ".3g", "{:+.3f} %", TEXT, PROSE])
+def test_an_answer_is_read_again_in_every_unit(unit: str):
+    found = Answer(study="demo", question="", tables=(table_of(("a", unit), rows=[(1.5,), (2,)]),))
+    assert decode_answer(encode_answer(found).encode(), "here") == found
+    assert shown(found)
+
+
+def test_columns_of_one_name_are_told_apart_by_programs():
+    twice = table_of("ms", "from", ("from", "s"), "from", rows=[(1, 2, 3, 4)])
+    found = Answer(study="demo", question="", tables=(twice,))
+    assert json.loads(renderers.render(found, "jsonl")) == {"ms": 1, "from": 2, "from (s)": 3, "from 2": 4}
+    assert renderers.render(found, "csv") == "ms,from,from (s),from 2\n1,2,3,4\n"
+
+
+def test_a_head_that_names_its_unit_names_it_once():
+    rates = table_of(("model FLOP/s", "FLOP/s"), ("steps", "s"), rows=[(1e12, 2.5)])
+    assert renderers.render(Answer(study="demo", question="", tables=(rates,)), "csv").startswith(
+        "model FLOP/s,steps (s)\n"
     )
 
 

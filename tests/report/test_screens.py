@@ -14,7 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from stepscope.cli.app import app
-from stepscope.cli.output import CleanConsole
+from stepscope.cli.output import CleanConsole, present
+from stepscope.core.answer import Answer, Line
+from stepscope.core.answer import Table as Figures
 from stepscope.report.layout import NARROWEST, OneLine, fitted
 
 pytestmark = pytest.mark.slow
@@ -99,6 +101,18 @@ def test_a_run_is_one_line_of_a_list(monkeypatch: pytest.MonkeyPatch):
             line for line in printed(COMMANDS["ls"], width, monkeypatch).splitlines() if re.match(r" ?\d{8}T", line)
         ]
         assert len(lines) == runs
+
+
+def test_a_terminal_gets_colours_and_no_control_character_of_a_file(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stdout", screen := Screen())
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    table = Figures(title="a\x1b[2J", columns=("name", "ms"), rows=(("b\x1b[2J", 1.5),), notes=(Line("c", "good"),))
+    present(Answer(study="s", question="asked", tables=(table,)))
+    shown = screen.getvalue()
+    assert "\x1b[1masked\x1b[0m" in shown and "\x1b[1;32mc\x1b[0m" in shown
+    assert "\x1b[2J" not in shown and shown.count(r"\u001b[2J") == 2
+    assert r"\u001b[1" not in shown
 
 
 def lines_of(table: Table, width: int) -> list[list[str]]:

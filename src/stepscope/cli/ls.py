@@ -27,7 +27,7 @@ def ls(
     for fault in faults:
         warn(f"left out: {fault}")
     kept = [run for run in found if tag is None or run.tag == tag]
-    if not kept and not shown.json:
+    if not kept and shown == Presentation():
         emit("no runs\n")
         return
 

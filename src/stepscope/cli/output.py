@@ -57,7 +57,7 @@ def show(renderable: RenderableType) -> None:
                 lines = printed.get().splitlines()
                 if isinstance(piece, Table):  # its first line and its last are an edge that nobody sees
                     lines = [*([""] if i else []), *lines[1:-1]]
-                emit("\n".join([*lines, ""]))
+                _write("\n".join([*lines, ""]))  # the console's own colours stay, the text in them is clean
         return
     for part in _parts(renderable):
         text = CleanConsole(width=120, file=io.StringIO())
@@ -116,10 +116,14 @@ def _parts(renderable: RenderableType) -> Iterator[RenderableType]:
 
 
 def emit(text: str) -> None:
-    """Write a result to stdout, JSON too, control characters in it as escapes. A reader that has gone (`| head`) is no
-    failure; a full disk is one line."""
+    """Write a result to stdout, JSON too, control characters in it as escapes."""
+    _write(visible(text))
+
+
+def _write(text: str) -> None:
+    """Write to stdout. A reader that has gone (`| head`) is no failure; a full disk is one line."""
     try:
-        sys.stdout.write(visible(text))
+        sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

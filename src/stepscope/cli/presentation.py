@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from stepscope.cli.output import emit, present
 from stepscope.core.answer import Answer, encode_answer
 from stepscope.core.errors import InputError, choose
-from stepscope.report.renderers import STYLES
+from stepscope.report.renderers import BARE, STYLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,8 @@ class Presentation:
         choose(self.style, STYLES, "style")
         if self.json and self.only is not None:
             raise InputError("--json writes the whole answer: leave out --only")
+        if self.style in BARE and (self.only or "").casefold() == "findings":
+            raise InputError(f"--style {self.style} writes tables, findings are sentences: ask for markdown")
         if self.json and self.style != "terminal":
             raise InputError(f"--json and --style {self.style} are two forms of one answer: ask for one")
 

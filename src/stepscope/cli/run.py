@@ -102,8 +102,8 @@ def _show(measured: Run, directory: Path, shown: Presentation, save: Path | None
         text = encode_run(measured).decode()
         return json_document({**msgspec.json.decode(text), **documents}) if documents else text
 
-    draw(answers[0], save)
     shown.show(*answers, document=document)
+    draw(answers[0], save)
 
 
 def _summary_of_trace(measured: Run, directory: Path) -> "TraceSummary | None":

@@ -11,6 +11,7 @@ from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, with_present_kind
 from stepscope.core.samples import INTERVALS
+from stepscope.core.units import is_unit
 
 # 1  2026-11  first
 ANSWER_VERSION = 1
@@ -214,6 +215,10 @@ def decode_answer(data: bytes, source: str) -> Answer:
                 f"{source} is damaged: the table {table.title!r} has a row that is not of its "
                 f"{len(table.columns)} columns; write it again with --json"
             )
+        unknown = [unit for unit in table.units if unit not in (TEXT, PROSE) and not is_unit(unit)]
+        if unknown or len(table.units) not in (0, len(table.columns)):
+            what = f"a unit that does not exist, {unknown[0][:40]!r}" if unknown else "not a unit for each column"
+            raise InputError(f"{source} is damaged: the table {table.title!r} has {what}; write it again with --json")
     return msgspec.structs.replace(found, findings=tuple(map(with_present_kind, found.findings)))
 
 

@@ -93,6 +93,15 @@ UNITS: dict[str, tuple[str, float, Callable[[float], str]]] = {
 (empty where the head names it already), the factor to that unit, and the text of a figure."""
 
 
+_SPEC = r"\+?,?(?:\.\d[feg])?"
+_FORMAT = re.compile(rf"{_SPEC}|[^{{}}]*\{{:{_SPEC}\}}[^{{}}]*")
+
+
+def is_unit(unit: str) -> bool:
+    """Whether figures can be read in this unit: a document may name any."""
+    return unit in UNITS or _FORMAT.fullmatch(unit) is not None
+
+
 def figure_text(value: float, unit: str) -> str:
     """A figure of a column of this unit: one of UNITS, or a format of Python's such as `.2f` or `{:+.1f} x`."""
     if unit in UNITS:
@@ -103,7 +112,7 @@ def figure_text(value: float, unit: str) -> str:
 def bare_head(column: str, unit: str) -> str:
     """The head of a column of bare numbers, as CSV has them."""
     name = UNITS[unit][0] if unit in UNITS else ""
-    return f"{column} ({name})" if name else column
+    return f"{column} ({name})" if name and name not in column.split() else column
 
 
 def bare_figure(value: float, unit: str) -> float:

@@ -122,7 +122,7 @@ def _kahan(dtype: str, count: int, each: float) -> _Sum:
 
 def _pairwise(dtype: str, count: int, each: float) -> _Sum:
     """The pairwise sum: neighbours are added, then the sums of neighbours, until one is left."""
-    values = torch.full((count,), each, dtype=DTYPES[dtype])
+    values = torch.tensor(each, dtype=DTYPES[dtype]).repeat(count)
     while len(values) > 1:
         odd = values[-1:] if len(values) % 2 else values[:0]
         values = torch.cat([values[0 : len(values) - len(odd) : 2] + values[1::2], odd])

@@ -45,7 +45,7 @@ def _text(cell: str | float | None, unit: str) -> str:
         return name_shown(cell)
     if isinstance(cell, bool):
         return "yes" if cell else "no"
-    if unit and unit != TEXT:
+    if unit not in ("", TEXT, PROSE):
         return figure_text(cell, unit)
     if isinstance(cell, int):
         return f"{cell:,}"
@@ -53,8 +53,11 @@ def _text(cell: str | float | None, unit: str) -> str:
 
 
 def bare_heads(table: Table) -> list[str]:
-    """The heads of a table of bare numbers, each with the unit that its numbers stand in."""
-    return [bare_head(column, unit_of(table, i)) for i, column in enumerate(table.columns)]
+    """The heads of a table of bare numbers, each with the unit that its numbers stand in. Programs tell columns apart
+    by them: of columns of one name the second is `name 2`."""
+    heads = [bare_head(column, unit_of(table, i)) for i, column in enumerate(table.columns)]
+    earlier = [heads[:i].count(head) for i, head in enumerate(heads)]
+    return [f"{head} {count + 1}" if count else head for head, count in zip(heads, earlier, strict=True)]
 
 
 def bare_row(table: Table, row: tuple[Cell, ...]) -> list[str | float | bool | None]:

@@ -54,8 +54,8 @@ class Answering:
         self.show(found)
 
     def show(self, found: Answer) -> None:
+        self.shown.show(found)  # first: what was measured is not lost where nothing can be drawn
         draw(found, self.save)
-        self.shown.show(found)
 
 
 @dataclass(frozen=True, kw_only=True)

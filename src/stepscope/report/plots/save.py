@@ -41,9 +41,11 @@ _OPTIONS = {"renderer": "canvas", "actions": {"export": True, "source": False, "
 
 
 def check_target(path: Path) -> None:
-    """Raises InputError unless the suffix is one that plots are written as: before work is done, not after."""
+    """Raises InputError unless plots are written under such a suffix and the folder is there: before work is done."""
     if path.suffix.lower() not in SUFFIXES:
         raise InputError(f"cannot tell how to write the plot {path}: end its name in one of {', '.join(SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise InputError(f"cannot write the plot {path}: there is no folder {path.parent}, make it first")
 
 
 def is_interactive(path: Path) -> bool:

@@ -18,7 +18,7 @@ def render(answer: Answer) -> str:
     for table in tables:
         if len(tables) > 1:
             writer.writerow([inert(table.title or table.columns[0])])
-        writer.writerow(bare_heads(table))
+        writer.writerow(map(inert, bare_heads(table)))
         writer.writerows([_cell(cell) for cell in bare_row(table, row)] for row in table.rows)
         if len(tables) > 1:
             target.write("\n")
