@@ -77,11 +77,13 @@ class Layout:
         """Free a block, which merges with free neighbours."""
         if end not in self.walls and end in self.free_from:
             after = self.free_from.pop(end)
-            del self.free_to[after]
+            if self.free_to.pop(after, None) is None:
+                raise Contradiction(f"the free memory at {end:#x} came from the driver twice")
             end = after
         if start not in self.walls and start in self.free_to:
             before = self.free_to.pop(start)
-            del self.free_from[before]
+            if self.free_from.pop(before, None) is None:
+                raise Contradiction(f"the free memory before {start:#x} came from the driver twice")
             start = before
         self.free_from[start] = end
         self.free_to[end] = start
@@ -98,7 +100,8 @@ class Layout:
         del self.free_from[address]
         small = self.always_splits or need <= SMALL_REQUEST
         if not rest_is_split_off(rest, small) or not (small or need < self.split_below):
-            del self.free_to[end]
+            if self.free_to.pop(end, None) is None:
+                raise Contradiction(f"the free memory at {address:#x} came from the driver twice")
             return end - address
         self.free_from[address + need] = end
         self.free_to[end] = address + need
@@ -120,7 +123,8 @@ class Layout:
         if not expandable and not (found == (start, end) and start in self.walls and end in self.walls):
             raise Contradiction(f"a segment goes back to the driver at {start:#x} that never came from it")
         del self.free_from[free_start]
-        del self.free_to[free_end]
+        if self.free_to.pop(free_end, None) is None:
+            raise Contradiction(f"the free memory at {free_start:#x} came from the driver twice")
         for left, right in ((free_start, start), (end, free_end)):
             if left < right:
                 self.free_from[left], self.free_to[right] = right, left
