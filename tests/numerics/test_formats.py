@@ -221,6 +221,6 @@ def test_bad_input_is_one_line(tmp_path: Path):
         "later": "is of version 99",
     }.items():  # fmt: skip
         assert word in refused("formats", "--from", tmp_path / f"{name}.json")
-    assert "has no curves: leave out --save" in refused("formats", "--save", tmp_path / "plot.svg")
-    assert "end its name in one of" in refused("formats", "--save", tmp_path / "plot.txt")
+    assert "No such option: --save" in refused("formats", "--save", tmp_path / "plot.svg"), "it has no curves"
+    assert "end its name in one of" in refused("softmax", "--save", tmp_path / "plot.txt")
     assert "--value has 5,002 characters" in refused("formats", "--value", "0." + "1" * 5000)

@@ -7,7 +7,12 @@ from stepscope.cli.studies.answering import study_verb
 from stepscope.core.answer import Answer
 
 
-@study_verb("formats", "stepscope study formats --value 1e-7 --only becomes", "stepscope study formats --only Formats")
+@study_verb(
+    "formats",
+    "stepscope study formats --value 1e-7 --only becomes",
+    "stepscope study formats --only Formats",
+    plot=False,
+)
 def formats_study(*, value: str | None, device: str = "cpu") -> Answer:
     """Range, precision and largest integer of every floating format, from its bits."""
     from stepscope.numerics.formats import study_formats
