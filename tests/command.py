@@ -123,6 +123,12 @@ def _wait(pid: int, timeout: float) -> int | None:
     return None
 
 
+def libraries() -> list[str]:
+    """Places on PYTHONPATH that hold libraries, and no stepscope."""
+    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [place for place in places if place and not (Path(place) / "stepscope").exists()]
+
+
 WITHOUT_POLARS = """
 import sys
 class Missing:

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from stepscope import __version__
+from tests.command import libraries
 
 ROOT = Path(__file__).parents[2]
 PACKAGED = ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml")
@@ -20,9 +21,7 @@ NOT_SOURCE = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
 def run_python(*arguments: object, cwd: Path, path: Path | None = None) -> str:
     """Run this Python with `path` before the libraries on its PYTHONPATH, and no other stepscope; return its output."""
-    libraries = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
-    kept = [place for place in libraries if not (Path(place) / "stepscope").exists()]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*([str(path)] if path else []), *kept])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*([str(path)] if path else []), *libraries()])}
     command = [sys.executable, *map(str, arguments)]
     result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr

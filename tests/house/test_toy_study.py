@@ -1,12 +1,13 @@
 """What a new study costs: its file in `numerics/`, its verb, and the line that lists the verb."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.command import Done, stepscope
+from tests.command import Done, libraries, stepscope
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -70,7 +71,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ask(source: Path, cwd: Path, *options: object) -> Done:
-    done = stepscope("study", "toy", "--device", "cpu", *options, cwd=cwd, PYTHONPATH=str(source))
+    done = stepscope(
+        "study", "toy", "--device", "cpu", *options, cwd=cwd, PYTHONPATH=os.pathsep.join([str(source), *libraries()])
+    )
     assert done.returncode == 0, done.stderr
     return done
 
