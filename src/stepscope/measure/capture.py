@@ -107,7 +107,7 @@ class BackwardMarks(Recorder):
     def phase_ends(self, name: str) -> None:
         if name == BACKWARD:
             self._backward.close()
-            # The same step may have another micro-batch, with a graph of its own.
+            # A step of several micro-batches builds a graph for each: the next forward is marked anew.
             self.step_begins()
 
     def phase_failed(self, name: str) -> None:

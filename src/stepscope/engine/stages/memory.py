@@ -45,7 +45,7 @@ def record_what_filled_the_memory(draft: Draft) -> None:
         capture = _record(draft, out_of_memory=True)
     except KeyboardInterrupt:
         draft.note("no memory history: interrupted by the user")
-    except Exception as failure:
+    except Exception as failure:  # the run failed already: what fails here is only said beside it
         draft.note(f"no memory history: {one_line(failure)}")
     else:
         if capture.failure is None:

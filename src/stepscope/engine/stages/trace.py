@@ -55,7 +55,7 @@ def _take(draft: Draft, tool: str, version: str, take: Callable[[], Capture], **
     draft.begin(f"trace {tool}")
     try:
         capture = take()
-    except Exception as error:
+    except Exception as error:  # whatever the profiler raises is said in the capture; the times are kept
         capture, files = Capture(tool=tool, tool_version=version, failure=one_line(error)), {}
     _keep(draft, capture, files)
 

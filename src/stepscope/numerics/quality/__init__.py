@@ -1,1 +1,1 @@
-"""The same training in every precision."""
+"""A small transformer trained on real text once in each precision, and how the runs depart from fp32."""
