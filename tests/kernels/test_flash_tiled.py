@@ -10,7 +10,7 @@ from stepscope.core.errors import InputError
 from stepscope.kernels.flash.tiled import KEY_TILE, QUERY_TILE, FlashAttentionTiled, Sight, flash_tiled
 from stepscope.models.attention.written_out import reference
 from stepscope.models.training_step import TrainingStep
-from tests.conftest import mini
+from tests.conftest import mini, run_steps
 
 
 def numbers(*sizes: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
@@ -122,15 +122,11 @@ def test_the_tiles_visited_are_those_in_which_anything_is_seen(
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_it_trains_the_model_as_the_reference_does(dtype: str):
-    losses: list[float] = []
-    for attention in ("reference", "flash-tiled"):
-        step = TrainingStep(mini(attention=attention, dtype=dtype, seq_len=80), torch.device("cpu"))
-        for _ in range(3):
-            step.prepare()
-            for phase in step.phases:
-                phase.run()
-        assert step.loss is not None
-        losses.append(float(step.loss))
+    losses = [
+        run_steps(TrainingStep(mini(attention=attention, dtype=dtype, seq_len=80), torch.device("cpu")), 3)
+        for attention in ("reference", "flash-tiled")
+    ]
+    assert losses[0] is not None
     assert losses[0] == pytest.approx(losses[1], rel=1e-5 if dtype == "fp32" else 2e-3)
 
 

@@ -9,7 +9,7 @@ from triton import knobs
 LOG2E = tl.constexpr(1.4426950408889634)
 
 SMALLEST_SCALE = 2.0**-100
-"""The smallest scale that a kernel gets. Zero would make NaN of a hidden score, -inf; this one changes nothing."""
+"""The smallest scale that a kernel gets. Zero times a hidden score, -inf, is NaN; this scale changes no result."""
 
 
 class Launcher(Protocol):
@@ -29,12 +29,12 @@ def interpreted() -> bool:
 
 
 def tiles_of(length: int, block: int) -> int:
-    """Number of tiles of `block` rows that cover a length."""
+    """The number of tiles of `block` rows that cover a length."""
     return -(-length // block)
 
 
 def describable(*tensors: Tensor) -> bool:
-    """Whether the tensor-memory accelerator can address these tensors: 16-byte strides, nothing broadcast."""
+    """Whether the tensor-memory accelerator can address these tensors: strides in 16-byte multiples, no broadcast."""
     for tensor in tensors:
         if tensor.data_ptr() % 16 or tensor.numel() == 0:
             return False
@@ -45,7 +45,7 @@ def describable(*tensors: Tensor) -> bool:
 
 
 def described_strides(tensor: Tensor) -> list[int]:
-    """Strides that a descriptor accepts: it checks them all, so a dimension of size 1 gets one of 16 bytes."""
+    """Strides that a descriptor accepts. It checks all of them, so a dimension of size 1 gets a stride of 16 bytes."""
     step = 16 // tensor.element_size()
     strides = [stride if size > 1 else step for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
     return [*strides, 1]

@@ -1,16 +1,17 @@
-"""FlashAttention-2 as PyTorch sees it: operators with fake kernels, autograd and a FLOP formula; and two Functions.
+"""FlashAttention-2 for PyTorch: operators with fake kernels, autograd and a FLOP formula, and two Functions.
 
     flash_attention(q, k, v, causal=..., scale=None, window=None) -> out        (B, H, S, D)
     FlashAttention.apply(q, k, v, is_causal=False) -> out                       (..., S, D)
     FlashAttentionTiled.apply(q, k, v, is_causal=False) -> out                  (..., S, D), in PyTorch: tiled.py
 
-A query i sees a key j when, causal, j <= i (top-left alignment where S and T differ, as `is_causal` of PyTorch's
-scaled_dot_product_attention has it), and, with a window w, i - j < w, without causal also j - i < w. A row that sees no
-key gives zeros, logsumexp -inf, and no gradient. Under autocast both run in autocast's dtype, as PyTorch's does.
+With `causal`, query i sees key j if j <= i (top-left alignment if S and T differ, like `is_causal` of PyTorch's
+scaled_dot_product_attention). With a window w it must also hold that i - j < w and, without causal, that j - i < w. A
+row that sees no key gives zeros, logsumexp -inf and no gradient. Under autocast both run in autocast's dtype, like
+PyTorch's attention.
 
-Forward is deterministic, and so is backward, but for the kernels that add dQ up in memory, in an order that differs
-between runs: those for Hopper (16 bits, head_dim 64 or 128, no window), and a `fused` backward, where it is chosen.
-Neither runs where `torch.use_deterministic_algorithms(True)` asks for determinism, unless it is forced.
+Forward is deterministic. Backward is deterministic unless its kernels sum dQ in memory, in an order that differs
+between runs: the kernels for Hopper (16 bits, head_dim 64 or 128, no window), and a `fused` backward if chosen. Neither
+runs under `torch.use_deterministic_algorithms(True)`, unless it is forced.
 """
 
 import functools
@@ -57,7 +58,7 @@ def _launching() -> tuple["ModuleType", "ModuleType", "ModuleType"]:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The tensor with a stride of 1 along the head dimension, which the kernels require; copied if need be."""
+    """The tensor with a stride of 1 along the head dimension, which the kernels require; copied if necessary."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -66,7 +67,7 @@ def _dense_target(tensor: Tensor) -> Tensor:
 
 
 def _needed(window: int | None, q: Tensor, k: Tensor, causal: bool) -> int | None:
-    """The window, or None if it hides no key: a large one would overflow the 32-bit positions in the kernels."""
+    """The window, or None if it hides no key. A large window would overflow the 32-bit positions in the kernels."""
     if window is None or window >= (q.shape[2] if causal else max(q.shape[2], k.shape[2])):
         return None
     return window
@@ -118,7 +119,7 @@ def _backward(
     statistics = launch.statistics_for(q, configuration)
     sums = launch.sums_for(configuration, statistics, *dense[1:], dense[0], causal=causal, window=window)
     precision = tuning.precision_for(q)
-    # A tensor that was saved between the passes may have a new layout; the kernels address logsumexp without strides.
+    # A tensor that was saved between the passes may have a new layout. The kernels address logsumexp without strides.
     always = (*dense, _dense(out), logsumexp.contiguous(), *targets, statistics)
     parts = launch.parts_for(precision, q, k, v, gradient)
     rest = (
@@ -199,13 +200,13 @@ def _forward_flops(q_shape: Any, k_shape: Any, *_: Any, out_shape: Any = None, *
 
 @register_flop_formula(torch.ops.stepscope.flash_attention_backward)
 def _backward_flops(_: Any, __: Any, q_shape: Any, k_shape: Any, *___: Any, out_shape: Any = None, **____: Any) -> int:
-    """FLOPs of backward: five products, one of them the recomputed scores, as PyTorch counts its own attention."""
+    """FLOPs of backward: five products including the recomputed scores, as PyTorch counts its own attention."""
     batches, heads, queries, head_dim = q_shape
     return 10 * batches * heads * queries * k_shape[2] * head_dim
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> None:
-    """Raise an InputError, one line, for what the kernels do not take. Cheap: shapes, dtypes and devices only."""
+    """Raise an InputError of one line for inputs that the kernels do not take, by shapes, dtypes and devices only."""
     if q.dim() != 4 or k.dim() != 4 or v.shape != k.shape:
         raise InputError(
             f"attention flash takes q (B, H, S, D) and k, v (B, H', T, D), "
@@ -235,7 +236,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> 
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
 ) -> Tensor:
-    """softmax(q k^T * scale) v, scale 1 / sqrt(D) unless given; see the module for what causal and window hide."""
+    """softmax(q k^T * scale) v, with scale 1 / sqrt(D) by default. The module says what causal and window hide."""
     q, k, v = as_autocast(q, k, v)
     check_inputs(q, k, v, window)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
@@ -247,9 +248,11 @@ def flash_attention(
 
 
 def _watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the call must be an operator: for a compiler, a mode (fake tensors, a counter, checkpointing's policy), a
-    transformation, a profiler, a subclass, or tensors without data. Any other call skips the operator's layers in
-    Python, which take several times as long as a launch.
+    """Whether the call must be an operator.
+
+    A compiler, a mode (fake tensors, a counter, checkpointing's policy), a transformation, a profiler, a subclass and
+    tensors without data need one. Any other call skips the operator's layers in Python, which take several times as
+    long as a launch.
     """
     return (
         torch.compiler.is_compiling()
@@ -275,7 +278,7 @@ def _gradients(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool, scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    # With gradients enabled, this backward is itself to be differentiated. The operator then raises: it cannot be.
+    # With gradients enabled, this backward is itself differentiated. The operator then raises, since it cannot be.
     if torch.is_grad_enabled() or _watched(q, k, v) or type(gradient) is not Tensor:
         return torch.ops.stepscope.flash_attention_backward(
             gradient, None, q, k, v, out, logsumexp, causal, scale, window
@@ -284,7 +287,8 @@ def _gradients(
 
 
 class _Direct(torch.autograd.Function):
-    """Attention without the operator's layers. The options are one argument, since each costs time in both passes."""
+    """Attention without the operator's layers. The options are one argument, since each argument costs time in both
+    passes."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[bool, float, int | None]) -> Tensor:
@@ -314,7 +318,7 @@ class FlashAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         q, k, v = as_autocast(q, k, v)  # autograd casts the gradients back
         q4, k4, v4 = _four_dimensional(q), _four_dimensional(k), _four_dimensional(v)
-        # Only with 4 dimensions is one known to be the heads, of which keys may have fewer than queries.
+        # Keys may have fewer heads than queries. Only with 4 dimensions is it known which one is the heads.
         if not q.dim() == k.dim() == v.dim() or (q.dim() != 4 and not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]):
             raise InputError(
                 "attention flash takes q, k and v (..., seq, head_dim) of the same leading dimensions, "
@@ -341,7 +345,7 @@ class FlashAttention(torch.autograd.Function):
 
 
 def _four_dimensional(tensor: Tensor) -> Tensor:
-    """(..., S, D) as (B, H, S, D): the leading dimensions but the last of them are the batch."""
+    """(..., S, D) as (B, H, S, D): H is the last leading dimension, and the others are the batch."""
     if tensor.dim() < 2:
         raise InputError(f"attention flash takes (..., seq, head_dim), not {tuple(tensor.shape)}")
     if tensor.dim() == 4:

@@ -7,16 +7,16 @@ From dO, with c = scale * log2(e) and the forward's logsumexp L (in base 2 here)
     dP = dO V^T                   dS = P * (dP - delta)
     dK = scale dS^T Q             dQ = scale dS K
 
-(Dao 2023, arXiv:2307.08691, algorithm 2.) Three ways to sum it up:
+(Dao 2023, arXiv:2307.08691, algorithm 2.) There are three ways to sum:
 
-    apart   a kernel over tiles of queries for dQ, which also leaves delta behind, then one over tiles of keys for dK
-            and dV. Scores and dP are computed in both, 7 matrix products instead of 5, and every sum has one owner: no
-            atomics, bit for bit repeatable.
+    apart   a kernel over tiles of queries makes dQ and writes delta, then a kernel over tiles of keys makes dK and dV.
+            Both compute scores and dP, so there are 7 matrix products instead of 5. Each sum has one owner, so there
+            are no atomics, and results repeat bit for bit.
     joint   both kernels of `apart` in one launch, so that their ends overlap.
-    fused   over tiles of keys only, 5 products; dQ is added up in fp32 by atomics, whose order differs between runs.
+    fused   one kernel over tiles of keys, 5 products. Atomics sum dQ in fp32, in an order that differs between runs.
 
-The kernel over keys computes the transposed S^T = K Q^T and dP^T = V dO^T: the weights then come out of one product in
-the layout in which the next reads its left operand from registers.
+The kernel over keys computes the transposed S^T = K Q^T and dP^T = V dO^T. The weights are then in the layout in which
+the next product reads its left operand from registers.
 """
 
 import triton
@@ -43,7 +43,7 @@ def row_statistics(
 ):  # fmt: skip
     """The logsumexp in base 2 and delta of one tile's rows; also writes both to STATISTICS (2, rows, padded) fp32.
 
-    Rows that saw nothing, and rows between `queries` and `padded`, get the logsumexp +inf: their weights are then zero
+    Rows that saw no key, and rows between `queries` and `padded`, get the logsumexp +inf. Their weights are then zero
     without a mask.
     """
     out = load_tile(OUT, o_offset, 0, 0, first, queries, o_row, BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, False)
@@ -52,7 +52,7 @@ def row_statistics(
     offset = long(batch_head) * queries + query
     logsumexp = tl.load(LOGSUMEXP + offset, mask=query < queries, other=float("-inf"))
     if HAS_LOGSUMEXP_GRADIENT:
-        # The logsumexp's derivative by the scores is P: it joins dP - delta inside the bracket of dS.
+        # The logsumexp's derivative by the scores is P, so its gradient is added to dP - delta in the bracket of dS.
         delta -= tl.load(LOGSUMEXP_GRADIENT + offset, mask=query < queries, other=0.0)
     base_2 = tl.where(logsumexp == float("-inf"), float("inf"), logsumexp * LOG2E)
     row = STATISTICS + long(batch_head) * padded + query
@@ -68,9 +68,9 @@ def flash_row_statistics(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
     HAS_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """STATISTICS (2, B * H, padded) fp32: the logsumexp in base 2, and delta. One program a tile of a head's rows.
+    """Fill STATISTICS (2, B * H, padded) fp32: the logsumexp in base 2, and delta. One program per tile of a head.
 
-    Where there are SUMS, (B * H * padded, D) fp32, to add dQ up in, they are made zero.
+    If there are SUMS of dQ, (B * H * padded, D) fp32, they are set to zero.
     """
     batch_head, first = head_and_row(tl.program_id(0), padded, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
     batch = long(batch_head // heads)
@@ -151,7 +151,7 @@ def _key_gradients(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr, TMA_REDUCE: tl.constexpr,
 ):  # fmt: skip
-    # Under a causal mask most queries see the first keys, so the heavy tiles already come first.
+    # Under a causal mask the first keys are seen by the most queries, so the heavy tiles already come first.
     key_tiles = tl.cdiv(keys, BLOCK_N)
     key_tile = tile % key_tiles
     batch_head = tile // key_tiles
@@ -176,7 +176,7 @@ def _key_gradients(
         first_key, queries, keys, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
     )
     if FUSED and not EVEN_KEYS and first_key + BLOCK_N > keys:
-        # Where the weights of keys beyond the sequence overflow, dQ would get 0 * inf.
+        # If the weights of keys beyond the sequence overflow, dQ would get 0 * inf.
         full_begin = tl.cdiv(end, BLOCK_M) * BLOCK_M
         full_end = full_begin
 
@@ -252,7 +252,7 @@ def _query_gradients(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, PREPARE: tl.constexpr, HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    # With PREPARE, the statistics of the rows between the sequence and `padded` are written too.
+    # With PREPARE, the statistics of the rows between the sequence's end and `padded` are written too.
     row_tiles = tl.cdiv(padded if PREPARE else queries, BLOCK_M)
     row_tile = tile % row_tiles
     batch_head = tile // row_tiles
@@ -323,9 +323,10 @@ def flash_key_gradients(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr, TMA_REDUCE: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV: one program per tile of keys, which visits the query heads of its group in order.
+    """Compute dK and dV: one program per tile of keys, which visits the query heads of its group in order.
 
-    FUSED also adds dQ / scale into DQ (fp32, zero before) by atomics, through a pointer or, TMA_REDUCE, a descriptor.
+    FUSED also adds dQ / scale to DQ (fp32, initially zero) by atomics, through a pointer or, with TMA_REDUCE, a
+    descriptor.
     """
     _key_gradients(
         tl.program_id(0), Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, scale, scale_log2,
@@ -346,7 +347,7 @@ def flash_query_gradients(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, PREPARE: tl.constexpr, HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """dQ: one program per tile of queries. PREPARE also computes STATISTICS, which `flash_key_gradients` reads."""
+    """Compute dQ: one program per tile of queries. PREPARE also writes STATISTICS for `flash_key_gradients`."""
     _query_gradients(
         tl.program_id(0), Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, scale, scale_log2,
         q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
@@ -367,8 +368,10 @@ def flash_joint_gradients(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     EVEN_QUERIES2: tl.constexpr, EVEN_KEYS2: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dK, dV and dQ in one launch; programs over keys come first. Q2 to GRADIENT2 are descriptors of the tiles that
-    programs over queries load; STATISTICS2 is a pointer."""
+    """Compute dK, dV and dQ in one launch; programs over keys come first.
+
+    Q2 to GRADIENT2 are descriptors of the tiles that programs over queries load. STATISTICS2 is a pointer.
+    """
     key_programs = tl.cdiv(keys, BLOCK_N) * batches * kv_heads
     program = tl.program_id(0)
     if program < key_programs:
@@ -395,7 +398,7 @@ def flash_finish_queries(
     SUMS, DQ, scale, dq_batch, dq_head, dq_row, heads, queries, padded,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dQ from its accumulated sums: SUMS (B * H * padded, D) fp32 times scale, in the gradient's dtype."""
+    """Compute dQ from its sums: SUMS (B * H * padded, D) fp32 times scale, in the gradient's dtype."""
     batch_head, first = head_and_row(tl.program_id(0), queries, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
     batch = long(batch_head // heads)
     head = batch_head % heads

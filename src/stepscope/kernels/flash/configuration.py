@@ -11,21 +11,21 @@ Precision = Literal["ieee", "tf32", "tf32x3", "bf16x6"]
 """How fp32 is multiplied: exactly, in TF32, as three products of TF32, or as six of bf16 (`operands.py`)."""
 
 LARGEST_TILE = 256
-"""Rows of a tile; row statistics are padded to a multiple of it."""
+"""The most rows of a tile. Row statistics are padded to a multiple of this."""
 
 
 class Tiles(msgspec.Struct, frozen=True, kw_only=True):
-    """One kernel's tile of scores and how it is compiled."""
+    """The shape of one kernel's tile of scores, and how the kernel is compiled."""
 
     block_m: int
-    """Queries of a tile, a power of two, 16 or more."""
+    """The number of queries of a tile, a power of two, 16 or more."""
     block_n: int
-    """Keys of a tile, a power of two, 16 or more."""
+    """The number of keys of a tile, a power of two, 16 or more."""
     num_warps: int
     num_stages: int
-    """Depth of the software pipeline: tiles in flight."""
+    """The depth of the software pipeline: the number of tiles in flight."""
     max_registers: int | None = None
-    """The most registers of a thread; a cap is worth its spills where one more block fits on a multiprocessor."""
+    """The most registers of a thread. A cap is worth its spills if one more block then fits on a multiprocessor."""
 
     def __post_init__(self) -> None:
         """Check the values, which may come from a file."""
@@ -43,17 +43,17 @@ class Tiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
-    """How the forward kernel cuts, loads and orders its tiles."""
+    """The configuration of the forward kernel: how it cuts, loads and orders its tiles."""
 
     tiles: Tiles
     tma: bool = True
-    """Load through tensor descriptors where strides and the device allow it."""
+    """Whether tiles are loaded through tensor descriptors if strides and the device allow it."""
     warp_specialize: bool = False
     persistent: bool = False
     rows_first: bool = True
-    """Tiles of one head after another, so that its keys stay in L2; otherwise the heads take turns."""
+    """Whether the tiles of one head follow one another, so that its keys stay in L2. Otherwise the heads take turns."""
     hopper: HopperForward | None = None
-    """The kernel in Gluon, for calls that it takes; other calls use the fields above."""
+    """The kernel in Gluon, for calls that it takes. Other calls use the other fields."""
 
     def __str__(self) -> str:
         if self.hopper is not None:
@@ -64,20 +64,20 @@ class ForwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BackwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
-    """Which backward kernels run, and their tiles."""
+    """The configuration of backward: which kernels run, and their tiles."""
 
     way: Way = "apart"
     keys: Tiles
     """The tile of the kernel over keys."""
     queries: Tiles | None = None
-    """The tile of the kernel over queries, which a `fused` backward does not run. A `joint` launch takes num_warps and
+    """The tile of the kernel over queries, which a `fused` backward does not run. A `joint` launch uses num_warps and
     num_stages of `keys`."""
     tma: bool = True
     tma_reduce: bool = False
-    """Whether a `fused` backward sums dQ through the tensor-memory accelerator, and not with atomic instructions."""
+    """Whether a `fused` backward sums dQ through the tensor-memory accelerator instead of atomic instructions."""
     hopper: HopperBackward | None = None
-    """The kernel in Gluon, for calls that it takes, unless PyTorch is to be deterministic; other calls use the fields
-    above."""
+    """The kernel in Gluon, for calls that it takes, unless PyTorch must be deterministic. Other calls use the other
+    fields."""
 
     def __post_init__(self) -> None:
         if self.way != "fused" and self.queries is None:
@@ -85,7 +85,7 @@ class BackwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def deterministic(self) -> bool:
-        """Whether two runs agree bit for bit: every sum in one program, in one order."""
+        """Whether two runs agree bit for bit, since one program computes each sum in a fixed order."""
         return self.way != "fused" and self.hopper is None
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_element: int
     causal: bool
     log2_queries: int
-    """The logarithm to base 2 of the number of queries, rounded up."""
+    """The base-2 logarithm of the number of queries, rounded up."""
     precision: Precision = "ieee"
     """How fp32 is multiplied; half precisions are always "ieee"."""
 
@@ -158,15 +158,15 @@ def default_backward(problem: Problem) -> BackwardConfiguration:
 
 
 def _described(problem: Problem) -> bool:
-    # Compiled for sm_90, exact products of fp32 spill far more registers by descriptors than by pointers.
+    # Compiled for sm_90, exact fp32 products spill far more registers with descriptors than with pointers.
     return problem.capability >= (9, 0) and problem.bytes_per_element == 2
 
 
-# On Hopper up to head_dim 128: the fastest of results/h200/attention/flash-experiments.json, kernel by kernel. Measured
-# there in bf16 at 1024 (head_dim 64), 2048 (128), 8192 and 16384 positions; in fp32 at 4096.
+# The defaults on Hopper up to head_dim 128 are the fastest of results/h200/attention/flash-experiments.json, kernel by
+# kernel. They were measured in bf16 at 1024 (head_dim 64), 2048 (128), 8192 and 16384 positions, and in fp32 at 4096.
 
 _SHORT_LOG2 = 10
-"""Logarithm to base 2 of the most queries with which a pass at head_dim 64 waits for its host. Pointers cost the host
+"""The base-2 logarithm of the most queries for which a pass at head_dim 64 waits for its host. Pointers cost the host
 less than descriptors."""
 _LONG_LOG2 = 13
 
@@ -211,8 +211,8 @@ def _hopper_backward(problem: Problem) -> BackwardConfiguration:
         return BackwardConfiguration(keys=keys, queries=tiles(64, 64, 4, 2), hopper=hopper)
     if not long:
         return BackwardConfiguration(keys=tiles(128, 64, 4, 2), queries=tiles(64, 64, 4, 2), tma=False)
-    # Without its cap the kernel over keys takes 170 registers where positions are hidden: two blocks of 4 warps share
-    # a multiprocessor's 65536. With 168, three do.
+    # Where positions are hidden, the kernel over keys takes 170 registers without its cap. Then two blocks of 4 warps
+    # share a multiprocessor's 65536. With 168, three do.
     keys = tiles(64, 64, 4, 2, 168) if problem.causal else tiles(64, 64, 4, 3)
     return BackwardConfiguration(keys=keys, queries=tiles(128, 64, 8, 3), hopper=hopper)
 

@@ -1,14 +1,14 @@
 """FlashAttention-2's forward pass in Triton.
 
-For one tile of queries Q_i the keys pass by in tiles; with c = scale * log2(e), row by row
+A program has one tile of queries Q_i and loops over tiles of keys. With c = scale * log2(e), for each row
 
     m'  = max(m, max_j(c q k_j))            the running maximum, in base 2
     p_j = 2^(c q k_j - m')                  no exponent above zero
     l'  = l 2^(m - m') + sum_j p_j
     o'  = o 2^(m - m') + sum_j p_j v_j
 
-and at the end out = o / l, logsumexp = (m + log2 l) ln 2. (Dao 2023, arXiv:2307.08691, algorithm 1.) The scores exist
-one tile at a time, in registers. Folding log2(e) into the scale makes each exponential one multiply-add and one
+and at the end out = o / l, logsumexp = (m + log2 l) ln 2. (Dao 2023, arXiv:2307.08691, algorithm 1.) Only one tile of
+scores exists at a time, in registers. With log2(e) folded into the scale, each exponential is one multiply-add and one
 instruction of the special-function unit.
 """
 
@@ -42,7 +42,7 @@ def _visit_keys(
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale_log2)
         shift = new_maximum
         if WINDOW:
-            # A row that has seen no key yet has the maximum -inf, and -inf - -inf is no number.
+            # A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN.
             shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weights = tl.math.exp2(scores * scale_log2 - shift[:, None])
         decay = tl.math.exp2(maximum - shift)
@@ -88,7 +88,7 @@ def _attend_tile(
         BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA, PRECISION,
     )  # fmt: skip
     if NEGATE:
-        # The running maximum is right only for a scale that is not negative.
+        # The running maximum is correct only if the scale is not negative.
         q = negated(q, PRECISION)
     k_offset = batch_long * k_batch + long(kv_head) * k_head
     v_offset = batch_long * v_batch + long(kv_head) * v_head
@@ -118,7 +118,7 @@ def _attend_tile(
         HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, False, EVEN_KEYS, PRECISION, TMA, WARP_SPECIALIZE,
     )  # fmt: skip
 
-    # A row that saw no key has total 0 and maximum -inf: zeros, and -inf + log2(1) = -inf.
+    # A row that saw no key has total 0 and maximum -inf. Its output is zeros, its logsumexp -inf + log2(1) = -inf.
     divisor = tl.where(total == 0.0, 1.0, total)
     output = output / divisor[:, None]
     logsumexp = (maximum + tl.math.log2(divisor)) * LN2
@@ -139,10 +139,10 @@ def flash_forward(
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
     ROWS_FIRST: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """Forward: one program per tile of queries of a head or, if PERSISTENT, one per multiprocessor, tile after tile.
+    """Compute forward: one program per tile of queries of a head or, if PERSISTENT, per multiprocessor.
 
-    LOGSUMEXP is (B, H, S) fp32, contiguous. Strides are in elements; the head dimension is dense. Where TMA is set, Q,
-    K and V are tensor descriptors of (B, H, rows, D) with blocks (1, 1, BLOCK_M or BLOCK_N, BLOCK_D).
+    LOGSUMEXP is (B, H, S) fp32, contiguous. Strides are in elements; the head dimension is dense. With TMA, Q, K and V
+    are tensor descriptors of (B, H, rows, D) with blocks (1, 1, BLOCK_M or BLOCK_N, BLOCK_D).
     """
     if PERSISTENT:
         tiles = tl.cdiv(queries, BLOCK_M) * batches * heads

@@ -16,7 +16,7 @@ from stepscope.kernels.flash.configuration import BackwardConfiguration, Forward
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fastest correct configurations for a class of calls, and their times beside those of the defaults."""
+    """The fastest correct configurations for a class of calls, with their times and the defaults' times."""
 
     problem: Problem
     batch_heads: int
@@ -24,13 +24,13 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     forward: ForwardConfiguration
     backward: BackwardConfiguration
     forward_ms: float | None = None
-    """Median time in milliseconds, as the three below; None where the budget ended before it was measured."""
+    """The median time in milliseconds, as for all times here; None if the budget ended before it was measured."""
     backward_ms: float | None = None
     default_forward_ms: float | None = None
-    """The default's median time; None also where the default failed or was wrong."""
+    """The default's median time; None also if the default failed or was wrong."""
     default_backward_ms: float | None = None
     deterministic: bool = False
-    """Whether PyTorch was to be deterministic: the backward kernel in Gluon is not, and was then not measured."""
+    """Whether PyTorch had to be deterministic. The backward kernel in Gluon is not, so it was not measured then."""
 
     def __str__(self) -> str:
         lines = [f"{self.problem}, tuned at batch x heads {self.batch_heads}"]
@@ -48,7 +48,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Choices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of the file that keeps a device's choices."""
+    """The content of the file with a device's choices."""
 
     device_name: str
     triton_version: str
@@ -61,7 +61,7 @@ def device_name(device: torch.device) -> str:
 
 
 def kept_path(name: str) -> Path | None:
-    """Where the choices for a device of this name are kept; None where there is no directory of caches."""
+    """The file of the choices for a device of this name; None if there is no cache directory."""
     slug = re.sub(r"[^A-Za-z0-9.+-]+", "_", f"{name}-triton{triton.__version__}")
     caches = cache_directory()
     return caches / f"flash-attention-{slug}.json" if caches else None
@@ -88,7 +88,7 @@ def kept_choices(name: str) -> dict[Problem, Choice]:
 
 
 def keep(name: str, choice: Choice) -> Path | None:
-    """Store the choice in place of an earlier one for the same problem; None where there is no place to store it."""
+    """Store the choice, which replaces an earlier one for the same problem. Returns None if it cannot be stored."""
     kept_choices.cache_clear()
     choices = kept_choices(name) | {choice.problem: choice}
     content = Choices(device_name=name, triton_version=triton.__version__, choices=tuple(choices.values()))

@@ -1,4 +1,4 @@
-"""Launching the FlashAttention kernels: strides or descriptors, grids, buffers.
+"""Launches of the FlashAttention kernels: strides or descriptors, grids, buffers.
 
 q, out and the gradients are (B, H, S, D), k and v (B, H', T, D) with H a multiple of H'. The head dimension must be
 dense (stride 1); every other stride is honoured.
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 _PREPROCESS_ROWS = 64
 _SPLIT_ROWS = 32
 _GLUON_KNOWN = ("3.6.", "3.7.")
-"""Releases of Triton that compile the kernels for Hopper: Gluon is experimental and changes between releases."""
+"""The releases of Triton that compile the kernels for Hopper. Gluon is experimental and changes between releases."""
 
 
 @functools.cache
 def _hopper() -> "ModuleType | None":
-    """The module that launches the kernels in Gluon; None where this Triton does not have them."""
+    """The module that launches the kernels in Gluon; None if this Triton cannot compile them."""
     if interpreted() or not triton.__version__.startswith(_GLUON_KNOWN):
         return None
     from stepscope.kernels.hopper import launch as hopper_launch  # noqa: PLC0415  (Gluon: where it is known)
@@ -60,7 +60,7 @@ def _hopper() -> "ModuleType | None":
 
 
 def hopper_takes(*tensors: Tensor, window: int | None) -> bool:
-    """Whether a call on these operands goes to a kernel in Gluon where its configuration names one."""
+    """Whether a call on these operands runs a kernel in Gluon, if its configuration names one."""
     module = _hopper()
     return module is not None and window is None and module.takes(*tensors) and describable(*tensors)
 
@@ -85,12 +85,12 @@ def _precision(precision: Precision, operand: Tensor) -> str:
 
 
 def block_d_of(head_dim: int) -> int:
-    """Columns of a tile: the smallest power of two, 16 or more, that holds head_dim."""
+    """The number of columns of a tile: the smallest power of two, 16 or more, that holds head_dim."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def parts_for(precision: Precision, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Buffers for the parts of split operands, each (B, H, rows, 3 block_d) bf16; none where operands are not split."""
+    """Buffers for the parts of split operands, each (B, H, rows, 3 block_d) bf16; none if operands are not split."""
     if not is_split(precision):
         return ()
     return tuple(
@@ -100,7 +100,7 @@ def parts_for(precision: Precision, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _split(first: Tensor, second: Tensor, parts: tuple[Tensor, Tensor], launcher: Launcher) -> None:
-    """Split two operands of one shape into their buffers, or one operand where both buffers are the same tensor."""
+    """Split two operands of one shape into their buffers, or one operand if both buffers are the same tensor."""
     batches, heads, rows, head_dim = first.shape
     launcher(
         flash_split_operands, (tiles_of(rows, _SPLIT_ROWS) * batches * heads, 1 if parts[0] is parts[1] else 2),
@@ -166,11 +166,11 @@ def sums_for(
     configuration: BackwardConfiguration, statistics: Tensor, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor,
     *, causal: bool, window: int | None,
 ) -> Tensor | None:  # fmt: skip
-    """A buffer for the sums of dQ if the kernel in Gluon takes this pass; None makes the other kernels run.
+    """A buffer for the sums of dQ if the kernel in Gluon takes this pass. With None, the other kernels run.
 
-    That kernel sums dQ in an order that differs between runs, so it does not run where PyTorch was asked for
-    determinism. Nor does it run where a causal mask leaves keys that no query sees: it would add their zeros to another
-    head's sums, and these are zeros only where keys and values are finite.
+    The kernel in Gluon sums dQ in an order that differs between runs, so it does not run if PyTorch must be
+    deterministic. It also does not run if a causal mask leaves keys that no query sees. It would add their products to
+    another head's sums, and these are zeros only if keys and values are finite.
     """
     if configuration.hopper is None or torch.are_deterministic_algorithms_enabled():
         return None
@@ -183,12 +183,12 @@ def sums_for(
 
 def _required_hopper() -> "ModuleType":
     module = _hopper()
-    assert module is not None  # only calls that it takes come here
+    assert module is not None  # only calls that this module takes come here
     return module
 
 
 class Backward:
-    """One backward pass: its tensors, and a method to launch each of the kernels that it may need."""
+    """One backward pass: its tensors, and a method to launch each kernel that it may need."""
 
     def __init__(
         self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
@@ -196,9 +196,11 @@ class Backward:
         *, causal: bool, scale: float, window: int | None, precision: Precision, tma: bool,
         parts: tuple[Tensor, ...] = (), sums: Tensor | None = None, launcher: Launcher = launch,
     ) -> None:  # fmt: skip
-        """Hold the tensors; nothing is launched yet. The kernels fill dq, dk, dv and the statistics (`statistics_for`);
-        `split` fills the parts (`parts_for` q, k, v and the gradient, made here if absent), `hopper` the sums
-        (`sums_for`)."""
+        """Hold the tensors without a launch.
+
+        The kernels fill dq, dk, dv and the statistics (`statistics_for`). `split` fills the parts (`parts_for` q, k, v
+        and the gradient, made here if absent). `hopper` fills the sums (`sums_for`).
+        """
         self.gradient, self.q, self.k, self.v, self.out, self.logsumexp = gradient, q, k, v, out, logsumexp
         self.dq, self.dk, self.dv = dq, dk, dv
         self.sums = sums
@@ -220,16 +222,16 @@ class Backward:
         self._loading = (_precision(precision, q), self.tma)
 
     def split(self) -> None:
-        """Split the operands if the precision needs it. This comes before every kernel that reads them."""
+        """Split the operands if the precision needs it. Call this before every kernel that reads them."""
         q, k, v, gradient = self._operands_of
         if q is not self.q:
             _split(self.q, self.gradient, (q, gradient), self.launch)
             _split(self.k, self.v, (k, v), self.launch)
 
     def preprocess(self, logsumexp_gradient: Tensor | None = None, *, sums: Tensor | None = None) -> object:
-        """Fill the row statistics for the kernels after it. The logsumexp's gradient is (B, H, S) fp32, contiguous.
+        """Fill the row statistics for later kernels, and set the sums ((B H padded, D) fp32) to zero.
 
-        Sums ((B H padded, D) fp32) become zeros.
+        The logsumexp's gradient is (B, H, S) fp32, contiguous.
         """
         return self.launch(
             flash_row_statistics, (tiles_of(self.padded, _PREPROCESS_ROWS) * self.batches * self.heads,),
@@ -243,7 +245,7 @@ class Backward:
         )  # fmt: skip
 
     def over_keys(self, tiles: Tiles, *, accumulated: Tensor | None = None, tma_reduce: bool = False) -> object:
-        """Fill dK and dV; with `accumulated` ((B, H, S, D) fp32, contiguous, zeros), also add dQ / scale to it."""
+        """Fill dK and dV, and add dQ / scale to `accumulated` ((B, H, S, D) fp32, contiguous, zeros) if it is given."""
         fused = accumulated is not None
         sums = self.dq if accumulated is None else accumulated
         tma_reduce = tma_reduce and fused and self.tma and describable(sums) and not interpreted()
@@ -258,7 +260,7 @@ class Backward:
         )  # fmt: skip
 
     def finish(self, sums: Tensor, padded: int) -> object:
-        """Fill dQ from its accumulated sums, which have `padded` rows a head."""
+        """Fill dQ from its accumulated sums, which have `padded` rows per head."""
         return self.launch(
             flash_finish_queries, (tiles_of(self.queries, _PREPROCESS_ROWS) * self.batches * self.heads,),
             sums, self.dq, self.scale, *self.dq.stride()[:3], self.heads, self.queries, padded,
@@ -272,7 +274,7 @@ class Backward:
         return torch.zeros(shape, dtype=torch.float32, device=self.q.device)
 
     def over_queries(self, tiles: Tiles, *, prepare: bool = False, logsumexp_gradient: Tensor | None = None) -> object:
-        """Fill dQ; with `prepare`, also the row statistics, in place of `preprocess`."""
+        """Fill dQ and, with `prepare`, the row statistics, instead of `preprocess`."""
         rows = self.padded if prepare else self.queries
         even_queries, even_keys = self._even(tiles)
         return self.launch(
@@ -302,7 +304,7 @@ class Backward:
         )  # fmt: skip
 
     def hopper(self, sums: Tensor, configuration: HopperBackward, logsumexp_gradient: Tensor | None = None) -> object:
-        """Fill all three gradients by the kernel in Gluon."""
+        """Fill all three gradients with the kernel in Gluon."""
         self.preprocess(logsumexp_gradient, sums=sums)
         compiled = _required_hopper().launch_hopper_gradients(
             self.gradient, self.q, self.k, self.v, self.dk, self.dv, self.statistics, sums,

@@ -1,15 +1,14 @@
-"""Matrix products of the FlashAttention kernels, and how their operands are held.
+"""Matrix products of the FlashAttention kernels, and the form of their operands.
 
 An operand is a tile. In the precision "bf16x6" it is three tiles of bf16 whose sum is a tile of fp32,
 
     x = high + middle + low        high = bf16(x), middle = bf16(x - high), low = bf16(x - high - middle),
 
-8 bits each and together fp32's 24, and a product is six products of bf16 (Henry, Tang, Heinecke 2019,
-arXiv:1904.06376): those left out are 2^-24 of the largest. What comes from memory is split before, not in the loops, by
-`flash_split_operands`: a row has high, middle and low side by side, (B, H, rows, 3 BLOCK_D), with zeros beyond the head
-dimension. Against three products of TF32 ("tf32x3", split by Triton in every iteration) operands have half the width,
-and the tensor cores read them transposed at no cost. A number that is infinite, or above 3.39e38, makes NaN of what it
-is part of.
+with 8 bits each, together fp32's 24. A product is six products of bf16 (Henry, Tang, Heinecke 2019, arXiv:1904.06376);
+the products left out are 2^-24 of the largest. `flash_split_operands` splits operands from memory before the loops: a
+row has high, middle and low side by side, (B, H, rows, 3 BLOCK_D), with zeros beyond the head dimension. Compared with
+three products of TF32 ("tf32x3", which Triton splits in every iteration), operands have half the width, and the tensor
+cores read them transposed at no cost. A number that is infinite, or above 3.39e38, makes its results NaN.
 """
 
 import triton
@@ -18,7 +17,7 @@ import triton.language as tl
 from stepscope.kernels.flash.tiles import head_and_row, load_tile, long
 
 PARTS = 3
-"""How many parts a split operand has."""
+"""The number of parts of a split operand."""
 
 
 @triton.constexpr_function
@@ -53,11 +52,15 @@ def _dot(left, right, accumulator, PRECISION: tl.constexpr):
 
 @triton.jit
 def product(left, right, accumulator, PRECISION: tl.constexpr):
-    """left @ right + accumulator in fp32. PRECISION is Triton's input_precision, or "bf16x6"; "upcast", alone or before
-    that, is for its interpreter, which takes the bits of bf16 for integers: products of bf16 are exact in fp32."""
+    """left @ right + accumulator in fp32.
+
+    PRECISION is Triton's input_precision, or "bf16x6". "upcast", alone or as a prefix, is for Triton's interpreter,
+    which treats the bits of bf16 as integers. Products of bf16 are exact in fp32.
+    """
     if is_split(PRECISION):
-        # Small ones first, and the tile's sum apart from the accumulator: tensor cores cut sums off, they do not round.
-        # Summed in place, the errors of dK and dV were 6 and 21 times the efficient kernel's on an H200, not 0.5 and 1.
+        # Small products come first, and the tile's sum is separate from the accumulator, since tensor cores truncate
+        # sums and do not round. Summed in place, the errors of dK and dV on an H200 were 6 and 21 times the efficient
+        # kernel's, not 0.5 and 1.
         total = _dot(left[1], right[1], None, PRECISION)
         total = _dot(left[2], right[0], total, PRECISION)
         total = _dot(left[0], right[2], total, PRECISION)
@@ -78,7 +81,7 @@ def load_operand(
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile as an operand: all parts of a split one."""
+    """Load a tile as an operand, with all its parts if it is split."""
     if is_split(PRECISION):
         high = load_tile(source, offset, batch, head, first, limit, stride, ROWS, BLOCK_D, BLOCK_D, EVEN, TMA)
         middle = load_tile(
@@ -121,7 +124,7 @@ def transposed(operand, PRECISION: tl.constexpr):
 
 @triton.jit
 def _negated(tile):
-    # Negated in fp32, since Triton's interpreter takes the bits of bf16 for integers; nothing is rounded.
+    # Negated in fp32, since Triton's interpreter treats the bits of bf16 as integers. Nothing is rounded.
     return (-tile.to(tl.float32)).to(tile.dtype)
 
 

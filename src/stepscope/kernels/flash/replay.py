@@ -1,9 +1,9 @@
-"""Launching the FlashAttention kernels again as they were launched before, on other tensors.
+"""Repeated launches of the FlashAttention kernels, with recorded arguments on other tensors.
 
-Most of what a launch costs the host is computing again what the last launch computed: the grid, some forty arguments,
-how each of them specialises the kernel, and which compiled kernel that is. A recording keeps all of it except the
-tensors' addresses. It is valid while shapes, strides, dtypes, device and every option stay the same (its key holds
-them), and while every address is a multiple of 16 bytes, which each call checks.
+Most of a launch's cost on the host is work that the last launch did too: the grid, some forty arguments, how each
+argument specialises the kernel, and which compiled kernel that is. A recording keeps all of this except the tensors'
+addresses. It is valid while shapes, strides, dtypes, device and every option stay the same (its key holds them), and
+while every address is a multiple of 16 bytes, which each call checks.
 """
 
 from collections.abc import Callable, Hashable
@@ -15,13 +15,13 @@ from torch import Tensor
 from stepscope.kernels.launching import Launcher, launch
 
 ALIGNMENT_BYTES = 16
-"""Bytes. Triton compiles a variant of its own for addresses that are a multiple of this."""
+"""An alignment in bytes. Triton compiles a separate variant for addresses that are a multiple of this."""
 _MOST = 512
-"""The most recordings that are kept, since every call may have another sequence length."""
+"""The most recordings that are kept. There is a limit, since every call may have another sequence length."""
 
 _Call = Callable[[tuple[Tensor, ...], Launcher], None]
 _Operand = tuple[int, int, tuple[type[Any], dict[str, Any]] | None]
-"""An argument's index, its tensor's index, and for a descriptor its class and the fields that never change."""
+"""An argument's index, its tensor's index and, for a descriptor, its class and the fields that never change."""
 
 
 def _is_descriptor(argument: Any) -> bool:
@@ -33,7 +33,7 @@ class Recording:
     """The launches of one call: `launch` runs and records each kernel, then `repeat` runs them on other tensors."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
-        """Record a call on the tensors `seen`, each an object of its own, even where two of them are the same."""
+        """Record a call on the tensors `seen`, which are distinct objects even if two tensors are the same."""
         self.seen = tuple(t.detach() for t in tensors)
         self._place_of = {id(t): place for place, t in enumerate(self.seen)}
         self._steps: list[tuple[Callable[..., object], list[object], list[_Operand]]] = []
@@ -63,7 +63,7 @@ class Recording:
         return id(base) in self._place_of and hasattr(argument, "__dict__")
 
     def finish(self) -> bool:
-        """Release the tensors; returns whether the call can be repeated. One that allocates between launches cannot."""
+        """Release the tensors. Returns whether the call can be repeated: not if it allocates between launches."""
         self.seen = ()
         self._place_of = {}
         return self._repeatable
@@ -88,14 +88,14 @@ _recordings: dict[Hashable, Recording] = {}
 
 
 def forget() -> None:
-    """Drop all recordings, as when other configurations are chosen."""
+    """Drop all recordings, for example when other configurations are chosen."""
     _recordings.clear()
 
 
 def run(key: Hashable, tensors: tuple[Tensor, ...], call: _Call) -> None:
-    """Repeat the launches recorded under the key; without a recording, make `call(tensors, launcher)`.
+    """Repeat the launches recorded under the key, or make `call(tensors, launcher)` if there is no recording.
 
-    The key must say all that the launches depend on besides the tensors' addresses.
+    The key must hold everything except the tensors' addresses that the launches depend on.
     """
     device = tensors[0].device
     if device.type != "cuda":

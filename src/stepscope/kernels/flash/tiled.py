@@ -1,22 +1,22 @@
-"""FlashAttention-2 tile by tile in plain PyTorch, forward and backward: the lesson, and the oracle of the kernel.
+"""FlashAttention-2 tile by tile in plain PyTorch, forward and backward: a lesson, and the reference for the kernel.
 
-Tri Dao 2023, FlashAttention-2 (arXiv:2307.08691), algorithms 1 and 2. Attention of queries Q (S, D) to keys K and
-values V (T, D), the scores being q k^T * scale, is made without ever holding S x T numbers.
+The source is Tri Dao 2023, FlashAttention-2 (arXiv:2307.08691), algorithms 1 and 2. It computes attention of queries Q
+(S, D) to keys K and values V (T, D), with scores q k^T * scale, and never holds S x T numbers.
 
-Forward, for each tile of queries Q_i. Over the keys met so far it holds, row by row, the maximum m of the scores, the
-sum l of exp(score - m), and the sum O of exp(score - m) v. A tile of keys K_j, V_j brings its scores S_ij:
+Forward loops over tiles of queries Q_i. For the keys seen so far it holds, for each row, the maximum m of the scores,
+the sum l of exp(score - m), and the sum O of exp(score - m) v. A tile of keys K_j, V_j adds its scores S_ij:
 
     m'  = max(m, rowmax(S_ij))
     P   = exp(S_ij - m')
-    l   = exp(m - m') l + rowsum(P)       what was summed under the old maximum is brought under the new one
+    l   = exp(m - m') l + rowsum(P)       the old sum is rescaled from the old maximum to the new one
     O   = exp(m - m') O + P V_j
     m   = m'
 
-and after the last tile O_i = O / l, once, and L_i = m + log(l), the logsumexp of the row: all that backward needs to
-have any weight of the softmax again, as exp(s - L).
+After the last tile, O_i = O / l, once, and L_i = m + log(l), the logsumexp of the row. From L, backward recomputes any
+weight of the softmax as exp(s - L).
 
-Backward, with dO the gradient of O. From the softmax's derivative dS_ij = P_ij (dP_ij - sum_k P_ik dP_ik), and the sum
-over all keys is sum_k P_ik (dO_i . v_k) = dO_i . O_i: one number for each row, known before any tile is visited.
+Backward has dO, the gradient of O. The softmax's derivative is dS_ij = P_ij (dP_ij - sum_k P_ik dP_ik). The sum over
+all keys is sum_k P_ik (dO_i . v_k) = dO_i . O_i: one number for each row, known before any tile is visited.
 
     D = rowsum(dO * O)
     for each tile of keys j, for each tile of queries i:
@@ -26,9 +26,9 @@ over all keys is sum_k P_ik (dO_i . v_k) = dO_i . O_i: one number for each row, 
         dQ_i += dS K_j scale
         dK_j += dS^T Q_i scale
 
-Tiles in which no query sees any key are never visited, and those in which every query sees every key are not masked.
-Sums and products are in fp32 for 16-bit inputs, and in the inputs' dtype otherwise (in float64, `gradcheck` holds).
-What is kept for backward is Q, K, V, O and L: (4 D + 1) numbers for each position of a head, whatever S.
+Tiles in which no query sees any key are never visited. Tiles in which every query sees every key are not masked. Sums
+and products are in fp32 for 16-bit inputs, and in the inputs' dtype otherwise (in float64, `gradcheck` passes).
+Backward keeps Q, K, V, O and L: (4 D + 1) numbers for each position of a head, whatever S is.
 """
 
 import math
@@ -50,9 +50,9 @@ KEY_TILE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Sight:
-    """Which keys each query sees: query i those with j <= i where causal, and with |i - j| < window where there is one.
+    """The keys that each query sees. Query i sees key j if j <= i with causal, and if |i - j| < window with a window.
 
-    Aligned at the top left where the lengths are unequal. Tiles are slices of positions.
+    Unequal lengths are aligned at the top left. Tiles are slices of positions.
     """
 
     queries: int
@@ -64,7 +64,7 @@ class Sight:
         return _tiles(0, self.queries, QUERY_TILE)
 
     def key_tiles(self, rows: slice) -> Iterator[slice]:
-        """The tiles of which any of these queries sees a key."""
+        """The tiles of keys in which some of these queries sees a key."""
         first = 0 if self.window is None else max(0, rows.start - self.window + 1)
         after = self.keys
         if self.causal:
@@ -84,7 +84,7 @@ class Sight:
         return rows.stop - 1 - columns.start < self.window and columns.stop - 1 - rows.start < self.window
 
     def hidden(self, rows: slice, columns: slice, device: torch.device) -> Tensor:
-        """(rows, columns): True where the query does not see the key."""
+        """A mask (rows, columns), True where the query does not see the key."""
         ahead = (
             torch.arange(columns.start, columns.stop, device=device)[None, :]
             - torch.arange(rows.start, rows.stop, device=device)[:, None]
@@ -111,7 +111,7 @@ class FlashAttentionTiled(torch.autograd.Function):
         _check_inputs(q, k, v, window)
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         sight = Sight(queries=q.shape[-2], keys=k.shape[-2], causal=is_causal, window=window)
-        with torch.autocast(q.device.type, enabled=False):  # which would take the sums to 16 bits too
+        with torch.autocast(q.device.type, enabled=False):  # autocast would make the sums in 16 bits too
             out, logsumexp = _forward(q, k, v, sight, scale)
         ctx.save_for_backward(q, k, v, out, logsumexp)
         ctx.sight, ctx.scale = sight, scale
@@ -126,7 +126,7 @@ class FlashAttentionTiled(torch.autograd.Function):
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> None:
-    """Raise an InputError, one line, for shapes and dtypes that the loops would broadcast, cut off or fail on."""
+    """Raise an InputError of one line for shapes and dtypes that the loops would broadcast, cut off or fail on."""
     shapes = f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
     if q.dim() < 2 or k.shape != v.shape or q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
         raise InputError(
@@ -145,7 +145,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> None:
 def flash_tiled(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
 ) -> Tensor:
-    """FlashAttentionTiled on (B, H, S, D); keys and values of fewer heads are repeated for the queries they serve."""
+    """FlashAttentionTiled on (B, H, S, D). Keys and values of fewer heads are repeated for the query heads."""
     group = q.shape[1] // k.shape[1]
     if group != 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -167,7 +167,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float) -> tup
         for columns in sight.key_tiles(rows):
             scores = _scores(q_tile, k, rows, columns, sight)
             higher = torch.maximum(maximum, scores.amax(dim=-1))
-            # A query that has seen no key yet has the maximum -inf, and nothing to shift: -inf - -inf is NaN.
+            # A query that has seen no key yet has the maximum -inf, which must not shift: -inf - -inf is NaN.
             shift = higher.masked_fill(higher == -math.inf, 0)
             exponentials = torch.exp(scores - shift[..., None])
             rescale = torch.exp(maximum - shift)
@@ -181,14 +181,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float) -> tup
 
 
 def _backward(saved: tuple[Tensor, ...], gradient: Tensor, sight: Sight, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 2: the gradients of q, k and v. saved: these, the output and the logsumexp."""
+    """Algorithm 2: the gradients of q, k and v. `saved` has q, k, v, the output and the logsumexp."""
     q, k, v, out, logsumexp = saved
     wide = _accumulator(q)
     delta = (gradient.to(wide) * out.to(wide)).sum(dim=-1)
     shift = logsumexp.masked_fill(logsumexp == -math.inf, 0)
     for_q, for_k, for_v = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (q, k, v))
-    # The tiles are independent of each other. The algorithm has those of keys outside, so that a thread block owns its
-    # dK and dV, and dQ alone is added to from several; in a single thread either order makes the same sums.
+    # The tiles are independent. In the algorithm, tiles of keys are the outer loop, so that a thread block owns its dK
+    # and dV, and only dQ gets sums from several. In a single thread either order makes the same sums.
     for rows in sight.query_tiles():
         q_tile, gradient_tile = q[..., rows, :].to(wide) * scale, gradient[..., rows, :].to(wide)
         for columns in sight.key_tiles(rows):
@@ -203,7 +203,7 @@ def _backward(saved: tuple[Tensor, ...], gradient: Tensor, sight: Sight, scale: 
 
 
 def _scores(q_tile: Tensor, k: Tensor, rows: slice, columns: slice, sight: Sight) -> Tensor:
-    """(..., rows, columns) from queries that are scaled already; -inf where the query does not see the key."""
+    """The scores (..., rows, columns) of scaled queries; -inf where the query does not see the key."""
     scores = q_tile @ k[..., columns, :].to(q_tile.dtype).transpose(-2, -1)
     if sight.sees_all(rows, columns):
         return scores

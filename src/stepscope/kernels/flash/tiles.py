@@ -1,14 +1,13 @@
-"""What the FlashAttention kernels share: which tiles a row or column of the scores visits, and how a tile is loaded.
+"""Shared parts of the FlashAttention kernels: the tiles that a row or column of the scores visits, and their loads.
 
-Scores are S x T (query positions x key positions). A query i sees a key j when
+Scores are S x T (query positions x key positions). A query i sees a key j if
 
-    causal:            j <= i            (top-left alignment, as `is_causal` of PyTorch has it)
+    causal:            j <= i            (top-left alignment, like PyTorch's `is_causal`)
     window w:          i - j < w, and without causal also j - i < w
 
-A visit is up to three loops: masked tiles on either side, and the tiles between them, where every pair is visible. Only
-masked tiles pay for comparisons; tiles where nothing is visible are never loaded. The loop that may well be empty comes
-last: ptxas lets matrix products run ahead of one another only where no path around a loop puts constants into their
-sums (its warning C7515).
+A visit has up to three loops: masked tiles on either side, and the tiles between, where every pair is visible. Only
+masked tiles need comparisons; tiles where nothing is visible are never loaded. The loop that is often empty comes last.
+ptxas lets matrix products overlap only if no path around a loop puts constants into their sums (its warning C7515).
 """
 
 import triton
@@ -19,15 +18,16 @@ FIRST_COLUMN = tl.constexpr(0)
 
 @triton.jit
 def long(number):
-    """A 64-bit scalar. Triton makes constants of arguments that are 1, and its interpreter ints of loop counters."""
+    """A 64-bit scalar. Triton makes arguments equal to 1 constants; its interpreter makes loop counters ints."""
     return tl.full([], 0, tl.int64) + number
 
 
 @triton.jit
 def head_and_row(program, rows, BLOCK_ROWS: tl.constexpr):
-    """Index of a program's head, counted through the batches, and its first row; a program has one tile of a head.
+    """The index of a program's head, counted through the batches, and its first row. A program has one tile of a head.
 
-    The grid's first dimension counts both. It may be 2^31 - 1 long, the others only 65535, fewer than heads may be.
+    The grid's first dimension counts both, since there may be more than 65535 heads. The first dimension may be
+    2^31 - 1 long, the others only 65535.
     """
     tiles = tl.cdiv(rows, BLOCK_ROWS)
     return program // tiles, program % tiles * BLOCK_ROWS
@@ -39,17 +39,17 @@ def load_tile(
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     COLUMN: tl.constexpr = FIRST_COLUMN,
 ):  # fmt: skip
-    """Rows [first, first + ROWS) of one head, (ROWS, BLOCK_D), zero beyond `limit` and HEAD_DIM.
+    """The rows [first, first + ROWS) of one head, (ROWS, BLOCK_D), zero beyond `limit` and HEAD_DIM.
 
     source: a pointer (offset in elements to the head's first row), or, with TMA, a (B, H, rows, D) tensor descriptor.
-    COLUMN: where the head dimension starts in a row.
+    COLUMN: the column of a row at which the head dimension starts.
     """
     if TMA:
         return source.load([batch, head, first, COLUMN]).reshape(ROWS, BLOCK_D)
     else:
         row = tl.arange(0, ROWS)
         column = tl.arange(0, BLOCK_D)
-        # 64 bits once per tile: a head of many long rows passes 2^31 elements, the tile itself does not.
+        # 64 bits once per tile: a head of many long rows may exceed 2^31 elements, but the tile itself does not.
         start = source + (offset + long(first) * stride + COLUMN)
         pointers = start + row[:, None] * stride + column[None, :]
         if EVEN and HEAD_DIM == BLOCK_D:
@@ -67,7 +67,7 @@ def store_tile(
     target, offset, tile, first, limit, stride,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The inverse of `load_tile`, through a pointer; converts to the target's dtype."""
+    """Store a tile through a pointer, as the inverse of `load_tile`, in the target's dtype."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)
     pointers = target + (offset + long(first) * stride) + row[:, None] * stride + column[None, :]
@@ -96,10 +96,10 @@ def keys_visited(
     first_query, queries, keys, window,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """For the queries of one tile: (begin, full_begin, full_end, end) of keys, multiples of BLOCK_N but for `end`.
+    """The keys that one tile of queries visits: (begin, full_begin, full_end, end), all but `end` multiples of BLOCK_N.
 
     Visit [begin, full_begin) masked, [full_begin, full_end) unmasked, [full_end, end) masked. Without WINDOW the first
-    is empty, and begin = 0.
+    range is empty, and begin = 0.
     """
     last_query = tl.minimum(first_query + BLOCK_M, queries) - 1
     begin = 0
@@ -127,10 +127,10 @@ def queries_visiting(
     first_key, queries, keys, window,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """For the keys of one tile: (begin, full_begin, full_end, end) of queries, as `keys_visited` has it for keys.
+    """The queries that one tile of keys visits: (begin, full_begin, full_end, end), as in `keys_visited`.
 
-    Queries beyond the sequence need no mask (their logsumexp is read as infinite, so their weights are zero): without
-    WINDOW full_end = end.
+    Queries beyond the sequence need no mask: their logsumexp is read as infinite, so their weights are zero. So without
+    WINDOW, full_end = end.
     """
     last_key = tl.minimum(first_key + BLOCK_N, keys) - 1
     begin = 0
@@ -138,7 +138,7 @@ def queries_visiting(
     end = queries
     full_end = queries
     if not CAUSAL and not WINDOW:
-        # No path leads around this loop: the module's docstring says why.
+        # No path leads around this loop. The module's docstring says why.
         tl.assume(queries > 0)
     if CAUSAL:
         begin = first_key // BLOCK_M * BLOCK_M

@@ -1,8 +1,8 @@
-"""FlashAttention under torch.func: `grad`, `vjp`, `vmap` and what is made of them (`jacrev`, gradients of each sample).
+"""FlashAttention under torch.func: `grad`, `vjp`, `vmap` and combinations (`jacrev`, per-sample gradients).
 
-These transform a Function only if it sets its context apart from its forward, and only operators that have a rule for
-`vmap`, which here folds the mapped dimension into the batch. What has none, forward mode and a second derivative, is
-refused in a line. Calls that nothing transforms do not come here.
+These transform a Function only if it sets its context outside its forward. They transform an operator only if it has a
+rule for `vmap`, which here folds the mapped dimension into the batch. Forward mode and second derivatives have no rule
+and are refused with one line. Calls without a transform do not come here.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class _Forward(torch.autograd.Function):
         q, k, v, *options = inputs
         ctx.save_for_backward(q, k, v, *output)
         ctx.options = options
-        ctx.mark_non_differentiable(output[1])  # the logsumexp is not given out
+        ctx.mark_non_differentiable(output[1])  # the logsumexp is not returned to the caller
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -66,7 +66,7 @@ class _Backward(torch.autograd.Function):
 
 
 def _folded(size: int, in_dims: Sequence[int | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Each tensor with the mapped dimension, of length `size`, folded into its first, the batch."""
+    """The tensors with the mapped dimension, of length `size`, folded into the first dimension, the batch."""
     found: list[Tensor | None] = []
     for dim, tensor in zip(in_dims, tensors, strict=True):
         if tensor is None:

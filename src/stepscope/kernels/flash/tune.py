@@ -1,12 +1,12 @@
-"""Tuning the FlashAttention kernels for one class of calls: a bounded list, a bounded time, a choice that is kept.
+"""Tuning of the FlashAttention kernels for one class of calls: a bounded list, a bounded time, a stored choice.
 
-    tune(q, k, v, causal=True, seconds=60)        prints as the configurations chosen and what they took
+    tune(q, k, v, causal=True, seconds=60)        prints as the chosen configurations and their times
 
-The forward kernel first, then whole backward passes by the kernel in Gluon where there is one, then the two kernels of
-other backward passes one by one, then whole passes made of the fastest of each. The configuration that would be taken
-anyway is the first of every list, so that a short budget never chooses worse than none. Whatever is wrong, or does not
-compile, gets no time. Where a kernel in Gluon is fastest, the choice says besides what was fastest of the others, for
-calls of the class that it does not take.
+The order is: the forward kernel, whole backward passes by the kernel in Gluon if there is one, the two kernels of other
+backward passes one by one, then whole passes made of the fastest of each. Every list begins with the configuration that
+is used without tuning, so a short budget never chooses worse than none. Candidates that are wrong or do not compile get
+no time. If a kernel in Gluon is fastest, the choice also names the fastest of the others, for calls of the class that
+the kernel does not take.
 """
 
 import contextlib
@@ -66,16 +66,16 @@ MOST = 10
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """Time and error of a candidate."""
+    """The time and error of a candidate."""
 
     ms: float
     """The candidate's median time in milliseconds."""
     of_allowed: float
-    """The candidate's largest error as a share of what is allowed; it is wrong above 1, or if NaN."""
+    """The candidate's largest error as a share of the allowed error. The candidate is wrong above 1, or if NaN."""
 
 
 class Measure(Protocol):
-    """Runs a candidate. Raises a TritonError, RuntimeError or ValueError where it does not compile or run."""
+    """A function that runs a candidate. If that fails, it raises a TritonError, RuntimeError or ValueError."""
 
     def __call__(self, candidate: Candidate) -> Trial: ...
 
@@ -102,7 +102,7 @@ _SHAPES: dict[str, dict[int, tuple[tuple[int, int, int, int, bool], ...]]] = {
         256: ((64, 32, 8, 2, True), (32, 64, 4, 1, False), (32, 32, 4, 1, False)),
     },
 }  # fmt: skip
-"""Candidates (block_m, block_n, num_warps, num_stages, tma), by the largest head dimension that they suit."""
+"""Candidates (block_m, block_n, num_warps, num_stages, tma), by the largest suitable head dimension."""
 _SHAPES_FP32: dict[str, dict[int, tuple[tuple[int, int, int, int, bool], ...]]] = {
     "forward": {
         64: ((128, 64, 8, 2, True), (64, 64, 4, 2, True), (64, 32, 4, 2, True), (64, 32, 4, 2, False),
@@ -130,7 +130,7 @@ _SHAPES_SPLIT: dict[str, dict[int, tuple[tuple[int, int, int, int, bool], ...]]]
         256: ((64, 32, 4, 2, True), (64, 16, 4, 2, True), (64, 32, 4, 2, False), (32, 32, 4, 1, False)),
     },
 }  # fmt: skip
-"""Tile shapes for fp32 multiplied as "bf16x6": an operand is three 16-bit tiles, so shared memory holds few of them."""
+"""Tile shapes for fp32 as "bf16x6". An operand is three 16-bit tiles, so shared memory holds few operands."""
 
 
 _HOPPER_FORWARDS = {
@@ -165,7 +165,7 @@ def _has_hopper(problem: Problem) -> bool:
 
 
 def forward_candidates(problem: Problem, *, hopper: bool = True) -> list[ForwardConfiguration]:
-    """At most ten forward configurations to try, the default first. Without `hopper`, none of the kernel in Gluon."""
+    """At most ten forward configurations to try, the default first; without `hopper`, none of the kernel in Gluon."""
     default = default_forward(problem)
     plain = msgspec.structs.replace(default, hopper=None)
     found = [default if hopper else plain]
@@ -176,7 +176,7 @@ def forward_candidates(problem: Problem, *, hopper: bool = True) -> list[Forward
 
 
 def backward_candidates(problem: Problem, *, hopper: bool = True) -> list[BackwardConfiguration]:
-    """Whole backward passes to try before any other, the default first; at most ten with those that `search` adds."""
+    """Whole backward passes to try first, the default before others; at most ten with those that `search` adds."""
     default = default_backward(problem)
     plain = msgspec.structs.replace(default, hopper=None)
     found = [default if hopper else plain]
@@ -195,13 +195,13 @@ def part_candidates(problem: Problem, kernel: Literal["keys", "queries"]) -> lis
 
 
 class Search:
-    """Measures candidates until the budget of seconds is spent; the one under way then is finished."""
+    """A search that measures candidates until the budget of seconds is spent, and finishes the last one."""
 
     def __init__(self, measure: Measure, seconds: float, now: Callable[[], float], tell: Callable[[str], None]) -> None:
         self.measure, self.now, self.tell = measure, now, tell
         self.deadline = now() + seconds
         self.trials: dict[Candidate, float] = {}
-        """Milliseconds of each correct candidate."""
+        """The time of each correct candidate in milliseconds."""
 
     def try_all(self, candidates: Sequence[Candidate]) -> None:
         for candidate in candidates:
@@ -209,7 +209,7 @@ class Search:
                 return
             try:
                 trial = self.measure(candidate)
-            except (TritonError, RuntimeError, ValueError) as error:  # compiling raises any of them
+            except (TritonError, RuntimeError, ValueError) as error:  # compilation may raise any of these
                 self.tell(f"{candidate}: {type(error).__name__}")
                 continue
             if trial.of_allowed <= 1:
@@ -234,10 +234,10 @@ def search(
     now: Callable[[], float] = time.monotonic,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Choice:
-    """The fastest correct configurations of a problem, by `measure`. Half the budget is the forward pass's at most.
+    """The fastest correct configurations of a problem, by `measure`. The forward pass gets at most half the budget.
 
-    `hopper`: whether the kernels in Gluon take the calls that are measured. `deterministic`: as PyTorch was asked to
-    be, so that the backward one does not; what the default says of it is left as it is then.
+    `hopper`: whether the kernels in Gluon take the measured calls. `deterministic`: whether PyTorch must be
+    deterministic. The backward kernel in Gluon then takes no call, and its default is left unchanged.
     """
     trying = Search(measure, seconds / 2, now, tell)
     started = trying.deadline - seconds / 2
@@ -246,7 +246,7 @@ def search(
     trying.deadline = started + seconds
     whole = backward_candidates(problem, hopper=hopper and not deterministic)
     trying.try_all(whole)
-    # The whole passes below need both kernels measured, so these come first, in turn.
+    # Both kernels must be measured before whole passes, so they come first, in turn.
     keys, queries = part_candidates(problem, "keys"), part_candidates(problem, "queries")
     in_turn = [
         part for at in range(max(len(keys), len(queries))) for part in (*keys[at : at + 1], *queries[at : at + 1])
@@ -276,7 +276,7 @@ def search(
 
 
 def _passes(trying: Search, keys: list[Part], queries: list[Part]) -> list[BackwardConfiguration]:
-    """Whole passes of the fastest kernels: by descriptors and by pointers, apart and joint."""
+    """Whole passes of the fastest kernels: with descriptors and with pointers, apart and joint."""
     found = []
     for tma in (True, False):
         over_keys, over_queries = (trying.fastest([p for p in parts if p.tma == tma]) for parts in (keys, queries))
@@ -289,7 +289,7 @@ def _passes(trying: Search, keys: list[Part], queries: list[Part]) -> list[Backw
 
 
 def _chosen(trying: Search, candidates: list[_Whole], default: _Whole) -> tuple[_Whole, float | None]:
-    """The fastest candidate and its milliseconds, or the default and None where nothing was measured."""
+    """The fastest candidate and its milliseconds, or the default and None if nothing was measured."""
     fastest = trying.fastest(candidates)
     if fastest is None:
         return default, None
@@ -301,12 +301,12 @@ def _chosen(trying: Search, candidates: list[_Whole], default: _Whole) -> tuple[
 
 
 _NEXT_TO_NOTHING = 1e-30
-"""The largest error that is allowed where the exact result is zero."""
+"""The largest allowed error if the exact result is zero."""
 _TIMED = Settings(warmup_floor=1, warmup_cap=1000, warmup_seconds=0.01, steps_floor=3, steps_cap=10_000, seconds=0.05)
 
 
 class OnDevice:
-    """Measures on the tensors of a call: results against PyTorch's own attention, then the device's own time."""
+    """A measurement on the tensors of a call: results against PyTorch's own attention, then the device's own time."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, problem: Problem) -> None:
         self.q, self.k, self.v = (t.detach() for t in (q, k, v))
@@ -322,7 +322,7 @@ class OnDevice:
         self.truth = {"out": out.detach()} | {
             name: leaf.grad for name, leaf in zip(("dq", "dk", "dv"), leaves, strict=True) if leaf.grad is not None
         }
-        # Room for two roundings of numbers near the tensor's maximum, and for the errors of two sums.
+        # The limit allows two roundings of numbers near the tensor's maximum, and the errors of two sums.
         share = {torch.float32: 2e-5, torch.float16: 0.005, torch.bfloat16: 0.02}[q.dtype]
         if problem.precision == "tf32":
             share = 0.01
@@ -333,7 +333,7 @@ class OnDevice:
         self._has_forward = False
 
     def __call__(self, candidate: Candidate) -> Trial:
-        """Compile the candidate, run it into poisoned results, compare, then time it."""
+        """Compile the candidate, run it into poisoned output tensors, compare, then time it."""
         if isinstance(candidate, ForwardConfiguration):
             run, names = self._forward(candidate), ("out",)
         else:
@@ -388,7 +388,7 @@ class OnDevice:
 
 
 def _not_taken(candidate: Candidate) -> ValueError:
-    # If it were launched here, another kernel would run, and its time would pass for this one's.
+    # A launch here would run another kernel, and its time would count as this candidate's.
     return ValueError(f"{candidate}: the kernel for Hopper does not take this call")
 
 
@@ -402,11 +402,12 @@ def tune(
     measure: Measure | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Choice:
-    """Choose for calls like this one, keep the choice on disk, and take it from now on.
+    """Choose configurations for calls like this one, store the choice on disk, and use it from now on.
 
-    q (B, H, S, D), k and v (B, H', T, D). Calls of the same head_dim, width of dtype, mask and number of queries up to
-    the next power of two use it. Where PyTorch is to be deterministic, only deterministic backward passes are measured;
-    other processes keep the default's kernel in Gluon. `measure` replaces the measurement, as tests do.
+    q is (B, H, S, D), k and v are (B, H', T, D). The choice is used by calls of the same head_dim, dtype width, mask
+    and number of queries up to the next power of two. If PyTorch must be deterministic, only deterministic backward
+    passes are measured, and other processes keep the default's kernel in Gluon. `measure` replaces the measurement, as
+    in tests.
     """
     check_inputs(q, k, v)
     if seconds <= 0:

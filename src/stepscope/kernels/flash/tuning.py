@@ -1,4 +1,4 @@
-"""Which configuration a call of the FlashAttention kernels gets: forced, tuned before and kept, or the default."""
+"""The configuration of a call of the FlashAttention kernels: forced, stored by an earlier tuning, or the default."""
 
 import contextlib
 import functools
@@ -31,7 +31,7 @@ def forced(
     backward: BackwardConfiguration | None = None,
     precision: Precision | None = None,
 ) -> Iterator[None]:
-    """A context in which every call uses these configurations; None leaves a kernel's choice as it is."""
+    """A context in which every call uses these configurations. None leaves a kernel's choice unchanged."""
     global _forced_forward, _forced_backward, _forced_precision
     before = _forced_forward, _forced_backward, _forced_precision
     _forced_forward, _forced_backward, _forced_precision = (
@@ -46,7 +46,7 @@ def forced(
 
 
 def state(q: Tensor) -> tuple[ForwardConfiguration | None, BackwardConfiguration | None, Precision]:
-    """A key of all that a choice depends on besides shapes, dtypes and devices."""
+    """A key of everything that a choice depends on, except shapes, dtypes and devices."""
     return _forced_forward, _forced_backward, precision_for(q)
 
 
@@ -61,13 +61,13 @@ _Class = tuple[torch.device, int, int, bool, int, Precision]
 
 
 def _class_of(q: Tensor, causal: bool) -> _Class:
-    """The values that a `Problem` is made of, as a tuple: quicker to make and to look up in each call."""
+    """The values of a `Problem` as a tuple, which is quicker to make and to look up in each call."""
     shape = q.shape
     return q.device, shape[3], q.element_size(), causal, (shape[2] - 1).bit_length(), precision_for(q)
 
 
 def problem_of(q: Tensor, *, causal: bool) -> Problem:
-    """The class of problems a call belongs to."""
+    """The problem class of a call."""
     return _problem(_class_of(q, causal))
 
 
@@ -89,7 +89,7 @@ def _choice(of: _Class) -> tuple[ForwardConfiguration, BackwardConfiguration]:
 
 
 def forget() -> None:
-    """Forget all choices, so that the next calls read the kept ones again; called after tuning."""
+    """Forget all choices, so that the next calls read the stored ones again. Tuning calls this at its end."""
     _choice.cache_clear()
     kept_choices.cache_clear()
     replay.forget()
@@ -106,17 +106,18 @@ def backward_configuration(q: Tensor, *, causal: bool) -> BackwardConfiguration:
 
 
 def precision_for(q: Tensor) -> Precision:
-    """How fp32 operands are multiplied: in TF32 where the process allows TF32 for its other products.
+    """How fp32 operands are multiplied: in TF32 if the process allows TF32 for its other products.
 
-    Otherwise as exactly as PyTorch's own attention is: on Hopper on the tensor cores, as three products of TF32 up to
-    head_dim 64 and as six of bf16 up to 128 (each the faster of those whose error is allowed, by the log in
-    docs/results/flash-ideas.md), elsewhere in fp32. Half precisions are multiplied exactly whatever this says.
+    Otherwise they are multiplied as exactly as in PyTorch's own attention. On Hopper the tensor cores compute three
+    products of TF32 up to head_dim 64, and six of bf16 up to 128. Each is the fastest way whose error is allowed, by
+    the log in docs/results/flash-ideas.md. Elsewhere the products are in fp32. Half precisions are always multiplied
+    exactly.
     """
     if q.dtype != torch.float32:
         return "ieee"
     if _forced_precision is not None:
         return _forced_precision
-    # This setting also reflects `allow_tf32`, which cannot be read instead: it raises where this one allowed TF32.
+    # This setting also reflects `allow_tf32`. `allow_tf32` cannot be read: it raises if this setting allowed TF32.
     if torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
     if _capability(q.device)[0] != 9 or q.shape[3] > 128:

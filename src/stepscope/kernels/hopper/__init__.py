@@ -1,1 +1,1 @@
-"""FlashAttention-2 for Hopper, in Gluon: taken by `flash/launch.py` where it runs."""
+"""FlashAttention-2 for Hopper, in Gluon. `flash/launch.py` uses it where it runs."""

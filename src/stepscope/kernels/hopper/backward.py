@@ -1,37 +1,38 @@
-"""FlashAttention's backward pass for Hopper, in Gluon: five products, one kernel, dQ added up by the memory itself.
+"""FlashAttention's backward pass for Hopper, in Gluon: five products, one kernel, dQ summed in global memory.
 
-The mathematics is `flash/backward.py`'s, over tiles of keys: a program has one tile of K and V, lets tiles of queries
-pass by, and keeps dK and dV in registers. dQ of a row is a sum over keys, so over programs: each adds its part to sums
-in fp32 in global memory through the tensor-memory accelerator, in an order that differs between runs. Before it
-`flash_row_statistics` zeroes the sums, and after it `flash_finish_queries` turns them into dQ.
+The mathematics is from `flash/backward.py`, over tiles of keys. A program has one tile of K and V, loops over tiles of
+queries, and keeps dK and dV in registers. dQ of a row is a sum over keys, and so over programs. Each program adds its
+part to fp32 sums in global memory through the tensor-memory accelerator, in an order that differs between runs. Before
+this kernel `flash_row_statistics` zeroes the sums; after it `flash_finish_queries` turns them into dQ.
 
 A producer, one warp with few registers, loads the tiles. Two consumers of four warps multiply, each with 64 of the 128
-keys; one's exponentials run behind the other's products. With a tile of queries at hand a consumer begins S^T and dP^T
-of its keys; then, while products run,
+keys. The exponentials of one run behind the products of the other. When a tile of queries has come, a consumer begins
+S^T and dP^T of its keys. Then, while products run, it does
 
-    exponentials                        behind dP^T
-    dS^T, into shared memory too        behind dV
-    meeting the other's dS^T there      behind dV and dK
-    dQ, half of its columns each, into shared memory, and away
+    exponentials                           behind dP^T
+    dS^T, also into shared memory          behind dV
+    wait for the other consumer's dS^T     behind dV and dK
+    dQ, half of the columns each, into shared memory, and from there to the sums
 
-Barriers, as `forward.py` has them explained. Tile i of queries, with its dO, logsumexp and delta, and dS^T of it
-use buffer s = i % STAGES as the (u = i // STAGES)th:
+Barriers are explained in `forward.py`. Tile i of queries, with its dO, logsumexp, delta and dS^T, uses buffer
+s = i % STAGES, as its use u = i // STAGES:
 
-    full[s]      1 arrival a phase: the producer's, which also says how many bytes will come. Consumers wait for parity
-                 u & 1.
+    full[s]      1 arrival a phase, by the producer, which also sets the number of bytes to come. Consumers wait for
+                 parity u & 1.
     ready[s]     1 arrival of each consumer a phase, when its half of dS^T is written. Consumers wait for parity u & 1
                  before they read the other's half.
     empty[s]     1 arrival of each consumer a phase, when its products from the buffer have ended. The producer waits
-                 for parity (u & 1) ^ 1 before it loads, and consumers before they write dS^T; both get past the fresh
-                 barrier where u = 0.
+                 for parity (u & 1) ^ 1 before it loads, and consumers before they write dS^T. At u = 0 both pass the
+                 fresh barrier.
 
-What keeps ptxas from letting products run ahead of one another, found by compiling (warnings C7512 to C7515): a branch
-in the loop, which is why masked tiles have one of their own, whose length is a constant, so that no path leads around
-it; sums that anything but a product reads in a later turn of the loop than they were begun in; and more registers than
-240 a thread, which is why a mask is compared the way it is.
+Compiling showed three things that keep ptxas from letting products run ahead of one another (warnings C7512 to C7515):
+
+- A branch in the loop. So masked tiles have a separate loop of constant length, and no path leads around it.
+- Sums that anything but a product reads in a later iteration than the one that began them.
+- More than 240 registers a thread. The way a mask is compared saves registers.
 """
 
-# Gluon's functions are not Python's, though written alike.
+# Gluon's functions look like Python's, but are not.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false
 
@@ -54,7 +55,7 @@ STAGES = 2
 
 @builtin
 def _async_add(descriptor, coordinates, tile, _semantic: Any = None):
-    """Add a tile in shared memory to global memory, for which Gluon's compiler has an instruction, but no function."""
+    """Add a tile in shared memory to global memory. Gluon's compiler has an instruction for this, but no function."""
     where = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, where, tile.handle)
 
@@ -118,7 +119,7 @@ def _visit_queries(
         weights = gl.exp2(scores * scale_log2 - logsumexp)
         key = first_key + INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
         if MASKED:
-            # Written so, the difference between a thread's scores is a constant and takes no register.
+            # In this form the difference between a thread's scores is a constant and takes no register.
             after_first_query = (key - tile * BLOCK_M)[:, None]
             query = gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES))[None, :]
             weights = gl.where(after_first_query <= query, weights, 0.0)
@@ -178,7 +179,7 @@ def _consume(
     v = v_tile.reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, dim=0)
     if V_IN_REGISTERS:
         v = v.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
-    # With grouped heads every tile is compared, since each head brings its masked tiles again.
+    # With grouped heads every tile is compared, since each head has its own masked tiles.
     MASKED_TILES: gl.constexpr = BLOCK_N // BLOCK_M if CAUSAL and GROUP == 1 else 0
     if MASKED_TILES > 0:
         dk, dv = _visit_queries(
@@ -207,7 +208,7 @@ def hopper_gradients(
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, V_IN_REGISTERS: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV, and dQ / scale added to SUMS, by one program a tile of keys.
+    """Compute dK and dV, and add dQ / scale to SUMS: one program per tile of keys.
 
     Q, K, V and GRADIENT are descriptors of (B, H, rows, D) with blocks (1, 1, BLOCK_M or BLOCK_N, D); STATISTICS of
     (2 B H, padded) fp32 with blocks (1, BLOCK_M): the logsumexp in base 2, then delta; SUMS of (B H padded, D) fp32
@@ -217,7 +218,7 @@ def hopper_gradients(
     BLOCK_N: gl.constexpr = K.block_shape[2]
     dtype: gl.constexpr = Q.dtype
     key_tiles = gl.cdiv(keys, BLOCK_N)
-    # Under a causal mask most queries see the first keys, so the heavy tiles already come first.
+    # Under a causal mask the first keys are seen by the most queries, so the heavy tiles already come first.
     first_key = gl.program_id(0) % key_tiles * BLOCK_N
     batch_head = gl.program_id(0) // key_tiles
     batch = batch_head // kv_heads
@@ -225,8 +226,8 @@ def hopper_gradients(
     begin = 0
     tiles = gl.cdiv(queries, BLOCK_M)
     if CAUSAL:
-        # The first BLOCK_N / BLOCK_M tiles are the masked ones, and always visited. Beyond the sequence they are zeros
-        # that weigh nothing, and have rows of their own in the statistics and sums, which are padded so far.
+        # The first BLOCK_N / BLOCK_M tiles are masked and always visited. Beyond the sequence they are zeros without
+        # weight. Statistics and sums are padded, so these tiles have their own rows there.
         begin = first_key // BLOCK_M
         tiles = gl.maximum(tiles - begin, BLOCK_N // BLOCK_M)
 

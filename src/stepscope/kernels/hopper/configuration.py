@@ -5,27 +5,27 @@ import msgspec
 HOPPER_HEAD_DIMS = (64, 128)
 """Head dimensions that the kernels take."""
 HOPPER_BLOCK_N = 128
-"""Keys per tile of the backward kernel. Its row statistics and sums are padded to a multiple of this, since under a
-causal mask the kernel visits all queries at the positions of the tile's keys."""
+"""Keys per tile of the backward kernel. Row statistics and sums are padded to a multiple of this, since under a causal
+mask the kernel visits all queries at the positions of the tile's keys."""
 
 
 class HopperForward(msgspec.Struct, frozen=True, kw_only=True):
-    """The forward kernel in Gluon: consumers of four warps, 64 queries each."""
+    """The configuration of the forward kernel in Gluon: consumers of four warps, 64 queries each."""
 
     consumers: int = 2
-    """Number of consumers, 1 to 3; each has 64 queries of the tile."""
+    """The number of consumers, 1 to 3. Each has 64 queries of the tile."""
     block_n: int = 128
-    """Keys of a tile: a power of two from 16 to 256."""
+    """The number of keys of a tile: a power of two from 16 to 256."""
     stages: int = 2
-    """Number of buffers for K, and of buffers for V: two or more."""
+    """The number of buffers for K, and of buffers for V: two or more."""
     turns: bool = False
     """Whether consumers take turns at the tensor cores."""
     late: bool = False
-    """Whether weights are rounded while the next scores are computed, which takes registers."""
+    """Whether weights are rounded while the next scores are computed. This takes registers."""
     rows_first: bool = True
-    """Tiles of one head after another, so that its keys stay in L2; otherwise the heads take turns."""
+    """Whether the tiles of one head follow one another, so that its keys stay in L2. Otherwise the heads take turns."""
     max_registers: int | None = None
-    """Registers per thread at launch, None for no cap; a low cap lets several programs share a multiprocessor."""
+    """Registers per thread at launch; None for no cap. With a low cap several programs share a multiprocessor."""
 
     def __post_init__(self) -> None:
         """Check the values, which may come from a file."""
@@ -46,10 +46,10 @@ class HopperForward(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HopperBackward(msgspec.Struct, frozen=True, kw_only=True):
-    """The backward kernel in Gluon: tiles of 64 queries against 128 keys, two consumers of four warps."""
+    """The backward kernel's configuration in Gluon: tiles of 64 queries by 128 keys, two consumers of four warps."""
 
     v_in_registers: bool = False
-    """Whether V stays in registers too, not only in shared memory; there is room for it at head_dim 64."""
+    """Whether V stays in registers too, not only in shared memory. There is room for it at head_dim 64."""
 
     def __str__(self) -> str:
         return f"hopper 64x128{' v-in-registers' if self.v_in_registers else ''}"

@@ -1,40 +1,40 @@
-"""FlashAttention's forward pass for Hopper, in Gluon: waits are written out, and not left to a compiler.
+"""FlashAttention's forward pass for Hopper, in Gluon: waits are explicit, not left to a compiler.
 
-The mathematics is `flash/forward.py`'s; what differs is who does what when (Shah et al. 2024, FlashAttention-3,
+The mathematics is from `flash/forward.py`. The division of work differs (Shah et al. 2024, FlashAttention-3,
 arXiv:2407.08608, sections 3.1 and 3.2). A program has one tile of queries and two kinds of warps:
 
     producer      one warp with few registers: loads Q once, then the tiles of K and of V, each into a ring of STAGES
                   buffers in shared memory, through the tensor-memory accelerator
     consumers     each of four or eight warps with a part of the tile's rows: products, exponentials, sums
 
-A consumer lets its products run while it works on exponentials. In step i it begins S_i = Q K_i^T, then
-O += P_{i-1} V_{i-1}, waits for the first of the two only, and turns S_i into P_i while the second still runs. With
-TURNS, consumers hand the tensor cores to one another besides: one takes its exponentials while the other multiplies.
+A consumer computes exponentials while its products run. In step i it begins S_i = Q K_i^T, then
+O += P_{i-1} V_{i-1}. It waits only for the first of the two, and turns S_i into P_i while the second still runs. With
+TURNS, consumers also take turns at the tensor cores: one computes exponentials while the other multiplies.
 
-Barriers (`mbarrier`, in shared memory). A barrier counts arrivals; when its count is full, a phase is complete, and
-phases alternate between parities 0 and 1. Waiting for a parity returns when the latest complete phase has it; on a
-fresh barrier, waiting for parity 1 returns at once. Tile i of K lies in buffer i % STAGES, and uses it as the
-(i // STAGES)th; so, for K and for V alike:
+Barriers (`mbarrier`) are in shared memory. A barrier counts arrivals. When its count is full, a phase is complete.
+Phases alternate between parities 0 and 1. A wait for a parity returns when the latest complete phase has it. On a fresh
+barrier, a wait for parity 1 returns at once. Tile i of K is in buffer s = i % STAGES, as its use u = i // STAGES. For K
+and for V alike:
 
-    full[s]    1 arrival a phase: the producer's, which also says how many bytes will come; the phase is complete when
-               they have. Use u of the buffer completes phase u: consumers wait for parity u & 1.
+    full[s]    1 arrival a phase, by the producer, which also sets the number of bytes to come. The phase is complete
+               when all bytes have come. Use u of the buffer completes phase u, so consumers wait for parity u & 1.
     empty[s]   1 arrival of each consumer a phase, when its product from the buffer has ended. Use u of the buffer may
-               be loaded when use u - 1 was released, which completes phase u - 1: the producer waits for parity
-               (u & 1) ^ 1, and for u = 0 gets past the fresh barrier.
+               be loaded after the release of use u - 1, which completes phase u - 1. So the producer waits for parity
+               (u & 1) ^ 1, and for u = 0 it passes the fresh barrier.
     queries    1 arrival, 1 phase: all of Q has come.
-    turn[c]    1 arrival a phase. Consumer c may begin products. At its wait w (0, 1, ...), consumer 0 needs the phase
-               w - 1 (its first turn is its own: parity (w & 1) ^ 1), another one phase w (parity w & 1): consumer c
-               arrives at turn[c + 1] in its turn w, the last consumer at turn[0]. All take the same number of turns.
+    turn[c]    1 arrival a phase: consumer c may begin products. At its wait w (0, 1, ...), consumer 0 needs phase
+               w - 1 (it has the first turn: parity (w & 1) ^ 1); any other needs phase w (parity w & 1). In its turn w,
+               consumer c arrives at turn[c + 1], the last consumer at turn[0]. All take the same number of turns.
 
-No wait is ever two phases behind: a consumer does not release a buffer before it has waited for it to be full, and the
-producer does not load one before all have released it; a turn is given only by who has had it. Every consumer passes
-every tile of keys that any row of the program sees, so that all counts are the same.
+No wait is ever two phases behind. A consumer releases a buffer only after waiting for it to be full. The producer loads
+a buffer only after all have released it. Only the consumer that has had a turn gives it. Every consumer passes every
+tile of keys that any row of the program sees, so all counts are equal.
 
-The first tile of keys is always visited apart, with whatever comparisons its mask needs: it fills the pipeline. It is
-the one on the diagonal nearest the first row, which all rows see a key of, so that no maximum is -inf from there on.
+The first tile of keys is always visited separately, with the comparisons that its mask needs, to fill the pipeline. It
+is the tile on the diagonal nearest the first row. All rows see a key of it, so no maximum is -inf afterwards.
 """
 
-# Gluon's functions are not Python's, though written alike.
+# Gluon's functions look like Python's, but are not.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false
 
@@ -53,7 +53,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def _visit(place, masked_begin, tiles):
-    """Index of the tile of keys to visit at this place: masked tiles first, then the others from the beginning."""
+    """The index of the tile of keys to visit at this place: masked tiles first, then the others from the beginning."""
     tile = place + masked_begin
     return gl.where(tile >= tiles, tile - tiles, tile)
 
@@ -90,7 +90,7 @@ def _hide(scores, first_row, first_key, keys, CAUSAL: gl.constexpr):
     BLOCK_N: gl.constexpr = scores.shape[1]
     LAYOUT: gl.constexpr = scores.type.layout
     column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-    # One comparison per element: a row sees the columns before some column.
+    # One comparison per element is enough: a row sees the columns before some column.
     behind = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, LAYOUT)) + (keys - first_key)
     if CAUSAL:
         row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) + first_row
@@ -100,7 +100,7 @@ def _hide(scores, first_row, first_key, keys, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _share(weights):
-    """Sums over the columns that one thread has, (rows, 4): four threads share a row, and add up at the end only."""
+    """Sums over the columns of one thread, (rows, 4). Four threads share a row, and their sums are added at the end."""
     ROWS: gl.constexpr = weights.shape[0]
     COLUMNS: gl.constexpr = weights.shape[1]
     return gl.sum(gl.sum(gl.reshape(weights, [ROWS, COLUMNS // 8, 4, 2]), 3), 1)
@@ -108,7 +108,7 @@ def _share(weights):
 
 @gluon.jit
 def _soften(scores, maximum, total, scale_log2):
-    """A tile of scores to weights: (weights, decay of what was summed before, maximum, total)."""
+    """The weights of a tile of scores: (weights, decay of the earlier sums, maximum, total)."""
     new_maximum = gl.maximum(maximum, gl.max(scores, 1) * scale_log2)
     weights = gl.exp2(scores * scale_log2 - new_maximum[:, None])
     decay = gl.exp2(maximum - new_maximum)
@@ -119,7 +119,7 @@ def _soften(scores, maximum, total, scale_log2):
 
 @gluon.jit
 def _as_operand(weights, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """Weights as the left operand of the product with V, in half of the registers that they have now."""
+    """Weights as the left operand of the product with V, in half of their present registers."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
     return gl.convert_layout(weights.to(dtype), OPERAND, assert_trivial=True)
 
@@ -132,15 +132,18 @@ def _step(
     CAUSAL: gl.constexpr, MASKED: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr,
     SCORES: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
-    """Scores and weights of place i, and the output of place i - 1 from the given weights. These are the product's
-    operand, or, if LATE, fp32 to be rounded while the product for the scores runs."""
+    """The scores and weights of place i, and the output of place i - 1 from the given weights.
+
+    The given weights are the product's operand or, if LATE, fp32, and are rounded while the product for the scores
+    runs.
+    """
     ROWS: gl.constexpr = q.shape[0]
     HEAD_DIM: gl.constexpr = q.shape[1]
     buffer = i % STAGES
     before = (i - 1) % STAGES
     mbarrier.wait(k_full.index(buffer), (i // STAGES) & 1)
     if TURNS:
-        # Turn i - 1 of this consumer; the module's docstring explains the parities.
+        # This is turn i - 1 of this consumer. The module's docstring explains the parities.
         mbarrier.wait(turns.index(INDEX), ((i - 1) & 1) ^ (1 if INDEX == 0 else 0))
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
     k = k_tiles.index(buffer).reshape([BLOCK_N, HEAD_DIM]).permute([1, 0])
@@ -156,9 +159,9 @@ def _step(
     if MASKED:
         scores = _hide(scores, first_row, _visit(i, masked_begin, tiles) * BLOCK_N, keys, CAUSAL)
     next_weights, decay, maximum, total = _soften(scores, maximum, total, scale_log2)
-    # Tile i of V, for the next step. Here, because ptxas moves the wait for the product before all that does not need
-    # it, exponentials too, unless there is a loop between them, as a barrier's is. It needs a second buffer: the one
-    # that the product still reads is released below.
+    # Wait here for tile i of V, which the next step needs. ptxas moves the wait for the product ahead of everything
+    # that does not need it, exponentials too, unless a loop is between them, as in a barrier. This needs a second
+    # buffer, since the buffer that the product still reads is released below.
     mbarrier.wait(v_full.index(buffer), (i // STAGES) & 1)
     output, weights = warpgroup_mma_wait(0, deps=[output, weights])
     mbarrier.arrive(v_empty.index(before))
@@ -233,7 +236,7 @@ def _consume(
     logsumexp = (maximum + gl.log2(total)) * LN2
     gl.store(LOGSUMEXP + (batch * heads + head).to(gl.int64) * queries + row, logsumexp, mask=row < queries)
     divisor = gl.convert_layout(total, gl.SliceLayout(1, OUTPUT), assert_trivial=True)
-    # All products with the queries have ended, so their buffer is free.
+    # All products with the queries have ended, so the queries' buffer is free.
     q.store((output / divisor[:, None]).to(q_tiles.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(OUT, [batch, head, first_row, 0], q_tile)
@@ -247,7 +250,7 @@ def hopper_forward(
     EVEN_KEYS: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr, ROWS_FIRST: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Forward: one program per tile of queries of one head; its consumers share the rows of the tile.
+    """Compute forward: one program per tile of queries of one head. Its consumers share the rows of the tile.
 
     Q, K, V and OUT are tensor descriptors of (B, H, rows, D) with blocks (1, 1, rows of a consumer or BLOCK_N, D);
     LOGSUMEXP is (B, H, S) fp32, contiguous.
@@ -297,7 +300,7 @@ def hopper_forward(
         mbarrier.init(turns.index(c), count=1)
     fence_async_shared()
 
-    # A tile of keys holds all of the diagonal that a tile of queries meets if it begins wherever one of those may.
+    # One tile of keys holds the whole diagonal of a tile of queries if tiles of queries may begin where it begins.
     MORE_MASKED: gl.constexpr = CAUSAL and BLOCK_N % BLOCK_M != 0
     FIRST_MASKED: gl.constexpr = CAUSAL or not EVEN_KEYS
     WARPS: gl.constexpr = ROWS // 16

@@ -1,4 +1,4 @@
-"""Launching the kernels for Hopper: which calls they take, descriptors, grids."""
+"""Launches of the kernels for Hopper: the calls that they take, descriptors, grids."""
 
 import functools
 
@@ -17,15 +17,15 @@ BLOCK_M = 64
 BLOCK_N = HOPPER_BLOCK_N
 """Keys per tile of the backward kernel, which two consumers share."""
 _BACKWARD_REGISTERS = 168
-"""Registers per thread at launch: 65536 over three warp groups. Consumers then take over most of the producer's."""
+"""Registers per thread at launch: 65536 over three warp groups. Consumers then get most of the producer's registers."""
 _PRODUCER_REGISTERS = 24
 _WORKER_REGISTERS = {1: 240, 2: 240, 3: 160}
-"""Registers per thread of each forward consumer but the first, by number of consumers. The first gets the rest of
-65536: 240, or 168 where there are three consumers."""
+"""Registers per thread of each forward consumer except the first, by number of consumers. The first gets the rest of
+65536: 240, or 168 if there are three consumers."""
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the kernels are written for these operands, all describable (`launching.describable`)."""
+    """Whether the kernels take these operands, which must be describable (`launching.describable`)."""
     q = tensors[0]
     return (
         q.device.type == "cuda" and q.element_size() == 2 and q.shape[-1] in HOPPER_HEAD_DIMS and _is_hopper(q.device)
@@ -53,7 +53,7 @@ def launch_hopper_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
     *, causal: bool, scale: float, configuration: HopperForward, launcher: Launcher,
 ) -> object:  # fmt: skip
-    """Fill `out` (B, H, S, D) and `logsumexp` ((B, H, S) fp32, contiguous). No window; the scale is not negative."""
+    """Fill `out` (B, H, S, D) and `logsumexp` ((B, H, S) fp32, contiguous). No window, no negative scale."""
     batches, heads, queries, _ = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     chosen = configuration
@@ -79,7 +79,7 @@ def launch_hopper_gradients(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, statistics: Tensor, sums: Tensor,
     *, causal: bool, scale: float, configuration: HopperBackward, launcher: Launcher,
 ) -> object:  # fmt: skip
-    """Fill dk and dv, and add dQ / scale to the sums. `padded`, of the statistics, is a multiple of BLOCK_N."""
+    """Fill dk and dv, and add dQ / scale to the sums. The statistics are padded to a multiple of BLOCK_N."""
     batches, heads, queries, head_dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     rows, padded = batches * heads, statistics.shape[1]
