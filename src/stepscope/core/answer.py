@@ -69,7 +69,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     doubted: bool = False
     """Whether the findings of one of its runs doubt the figure."""
     name: str = ""
-    """The name of the bar; empty on a curve."""
+    """The name of the bar, or of a single point; empty on a curve."""
     style: str = ""
     """A second property, across the lines, told by dashes."""
     low: float | None = None
@@ -77,18 +77,57 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The ends of y's confidence interval."""
     missing: str = ""
     """Why there is no such figure, as in `OOM` or `nan`: its place is marked with it, and y means nothing."""
+    apart: bool = False
+    """Whether the figure is shown, and not counted with the others: its point is hollow."""
+
+
+class Span(msgspec.Struct, frozen=True):
+    """A named stretch of the axis x, such as a phase of the step."""
+
+    name: str
+    begin: float
+    end: float
+
+
+class Guide(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What figures are held against: a line through these places, or a ribbon where `to` has its other edge."""
+
+    y: tuple[float, ...]
+    x: tuple[float, ...] = ()
+    """Empty for one y over the whole width."""
+    to: tuple[float, ...] = ()
+    name: str = ""
+
+
+class Frame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What stands round the figures of a panel. Whatever is empty is left out, or chosen by the values."""
+
+    heading: str = ""
+    """The panel's title, where the question says too little."""
+    note: str = ""
+    """What points and bars are, and what is not shown: a picture travels without its tables."""
+    line_title: str = ""
+    style_title: str = ""
+    x_ends: tuple[float, float] | None = None
+    y_ends: tuple[float, float] | None = None
+    spans: tuple[Span, ...] = ()
+    guides: tuple[Guide, ...] = ()
 
 
 class Panel(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures over one axis: curves, bars side by side, or bars stacked by colour. None for a scale lets the values
-    choose."""
+    """Figures over one axis. None for a scale lets the values choose.
+
+    Curves; bars side by side, or stacked by colour; points that no line joins; or areas: bytes over microseconds,
+    stacked by line, each until the line's next point. The lines of areas have the same moments, in one order.
+    """
 
     x_title: str
     y_title: str
     points: tuple[Point, ...]
     x_log: bool | None = None
     y_log: bool | None = None
-    kind: Literal["curves", "bars", "stack"] = "curves"
+    kind: Literal["curves", "bars", "stack", "points", "areas"] = "curves"
+    frame: Frame = Frame()
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,6 +263,7 @@ def decode_answer(data: bytes, source: str) -> Answer:
 
 _LATER: dict[str, object] = {
     "lead": (), "checked": False, "date": "", "asides": (), "origin": (), "kind": "curves",
+    "frame": {},
 }  # fmt: skip
 """Fields that version 1 did not have at first: left out of a document where they say nothing."""
 

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from collections.abc import Callable
+from typing import TypeGuard
 
 from stepscope.core.attentions import (
     ATTENTIONS,
@@ -15,6 +16,7 @@ from stepscope.core.attentions import (
     attention_names,
 )
 from stepscope.core.errors import InputError, choose
+from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.workload import Dtype, Workload
 
 _TENSOR_DTYPE: dict[Dtype, TensorDtype] = {
@@ -106,9 +108,10 @@ def predicted_attention(workload: Workload, device_type: str) -> Attention:
     return name
 
 
-def is_predicted(workload: Workload) -> bool:
-    """Whether the memory of the workload's attention can be predicted, wherever that attention runs."""
-    return workload.attention in (AUTO, *_predicted(workload))
+def is_predicted(workload: AnyWorkload) -> TypeGuard[Workload]:
+    """Whether a workload's memory can be predicted: the model is the textbook's, with an attention that can be,
+    wherever that attention runs."""
+    return isinstance(workload, Workload) and workload.attention in (AUTO, *_predicted(workload))
 
 
 def _predicted(workload: Workload) -> list[Attention]:

@@ -163,11 +163,6 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(verdict for verdict in self.verdicts if verdict.outcome == "failed")
 
     @property
-    def unexplained(self) -> tuple[AttentionVerdict, ...]:
-        """Failures that no known fault of the implementation's authors explains."""
-        return tuple(verdict for verdict in self.failures if not verdict.known)
-
-    @property
     def passed(self) -> bool:
         """Whether something was computed, and all results are right."""
         return not self.failures and any(verdict.outcome == "passed" for verdict in self.verdicts)

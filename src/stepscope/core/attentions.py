@@ -1,6 +1,6 @@
-"""The attentions: one record for each, with what the rooms need to know of it. None of it needs torch.
+"""One record for each attention, with what the rooms need to know about it. This file does not need torch.
 
-To add one: its function in a file of `models/attention/`, its record in `ATTENTIONS`, and a case in the tests.
+To add an attention, write its function in a file of `models/attention/`, its record in `ATTENTIONS`, and a test case.
 """
 
 from typing import Literal
@@ -20,16 +20,16 @@ TensorDtype = Literal["fp64", "fp32", "bf16", "fp16"]
 Compiler = Literal["triton", "inductor"]
 
 Scores = Literal["whole", "pieces", "fused"]
-"""How the scores are made. whole: all of them, as one matrix product. pieces: by products whose number depends on the
-sequence. fused: inside a kernel that never stores them."""
+"""How the scores are made. whole: by one matrix product. pieces: by products whose number depends on the sequence
+length. fused: inside a kernel that never stores them."""
 
 Memory = Literal["scores", "nothing", "tiled", "math", "efficient", "flash", "cudnn", "chosen", "fused", "hopper"]
 """The formulas for what autograd saves and what a step needs.
 
-scores: the exponentials and their quotient. nothing: all is made again. tiled: the output and the logsumexp, with keys
-and values repeated for each head. math, efficient, flash, cudnn: as PyTorch's backend of that name. chosen: as the
-backend that PyTorch chooses. fused: the output and the logsumexp. hopper: the same, and what the kernels for Hopper
-make on the way."""
+scores: the exponentials and their quotient. nothing: everything is recomputed. tiled: the output and the logsumexp,
+with keys and values repeated for each head. math, efficient, flash, cudnn: as PyTorch's backend of that name. chosen:
+as the backend that PyTorch chooses. fused: the output and the logsumexp. hopper: as fused, and the buffers of the
+kernels for Hopper."""
 
 _ALL: tuple[TensorDtype, ...] = ("fp64", "fp32", "bf16", "fp16")
 _FUSED: tuple[TensorDtype, ...] = ("fp32", "bf16", "fp16")
@@ -40,7 +40,7 @@ LARGEST_EXPONENT: dict[TensorDtype, int] = {"fp64": 709, "fp32": 88, "bf16": 88,
 
 
 class AttentionCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One call, as far as it decides which implementations can run it. Unknown lengths and heads are None."""
+    """The properties of a call that decide which implementations can run it. Unknown lengths and heads are None."""
 
     device_type: str
     dtype: TensorDtype
@@ -51,48 +51,48 @@ class AttentionCall(msgspec.Struct, frozen=True, kw_only=True):
     key_heads: int | None = None
     window: int | None = None
     largest_score: float | None = None
-    """The largest absolute score of any query and any key that it sees; None where the numbers are not known."""
+    """The largest absolute score of a query and a key that it sees; None if the numbers are unknown."""
     backward: bool = True
-    """Whether gradients are asked for."""
+    """Whether gradients are needed."""
 
 
 class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of an attention: where it runs, what it keeps, how far it may be off, and how it shows in what ran.
+    """The record of an attention: where it runs, what it keeps, how large its error may be, and how a trace shows it.
 
-    Every attention takes these, so no field says them: causal or not; any number of queries and of keys from `shortest`
-    on, the two unequal too; keys and values of fewer heads than the queries, where those divide these; non-contiguous
-    tensors; any scale, zero and below too.
+    Every attention takes the following, so no field says it: causal or not; any numbers of queries and keys from
+    `shortest` on, also unequal ones; fewer heads of keys and values than of queries, if their number divides the
+    queries'; non-contiguous tensors; any scale, also zero or negative.
     """
 
     function: str
-    """Where the implementation is, as `module:name`. The first call imports it."""
+    """The implementation's location, as `module:name`. The first call imports it."""
 
     # ---- where it runs
 
     device_types: tuple[str, ...] = ("cpu", "cuda")
     trains_on: tuple[str, ...] = ("cpu", "cuda")
-    """Types of devices on which it has a backward pass."""
+    """The device types on which it has a backward pass."""
     capability: tuple[int, int] = (0, 0)
     """The compute capability that a GPU needs."""
     cuda_dtypes: tuple[TensorDtype, ...] = _ALL
     cpu_dtypes: tuple[TensorDtype, ...] = _ALL
     min_head_dim: int = 1
     max_head_dim: int | None = None
-    """The largest head_dim on a GPU and in Triton's interpreter; elsewhere there is no limit."""
+    """The largest head_dim on a GPU and in Triton's interpreter. Elsewhere there is no limit."""
     head_dim_multiple: int = 1
     shortest: int = 1
-    """The fewest queries, and the fewest keys, that it takes."""
+    """The smallest number of queries, and of keys, that it takes."""
     window: bool = True
     """Whether it takes a sliding window."""
     subtracts_maximum: bool = True
-    """Whether it takes scores of any size: without the maximum of its row subtracted, exp of a score must be finite."""
+    """Whether it subtracts the row's maximum, which allows scores of any size. If not, their exp must be finite."""
     compiler: Compiler | None = None
-    """What compiles its kernels, anew for each shape. triton: it runs on a GPU, or anywhere in Triton's interpreter.
-    inductor: it calls torch.compile itself."""
+    """The compiler of its kernels, which runs for each new shape. triton: it runs on a GPU, or anywhere in Triton's
+    interpreter. inductor: it calls torch.compile itself."""
     kernel_by_length: bool = False
-    """Whether long sequences have a kernel of their own."""
+    """Whether long sequences run a different kernel."""
     proposed: bool = True
-    """Whether it is proposed to a user. One that is for the lab alone is not."""
+    """Whether it is proposed to a user. An attention that is only for the lab is not."""
 
     # ---- what it makes and keeps
 
@@ -102,29 +102,29 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
     memory: Memory | None = None
     """The formula for what it saves and needs; None where there is none."""
     predicted: Literal["always", "eager", "never"] = "never"
-    """Which steps with it have a predicted memory: all, those that are not compiled, or none."""
+    """Which steps with it have a predicted memory: all, only eager ones, or none."""
 
     kept_operators: tuple[str, ...] = ()
-    """Fused operators whose output selective checkpointing keeps, as `namespace::name`: they are not run again."""
+    """Fused operators whose output selective checkpointing keeps, as `namespace::name`. They do not run again."""
 
     in_fp32: bool = False
-    """Whether tensors of 16 bits are multiplied in fp32 all the same."""
+    """Whether even 16-bit tensors are multiplied in fp32."""
 
-    # ---- how far it may be off
+    # ---- how large its error may be
 
     rounds_scores: bool = False
-    """Whether it rounds scores and weights to the tensors' dtype: in 16 bits it may be off twice as far as others."""
+    """Whether it rounds scores and weights to the tensors' dtype. In 16 bits its error may be twice the others'."""
     rounds_weights: str = ""
-    """A known fault: its backward rounds the weights to 16 bits before it makes the scores' gradient of them. What is
-    known of that; empty where it does not."""
+    """What is known of a fault: its backward rounds the weights to 16 bits before it makes the scores' gradient from
+    them. Empty if it has no such fault."""
 
-    # ---- how it shows in what ran
+    # ---- how a trace shows it
 
     signs: str = ""
-    """A pattern of names: of operators on the host, and of kernels, which a replayed CUDA graph has alone. Empty: it is
-    written out in operators that others use too."""
+    """A pattern of names of host operators and of kernels. A replayed CUDA graph has only kernels. Empty if the
+    attention is written out in operators that others use too."""
     signs_when_compiled: bool = False
-    """Whether compiled code calls it by the same operators."""
+    """Whether compiled code calls the same operators."""
     calls_softmax: bool = False
     """Whether an attention without signs calls PyTorch's softmax; others without signs call exp."""
     chooses_among: tuple[Attention, ...] = ()
@@ -136,7 +136,7 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.compiler == "triton"
 
     def fault(self, call: AttentionCall) -> str | None:
-        """Why it cannot run this call, as words to follow its name; None where it can."""
+        """The reason why it cannot run this call, in words that follow its name; None if it can."""
         return self._fault_of_place(call) or self._fault_of_sizes(call) or self.fault_of_scores(call)
 
     def _fault_of_place(self, call: AttentionCall) -> str | None:
@@ -165,7 +165,7 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     def fault_of_scores(self, call: AttentionCall) -> str | None:
-        """Why it does not take these numbers, wherever it runs, compiled or not; None where it does."""
+        """The reason why it does not take these numbers on any device, compiled or not; None if it does."""
         if not self.subtracts_maximum and call.largest_score is not None:
             limit = LARGEST_EXPONENT[call.dtype]
             if call.largest_score > limit:
@@ -194,7 +194,7 @@ ATTENTIONS: dict[Attention, AttentionRecord] = {
     "sdpa-efficient": AttentionRecord(
         function=f"{_PYTORCH}:sdpa_efficient", memory="efficient", predicted="always", repeats_keys=True,
         kept_operators=("aten::_scaled_dot_product_efficient_attention",),
-        # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. Its loads are of 16 bytes.
+        # It loads 16 bytes at a time (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
         device_types=("cuda",), cuda_dtypes=_FUSED, head_dim_multiple=8,
         rounds_weights="known of PyTorch's memory-efficient kernel, seen with PyTorch 2.11: its backward keeps the "
         "weights in 16 bits and makes dS = P (dP - D) of the rounded ones, one rounding more than FlashAttention "
@@ -213,7 +213,7 @@ ATTENTIONS: dict[Attention, AttentionRecord] = {
     "sdpa-cudnn": AttentionRecord(
         function=f"{_PYTORCH}:sdpa_cudnn", memory="cudnn", predicted="always",
         kept_operators=("aten::_scaled_dot_product_cudnn_attention",),
-        # Beyond 128 only cuDNN from 9.22 on has a backward, and on some GPUs.
+        # Beyond 128, only cuDNN 9.22 or later has a backward, and only on some GPUs.
         device_types=("cuda",), cuda_dtypes=_HALF, max_head_dim=128, head_dim_multiple=8, shortest=2,
         signs=r"_scaled_dot_product_cudnn_attention|^cudnn\w*_sdpa_", signs_when_compiled=True,
     ),
@@ -237,7 +237,7 @@ ATTENTIONS: dict[Attention, AttentionRecord] = {
         function="stepscope.kernels.flash.tiled:flash_tiled", scores="pieces", memory="tiled",
         signs=r"FlashAttentionTiled",
     ),
-    # FlashAttention-2 in Triton. bf16, and copies from memory beside the arithmetic, begin with Ampere.
+    # FlashAttention-2 in Triton. Ampere is the first to have bf16 and copies from memory during arithmetic.
     "flash": AttentionRecord(
         function="stepscope.kernels.flash.attention:flash_attention", memory="hopper", predicted="always",
         kept_operators=("stepscope::flash_attention_forward",), compiler="triton", kernel_by_length=True,
@@ -250,19 +250,19 @@ PREFERRED: dict[str, tuple[Attention, ...]] = {
     "cuda": ("flash", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "sdpa", "reference"),
 }
 PREFERRED_ELSEWHERE: tuple[Attention, ...] = ("sdpa", "reference")
-"""Attentions that `auto` tries in this order without CUDA; not `flash`, as Triton's interpreter is for testing."""
+"""Attentions that `auto` tries in this order without CUDA. `flash` is left out: Triton's interpreter is for testing."""
 
 
 def check_attention(name: Attention) -> None:
-    """Raise an InputError where there is no such implementation: what a file may say is checked by this."""
+    """Raise an InputError if there is no implementation of this name, as a file may say."""
     choose(name, tuple(ATTENTIONS), "attention")
 
 
 def scores_of(name: Attention) -> Scores:
-    """How the scores are made; what `auto` picks is fused."""
+    """How an attention makes its scores; `auto` picks a fused one."""
     return ATTENTIONS[name].scores if name != AUTO else "fused"
 
 
 def attention_names() -> tuple[Attention, ...]:
-    """Names that a workload may ask for, `auto` last."""
+    """The names that a workload may ask for, with `auto` last."""
     return (*ATTENTIONS, AUTO)

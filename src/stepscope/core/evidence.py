@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from stepscope.core.attentions import Attention, check_attention
+from stepscope.core.range_names import STEP
 from stepscope.core.samples import Samples
 
 TraceTool = Literal["kineto", "nsys"]
@@ -56,19 +57,21 @@ class StepObservation(msgspec.Struct, frozen=True, kw_only=True):
     """Whether autocast was already on when the step began."""
     autocast_in_backward: bool | None
     autocast_in_optimizer: bool | None
-    distinct_tokens: int
-    """Distinct token ids in the batch that has the fewest."""
-    distinct_batches: int
-    """Different batches among those that the steps rotate through."""
+    distinct_tokens: int | None
+    """Distinct token ids in the batch that has the fewest; of a model that reads no tokens, distinct numbers. None
+    where the model reads no tensor."""
+    distinct_batches: int | None
+    """Different batches among those that the steps rotate through; None where they hold no tensor."""
     graphs_alive_before: bool | None
     """Whether tensors saved by an earlier step were still alive when this one began; None where not observed."""
     product_dtypes: tuple[str, ...] | None = None
     """dtypes of the operands of the forward pass's matrix products; None where not observed (compiled)."""
     forward_tokens: int | None = None
-    """Tokens that went through the model's forward in this step. None, as the four below, in runs from before it was
-    counted."""
+    """Tokens that went through the model's forward in this step. None where the model reads no tokens; and, as the four
+    below, in runs from before it was counted."""
     covers_batch: bool | None = None
-    """Whether the forwards together took the step's batch: every sequence once, in order."""
+    """Whether the forwards together took the step's batch: every sequence once, in order. None where the model reads no
+    tensor."""
     backward_passes: int | None = None
     """How often a backward reached the loss."""
     optimizer_steps: int | None = None
@@ -197,12 +200,84 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def steps(self) -> int:
-        return self.samples["step"].count if "step" in self.samples else 0
+        return self.samples[STEP].count if STEP in self.samples else 0
 
     @property
     def step_s(self) -> float | None:
         """Median time of a traced step, by the host's clock round a synchronised region."""
-        return self.samples["step"].median_s if "step" in self.samples else None
+        return self.samples[STEP].median_s if STEP in self.samples else None
+
+
+class WatchedLoop(msgspec.Struct, frozen=True, kw_only=True):
+    """What was taken for a step of a loop that is not ours, and which of its steps were timed."""
+
+    why: str
+    """What decided it, in words."""
+    modules: tuple[str, ...]
+    """Classes of the modules whose calls are forward."""
+    optimizers: tuple[str, ...] = ()
+    """Classes of the optimizers; the first one's step ends a step. Empty where the loop says where a step ends."""
+    forwards: int = 0
+    """Calls of these modules in the step that was looked at."""
+    backwards: int = 0
+    autocast: str | None = None
+    """The dtype of autocast in forward; None where it was off."""
+    parameter_dtype: str = ""
+    """The dtype of most parameters."""
+    first_step: int | None = None
+    """The number of the first timed step in its loop, from 0; None where none was timed."""
+
+
+class CodeLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the user's code, and what it calls."""
+
+    where: str
+    """File and line; of a library that the user's line calls, the library's, with the user's in brackets."""
+    call: str
+    calls: int
+    """How often, in the step in which it was called least."""
+
+
+class Habits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What each of a few steps did that costs time or memory, or leaves something untrained. None: not observed."""
+
+    steps: int
+    """Steps that were looked at, after the timed ones."""
+    host_reads: tuple[CodeLine, ...] | None = None
+    """Lines at which every step makes the host wait for what the device computes. On a CPU, those that would."""
+    zeroed_gradients: int = 0
+    """Gradients that were tensors of zeros when a step's first backward began."""
+    zeroed_bytes: int = 0
+    without_gradient: tuple[str, ...] = ()
+    """Parameters that require a gradient and had none in any step when the optimizer stepped; the first few."""
+    without_gradient_count: int = 0
+    graphs_alive: int | None = None
+    """Of the two steps before the last, those whose graph was still alive when the last one had ended."""
+    in_eval_mode: tuple[str, ...] = ()
+    """Dropouts and batch norms, among modules that train, in eval mode when backward began; the first few."""
+    in_eval_mode_count: int = 0
+    half_products: str | None = None
+    """The dtype of 16 bits of most matrix products in forward."""
+    fp32_products: tuple[str, ...] = ()
+    """Modules whose matrix products in forward took operands of 32 bits; the first few."""
+    fp32_share: float | None = None
+    """Share of these products in the FLOPs of forward."""
+    unpinned: tuple[CodeLine, ...] | None = None
+    """Lines at which every step copies to the GPU from memory that is not pinned. None also on a CPU."""
+    micro_batches: int | None = None
+    """Micro-batches of a step of DistributedDataParallel."""
+    synchronised: int = 0
+    """Of these but the last, those whose backward synchronises gradients over the ranks."""
+    optimizer_tensors: int = 0
+    """Tensors that the optimizer updates."""
+    optimizer_operators: int | None = None
+    """Operators that it calls in a step. None also where one of them takes many tensors."""
+    optimizer_loops: bool = False
+    """Whether foreach=False makes it go over its tensors one after another."""
+    input_shapes: tuple[str, ...] = ()
+    """Shapes of the first input whose shape changed from call to call of the model, in their order, each once."""
+    forwards: int = 0
+    """Calls of the model whose inputs were looked at."""
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,10 +292,17 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     updates: Updates | None = None
     """How many updates the optimizer made; None without an optimizer phase, or where the optimizer keeps no count."""
     operators: StepOperators | None = None
+    uncounted: dict[str, int] = {}
+    """Calls of operators and kernels whose FLOPs no formula gives, by name: the run's work is what is there at least.
+    Looked for where the model is not ours."""
     attention: Attention | None = None
     """What `auto` picked; None where the workload names its attention."""
     captures: tuple[Capture, ...] = ()
     """A record for each profiler that was asked for a trace, also where it failed."""
+    loop: WatchedLoop | None = None
+    """What a step is in a loop that was watched; None for a step of ours."""
+    habits: Habits | None = None
+    """What the steps of a user's model or loop do beside what was asked for."""
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

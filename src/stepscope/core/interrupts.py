@@ -1,20 +1,20 @@
-"""What SIGINT, SIGTERM and SIGHUP do to this process. However it ends then, its exit code is 128 + the signal's number.
+"""The effect of SIGINT, SIGTERM and SIGHUP on this process. After one, the exit code is 128 + the signal's number.
 
-- At first, and while nothing is kept: the process ends at once, with one line. No exception is raised, since during
-  imports there is C++ on the stack that aborts on it or forgets it.
-- `raising()`, inside a verb: the first raises KeyboardInterrupt, a second ends the process at once. What comes within
-  half a second of the first is the same request: a key that is held down, a terminal and a supervisor that both send.
-- `keeping()`, while something is measured that must not be lost: the first raises KeyboardInterrupt, more do nothing.
-- `held()`, while it is written: nothing happens now; `check()` raises later.
-- `told()`, in a loop of events: a callback is called.
-- `leaving()`, once the last line is said: a second ends the process at once, without another line.
+- By default: a signal ends the process at once, with one line. It raises no exception, since during imports there is
+  C++ on the stack that aborts on an exception or forgets it.
+- `raising()`, inside a verb: the first signal raises KeyboardInterrupt, a second ends the process at once. Signals
+  within half a second of the first are the same request, as from a held key, or from a terminal and a supervisor.
+- `keeping()`, while measurements must not be lost: the first signal raises KeyboardInterrupt, others do nothing.
+- `held()`, while results are written: a signal does nothing at first; `check()` raises later.
+- `told()`, in an event loop: a signal calls a callback.
+- `leaving()`, after the last line of output: a signal ends the process at once, without another line.
 
-While Python takes itself down at the end, nothing is left to save. After a signal more do nothing there, so that the
-exit code stands; the first one then gets the system's own answer: the process dies of it, which a shell shows as the
-same code.
+While Python shuts down, nothing is left to save. After an earlier signal, more signals do nothing then, so that the
+exit code stays. Without one, a signal has the system's own effect: the process dies of it, and a shell shows the same
+code.
 """
 
-# Built in: `signal` itself takes ten milliseconds to import, in which Ctrl-C would print a traceback.
+# `_signal` is built in. `signal` takes ten milliseconds to import, and Ctrl-C would print a traceback meanwhile.
 import _signal  # pyright: ignore[reportMissingModuleSource]
 import atexit
 import os
@@ -25,7 +25,7 @@ from types import FrameType, TracebackType
 
 SIGNALS = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
 _AGAIN_S = 0.05
-"""How long until a KeyboardInterrupt that could not be raised, or got lost, is tried again."""
+"""The delay before a KeyboardInterrupt that could not be raised, or got lost, is raised again."""
 _SAME_REQUEST_S = 0.5
 _SHOW_CURSOR = b"\x1b[?25h"
 
@@ -35,22 +35,31 @@ Reaction = Callable[[int, FrameType | None], None]
 class _State:
     def __init__(self) -> None:
         self.received: int | None = None
-        """The first signal that came."""
+        """The first signal received."""
         self.received_at_s = 0.0
         self.raised = False
-        """Whether the signal was raised, as far as is known, or told."""
+        """Whether the signal's exception was raised, as far as is known, or its callback was called."""
         self.reaction: Reaction = _end
 
 
 def install(*, even_if_ignored: bool = False) -> None:
-    """Answer the three signals here from now on. One that is ignored, as under nohup, stays so by default."""
+    """Handle the three signals from now on. By default a signal that is ignored, as under nohup, stays ignored."""
     for number in SIGNALS:
         if even_if_ignored or _signal.getsignal(number) is not _signal.SIG_IGN:
             _signal.signal(number, _handle)
     if sys.unraisablehook is not _raise_what_was_lost:
         sys.unraisablehook = _raise_what_was_lost
         os.register_at_fork(after_in_child=_forget)
-        atexit.register(_ignore_more)  # the first to be registered, so the last to run
+        atexit.register(_ignore_more)  # registered first, so it runs last
+
+
+def uninstall() -> None:
+    """Restore Python's own signal handlers, since the code that runs from now on is not ours."""
+    for number in SIGNALS:
+        if _signal.getsignal(number) is _handle:
+            _signal.signal(number, _signal.default_int_handler if number == _signal.SIGINT else _signal.SIG_DFL)
+    if sys.unraisablehook is _raise_what_was_lost:
+        sys.unraisablehook = sys.__unraisablehook__
 
 
 def received() -> int | None:
@@ -64,7 +73,7 @@ def exit_code(code: int) -> int:
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt if a signal came while it could not be raised, or its exception was lost on the way."""
+    """Raise KeyboardInterrupt if a signal could not raise it before, or if its exception was lost."""
     if _state.received is not None and _state.reaction in (_raise, _raise_once):
         _state.raised = True
         raise KeyboardInterrupt
@@ -73,7 +82,7 @@ def check() -> None:
 class _Scope:
     """A context in which signals have another effect.
 
-    A process that never called `install`, a notebook say, gets it for Ctrl-C alone, and for as long.
+    In a process that never called `install`, such as a notebook, this applies to Ctrl-C only, while the context lasts.
     """
 
     def __init__(self, reaction: Reaction) -> None:
@@ -87,7 +96,7 @@ class _Scope:
             try:
                 _signal.signal(_signal.SIGINT, _handle)
                 self._borrowed = True
-            except ValueError:  # signals are the main thread's alone
+            except ValueError:  # only the main thread may set a signal handler
                 pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -106,12 +115,12 @@ def raising() -> _Scope:
 
 
 def keeping() -> _Scope:
-    """A context in which the first signal raises KeyboardInterrupt and more do nothing, since data is being saved."""
+    """A context in which the first signal raises KeyboardInterrupt and others do nothing, since data is being saved."""
     return _Scope(_raise_once)
 
 
 def held() -> _Scope:
-    """A context in which a signal raises nothing. `check` raises it later, and the exit code tells it anyway."""
+    """A context in which a signal raises nothing. `check` raises later, and the exit code shows the signal anyway."""
     return _Scope(_wait)
 
 
@@ -126,7 +135,7 @@ def told(callback: Callable[[], object]) -> _Scope:
 
 
 class _Expected:
-    """A context in which signals are no request to end."""
+    """A context in which signals do not ask the process to end."""
 
     def __enter__(self) -> None:
         self._before = {number: _signal.getsignal(number) for number in SIGNALS}
@@ -141,12 +150,12 @@ class _Expected:
 
 
 def expected() -> _Expected:
-    """A context in which signals do not ask to end: a tool that watches this process sends one when it is done."""
+    """A context in which signals are ignored, since a tool that watches this process sends one when it is done."""
     return _Expected()
 
 
 def leaving() -> None:
-    """From now on a signal ends the process at once and in silence: its last line has been said."""
+    """Let a signal end the process at once and silently from now on, since its last line is printed."""
     _state.reaction = _end_silently
 
 
@@ -160,9 +169,9 @@ def _end(number: int, _frame: FrameType | None) -> None:
     """End the process at once."""
     try:
         if os.isatty(2):
-            os.write(2, _SHOW_CURSOR)  # a display that was cut short had hidden it
+            os.write(2, _SHOW_CURSOR)  # an interrupted display may have hidden it
         os.write(2, b"stepscope: interrupted\n")
-    except OSError:  # the terminal may have gone
+    except OSError:  # the terminal may be gone
         pass
     _end_silently(number, None)
 
@@ -193,7 +202,7 @@ def _wait(_number: int, _frame: FrameType | None) -> None:
 
 
 def _importing(frame: FrameType | None) -> bool:
-    """Whether the main thread is importing: a library's C++ on the stack may abort on an exception, or forget it."""
+    """Whether the main thread is importing. A library's C++ on the stack may abort on an exception, or forget it."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib._bootstrap"):
             return True
@@ -212,7 +221,7 @@ def _handle_again(_number: int, frame: FrameType | None) -> None:
 
 
 def _raise_what_was_lost(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Raise a KeyboardInterrupt again that Python dropped, as it does with exceptions in a finaliser."""
+    """Raise a KeyboardInterrupt again after Python dropped it, as Python does with exceptions in a finaliser."""
     if _state.received is not None and issubclass(unraisable.exc_type, KeyboardInterrupt):
         _state.raised = False
         _try_again_soon()

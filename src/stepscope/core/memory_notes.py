@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import msgspec
 
 from stepscope.core.evidence import PhaseMemory
-from stepscope.core.workload import Workload
+from stepscope.core.own_workload import AnyWorkload
 
 NOTES_KEY = "stepscope"
 """Key of the notes in the snapshot's dict."""
@@ -73,7 +73,7 @@ class MemoryNotes(msgspec.Struct, frozen=True, kw_only=True):
     """What the process knew when it took the snapshot."""
 
     version: int = NOTES_VERSION
-    workload: Workload | None = None
+    workload: AnyWorkload | None = None
     device_name: str = ""
     measured: PhaseMemory | None = None
     """The allocator's own counters over the same step."""

@@ -10,6 +10,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence
 from stepscope.core.finding import Finding
 from stepscope.core.identity import identity_of
+from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.samples import Samples
 from stepscope.core.work import Work
 from stepscope.core.workload import Workload
@@ -60,6 +61,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise InputError(f"{field} is {getattr(self, field)}: it must be at least {least}")
 
 
+def settings_from(
+    warmup: int | None, steps: int | None, seconds: float | None = None, no_profile: bool = False
+) -> Settings:
+    """How to measure, from what the user fixed; a fixed number is a floor equal to its cap."""
+    default = Settings()
+    return Settings(
+        warmup_floor=default.warmup_floor if warmup is None else warmup,
+        warmup_cap=default.warmup_cap if warmup is None else warmup,
+        steps_floor=default.steps_floor if steps is None else steps,
+        steps_cap=default.steps_cap if steps is None else steps,
+        seconds=default.seconds if seconds is None else seconds,
+        profile=not no_profile,
+    )
+
+
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """Where and how a run ended before its time."""
 
@@ -87,7 +103,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the sweep that this run is a cell of."""
     status: Status
     failure: Failure | None = None
-    workload: Workload
+    workload: AnyWorkload
     settings: Settings
     environment: Environment | None = None
     """None only when the run ended before its process could look."""
@@ -104,6 +120,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     artifacts: dict[str, str] = {}
     """Files beside run.json, by kind."""
     findings: tuple[Finding, ...] = ()
+
+    @property
+    def textbook(self) -> Workload | None:
+        """The workload of a run of the textbook's model; None where the model is a user's own."""
+        return self.workload if isinstance(self.workload, Workload) else None
 
     @property
     def day(self) -> str:

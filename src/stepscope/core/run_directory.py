@@ -1,5 +1,6 @@
 """Runs on disk: `<out>/<time>-<key>/run.json`, written so that a reader never sees half a file."""
 
+import errno
 import os
 import re
 import sys
@@ -12,16 +13,16 @@ import msgspec
 
 from stepscope.core.bounded_file import read_document
 from stepscope.core.errors import InputError, StepscopeError, one_line
+from stepscope.core.own_workload import AnyWorkload, with_kind
 from stepscope.core.run import SCHEMA_VERSION, Run
 from stepscope.core.run_files import RUN_FILE
-from stepscope.core.workload import Workload
 
 
 class _SchemaProbe(msgspec.Struct):
     schema_version: int
 
 
-def create_run_directory(out: Path, workload: Workload, now: datetime | None = None) -> Path:
+def create_run_directory(out: Path, workload: AnyWorkload, now: datetime | None = None) -> Path:
     """Make `<out>/<time>-<key>` before anything is measured, so that an unwritable place is known at once."""
     moment = now or datetime.now(UTC)
     try:
@@ -39,7 +40,7 @@ def create_run_directory(out: Path, workload: Workload, now: datetime | None = N
         ) from error
 
 
-def _directory_name(moment: datetime, workload: Workload) -> str:
+def _directory_name(moment: datetime, workload: AnyWorkload) -> str:
     return f"{moment.strftime('%Y%m%dT%H%M%S.%f')[:-3]}-{workload.key}"
 
 
@@ -107,9 +108,16 @@ def load_run(path: Path) -> Run:
             f"{'upgrade stepscope' if version > SCHEMA_VERSION else 'measure it again'}"
         )
     try:
-        return msgspec.json.decode(data, type=Run)
+        return _decode_run(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InputError) as error:
         raise InputError(f"{file} does not hold a run: {one_line(error)}") from error
+
+
+def _decode_run(data: bytes) -> Run:
+    fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    if "workload" in fields:
+        fields["workload"] = msgspec.Raw(with_kind(bytes(fields["workload"])))
+    return msgspec.json.decode(msgspec.json.encode(fields), type=Run)
 
 
 def find_run_files(place: Path) -> Iterator[Path]:
@@ -168,11 +176,38 @@ def find_run(name: str, out: Path) -> Run:
     raise InputError(f"{len(matches)} runs in {out} match {name!r}: write more of the name")
 
 
-def _exists(path: Path) -> bool:
+def find_place(name: str, out: Path) -> Path:
+    """The file or directory of this name; else the run directory of this name under `out`, or the newest for `last`."""
+    path = Path(name)
     try:
-        return path.exists()
-    except OSError:  # a name too long for any file, say
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise InputError(f"{name[:100]}: cannot be read: {error.strerror or error}") from None
+    else:
+        return path
+    try:
+        runs = [found.parent for found in find_run_files(out)]
+    except OSError as error:
+        raise InputError(f"{out}: cannot be read: {error.strerror or error}") from None
+    matches = runs[-1:] if name == "last" else [run for run in runs if name in run.name]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise InputError(f"{len(matches)} runs in {out} match {name!r}: write more of the name")
+    raise InputError(f"{name}: no such file, nor a run of that name in {out}")
+
+
+def _exists(path: Path) -> bool:
+    """Raises InputError for links that lead round in a circle: they are there, and lead nowhere."""
+    try:
+        path.stat()
+    except OSError as error:  # a name too long for any file, say
+        if error.errno == errno.ELOOP:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
         return False
+    return True
 
 
 def write_atomically(data: bytes, target: Path) -> None:

@@ -1,19 +1,19 @@
-"""Repeated measurements of one quantity, and the statistics that may be said of them.
+"""Repeated measurements of one quantity, and the statistics that they support.
 
-Every raw sample is kept; warm-ups are kept apart. A statistic that the samples do not support is None,
-never a stand-in. Only the standard library is used: this module runs on machines that have no SciPy, and
-its tests compare it with SciPy where that is installed.
+Every raw sample is kept; warm-ups are kept apart. A statistic that the samples do not support is None, never a
+stand-in. This module uses only the standard library, since it runs on machines without SciPy. Its tests compare it
+with SciPy where that is installed.
 
-The steps of one process resemble their neighbours: they are autocorrelated, and n of them say less about the median
-than n independent samples would. Intervals and the test for drift therefore count effective samples. What they are
-worth is simulated in benchmarks/coverage.py and shown in docs/measuring.md. The sources:
+The steps of one process are autocorrelated: they resemble their neighbours. So n steps say less about the median than
+n independent samples. Intervals and the test for drift therefore count effective samples. benchmarks/coverage.py
+simulates how well they hold, and docs/measuring.md shows the result. The sources:
 
 - Bayley and Hammersley (1946), "The 'effective' number of independent observations in an autocorrelated time series":
   n effective samples of n (1 - r) / (1 + r), where neighbours correlate by r and others as in an AR(1) process.
 - Marriott and Pope (1954), and Kendall (1954), "Bias in the estimation of autocorrelations": an estimate of r from n
   samples is too low by (1 + 3 r) / n.
 - Thompson (1936), and David and Nagaraja (2003), section 7.1: order statistics as the limits of a median.
-- Zou and Donner (2008): the interval of a difference from the intervals of its two sides (MOVER); here of logarithms.
+- Zou and Donner (2008): the interval of a difference from the intervals of its two sides (MOVER); here for logarithms.
 - Mann (1945), Kendall (1975) and Sen (1968): the test for a monotone trend, and its slope.
 - Hamed and Rao (1998), Yue and Wang (2004): that test's variance divided by the effective share of the samples.
 - Von Neumann (1941): the ratio of the mean square successive difference to the variance, 2 (1 - r).
@@ -30,21 +30,22 @@ from stepscope.core.units import counted
 
 CONFIDENCE = 0.95
 MINIMUM_FOR_INTERVAL = 5
-"""Fewer effective samples than this give no interval: their autocorrelation cannot be told from a drift."""
+"""The fewest effective samples for an interval. With fewer, autocorrelation cannot be told from a drift."""
 OF_ONE_PROCESS = "of one process"
-"""The scope of every interval and ratio here: two processes of one workload differ by more than their steps do."""
+"""The scope of every interval and ratio here. Two processes of one workload differ by more than their steps do."""
 
 INTERVALS = f"{CONFIDENCE * 100:.0f} %, {OF_ONE_PROCESS} each (none: it cannot be told)"
 """How a study's settings describe its intervals."""
 MANY = 400
-"""With more samples the trend is tested on medians of blocks, since the test looks at every pair."""
+"""The most samples on which the trend is tested. With more, it is tested on medians of blocks, since the test looks at
+every pair."""
 _FEWEST_FOR_EXTREMES = 3
 _LARGEST = 0.99
-"""Autocorrelation is taken to be no larger: at 1 no sample would say anything."""
+"""The largest autocorrelation that is assumed. At 1, the samples would say nothing."""
 _OUTLIER = 3.0
-"""The most deviations (by the median absolute deviation) that a residual counts as in an autocorrelation."""
+"""The most deviations (by the median absolute deviation) at which a residual is cut in an autocorrelation."""
 _ROUNDING = 1e-9
-"""The largest distance from a line, as a share of the samples' size, at which they count as on the line."""
+"""The largest distance from a line, as a share of the largest sample, at which samples count as on the line."""
 _DEVIATIONS = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 _PER_MEDIAN_DEVIATION = 1 / statistics.NormalDist().inv_cdf(0.75)
 
@@ -72,19 +73,19 @@ class Trend(msgspec.Struct, frozen=True):
 
 
 class Ratio(msgspec.Struct, frozen=True):
-    """A quotient of two medians, of one process each; its interval is None where either side has none."""
+    """A quotient of two medians, each of one process. Its interval is None if either side has none."""
 
     value: float
     interval: Interval | None
     extremes: Interval | None = None
-    """The least and the largest quotient of any two samples; None below three samples of either side."""
+    """The smallest and the largest quotient of any two samples; None if either side has fewer than three samples."""
 
     @property
     def undecided(self) -> bool:
-        """Whether the samples do not tell which of the two is larger.
+        """Whether the samples leave open which of the two is larger.
 
-        By the interval. Without one, by the extremes: decided only where the two sides lie further apart than either
-        of them, and the other, spread together.
+        The interval decides. Without an interval the extremes decide, if the two sides are further apart than the
+        spread of both together.
         """
         if self.interval:
             return self.interval.low <= 1 <= self.interval.high
@@ -92,13 +93,13 @@ class Ratio(msgspec.Struct, frozen=True):
         return within is None or not (within.low**2 > within.high or within.high**2 < within.low)
 
     def surely_above(self, other: "Ratio") -> bool:
-        """Whether this ratio is larger than the other: by the intervals, or by the extremes where there is none."""
+        """Whether this ratio is larger than the other, by the intervals, or by the extremes where there is none."""
         mine, theirs = self.interval or self.extremes, other.interval or other.extremes
         return mine is not None and theirs is not None and mine.low > theirs.high
 
     @property
     def why_undecided(self) -> str:
-        """The reason in words; empty where it is decided."""
+        """The reason why the ratio is undecided, in words; empty if it is decided."""
         if self.undecided and self.interval is None:
             return "the samples are too few, or too much like their neighbours, for an interval"
         if self.undecided and self.interval:
@@ -114,7 +115,7 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
     clock: str
 
     def __post_init__(self) -> None:
-        # NaN is none of these. Below a picosecond no clock tells anything apart, and quotients would overflow.
+        # The comparison refuses NaN too. No clock resolves less than a picosecond, and quotients would overflow.
         if not all(value == 0 or 1e-12 <= value < 1e9 for value in (*self.values_s, *self.warmup_s)):
             raise ValueError("samples are seconds, 0 or from 1e-12 to below 1e9")
 
@@ -157,7 +158,8 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
     def autocorrelation(self) -> float | None:
         """Lag-1 autocorrelation of the samples' ranks, corrected for bias, at least 0; None below five samples.
 
-        Ranks, because one outlier would hide how alike all others are. Below 0 it would claim more than n samples.
+        It uses ranks, since one outlier would hide how alike the others are. A value below 0 would claim more than n
+        samples.
         """
         if self.count < MINIMUM_FOR_INTERVAL:
             return None
@@ -171,14 +173,14 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def effective_count(self) -> float | None:
-        """How many independent samples these are worth; None below five samples."""
+        """The number of independent samples that these are worth; None below five samples."""
         return None if self.autocorrelation is None else _effective(self.autocorrelation, self.count)
 
     def interval(self) -> Interval | None:
         """Confidence interval of the median; None below five effective samples (`why_no_interval`).
 
-        Its limits are the order statistics that the binomial law gives for so many effective samples, drawn apart, in
-        proportion to the median, by what autocorrelated samples understate of their own spread.
+        The limits are the order statistics that the binomial law gives for the number of effective samples.
+        Autocorrelated samples understate their own spread, so the limits are moved apart in proportion to the median.
         """
         if self.why_no_interval is not None or self.autocorrelation is None:
             return None
@@ -190,9 +192,9 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
         low, high = (_quantile(ordered, 0.5 + side * half_width) for side in (-1, 1))
         if not median:
             return Interval(low=0.0, high=max(median, high))
-        # The spread about the samples' own median is that about the true one times 1 - 1 / effective (of variances).
+        # The variance about the samples' median is the variance about the true median times 1 - 1 / effective.
         apart = math.sqrt((1 - 1 / n) / (1 - 1 / effective))
-        # A ratio drawn apart grows without bound where two samples differ tenfold: at most as far again as the largest.
+        # If two samples differ tenfold, this power has no bound. So the limit is at most twice as far as the largest.
         farthest = 2 * ordered[-1] - median
         return Interval(
             low=median * min(1, low / median) ** apart,
@@ -201,7 +203,7 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def why_no_interval(self) -> str | None:
-        """Why there is no interval, in words; None where there is one."""
+        """The reason why there is no interval, in words; None if there is one."""
         if self.effective_count is None:
             return f"{counted(self.count, 'sample')} {'is' if self.count == 1 else 'are'} too few for an interval"
         if self.effective_count < MINIMUM_FOR_INTERVAL:
@@ -214,8 +216,8 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
     def trend(self) -> Trend | None:
         """Mann-Kendall test and Theil-Sen slope; None below eight samples.
 
-        The normal approximation of the test, which needs about eight samples, is corrected for continuity, for ties and
-        for the autocorrelation of what the slope leaves.
+        The normal approximation of the test needs about eight samples. It is corrected for continuity, for ties and for
+        the autocorrelation of the residuals.
         """
         median = self.median_s
         if self.count < 8 or not median:
@@ -236,7 +238,7 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
         return Trend(relative_change=slope * n / median, p_value=math.erfc(abs(z) / math.sqrt(2)))
 
     def speedup_over(self, baseline: "Samples") -> Ratio | None:
-        """median(baseline) / median(self): above 1, self is faster. The two are taken to be independent."""
+        """median(baseline) / median(self). Above 1, self is faster. The two are assumed to be independent."""
         if not self.median_s or baseline.median_s is None:
             return None
         value = baseline.median_s / self.median_s
@@ -254,7 +256,7 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
         return Ratio(value=value, interval=interval, extremes=extremes)
 
     def plus(self, other: "Samples") -> "Samples":
-        """Sample-by-sample sum of two phases of the same steps."""
+        """The sample-by-sample sum of two phases of the same steps."""
         if self.count != other.count or self.clock != other.clock:
             raise ValueError("only phases of the same steps, by the same clock, add up")
         return Samples(
@@ -271,13 +273,13 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _thinned(values: tuple[float, ...]) -> tuple[float, ...]:
-    """Medians of consecutive blocks, at most MANY of them: the test looks at every pair."""
+    """The medians of consecutive blocks, at most MANY of them, since the test looks at every pair."""
     size = -(-len(values) // MANY)
     return values if size == 1 else tuple(statistics.median(values[i : i + size]) for i in range(0, len(values), size))
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Ranks from 1, the mean rank where values are equal."""
+    """The ranks of the values from 1; equal values get their mean rank."""
     order = sorted(range(len(values)), key=values.__getitem__)
     ranks = [0.0] * len(values)
     first = 0
@@ -301,27 +303,30 @@ def _effective(autocorrelation: float, n: int) -> float:
 
 
 def _prudent(autocorrelation: float, n: int) -> float:
-    """The autocorrelation that an interval reckons with: larger by its square, at most by two standard errors.
+    """The autocorrelation that an interval uses: larger by its square, but at most by two standard errors.
 
-    An interval that takes the estimate for the truth fails where the estimate came out low. The square leaves samples
-    that look independent nearly as they are; its limits were simulated.
+    An interval that trusts the estimate fails where the estimate is too low. The square hardly changes samples that
+    look independent. Its limits were simulated.
     """
     error = math.sqrt((1 - autocorrelation**2) / n)
     return min(_LARGEST, autocorrelation + min(autocorrelation**2, 2 * error))
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Between two order statistics, the i-th of n standing for a share of (i - 1/2) / n; the ends beyond them."""
+    """The quantile at a share, interpolated between order statistics: the i-th of n is at a share of (i - 1/2) / n.
+
+    Beyond the outermost shares it is the smallest or the largest value.
+    """
     place = min(len(ordered) - 1.0, max(0.0, share * len(ordered) - 0.5))
     below = min(int(place), len(ordered) - 2)
     return ordered[below] + (place - below) * (ordered[below + 1] - ordered[below])
 
 
 def _autocorrelation_about(values: Sequence[float], slope: float) -> float:
-    """Lag-1 autocorrelation about a line of that slope, by von Neumann's ratio, corrected for bias, at least 0.
+    """Lag-1 autocorrelation about a line of this slope, by von Neumann's ratio, corrected for bias, at least 0.
 
-    The ratio, where a detrended sum of products is biased by its two ends. Differences are taken about their mean, so
-    that a slope a little off, as the residuals' outliers are cut, adds nothing.
+    The ends of a detrended sum of products would bias it; they do not bias the ratio. Cutting the residuals' outliers
+    makes the slope slightly wrong. Differences are taken about their mean, so this error adds nothing.
     """
     n = len(values)
     residuals = [value - slope * i for i, value in enumerate(values)]

@@ -41,22 +41,54 @@ _FIRST_FIELDS = (
 """The fields that every digest has, see core/identity.py. Do not add to it."""
 
 
-class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One experiment. Equal Workloads are the same experiment, and only those share a key."""
+class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a step is asked to be, whatever its model."""
+
+    dtype: Dtype = "fp32"
+    phase: Phase = "train"
+    compile: Compile = "eager"
+    optimizer: Optimizer | str | None = "adamw-foreach"
+    """One of OPTIMIZERS, or the class of a user's own; None where no optimizer steps."""
+    checkpointing: str = "none"
+    """One of CHECKPOINTING_CHOICES: what is run again in backward instead of being kept."""
+    accumulation: int = 1
+    """Number of micro-batches in a step: each runs forward and backward, gradients add up, the optimizer steps once."""
+
+    def __post_init__(self) -> None:
+        choose(self.dtype, DTYPES, "dtype")
+        choose(self.phase, PHASES, "phase")
+        choose(self.compile, COMPILES, "compile mode")
+        whole_number(self.accumulation, "accumulation", 1, LARGEST)
+
+    def without_what_has_no_effect(self) -> None:
+        """Set to its default, while the record is made, what changes nothing in this phase: it must not split cells."""
+        if self.phase == "forward":
+            # Inference keeps nothing for backward and has no gradients to add up.
+            msgspec.structs.force_setattr(self, "checkpointing", "none")
+            msgspec.structs.force_setattr(self, "accumulation", 1)
+        if self.phase != "train":
+            msgspec.structs.force_setattr(self, "optimizer", None)
+
+    @property
+    def choice_words(self) -> dict[str, str]:
+        """The words of a key for the choices that are not the usual, by field."""
+        optimizer = self.optimizer or ""
+        return {
+            "compile": f"compile-{self.compile}" if self.compile != "eager" else "",
+            "optimizer": optimizer if optimizer != "adamw-foreach" else "",
+            "checkpointing": f"checkpoint-{self.checkpointing}" if self.checkpointing != "none" else "",
+            "accumulation": f"accumulate-{self.accumulation}" if self.accumulation != 1 else "",
+        }
+
+
+class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="textbook"):
+    """One experiment with the textbook's model. Equal Workloads are the same experiment, and only those share a key."""
 
     model: ModelConfig
     batch_size: int = 4
     """All sequences of a step, whatever the accumulation."""
     seq_len: int = 512
-    dtype: Dtype = "fp32"
-    phase: Phase = "train"
     attention: Attention = "reference"
-    compile: Compile = "eager"
-    optimizer: Optimizer | None = "adamw-foreach"
-    checkpointing: str = "none"
-    """One of CHECKPOINTING_CHOICES: what is run again in backward instead of being kept."""
-    accumulation: int = 1
-    """Number of micro-batches in a step: each runs forward and backward, gradients add up, the optimizer steps once."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -65,21 +97,13 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         whole_number(self.seq_len, "seq_len", 1, LARGEST)
         whole_number(self.seed, "seed", 0, LARGEST)
         whole_number(self.tokens, "batch_size x seq_len", 1, LARGEST)
-        choose(self.dtype, DTYPES, "dtype")
-        choose(self.phase, PHASES, "phase")
+        super().__post_init__()
         choose(self.attention, attention_names(), "attention")
-        choose(self.compile, COMPILES, "compile mode")
         if self.optimizer is not None or self.phase == "train":
             choose(str(self.optimizer), OPTIMIZERS, "optimizer")
         self._check_checkpointing()
         self._check_accumulation()
-        if self.phase == "forward":
-            # Inference keeps nothing for backward and has no gradients to add up.
-            msgspec.structs.force_setattr(self, "checkpointing", "none")
-            msgspec.structs.force_setattr(self, "accumulation", 1)
-        if self.phase != "train":
-            # Without an optimizer step the choice of optimizer changes nothing, so it must not split cells.
-            msgspec.structs.force_setattr(self, "optimizer", None)
+        self.without_what_has_no_effect()
 
     @property
     def key(self) -> str:
@@ -89,7 +113,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def words(self, *without: str) -> list[str]:
         """The words of the key, but for these fields: sizes, and choices that are not the usual."""
-        optimizer = self.optimizer or ""
         said = {
             "model": self.model.name,
             "batch_size": f"b{self.batch_size}",
@@ -97,10 +120,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "dtype": self.dtype,
             "phase": self.phase,
             "attention": self.attention if self.attention != "reference" else "",
-            "compile": f"compile-{self.compile}" if self.compile != "eager" else "",
-            "optimizer": optimizer if optimizer != "adamw-foreach" else "",
-            "checkpointing": f"checkpoint-{self.checkpointing}" if self.checkpointing != "none" else "",
-            "accumulation": f"accumulate-{self.accumulation}" if self.accumulation != 1 else "",
+            **self.choice_words,
         }
         return [word for field, word in said.items() if word and field not in without]
 
@@ -149,7 +169,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
 
     def _check_accumulation(self) -> None:
-        whole_number(self.accumulation, "accumulation", 1, LARGEST)
         if self.phase != "forward" and self.batch_size % self.accumulation:
             near = " or ".join(map(str, _nearest_divisors(self.batch_size, self.accumulation)))
             raise InputError(

@@ -53,8 +53,10 @@ def _packed_sqlite(path: Path, head: bytes) -> bool:
 
 def find_capture(path: Path) -> Path:
     """The capture at a path: the file itself, a parquetdir, or the one that a run directory holds."""
-    if not path.exists():
-        raise InputError(f"{path}: no such file")
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"{path}: no such file") from None
     if not path.is_dir():
         if not path.is_file():  # a capture is read from its start more than once
             raise InputError(f"{path}: a pipe or device, not a file: write the capture to a file first")
