@@ -13,14 +13,9 @@ from hypothesis import strategies as st
 from stepscope.memory.plain_pickle import read_plain_pickle
 from stepscope.memory.replay import Replay, replay, segments_after
 from stepscope.memory.snapshot import snapshot_from
+from tests.memory.prediction.test_allocator import SIZES
 
 DATA = Path(__file__).parents[1] / "data"
-SIZES = st.one_of(
-    st.integers(1, 4096),
-    st.integers(MIB - 1024, MIB + 1024),
-    st.integers(1, 40).map(lambda count: count * MIB // 2),
-    st.integers(MIB, 30 * MIB),
-)
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("malloc"), SIZES, st.integers(0, 1)),

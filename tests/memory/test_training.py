@@ -7,6 +7,7 @@ import pytest
 
 from stepscope.core.memory_notes import TensorNote
 from stepscope.core.units import MIB
+from stepscope.core.workload import Workload
 from stepscope.memory.at_moment import moment_at
 from stepscope.memory.blocks import saved_by_block
 from stepscope.memory.explain import Explained, explain
@@ -60,7 +61,7 @@ def test_categories_are_what_the_notes_name(explained: Explained):
 def test_a_block_keeps_what_the_symbolic_model_says(explained: Explained):
     """What the GPU kept for backward of each block, beside the prediction tensor by tensor."""
     notes = explained.snapshot.notes
-    assert notes is not None and notes.workload is not None
+    assert notes is not None and isinstance(notes.workload, Workload)
     kept = [tensor for tensor in kept_by_block(notes.workload) if not tensor.cast_copy]
     expected = sum(tensor.total_bytes for tensor in kept)
     blocks = [block for block in saved_by_block(explained) if block.block.startswith("blocks.")]
@@ -73,7 +74,7 @@ def test_a_block_keeps_what_the_symbolic_model_says(explained: Explained):
 
 def test_the_prediction_is_the_measurement(explained: Explained):
     notes = explained.snapshot.notes
-    assert notes is not None and notes.workload is not None
+    assert notes is not None and isinstance(notes.workload, Workload)
     assert estimate(notes.workload).peak_bytes == pytest.approx(explained.peak_bytes, rel=0.01)
 
 

@@ -5,12 +5,14 @@ import re
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
 import altair as alt
+import msgspec
 import polars as pl
 import pytest
 import vl_convert
@@ -18,24 +20,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepscope.analysis.runs.answer import answer_run
+from stepscope.analysis.runs.table_panels import table_panels
 from stepscope.analysis.runs.tables import TableQuery
-from stepscope.core.answer import Answer, Panel, Point
+from stepscope.core.answer import Answer, Frame, Guide, Panel, Point, decode_answer, encode_answer
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding
 from stepscope.core.memory_notes import MemoryCategory, PhaseSpan
 from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.units import GIB
+from stepscope.memory.prediction.accuracy import Accuracy, Comparison
+from stepscope.memory.prediction.accuracy_panels import accuracy_panels
+from stepscope.memory.prediction.estimate import estimate
+from stepscope.memory.timeline import panel_of, thin
 from stepscope.report.picture import draw_answer
-from stepscope.report.plots.axes import kept_apart, log_ticks
+from stepscope.report.plots.axes import log_ticks
 from stepscope.report.plots.bars import draw_bars
-from stepscope.report.plots.memory_accuracy import AccuracyPoint, draw_memory_accuracy, summary
-from stepscope.report.plots.memory_timeline import draw_memory_timeline
 from stepscope.report.plots.save import plot_spec, plot_svg, save_plot
-from stepscope.report.plots.series import draw_series, fitted_power
-from stepscope.report.plots.table_plot import draw_table
+from stepscope.report.plots.series import draw_series
 from stepscope.report.plots.theme import CATEGORY_COLOURS
-from stepscope.report.plots.thinning import thin
 from tests.command import Done, stepscope
 from tests.conftest import make_run, workload
 
@@ -59,6 +62,19 @@ def a_step() -> pl.DataFrame:
             "workspaces": [0] * 6,
         }
     )
+
+
+def timeline(
+    live: pl.DataFrame,
+    phases: Sequence[PhaseSpan] = (),
+    *,
+    title: str,
+    reserved_bytes: int = 0,
+    interactive: bool = False,
+) -> alt.TopLevelMixin:
+    """The picture of live memory over time, by the way that `memory --save` takes."""
+    panel = panel_of(live, phases, heading=title, reserved_bytes=reserved_bytes)
+    return draw_answer(Answer(study="memory", question="", panels=(panel,)), interactive=interactive)
 
 
 def vega_data(spec: dict[str, Any]) -> list[dict[str, Any]]:
@@ -126,7 +142,7 @@ def test_every_part_of_the_time_keeps_its_own_maximum():
 
 def test_areas_stack_to_the_total_and_the_highest_is_the_peak():
     """The upper edge of the topmost area is the total, in pixels; rows of one microsecond are not added up."""
-    spec = plot_spec(draw_memory_timeline(a_step(), PHASES, title="a step"))
+    spec = plot_spec(timeline(a_step(), PHASES, title="a step"))
     areas = vega_data(spec)
     assert len(areas) == 3, "what never holds a byte is not drawn"
     top = areas[-1]["items"]
@@ -142,7 +158,7 @@ def test_areas_stack_to_the_total_and_the_highest_is_the_peak():
 
 
 def test_the_drawing_names_phases_peak_and_reserve():
-    chart = draw_memory_timeline(a_step(), PHASES, title="a <step> & more", reserved_bytes=5 * GIB)
+    chart = timeline(a_step(), PHASES, title="a <step> & more", reserved_bytes=5 * GIB)
     svg = plot_svg(plot_spec(chart))
     texts = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
     for text in ("forward", "backward", "optimizer", "peak 3.50 GiB at 400 ms", "reserved 5.00 GiB", "time (ms)",
@@ -154,7 +170,7 @@ def test_the_drawing_names_phases_peak_and_reserve():
 
 def test_units_follow_the_sizes():
     small = a_step().with_columns(pl.exclude("time_us") // 1024, pl.col("time_us") // 1000)
-    svg = plot_svg(plot_spec(draw_memory_timeline(small, title="a small step")))
+    svg = plot_svg(plot_spec(timeline(small, title="a small step")))
     assert "live memory (MiB)" in svg
     assert "time (µs)" in svg
     assert "peak 3.50 MiB at 400 µs" in svg
@@ -162,7 +178,7 @@ def test_units_follow_the_sizes():
 
 def test_names_of_many_short_phases_never_overlap():
     phases = [PhaseSpan(name=f"micro-batch {i}", start_us=i * 1000, end_us=(i + 1) * 1000) for i in range(1000)]
-    svg = plot_svg(plot_spec(draw_memory_timeline(a_step(), phases, title="many")))
+    svg = plot_svg(plot_spec(timeline(a_step(), phases, title="many")))
     places = [
         (float(m[1]), float(m[2]), len(m[3]))
         for m in re.finditer(r'<text[^>]*transform="translate\(([\d.]+),([\d.]+)\)"[^>]*>(micro-batch \d+)<', svg)
@@ -175,16 +191,16 @@ def test_names_of_many_short_phases_never_overlap():
 
 def test_nothing_alive_is_nothing_to_plot():
     with pytest.raises(InputError, match="nothing to plot"):
-        draw_memory_timeline(a_step().with_columns(pl.exclude("time_us") * 0), title="empty")
+        timeline(a_step().with_columns(pl.exclude("time_us") * 0), title="empty")
 
 
 def test_a_million_events_make_a_small_drawing():
     n = 1_000_000
-    timeline = pl.DataFrame({"time_us": pl.int_range(n, eager=True)}).with_columns(
+    live = pl.DataFrame({"time_us": pl.int_range(n, eager=True)}).with_columns(
         parameters=pl.lit(GIB), temporaries=pl.col("time_us") * 48271 % 2147483647
     )
-    peak = int(timeline.select((pl.col("parameters") + pl.col("temporaries")).max()).item())
-    spec = plot_spec(draw_memory_timeline(timeline, title="a million"))
+    peak = int(live.select((pl.col("parameters") + pl.col("temporaries")).max()).item())
+    spec = plot_spec(timeline(live, title="a million"))
     (rows,) = [data for data in spec["datasets"].values() if isinstance(data, str)]
     drawn = pl.read_csv(rows.encode())
     assert drawn.height <= 2000
@@ -209,7 +225,7 @@ class Tags(HTMLParser):
 
 @pytest.fixture(scope="module")
 def chart() -> alt.TopLevelMixin:
-    return draw_memory_timeline(a_step(), PHASES, title="</script><b>a step", interactive=True)
+    return timeline(a_step(), PHASES, title="</script><b>a step", interactive=True)
 
 
 def test_html_needs_no_network_and_its_text_cannot_end_the_script(tmp_path: Path, chart: alt.TopLevelMixin):
@@ -239,7 +255,7 @@ def test_png_has_two_pixels_for_one_of_the_svg(tmp_path: Path, chart: alt.TopLev
 
 
 def test_the_same_input_gives_the_same_bytes_in_any_process(tmp_path: Path, chart: alt.TopLevelMixin):
-    again = draw_memory_timeline(a_step(), PHASES, title="</script><b>a step", interactive=True)
+    again = timeline(a_step(), PHASES, title="</script><b>a step", interactive=True)
     for suffix in (".svg", ".png", ".html", ".json"):
         save_plot(chart, tmp_path / f"a{suffix}")
         save_plot(again, tmp_path / f"b{suffix}")
@@ -249,10 +265,9 @@ import sys
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
-from stepscope.report.plots.memory_timeline import draw_memory_timeline
 from stepscope.report.plots.save import save_plot
-from tests.report.test_plots import PHASES, a_step
-save_plot(draw_memory_timeline(a_step(), PHASES, title="</script><b>a step", interactive=True), Path(sys.argv[1]))
+from tests.report.test_plots import PHASES, a_step, timeline
+save_plot(timeline(a_step(), PHASES, title="</script><b>a step", interactive=True), Path(sys.argv[1]))
 """
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "c.svg")], check=True, cwd=root)
@@ -260,7 +275,7 @@ save_plot(draw_memory_timeline(a_step(), PHASES, title="</script><b>a step", int
 
 
 def test_clip_paths_of_a_drawing_are_those_it_refers_to():
-    spec = plot_spec(draw_memory_timeline(a_step(), PHASES, title="a step"))
+    spec = plot_spec(timeline(a_step(), PHASES, title="a step"))
     plot_svg(spec)
     svg = plot_svg(spec)
     defined = re.findall(r'id="(clip\d+)"', svg)
@@ -284,42 +299,60 @@ def test_a_plot_that_cannot_be_written_is_one_line(tmp_path: Path, chart: alt.To
     assert not list(tmp_path.iterdir())
 
 
-def accuracy(model: str, measured_gib: float, error: float, **changes: Any) -> AccuracyPoint:
+def cell(batch_size: int, measured_gib: float, error: float, **changes: Any) -> Comparison:
+    """A run that was measured, and predicted with this error."""
+    ran = workload(batch_size=batch_size, seq_len=128, **changes)
     measured = round(measured_gib * GIB)
-    given: dict[str, Any] = {"label": "training", "cell": f"{model}, {measured_gib} GiB", **changes}
-    return AccuracyPoint(model=model, predicted_bytes=round(measured * (1 + error)), measured_bytes=measured, **given)
+    predicted = msgspec.structs.replace(estimate(ran), peak_bytes=round(measured * (1 + error)))
+    return Comparison(
+        run_id=f"{batch_size}", workload=ran, predicted=predicted, measured_peak=measured, measured_reserved=None,
+        ran=True, foretold=None,
+    )  # fmt: skip
 
 
 def test_accuracy_judges_by_the_cells_that_nothing_was_corrected_by():
-    points = [
-        accuracy("small", 2, 0.01),
-        accuracy("small", 4, -0.03, label="inference"),
-        accuracy("xl", 60, 0.02),
-        accuracy("xl", 70, 0.5, group="corrected"),
-    ]
-    assert summary(points) == "3 cells judge: median error 2.00 %, worst 3.00 %; 1 that it was corrected by, hollow"
-    spec = plot_spec(draw_memory_accuracy(points, title="accuracy"))
-    svg = plot_svg(spec)
-    for text in ("measured peak (GiB)", "predicted peak (GiB)", "error of the prediction (%)", "±2 %", "±6 %", "small",
-                 "xl", "inference", summary(points)):  # fmt: skip
+    accuracy = Accuracy(
+        comparisons=(cell(1, 2, 0.01), cell(2, 4, -0.03, phase="forward"), cell(4, 60, 0.02)),
+        apart=(cell(8, 70, 0.5),),
+    )
+    panels = accuracy_panels(accuracy)
+    note = "3 cells judge: median error 2.00 %, worst 3.00 %; 1 that it was corrected by, hollow"
+    assert {panel.frame.note for panel in panels} == {note}
+    upper, lower = panels
+    assert [round(point.x) for point in upper.points] == [2, 4, 60, 70] == [round(point.x) for point in lower.points]
+    assert [point.y for point in upper.points] == pytest.approx([2.02, 3.88, 61.2, 105])
+    assert [point.y for point in lower.points] == pytest.approx([1, -3, 2, 50])
+    assert [point.apart for point in upper.points] == [False, False, False, True]
+    assert upper.frame.x_ends == upper.frame.y_ends == pytest.approx((1.6, 131.25))
+    svg = plot_svg(plot_spec(draw_answer(Answer(study="fit", question="", panels=panels))))
+    for text in ("measured peak (GiB)", "predicted peak (GiB)", "error of the prediction (%)", "±2 %", "±6 %",
+                 "inference", note):  # fmt: skip
         assert f">{text}</text>" in svg, text
+    points = re.findall(r'aria-roledescription="point"[^>]*fill-opacity="([\d.]+)"', svg)
+    assert sorted(points) == ["0", "0", *["0.75"] * 6], "hollow is what the prediction was corrected by"
 
 
-def test_accuracy_of_nothing_is_refused():
-    with pytest.raises(InputError, match="nothing to plot"):
-        draw_memory_accuracy([], title="accuracy")
+def test_accuracy_of_nothing_has_no_panels():
+    assert accuracy_panels(Accuracy(comparisons=())) == ()
 
 
-def test_a_power_is_fitted_and_named():
-    quadratic = [Point(x=2.0**k, y=3.0 * 4.0**k, line="plain") for k in range(7, 13)]
-    linear = [Point(x=2.0**k, y=5.0 * 2.0**k, line="fused") for k in range(7, 13)]
-    assert fitted_power(quadratic) == pytest.approx((3.0, 2.0))
-    assert fitted_power(quadratic[:2]) is None
-    panel = Panel(x_title="x", y_title="saved (MiB)", points=(*quadratic, *linear))
-    svg = plot_svg(plot_spec(draw_series([panel], x_title="sequence length", slopes=True)))
-    assert ">slope 2.00</text>" in svg
-    assert ">slope 1.00</text>" in svg
-    assert ">4,096</text>" in svg, "ticks stand at the lengths that were measured"
+def test_a_panel_with_a_frame_is_read_back_from_its_document():
+    guides = (Guide(y=(1.0,), name="limit"), Guide(x=(1.0, 2.0), y=(1.0, 2.0), to=(2.0, 4.0)))
+    framed = Panel(
+        x_title="x", y_title="y", kind="points", points=(Point(line="a", x=1, y=1, apart=True),),
+        frame=Frame(heading="what", note="why", x_ends=(0.0, 2.0), guides=guides),
+    )  # fmt: skip
+    plain = Panel(x_title="x", y_title="y", points=(Point(line="a", x=1, y=1),))
+    answer = Answer(study="fit", question="?", panels=(framed, plain))
+    text = encode_answer(answer)
+    assert decode_answer(text.encode(), "here") == answer
+    assert text.count('"frame"') == 1, "a panel that says nothing more is written as before"
+
+
+def test_ticks_stand_at_the_lengths_that_were_measured():
+    points = tuple(Point(x=2.0**k, y=3.0 * 4.0**k, line="plain") for k in range(7, 13))
+    panel = Panel(x_title="sequence length", y_title="saved (MiB)", points=points)
+    assert "4,096" in texts_of(draw_series([panel]))
 
 
 def texts_of(chart: alt.TopLevelMixin) -> list[str]:
@@ -329,16 +362,16 @@ def texts_of(chart: alt.TopLevelMixin) -> list[str]:
 def test_a_line_that_ends_in_no_number_is_marked_there():
     points = [Point(line="fp16", x=2.0**k, y=1.0 / 2**k) for k in range(4)]
     panel = Panel(x_title="x", y_title="y", points=(*points, Point(line="fp16", x=16, y=0, missing="inf")))
-    assert "inf" in texts_of(draw_series([panel], x_title="x"))
+    assert "inf" in texts_of(draw_series([panel]))
     unsaid = Panel(x_title="x", y_title="y", points=(*points, Point(line="fp16", x=16, y=float("nan"))))
-    assert "nan" in texts_of(draw_series([unsaid], x_title="x"))
+    assert "nan" in texts_of(draw_series([unsaid]))
     with pytest.raises(InputError, match="nothing to plot"):
-        draw_series([Panel(x_title="x", y_title="y", points=(Point(line="a", x=1, y=float("inf")),))], x_title="x")
+        draw_series([Panel(x_title="x", y_title="y", points=(Point(line="a", x=1, y=float("inf")),))])
 
 
 def widths_of(*lines: list[float]) -> list[int]:
     points = tuple(Point(line=str(i), x=x, y=y) for i, ys in enumerate(lines) for x, y in enumerate(ys))
-    spec = plot_spec(draw_series([Panel(x_title="x", y_title="y", points=points)], x_title="x"))
+    spec = plot_spec(draw_series([Panel(x_title="x", y_title="y", points=points)]))
     rows = [row for data in spec["datasets"].values() for row in data if "wide" in row]
     return [next(row["wide"] for row in rows if row["line"] == str(i)) for i in range(len(lines))]
 
@@ -351,7 +384,7 @@ def test_a_line_under_another_is_wider_and_so_seen():
 def test_a_line_of_many_points_has_no_dots():
     points = tuple(Point(line="long", x=float(x), y=float(x % 7)) for x in range(10_000))
     short = tuple(Point(line="short", x=float(x), y=1.0) for x in range(3))
-    svg = plot_svg(plot_spec(draw_series([Panel(x_title="x", y_title="y", points=(*points, *short))], x_title="x")))
+    svg = plot_svg(plot_spec(draw_series([Panel(x_title="x", y_title="y", points=(*points, *short))])))
     assert svg.count('aria-roledescription="point"') == 3
 
 
@@ -361,7 +394,7 @@ def test_panels_of_one_quantity_share_a_scale():
         return Panel(x_title="x", y_title=f"error of {of}", points=points)
 
     def ends(*panels: Panel) -> list[tuple[float, ...]]:
-        spec = json.dumps(plot_spec(draw_series(list(panels), x_title="x")))
+        spec = json.dumps(plot_spec(draw_series(list(panels))))
         return [tuple(map(float, pair)) for pair in re.findall(r'"y".*?"domain": \[([\d.e-]+), ([\d.e-]+)\]', spec)]
 
     assert len(set(ends(panel("softmax", 1, 2), panel("norm", 2, 9)))) == 1
@@ -407,16 +440,7 @@ def test_a_picture_says_where_and_when_it_was_measured():
 def test_more_lines_than_colours_are_refused():
     points = tuple(Point(x=1, y=1, line=str(i)) for i in range(9))
     with pytest.raises(InputError, match=r"9 colours .*--where"):
-        draw_series([Panel(x_title="x", y_title="y", points=points)], x_title="x")
-
-
-@given(st.lists(st.floats(-1000, 1000), max_size=12))
-def test_labels_are_kept_apart_in_their_order(places: list[float]):
-    moved = kept_apart(places, 15)
-    pairs = sorted(zip(places, moved, strict=True))
-    assert all(b - a >= 15 - 1e-6 for (_, a), (_, b) in pairwise(pairs))
-    if all(b - a >= 15 for a, b in pairwise(sorted(places))):
-        assert moved == pytest.approx(places)
+        draw_series([Panel(x_title="x", y_title="y", points=points)])
 
 
 def test_logarithmic_ticks_are_round():
@@ -446,22 +470,27 @@ def drawn_points(chart: alt.TopLevelMixin) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (row["line"], row["x"]))
 
 
+def drawn_table(query: TableQuery) -> alt.TopLevelMixin:
+    return draw_answer(Answer(study="table", question="", panels=table_panels(RUNS, query)))
+
+
 def test_a_table_is_plotted_as_it_is_printed():
-    plot = draw_table(RUNS, TableQuery(rows=("model", "seq_len"), columns=("dtype",)))
-    assert (plot.points, plot.left_out) == (5, 1)
-    points = drawn_points(plot.chart)
+    chart = drawn_table(TableQuery(rows=("model", "seq_len"), columns=("dtype",)))
+    points = drawn_points(chart)
+    assert len(points) == 5
     fp32 = [point for point in points if point["style"] == "fp32"]
     assert [(point["x"], round(point["y"], 6)) for point in fp32] == [(128, 2.06), (256, 4.12), (512, 9.27)]
     assert all(point["low"] <= point["y"] <= point["high"] for point in points)
     assert [point["x"] for point in points if point["doubted"]] == [256]
-    svg = plot_svg(plot_spec(plot.chart))
+    svg = plot_svg(plot_spec(chart))
     for text in ("step (ms)", "seq_len", "dtype", "not shown: 1 out-of-memory"):
         assert text in svg
 
 
 def test_columns_are_the_colours_where_rows_have_no_other_field():
-    plot = draw_table(RUNS, TableQuery(rows=("seq_len",), columns=("dtype",), values=("step",), statistic="mean-std"))
-    points = drawn_points(plot.chart)
+    points = drawn_points(
+        drawn_table(TableQuery(rows=("seq_len",), columns=("dtype",), values=("step",), statistic="mean-std"))
+    )
     assert {point["line"] for point in points} == {"fp32", "bf16"}
     assert all(point["high"] - point["y"] == pytest.approx(point["y"] - point["low"]) for point in points)
 
@@ -476,7 +505,7 @@ def test_columns_are_the_colours_where_rows_have_no_other_field():
 )
 def test_tables_that_are_no_plot_say_why(query: dict[str, Any], message: str):
     with pytest.raises(InputError, match=message):
-        draw_table(RUNS, TableQuery(**query))
+        drawn_table(TableQuery(**query))
 
 
 def test_the_verb_plots_what_it_prints(tmp_path: Path):
@@ -489,7 +518,8 @@ def test_the_verb_plots_what_it_prints(tmp_path: Path):
     printed = table("--columns", "dtype")
     plotted = table("--columns", "dtype", "--save", "table.svg")
     assert (plotted.returncode, plotted.stdout) == (0, printed.stdout)
-    assert plotted.stderr == "stepscope: 5 points in table.svg; cells left out, without a result or such a figure: 1\n"
+    assert plotted.stderr.startswith("stepscope: plotted in table.svg: medians with 95 % intervals of one process")
+    assert plotted.stderr.endswith("; not shown: 1 out-of-memory\n")
     assert "step (ms)" in (tmp_path / "table.svg").read_text()
     for options, says in (
         (("--columns", "dtype", "--save", "table.pdf"), "end its name in one of .svg"),

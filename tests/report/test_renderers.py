@@ -2,8 +2,10 @@
 
 import json
 import math
+from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepscope.core.answer import PROSE, TEXT, Answer, Doubted, Line, decode_answer, encode_answer, table_of, text
@@ -11,6 +13,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.finding import note
 from stepscope.core.units import UNITS
 from stepscope.report import renderers
+from stepscope.report.cells import is_figures
 from tests.shown import shown
 
 ANSWER = Answer(
@@ -67,6 +70,83 @@ def test_markdown_escapes_a_pipe_and_marks_a_doubt():
     )
 
 
+def test_html_is_tables_and_paragraphs():
+    assert renderers.render(ANSWER, "html").splitlines() == [
+        '<div class="stepscope">',
+        '<p style="margin:0.3em 0;font-weight:bold">What does it take?</p>',
+        '<p style="margin:0.3em 0">a CPU; torch 2.13.0</p>',
+        "<table>",
+        "<thead><tr>"
+        + "".join(
+            f'<th style="text-align:{side}">{head}</th>'
+            for head, side in zip(
+                ("phase", "time", "ms", "memory", "share", "why"), ("left", *["right"] * 4, "left"), strict=True
+            )
+        )
+        + "</tr></thead>",
+        "<tbody>",
+        '<tr><td style="text-align:left">forward</td><td style="text-align:right">1.2 ms</td>'
+        '<td style="text-align:right">1.235</td><td style="text-align:right">1.00 GiB</td>'
+        '<td style="text-align:right">25.0 %</td><td style="text-align:left">=1+1</td></tr>',
+        '<tr><td style="text-align:left;border-top:1px solid">a|b</td>'
+        '<td style="text-align:right;border-top:1px solid">500 ms !</td>'
+        '<td style="text-align:right;border-top:1px solid"></td>'
+        '<td style="text-align:right;border-top:1px solid">OOM</td>'
+        '<td style="text-align:right;border-top:1px solid">nan %</td>'
+        '<td style="text-align:left;border-top:1px solid"></td></tr>',
+        "</tbody>",
+        "</table>",
+        '<p style="margin:0.3em 0;opacity:0.7">Half of it.</p>',
+        '<p style="margin:0.3em 0">Said between.</p>',
+        '<p style="margin:0.3em 0;font-weight:bold">Calls</p>',
+        "<table>",
+        '<thead><tr><th style="text-align:left">name</th><th style="text-align:right">calls</th></tr></thead>',
+        "<tbody>",
+        '<tr><td style="text-align:left">x</td><td style="text-align:right">12,345</td></tr>',
+        "</tbody>",
+        "</table>",
+        '<p style="margin:0.3em 0">It is so.</p>',
+        '<p style="margin:0.3em 0">Run 1</p>',
+        "</div>",
+    ]
+
+
+class Parsed(HTMLParser):
+    """The tags of a page, in order, and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert all(name in ("class", "style") for name, _ in attrs)
+        self.tags.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_html_from_a_foreign_file_is_text():
+    """Whatever the texts of an answer hold, its page has the tags that we wrote, and the texts are read as they are."""
+    evil = "</td><script>alert('x')</script> & <img src=x onerror=\"y\"> \x1b[2J \u202e ± ─"
+    seen = "</td><script>alert('x')</script> & <img src=x onerror=\"y\"> \\u001b[2J \\u202e ± ─"
+    table = table_of(evil, (evil, "s"), rows=[(evil, 1.0)], title=evil, notes=(Line(evil),))
+    finding = note(evil, evil, remedy=evil)
+    answer = Answer(
+        study="demo", question=evil, device=evil, versions={evil: evil}, tables=(table,), findings=(finding,),
+        checked=True, asides=(evil,), origin=(evil,),
+    )  # fmt: skip
+    page = renderers.render(answer, "html")
+    assert page.isascii()
+    parsed = Parsed(page)
+    assert set(parsed.tags) == {"div", "p", "table", "thead", "tbody", "tr", "th", "td"}
+    assert parsed.text.count(seen) == 14
+    with_lead = Parsed(renderers.render(msgspec.structs.replace(answer, lead=(Line(evil, "bad"),)), "html"))
+    assert with_lead.text.count(seen) == 11
+
+
 def test_a_name_of_several_lines_breaks_no_table():
     named = table_of("a\nb", ("=1+1", "s"), rows=[("c\nd", 1.0)], title="e\nf", notes=(Line("g\nh"),))
     found = Answer(study="demo", question="", tables=(named,), origin=("i\nj",))
@@ -112,9 +192,9 @@ def test_a_head_that_names_its_unit_names_it_once():
 
 def test_csv_has_bare_figures_in_units_that_its_heads_name():
     assert renderers.render(ANSWER, "csv") == (
-        "phase\nphase,time (s),ms,memory (B),share (%),why\n"
-        "forward,0.0012,1.234567,1073741824,25.0,'=1+1\n"
-        "a|b,0.5,,OOM,nan,\n\n"
+        "phase\nphase,time (s),time (s) doubt,ms,memory (B),share (%),why\n"
+        "forward,0.0012,,1.234567,1073741824,25.0,'=1+1\n"
+        "a|b,0.5,!,,OOM,nan,\n\n"
         "Calls\nname,calls\nx,12345\n\n"
     )
 
@@ -122,10 +202,11 @@ def test_csv_has_bare_figures_in_units_that_its_heads_name():
 def test_json_lines_name_their_table_and_hold_no_nan():
     first, second, third = map(json.loads, renderers.render(ANSWER, "jsonl").splitlines())
     assert first == {
-        "table": "phase", "phase": "forward", "time (s)": 0.0012, "ms": 1.234567,
+        "table": "phase", "phase": "forward", "time (s)": 0.0012, "time (s) doubt": None, "ms": 1.234567,
         "memory (B)": 2**30, "share (%)": 25.0, "why": "=1+1",
     }  # fmt: skip
-    assert second["share (%)"] == "nan" and second["time (s)"] == 0.5 and second["ms"] is None
+    assert second["share (%)"] == "nan" and (second["time (s)"], second["time (s) doubt"]) == (0.5, "!")
+    assert second["ms"] is None
     assert third == {"table": "Calls", "name": "x", "calls": 12_345}
 
 
@@ -144,3 +225,23 @@ def test_a_renderer_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "shout.py").write_text("def render(answer):\n    return answer.question.upper()\n")
     monkeypatch.setattr(renderers, "__path__", [*renderers.__path__, str(tmp_path)])
     assert renderers.render(ANSWER, "shout") == "WHAT DOES IT TAKE?"
+
+
+def test_figures_that_are_not_finite_stay_figures_when_an_answer_is_read_back():
+    table = table_of("format", "error", rows=[("fp16", math.inf), ("bf16", 0.5), ("fp8", math.nan)])
+    table = msgspec.structs.replace(table, units=())
+    answer = Answer(study="demo", question="", tables=(table,))
+    again = decode_answer(encode_answer(answer).encode(), "here")
+    assert is_figures(again.tables[0], 1) and not is_figures(again.tables[0], 0)
+    assert shown(again) == shown(answer)
+    assert renderers.render(again, "markdown") == renderers.render(answer, "markdown")
+
+
+def test_doubts_of_figures_stand_beside_them_for_programs():
+    rows = [("a", Doubted(0.5, "!"), 1), ("b", 0.25, 2), ("c", Doubted(0.125, "*"), 3)]
+    answer = Answer(study="demo", question="", tables=(table_of("run", ("step", "s"), "calls", rows=rows),))
+    assert renderers.render(answer, "csv").splitlines() == [
+        "run,step (s),step (s) doubt,calls", "a,0.5,!,1", "b,0.25,,2", "c,0.125,*,3",
+    ]  # fmt: skip
+    lines = [json.loads(line) for line in renderers.render(answer, "jsonl").splitlines()]
+    assert [line["step (s) doubt"] for line in lines] == ["!", None, "*"]

@@ -4,7 +4,6 @@ STEPSCOPE_UPDATE_GOLDEN=1 writes tests/golden/screens anew.
 """
 
 import io
-import os
 import re
 import shlex
 from pathlib import Path
@@ -14,10 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from stepscope.cli.app import app
-from stepscope.cli.output import CleanConsole, present
+from stepscope.cli.output import present
 from stepscope.core.answer import Answer, Line
 from stepscope.core.answer import Table as Figures
 from stepscope.report.layout import NARROWEST, OneLine, fitted
+from stepscope.report.plain import CleanConsole, plain_text
+from stepscope.report.terminal import render_answer
+from tests.shown import check_golden
 
 pytestmark = pytest.mark.slow
 
@@ -88,10 +90,7 @@ def test_a_verb_fits_the_screen_and_breaks_no_word(name: str, monkeypatch: pytes
     parts = {"a pipe": piped, **{f"{width} columns": text for width, text in shown.items()}}
     golden = "".join(f"==== {where}: stepscope {COMMANDS[name]}\n{text}" for where, text in parts.items())
     file = GOLDEN / f"{name}.txt"
-    if os.environ.get("STEPSCOPE_UPDATE_GOLDEN"):
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(golden)
-    assert golden == file.read_text()
+    check_golden(golden, file)
 
 
 def test_a_run_is_one_line_of_a_list(monkeypatch: pytest.MonkeyPatch):
@@ -163,3 +162,9 @@ def test_a_line_keeps_its_first_column_and_drops_the_last():
     assert head.split() == ["run", "cell", "status"] and row.split()[0] == "20261121T041327.986" and "…" not in row
     ((_, row),) = lines_of(table, 60)
     assert row.split()[2] == "done" and "…" in row.split()[1]
+
+
+def test_a_pipe_gets_no_colours_even_where_the_environment_forces_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    answer = Answer(study="demo", question="Is it plain?", lead=(Line("It is.", "strong"),), tables=())
+    assert plain_text(render_answer(answer)) == "It is.\n"

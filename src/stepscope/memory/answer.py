@@ -1,5 +1,6 @@
 """A memory snapshot as an answer: the peak and what it is made of, by category, tensor, line of code and block."""
 
+from pathlib import PurePath
 from typing import Any
 
 from stepscope.core.answer import TEXT, Answer, Cell, Line, Table, as_lines, table_of, text
@@ -9,6 +10,7 @@ from stepscope.memory.at_moment import Moment, phase_peaks
 from stepscope.memory.blocks import Contributor, SavedByBlock, alike, saved_by_block
 from stepscope.memory.explain import Explained
 from stepscope.memory.memory_json import sites, tensor_of
+from stepscope.memory.timeline import timeline_panel
 from stepscope.work.described import describe_model, describe_workload
 
 _LARGEST_SHOWN = 10
@@ -27,8 +29,11 @@ def answer_memory(explained: Explained, moment: Moment, stacks: int = 0) -> Answ
         study="memory",
         question=f"What takes the memory at {moment.name}?",
         device=notes.device_name if notes else "",
+        # The name alone: a picture may be kept with results, and says nothing of the machine it was drawn on.
+        settings={"snapshot": PurePath(explained.snapshot.source).name},
         lead=_heading(explained),
         tables=tuple(tables),
+        panels=(timeline_panel(explained),),
         asides=tuple(f"Note: {note}" for note in explained.notes),
     )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import polars as pl
 
+from stepscope.core.range_names import FORWARD
 from stepscope.memory.explain import Explained
 
 _BLOCK = re.compile(r"((?:\w+\.)*?\w+\.\d+)(?:\.|$)")
@@ -51,7 +52,7 @@ def saved_by_block(explained: Explained) -> list[SavedByBlock]:
     table = explained.allocations
     if not table.height or not (table["module"] != "").any():
         return []
-    forwards = [span for span in explained.phases if span.name == "forward"]
+    forwards = [span for span in explained.phases if span.name == FORWARD]
     saved = pl.col("category") == "saved for backward"
     if forwards:
         end = explained.snapshot.last_event_until(explained.snapshot.start_us + forwards[-1].end_us)

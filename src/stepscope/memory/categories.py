@@ -1,27 +1,28 @@
-"""Finds the category of each allocation: as stepscope noted it, or by the evidence that any snapshot carries."""
+"""The category of each allocation: from stepscope's notes, or from evidence that any snapshot carries."""
 
 import polars as pl
 
 from stepscope.core.memory_notes import CATEGORIES, MemoryCategory, MemoryNotes, TensorNote
+from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.memory.block_layout import Allocation
 from stepscope.memory.snapshot import Snapshot
 from stepscope.memory.stacks import Sign
 
 ROUNDING: MemoryCategory = "rounding"
 OF_TENSORS = tuple(category for category in CATEGORIES if category != ROUNDING)
-"""The categories that an allocation can have; its block's rounding is counted beside it."""
+"""The categories that an allocation can have. The rounding of its block is counted separately."""
 
 _STATES_PER_PARAMETER = 2
-"""Tensors of the parameter's size that Adam and AdamW keep for it."""
+"""How many tensors of a parameter's size Adam and AdamW keep for each parameter."""
 
 
 def notes_by_allocation(
     snapshot: Snapshot, notes: MemoryNotes, allocations: list[Allocation]
 ) -> tuple[dict[int, TensorNote], int]:
-    """The note of each allocation that has one, and how many notes found no allocation.
+    """The note of each allocation that has one, and the number of notes that match no allocation.
 
-    A note is of what is live at its address at its moment. Of two notes of one allocation the one first in the order
-    of the categories counts: a parameter that an operator saves is a parameter.
+    A note describes the allocation that is live at its address at its time. If an allocation has two notes, the note
+    whose category comes first in CATEGORIES counts: a parameter that an operator saves is a parameter.
     """
     wanted = {note.address for note in notes.tensors}
     at_address: dict[int, list[int]] = {address: [] for address in wanted}
@@ -41,8 +42,11 @@ def notes_by_allocation(
 
 
 def _live_at(snapshot: Snapshot, note: TensorNote, candidates: list[tuple[int, Allocation]]) -> int | None:
-    """The allocation that a note is of. Several events share a microsecond: of those that were live in the note's, the
-    one of the same size, still live at its end, and last."""
+    """The allocation that a note describes.
+
+    Several events can share a microsecond. Among allocations that were live in the note's microsecond, it prefers one
+    of the note's size, then one still live at the end of that microsecond, then the last.
+    """
     first = snapshot.last_event_until(note.at_us - 1)
     last = snapshot.last_event_until(note.at_us)
     fitting = [
@@ -54,33 +58,33 @@ def _live_at(snapshot: Snapshot, note: TensorNote, candidates: list[tuple[int, A
 
 
 def by_evidence(table: pl.DataFrame) -> pl.DataFrame:
-    """`category` for each allocation of a snapshot without notes. Rules in order; the first that fits decides.
+    """The table of a snapshot without notes, with the column `category`. The first rule that fits decides.
 
-    Reads alloc_event, free_event (null: before the history, never), phase, free_phase, span, free_span (which of the
-    phases, where several have a name), signs, free_signs.
+    Reads alloc_event (null: before the history), free_event (null: never), phase, free_phase, span, free_span (the
+    index of the phase, since several phases may have one name), signs, free_signs.
     """
     before, never = pl.col("alloc_event").is_null(), pl.col("free_event").is_null()
     phase, freed_in = pl.col("phase"), pl.col("free_phase")
     zeroed = _has("free_signs", Sign.ZERO_GRAD)
-    in_optimizer = phase == "optimizer"
+    in_optimizer = phase == OPTIMIZER
     return table.with_columns(
         category=pl.when(_has("signs", Sign.WORKSPACE))
         .then(pl.lit("workspaces"))
         .when(before & never)
         .then(pl.lit("parameters"))
-        .when(before & (freed_in == "backward"))
+        .when(before & (freed_in == BACKWARD))
         .then(pl.lit("saved for backward"))
         .when(before & zeroed)
         .then(pl.lit("gradients"))
-        .when(before & (freed_in == "optimizer"))
+        .when(before & (freed_in == OPTIMIZER))
         .then(pl.lit("optimizer state"))
         .when(in_optimizer & (never | (pl.col("span") != pl.col("free_span"))))
         .then(pl.lit("optimizer state"))
-        .when((phase == "backward") & (zeroed | never | (freed_in == "optimizer")))
+        .when((phase == BACKWARD) & (zeroed | never | (freed_in == OPTIMIZER)))
         .then(pl.lit("gradients"))
         .when(_has("free_signs", Sign.AUTOCAST_EXIT))
         .then(pl.lit("cast copies"))
-        .when((phase == "forward") & (freed_in == "backward"))
+        .when((phase == FORWARD) & (freed_in == BACKWARD))
         .then(pl.lit("saved for backward"))
         .otherwise(pl.lit("temporaries"))
     )
@@ -91,12 +95,13 @@ def _has(column: str, sign: Sign) -> pl.Expr:
 
 
 def settle_residents(table: pl.DataFrame) -> tuple[pl.DataFrame, str]:
-    """The table with categories, by sizes, for what was there from before the history to its end; and a remark on them.
+    """The table with categories by size for residents, and a remark on them.
 
-    Where the history has gradients, as many residents of each size are parameters. Where it shows no optimizer state
-    (it is updated in place), and there are three residents for each gradient, two of three are that: Adam keeps two
-    tensors of each parameter's size. Which of equal tensors is which makes no difference to the sums. The rest are
-    the libraries', or inputs. Without gradients all are called parameters.
+    A resident is alive from before the history to its end. Where the history has gradients, as many residents of each
+    size are parameters. The history may show no optimizer state, since it is updated in place. If there are then three
+    residents for each gradient, two of the three are optimizer state: Adam keeps two tensors of each parameter's size.
+    Among equal tensors, the choice makes no difference to the sums. The rest belong to libraries, or are inputs.
+    Without gradients all residents are called parameters.
     """
     resident = pl.col("alloc_event").is_null() & pl.col("free_event").is_null() & (pl.col("category") == "parameters")
     if not table.select(resident.any()).item():

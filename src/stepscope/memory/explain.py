@@ -1,9 +1,9 @@
 """A snapshot explained: one row for each allocation, and what was alive at any moment, to the byte.
 
-The table of allocations has a row for each: `alloc_event`, `free_event`, `completed_event` (place in the history; null
-before it and if never), `alloc_us`, `free_us` (relative to the first event), `address`, `requested` and `block`
-(bytes), `stream`, `phase` and `free_phase` (where it was allocated and freed), `module`, `part`, `category`, `name`,
-`shape`, `dtype`, `operator` (as noted; '' if unknown), `stack` (a number for Stacks), `site`.
+Columns of the table of allocations: `alloc_event`, `free_event`, `completed_event` (index into the history; null if
+before it or never), `alloc_us`, `free_us` (relative to the first event), `address`, `requested` and `block` (bytes),
+`stream`, `phase` and `free_phase` (where it was allocated and freed), `module`, `part`, `category`, `name`, `shape`,
+`dtype`, `operator` (as noted; '' if unknown), `stack` (a number for Stacks), `site`.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,9 @@ import polars as pl
 
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import CATEGORIES, MemoryCategory, PhaseSpan, TensorNote
+from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.units import format_count
+from stepscope.core.workload import Workload
 from stepscope.memory.block_layout import BEFORE
 from stepscope.memory.categories import ROUNDING, by_evidence, notes_by_allocation, settle_residents
 from stepscope.memory.moments import Place, events_in_ranges, phases_of, place_of, spans_of_events
@@ -33,28 +35,28 @@ class Explained:
     allocations: pl.DataFrame
     stacks: Stacks
     phases: tuple[PhaseSpan, ...]
-    """Relative to the first event."""
+    """The spans of the phases, with times relative to the first event."""
     notes: tuple[str, ...]
     """Remarks on how the figures were found."""
 
     @property
     def noted(self) -> bool:
-        """Whether the categories are those that the process itself wrote down."""
+        """Whether the process itself wrote the categories down."""
         return self.snapshot.notes is not None and bool(self.snapshot.notes.tensors)
 
     @property
     def measured(self) -> PhaseMemory | None:
-        """The PhaseMemory that the allocator's own counters gave, where the snapshot carries it."""
+        """The PhaseMemory from the allocator's own counters, or None if the snapshot has none."""
         return self.snapshot.notes.measured if self.snapshot.notes else None
 
     @cached_property
     def curve(self) -> pl.DataFrame:
-        """Allocated bytes after each event that changes them: `event`, `allocated`; the first row is the start."""
+        """Allocated bytes after each event that changes them (`event`, `allocated`). The first row is the start."""
         return allocated_curve(self.allocations)
 
     @cached_property
     def peak_event(self) -> int:
-        """The event after which most was allocated, the first of equals; BEFORE if that was the start."""
+        """The first event after which the most bytes were allocated; BEFORE if the start had the most."""
         return int(self.curve["event"][self.curve["allocated"].arg_max() or 0])
 
     @cached_property
@@ -62,7 +64,7 @@ class Explained:
         return self.curve["allocated"].sort()[-1]
 
     def time_us(self, event: int) -> int:
-        """When an event happened, relative to the first; 0 for the start."""
+        """The time of an event, relative to the first event; 0 for the start."""
         return self.snapshot.times[event] - self.snapshot.start_us if event >= 0 else 0
 
     def alive(self, event: int) -> pl.DataFrame:
@@ -73,18 +75,18 @@ class Explained:
         )
 
     def unsure_at(self, event: int) -> int:
-        """How many blocks alive after an event may be up to 1 MiB longer than they are counted."""
+        """The number of blocks alive after an event that may be up to 1 MiB longer than counted."""
         return sum(
             allocation.open_ended and allocation.alloc <= event and (allocation.free is None or allocation.free > event)
             for allocation in self.replay.allocations
         )
 
     def exact_at(self, event: int) -> bool:
-        """Whether what is allocated after an event is known to the byte."""
+        """Whether the allocated bytes after an event are known to the byte."""
         return not self.replay.faults and not self.unsure_at(event)
 
     def self_check(self) -> None:
-        """Assert that at the peak the categories make up what is allocated, and both the curve."""
+        """Assert that at the peak the blocks and the categories each sum to the curve's value."""
         alive = self.alive(self.peak_event)
         assert alive["block"].sum() == self.peak_bytes
         assert sum(categories_of(alive).values()) == self.peak_bytes
@@ -93,14 +95,14 @@ class Explained:
 
 
 def categories_of(alive: pl.DataFrame) -> dict[MemoryCategory, int]:
-    """Bytes by category, in their order, zeros included; what the blocks hold beyond the requests is rounding."""
+    """Bytes by category, in the order of CATEGORIES, zeros included. Rounding is what blocks hold beyond requests."""
     sums = dict(alive.group_by("category").agg(pl.col("requested").sum()).iter_rows())
     rounding = int((alive["block"] - alive["requested"]).sum())
     return {c: rounding if c == ROUNDING else int(sums.get(c, 0)) for c in CATEGORIES}
 
 
 def allocated_curve(allocations: pl.DataFrame) -> pl.DataFrame:
-    """Allocated bytes over the events."""
+    """Allocated bytes after each event that changes them."""
     start = pl.DataFrame({"event": [BEFORE], "change": [0]})
     changes = pl.concat(
         [
@@ -215,18 +217,18 @@ def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: tuple[P
 
 
 def _site(of_stack: str, place: Place, alloc: int) -> str:
-    """The line of code that tells most; where backward has no line, the module whose operator it runs."""
+    """The most telling line of code. Where backward has no line, the module whose operator it runs."""
     if alloc == BEFORE:
         return of_stack or "before the history"
     if of_stack.startswith(AUTOGRAD) and place.module:
         return f"{of_stack} in {place.module}"
-    if not of_stack and place.phase == "backward":
+    if not of_stack and place.phase == BACKWARD:
         return f"{AUTOGRAD}, of {place.module}" if place.module else AUTOGRAD
     return of_stack
 
 
 def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay, stacks: Stacks) -> pl.DataFrame:
-    """The table with the signs of each free's stack, and with phases by stacks where no range tells them."""
+    """The table with the signs of each free's stack, and with phases from stacks where no range gives them."""
     events = snapshot.events
     zeroing = events_in_ranges(snapshot, "zero_grad")
     signs: list[int] = []
@@ -235,7 +237,7 @@ def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay, 
             signs.append(0)
             continue
         freed = stacks.number(events[allocation.free].frames)
-        # A history of allocations alone gives a free the stack of its allocation.
+        # A history that records only allocations gives a free the stack of its allocation.
         sign = int(stacks.signs[freed]) if freed not in (NO_STACK, number) else 0
         if zeroing[allocation.free]:
             sign |= int(Sign.ZERO_GRAD)
@@ -249,11 +251,11 @@ def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay, 
             pl.when(pl.col(column) != "")
             .then(pl.col(column))
             .when((pl.col(signs) & int(Sign.OPTIMIZER | Sign.ZERO_GRAD)) != 0)
-            .then(pl.lit("optimizer"))
+            .then(pl.lit(OPTIMIZER))
             .when(((pl.col(signs) & int(Sign.BACKWARD)) != 0) | without_python)
-            .then(pl.lit("backward"))
+            .then(pl.lit(BACKWARD))
             .when((pl.col(signs) & int(Sign.PYTHON)) != 0)
-            .then(pl.lit("forward"))
+            .then(pl.lit(FORWARD))
             .otherwise(unknown)
         )
 
@@ -268,13 +270,13 @@ def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay, 
 
 
 def _with_notes(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay) -> tuple[pl.DataFrame, int]:
-    """The table with what the process noted of its tensors, and how many notes found no allocation."""
+    """The table with the process's notes on its tensors, and the number of notes that match no allocation."""
     assert snapshot.notes
     noted, lost = notes_by_allocation(snapshot, snapshot.notes, replayed.allocations)
     nothing = TensorNote(address=0, at_us=0, bytes=0, category="temporaries", name="", shape=(), dtype="")
     notes = [noted.get(i, nothing) for i in range(table.height)]
     there = pl.Series([i in noted for i in range(table.height)], dtype=pl.Boolean)
-    crosses = (pl.col("phase") == "forward") & (pl.col("free_phase") == "backward")
+    crosses = (pl.col("phase") == FORWARD) & (pl.col("free_phase") == BACKWARD)
     unfinished = any(event.action == "oom" for event in snapshot.events)
     modules = pl.Series([note.module for note in notes], dtype=pl.String)
     table = table.with_columns(
@@ -284,8 +286,8 @@ def _with_notes(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay) -> tu
         .then(pl.lit("saved for backward"))
         .when(pl.col("free_event").is_not_null())
         .then(pl.lit("temporaries"))
-        # A step that ran out of memory never came to its end: what its forward made, it kept.
-        .when(pl.lit(unfinished) & (pl.col("phase") == "forward"))
+        # A step that ran out of memory never ended, so it kept what its forward made.
+        .when(pl.lit(unfinished) & (pl.col("phase") == FORWARD))
         .then(pl.lit("saved for backward"))
         .when(pl.lit(unfinished) & (pl.col("phase") != ""))
         .then(pl.lit("temporaries"))
@@ -302,10 +304,11 @@ def _with_notes(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay) -> tu
 
 
 def _with_shapes(snapshot: Snapshot, table: pl.DataFrame) -> pl.DataFrame:
-    """The table with shapes by size for allocations without a note."""
-    if snapshot.notes is None or snapshot.notes.workload is None:
+    """The table with shapes inferred from sizes, for allocations without a note."""
+    workload = snapshot.notes.workload if snapshot.notes else None
+    if not isinstance(workload, Workload):
         return table
-    shapes = shapes_by_size(snapshot.notes.workload)
+    shapes = shapes_by_size(workload)
     known = pl.DataFrame(
         {"requested": list(shapes), "by_size": [list(shape) for shape in shapes.values()]},
         schema={"requested": pl.Int64, "by_size": pl.List(pl.Int64)},

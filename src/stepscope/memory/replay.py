@@ -1,9 +1,8 @@
-"""What PyTorch's caching allocator did, replayed from a snapshot's events: which block each allocation got.
+"""A replay of PyTorch's caching allocator from a snapshot's events: which block each allocation got.
 
-The events say what was requested. What counts as allocated (`torch.cuda.max_memory_allocated`) is the block given for
-it: the request rounded up, and the rest of the free block where that is too small to be a block of its own
-(block_layout.py has the rules). Which free block is taken is a matter of best fit; the events give its address, so
-nothing of that is replayed.
+The events say how many bytes were requested. The block counts as allocated (`torch.cuda.max_memory_allocated`): the
+request rounded up, plus the rest of the free block where the rest is too small to be a block (block_layout.py has the
+rules). The allocator chooses a free block by best fit. The events give its address, so the choice is not replayed.
 """
 
 from dataclasses import dataclass, field
@@ -25,17 +24,17 @@ from stepscope.memory.start_layout import (
 
 @dataclass(kw_only=True)
 class Replay:
-    """Every allocation, those before the history first, and how far the replay can be trusted."""
+    """Every allocation, and how far the replay can be trusted. Allocations from before the history come first."""
 
     allocations: list[Allocation]
     reserved: list[tuple[int, int]]
-    """Bytes held from the driver after each event that changed them; the first is before all events."""
+    """Bytes held from the driver after each event that changed them. The first entry is before all events."""
     segments: list[Segment] = field(default_factory=list[Segment])
     """The segments when the history began, without their blocks."""
     start_known: bool
-    """Whether the layout at the start was written down; else it was worked out from what the events show."""
+    """Whether the snapshot has the layout at the start. Otherwise it was worked out from the events."""
     faults: list[str] = field(default_factory=list[str])
-    """Sentences: where events contradict the allocator's rules, or their outcome the segments at the end."""
+    """Sentences on where events contradict the allocator's rules, or their outcome the segments at the end."""
 
     @property
     def exact(self) -> bool:
@@ -68,8 +67,11 @@ def replay(snapshot: Snapshot) -> Replay:
 def _run(  # noqa: PLR0912 - a branch for each kind of event, in the loop that all events pass
     snapshot: Snapshot, start: Replay, segments: list[Segment], open_ended: dict[int, int]
 ) -> Replay:
-    """Replay from a layout. `open_ended` has the address of each block of the start whose remainder is not known, by
-    where the block ends without one."""
+    """Replay the events from a layout.
+
+    `open_ended` holds the blocks at the start whose remainder is unknown: their addresses, by the block's end without
+    a remainder.
+    """
     layout = Layout(snapshot.settings)
     allocations = start.allocations
     live = {a.address: i for i, a in enumerate(allocations) if a.free is None}
@@ -123,7 +125,7 @@ def _run(  # noqa: PLR0912 - a branch for each kind of event, in the loop that a
 def _close(
     layout: Layout, allocations: list[Allocation], held: dict[int, int], open_ended: dict[int, int], address: int
 ) -> None:
-    """Lengthen the block before an allocation that begins inside a free block: it was longer than its request."""
+    """Lengthen the block before an allocation that begins inside a free block. It was longer than its request."""
     inside = layout.free_block_round(address)
     if inside is None or inside[0] not in open_ended or address - inside[0] > SMALL_REQUEST:
         return
@@ -134,7 +136,7 @@ def _close(
 
 
 def _differences(snapshot: Snapshot, allocations: list[Allocation], reserved: int) -> list[str]:
-    """Sentences where the outcome differs from the segments at the end, which prove the replay."""
+    """Sentences on where the outcome differs from the segments at the end. No difference proves the replay."""
     there = {a.address: a.block for a in blocks_of(snapshot.segments) if a.free is None}
     here = {a.address: a.block for a in allocations if a.free is None}
     held = sum(segment.total_size for segment in snapshot.segments)
@@ -151,7 +153,7 @@ def _differences(snapshot: Snapshot, allocations: list[Allocation], reserved: in
 
 
 def segments_after(replayed: Replay, snapshot: Snapshot, event: int) -> list[Segment]:
-    """The segments after an event, by address; their blocks are not told. Raises Contradiction where they overlap."""
+    """The segments after an event, by address, without their blocks. Raises Contradiction where segments overlap."""
     held = {segment.address: segment for segment in replayed.segments}
     for entry in snapshot.events[: event + 1]:
         if entry.action in GIVES:
@@ -162,9 +164,9 @@ def segments_after(replayed: Replay, snapshot: Snapshot, event: int) -> list[Seg
 
 
 def _without_blocks(snapshot: Snapshot) -> Replay:
-    """A history without a caching allocator, as stepscope writes it of a CPU: what is allocated is what is asked for.
+    """The replay of a history without a caching allocator, as stepscope writes for a CPU: each block is its request.
 
-    What was there before is what its notes tell.
+    Allocations from before the history come from the notes.
     """
     notes = snapshot.notes.tensors if snapshot.notes else ()
     before = [note for note in notes if note.at_us < snapshot.start_us]
@@ -193,7 +195,7 @@ def _without_blocks(snapshot: Snapshot) -> Replay:
 
 
 def without_layout(snapshot: Snapshot, faults: list[str]) -> Replay:
-    """Allocations of a history that contradicts itself: each block is its request, rounded."""
+    """The replay of a history that contradicts itself: each block is its request, rounded."""
     settings = snapshot.settings
     given = {a.address: a for a in blocks_of(snapshot.segments) if a.free is None}
     allocations, _ = blocks_at_start(snapshot)

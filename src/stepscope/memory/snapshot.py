@@ -223,9 +223,15 @@ def _notes(value: object, source: str) -> MemoryNotes | None:
             "upgrade stepscope, or take the snapshot again"
         )
     try:
-        return _convert(value, MemoryNotes, source, NOTES_KEY)
+        return _convert(_with_kind(_dict(value)), MemoryNotes, source, NOTES_KEY)
     except InputError as fault:
         raise InputError(one_line(fault)) from None
+
+
+def _with_kind(notes: dict[Any, Any]) -> dict[Any, Any]:
+    """Notes whose workload says its kind, which those written before there were several do not."""
+    workload = notes.get("workload")
+    return {**notes, "workload": {"kind": "textbook", **workload}} if isinstance(workload, dict) else notes
 
 
 def _choose_device(asked: int | None, lengths: dict[int, int], devices: tuple[int, ...], source: str) -> int:

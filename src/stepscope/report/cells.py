@@ -7,6 +7,9 @@ from stepscope.core.finding import Severity
 from stepscope.core.shown_text import name_shown, printable
 from stepscope.core.units import bare_figure, bare_head, figure_text
 
+NOT_FINITE = ("nan", "inf", "-inf")
+"""What a document holds for figures that JSON has no words for: they are figures when it is read back."""
+
 _TONES: dict[Severity, Tone] = {"error": "bad", "warning": "care", "note": ""}
 
 
@@ -24,7 +27,7 @@ def is_figures(table: Table, column: int) -> bool:
 
 def _is_figure(cell: Cell) -> bool:
     value = cell.value if isinstance(cell, Doubted) else cell
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    return value is None or value in NOT_FINITE or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
 def cell_text(table: Table, row: tuple[Cell, ...], column: int) -> str:
@@ -54,20 +57,32 @@ def _text(cell: str | float | None, unit: str) -> str:
 
 def bare_heads(table: Table) -> list[str]:
     """The heads of a table of bare numbers, each with the unit that its numbers stand in. Programs tell columns apart
-    by them: of columns of one name the second is `name 2`."""
-    heads = [bare_head(column, unit_of(table, i)) for i, column in enumerate(table.columns)]
+    by them: of columns of one name the second is `name 2`. A column with doubted figures has its marks beside it."""
+    marks = _columns_with_marks(table)
+    heads: list[str] = []
+    for i, column in enumerate(table.columns):
+        head = bare_head(column, unit_of(table, i))
+        heads += [head, f"{head} doubt"] if i in marks else [head]
     earlier = [heads[:i].count(head) for i, head in enumerate(heads)]
     return [f"{head} {count + 1}" if count else head for head, count in zip(heads, earlier, strict=True)]
 
 
 def bare_row(table: Table, row: tuple[Cell, ...]) -> list[str | float | bool | None]:
     """A row's cells as bare numbers, in the units that the heads name; what is no number stays."""
-    values = [cell.value if isinstance(cell, Doubted) else cell for cell in row]
-    return [
-        bare_figure(value, unit_of(table, i)) if isinstance(value, (int, float)) and not isinstance(value, bool)
-        else value
-        for i, value in enumerate(values)
-    ]  # fmt: skip
+    marks = _columns_with_marks(table)
+    cells: list[str | float | bool | None] = []
+    for i, cell in enumerate(row):
+        value = cell.value if isinstance(cell, Doubted) else cell
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            value = bare_figure(value, unit_of(table, i))
+        cells.append(value)
+        if i in marks:
+            cells.append(cell.mark if isinstance(cell, Doubted) else None)
+    return cells
+
+
+def _columns_with_marks(table: Table) -> set[int]:
+    return {i for row in table.rows for i, cell in enumerate(row) if isinstance(cell, Doubted) and cell.mark}
 
 
 def where_of(answer: Answer) -> str:

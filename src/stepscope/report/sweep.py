@@ -10,6 +10,7 @@ from stepscope.analysis.runs import metrics
 from stepscope.analysis.runs.doubts import marked
 from stepscope.analysis.runs.words import status_sentence, status_word
 from stepscope.core.answer import Tone, table_of
+from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.units import format_seconds
 from stepscope.report.terminal import make_table
@@ -56,7 +57,7 @@ def _state(row: ProgressRow) -> str:
 
 
 def _step(run: Run | None) -> str:
-    step_s = metrics.median_s(run, "step") if run else None
+    step_s = metrics.median_s(run, STEP) if run else None
     return marked(f"step {format_seconds(step_s)}", run) if step_s else ""
 
 

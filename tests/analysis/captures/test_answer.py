@@ -14,6 +14,7 @@ from stepscope.core.run import Run
 from stepscope.trace.read import read_trace
 from tests.captures import training_steps, write_kineto
 from tests.conftest import make_run
+from tests.textbook import textbook
 
 DATA = Path(__file__).parents[2] / "data"
 NAMES = ("kineto_train", "kineto_inference_bf16", "idle_data", "idle_graph", "idle_item", "idle_streams")
@@ -65,4 +66,4 @@ def test_the_unprofiled_time_carries_its_runs_doubt(tmp_path: Path):
     column = phases.columns.index("unprofiled ms")
     cell = phases.rows[0][column]
     assert isinstance(cell, Doubted) and (cell.value, cell.mark) == (pytest.approx(2e6), "*")
-    assert phases.rows[0][phases.columns.index("expected")] == run.workload.model.layers * 9 + 1
+    assert phases.rows[0][phases.columns.index("expected")] == textbook(run).model.layers * 9 + 1

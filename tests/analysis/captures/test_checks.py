@@ -15,6 +15,7 @@ from stepscope.core.samples import Samples
 from stepscope.trace.read import read_trace
 from tests.captures import AUTOGRAD, ELEMENTWISE, GEMM, Capture, nsys_tables, training_steps, write_kineto, write_sqlite
 from tests.conftest import make_run
+from tests.textbook import textbook
 
 TF32 = "sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x16_stage4_warpsize2x2x1_tensor16x8x8_kernel"
 BF16 = "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_TNN"
@@ -186,7 +187,7 @@ def test_row_22_the_profiler_taken_for_the_step(tmp_path: Path):
 
 def test_products_that_do_not_match_the_model(tmp_path: Path):
     run = make_run()
-    expected = run.workload.model.layers * 9 + 1
+    expected = textbook(run).model.layers * 9 + 1
     right = write_kineto(one_phase(expected), tmp_path / "t.json")
     assert "products-miscounted" not in findings(right, run)
     fewer = findings(write_kineto(one_phase(expected - 1), tmp_path / "u.json"), run)["products-miscounted"]

@@ -13,6 +13,7 @@ from stepscope.analysis.captures.attribution import attribute
 from stepscope.analysis.captures.part import part_of
 from stepscope.analysis.captures.range_totals import range_totals
 from stepscope.analysis.captures.summary import TraceSummary
+from stepscope.core.errors import InputError
 from stepscope.trace.read import read_trace
 from tests.analysis.captures.test_answer import has_sound_tables
 from tests.captures import training_steps, write_kineto
@@ -91,11 +92,10 @@ def test_an_instance_of_a_range(tmp_path: Path):
     assert table.columns[-2:] == ("calls an instance", "us an instance") and table.rows[0][-2:] == (1, 400)
 
 
-def test_a_range_that_launched_nothing_is_said(tmp_path: Path):
-    part = part_of(
-        summary_of(write_kineto(training_steps(), tmp_path / "t.json")), "it", name="forward", phase="backward"
-    )
-    assert "Nothing was launched there." in shown(answer_trace(part, (), "t.json"))
+def test_parts_that_share_no_launch_are_refused(tmp_path: Path):
+    summary = summary_of(write_kineto(training_steps(), tmp_path / "t.json"))
+    with pytest.raises(InputError, match="nothing was launched in all of these in it: leave one out"):
+        part_of(summary, "it", name="forward", phase="backward")
 
 
 @pytest.mark.slow

@@ -142,7 +142,7 @@ def test_both_are_what_a_gpu_recorded(cell: str):
     takes a buffer and gives it back; nothing else is there that neither prediction has."""
     (file,) = RECORDED.glob(f"*-{cell}-*/memory.pickle.gz")
     snapshot = read_snapshot(file)
-    assert snapshot.notes is not None and snapshot.notes.workload is not None
+    assert snapshot.notes is not None and isinstance(snapshot.notes.workload, Workload)
     workload = snapshot.notes.workload
     symbolic, fake = on_symbolic_tensors(workload), on_fake_tensors(workload)
     for span in snapshot.notes.phases:

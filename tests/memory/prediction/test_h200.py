@@ -14,6 +14,7 @@ from stepscope.core.run_directory import load_runs
 from stepscope.core.units import GIB
 from stepscope.memory.prediction.estimate import estimate
 from stepscope.memory.prediction.fit import budget_of_memory, fit, will_fit
+from tests.textbook import textbook
 
 pytestmark = pytest.mark.slow
 
@@ -119,8 +120,8 @@ def test_the_verdict_under_80_gib_is_what_happened(run: Run):
     """And where it ran out of memory, in which phase."""
     assert run.environment is not None and run.environment.memory_limit_bytes == LIMIT
     assert run.status in ("done", "out-of-memory")
-    answer = fit(run.workload, budget_of_memory(LIMIT))
-    assert answer.fits == (run.status == "done") == will_fit(run.workload, budget_of_memory(LIMIT))
+    answer = fit(textbook(run), budget_of_memory(LIMIT))
+    assert answer.fits == (run.status == "done") == will_fit(textbook(run), budget_of_memory(LIMIT))
     assert answer.fails_in == (run.failure.phase if run.failure else None)
 
 

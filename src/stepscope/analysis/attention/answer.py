@@ -224,7 +224,8 @@ def _cells(study: AttentionStudy) -> Table:
             )  # fmt: skip
     heads = (
         "batch, heads, seq, head_dim", "dtype", "implementation", "passes", "gate's calls",
-        "forward ms", "from", "to", "backward ms", "from", "to", "both ms", "from", "to",
+        "forward ms", "forward from", "forward to", "backward ms", "backward from", "backward to",
+        "both ms", "both from", "both to",
         "TFLOP/s forward", "TFLOP/s both", "of the ceiling %", "working set / L2", "launches",
     )  # fmt: skip
     return known_columns(CELLS, heads, rows)

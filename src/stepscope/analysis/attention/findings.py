@@ -1,6 +1,7 @@
 """What follows from timings of attention, in sentences made of the figures."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from stepscope.analysis.attention.study import BASELINE, AttentionStudy, Contest, Curve, both_s, flops_per_s
 from stepscope.core.attention_timing import AttentionTiming
@@ -14,17 +15,10 @@ CLOSE = 0.02
 
 def attention_findings(study: AttentionStudy) -> Iterator[Finding]:
     """The gate first, since without it no figure means anything."""
-    yield from _gate(study)
-    yield from _interpreted(study)
+    yield from chain(_gate(study), _interpreted(study))
     if not study.mixed:
-        yield from _memory_runs_out(study)
-        yield from _contests(study)
-        yield from _compiled(study)
-        yield from _powers(study)
-    yield from _formula(study)
-    yield from _best(study)
-    yield from _shown(study)
-    yield from _unfinished(study)
+        yield from chain(_memory_runs_out(study), _contests(study), _compiled(study), _powers(study))
+    yield from chain(_formula(study), _best(study), _shown(study), _unfinished(study))
 
 
 def _gate(study: AttentionStudy) -> Iterator[Finding]:

@@ -1,1 +1,1 @@
-"""What a capture holds: phases, modules, families, occupation, the critical path, and what to doubt in it."""
+"""The analysis of a capture: phases, modules, families, occupation, the critical path, and findings."""

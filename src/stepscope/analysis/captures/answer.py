@@ -1,4 +1,4 @@
-"""A capture as an answer: the questions one asks of it, each a table and a sentence with its figures."""
+"""A capture as an answer: for each question, a table and a sentence with its figures."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,27 +14,27 @@ from stepscope.analysis.roofline.answer import roofline_panel, roofline_tables
 from stepscope.analysis.runs.words import figure
 from stepscope.core.answer import Answer, Cell, Line, Panel, Point, Table, as_lines, table_of, text
 from stepscope.core.finding import Finding
-from stepscope.core.range_names import RECOMPUTATION
+from stepscope.core.range_names import BACKWARD, FORWARD, RECOMPUTATION
 from stepscope.core.shown_text import middle_cut, name_shown
 from stepscope.core.units import counted, format_count, format_share, ms_text
 from stepscope.work.described import describe_model, describe_workload
 
 _MODULES_SHOWN = 12
 _KERNELS_DRAWN = 5
-"""Kernels of each phase in the picture."""
+"""The number of kernels of each phase in the picture."""
 
 _IN_A_SENTENCE = 64
-"""Characters of a kernel's name in a sentence; the table beside it has the whole."""
+"""The most characters of a kernel's name in a sentence. The table has the whole name."""
 
 _ON_A_BAR = 44
-"""Characters of a kernel's name beside its bar."""
+"""The most characters of a kernel's name beside its bar."""
 
 _NAMED_SHARE = 0.005
-"""Smaller parts of the critical path are left out of its sentence."""
+"""The smallest share of the critical path that its sentence names."""
 
 
 def answer_trace(summary: TraceSummary, findings: tuple[Finding, ...], source: str) -> Answer:
-    """What ran, where the time went by phase, family, kernel and module, and what to doubt."""
+    """The answer of a capture: what ran, the time by phase, family, kernel and module, and the findings."""
     run, table = summary.run, summary.attribution.table
     return Answer(
         study="trace",
@@ -97,7 +97,7 @@ def _heading(summary: TraceSummary, source: str) -> Iterator[Line]:
 
 
 def _of_instances(summary: TraceSummary) -> str:
-    """How many ranges the part was launched in, and what one of them holds in the mean."""
+    """The number of ranges in which the part was launched, and the mean content of one range."""
     assert summary.part is not None
     if summary.part.instances is None:
         return ""
@@ -108,7 +108,7 @@ def _of_instances(summary: TraceSummary) -> str:
 
 
 def _phase_table(summary: TraceSummary) -> Table:
-    """(a) and (d)."""
+    """The table of phases, for questions (a) and (d)."""
     noun = _noun(summary)
     known = {
         "range open ms": any(phase.range_ns is not None for phase in summary.phases),
@@ -140,8 +140,8 @@ def _phase_table(summary: TraceSummary) -> Table:
 
 def _phase_words(summary: TraceSummary) -> Iterator[str]:
     named = {phase.phase: phase for phase in summary.phases}
-    if "forward" in named:
-        forward, backward = named["forward"], named.get("backward")
+    if FORWARD in named:
+        forward, backward = named[FORWARD], named.get(BACKWARD)
         of_both, ratio = "", ""
         if backward is not None:
             times = backward.busy_ns / forward.busy_ns if forward.busy_ns else 0.0
@@ -174,13 +174,13 @@ def _family_table(summary: TraceSummary) -> Table:
 
 
 def _family_totals(summary: TraceSummary) -> list[tuple[str, float]]:
-    """Each family and its time per step, the longest first."""
+    """Each family with its time per step, the longest first."""
     totals = summary.families.group_by("family").agg(pl.col("busy_ns").sum())
     return totals.sort("busy_ns", "family", descending=[True, False]).rows()
 
 
 def _kernel_table(summary: TraceSummary, phase: str) -> Table:
-    """(b) and (c)."""
+    """The table of a phase's kernels, for questions (b) and (c)."""
     top = summary.top_kernels(phase)
     rest = [row for row in summary.top_kernels(phase, without_products=True) if row not in top]
     rest = rest if any(row.family == GEMM for row in top) else []
@@ -192,7 +192,7 @@ def _kernel_table(summary: TraceSummary, phase: str) -> Table:
 
 
 def _kernels(summary: TraceSummary, head: str, rows: list[KernelRow], **more: Any) -> Table:
-    """Kernels, their calls and times per step; of ranges of one name, per instance too."""
+    """A table of kernels with calls and times per step and, for ranges of one name, per instance."""
     instances = summary.part.instances if summary.part else None
     each = summary.steps / instances if instances else None
     heads = (("calls an instance", ".4g"), ("us an instance", "us of ns")) if each else ()
@@ -210,7 +210,7 @@ def _kernels(summary: TraceSummary, head: str, rows: list[KernelRow], **more: An
 
 
 def _attention_table(summary: TraceSummary) -> Table:
-    """(e)."""
+    """The table of attention's parts, for question (e)."""
     rows = summary.attention
     known = any(row.flops for row in rows)
     heads = (("FLOPs, full square", "FLOP"), ("rate", "FLOP/s")) if known else ()
@@ -274,7 +274,7 @@ def _module_table(summary: TraceSummary) -> Table:
 
 
 def _idle_table(summary: TraceSummary) -> Table:
-    """Idle time by cause; in sentences how busy each device was, what communication hides, what the step waited for."""
+    """The table of idle time by cause. Its sentences are on occupation, hidden communication and the critical path."""
     occupied, steps = summary.occupation, summary.steps
     assert occupied is not None
     totals = (
@@ -319,8 +319,10 @@ def _path_words(path: CriticalPath) -> str:
 
 
 def _panels(summary: TraceSummary) -> Iterator[Panel]:
-    """The longest kernels, a bar each in the colour of its phase; the families, a bar each of its time by phase; and
-    the families against the device's roofs."""
+    """The pictures of a capture: the longest kernels, the families, and the families against the device's roofs.
+
+    Each kernel has a bar in the colour of its phase, each family a bar of its time by phase.
+    """
     kernels = [row for phase in summary.phase_names for row in summary.top_kernels(phase, _KERNELS_DRAWN)]
     names = _bar_names(kernels)
     bars = tuple(Point(name=names[row.name], line=row.phase, y=row.busy_ns * 1e-6) for row in kernels)
@@ -340,7 +342,7 @@ def _panels(summary: TraceSummary) -> Iterator[Panel]:
 
 
 def _bar_names(kernels: list[KernelRow]) -> dict[str, str]:
-    """A short name for each kernel, no two alike: products of one library differ in the middle, by layout and tile."""
+    """A distinct short name for each kernel. Products of one library differ in the middle, by layout and tile."""
     names: dict[str, str] = {}
     for name in dict.fromkeys(row.name for row in kernels):
         label, decoded = name_shown(kernel_label(name)), decode(name)

@@ -1,4 +1,4 @@
-"""A capture's summary as plain data: what `stepscope trace --json` prints. The first six keys are a contract."""
+"""A capture's summary as plain data, which `stepscope trace --json` prints. The first six keys are a contract."""
 
 from typing import Any
 
@@ -11,10 +11,11 @@ from stepscope.core.finding import Finding
 
 
 def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...]) -> dict[str, Any]:
-    """Totals in nanoseconds over the whole capture, `ranges`, `idle` and `overlap` among them.
+    """The summary of a capture as plain data.
 
-    Per step: `phases`, `families`, `modules`, `attention` and `roles`. `critical_path` is of one step. A summary of a
-    part has `part` besides, which says of which; its `ranges` are those that launched some of it.
+    Totals, `ranges`, `idle` and `overlap` are in nanoseconds over the whole capture. `phases`, `families`, `modules`,
+    `attention` and `roles` are per step. `critical_path` is of one step. The summary of a part also has `part`, which
+    names the part. Its `ranges` are the ranges that launched some of it.
     """
     copies, copies_ns = summary.copies
     attribution = summary.attribution
@@ -66,7 +67,7 @@ def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...]) -> dict[
 
 
 def part_as_json(part: Part) -> dict[str, Any]:
-    """Which part of the capture the other keys are of; `instances` are the ranges that launched some of it."""
+    """The part of the capture that the other keys describe. `instances` are the ranges that launched some of it."""
     return {"part": _fields(part, "step", "phase", "range", "instances")}
 
 
@@ -83,5 +84,5 @@ def _path(path: CriticalPath) -> dict[str, Any]:
 
 
 def _fields(record: object, *names: str) -> dict[str, Any]:
-    """These fields of a record, in this order."""
+    """The named fields of a record, in this order."""
     return {name: getattr(record, name) for name in names}

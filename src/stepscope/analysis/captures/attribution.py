@@ -1,9 +1,9 @@
-"""Gives every nanosecond of device work its phase, module and family; what cannot be given stays visible.
+"""The attribution of every nanosecond of device work to a phase, module and family. Unattributed time stays visible.
 
 Phase: the phase range open at the launch, on the launching thread or else on any thread of that process (autograd
-launches backward from a thread of its own). Module: the innermost module range open on the launching thread; for
-backward, where ranges stand on the forward thread only, the module of the forward operator with the same
-(forward thread, sequence number).
+launches backward from its own thread). Module: the innermost module range open on the launching thread. In backward,
+only the forward thread has ranges, so it is the module of the forward operator with the same (forward thread, sequence
+number).
 """
 
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from stepscope.analysis.captures.range_names import (
     range_kind,
 )
 from stepscope.analysis.kernels.families import FAMILIES, classify
-from stepscope.core.range_names import GRADIENT_ACCUMULATION, PHASES, RECOMPUTATION
+from stepscope.core.range_names import BACKWARD, FORWARD, GRADIENT_ACCUMULATION, OPTIMIZER, PHASES, RECOMPUTATION, STEP
 from stepscope.trace.launches import operator_order
 from stepscope.trace.nesting import Nest, numbered, union
 from stepscope.trace.table import COPIES, KIND, TraceTable
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 ROOT = ""
-"""The module path of what ran in a phase but in no module's range: the model itself, the loss, a compiled graph."""
+"""The module path of work in a phase but in no module's range: the model itself, the loss, a compiled graph."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +35,10 @@ class Attribution:
 
     `work` is the table's `work` with columns step, phase, module, part, role, operator, operator_row, family, ranged.
     `operator_row`: the row in `table.operators` of the call that `operator` names. `ranged`: inside any named range.
-    `links_checked`, `links_agree`: backward operators whose forward operator was found by sequence number and by the
-    profiler's own arrow too, and those where both are the same.
-    `instances`: of the steps and phases of the first process that has any (what, start_ns, end_ns); overlapping ranges
-    of one phase (a user's range round one of PyTorch's own) are one.
+    `links_checked`: backward operators whose forward operator was found both by sequence number and by the profiler's
+    own arrow. `links_agree`: those where both are the same operator.
+    `instances`: the steps and phases of the first process that has any (what, start_ns, end_ns). Overlapping ranges of
+    one phase (a user's range around PyTorch's own) are one instance.
     """
 
     table: TraceTable
@@ -52,12 +52,12 @@ class Attribution:
         """The rows that are computation: kernels, whole graphs, or CPU operators; no copies or fills."""
         computes = ~self.work["kind"].is_in(pl.Series(COPIES, dtype=KIND).implode())
         first = computes.head(int(computes.sum()))
-        # Readers put them first, and then a slice holds no second copy of a million rows.
+        # Readers put these rows first. A slice then avoids a second copy of a million rows.
         return self.work.head(len(first)) if first.all() else self.work.filter(computes)
 
     @cached_property
     def with_free_ns(self) -> pl.DataFrame:
-        """`work` with `free_ns`: when all that began before on the same stream had ended; null for the first."""
+        """`work` with `free_ns`: the time when all earlier work on its stream had ended; null for the first row."""
         if "free_ns" in self.work.columns:
             return self.work
         stream = ["process", "device", "stream"]
@@ -66,7 +66,7 @@ class Attribution:
 
     @cached_property
     def rows(self) -> pl.DataFrame:
-        """Device time by (phase, role, module, family): calls and busy_ns; rows in no range have `ranged` false."""
+        """Device time by (phase, role, module, family): calls and busy_ns. Rows in no range have `ranged` false."""
         return (
             self.work.group_by("ranged", "phase", "role", "module", "family")
             .agg(pl.len().alias("calls"), pl.col("duration_ns").sum().alias("busy_ns"))
@@ -80,25 +80,26 @@ class Attribution:
 
     @property
     def attributed_ns(self) -> int:
-        """The part of it launched inside some named range."""
+        """Busy time of the work launched inside some named range."""
         return int(self.rows.filter("ranged")["busy_ns"].sum())
 
     @property
     def unattributed_ns(self) -> int:
-        """The part of it launched outside all ranges, or by no call that was recorded."""
+        """Busy time of the work launched outside all ranges, or by no recorded call."""
         return int(self.rows.filter(~pl.col("ranged"))["busy_ns"].sum())
 
     @property
     def steps(self) -> int:
-        """Steps traced, at least 1: the instances of step ranges, or else the fewer of forward's and the optimizer's.
+        """The number of traced steps, at least 1.
 
-        Several micro-batches run forward for one run of the optimizer, and several optimizers may run for one forward.
+        It is the number of step ranges or, without any, the smaller of the numbers of forward and optimizer ranges. A
+        step may have several forwards (micro-batches) for one optimizer, or several optimizers for one forward.
         """
-        counts = {what: self.instances.filter(pl.col("what") == what).height for what in ("step", *PHASES)}
-        return counts["step"] or min((n for n in (counts["forward"], counts["optimizer"]) if n), default=1)
+        counts = {what: self.instances.filter(pl.col("what") == what).height for what in (STEP, *PHASES)}
+        return counts[STEP] or min((n for n in (counts[FORWARD], counts[OPTIMIZER]) if n), default=1)
 
     def self_check(self) -> None:
-        """Raise AssertionError unless the parts make up the whole exactly and no row was lost or doubled."""
+        """Raise AssertionError unless the parts sum to the whole exactly and no row was lost or doubled."""
         assert self.work.height == self.table.work.height, "rows were lost or doubled"
         assert self.attributed_ns + self.unattributed_ns == self.busy_ns, "attributed + unattributed is not busy"
         assert self.busy_ns == int(self.table.work["duration_ns"].sum()), "busy time changed on the way"
@@ -107,11 +108,11 @@ class Attribution:
 def _instances(few: pl.DataFrame) -> pl.DataFrame:
     chosen = few.with_columns(pl.coalesce(pl.col("phase").cast(pl.String), "what").alias("what"))
     first = chosen.filter(pl.col("process") == pl.col("process").min())
-    return union(first, ["what"], touching=False)  # a step may begin in the very nanosecond that the last one ends
+    return union(first, ["what"], touching=False)  # a step may begin in the nanosecond in which the last one ends
 
 
 def attribute(table: TraceTable) -> Attribution:
-    """Place every row of the table's work."""
+    """Attribute every row of the table's work."""
     work = table.work.with_columns(numbered(table.work, ["process", "launch_thread"]).alias("track"))
     threads = work.select("track", "process", pl.col("launch_thread").alias("thread")).unique("track")
     kinds = _kinds(table.ranges)
@@ -130,7 +131,7 @@ def attribute(table: TraceTable) -> Attribution:
     work = work.with_columns(gather(table.operators["name"], work["operator_row"]).alias("operator"))
     work, checked, agree = _through_forward(work, operators, table, (modules, parts), threads)
     if RECOMPUTATION in kinds["module"]:
-        # An NVTX tool records no operators: the range that stands round what runs again says it.
+        # An NVTX tool records no operators. Recomputed work is known by the range around it.
         named = Places(_named(table.ranges, [RECOMPUTATION], threads))
         again = named.name_at(work["track"], work["launch_ns"], RECOMPUTATION).is_not_null()
         work = work.with_columns(pl.col("_recomputes") | again)
@@ -147,7 +148,7 @@ def attribute(table: TraceTable) -> Attribution:
 
 
 def _kinds(ranges: pl.DataFrame) -> dict[RangeKind, list[str]]:
-    """The ranges' names by what they stand for."""
+    """The names of the ranges, by kind."""
     kinds: dict[RangeKind, list[str]] = {kind: [] for kind in RANGE_KINDS}
     for name in ranges["name"].unique().to_list():
         kinds[range_kind(name)].append(name)
@@ -155,7 +156,7 @@ def _kinds(ranges: pl.DataFrame) -> dict[RangeKind, list[str]]:
 
 
 def _steps_and_phases(ranges: pl.DataFrame, kinds: dict[RangeKind, list[str]]) -> pl.DataFrame:
-    """These ranges, with `what` ("step" or "phase") and, for phases, `phase`."""
+    """The ranges of steps and phases, with `what` ("step" or "phase") and, for phases, `phase`."""
     names = [*kinds["step"], *kinds["phase"]]
     known = pl.DataFrame(
         {
@@ -170,22 +171,22 @@ def _steps_and_phases(ranges: pl.DataFrame, kinds: dict[RangeKind, list[str]]) -
 
 
 def _recomputed(few: pl.DataFrame) -> pl.Series:
-    """Ranges of forward inside one of backward: a checkpointed model run again, which is part of backward.
+    """Whether each range is a forward inside a backward: a checkpointed model that runs again, as part of backward.
 
-    Inside one of their own thread, or on a thread that has none (autograd's) inside another's of their process: a
-    thread with a backward of its own may run forward at any time.
+    The backward range is on the same thread. If that thread has none (autograd's thread), it is on any thread of the
+    process. A thread with its own backward may run forward at any time.
     """
-    forward = few["phase"].cast(pl.String).eq_missing("forward")
-    backward = few.filter(pl.col("phase") == "backward")
+    forward = few["phase"].cast(pl.String).eq_missing(FORWARD)
+    backward = few.filter(pl.col("phase") == BACKWARD)
     trains = numbered(few, ["process", "thread"])
     return forward & (
         _inside(few, backward, ["process", "thread"])
-        | (_inside(few, backward, ["process"]) & ~trains.is_in(trains.filter(few["phase"] == "backward").implode()))
+        | (_inside(few, backward, ["process"]) & ~trains.is_in(trains.filter(few["phase"] == BACKWARD).implode()))
     )
 
 
 def _inside(ranges: pl.DataFrame, around: pl.DataFrame, by: list[str]) -> pl.Series:
-    """Whether each range lies within one (or several that overlap or touch) of `around` with equal `by`."""
+    """Whether each range lies inside a range of `around` with equal `by`, or inside several that overlap or touch."""
     merged = union(around, by)
     track = numbered(pl.concat([ranges.select(by), merged.select(by)]), by)
     outer = lasting(merged).with_columns(track.tail(merged.height).alias("track"))
@@ -200,7 +201,7 @@ def _is_named(names: list[str]) -> pl.Expr:
 def _named(ranges: pl.DataFrame, names: list[str], threads: pl.DataFrame) -> pl.DataFrame:
     """The nested ranges of these names on threads that launch work: start_ns, duration_ns, name, track."""
     found = []
-    for part in ranges.iter_slices(1 << 18):  # a million ranges are thinned out piece by piece, to hold little at once
+    for part in ranges.iter_slices(1 << 18):  # a million ranges are filtered piece by piece, to save memory
         chosen = part.filter(pl.col("nested") & _is_named(names))
         found.append(_on_threads(chosen, threads).select("start_ns", "duration_ns", "name", "track"))
     nothing = {"start_ns": pl.Int64, "duration_ns": pl.Int64, "name": pl.Categorical(), "track": pl.Int64}
@@ -208,7 +209,7 @@ def _named(ranges: pl.DataFrame, names: list[str], threads: pl.DataFrame) -> pl.
 
 
 def _modules(candidates: pl.DataFrame, few: pl.DataFrame, threads: pl.DataFrame) -> Places:
-    """Module ranges: all that enclose no step or phase ("epoch" and "train" do, and are no modules)."""
+    """The module ranges: those that enclose no step or phase, unlike "epoch" and "train"."""
     outer: set[str] = set()
     for (track, _, _), inner in _on_threads(few, threads).group_by("track", "what", "phase"):
         outer |= _enclosing(candidates, candidates["track"] == track, inner.sort("start_ns", "duration_ns"))
@@ -218,14 +219,14 @@ def _modules(candidates: pl.DataFrame, few: pl.DataFrame, threads: pl.DataFrame)
 
 
 def _enclosing(candidates: pl.DataFrame, chosen: pl.Series, inner: pl.DataFrame) -> set[str]:
-    """The names of the chosen candidates that hold one of `inner`, ranges of one kind by start and length, and are
-    longer.
+    """The names of the chosen candidates that enclose a range of `inner` and are longer than it.
 
-    A first module that begins with its phase, by a clock of microseconds, is not round it.
+    `inner` has ranges of one kind, sorted by start and length. On a clock of microseconds a phase's first module may
+    begin together with the phase, and does not enclose it.
     """
     start_ns, end_ns = candidates["start_ns"], candidates["start_ns"] + candidates["duration_ns"]
     begins, ends = inner["start_ns"], inner["start_ns"] + inner["duration_ns"]
-    # Of those that begin together with it the shortest is the first; of those that begin later one ends first.
+    # Ranges that begin with the candidate: the first is the shortest. Later ranges: the one that ends first counts.
     together = begins.search_sorted(start_ns, side="left")
     later = begins.search_sorted(start_ns, side="right")
     last = inner.height - 1
@@ -251,7 +252,7 @@ def _on_threads(frame: pl.DataFrame, threads: pl.DataFrame) -> pl.DataFrame:
 
 
 def _phase(work: pl.DataFrame, few: pl.DataFrame, threads: pl.DataFrame) -> pl.Series:
-    """The launching thread's own phase or, where it has none open, the one open anywhere in its process."""
+    """The phase open on the launching thread or, if none is, the phase open on any thread of its process."""
     phases = few.filter(pl.col("what") == "phase")
     own_phases = _on_threads(phases.filter("nested"), threads)
     own = gather(own_phases["phase"], Nest(own_phases, "track").innermost(work["track"], work["launch_ns"]))
@@ -264,7 +265,7 @@ def _phase(work: pl.DataFrame, few: pl.DataFrame, threads: pl.DataFrame) -> pl.S
 def _step(work: pl.DataFrame, few: pl.DataFrame) -> pl.Series:
     """The number, from 0, of the step open at each launch in its process, or null.
 
-    Ranges of steps that overlap, a user's inside the profiler's own, are one step.
+    Overlapping ranges of steps, such as a user's inside the profiler's own, are one step.
     """
     steps = lasting(union(few.filter(pl.col("what") == "step"), ["process"], touching=False)).sort("start_ns")
     steps = steps.with_columns(pl.int_range(pl.len()).over("process").alias("step"))
@@ -283,12 +284,12 @@ def _ranged(work: pl.DataFrame, ranges: pl.DataFrame) -> pl.Series:
 
 
 def lasting(intervals: pl.DataFrame) -> pl.DataFrame:
-    """The intervals with their duration_ns."""
+    """The intervals with a column duration_ns."""
     return intervals.with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"))
 
 
 def _operator_row(work: pl.DataFrame, operators: pl.DataFrame, table: TraceTable) -> pl.Series:
-    """The row in `table.operators` of the innermost operator open at each launch; on the CPU the operator itself."""
+    """The row in `table.operators` of the innermost operator open at each launch. On the CPU, the operator itself."""
     if table.on_cpu:
         return operator_order(table.operators).alias("operator_row")
     rows = Nest(operators, "track").innermost(work["track"], work["launch_ns"])
@@ -302,7 +303,7 @@ def _through_forward(
     places: "tuple[Places, Places]",
     threads: pl.DataFrame,
 ) -> tuple[pl.DataFrame, int, int]:
-    """Fill module and part of backward from the forward operator of the same (forward thread, sequence number)."""
+    """Fill in module and part of backward from the forward operator of the same (forward thread, sequence number)."""
     if not operators.height:
         return work.with_columns(pl.lit(False).alias("_accumulates"), pl.lit(False).alias("_recomputes")), 0, 0
     has_sequence = pl.col("sequence").is_not_null() & (pl.col("sequence") >= 0)
@@ -330,7 +331,7 @@ def _through_forward(
         how="left",
         maintain_order="left",
     )
-    # A forward operator recomputed inside a backward node carries a sequence number of its own and no forward thread.
+    # A forward operator recomputed inside a backward node has its own sequence number and no forward thread.
     anew = operators.filter(has_sequence & ~(pl.col("forward_thread").fill_null(0) > 0))
     inner = gather(anew["start_ns"], Nest(anew, "track").innermost(work["track"], work["launch_ns"]))
     recomputes = (inner > work["_node_ns"]).fill_null(False)
@@ -347,11 +348,11 @@ def _through_forward(
 
 
 def _forward_operators(backward: pl.DataFrame, forward: pl.DataFrame) -> pl.DataFrame:
-    """For each backward (process, forward_thread, sequence): the operator that made its node, and the backward start.
+    """The operator that made the node of each backward (process, forward_thread, sequence), and the backward's start.
 
-    Several operators carry one number, which counts the nodes made so far: a composite one, then those inside it. The
-    last of them to begin makes the node. PyTorch's number of the forward thread is not the system's; the thread whose
-    operators match most of the sequence numbers is the one.
+    Several operators have the same number, which counts the nodes made so far: a composite operator, then the operators
+    inside it. The last of them to begin makes the node. PyTorch's number of the forward thread is not the system's. The
+    forward thread is the one whose operators match most of the sequence numbers.
     """
     latest = (
         forward.select("process", "thread", "sequence", pl.col("start_ns").alias("forward_ns"))
@@ -373,7 +374,7 @@ def _forward_operators(backward: pl.DataFrame, forward: pl.DataFrame) -> pl.Data
 
 
 def _check_links(made: pl.DataFrame, links: pl.DataFrame) -> tuple[int, int]:
-    """Compare with the profiler's own arrows: how many nodes have one, and how many of those lead where we say."""
+    """The number of nodes that have an arrow of the profiler, and the number of arrows that lead to our operator."""
     begin = links.filter("begins").select("id", pl.col("start_ns").alias("from_ns"), "process")
     finish = links.filter(~pl.col("begins")).select("id", pl.col("start_ns").alias("to_ns"), "process")
     arrows = begin.join(finish, on=["process", "id"], how="inner")
@@ -410,14 +411,14 @@ def _family(work: pl.DataFrame) -> pl.Series:
 
 
 def _role() -> pl.Expr:
-    """What the work is for: communication, accumulating gradients, recomputing what was not kept, or its phase."""
+    """The purpose of the work: communication, gradient accumulation, recomputation, or its phase."""
     return (
         pl.when(pl.col("family") == "communication")
         .then(pl.lit("communication"))
         .when(pl.col("_accumulates") | (pl.col("module").cast(pl.String) == GRADIENT_ACCUMULATION))
         .then(pl.lit(GRADIENT_ACCUMULATION))
         .when(
-            (pl.col("phase") == "backward")
+            (pl.col("phase") == BACKWARD)
             & (pl.col("_recomputes") | (pl.col("module").cast(pl.String) == RECOMPUTATION))
         )
         .then(pl.lit(RECOMPUTATION))

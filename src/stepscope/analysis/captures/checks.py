@@ -1,4 +1,4 @@
-"""The mistakes that published traces carry, looked for in a capture. One check a function: TraceSummary -> Finding."""
+"""Checks of a capture for mistakes seen in published traces. Each is a function from a TraceSummary to a Finding."""
 
 from collections.abc import Callable
 
@@ -8,13 +8,14 @@ from stepscope.analysis.captures.range_names import phase_of
 from stepscope.analysis.captures.summary import GEMM, TraceSummary
 from stepscope.analysis.kernels.names.decoding import decode, is_tf32
 from stepscope.core.finding import SEVERITIES, Finding, error, note, warning
+from stepscope.core.range_names import BACKWARD, STEP
 from stepscope.core.units import format_count, format_share, in_ms
 from stepscope.trace.launches import is_launch
 from stepscope.trace.nesting import Nest, numbered
 from stepscope.trace.table import TraceTable
 
 _FEW = 5
-"""Launches at the edges of a capture whose kernels fall outside it are no sign of loss."""
+"""The most launches without a kernel that are no sign of loss: at the edges, kernels may fall outside the capture."""
 _LOST_SHARE, _BROKEN_SHARE = 0.005, 0.1
 _SLOWED = 1.1
 _WORTH_A_WORD = 0.01
@@ -23,17 +24,17 @@ TraceCheck = Callable[[TraceSummary], Finding | None]
 
 
 def check_trace(summary: TraceSummary) -> tuple[Finding, ...]:
-    """Every finding on this capture, the gravest first."""
+    """All findings on this capture, the most severe first."""
     found = [finding for check in TRACE_CHECKS if (finding := check(summary)) is not None]
     return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
 def incomplete_trace(summary: TraceSummary) -> Finding | None:
-    """Launches whose kernels never arrived: the capture ended early, or buffers were lost."""
+    """A finding on launches without kernels: the capture ended early, or buffers were lost."""
     table = summary.attribution.table
     names = table.calls.select("name").unique()
     launching = names.filter(is_launch(pl.col("name").cast(pl.String)))["name"]
-    # Copies within the host and empty ones leave no device record; they say nothing about what was lost.
+    # Copies within the host and empty copies leave no device record, so they say nothing about losses.
     launching = launching.filter(launching.cast(pl.String).str.contains("Launch"))
     begun = pl.col("name").is_in(launching.implode()) & ~_while_capturing(table.calls)
     launched = table.calls.select(begun.alias("launched")).to_series()
@@ -61,7 +62,7 @@ def incomplete_trace(summary: TraceSummary) -> Finding | None:
 
 
 def _kernels_missing(launches: int) -> Finding | None:
-    """A step of a GPU of which the profiler saw the host alone: operators then stand where kernels should."""
+    """A finding on a GPU's step of which the profiler saw only the host: operators stand in place of kernels."""
     if not launches:
         return None
     return error(
@@ -75,7 +76,7 @@ def _kernels_missing(launches: int) -> Finding | None:
 
 
 def _while_capturing(calls: pl.DataFrame) -> pl.Expr:
-    """Calls made while their thread was capturing a stream into a graph: they launch nothing yet."""
+    """Whether each call was made while its thread captured a stream into a graph, and so launched nothing."""
     begin = _named(calls, "StreamBeginCapture")
     if not begin.height:
         return pl.lit(False)
@@ -98,14 +99,14 @@ def _while_capturing(calls: pl.DataFrame) -> pl.Expr:
 
 
 def _named(calls: pl.DataFrame, word: str) -> pl.DataFrame:
-    """Process, thread and start of the calls whose name holds a word; names are few, so each is looked at once."""
+    """Process, thread and start of the calls whose name contains a word. Each distinct name is tested once."""
     names = calls["name"].unique()
     chosen = names.filter(names.cast(pl.String).str.contains(word, literal=True))
     return calls.lazy().filter(pl.col("name").is_in(chosen.implode())).select("process", "thread", "start_ns").collect()
 
 
 def launches_unknown(summary: TraceSummary) -> Finding | None:
-    """Kernels without a launch record: shown as unattributed, never dropped."""
+    """A finding on kernels without a launch record. They are shown as unattributed, never dropped."""
     kernels = summary.attribution.kernels
     unknown = kernels.filter(pl.col("launch_ns").is_null())
     if not unknown.height:
@@ -125,10 +126,10 @@ def launches_unknown(summary: TraceSummary) -> Finding | None:
 
 
 def phases_span_threads(summary: TraceSummary) -> Finding | None:
-    """Kernels launched from another thread than the one whose range holds them, as autograd does in backward."""
+    """A finding on kernels launched from another thread than their range's, as autograd does in backward."""
     attribution = summary.attribution
     table = attribution.table
-    backward = attribution.kernels.filter(pl.col("phase") == "backward")
+    backward = attribution.kernels.filter(pl.col("phase") == BACKWARD)
     if not backward.height or table.on_cpu:
         return None
     owners = table.ranges.filter(pl.col("name").cast(pl.String).is_in(_phase_ranges(summary))).select(
@@ -149,11 +150,11 @@ def phases_span_threads(summary: TraceSummary) -> Finding | None:
 
 def _phase_ranges(summary: TraceSummary) -> list[str]:
     names = summary.attribution.table.ranges["name"].unique().to_list()
-    return [name for name in names if phase_of(name) == "backward"]
+    return [name for name in names if phase_of(name) == BACKWARD]
 
 
 def correlation_shared(summary: TraceSummary) -> Finding | None:
-    """Processes that use the same correlation ids: joined by the id alone, kernels would be counted again and again."""
+    """A finding on processes that use the same correlation ids. A join by id alone would count kernels repeatedly."""
     table = summary.attribution.table
     if table.on_cpu or table.calls["process"].n_unique() < 2:
         return None
@@ -174,7 +175,7 @@ def correlation_shared(summary: TraceSummary) -> Finding | None:
 
 
 def graphs_unseen(summary: TraceSummary) -> Finding | None:
-    """CUDA graphs recorded as a whole, whose time is known and whose kernels are not; or launched and not recorded."""
+    """A finding on CUDA graphs that were recorded as a whole, without their kernels, or launched but not recorded."""
     unrecorded = _graphs_without_work(summary.attribution.table)
     if unrecorded:
         return error(
@@ -205,8 +206,8 @@ def _graphs_without_work(table: TraceTable) -> int:
 
 
 def outside_steps(summary: TraceSummary) -> Finding | None:
-    """Phases that ran between the marked steps, an evaluation say: per-step figures hold them too."""
-    steps = summary.attribution.instances.filter(pl.col("what") == "step").height
+    """A finding on phases between the marked steps, such as an evaluation. Per-step figures include them."""
+    steps = summary.attribution.instances.filter(pl.col("what") == STEP).height
     kernels = summary.attribution.kernels
     outside = kernels.filter(pl.col("step").is_null() & pl.col("phase").is_not_null())
     outside_ns = int(outside["duration_ns"].sum())
@@ -222,7 +223,7 @@ def outside_steps(summary: TraceSummary) -> Finding | None:
 
 
 def products_by_unit(summary: TraceSummary) -> Finding | None:
-    """fp32 products by the unit that ran them: CUDA cores are no Tensor Cores, and TF32 is not fp32."""
+    """A finding on the units that ran fp32 products: CUDA cores instead of Tensor Cores, or TF32 instead of fp32."""
     products = (
         summary.attribution.kernels.filter(pl.col("family") == GEMM)
         .group_by("name")
@@ -261,9 +262,9 @@ def products_by_unit(summary: TraceSummary) -> Finding | None:
 
 
 def profiler_slows(summary: TraceSummary) -> Finding | None:
-    """A traced step much longer than the unprofiled one: its shares hold, its times do not."""
-    steps = summary.attribution.instances.filter(pl.col("what") == "step")
-    sample = summary.run.samples.get("step") if summary.run else None
+    """A finding on a traced step much longer than the unprofiled one. Its shares are valid, its times are not."""
+    steps = summary.attribution.instances.filter(pl.col("what") == STEP)
+    sample = summary.run.samples.get(STEP) if summary.run else None
     unprofiled_s = sample.median_s if sample and sample.count else None
     if not unprofiled_s or not steps.height:
         return None
@@ -283,7 +284,7 @@ def profiler_slows(summary: TraceSummary) -> Finding | None:
 
 
 def products_miscounted(summary: TraceSummary) -> Finding | None:
-    """Matrix products in the capture against the model's: more or fewer means another model, or a lost kernel."""
+    """A finding on more or fewer matrix products than the model has: another model, or a lost kernel."""
     for phase in summary.phases:
         expected = phase.expected_products
         if expected is None or phase.product_kernels == expected:
@@ -300,7 +301,7 @@ def products_miscounted(summary: TraceSummary) -> Finding | None:
 
 
 def arrows_disagree(summary: TraceSummary) -> Finding | None:
-    """Backward operators whose forward operator differs by sequence number and by the profiler's own arrow."""
+    """A finding on backward operators for which sequence number and the profiler's arrow give different forwards."""
     checked, agree = summary.attribution.links_checked, summary.attribution.links_agree
     if not checked or agree >= (1 - _WORTH_A_WORD) * checked:
         return None

@@ -1,18 +1,18 @@
 """The critical path of one step: the chain of device work, launches and host time that its end waited for.
 
-A step lasts from the end of the last device work of the step before (for the first: from its first launch call) to the
-end of its own last work, so that the steps tile the device's time. Walking back from that end, at the begin of each
-work W the question is what came last. The device's answer is D: the work before W on its stream, if that ended at most
-`KERNEL_LATENCY_NS` before, or else the work of any stream that ended last before W began. The launch of W came too
-late for D where its call began less than `LAUNCH_NS` before D's end, or after it.
+A step lasts from the end of the previous step's last device work (for the first step: from its first launch call) to
+the end of its own last work. So the steps tile the device's time. The walk goes back from that end. At the start of
+each work W it asks what W waited for last. On the device this is D: the work before W on its stream, if that ended at
+most `KERNEL_LATENCY_NS` before W, or else the work that ended last on any stream before W began. The launch of W was
+too late if its call began less than `LAUNCH_NS` before D's end, or after it.
 
-- In time: the path goes on with D; what lies between is kernel-to-kernel latency or, if longer, dependency.
-- Too late: from the launch call to W's begin is launch; before it the host held the step up. The path follows the host
-  back to the last wait for the device (on a thread that launches work) which a work's end released, and goes on with
-  that work; from there to the return of the wait is synchronisation. Without such a wait, the host's time reaches back
-  to the begin of the step.
+- In time: the path continues with D. The time between is kernel-to-kernel latency or, if longer, dependency.
+- Too late: the time from the launch call to the start of W is launch. Before the call, the host delayed the step. The
+  path follows the host back to the last wait for the device (on a thread that launches work) that the end of some work
+  released, and continues with that work. The time from that end to the return of the wait is synchronisation. Without
+  such a wait, the host's time reaches back to the start of the step.
 
-The segments make up the step exactly. On a launch-bound step the path is the host's, however busy the device was.
+The segments sum to the step exactly. On a launch-bound step the path is the host's, however busy the device was.
 """
 
 from bisect import bisect_right
@@ -37,12 +37,12 @@ CATEGORIES = (
 )
 
 _Segment = tuple[int, int, str, int | None]
-"""Begin, end, category, and the row of the device work, where it is one."""
+"""Begin, end, category and, for device work, its row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticalPath:
-    """The path through one step on one device; `step` is None where no step is marked and the whole capture is one.
+    """The critical path of one step on one device. `step` is None if no step is marked and the whole capture is one.
 
     `segments`, by time: start_ns, duration_ns, category, and for device work family, phase, name.
     """
@@ -55,7 +55,7 @@ class CriticalPath:
 
     @property
     def duration_ns(self) -> int:
-        """Duration of the step in nanoseconds, which is also that of the path."""
+        """The duration of the step, and so of the path, in nanoseconds."""
         return self.end_ns - self.start_ns
 
     @cached_property
@@ -68,12 +68,8 @@ class CriticalPath:
             .sort("duration_ns", "category", "family", descending=[True, False, False])
         )
 
-    def duration_of(self, *categories: str) -> int:
-        """Nanoseconds of the path in these categories."""
-        return int(self.segments.filter(pl.col("category").is_in(categories))["duration_ns"].sum())
-
     def self_check(self) -> None:
-        """Raise AssertionError unless the segments follow one another through the whole step."""
+        """Raise AssertionError unless the segments cover the whole step without gap or overlap."""
         starts = self.segments["start_ns"].to_list()
         ends = (self.segments["start_ns"] + self.segments["duration_ns"]).to_list()
         assert [*starts, self.end_ns] == [self.start_ns, *ends], "the path has a hole or an overlap"
@@ -82,9 +78,9 @@ class CriticalPath:
 def critical_path(
     attribution: Attribution, *, device: int | None = None, step: int | None = None
 ) -> CriticalPath | None:
-    """The critical path of one step: by default the one of median duration, on the device that was done last.
+    """The critical path of one step: by default the step of median duration, on the device that finished last.
 
-    None for a CPU trace, and where the device has no such step.
+    None for a CPU trace, and if the device has no such step.
     """
     work = attribution.work.filter(pl.col("duration_ns") > 0)
     if attribution.table.on_cpu or not work.height:
@@ -107,7 +103,7 @@ def critical_path(
 
 
 def step_windows(work: pl.DataFrame) -> pl.DataFrame:
-    """The steps of one device's work: step, begin_ns, end_ns; all work as one step (null) where none is marked."""
+    """The steps of one device's work: step, begin_ns, end_ns. If no step is marked, all work is one step (null)."""
     marked = work.filter(pl.col("step").is_not_null())
     first_call = pl.min_horizontal("launch_ns", "start_ns").min().alias("first_ns")
     steps = (
@@ -121,14 +117,14 @@ def step_windows(work: pl.DataFrame) -> pl.DataFrame:
 
 
 def _median(steps: pl.DataFrame) -> tuple[int | None, int, int]:
-    """The step of median duration (the shorter of two); not the first if there are others, as it is measured apart."""
+    """The step of median duration (the shorter of two), without the first if there are others: it is measured apart."""
     rest = steps[1:] if steps.height > 1 else steps
     ordered = rest.sort(pl.col("end_ns") - pl.col("begin_ns"), "begin_ns")
     return ordered.row((ordered.height - 1) // 2)
 
 
 class _Walk:
-    """The walk back through the work of one device that ends in the step, sorted by start."""
+    """The walk back through one device's work that ends in the step, sorted by start."""
 
     def __init__(self, work: pl.DataFrame, attribution: Attribution, begin: int) -> None:
         self.work = work
@@ -148,7 +144,7 @@ class _Walk:
         self._waits: list[int] = self._releasing_waits(attribution)
 
     def _releasing_waits(self, attribution: Attribution) -> list[int]:
-        """The ends, sorted, of the waits during which some work ended: those that a device really held up."""
+        """The sorted ends of the waits during which some work ended, so that the device really delayed the host."""
         threads = self.work.select("process", "launch_thread").unique()
         waiting = waits(attribution.table, self.work).join(
             threads, left_on=["process", "thread"], right_on=["process", "launch_thread"], how="semi"
@@ -159,7 +155,7 @@ class _Walk:
         return end.filter(released).sort().to_list()
 
     def segments(self) -> list[_Segment]:
-        """The path, from the end of the step to its begin."""
+        """The segments of the path, from the end of the step to its start."""
         path: list[_Segment] = []
         at = self._by_end[-1]
         until = self._ends[at]
@@ -177,7 +173,7 @@ class _Walk:
                 return path
 
     def _before(self, at: int, start: int) -> tuple[int | None, list[_Segment]]:
-        """What the work that began at `start` waited for last, and the time between; None: the step's begin."""
+        """The work that the work beginning at `start` waited for last, or None; and the segments between them."""
         stream = self._before_on_stream[at]
         before = stream if stream is not None and self._ends[stream] >= start - KERNEL_LATENCY_NS else None
         if before is None:
@@ -190,7 +186,7 @@ class _Walk:
         return before, [(free, start, category, None)] if free < start else []
 
     def _through_host(self, launch: int, start: int) -> tuple[int | None, list[_Segment]]:
-        """The work whose end let the host go on to a late launch, and the path's segments from there to `start`."""
+        """The work whose end released the host before a late launch, or None; and the segments from it to `start`."""
         wait = bisect_right(self._waits, launch) - 1
         returned = self._waits[wait] if wait >= 0 else self._begin
         if returned <= self._begin:
@@ -202,7 +198,7 @@ class _Walk:
         )
 
     def _last_ended(self, moment: int) -> int | None:
-        """The work that ended last, at that moment or before."""
+        """The work that ended last, at the moment or before it."""
         position = bisect_right(self._end_list, moment) - 1
         return self._by_end[position] if position >= 0 else None
 
@@ -216,7 +212,7 @@ def _present(*segments: _Segment) -> list[_Segment]:
 
 
 def _described(path: list[_Segment], work: pl.DataFrame) -> pl.DataFrame:
-    """The path by time, device work with its family, phase and name."""
+    """The path's segments by time, with family, phase and name for device work."""
     frame = pl.DataFrame(
         path[::-1],
         schema={"start_ns": pl.Int64, "end_ns": pl.Int64, "category": pl.Enum(CATEGORIES), "row": pl.Int64},

@@ -1,7 +1,7 @@
-"""What is kept of a capture beside its run: its tables, some kilobytes in place of megabytes.
+"""The digest of a capture, stored beside its run: its tables, in kilobytes instead of megabytes.
 
-Captures of many cells are too large to keep with the results; their digests are not, and every table over cells is
-made of them.
+Captures of many cells are too large to keep with the results. Their digests are small, and every table over cells is
+made from them.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from stepscope.core.run_files import DIGEST_FILE
 
 _TOOLS = {"Kineto": "kineto", "Nsight Systems": "nsys"}
 KEPT_ROWS = 8
-"""Kernels kept of each ranking."""
+"""The number of kernels kept of each ranking."""
 
 
 class FamilyRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +31,7 @@ class FamilyRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlaceRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One kernel family within one module, those of all layers together (`blocks.*.attention`), per step."""
+    """One kernel family within one module, per step. All layers count as one module (`blocks.*.attention`)."""
 
     module: str
     family: str
@@ -39,7 +39,7 @@ class PlaceRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoofRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One kernel family against the device's peaks, per step; None where work or peak is not known.
+    """One kernel family against the device's peaks, per step. A field is None if work or peak is unknown.
 
     `verdict` holds for more than half of the family's time.
     """
@@ -53,7 +53,7 @@ class RoofRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceDigest(msgspec.Struct, frozen=True, kw_only=True):
-    """The tables of one capture. Totals in nanoseconds over the whole capture, rows per step."""
+    """The tables of one capture. Totals are in nanoseconds over the whole capture; rows are per step."""
 
     profiler: str
     steps: int
@@ -67,22 +67,22 @@ class TraceDigest(msgspec.Struct, frozen=True, kw_only=True):
     phases: tuple[PhaseSummary, ...]
     families: tuple[FamilyRow, ...]
     top: tuple[KernelRow, ...]
-    """The kernels of each phase that take longest."""
+    """The longest kernels of each phase."""
     top_without_products: tuple[KernelRow, ...]
     attention: tuple[AttentionRow, ...]
     findings: tuple[Finding, ...]
     roofs: tuple[RoofRow, ...] = ()
-    """Empty where the capture holds no operators with shapes."""
+    """Families against the device's peaks; empty if the capture has no operators with shapes."""
     places: tuple[PlaceRow, ...] = ()
-    """Empty in digests that were kept before there were any, and where no kernel has a module."""
+    """Families by module; empty in older digests, and if no kernel has a module."""
     top_together: tuple[KernelRow, ...] = ()
-    """The kernels that take longest in forward and backward together. Older digests have none."""
+    """The longest kernels of forward and backward together. Older digests have none."""
     softmax_kernels: tuple[KernelRow, ...] = ()
-    """The kernels that softmax is made of in forward. Older digests have none."""
+    """The kernels of softmax in forward. Older digests have none."""
 
     @property
     def tool(self) -> str:
-        """The profiler as `--tool` and files' names spell it."""
+        """The profiler's name, as in `--tool` and file names."""
         return _TOOLS[self.profiler]
 
     def phase(self, name: str) -> PhaseSummary | None:
@@ -136,7 +136,7 @@ def _roofs(summary: TraceSummary) -> tuple[RoofRow, ...]:
 
 
 def save_digest(digest: TraceDigest, directory: Path) -> Path:
-    """Write the digest into a run directory. Raises StepscopeError where it cannot be written."""
+    """Write the digest into a run directory. Raises StepscopeError if it cannot be written."""
     target = directory / DIGEST_FILE.format(tool=digest.tool)
     try:
         write_atomically(msgspec.json.format(msgspec.json.encode(digest), indent=1) + b"\n", target)
@@ -146,7 +146,7 @@ def save_digest(digest: TraceDigest, directory: Path) -> Path:
 
 
 def load_digest(directory: Path, tool: str = "kineto") -> TraceDigest | None:
-    """The digest in a run directory, or None where there is none. Raises InputError where it cannot be read."""
+    """The digest in a run directory, or None if there is none. Raises InputError if it cannot be read."""
     file = directory / DIGEST_FILE.format(tool=tool)
     if not file.is_file():
         return None

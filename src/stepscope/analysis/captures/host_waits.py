@@ -1,4 +1,4 @@
-"""Where the host waits for a device: synchronising calls, copies that block, operators that fetch a number."""
+"""The host's waits for a device: synchronising calls, blocking copies, operators that fetch a number."""
 
 import polars as pl
 
@@ -6,14 +6,14 @@ from stepscope.trace.nesting import Nest
 from stepscope.trace.table import TraceTable
 
 _WAIT = r"^(?:cuda|cu|hip)\w*Synchronize|^(?:cuda|cu|hip)Memcpy|^(?:cuda|hip)Free(?:_|$)|^cuMemFree(?:_|$)"
-"""Freeing device memory waits for the device too."""
+"""A pattern of the calls that wait for the device. Freeing device memory waits too."""
 _NO_WAIT = r"Async"
 _WAITING_OPERATOR = r"^aten::(?:item|_local_scalar_dense|is_nonzero)$"
 _TO_HOST = r"\bDtoH\b"
 
 
 def matching(names: pl.Series, pattern: str, but_not: str | None = None) -> pl.Series:
-    """The distinct names that match a pattern; there are few, so each is looked at once."""
+    """The distinct names that match a pattern. Each distinct name is tested once."""
     distinct = names.unique().cast(pl.String).alias("name").drop_nulls()
     match = pl.col("name").str.contains(pattern)
     if but_not:
@@ -22,7 +22,7 @@ def matching(names: pl.Series, pattern: str, but_not: str | None = None) -> pl.S
 
 
 def named(frame: pl.DataFrame, pattern: str, but_not: str | None = None) -> pl.DataFrame:
-    """The rows whose name matches."""
+    """The rows whose name matches a pattern."""
     return frame.filter(pl.col("name").is_in(matching(frame["name"], pattern, but_not).implode()))
 
 
@@ -30,7 +30,7 @@ def waits(table: TraceTable, work: pl.DataFrame) -> pl.DataFrame:
     """The host's calls and operators that wait for a device: process, thread, start_ns, duration_ns, name."""
     columns = ["process", "thread", "start_ns", "duration_ns", "name"]
     calls = named(table.calls, _WAIT, _NO_WAIT).select(columns)
-    # A copy to pageable memory blocks, whatever the name of its call; one to pinned memory returns at once.
+    # A copy to pageable memory blocks, whatever the name of its call. A copy to pinned memory returns at once.
     copies = named(work.select("process", "launch_thread", "launch_ns", "name"), _TO_HOST)
     to_host = named(table.calls, r"Memcpy\w*Async").join(
         copies,
@@ -45,7 +45,7 @@ def waits(table: TraceTable, work: pl.DataFrame) -> pl.DataFrame:
 
 
 def waiting_call(gaps: pl.DataFrame, waiting: pl.DataFrame) -> pl.Series:
-    """For each gap, the name of a wait that was on when the device ran dry and over when the next launch came.
+    """For each gap, the name of a wait that was in progress when the device ran dry and had ended at the next launch.
 
     `gaps`: process, start_ns, launch_ns and the threads of the launches on either side, launch_thread, thread_before.
     """

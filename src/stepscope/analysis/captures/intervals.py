@@ -1,4 +1,4 @@
-"""Exact arithmetic on sets of disjoint intervals: their length, and how much of each of many windows they cover."""
+"""Exact arithmetic on sets of disjoint intervals: their length, and the time that they cover in each window."""
 
 import polars as pl
 
@@ -11,12 +11,12 @@ def pieces(work: pl.DataFrame) -> pl.DataFrame:
 
 
 def length_ns(disjoint: pl.DataFrame) -> int:
-    """The time that disjoint intervals (start_ns, end_ns) cover together."""
+    """The total time that disjoint intervals (start_ns, end_ns) cover."""
     return int((disjoint["end_ns"] - disjoint["start_ns"]).sum())
 
 
 def covered_ns(disjoint: pl.DataFrame, start_ns: pl.Series, end_ns: pl.Series) -> pl.Series:
-    """For each window, the time in it that the sorted disjoint intervals cover."""
+    """The time that sorted disjoint intervals cover in each window."""
     if not disjoint.height:
         return pl.Series("covered_ns", [0], dtype=pl.Int64).new_from_index(0, len(start_ns))
     covered = _covered_before(disjoint, end_ns) - _covered_before(disjoint, start_ns)
@@ -28,6 +28,6 @@ def _covered_before(disjoint: pl.DataFrame, moment_ns: pl.Series) -> pl.Series:
     begun = disjoint["start_ns"].search_sorted(moment_ns, side="right").cast(pl.Int64)
     last = (begun - 1).clip(lower_bound=0)
     whole = (disjoint["end_ns"] - disjoint["start_ns"]).cum_sum()
-    # All intervals begun by then, less what of the last of them is still to come.
+    # All intervals that have begun, minus the part of the last one that is still to come.
     rest = (disjoint["end_ns"].gather(last) - moment_ns).clip(lower_bound=0)
     return (begun > 0).cast(pl.Int64) * (whole.gather(last) - rest)

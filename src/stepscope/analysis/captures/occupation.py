@@ -1,22 +1,22 @@
-"""How much of the time each device was at work, and why it stood idle when it was not.
+"""The occupation of each device: how long it worked, and why it was idle otherwise.
 
-A device's span runs from the first to the last of the work launched in a traced step (of all its work, where no step
-is marked); other work counts where it falls within. The union of all intervals of work and the gaps between them make
-up the span exactly. Each gap has one cause, judged by the work that ended it and by what the host was doing. The
-device "ran dry" where the gap begins; a launch came *too late* where its call began after that, or so shortly before
-(`LAUNCH_NS`) that it cannot have been ready. The first of these that holds is the cause:
+A device's span runs from the first to the last work launched in a traced step (of all its work, if no step is marked).
+Other work within the span counts too. The union of all work and the gaps between make up the span exactly. Each gap
+has one cause, decided by the work that ended it and by what the host was doing. The device "ran dry" where the gap
+begins. A launch is *too late* if its call began after that, or so shortly before (`LAUNCH_NS`) that the launch cannot
+have been ready. The first of these that holds is the cause:
 
 - unknown: the launch of the work that ended the gap was not recorded.
-- kernel-to-kernel latency: the launch came in time, and the gap is at most `KERNEL_LATENCY_NS`.
-- dependency: the launch came in time, and still the work waited: for another stream, an event, a peer, a copy engine.
+- kernel-to-kernel latency: the launch was in time, and the gap is at most `KERNEL_LATENCY_NS`.
+- dependency: the launch was in time, but the work waited for another stream, an event, a peer or a copy engine.
 - data: too late, and for more than half of the time from running dry to the launch a host thread that launches work
-  was inside a range or operator that loads data (`enumerate(DataLoader)`, say).
-- synchronisation: too late, and when the device ran dry, the thread of the launch before or of the launch after was
-  waiting for it: a synchronising call, a copy to the host that blocks, `aten::item`; it ended before the launch.
-- data: too late, and the work that was waited for is itself a copy from host to device.
-- launch-bound: too late for no such reason: the host took longer to issue the work than the device to do it.
+  was inside a range or operator that loads data, such as `enumerate(DataLoader)`.
+- synchronisation: too late, and when the device ran dry, the thread of the launch before or after was waiting for it:
+  in a synchronising call, a blocking copy to the host, or `aten::item`. The wait ended before the launch.
+- data: too late, and the work that ended the gap is itself a copy from host to device.
+- launch-bound: too late for no such reason. The host took longer to issue the work than the device to do it.
 
-Calls do not say for which device they wait: where one process drives several, a wait counts for each of them.
+Calls do not say for which device they wait. If one process drives several devices, a wait counts for each of them.
 """
 
 from dataclasses import dataclass
@@ -30,11 +30,13 @@ from stepscope.analysis.captures.intervals import covered_ns, length_ns, pieces
 from stepscope.trace.table import TraceTable
 
 LAUNCH_NS = 5_000
-"""No launch gets from its call to a running kernel in less: the quickest of 14,000 onto an idle H200 took 5.0 us."""
+"""The least time from a launch call to its running kernel. The quickest of 14,000 on an idle H200 took 5.0 us."""
 
 KERNEL_LATENCY_NS = 4_000
-"""Longest gap between a kernel's end and the start of the next one, if that was queued already. On an H200, on one
-stream 1.1 us in the median and 99 % below 2.5 us; between streams, by an event, up to 3.8 us."""
+"""The longest gap between a kernel's end and the start of the next kernel, if that was already queued.
+
+On an H200 on one stream, the median is 1.1 us and 99 % are below 2.5 us. Between streams, by an event, it is up to 3.8
+us."""
 
 CAUSES = ("synchronisation", "data", "launch-bound", "dependency", "kernel-to-kernel latency", "unknown")
 CAUSE = pl.Enum(CAUSES)
@@ -47,7 +49,7 @@ _LOADS_DATA = r"(?i)data[ _]?load|^enumerate\(|(?:get|next|load|fetch)[ _]?batch
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOccupation:
-    """One device within its span. `busy_ns` sums the work's durations; `union_ns` counts overlapping work once."""
+    """The occupation of one device. `busy_ns` sums the work's durations; `union_ns` counts overlapping work once."""
 
     device: int
     name: str | None
@@ -59,12 +61,12 @@ class DeviceOccupation:
 
     @property
     def span_ns(self) -> int:
-        """From the begin of the first work to the end of the last."""
+        """The time from the start of the first work to the end of the last."""
         return self.end_ns - self.start_ns
 
     @property
     def idle_share(self) -> float:
-        """The part of the span in which nothing ran, of one."""
+        """The share of the span in which nothing ran, from 0 to 1."""
         return self.idle_ns / self.span_ns if self.span_ns else 0.0
 
 
@@ -73,9 +75,9 @@ class Occupation:
     """All devices of a trace, and the gaps between their work.
 
     `gaps`: device, start_ns, duration_ns, cause, phase, step, before, after (names of the work on either side),
-    launch_ns (of the work after), wait (the call or operator that waited, for synchronisation). `phase` is that of the
-    work on both sides, BETWEEN_STEPS or BETWEEN_PHASES where they differ, null outside all phases; `step` is that of
-    the work after.
+    launch_ns (of the work after), wait (the call or operator that waited, for synchronisation). `phase` is the phase of
+    the work on both sides, BETWEEN_STEPS or BETWEEN_PHASES if they differ, null outside all phases. `step` is the step
+    of the work after.
     """
 
     devices: tuple[DeviceOccupation, ...]
@@ -83,7 +85,7 @@ class Occupation:
 
     @cached_property
     def by_cause(self) -> pl.DataFrame:
-        """Gaps by device, cause and phase: gaps, idle_ns, largest_ns; the most idle time first."""
+        """Gaps by device, cause and phase (gaps, idle_ns, largest_ns), with the most idle time first."""
         return (
             self.gaps.group_by("device", "cause", "phase")
             .agg(
@@ -96,20 +98,16 @@ class Occupation:
 
     @property
     def span_ns(self) -> int:
-        """The devices' spans together."""
+        """The sum of the devices' spans."""
         return sum(device.span_ns for device in self.devices)
 
     @property
     def idle_ns(self) -> int:
-        """The devices' idle time together."""
+        """The sum of the devices' idle times."""
         return sum(device.idle_ns for device in self.devices)
 
-    def idle_of(self, cause: str) -> int:
-        """Idle nanoseconds of one cause, on all devices."""
-        return int(self.gaps.filter(pl.col("cause") == cause)["duration_ns"].sum())
-
     def self_check(self) -> None:
-        """Raise AssertionError unless work and gaps make up each span exactly."""
+        """Raise AssertionError unless work and gaps sum to each span exactly."""
         for device in self.devices:
             assert device.union_ns + device.idle_ns == device.span_ns, "work and gaps are not the span"
             assert device.union_ns <= device.busy_ns, "the union is longer than the sum"
@@ -118,7 +116,7 @@ class Occupation:
 
 
 def occupation(attribution: Attribution) -> Occupation | None:
-    """The devices' occupation; None for a CPU trace, whose work is the host's own, and for one without work."""
+    """The devices' occupation; None for a CPU trace, whose work is the host's own, and for a trace without work."""
     work = attribution.work
     if attribution.table.on_cpu or not work.height:
         return None
@@ -149,7 +147,7 @@ def _integer(value: object) -> int:
 
 
 def _within_span(work: pl.DataFrame) -> pl.DataFrame:
-    """The device's work clipped to its span, by start."""
+    """The device's work clipped to its span, sorted by start."""
     end_ns = pl.col("start_ns") + pl.col("duration_ns")
     marked = work.filter(pl.col("step").is_not_null()) if work["step"].count() else work
     first, last = marked.select(pl.col("start_ns").min(), end_ns.max().alias("end_ns")).row(0)
@@ -163,11 +161,11 @@ def _within_span(work: pl.DataFrame) -> pl.DataFrame:
 
 
 def _gaps(work: pl.DataFrame) -> pl.DataFrame:
-    """The gaps between work that is sorted by start, with the work that ended each and the thread that ended before."""
+    """The gaps between work sorted by start, with the work after each gap and the launching thread before it."""
     end_ns = work["start_ns"] + work["duration_ns"]
     reached = end_ns.cum_max()
     rows = pl.DataFrame({"start_ns": work["start_ns"], "reached": reached.shift(1)}).with_row_index("after")
-    # The work that reached furthest so far, before each row.
+    # The work before each row that ended last.
     furthest = pl.select(pl.when(end_ns == reached).then(pl.int_range(work.height)).forward_fill().shift(1)).to_series()
     gaps = rows.with_columns(furthest.alias("before")).filter(pl.col("start_ns") > pl.col("reached"))
     after, before = work[gaps["after"]], work[gaps["before"]]
@@ -187,7 +185,7 @@ def _gaps(work: pl.DataFrame) -> pl.DataFrame:
 
 
 def _place(before: pl.DataFrame, after: pl.DataFrame) -> pl.Series:
-    """The phase that work on both sides of a gap is in, or between what the gap lies."""
+    """The phase of the work on both sides of a gap, or whether the gap is between steps or phases."""
     sides = after.select(
         pl.col("phase").cast(pl.String),
         "step",
@@ -242,7 +240,7 @@ def _with_causes(gaps: pl.DataFrame, attribution: Attribution) -> pl.DataFrame:
 
 
 def _loading_ns(gaps: pl.DataFrame, table: TraceTable) -> pl.Series:
-    """For each gap, the time from its begin to the launch that the launching threads spent loading data."""
+    """The time that the launching threads spent loading data from each gap's start to its launch."""
     columns = ["process", "thread", "start_ns", "duration_ns"]
     loading = pl.concat(
         [

@@ -1,8 +1,8 @@
-"""How much of the communication hides behind computation, per device, in exact nanoseconds.
+"""The communication that hides behind computation, per device, in exact nanoseconds.
 
-Communication is the union of the kernels of that family; computation the union of all other kernels and whole graphs
-(copies and fills are neither). Hidden is the intersection of the two, exposed the rest. A collective's kernel also
-spins while it waits for its peers: exposed time is the network's and the slowest rank's together.
+Communication is the union of the kernels of that family. Computation is the union of all other kernels and whole graphs
+(copies and fills are neither). Hidden is the intersection of the two, exposed is the rest. A collective's kernel also
+spins while it waits for its peers, so exposed time includes both the network and the slowest rank.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,10 @@ from stepscope.analysis.captures.intervals import covered_ns, length_ns, pieces
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """One device. `by_kernel`: name, calls, busy_ns, hidden_ns of each communication kernel, the most exposed first.
+    """Communication and computation on one device.
 
-    Its times are sums: of collectives that run at once each counts.
+    `by_kernel`: name, calls, busy_ns, hidden_ns of each communication kernel, the most exposed first. Its times are
+    sums, in which each of several concurrent collectives counts.
     """
 
     device: int
@@ -29,17 +30,17 @@ class Overlap:
 
     @property
     def exposed_ns(self) -> int:
-        """Communication with no computation beside it."""
+        """The time of communication during which no computation ran."""
         return self.communication_ns - self.hidden_ns
 
     @property
     def hidden_share(self) -> float | None:
-        """The hidden part of the communication, of one; None without communication."""
+        """The hidden share of the communication, from 0 to 1; None without communication."""
         return self.hidden_ns / self.communication_ns if self.communication_ns else None
 
 
 def overlap(attribution: Attribution) -> tuple[Overlap, ...]:
-    """Communication against computation on each device; empty for a CPU trace, whose operators' times nest."""
+    """The overlap on each device; empty for a CPU trace, since its operators' times are nested."""
     kernels = attribution.kernels
     if attribution.table.on_cpu:
         return ()

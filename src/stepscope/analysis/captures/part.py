@@ -1,4 +1,4 @@
-"""A part of a capture: what was launched in one step, in one phase, or inside the ranges of one name."""
+"""A part of a capture: the work launched in one step, in one phase, or inside the ranges of one name."""
 
 import dataclasses
 import difflib
@@ -10,24 +10,23 @@ from stepscope.analysis.captures.attribution import Attribution, lasting
 from stepscope.analysis.captures.range_totals import launching, named_ranges
 from stepscope.analysis.captures.summary import OUTSIDE, Part, TraceSummary
 from stepscope.core.errors import InputError
-from stepscope.core.range_names import PHASES
+from stepscope.core.range_names import PHASES, STEP
 from stepscope.core.shown_text import name_shown
 from stepscope.trace.nesting import Nest, union
 
 _NAMED, _COMPARED = 6, 10_000
-"""Names that a message lists, and names that are compared with a wrong one."""
+"""The most names that a message lists, and the most names that are compared with a wrong name."""
 
 
 def part_of(
     summary: TraceSummary, source: str, *, step: int | None = None, phase: str | None = None, name: str | None = None
 ) -> TraceSummary:
-    """The summary of what was launched in this step and phase and inside the ranges of this name.
+    """The summary of the work launched in this step, in this phase and inside the ranges of this name.
 
-    Every table of it is of that part alone. Raises InputError, with the names that there are, where one is not in the
-    capture.
+    Every table covers only that part. Raises InputError, with the existing names, if a name is not in the capture.
     """
     whole = summary.attribution
-    # When its stream was free before each row is known from the rows of the other parts too.
+    # The time when a stream was free before a row also depends on the rows of other parts.
     work, instances, opened = whole.with_free_ns, whole.instances, None
     if step is not None:
         work = _of_step(work, step, source)
@@ -36,6 +35,10 @@ def part_of(
         work = _of_phase(work, phase, source)
     if name is not None:
         work, opened = _inside_ranges(whole, work, name, source)
+    asked = {"--range": name, "--phase": phase, "--step": step}
+    given = [f"{option} {value}" for option, value in asked.items() if value is not None]
+    if not work.height and len(given) > 1:
+        raise InputError(f"{' and '.join(given)}: nothing was launched in all of these in {source}: leave one out")
     attribution = dataclasses.replace(whole, work=work, instances=instances, links_checked=0, links_agree=0)
     if opened is not None:
         opened = launching(opened, attribution).height
@@ -53,8 +56,8 @@ def _of_step(work: pl.DataFrame, step: int, source: str) -> pl.DataFrame:
 
 
 def _inside_step(instances: pl.DataFrame, step: int) -> pl.DataFrame:
-    """The instance of this step, and those of phases that begin in it."""
-    own = instances.filter(pl.col("what") == "step").sort("start_ns")[step : step + 1]
+    """The instance of this step, and the instances of phases that begin in it."""
+    own = instances.filter(pl.col("what") == STEP).sort("start_ns")[step : step + 1]
     begins = pl.col("start_ns")
     bounds = own.select(begins.min().alias("first"), pl.col("end_ns").max().alias("last")).row(0)
     return instances.filter((begins >= bounds[0]) & (begins < bounds[1]))
@@ -71,7 +74,7 @@ def _of_phase(work: pl.DataFrame, phase: str, source: str) -> pl.DataFrame:
 
 
 def _inside_ranges(whole: Attribution, work: pl.DataFrame, name: str, source: str) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """The work launched inside ranges of this name, on any thread of their process; and the ranges."""
+    """The work launched inside ranges of this name, on any thread of their process, and the ranges."""
     ranges = named_ranges(whole.table)
     own = ranges.filter(pl.col("name").cast(pl.String) == name)
     if not own.height:
@@ -83,7 +86,7 @@ def _inside_ranges(whole: Attribution, work: pl.DataFrame, name: str, source: st
 
 
 def _near(name: str, names: Sequence[str]) -> str:
-    """The names that this one may have been meant to be."""
+    """Words on the names that the user may have meant."""
     if not names:
         return "it has none"
     if len(names) <= _NAMED:

@@ -1,4 +1,4 @@
-"""The innermost named range open on a thread at a moment, among a million of them."""
+"""A lookup of the innermost named range open on a thread at a moment, among up to a million ranges."""
 
 from itertools import pairwise
 
@@ -12,12 +12,12 @@ _STRETCH = 1 << 17
 class Places:
     """Named intervals on threads that launch work.
 
-    A million of them are nested stretch by stretch, cut where none is open on any thread, so that little is held at
-    once; fewer in one go, once.
+    A million intervals are nested in stretches, to save memory. The cuts are where no thread has an open interval.
+    Fewer intervals are nested at once, only once.
     """
 
     def __init__(self, intervals: pl.DataFrame) -> None:
-        """`intervals`: start_ns, duration_ns, name, track."""
+        """Hold the `intervals` (start_ns, duration_ns, name, track), nested if they are few."""
         if intervals.height > 2 * _STRETCH and not intervals["start_ns"].is_sorted():
             intervals = intervals.sort("start_ns", maintain_order=True)
         self._intervals = intervals
@@ -43,7 +43,7 @@ class Places:
 
 
 def _cuts(intervals: pl.DataFrame) -> list[int]:
-    """First rows of stretches of at least `_STRETCH` intervals, by start, that no interval crosses."""
+    """The first rows of stretches of at least `_STRETCH` intervals, by start. No interval is in two stretches."""
     if intervals.height <= 2 * _STRETCH:
         return [0]
     reached = (intervals["start_ns"] + intervals["duration_ns"].clip(lower_bound=1)).cum_max().shift(1)
@@ -52,7 +52,7 @@ def _cuts(intervals: pl.DataFrame) -> list[int]:
 
 
 def gather(values: pl.Series, rows: pl.Series) -> pl.Series:
-    """Values at rows, null where the row is."""
+    """The values at rows; null for a null row."""
     if not len(values):
         return pl.Series(values.name, [None], dtype=values.dtype).new_from_index(0, len(rows))
     return values.gather(rows)

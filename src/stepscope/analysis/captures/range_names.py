@@ -1,4 +1,4 @@
-"""What a named range of a capture stands for: a step, a phase, a part of attention, or else a module."""
+"""The kind of a named range of a capture: a step, a phase, a part of attention, or else a module."""
 
 import re
 from typing import Literal, get_args
@@ -22,13 +22,13 @@ _ASIDE = re.compile(
     r"(?:aten|autograd|torch|c10d)::|[^,]+, sizes = \[",
     re.IGNORECASE,
 )
-"""Ranges of libraries and of what goes on beside the model: no modules."""
+"""A pattern of ranges that are not modules: of libraries, and of work outside the model."""
 
 RANGE_KINDS: tuple[RangeKind, ...] = get_args(RangeKind)
 
 
 def range_kind(name: str) -> RangeKind:
-    """The kind of a range, by its name alone."""
+    """The kind of a range, by its name only."""
     name = name[:200].strip()
     if _STEP.fullmatch(name):
         return "step"
@@ -40,6 +40,6 @@ def range_kind(name: str) -> RangeKind:
 
 
 def phase_of(name: str) -> str | None:
-    """The phase that a range's name says, in any of the usual spellings, or None."""
+    """The phase that a range's name means, in any of the usual spellings, or None."""
     name = name[:200].strip()
     return next((phase for phase, pattern in _PHASES if pattern.fullmatch(name)), None)

@@ -1,7 +1,8 @@
-"""What each named range holds: instances, the kernels launched inside on any thread of its process, and the top ones.
+"""The totals of each named range: instances, kernels launched inside on any thread of its process, and top kernels.
 
-Kernels are ordered by launch; a range then owns a slice of that order, found by binary search, and sums over slices
-are differences of running sums. Instances of one name that overlap (nested, or on two threads) count a kernel once.
+Kernels are ordered by launch, so a range owns a slice of that order. Binary search finds the slice, and sums over
+slices are differences of running sums. Overlapping instances of one name (nested, or on two threads) count a kernel
+once.
 """
 
 from dataclasses import dataclass
@@ -13,14 +14,14 @@ from stepscope.trace.table import TraceTable
 
 TOP = 10
 _AT_ONCE, _SHARES = 1_000_000, 8
-"""More slices than _AT_ONCE are merged in _SHARES parts, each with some of the names, to bound the memory."""
+"""To bound the memory, more slices than _AT_ONCE are merged in _SHARES parts, each with some of the names."""
 _PAIRS_LIMIT = 20_000_000
-"""Pairs of (range, kernel inside) looked at for the top kernels; real captures have a few per kernel."""
+"""The most pairs of (range, kernel inside) read for the top kernels. Real captures have a few pairs per kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelTotals:
-    """One kernel's part in a range: its name, family, calls and summed duration."""
+    """One kernel's share of a range: its name, family, calls and summed duration."""
 
     name: str
     family: str
@@ -30,10 +31,11 @@ class KernelTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class RangeTotals:
-    """One name's totals; graphs recorded as a whole count in `busy_ns`, not in `kernels`. `gemm_fraction`: the share of
-    matrix multiplication in `busy_ns`, 0 where nothing ran.
+    """The totals of one range name.
 
-    `top_kernels` is None where the file has so many ranges inside each other that listing them was left out.
+    Graphs recorded as a whole count in `busy_ns`, not in `kernels`. `gemm_fraction` is the share of matrix
+    multiplication in `busy_ns`, or 0 if nothing ran. `top_kernels` is None if the file has too many nested ranges to
+    list them.
     """
 
     name: str
@@ -45,7 +47,7 @@ class RangeTotals:
 
 
 def range_totals(attribution: Attribution, top: int = TOP, *, of_a_part: bool = False) -> list[RangeTotals]:
-    """Totals of every range name in the capture, the busiest first; of a part, only ranges that launched some of it."""
+    """Totals of all range names in a capture, the busiest first; in a part, only ranges that launched some of it."""
     ranges = named_ranges(attribution.table)
     if of_a_part:
         ranges = launching(ranges, attribution)
@@ -91,7 +93,7 @@ def range_totals(attribution: Attribution, top: int = TOP, *, of_a_part: bool = 
 
 
 def launching(ranges: pl.DataFrame, attribution: Attribution) -> pl.DataFrame:
-    """The ranges inside which some kernel of the attribution was launched."""
+    """The ranges that launched some kernel of the attribution."""
     launches = {process: own["launch_ns"] for (process,), own in _ordered(attribution).group_by("process")}
     parts = [ranges.clear()]
     for (process,), own in ranges.group_by("process", maintain_order=True):
@@ -103,7 +105,7 @@ def launching(ranges: pl.DataFrame, attribution: Attribution) -> pl.DataFrame:
 
 
 def named_ranges(table: TraceTable) -> pl.DataFrame:
-    """The capture's ranges. nsys knows operators as ranges only; they count by the operator's name."""
+    """The capture's ranges. nsys records operators only as ranges; they count by the operator's name."""
     columns = ["start_ns", "duration_ns", "process", "name"]
     if table.profiler == "Kineto" or not table.operators.height:
         return table.ranges.select(columns)
@@ -112,7 +114,7 @@ def named_ranges(table: TraceTable) -> pl.DataFrame:
 
 
 def _ordered(attribution: Attribution) -> pl.DataFrame:
-    """Kernels with a known launch, by process and launch."""
+    """The kernels with a known launch, sorted by process and launch."""
     return (
         attribution.kernels.filter(pl.col("launch_ns").is_not_null())
         .select("process", "launch_ns", "duration_ns", "name", "family", "kind")
@@ -121,7 +123,7 @@ def _ordered(attribution: Attribution) -> pl.DataFrame:
 
 
 def _slices(ranges: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
-    """For each name, disjoint slices [low, high) of the ordered kernels; empty ones left out."""
+    """The disjoint slices [low, high) of the ordered kernels for each name, without empty slices."""
     numbered = kernels.select("process", "launch_ns").with_row_index("at")
     launches = {process: frame for (process,), frame in numbered.group_by("process", maintain_order=True)}
     parts = [pl.DataFrame(schema={"name": pl.Categorical(), "low": pl.UInt32, "high": pl.UInt32})]
@@ -137,7 +139,7 @@ def _slices(ranges: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
 
 
 def _held(ranges: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
-    """The slice of the launches that each range holds."""
+    """The slice of the launches inside each range."""
     first, times = launches["at"].to_list()[0], launches["launch_ns"]
     low = times.search_sorted(ranges["start_ns"], side="left")
     high = times.search_sorted(ranges["start_ns"] + ranges["duration_ns"], side="left")
@@ -146,8 +148,8 @@ def _held(ranges: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
 
 
 def _merged(slices: pl.DataFrame) -> pl.DataFrame:
-    """Slices of one name that overlap or touch as one."""
-    # Name and place in one number: sorting and running maxima over millions of slices then need little memory.
+    """The slices, with overlapping or touching slices of one name merged."""
+    # One number holds name and place, so sorts and running maxima over millions of slices need little memory.
     number = slices["name"].to_physical().cast(pl.Int64) * 2**32
     order = (number + slices["low"]).arg_sort()
     number = number.gather(order)
@@ -160,7 +162,7 @@ def _merged(slices: pl.DataFrame) -> pl.DataFrame:
 
 
 def _between(running: pl.Series, slices: pl.DataFrame) -> pl.Series:
-    """Sums over slices, from running sums."""
+    """The sums over slices, from running sums."""
     if not len(running):
         return pl.Series([0], dtype=pl.Int64).new_from_index(0, slices.height)
     padded = pl.concat([pl.Series(running.name, [0], dtype=running.dtype), running])
@@ -173,7 +175,7 @@ def _top_kernels(slices: pl.DataFrame, kernels: pl.DataFrame, top: int) -> dict[
         return None
     codes = kernels.select("name", "family").unique().with_row_index("code")
     of_kernel = kernels.select("name", "family").join(codes, on=["name", "family"], how="left", maintain_order="left")
-    # A few ranges (the step, its phases) hold every kernel: slice by slice keeps the pairs held at once few.
+    # A few ranges (the step, its phases) hold every kernel. Working slice by slice keeps few pairs in memory.
     parts = []
     held = 0
     batch: list[pl.DataFrame] = []
@@ -206,7 +208,7 @@ def _top_kernels(slices: pl.DataFrame, kernels: pl.DataFrame, top: int) -> dict[
 
 
 def _counted(slices: pl.DataFrame, codes: pl.Series, durations: pl.Series) -> pl.DataFrame:
-    """Calls and time of each kernel in each range name."""
+    """The calls and time of each kernel in each range name."""
     pairs = slices.select("name", pl.int_ranges("low", "high", dtype=pl.UInt32).alias("at")).explode("at")
     return (
         pairs.select("name", codes.gather(pairs["at"]).alias("code"), durations.gather(pairs["at"]).alias("busy_ns"))

@@ -1,6 +1,6 @@
-"""What a capture says about a step: phases, families, kernels, modules, and what softmax costs beside its products.
+"""The summary of a capture: phases, families, kernels, modules, and softmax's cost beside attention's products.
 
-Times are of kernels, summed, per traced step; copies and fills stand apart. Shares are of that kernel time.
+Times are summed kernel times per traced step, without copies and fills. Shares are of that kernel time.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,15 @@ from stepscope.analysis.kernels.names.decoding import decode
 from stepscope.analysis.roofline.roofline import roofline
 from stepscope.analysis.roofline.roofs import Roofline
 from stepscope.core.attentions import scores_of
-from stepscope.core.range_names import ATTENTION_PARTS, GRADIENT_ACCUMULATION, PHASES, RECOMPUTATION, SOFTMAX
+from stepscope.core.range_names import (
+    ATTENTION_PARTS,
+    BACKWARD,
+    FORWARD,
+    GRADIENT_ACCUMULATION,
+    PHASES,
+    RECOMPUTATION,
+    SOFTMAX,
+)
 from stepscope.core.run import Run
 from stepscope.core.shown_text import name_shown
 from stepscope.core.workload import Workload
@@ -27,9 +35,9 @@ from stepscope.work.transformer import products_per_forward, recomputed_products
 
 GEMM = "matrix multiplication"
 OUTSIDE = "outside"
-"""The phase of what was launched outside the three phases, or by no call that was recorded."""
+"""The phase of work launched outside the three phases, or by no recorded call."""
 FORWARD_AND_BACKWARD = "forward + backward"
-"""Both phases taken as one."""
+"""The name of both phases taken as one."""
 
 
 _LAYERS_TOGETHER = pl.col("module").cast(pl.String).fill_null("?").str.replace_all(r"(^|\.)\d+(\.|$)", "${1}*${2}")
@@ -38,10 +46,10 @@ _LAYERS_TOGETHER = pl.col("module").cast(pl.String).fill_null("?").str.replace_a
 class PhaseSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One phase of the step. Times and counts are per step.
 
-    `kernels`: graphs recorded as a whole are not counted. `range_ns`: how long its range was open on the host; None
-    outside. `product_kernels`: matrix products, the second passes of split ones left out; None on a CPU, whose
-    operators call one another. `expected_products`: by the model's sizes, where a run says them. `unprofiled_s`:
-    the phase's median when nobody watched, by the device's clock.
+    `kernels` does not count graphs recorded as a whole. `range_ns` is the time that the phase's range was open on the
+    host; None outside. `product_kernels` counts matrix products, without the second passes of split products; None on a
+    CPU, whose operators call one another. `expected_products` follows from the model's sizes, if a run has them.
+    `unprofiled_s` is the phase's median without a profiler, by the device's clock.
     """
 
     phase: str
@@ -61,7 +69,7 @@ class PhaseSummary(msgspec.Struct, frozen=True, kw_only=True):
 class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
     """One kernel within one phase, or within forward and backward together, per step.
 
-    `share` is of the kernel time that the rows are of: of the phase, of both phases, or of softmax.
+    `share` is the share of the kernel time of all such rows: of the phase, of both phases, or of softmax.
     """
 
     phase: str
@@ -73,7 +81,7 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttentionRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of attention in forward, per step: its time and its FLOPs, None where no run says the sizes."""
+    """One part of attention in forward, per step: its time and its FLOPs. FLOPs are None if no run has the sizes."""
 
     part: str
     busy_ns: float
@@ -82,9 +90,9 @@ class AttentionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a summary is limited to: work launched in this step, in this phase, inside ranges of this name.
+    """The limits of a summary: work launched in this step, in this phase, inside ranges of this name.
 
-    `instances`: the ranges that launched some of it, where a range is named. `whole`: the whole capture.
+    `instances`: the ranges that launched some of this work, if a range is named. `whole`: the whole capture.
     """
 
     step: int | None
@@ -103,7 +111,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSummary:
-    """The tables of one capture, or of a part of it. `run` is the run that left it, if it lies beside one."""
+    """The tables of one capture, or of a part of it. `run` is the run that made the capture, if it is beside one."""
 
     attribution: Attribution
     run: Run | None
@@ -111,12 +119,12 @@ class TraceSummary:
 
     @property
     def ranged(self) -> bool:
-        """Whether it is of ranges of one name alone."""
+        """Whether the summary covers only ranges of one name."""
         return self.part is not None and self.part.range is not None
 
     @property
     def has_whole_steps(self) -> bool:
-        """Whether no phase and no range was singled out, so that idle time means something."""
+        """Whether the summary has all phases and ranges, so that idle time has a meaning."""
         return self.part is None or (self.part.phase is None and not self.ranged)
 
     @cached_property
@@ -134,7 +142,7 @@ class TraceSummary:
 
     @cached_property
     def phase_names(self) -> list[str]:
-        """The phases that any kernel ran in, in the order of a step."""
+        """The phases in which some kernel ran, in the order of a step."""
         present = set(self._kernels["phase"].unique().to_list())
         return [phase for phase in (*PHASES, OUTSIDE) if phase in present]
 
@@ -144,18 +152,18 @@ class TraceSummary:
 
     @property
     def kernel_count(self) -> int:
-        """Kernels (on a CPU: operators) in the capture; whole graphs are not counted."""
+        """The number of kernels (on a CPU: operators) in the capture, without whole graphs."""
         return int((self.attribution.kernels["kind"] != "graph").sum())
 
     @property
     def busy_ns(self) -> int:
-        """Sum of their durations, graphs recorded as a whole included."""
+        """The sum of the durations of all kernels and of graphs recorded as a whole."""
         return int(self.attribution.kernels["duration_ns"].sum())
 
     @property
     def union_ns(self) -> int:
-        """Time during which at least one of them ran, summed over devices."""
-        if self.attribution.table.on_cpu:  # an operator's own time lies scattered in its duration: operators' cover
+        """The time during which at least one kernel or graph ran, summed over devices."""
+        if self.attribution.table.on_cpu:  # an operator's own time is scattered over its duration, which counts here
             operators = self.attribution.table.operators
             own = operators if self.part is None else operators[self.attribution.work["operator_row"]]
             merged = union(own, ["process"])
@@ -165,18 +173,18 @@ class TraceSummary:
 
     @property
     def unattributed_ns(self) -> int:
-        """Kernel time outside every named range."""
+        """The kernel time outside all named ranges."""
         return int(self.attribution.kernels.filter(~pl.col("ranged"))["duration_ns"].sum())
 
     @property
     def copies(self) -> tuple[int, int]:
-        """Copies and fills: how many, and their summed duration in nanoseconds."""
+        """The number of copies and fills, and their summed duration in nanoseconds."""
         rest = self.attribution.work.height - self.attribution.kernels.height
         return rest, self.attribution.busy_ns - self.busy_ns
 
     @cached_property
     def phases(self) -> tuple[PhaseSummary, ...]:
-        """Question (a): each phase's device time beside the unprofiled measurement, and (d) its matrix products."""
+        """Each phase's device time beside the unprofiled time (question (a)) and its matrix products (question (d))."""
         products = self._kernels.filter(pl.col("family") == GEMM)["name"].unique()
         second = [name for name in products.to_list() if decode(name).second_pass]
         is_gemm = pl.col("family") == GEMM
@@ -195,11 +203,11 @@ class TraceSummary:
         return tuple(self._phase(phase, totals[phase]) for phase in self.phase_names)
 
     def _phase(self, phase: str, total: dict) -> PhaseSummary:
-        # What ranges hold of a phase is compared with no figure of the whole phase.
+        # Ranges hold only a part of a phase, so they are not compared with figures of the whole phase.
         run = None if self.ranged else self.run
         opened = self.attribution.instances.filter(pl.lit(not self.ranged) & (pl.col("what") == phase))
         sample = run.samples.get(phase) if run else None
-        on_cpu = self.attribution.table.on_cpu
+        on_cpu, textbook = self.attribution.table.on_cpu, run.textbook if run else None
         return PhaseSummary(
             phase=phase,
             kernels=total["kernels"] / self.steps,
@@ -207,19 +215,19 @@ class TraceSummary:
             gemm_ns=total["gemm"] / self.steps,
             range_ns=int((opened["end_ns"] - opened["start_ns"]).sum()) / self.steps if opened.height else None,
             product_kernels=None if on_cpu else total["products"] / self.steps,
-            expected_products=_expected_products(run.workload, phase) if run and not on_cpu else None,
+            expected_products=_expected_products(textbook, phase) if textbook and not on_cpu else None,
             unprofiled_s=sample.median_s if sample and sample.count else None,
         )
 
     @property
     def gemm_fraction(self) -> float:
-        """Share of matrix multiplication in all kernel time."""
+        """The share of matrix multiplication in all kernel time."""
         gemm = int(self._kernels.filter(pl.col("family") == GEMM)["duration_ns"].sum())
         return gemm / self.busy_ns if self.busy_ns else 0.0
 
     @cached_property
     def families(self) -> pl.DataFrame:
-        """Per family and phase: calls and busy_ns per step (columns family, phase, calls, busy_ns)."""
+        """Calls and busy_ns per step, by family and phase (columns family, phase, calls, busy_ns)."""
         return (
             self._kernels.group_by("family", "phase")
             .agg((pl.len() / self.steps).alias("calls"), (pl.col("duration_ns").sum() / self.steps).alias("busy_ns"))
@@ -228,25 +236,25 @@ class TraceSummary:
         )
 
     def top_kernels(self, phase: str, top: int = 5, *, without_products: bool = False) -> list[KernelRow]:
-        """Questions (b) and (c): the kernels that take longest in a phase, matrix products left out if wanted."""
+        """The longest kernels of a phase (question (b)), optionally without matrix products (question (c))."""
         mine = self._kernels.filter(pl.col("phase") == phase)
         chosen = mine.filter(pl.col("family") != GEMM) if without_products else mine
         return self._longest(chosen, phase, int(mine["duration_ns"].sum()), top)
 
     def top_together(self, top: int = 5) -> list[KernelRow]:
-        """The kernels that take longest in forward and backward together; none where the capture lacks one of them."""
-        if not {"forward", "backward"} <= set(self.phase_names):
+        """The longest kernels of forward and backward together; none if the capture lacks one of the two."""
+        if not {FORWARD, BACKWARD} <= set(self.phase_names):
             return []
-        mine = self._kernels.filter(pl.col("phase").is_in(["forward", "backward"]))
+        mine = self._kernels.filter(pl.col("phase").is_in([FORWARD, BACKWARD]))
         return self._longest(mine, FORWARD_AND_BACKWARD, int(mine["duration_ns"].sum()), top)
 
     def softmax_kernels(self, top: int = 5) -> list[KernelRow]:
-        """The kernels that softmax is made of in forward; none where attention has no range for it."""
-        inside = self._kernels.filter((pl.col("phase") == "forward") & (pl.col("part").cast(pl.String) == SOFTMAX))
-        return self._longest(inside, "forward", int(inside["duration_ns"].sum()), top)
+        """The kernels of softmax in forward; none if attention has no range for softmax."""
+        inside = self._kernels.filter((pl.col("phase") == FORWARD) & (pl.col("part").cast(pl.String) == SOFTMAX))
+        return self._longest(inside, FORWARD, int(inside["duration_ns"].sum()), top)
 
     def _longest(self, kernels: pl.DataFrame, phase: str, total: int, top: int) -> list[KernelRow]:
-        """By name, the longest first. `total`: the nanoseconds that a share is of."""
+        """The longest kernels by name, the longest first. `total`: the nanoseconds of a share of 1."""
         rows = (
             kernels.group_by("name", "family")
             .agg(pl.len().alias("calls"), pl.col("duration_ns").sum().alias("busy_ns"))
@@ -268,9 +276,9 @@ class TraceSummary:
 
     @cached_property
     def modules(self) -> pl.DataFrame:
-        """Per module, those of all layers together (`blocks.*.attention`): `layers`, and busy_ns per step by phase.
+        """The number of `layers` and busy_ns per step by phase, for each module (`blocks.*.attention` for all layers).
 
-        The module is the innermost whose range was open; the rest of a phase is the model itself, module "".
+        The module is the innermost whose range was open. The rest of a phase belongs to the model itself, module "".
         """
         return (
             self._kernels.with_columns(_LAYERS_TOGETHER.alias("pattern"))
@@ -286,7 +294,7 @@ class TraceSummary:
 
     @cached_property
     def places(self) -> pl.DataFrame:
-        """Per module, named as `modules` has it, and family: busy_ns per step (columns module, family, busy_ns)."""
+        """Kernel time per step by module, named as in `modules`, and family (columns module, family, busy_ns)."""
         return (
             self._kernels.group_by(_LAYERS_TOGETHER.alias("module"), pl.col("family").cast(pl.String))
             .agg((pl.col("duration_ns").sum() / self.steps).alias("busy_ns"))
@@ -295,22 +303,22 @@ class TraceSummary:
 
     @property
     def has_modules(self) -> bool:
-        """Whether any kernel has a module of its own."""
+        """Whether any kernel has a module other than the model itself."""
         return bool((self.modules["module"] != ROOT).any())
 
     @cached_property
     def attention(self) -> tuple[AttentionRow, ...]:
-        """Question (e): softmax beside the two products of attention, in forward; empty where no part has a range.
+        """Softmax beside the two products of attention in forward (question (e)); empty if no part has a range.
 
-        The scores' range also holds scaling and mask, which stand apart: the product alone is compared.
+        The scores' range also holds scaling and mask. These are separate rows, so that only the product is compared.
         """
-        inside = self._kernels.filter((pl.col("phase") == "forward") & pl.col("part").is_not_null())
+        inside = self._kernels.filter((pl.col("phase") == FORWARD) & pl.col("part").is_not_null())
         if not inside.height:
             return ()
         is_gemm = pl.col("family") == GEMM
         part = pl.col("part").cast(pl.String)
         scores, softmax, output = ATTENTION_PARTS
-        workload = self.run.workload if self.run else None
+        workload = self.run.textbook if self.run else None
         product = attention_product_flops(workload) if workload else None
         chosen = (
             ("scores product (Q K^T)", (part == scores) & is_gemm, product),
@@ -325,37 +333,37 @@ class TraceSummary:
 
     @cached_property
     def roofline(self) -> Roofline | None:
-        """Question (f): operators and families against the device's peaks; None where no operators were recorded.
+        """Operators and families against the device's peaks (question (f)); None if no operators were recorded.
 
         Peaks are the run's measured ceilings and its datasheet, or the datasheet of the device that the trace names.
         """
         if not self.attribution.table.operators.height:
             return None
         spec, ceilings = (self.run.device_spec, self.run.ceilings) if self.run else (None, None)
-        # Written-out attention computes the full square and masks; a fused kernel leaves the masked half out.
+        # Written-out attention computes the full square and masks it. A fused kernel skips the masked half.
         fused = (self._kernels["family"].cast(pl.String) == "attention (fused)").any()
         return roofline(self.attribution, spec, ceilings, causal="half" if fused else "full")
 
     @cached_property
     def occupation(self) -> Occupation | None:
-        """How much each device was at work, and why it stood idle; None on a CPU and of a phase or a range."""
+        """The occupation of each device; None on a CPU, and for a phase or a range."""
         return occupation(self.attribution) if self.has_whole_steps else None
 
     @cached_property
     def overlaps(self) -> tuple[Overlap, ...]:
-        """What communication hides behind computation, by device."""
+        """The communication that hides behind computation, by device."""
         return overlap(self.attribution) if self.has_whole_steps else ()
 
     @cached_property
     def critical_path(self) -> CriticalPath | None:
-        """What one step waited for; None on a CPU."""
+        """The critical path of one step; None on a CPU."""
         if self.part is None:
             return critical_path(self.attribution)
         return critical_path(self.part.whole, step=self.part.step) if self.has_whole_steps else None
 
     @cached_property
     def roles(self) -> dict[str, float]:
-        """Kernel time per step that serves gradient accumulation, recomputation or communication."""
+        """Kernel time per step for gradient accumulation, recomputation and communication."""
         totals = self._kernels.group_by("role").agg(pl.col("duration_ns").sum())
         found = dict(totals.iter_rows())
         wanted = (GRADIENT_ACCUMULATION, RECOMPUTATION, "communication")
@@ -363,12 +371,12 @@ class TraceSummary:
 
 
 def _expected_products(workload: Workload, phase: str) -> int | None:
-    """Matrix products of a phase by the model's sizes: each product of forward has two in backward.
+    """The number of matrix products of a phase by the model's sizes. Each product of forward has two in backward.
 
-    Every micro-batch has them all; checkpointing runs products again in backward.
+    Each micro-batch runs all of them. Checkpointing runs products again in backward.
     """
     if scores_of(workload.attention) == "pieces":
         return None
     forward, again = products_per_forward(workload), recomputed_products(workload)
-    counts = {"forward": forward, "backward": 2 * forward + again}
+    counts = {FORWARD: forward, BACKWARD: 2 * forward + again}
     return counts[phase] * workload.accumulation if phase in counts else None

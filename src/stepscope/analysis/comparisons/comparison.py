@@ -14,9 +14,11 @@ import msgspec
 
 from stepscope.analysis.runs.doubts import doubt_mark
 from stepscope.analysis.runs.metrics import memory_of, samples_of
+from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import Ratio, Samples
-from stepscope.work.transformer import parameter_count
+from stepscope.core.workload import Workload
+from stepscope.work.described import parameters_of
 
 if TYPE_CHECKING:
     from stepscope.analysis.captures.digest import TraceDigest  # a module that needs polars
@@ -30,7 +32,7 @@ class ComparedRun:
     """The field of the workload in which the runs of a comparison differ."""
     BASELINE: ClassVar[str]
     """The value of that field which the others are set beside."""
-    PART: ClassVar[str] = "step"
+    PART: ClassVar[str] = STEP
     """The samples that are compared. A run without them was not measured."""
 
     WITH_BACKWARD: ClassVar[bool] = False
@@ -42,7 +44,8 @@ class ComparedRun:
     @property
     def asked(self) -> bool:
         """Whether the study asks about runs of this kind."""
-        return not self.WITH_BACKWARD or self.run.workload.phase != "forward"
+        workload = self.run.workload
+        return hasattr(workload, self.FIELD) and not (self.WITH_BACKWARD and workload.phase == "forward")
 
     @property
     def value(self) -> str:
@@ -70,7 +73,8 @@ class ComparedRun:
 
     @property
     def model(self) -> str:
-        return self.run.workload.model.name
+        workload = self.run.workload
+        return workload.model.name if isinstance(workload, Workload) else workload.name
 
     @property
     def shape(self) -> str:
@@ -79,7 +83,7 @@ class ComparedRun:
 
     @property
     def parameters(self) -> int:
-        return parameter_count(self.run.workload.model)
+        return parameters_of(self.run.workload) or 0
 
     @property
     def on_gpu(self) -> bool:
@@ -121,7 +125,12 @@ def same_but(run: Run, **baseline: Any) -> tuple[object, ...]:
     """Equal of runs that are the same experiment on the same device, but for the fields of the workload given here."""
     environment = run.environment
     where = (environment.device_name, environment.memory_limit_bytes) if environment else None
-    return (msgspec.structs.replace(run.workload, **baseline), where)
+    workload = msgspec.structs.replace(run.workload, **baseline)
+    if isinstance(workload, Workload):
+        return (workload, where)
+    # Of a model that is not ours the fields below it are what was found: dtypes of parameters and inputs among them.
+    model = msgspec.structs.replace(workload.model, structure="", inputs={})
+    return (msgspec.json.encode(msgspec.structs.replace(workload, model=model), order="sorted"), where)
 
 
 C = TypeVar("C", bound=ComparedRun)

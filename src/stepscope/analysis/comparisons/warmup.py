@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from stepscope.analysis.runs.answer import heading
 from stepscope.analysis.runs.words import doubts, figure, status_word
 from stepscope.core.answer import TEXT, Answer, Cell, as_lines, table_of
+from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.units import format_milliseconds, format_seconds
 
@@ -13,7 +14,7 @@ def answer_warmup(runs: Sequence[Run]) -> Answer:
     """Mean and deviation of the step by number of warm-up steps, and what leaving them out costs."""
     rows: list[tuple[Cell, ...]] = []
     for run in runs:
-        samples = run.samples.get("step")
+        samples = run.samples.get(STEP)
         if run.status != "done" or samples is None or samples.mean_s is None or samples.median_s is None:
             rows.append((run.settings.warmup_floor, status_word(run), None, None, None))
             continue
@@ -40,7 +41,7 @@ def warmup_sentence(runs: Sequence[Run]) -> str:
     if len(measured) < 2:
         return "Too few of the cells were measured to compare."
     cold, warm = measured[0], measured[-1]
-    cold_step, warm_step = cold.samples["step"], warm.samples["step"]
+    cold_step, warm_step = cold.samples[STEP], warm.samples[STEP]
     assert cold_step.mean_s and warm_step.mean_s and warm_step.median_s  # done runs have samples
     return (
         f"After {cold.settings.warmup_floor} warm-up steps the mean step is {format_seconds(cold_step.mean_s)}, "

@@ -5,6 +5,7 @@ from typing import get_args
 
 from stepscope.analysis.kernels.family_rules import KERNEL_RULES, OPERATOR_RULES, Family, Rule
 from stepscope.analysis.kernels.names.name import split_name
+from stepscope.core.range_names import OPTIMIZER, SOFTMAX
 
 __all__ = ["FAMILIES", "Family", "classify", "rule_of"]
 
@@ -41,9 +42,9 @@ def _place(family: Family, operator: str | None, part: str | None, phase: str | 
     # A copy launched by aten::addmm itself is the bias's: it stays what its name says.
     if by_operator not in _POINTWISE | {"other", "matrix multiplication"}:
         return by_operator
-    if phase == "optimizer":
+    if phase == OPTIMIZER:
         return "optimizer"
-    if part == "softmax":
+    if part == SOFTMAX:
         return "softmax"
     return "copy/cast" if (family, by_operator) == ("activation/elementwise", "copy/cast") else family
 

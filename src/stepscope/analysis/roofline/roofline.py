@@ -24,6 +24,7 @@ from stepscope.analysis.roofline.peaks import (
 from stepscope.analysis.roofline.roofs import OperatorRoof, PassRatio, Roofline, family_roof
 from stepscope.analysis.roofline.work import is_product, operator_rule, operator_work
 from stepscope.core.device_spec import Ceilings, DeviceSpec, find_device_spec
+from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.work import CausalConvention, Work
 from stepscope.trace.nesting import Nest, numbered
 
@@ -235,8 +236,8 @@ def _families(attribution: Attribution) -> pl.DataFrame:
         attribution.work.group_by("family")
         .agg(
             spent.sum().alias("every"),
-            spent.filter(pl.col("phase") == "forward").sum().alias("forward"),
-            spent.filter(pl.col("phase") == "backward").sum().alias("backward"),
+            spent.filter(pl.col("phase") == FORWARD).sum().alias(FORWARD),
+            spent.filter(pl.col("phase") == BACKWARD).sum().alias(BACKWARD),
         )
         .sort(["every", "family"], descending=[True, False])
     )
@@ -246,11 +247,11 @@ def _passes(attribution: Attribution, operators: tuple[OperatorRoof, ...]) -> Pa
     times = dict(attribution.kernels.group_by("phase").agg(pl.col("duration_ns").sum()).iter_rows())
     flops = {
         phase: sum(each.flops or 0 for each in operators if each.phase == phase and is_product(each.operator))
-        for phase in ("forward", "backward")
+        for phase in (FORWARD, BACKWARD)
     }
     return PassRatio(
-        forward_ns=times.get("forward", 0),
-        backward_ns=times.get("backward", 0),
-        forward_flops=flops["forward"],
-        backward_flops=flops["backward"],
+        forward_ns=times.get(FORWARD, 0),
+        backward_ns=times.get(BACKWARD, 0),
+        forward_flops=flops[FORWARD],
+        backward_flops=flops[BACKWARD],
     )

@@ -44,10 +44,10 @@ def _rule(name: str, operators: str, work: Formula, *, example: tuple[str, str, 
 
 
 def _pointwise_rule(
-    name: str, operators: str, flops: int, operands: int = 1, result: str = "", *, example: tuple[str, str, str]
+    operators: str, flops: int, operands: int = 1, result: str = "", *, example: tuple[str, str, str]
 ) -> OperatorRule:
     work = partial(formulas.pointwise, flops=flops, operands=operands, result=result)
-    return _rule(name, " ".join(f"{each} {each}_" for each in operators.split()), work, example=example)
+    return _rule("pointwise", " ".join(f"{each} {each}_" for each in operators.split()), work, example=example)
 
 
 _X = '["float", "float", "Scalar"]'
@@ -137,35 +137,32 @@ OPERATOR_WORK_RULES: tuple[OperatorRule, ...] = (
     _rule("rms norm backward", "_fused_rms_norm_backward", formulas.rms_norm_backward,
           example=("_fused_rms_norm_backward", "[[10, 8], [10, 8], [], [10, 1], [8], []]",
                    '["float", "float", "ScalarList", "float", "float", "ScalarList"]')),
-    _pointwise_rule("pointwise", "neg abs exp exp2 expm1 log log1p log2 sqrt rsqrt reciprocal sin cos tanh erf sign "
+    _pointwise_rule("neg abs exp exp2 expm1 log log1p log2 sqrt rsqrt reciprocal sin cos tanh erf sign "
                     "floor ceil round relu square cumsum", 1, example=("exp", "[[4, 512, 10000]]", '["float"]')),
-    _pointwise_rule("pointwise", "add sub rsub mul pow maximum minimum clamp_min clamp_max clamp remainder", 1, 2,
+    _pointwise_rule("add sub rsub mul pow maximum minimum clamp_min clamp_max clamp remainder", 1, 2,
                     example=("mul", "[[4, 512, 768], [4, 512, 1]]", '["float", "float"]')),
-    _pointwise_rule("pointwise", "div", 1, 2, "float", example=("div", "[[16, 8], []]", '["c10::BFloat16", "Scalar"]')),
-    _pointwise_rule("pointwise", "addcmul addcdiv", 2, 3,
+    _pointwise_rule("div", 1, 2, "float", example=("div", "[[16, 8], []]", '["c10::BFloat16", "Scalar"]')),
+    _pointwise_rule("addcmul addcdiv", 2, 3,
                     example=("addcmul_", "[[768], [768], [768], []]", '["float", "float", "float", "Scalar"]')),
     # start + weight * (end - start)
-    _pointwise_rule("pointwise", "lerp", 3, 3, example=("lerp_", "[[768], [768], []]", _X)),
+    _pointwise_rule("lerp", 3, 3, example=("lerp_", "[[768], [768], []]", _X)),
     # 1 / (1 + exp(-x)); times x; x / 2 * (1 + erf(x / sqrt(2))), the fewer of gelu's two formulas.
-    _pointwise_rule("pointwise", "sigmoid", 4, example=("sigmoid", "[[4, 8]]", '["float"]')),
-    _pointwise_rule("pointwise", "silu gelu", 5, example=("silu", "[[4, 8]]", f"[{_BF16}]")),
+    _pointwise_rule("sigmoid", 4, example=("sigmoid", "[[4, 8]]", '["float"]')),
+    _pointwise_rule("silu gelu", 5, example=("silu", "[[4, 8]]", f"[{_BF16}]")),
     # dy * (1 - y) * y; dy * (1 - y * y)
-    _pointwise_rule("pointwise", "sigmoid_backward tanh_backward", 3, 2,
+    _pointwise_rule("sigmoid_backward tanh_backward", 3, 2,
                     example=("sigmoid_backward", "[[4, 8], [4, 8]]", '["float", "float"]')),
     # dy * s * (1 + x * (1 - s)), s four; dy * (P + x * p), the distribution P four and its density p four.
-    _pointwise_rule("pointwise", "silu_backward", 9, 2,
-                    example=("silu_backward", "[[4, 8], [4, 8]]", '["float", "float"]')),
-    _pointwise_rule("pointwise", "gelu_backward", 11, 2,
+    _pointwise_rule("silu_backward", 9, 2, example=("silu_backward", "[[4, 8], [4, 8]]", '["float", "float"]')),
+    _pointwise_rule("gelu_backward", 11, 2,
                     example=("gelu_backward", "[[4, 8], [4, 8], []]", '["float", "float", ""]')),
-    _pointwise_rule("pointwise", "threshold_backward masked_fill", 0, 2,
+    _pointwise_rule("threshold_backward masked_fill", 0, 2,
                     example=("masked_fill_", "[[4, 12, 8, 8], [8, 8], []]", '["float", "bool", "Scalar"]')),
-    _pointwise_rule("pointwise", "triu tril flip roll bitwise_not", 0,
-                    example=("tril", "[[512, 512], []]", '["bool", "Scalar"]')),
-    _pointwise_rule("pointwise", "where", 0, 3, example=("where", "[[1, 8, 8], [4, 2, 8, 8], []]",
-                                                         '["bool", "float", "float"]')),
-    _pointwise_rule("pointwise", "eq ne lt le gt ge logical_and logical_or logical_xor", 0, 2, "bool",
+    _pointwise_rule("triu tril flip roll bitwise_not", 0, example=("tril", "[[512, 512], []]", '["bool", "Scalar"]')),
+    _pointwise_rule("where", 0, 3, example=("where", "[[1, 8, 8], [4, 2, 8, 8], []]", '["bool", "float", "float"]')),
+    _pointwise_rule("eq ne lt le gt ge logical_and logical_or logical_xor", 0, 2, "bool",
                     example=("ge", "[[512, 1], [1, 512]]", '["long int", "long int"]')),
-    _pointwise_rule("pointwise", "isnan isinf isneginf isposinf isfinite logical_not", 0, 1, "bool",
+    _pointwise_rule("isnan isinf isneginf isposinf isfinite logical_not", 0, 1, "bool",
                     example=("isnan", "[[512]]", '["float"]')),
     # clone, contiguous and _to_copy make their copy by calling copy_.
     _rule("copy", "copy_", formulas.copy,

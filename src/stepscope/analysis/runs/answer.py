@@ -4,16 +4,20 @@ from collections.abc import Sequence
 
 from stepscope.analysis.runs import metrics
 from stepscope.analysis.runs.doubts import doubt_mark
+from stepscope.analysis.runs.times import TIME_COLUMNS, about_intervals, about_steps, time_row
 from stepscope.analysis.runs.words import doubts, figure, identify, status_sentence, status_word
-from stepscope.core.answer import TEXT, Answer, Cell, Line, Panel, Point, Table, as_lines, table_of, text
+from stepscope.core.answer import Answer, Cell, Line, Panel, Point, Table, as_lines, table_of, text
 from stepscope.core.errors import printable
-from stepscope.core.evidence import Capture
-from stepscope.core.range_names import PHASES
+from stepscope.core.evidence import Capture, WatchedLoop
+from stepscope.core.range_names import PHASES, STEP
 from stepscope.core.run import Run
-from stepscope.core.samples import CONFIDENCE, OF_ONE_PROCESS, Samples
-from stepscope.core.units import counted, format_milliseconds, format_rate, format_seconds, format_share
+from stepscope.core.samples import Samples
+from stepscope.core.units import counted, format_rate, format_seconds, format_share
 from stepscope.work.described import cell_name, describe_model, describe_workload
 from stepscope.work.transformer import recomputed_flops
+
+_NAMED = 4
+"""Operators that are named where their FLOPs are not known; the others are counted."""
 
 
 def answer_run(run: Run, directory: str | None = None) -> Answer:
@@ -21,7 +25,7 @@ def answer_run(run: Run, directory: str | None = None) -> Answer:
     tables: list[Table] = []
     if run.status != "done" or run.failure is not None:
         tables.append(text(Line(status_sentence(run), "bad")))
-    if run.samples.get("step") and run.samples["step"].count:
+    if run.samples.get(STEP) and run.samples[STEP].count:
         tables.append(_phase_table(run))
     tables += _memory_table(run)
     return Answer(
@@ -43,7 +47,17 @@ def answer_run(run: Run, directory: str | None = None) -> Answer:
 def heading(run: Run) -> tuple[Line, ...]:
     """The model, the workload, and where it ran."""
     where = [run.environment.described] if run.environment else []
-    return as_lines(Line(describe_model(run.workload), "strong"), describe_workload(run.workload), *where)
+    step = [_watched_step(run.evidence.loop)] if run.evidence.loop else []
+    return as_lines(Line(describe_model(run.workload), "strong"), describe_workload(run.workload), *step, *where)
+
+
+def _watched_step(loop: WatchedLoop) -> str:
+    """What was taken for a step of a watched loop, and why."""
+    ends = f"ends with a step of {loop.optimizers[0]}" if loop.optimizers else "ends where the loop says so"
+    others = f", in which {', '.join(loop.optimizers[1:])} step too" if loop.optimizers[1:] else ""
+    forwards = f"{counted(loop.forwards, 'forward')} of {' and '.join(loop.modules)}"
+    autocast = f", autocast to {loop.autocast}" if loop.autocast else ""
+    return f"A step {ends}{others} ({loop.why}): {forwards}{autocast}, {counted(loop.backwards, 'backward')}."
 
 
 def answer_list(runs: Sequence[Run]) -> Answer:
@@ -52,7 +66,7 @@ def answer_list(runs: Sequence[Run]) -> Answer:
     for run in runs:
         began, _, cell = run.id.partition("-")
         rows.append((
-            began, cell, status_word(run), figure(metrics.median_s(run, "step"), run), run.tag,
+            began, cell, status_word(run), figure(metrics.median_s(run, STEP), run), run.tag,
             figure(metrics.tokens_per_s(run), run), figure(metrics.peak_bytes(run), run), doubts(run),
         ))  # fmt: skip
     columns = ("run", "cell", "status", ("step", "s"), "tag", ("tokens/s", ",.0f"), ("peak", "B"), "findings")
@@ -67,12 +81,12 @@ def answer_cells(runs: Sequence[Run], folder: str | None = None) -> Answer:
         if run.status != "done":
             rows.append((name, status_word(run), *[None] * 7))
             continue
-        times = [metrics.median_s(run, phase) for phase in (*PHASES, "step")]
+        times = [metrics.median_s(run, phase) for phase in (*PHASES, STEP)]
         tokens, peak = metrics.tokens_per_s(run), metrics.peak_bytes(run)
         utilisation = metrics.mfu_datasheet(run) or metrics.mfu_measured(run)
         rows.append((name, *(figure(cell, run) for cell in (*times, tokens, utilisation, peak)), doubts(run)))
     table = table_of(
-        "cell", *((f"{name} ms", "ms of s") for name in (*PHASES, "step")), ("tokens/s", ",.0f"),
+        "cell", *((f"{name} ms", "ms of s") for name in (*PHASES, STEP)), ("tokens/s", ",.0f"),
         ("MFU", "%"), ("peak", "B"), "findings",
         rows=rows, tones={i: "bad" for i, run in enumerate(runs) if run.status != "done"},
         notes=as_lines(f"{len(runs)} runs in {folder}") if runs and folder else (),
@@ -82,35 +96,29 @@ def answer_cells(runs: Sequence[Run], folder: str | None = None) -> Answer:
 
 def _phase_table(run: Run) -> Table:
     rows: list[tuple[Cell, ...]] = []
-    step_s = metrics.median_s(run, "step") or 0.0
-    for name in (*PHASES, "step"):
+    for name in (*metrics.parts_of(run), STEP):
         samples = run.samples.get(name)
-        if samples is None or samples.median_s is None or samples.mean_s is None:
-            continue
-        interval = samples.interval()
-        flops = metrics.model_flops(run) if name == "step" else run.work[name].flops if name in run.work else None
-        deviation = f" ± {format_milliseconds(samples.stdev_s)}" if samples.stdev_s is not None else ""
-        rows.append((
-            name,
-            samples.median_s,
-            f"{format_milliseconds(interval.low)} to {format_milliseconds(interval.high)} ms" if interval else "",
-            f"{format_milliseconds(samples.mean_s)}{deviation} ms",
-            samples.median_s / step_s if step_s else None,
-            flops / samples.median_s if flops and samples.median_s else None,
-        ))  # fmt: skip
-    interval_head = f"{CONFIDENCE * 100:.0f} % interval"
+        row = time_row(name, samples, metrics.median_s(run, STEP)) if samples is not None else None
+        if samples is not None and row is not None:
+            flops = metrics.model_flops(run) if name == STEP else run.work[name].flops if name in run.work else None
+            rows.append((*row, flops / samples.median_s if flops and samples.median_s else None))
     return table_of(
-        "phase", ("median", "s"), (interval_head, TEXT), ("mean ± std", TEXT), ("share", "%"),
-        ("model FLOP/s", "FLOP/s"), rows=rows, tones={i: "strong" for i, row in enumerate(rows) if row[0] == "step"},
-        notes=as_lines(*_rates(run)),
+        *TIME_COLUMNS, ("model FLOP/s", "FLOP/s"), rows=rows,
+        tones={i: "strong" for i, row in enumerate(rows) if row[0] == STEP}, notes=as_lines(*_rates(run)),
     )  # fmt: skip
 
 
 def _phase_panel(run: Run) -> tuple[Panel, ...]:
     """A bar for each phase and the step, with the interval of its median."""
-    timed = [(name, run.samples[name]) for name in (*PHASES, "step") if name in run.samples]
+    timed = _timed(run).items()
     points = tuple(bar("median", name, samples, doubted=bool(doubt_mark(run))) for name, samples in timed)
     return (Panel(x_title="", y_title="median, ms", points=points, kind="bars"),) if points else ()
+
+
+def _timed(run: Run) -> dict[str, Samples]:
+    """The samples of the step and its parts, without those of a part that there never was."""
+    names = (*metrics.parts_of(run), STEP)
+    return {name: found for name in names if (found := run.samples.get(name)) and any(found.values_s)}
 
 
 def bar(line: str, name: str, samples: Samples | None, *, missing: str = "", doubted: bool = False) -> Point:
@@ -123,13 +131,10 @@ def bar(line: str, name: str, samples: Samples | None, *, missing: str = "", dou
 
 
 def _rates(run: Run) -> list[str]:
-    samples = run.samples["step"]
-    steady = {True: "steady", False: "not steady", None: "too few to tell whether steady"}[run.warmup_steady]
+    samples = run.samples[STEP]
     lines = [
-        f"{counted(samples.count, 'step')} {OF_ONE_PROCESS} measured after "
-        f"{counted(len(samples.warmup_s), 'warm-up step')} ({steady}); "
-        f"step by {samples.clock} round a synchronised region, phases by {_phase_clock(run)}.",
-        *_about_intervals(run),
+        f"{about_steps(samples, run.warmup_steady)}; {_clocks(run)}.",
+        *about_intervals(_timed(run), "--steps"),
     ]
     tokens, rate, flops = metrics.tokens_per_s(run), metrics.model_flops_per_s(run), metrics.model_flops(run)
     if tokens and rate and flops:
@@ -138,7 +143,7 @@ def _rates(run: Run) -> list[str]:
             f"{tokens:,.0f} tokens/s; {format_rate(rate, 'FLOP/s')} of model FLOPs "
             f"({format_rate(flops, 'FLOP')} a step, {convention})."
         )
-    again = recomputed_flops(run.workload)
+    again = recomputed_flops(run.textbook) if run.textbook else 0
     if again and flops and samples.median_s:
         lines.append(
             f"Checkpointing runs another {format_rate(again, 'FLOP')} of products again in backward: "
@@ -160,6 +165,8 @@ def _rates(run: Run) -> list[str]:
         )
     if utilisation:
         lines.append(f"MFU {'; '.join(utilisation)}.")
+    if run.evidence.uncounted:
+        lines.append(_uncounted(run.evidence.uncounted))
     launch_bound, host = metrics.launch_bound_share(run), metrics.host_share(run)
     if launch_bound is not None and host is not None and run.evidence.profile:
         lines.append(
@@ -181,6 +188,16 @@ def _rates(run: Run) -> list[str]:
     return lines
 
 
+def _clocks(run: Run) -> str:
+    """What timed the step and its phases."""
+    clock, loop = run.samples["step"].clock, run.evidence.loop
+    if loop is None:
+        return f"step by {clock} round a synchronised region, phases by {_phase_clock(run)}"
+    first = loop.first_step
+    which = f", numbers {first} to {first + run.samples['step'].count - 1}" if first is not None else ""
+    return f"all by {clock}, from the end of a step to the end of the next, with nothing synchronised{which}"
+
+
 def _utilisation(share: float) -> str:
     """A share of a device's rate, with its doubt where no device does so much."""
     return (
@@ -188,20 +205,12 @@ def _utilisation(share: float) -> str:
     )
 
 
-def _about_intervals(run: Run) -> list[str]:
-    """What the intervals are of, or why there is none."""
-    named = {name: run.samples[name] for name in (*PHASES, "step") if name in run.samples}
-    without = {name: samples for name, samples in named.items() if samples.count and samples.why_no_interval}
-    lines: list[str] = []
-    if len(without) < len(named):
-        step = run.samples["step"]
-        told = step.effective_count is not None and "step" not in without
-        worth = f"; its steps are worth {step.effective_count:.0f} independent ones" if told else ""
-        lines.append(f"The intervals are those {OF_ONE_PROCESS}: another may differ by more{worth}.")
-    if without:
-        name, samples = list(without.items())[-1]
-        lines.append(f"No interval for {', '.join(without)}: of {name}, {samples.why_no_interval}. Take more: --steps.")
-    return lines
+def _uncounted(calls: dict[str, int]) -> str:
+    """What the count of FLOPs leaves out, the most called first."""
+    most = sorted(calls, key=lambda name: -calls[name])
+    named = [f"{printable(name)} ({counted(calls[name], 'call')})" for name in most[:_NAMED]]
+    others = f" and {len(most) - _NAMED} others" if len(most) > _NAMED else ""
+    return f"The FLOPs of {', '.join(named)}{others} are not known: there are more than were counted."
 
 
 def _capture_line(capture: Capture, unprofiled_s: float | None) -> str:
@@ -217,7 +226,7 @@ def _capture_line(capture: Capture, unprofiled_s: float | None) -> str:
 
 
 def _phase_clock(run: Run) -> str:
-    return next((run.samples[n].clock for n in PHASES if n in run.samples), "none")
+    return next((run.samples[name].clock for name in metrics.parts_of(run)), "none")
 
 
 def _memory_table(run: Run) -> list[Table]:

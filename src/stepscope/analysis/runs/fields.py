@@ -1,18 +1,24 @@
 """What a table of runs may be arranged by, and what it may show. Names are those of the command line."""
 
-from collections.abc import Callable
+import functools
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from stepscope.analysis.runs import metrics
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.attentions import attention_names
+from stepscope.core.errors import InputError, choose
 from stepscope.core.model_config import PRESETS
+from stepscope.core.own_workload import OwnWorkload
+from stepscope.core.range_names import BACKWARD, DATA, FORWARD, OPTIMIZER, REST, STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.units import GIB
 from stepscope.core.workload import COMPILES, DTYPES, OPTIMIZERS, PHASES
 from stepscope.memory.prediction.estimate import estimate
-from stepscope.work.transformer import parameter_count
+from stepscope.work.described import parameters_of
 
 Scalar = str | int | float | None
 
@@ -38,7 +44,12 @@ def _environment(name: str) -> Callable[[Run], Scalar]:
 
 
 def _workload(name: str) -> Callable[[Run], Scalar]:
-    return lambda run: getattr(run.workload, name)
+    return lambda run: getattr(run.workload, name, None)
+
+
+def _model(name: str) -> Callable[[Run], Scalar]:
+    """A size of the model; None where the model is not ours."""
+    return lambda run: getattr(run.workload.model, name, None)
 
 
 def _fixed_warmup(run: Run) -> Scalar:
@@ -46,20 +57,36 @@ def _fixed_warmup(run: Run) -> Scalar:
     return settings.warmup_floor if settings.warmup_floor == settings.warmup_cap else "until steady"
 
 
+def _arguments(run: Run) -> dict[str, Any]:
+    """What the factory of a model of the user's own was called with."""
+    return run.workload.arguments if isinstance(run.workload, OwnWorkload) else {}
+
+
+def _argument(run: Run, name: str) -> Scalar:
+    """An argument of the factory as it was written; None where none was given."""
+    value = _arguments(run).get(name)
+    plain = not isinstance(value, bool) and (value is None or isinstance(value, (str, int, float)))
+    return value if plain else json.dumps(value)
+
+
 _CHECKPOINTINGS = ("none", "selective", *(f"every-{group}" for group in range(1, 257)))
 """Choices of checkpointing in order of how much they keep, the most first."""
 
+_TIED: dict[bool | None, Scalar] = {True: "true", False: "false", None: None}
+
 FIELDS: dict[str, Field] = {
     "model": Field(read=lambda run: run.workload.model.name, order=tuple(PRESETS)),
-    "parameters": Field(read=lambda run: parameter_count(run.workload.model)),
-    "d_model": Field(read=lambda run: run.workload.model.d_model),
-    "d_ff": Field(read=lambda run: run.workload.model.d_ff),
-    "layers": Field(read=lambda run: run.workload.model.layers),
-    "heads": Field(read=lambda run: run.workload.model.heads),
-    "kv_heads": Field(read=lambda run: run.workload.model.key_heads),
-    "tied": Field(read=lambda run: "true" if run.workload.model.tied else "false"),
-    "head_dim": Field(read=lambda run: run.workload.model.head_dim),
-    "vocabulary": Field(read=lambda run: run.workload.model.vocabulary),
+    "factory": Field(read=_workload("factory")),
+    "code": Field(read=_workload("code")),
+    "parameters": Field(read=lambda run: parameters_of(run.workload)),
+    "d_model": Field(read=_model("d_model")),
+    "d_ff": Field(read=_model("d_ff")),
+    "layers": Field(read=_model("layers")),
+    "heads": Field(read=_model("heads")),
+    "kv_heads": Field(read=_model("key_heads")),
+    "tied": Field(read=lambda run: _TIED[getattr(run.workload.model, "tied", None)]),
+    "head_dim": Field(read=_model("head_dim")),
+    "vocabulary": Field(read=_model("vocabulary")),
     "batch_size": Field(read=_workload("batch_size")),
     "seq_len": Field(read=_workload("seq_len")),
     "dtype": Field(read=_workload("dtype"), order=DTYPES),
@@ -79,12 +106,38 @@ FIELDS: dict[str, Field] = {
     "status": Field(read=lambda run: run.status),
 }
 
+_ARGUMENT = "arg."
+"""How a field begins that is an argument of a factory, as in `arg.width`."""
+
+
+def field_named(name: str) -> Field:
+    """The field of this name. Raises InputError where there is none."""
+    if name.startswith(_ARGUMENT) and name != _ARGUMENT:
+        return Field(read=functools.partial(_argument, name=name.removeprefix(_ARGUMENT)))
+    return FIELDS[choose(name, list(FIELDS), "field")]
+
+
+def check_arguments(runs: Iterable[Run], names: Iterable[str]) -> None:
+    """Raise InputError for a name of an argument that no run has."""
+    there = argument_fields(runs)
+    for name in names:
+        if name.startswith(_ARGUMENT) and name not in there:
+            known = f"they have {', '.join(there)}" if there else "they have no arguments"
+            raise InputError(f"no run has the argument {name.removeprefix(_ARGUMENT)!r}: {known}")
+
+
+def argument_fields(runs: Iterable[Run]) -> list[str]:
+    """The names of the fields that are arguments of these runs' factories."""
+    return [f"{_ARGUMENT}{name}" for name in dict.fromkeys(name for run in runs for name in _arguments(run))]
+
+
 IDENTIFYING = (
-    "model", "batch_size", "seq_len", "dtype", "phase", "attention", "compile", "optimizer",
+    "model", "factory", "code", "batch_size", "seq_len", "dtype", "phase", "attention", "compile", "optimizer",
     "checkpointing", "accumulation", "seed",
     "warmup", "device", "memory_limit", "torch", "tag",
 )  # fmt: skip
-"""Fields that make two runs different experiments: a cell that holds runs which differ in one would mix them."""
+"""Fields that make two runs different experiments, as every argument does: a cell that holds runs which differ in one
+would mix them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +157,12 @@ def _time(name: str) -> Value:
 
 
 def _first_step(run: Run) -> float | None:
-    samples = run.samples.get("step")
+    samples = run.samples.get(STEP)
     return samples.values_s[0] if samples and samples.count else None
 
 
 def _largest_step(run: Run) -> float | None:
-    samples = run.samples.get("step")
+    samples = run.samples.get(STEP)
     return max(samples.values_s) if samples and samples.count else None
 
 
@@ -128,15 +181,10 @@ def _prediction_error(run: Run) -> float | None:
 
 
 VALUES: dict[str, Value] = {
-    "forward": _time("forward"),
-    "backward": _time("backward"),
-    "optimizer": _time("optimizer"),
-    "forward-backward": _time("forward-backward"),
-    "step": _time("step"),
-    "host": _time("host"),
+    **{name: _time(name) for name in (FORWARD, BACKWARD, OPTIMIZER, DATA, REST, "forward-backward", STEP, "host")},
     "first_step": Value(unit="ms", scale=1e3, number=_first_step),
     "largest_step": Value(unit="ms", scale=1e3, number=_largest_step),
-    "steps": Value(unit="", digits=0, number=lambda run: run.samples["step"].count if "step" in run.samples else None),
+    "steps": Value(unit="", digits=0, number=lambda run: run.samples[STEP].count if STEP in run.samples else None),
     "tokens_per_s": Value(unit="tokens/s", digits=0, number=metrics.tokens_per_s),
     "model_flops_per_s": Value(unit="TFLOP/s", scale=1e-12, digits=1, number=metrics.model_flops_per_s),
     "mfu_datasheet": Value(unit="%", scale=100, digits=1, number=metrics.mfu_datasheet),

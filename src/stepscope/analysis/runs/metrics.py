@@ -1,6 +1,6 @@
 """Figures derived from a run: rates, utilisation, shares. Each is None where the run does not support it."""
 
-from stepscope.core.range_names import PHASES
+from stepscope.core.range_names import BACKWARD, FORWARD, STEP, TIMED
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 
@@ -8,9 +8,15 @@ from stepscope.core.samples import Samples
 def samples_of(run: Run, name: str) -> Samples | None:
     """Samples by name; `forward-backward` is the sum of the two phases, step by step."""
     if name == "forward-backward":
-        forward, backward = run.samples.get("forward"), run.samples.get("backward")
+        forward, backward = run.samples.get(FORWARD), run.samples.get(BACKWARD)
         return forward.plus(backward) if forward and backward else None
     return run.samples.get(name)
+
+
+def parts_of(run: Run) -> list[str]:
+    """The names of the timed parts of the run's step: those that stepscope knows in their order, then a user's own."""
+    known = [name for name in TIMED if name in run.samples]
+    return known + [name for name in run.samples if name not in (*TIMED, STEP, "host")]
 
 
 def memory_of(run: Run, field: str) -> int | None:
@@ -25,9 +31,9 @@ def median_s(run: Run, name: str) -> float | None:
 
 
 def tokens_per_s(run: Run) -> float | None:
-    """Tokens of one step over the step's median time."""
-    step_s = median_s(run, "step")
-    return run.workload.tokens / step_s if step_s else None
+    """Tokens of one step over the step's median time; None where its batch holds no tokens."""
+    step_s, tokens = median_s(run, STEP), run.workload.tokens
+    return tokens / step_s if step_s and tokens else None
 
 
 def model_flops(run: Run) -> int | None:
@@ -37,7 +43,7 @@ def model_flops(run: Run) -> int | None:
 
 def model_flops_per_s(run: Run) -> float | None:
     """Model FLOPs of a step over its median time."""
-    step_s, flops = median_s(run, "step"), model_flops(run)
+    step_s, flops = median_s(run, STEP), model_flops(run)
     return flops / step_s if step_s and flops else None
 
 
@@ -57,7 +63,7 @@ def mfu_measured(run: Run) -> float | None:
 
 def host_share(run: Run) -> float | None:
     """Time the host needs to issue a step's work, over the step. Near 1, the host never gets ahead of the device."""
-    host_s, step_s = median_s(run, "host"), median_s(run, "step")
+    host_s, step_s = median_s(run, "host"), median_s(run, STEP)
     return host_s / step_s if host_s and step_s and _on_gpu(run) else None
 
 
@@ -67,7 +73,7 @@ def launch_bound_share(run: Run) -> float | None:
     Busy is the union of kernel times in the profiled step (kernels themselves do not slow down under the profiler),
     the step is the unprofiled median.
     """
-    step_s = median_s(run, "step")
+    step_s = median_s(run, STEP)
     if not step_s or run.evidence.profile is None or not _on_gpu(run):
         return None
     return max(0.0, 1 - run.evidence.profile.busy_s / step_s)
@@ -75,7 +81,7 @@ def launch_bound_share(run: Run) -> float | None:
 
 def profiler_slowdown(run: Run) -> float | None:
     """Profiled step over the unprofiled median."""
-    step_s = median_s(run, "step")
+    step_s = median_s(run, STEP)
     return run.evidence.profile.step_s / step_s if step_s and run.evidence.profile else None
 
 
@@ -87,7 +93,7 @@ def peak_bytes(run: Run) -> int | None:
 def summarise(run: Run) -> dict[str, float | None]:
     """The figures that readers of the JSON look for first; seconds, bytes, per second, shares of one."""
     summary: dict[str, float | None] = {}
-    for name in ("step", *PHASES, "host"):
+    for name in (STEP, *parts_of(run), "host"):
         samples = run.samples.get(name)
         if samples is None or not samples.count:
             continue

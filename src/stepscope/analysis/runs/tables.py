@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from stepscope.analysis.runs.doubts import doubting_kinds, doubts_sentence, marked
-from stepscope.analysis.runs.fields import FIELDS, IDENTIFYING, VALUES, Scalar, Value
+from stepscope.analysis.runs.fields import (
+    IDENTIFYING,
+    VALUES,
+    Scalar,
+    Value,
+    argument_fields,
+    check_arguments,
+    field_named,
+)
 from stepscope.analysis.runs.words import status_word
 from stepscope.core.answer import TEXT, Answer, Table, as_lines
 from stepscope.core.errors import InputError, choose, printable
@@ -36,7 +44,7 @@ class TableQuery:
 
     def __post_init__(self) -> None:
         for name in (*self.rows, *self.columns, *(field for field, _ in self.where)):
-            choose(name, list(FIELDS), "field")
+            field_named(name)
         for name in self.values:
             choose(name, list(VALUES), "value")
         choose(self.statistic, STATISTICS, "statistic")
@@ -56,11 +64,13 @@ class TableQuery:
 
 def select_runs(runs: Sequence[Run], query: TableQuery) -> tuple[list[Run], list[str]]:
     """A run for each cell, in the order of the fields, and notes. Raises InputError if a cell would mix experiments."""
+    check_arguments(runs, (name for name, _ in query.where))
     kept = [run for run in runs if all(matches(run, name, wanted) for name, wanted in query.where)]
     if not kept:
         conditions = " and ".join(f"{name}={','.join(values)}" for name, values in query.where)
         raise InputError(f"no runs to show{f' with {conditions}' if runs else ''}")
     axes = (*query.rows, *query.columns)
+    check_arguments(kept, axes)
     cells: dict[tuple[Scalar, ...], list[Run]] = {}
     for run in kept:
         cells.setdefault(_labels(run, axes), []).append(run)
@@ -71,7 +81,7 @@ def select_runs(runs: Sequence[Run], query: TableQuery) -> tuple[list[Run], list
         _refuse_mixture(labels, finished)
         chosen.append(max(finished, key=lambda run: run.created))
         older += len(finished) - 1
-    chosen.sort(key=lambda run: tuple(FIELDS[name].rank(FIELDS[name].read(run)) for name in axes))
+    chosen.sort(key=lambda run: _ranks(run, axes))
     notes = [f"{older} older run{'s' if older > 1 else ''} of the same cells left out."] if older else []
     return chosen, notes
 
@@ -84,7 +94,7 @@ def build_table(runs: Sequence[Run], query: TableQuery) -> Table:
     chosen, notes = select_runs(runs, query)
     at = {(_labels(run, query.rows), _label(run, query.columns)): run for run in chosen}
     rows = list(dict.fromkeys(row for row, _ in at))
-    by_rank = sorted(chosen, key=lambda run: tuple(FIELDS[n].rank(FIELDS[n].read(run)) for n in query.columns))
+    by_rank = sorted(chosen, key=lambda run: _ranks(run, query.columns))
     labels = list(dict.fromkeys(_label(run, query.columns) for run in by_rank))
     if query.speedup is not None and query.speedup not in labels:
         raise InputError(f"--speedup {query.speedup} is no column: choose one of {'; '.join(labels)}")
@@ -130,7 +140,7 @@ def build_records(runs: Sequence[Run], query: TableQuery) -> list[dict[str, Scal
     records: list[dict[str, Scalar]] = []
     for run in chosen:
         record: dict[str, Scalar] = {"run": run.id, "status": run.status}
-        record |= {name: FIELDS[name].read(run) for name in (*query.rows, *query.columns)}
+        record |= {name: field_named(name).read(run) for name in (*query.rows, *query.columns)}
         for name in query.values:
             value = VALUES[name]
             if value.samples is None:
@@ -144,13 +154,18 @@ def build_records(runs: Sequence[Run], query: TableQuery) -> list[dict[str, Scal
 
 def matches(run: Run, name: str, wanted: tuple[str, ...]) -> bool:
     """Whether the run's field of that name is one of the values wanted. Raises InputError for an unknown field."""
-    choose(name, list(FIELDS), "field")
-    value = FIELDS[name].read(run)
+    value = field_named(name).read(run)
     return bool({str(value), _text(value)} & set(wanted))
 
 
 def _labels(run: Run, names: tuple[str, ...]) -> tuple[Scalar, ...]:
-    return tuple(FIELDS[name].read(run) for name in names)
+    return tuple(field_named(name).read(run) for name in names)
+
+
+def _ranks(run: Run, names: tuple[str, ...]) -> tuple[tuple[int, float, str], ...]:
+    """What cells are sorted by."""
+    fields = [field_named(name) for name in names]
+    return tuple(field.rank(field.read(run)) for field in fields)
 
 
 def _compared(label: str, query: TableQuery) -> list[str]:
@@ -180,10 +195,10 @@ def _about_intervals(runs: list[Run], query: TableQuery) -> list[str]:
 
 
 def _refuse_mixture(labels: tuple[Scalar, ...], candidates: list[Run]) -> None:
-    for name in IDENTIFYING:
+    for name in (*IDENTIFYING, *argument_fields(candidates)):
         # A run that ended before it could look round knows no device: it contradicts none.
-        values = {FIELDS[name].read(run) for run in candidates if run.environment is not None}
-        found = [_text(value) for value in sorted(values, key=FIELDS[name].rank)]
+        values = {field_named(name).read(run) for run in candidates if run.environment is not None}
+        found = [_text(value) for value in sorted(values, key=field_named(name).rank)]
         if len(found) > 1:
             cell = " ".join(_text(label) for label in labels)
             raise InputError(

@@ -6,6 +6,7 @@ from stepscope.core.errors import printable
 from stepscope.core.run import Run
 
 OUT_OF_MEMORY_REMEDY = "a smaller --batch-size or --seq-len, --attention sdpa, or --dtype bf16 needs less memory"
+_OF_OWN = "a smaller batch or model, --checkpointing every-1, or --dtype bf16 needs less memory"
 
 
 def identify(run: Run) -> str:
@@ -25,7 +26,7 @@ def status_sentence(run: Run) -> str:
     """What became of a run that is not done."""
     if run.failure is None:
         return f"{run.status}: the run was started and never ended."
-    remedy = f" Remedy: {OUT_OF_MEMORY_REMEDY}." if run.status == "out-of-memory" else ""
+    remedy = f" Remedy: {OUT_OF_MEMORY_REMEDY if run.textbook else _OF_OWN}." if run.status == "out-of-memory" else ""
     return printable(f"{run.status} ({run.failure.where}): {run.failure.message}{remedy}")
 
 

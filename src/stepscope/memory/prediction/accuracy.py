@@ -1,7 +1,7 @@
 """Compares the predicted with the measured memory of stored runs."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -72,20 +72,24 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 def compare(runs: Sequence[Run], apart: Sequence[Run] = ()) -> Accuracy:
     """Every run on a GPU that finished its steps or ran out of memory, beside its prediction."""
     return Accuracy(
-        comparisons=tuple(_compare(run) for run in runs if _comparable(run)),
-        apart=tuple(_compare(run) for run in apart if _comparable(run)),
+        comparisons=tuple(_compared(runs)),
+        apart=tuple(_compared(apart)),
     )
 
 
-def _comparable(run: Run) -> bool:
+def _compared(runs: Sequence[Run]) -> Iterator[Comparison]:
+    for run in runs:
+        if is_predicted(run.workload) and _has_a_peak(run):
+            yield _compare(run, run.workload)
+
+
+def _has_a_peak(run: Run) -> bool:
     on_gpu = run.environment is not None and run.environment.device_type == "cuda"
     measured = run.evidence.memory is not None and run.evidence.memory.allocated_peak is not None
-    return (
-        is_predicted(run.workload) and on_gpu and (run.status == "out-of-memory" or (run.status == "done" and measured))
-    )
+    return on_gpu and (run.status == "out-of-memory" or (run.status == "done" and measured))
 
 
-def _compare(run: Run) -> Comparison:
+def _compare(run: Run, workload: Workload) -> Comparison:
     memory, environment = run.evidence.memory, run.environment
     budget = None
     if environment is not None and environment.memory_limit_bytes:
@@ -94,10 +98,10 @@ def _compare(run: Run) -> Comparison:
         budget = budget_of_total(environment.memory_bytes, environment.device_name)
     return Comparison(
         run_id=run.id,
-        workload=run.workload,
-        predicted=estimate(run.workload),
+        workload=workload,
+        predicted=estimate(workload),
         measured_peak=memory.allocated_peak if memory else None,
         measured_reserved=memory.reserved_peak if memory else None,
         ran=run.status == "done",
-        foretold=will_fit(run.workload, budget) if budget is not None else None,
+        foretold=will_fit(workload, budget) if budget is not None else None,
     )

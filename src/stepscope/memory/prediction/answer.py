@@ -9,6 +9,7 @@ from stepscope.core.evidence import PhaseMemory
 from stepscope.core.units import format_bytes, format_share
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.accuracy import Accuracy, Comparison
+from stepscope.memory.prediction.accuracy_panels import accuracy_panels
 from stepscope.memory.prediction.estimate import MemoryEstimate
 from stepscope.memory.prediction.fit import MOST_GPUS, SAFETY, Fit
 from stepscope.memory.prediction.kept_tensors import KeptTensor, kept_by_block
@@ -52,7 +53,7 @@ def _answer(question: str, workload: Workload, *tables: Sequence[Table]) -> Answ
 
 
 def _make_up(estimate: MemoryEstimate, workload: Workload, verdict: Line) -> list[Table]:
-    parts = [text(verdict), _category_table(estimate), _phase_table(estimate)]
+    parts = [text(verdict), _category_table(estimate), _phase_table(estimate), text(state_formula(workload))]
     reason = _reason(estimate, workload)
     if reason:
         parts.append(text(reason))
@@ -124,6 +125,21 @@ def _phase_table(estimate: MemoryEstimate) -> Table:
     return table_of("phase by phase", ("memory", "B"), rows=[row for row in figures.items() if row[1] is not None])
 
 
+def state_formula(workload: Workload) -> str:
+    """A sentence with the bytes that a step needs for each parameter, at any batch size, multiplied out."""
+    count = parameter_count(workload.model)
+    size = 2 if workload.dtype == "bf16-pure" else 4
+    parts = {"parameters": size}
+    if workload.phase != "forward":
+        parts["gradients"] = size
+    if workload.phase == "train":
+        parts["two moments of AdamW"] = 2 * (2 if workload.optimizer == "adamw-bf16-state" else size)
+    terms = [f"{name} {each} B x {count:,} = {format_bytes(each * count)}" for name, each in parts.items()]
+    each = sum(parts.values())
+    together = f"; together {each} B x {count:,} = {format_bytes(each * count)}" if len(terms) > 1 else ""
+    return f"At any batch size: {' + '.join(terms)}{together}."
+
+
 def _reason(estimate: MemoryEstimate, workload: Workload) -> str:
     """A sentence that names the largest part of the peak."""
     if not estimate.saved_for_backward or workload.checkpointing != "none":
@@ -141,11 +157,17 @@ def _reason(estimate: MemoryEstimate, workload: Workload) -> str:
         count = sum(tensor.count for tensor in squares)
         words += (
             f"; {format_share(square / block)} of it are the {count} tensors of attention with {_product(squares[0])} "
-            f"elements, which grow with the square of the sequence"
+            f"elements ({_size(squares)}), which grow with the square of the sequence"
         )
     else:
         words += f"; the largest tensors have {_product(largest)} elements"
     return words + ". `stepscope fit --tensors` lists them all."
+
+
+def _size(tensors: Sequence[KeptTensor]) -> str:
+    largest = max(tensors, key=lambda tensor: tensor.bytes_each)
+    same = all(tensor.bytes_each == largest.bytes_each for tensor in tensors)
+    return f"x {largest.itemsize} B = {format_bytes(largest.bytes_each)} {'each' if same else 'at most'}"
 
 
 def _product(tensor: KeptTensor) -> str:
@@ -228,7 +250,7 @@ def answer_accuracy(accuracy: Accuracy) -> Answer:
     tables = [_comparison_table("cell", accuracy.comparisons, accuracy_sentences(accuracy))]
     if accuracy.apart:
         tables.append(_comparison_table("apart: corrected by", accuracy.apart))
-    return Answer(study="fit", question="", tables=tuple(tables))
+    return Answer(study="fit", question="", tables=tuple(tables), panels=accuracy_panels(accuracy))
 
 
 def _comparison_table(head: str, comparisons: Sequence[Comparison], notes: Sequence[str] = ()) -> Table:

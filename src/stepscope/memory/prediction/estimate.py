@@ -11,6 +11,7 @@ import msgspec
 
 from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import CATEGORIES, MemoryCategory
+from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.units import MIB
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.caching_allocator import CachingAllocator, OutOfMemory
@@ -165,7 +166,7 @@ class SymbolicStep:
         tape = Tape(self._ledger, recording=self._workload.phase != "forward")
         tape.after_rerun = self._model.end_autocast
         workspace = WORKSPACE_BYTES if first and self._on_gpu else 0
-        self._begin("forward")
+        self._begin(FORWARD)
         before = self._ledger.total
         tape.workspace_bytes = workspace
         loss = self._loss = self._forward(tape)
@@ -174,7 +175,7 @@ class SymbolicStep:
         if loss is None:
             return
         self._saved = max(self._saved, self._ledger.total - before)
-        self._begin("backward")
+        self._begin(BACKWARD)
         tape.workspaces, tape.workspace_bytes = [], workspace
         tape.backward(loss)
         self._end()
@@ -192,7 +193,7 @@ class SymbolicStep:
         return self._model.head(tape, self._model.run_blocks(tape, self._model.embedding(tape)))
 
     def _optimize(self, first: bool) -> None:
-        self._begin("optimizer")
+        self._begin(OPTIMIZER)
         parameters, optimizer = self._model.parameters, self._workload.optimizer
         if first:
             self._make_optimizer_state()
@@ -255,10 +256,10 @@ class SymbolicStep:
             categories=_named(at_peak),
             by_phase={name: _named(alive) for name, (_, alive) in self._peaks.items()},
             after_parameters=before,
-            forward_peak=peaks["forward"],
-            saved_for_backward=self._saved if "backward" in peaks else None,
-            backward_peak=peaks.get("backward"),
-            optimizer_peak=peaks.get("optimizer"),
+            forward_peak=peaks[FORWARD],
+            saved_for_backward=self._saved if BACKWARD in peaks else None,
+            backward_peak=peaks.get(BACKWARD),
+            optimizer_peak=peaks.get(OPTIMIZER),
             reserved_peak=allocator.reserved_peak if isinstance(allocator, CachingAllocator) else None,
         )
 

@@ -9,6 +9,7 @@ No step of stepscope runs sharded yet, so these figures come from the formula al
 """
 
 from stepscope.core.memory_notes import MemoryCategory
+from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.estimate import MemoryEstimate
 from stepscope.work.transformer import block_shapes, count_of, shapes_outside_blocks
@@ -23,11 +24,11 @@ def sharded_peak(workload: Workload, alone: MemoryEstimate, gpus: int) -> int:
     size = 2 if workload.dtype == "bf16-pure" else 4
     block, outside_blocks = count_of(block_shapes(config)), count_of(shapes_outside_blocks(config))
     gathered = size * (_BLOCKS_GATHERED * block + outside_blocks)
-    extra = {"forward": gathered, "backward": 2 * gathered, "optimizer": 0}
+    extra = {FORWARD: gathered, BACKWARD: 2 * gathered, OPTIMIZER: 0}
     peaks: list[int] = []
     for phase, alive in alone.by_phase.items():
         sharded = sum(alive.get(category, 0) for category in _SHARDED)
-        if phase == "optimizer":
+        if phase == OPTIMIZER:
             sharded += alive.get("temporaries", 0)
         peaks.append(sum(alive.values()) - sharded + -(-sharded // gpus) + extra[phase])
     return max(peaks)

@@ -1,12 +1,12 @@
-"""The step as torch.compile runs it: elementwise work is fused, so that its intermediate results never reach memory.
+"""The step as torch.compile runs it: elementwise work is fused, so its intermediate results never reach memory.
 
-What the compiled forward keeps is the choice of AOTAutograd's min-cut partitioner (torch/_functorch/partitioners.py):
-it keeps what matrix products need and what reductions made, and computes the elementwise rest again inside the fused
-kernels of backward. The tensors named here are the outputs of the forward graph that it cuts, for PyTorch 2.11 on an
-H200. In elements a block, with r = B S M, f = B S F and ss = B H S S:
+AOTAutograd's min-cut partitioner (torch/_functorch/partitioners.py) chooses what the compiled forward keeps. It keeps
+the inputs of matrix products and the results of reductions. The fused kernels of backward compute the elementwise rest
+again. The tensors named here are the outputs of the forward graph that it cuts, for PyTorch 2.11 on an H200. In
+elements a block, with r = B S M, f = B S F and ss = B H S S:
 
     x before attention and before the feed-forward   2 r, in the dtype of the residual stream
-    both norms' outputs                              2 r, in the dtype of the products, as everything below
+    both norms' outputs                              2 r, in the dtype of the products, as all of the following
     queries, keys, values; attention's output        4 r
     scores and softmax, where attention is written out  2 ss
     gate, up, silu(gate) * up                        3 f
@@ -24,14 +24,14 @@ class CompiledSymbolicModel(SymbolicModel):
 
     _scores_buffer: Tensor | None = None
     _kept_buffers: Sequence[Storage] = ()
-    """In inference, three buffers the size of queries, keys and values, which every block writes again."""
+    """Three buffers of the size of queries, keys and values, which every block reuses in inference."""
 
     def _norm(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
         root = tape.storage(x.elements // self.d_model * 4)
         return tape.op("Norm", x.elements, self.sizes.products, [x, weight], saves=[x], also_saves=[root])
 
     def _cast_weight(self, tape: Tape, weight: Parameter) -> Tensor:
-        self._casts.clear()  # no cache: a copy lives as long as the product needs it, and backward
+        self._casts.clear()  # no cache: a copy lives as long as the product and backward need it
         return super()._cast_weight(tape, weight)
 
     def _rotary(self, tape: Tape, x: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class CompiledSymbolicModel(SymbolicModel):
         return self._product(tape, v.elements, weights, v)
 
     def _in_one_buffer(self, tape: Tape, v: Tensor) -> Tensor:
-        """Attention in inference: softmax is written over the scores, and the next block reuses their buffer."""
+        """Attention in inference: softmax overwrites the scores, and the next block reuses their buffer."""
         if self._scores_buffer is None:
             self._scores_buffer = self._product(tape, self.scores, v, v)
         return self._product(tape, v.elements, self._scores_buffer, v)
@@ -65,7 +65,7 @@ class CompiledSymbolicModel(SymbolicModel):
         return super()._feed_forward(tape, x, block)
 
     def head(self, tape: Tape, x: Tensor) -> Tensor:
-        """The logits. After the last block the buffers are freed, and x is freed once it is normalised."""
+        """The logits. The buffers are freed after the last block, and x is freed once it is normalised."""
         if tape.recording:
             return super().head(tape, x)
         self._scores_buffer, self._kept_buffers = None, ()
@@ -77,7 +77,7 @@ class CompiledSymbolicModel(SymbolicModel):
         gate = self._linear(tape, x, block["feed_forward.gate"], self.d_model)
         up = self._linear(tape, x, block["feed_forward.up"], self.d_model)
         if not tape.recording:
-            return gate  # written over
+            return gate  # overwritten
         return tape.op("SwiGLU", up.elements, up.itemsize, [gate, up], saves=[gate, up])
 
     def _add(self, tape: Tape, x: Tensor, branch: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class CompiledSymbolicModel(SymbolicModel):
         return self._linear(tape, x, weight, self.d_model)
 
     def loss(self, tape: Tape, logits: Tensor) -> Tensor:
-        """Cross-entropy of the logits as they are; backward writes their gradient over them."""
+        """The cross-entropy of the logits without a cast. Backward overwrites the logits with their gradient."""
         reductions = tape.storage(self.tokens * 8)
         return tape.op(
             "CrossEntropy", 1, 4, [logits], saves=[logits], also_saves=[reductions],

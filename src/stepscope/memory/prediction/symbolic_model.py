@@ -1,19 +1,18 @@
-"""The transformer's step in symbolic tensors; its methods follow `models/transformer.py` and `models/attention/`.
+"""The transformer's step in symbolic tensors. Its methods follow `models/transformer.py` and `models/attention/`.
 
-Each operation says how many bytes it makes, what autograd keeps of it for backward, and what its backward makes; the
-peaks follow from that and from nothing else. What is kept of a block, in elements, with r = B S M, f = B S F and
-ss = B H S S:
+Each operation says how many bytes it makes, what autograd keeps for backward, and what its backward makes. The peaks
+follow from nothing else. A block keeps, in elements, with r = B S M, f = B S F and ss = B H S S:
 
     norm (twice)        x, x / rms                                  2 r each, fp32, and in fp32 its output, once: 1 r
-    linear              its input in the product's dtype            r or f; under autocast a copy of its own each time
+    linear              its input in the product's dtype            r or f; under autocast a separate copy each time
     queries, keys       rotated, laid out for the product           2 r  (written out: copies; fused: as they are)
     values              laid out for the product                    1 r
     scores, written out exp(scores - max), and the softmax          2 ss (the first in fp32 under autocast on a GPU)
     attention, fused    its output, and the logsumexp               1 r, B H S fp32
     SwiGLU              gate, up, silu(gate), silu(gate) * up       4 f
 
-In fp32 this is 10 r + 4 f + 2 ss elements a block, or 10 r + 4 f + B H S with fused attention; docs/memory.md has the
-sum under autocast too.
+In fp32 this is 10 r + 4 f + 2 ss elements a block, or 10 r + 4 f + B H S with fused attention. docs/memory.md also has
+the sum under autocast.
 """
 
 import math
@@ -36,10 +35,10 @@ BlockParameters = dict[str, Parameter]
 
 
 class SymbolicModel:
-    """Symbolic parameters, and the operations of forward; each method is the forward of the module it is named for."""
+    """Symbolic parameters and the operations of forward. A method has the name of the module whose forward it is."""
 
     abridged = False
-    """Whether blocks that are alike are one piece: ten times as fast, without the peaks inside each block."""
+    """Whether blocks that are alike are one piece. This is ten times as fast, but has no peaks inside each block."""
 
     def __init__(self, workload: Workload, device_type: str = "cuda") -> None:
         self.workload = workload
@@ -49,11 +48,11 @@ class SymbolicModel:
         self.d_model, self.d_ff = config.d_model, config.d_ff
         self.tokens = workload.micro_batch_size * workload.seq_len
         self.rows = self.tokens * config.heads
-        """Rows of attention's scores: one for each query of each head."""
+        """The number of rows of attention's scores: one for each query of each head."""
         self.scores = self.rows * workload.seq_len
         self.queries_per_key = config.heads // config.key_heads
         self.sums_shared_keys = self.queries_per_key > 1 and device_type == "cuda"
-        """Whether fused attention makes gradients of keys for each head of queries, and then sums them."""
+        """Whether fused attention makes gradients of keys for each query head, and then sums them."""
         self.parameters: list[Parameter] = []
         shapes = shapes_outside_blocks(config)
         self.embedding_weight = self._parameter("embedding.weight", shapes)
@@ -82,7 +81,7 @@ class SymbolicModel:
 
         def backward(tape: Tape, gradient: Storage) -> Sequence[Storage]:
             dense = tape.storage(weight.bytes)
-            # PyTorch's kernel first adds up the rows of each token that occurs often enough to be split.
+            # PyTorch's kernel first sums the rows of each token that occurs often enough to be split.
             _segments = tape.storage(gradient.bytes if self.tokens > _EMBEDDING_SORTS_FROM else 0)
             return (dense,)
 
@@ -93,14 +92,14 @@ class SymbolicModel:
         return self._branch(tape, x, block["feed_forward_norm"], partial(self._feed_forward, block=block))
 
     def _branch(self, tape: Tape, x: Tensor, weight: Parameter, module: "Callable[[Tape, Tensor], Tensor]") -> Tensor:
-        """x + module(norm(x)). A module's input lives until the module has returned, beyond all that is made in it."""
+        """x + module(norm(x)). A module's input lives until the module has returned, longer than all that it makes."""
         normal = self._norm(tape, x, weight)
         out = module(tape, normal)
         del normal
         return self._add(tape, x, out)
 
     def run_blocks(self, tape: Tape, x: Tensor) -> Tensor:
-        """models/checkpointing.py: all blocks, in groups that keep their input alone where the workload says so."""
+        """All blocks, in groups that keep only their input if the workload says so, as in models/checkpointing.py."""
         size = self.workload.checkpoint_group or 1
         groups = [self.blocks[first : first + size] for first in range(0, len(self.blocks), size)]
         alike = groups[2:-2] if self.abridged else []
@@ -125,8 +124,8 @@ class SymbolicModel:
     def _stand_in(self, tape: Tape, x: Tensor, group: Sequence[BlockParameters], grown: Sequence[int]) -> Tensor:
         """A group of blocks as one piece: it leaves `grown` bytes by category, and later its gradients.
 
-        Live memory grows evenly from group to group, and each group needs the same temporaries; so the first two and
-        the last two groups have the peaks of all.
+        Live memory grows evenly from group to group, and each group needs the same temporaries. So the highest peak
+        lies in one of the first two or the last two groups.
         """
         left = [(i, tape.ledger.storage(size, i)) for i, size in enumerate(grown) if size > 0]
         self._cast_alike += [storage for i, storage in left if i == _CAST]
@@ -156,7 +155,7 @@ class SymbolicModel:
         return tape.op("NllLoss", 1, 4, [log_probabilities], saves=[log_probabilities], also_saves=[total_weight])
 
     def end_autocast(self) -> None:
-        """Autocast gives up its copies of weights when its context ends."""
+        """Free autocast's copies of weights, as autocast does when its context ends."""
         self._casts.clear()
         self._cast_alike.clear()
 
@@ -166,7 +165,7 @@ class SymbolicModel:
         size = x.elements * 4
         x = tape.cast(x, 4)
         root = self._reciprocal_root(tape, x)
-        roots_size = root.elements * 4  # `root` itself must not live on in a backward that checkpointing keeps
+        roots_size = root.elements * 4  # checkpointing keeps the backward, which must not keep `root` alive
 
         def of_root(tape: Tape, _: Storage) -> Sequence[Storage]:
             for_root, for_x = tape.storage(size), tape.storage(size)
@@ -214,10 +213,10 @@ class SymbolicModel:
         out_features = weight.elements // in_features
         size = self.sizes.products
         kernel = self._cast_weight(tape, weight) if weight.itemsize != size else weight
-        cast = tape.cast(x, size)  # the caller's x lives on meanwhile
+        cast = tape.cast(x, size)  # the caller's x stays alive
         saves = [kernel, cast] if isinstance(kernel, Tensor) else [cast]
         elements = x.elements // in_features * out_features
-        # Copied, the input's gradient is the copy's; else it is seen in the input's shape, a view.
+        # If x is cast, its gradient is made from the copy's. Otherwise it is a view, in the shape of x.
         return tape.op("Mm", elements, size, [kernel, cast], saves=saves, gives_views=cast is x)
 
     def _cast_weight(self, tape: Tape, weight: Parameter) -> Tensor:
@@ -264,7 +263,7 @@ class SymbolicModel:
             out = self._sdpa_math(tape, q, k, v)
         else:
             out = self._fused(tape, q, k, v)
-        # Attention made of products has heads before positions in memory; the output projection needs a copy.
+        # Attention made of products stores heads before positions. The output projection needs a copy.
         together = out if self.fused or self.workload.model.heads == 1 else self._beside(tape, out)
         return self._linear(tape, together, block["attention.output"], self.d_model)
 
@@ -273,12 +272,12 @@ class SymbolicModel:
         return self._rotary(tape, projected)  # a module's input lives until the module has returned
 
     def _project(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
-        """A linear map, its output seen as heads."""
+        """A linear map whose output is viewed as heads."""
         projected = self._linear(tape, x, weight, self.d_model)
         heads = weight.elements // (self.d_model * self.workload.model.head_dim)
         if self.fused or heads == 1 or not tape.recording:
             return projected
-        # Backward meets gradients whose heads stand before positions, and copies them into place.
+        # Backward receives gradients that store heads before positions, and copies them.
         elements, size = projected.elements, projected.itemsize
         return tape.alias("View", projected, lambda tape, _: (tape.storage(elements * size),))
 
@@ -288,11 +287,11 @@ class SymbolicModel:
 
     @property
     def no_kernel_fits(self) -> bool:
-        """Whether PyTorch falls back to products: on a GPU its only fused kernel for fp32 takes no shared keys."""
+        """Whether PyTorch falls back to products. On a GPU its only fused kernel for fp32 takes no shared keys."""
         return self.attention.memory == "chosen" and self.sums_shared_keys and self.sizes.products == 4
 
     def _for_all_heads(self, tape: Tape, x: Tensor) -> Tensor:
-        """Keys or values, repeated for the heads of queries that share them. Backward sums their gradients."""
+        """Keys or values, repeated for the query heads that share them. Backward sums their gradients."""
         if self.queries_per_key == 1:
             return x
         return tape.op("RepeatInterleave", x.elements * self.queries_per_key, x.itemsize, [x])
@@ -310,7 +309,7 @@ class SymbolicModel:
         sums = tape.op("Sum", self.rows, p, [exponentials], backward=passes)
 
         def of_quotient(tape: Tape, _: Storage) -> Sequence[Storage]:
-            """For the divisor -gradient * (self / other / other), all at once; then for the dividend."""
+            """First the gradient of the divisor, -gradient * (self / other / other); then that of the dividend."""
             quotient, twice, negative = (tape.storage(ss * p) for _ in range(3))
             for_sums = tape.storage(ss * p)
             del quotient, twice, negative
@@ -338,7 +337,7 @@ class SymbolicModel:
         return tape.op("Bmm", elements, a.itemsize, [b, a], saves=[b, a])
 
     def _beside(self, tape: Tape, out: Tensor) -> Tensor:
-        """The output with heads side by side: a copy; its gradient is copied back unless the batch is one sequence."""
+        """A copy of the output with heads side by side. Its gradient is copied if the batch has several sequences."""
         backward = passes if self.workload.micro_batch_size == 1 else None
         return tape.op("Clone", out.elements, out.itemsize, [out], backward=backward)
 
@@ -349,11 +348,14 @@ class SymbolicModel:
         return tape.op("Clone", x.elements, x.itemsize, [x], backward=passes)
 
     def _laid_out(self, tape: Tape, x: Tensor) -> Tensor:
-        """Keys or values with batch and heads as one dimension; repeated keys have that layout already."""
+        """Keys or values with batch and heads as one dimension. Repeated ones have that layout already."""
         return x if self.queries_per_key > 1 else self._contiguous(tape, x)
 
     def _sdpa_math(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """aten/src/ATen/native/transformers/attention.cpp, `_scaled_dot_product_attention_math`: in fp32, always."""
+        """Attention by PyTorch's `_scaled_dot_product_attention_math`, always in fp32.
+
+        Its source is aten/src/ATen/native/transformers/attention.cpp.
+        """
         size, ss = self.sizes.products, self.scores
         q, k, v = tape.cast(q, 4), tape.cast(k, 4), tape.cast(v, 4)
         queries = tape.op("Mul", q.elements, 4, [q])
@@ -362,7 +364,7 @@ class SymbolicModel:
         keys = tape.op("Mul", k.elements, 4, [k])
         scores = self._product(tape, ss, self._contiguous(tape, queries), self._laid_out(tape, keys))
         del keys
-        # `_safe_softmax` looks for rows that are masked whole, in a bool for each score, and sets those to 0 in place.
+        # `_safe_softmax` makes a bool for each score to find rows that are all masked. It sets those to 0 in place.
         weights = tape.op("Softmax", ss, 4, [scores], saves_output=True)
         masked, rows = tape.storage(ss), tape.storage(self.rows)
         del masked, rows, scores
@@ -378,25 +380,25 @@ class SymbolicModel:
         of_keys = k.elements
         for_all_heads = 2 * n * size if self.sums_shared_keys and of_keys < n else 0
         head_dim = n // self.rows
-        # In fp32 the kernels for Hopper split these head dimensions' operands into three parts of bf16, in rows padded
-        # to a power of two (kernels/flash/operands.py). Those for other GPUs do not, and need less.
+        # In fp32 the kernels for Hopper split operands of these head dimensions into three parts of bf16, in rows
+        # padded to a power of two (kernels/flash/operands.py). Kernels for other GPUs do not, and need less.
         split = self.attention.memory == "hopper" and size == 4 and 64 < head_dim <= 128
         parts = n // head_dim * 128 * 3 * 2 if split else 0
 
         def backward(tape: Tape, _: Storage) -> Sequence[Storage]:
             for_q, for_k, for_v = (tape.storage(elements * size) for elements in (n, of_keys, of_keys))
             if self.attention.memory == "hopper":
-                # The logsumexp and D of each row. The kernels fill each head's rows up to a tile's, 128 at most: for
-                # sequences of a multiple of 128 by none, and that is left out.
+                # The logsumexp and D of each row. The kernels pad each head's rows to a multiple of the tile, 128 at
+                # most. The padding is not counted; it is zero for sequences of a multiple of 128.
                 _statistics = tape.storage(self.rows * 2 * 4)
-                # In 16 bits the kernels for Hopper (kernels/hopper/launch.py) add dQ of long sequences up in fp32.
-                # Those for other GPUs do in registers and need less than this, unless a `fused` backward was tuned.
+                # In 16 bits the kernels for Hopper (kernels/hopper/launch.py) sum dQ of long sequences in fp32 in
+                # memory. Kernels for other GPUs sum in registers and need less, unless tuning chose `fused`.
                 fp32_sums = size == 2 and head_dim in {64, 128} and self.workload.seq_len > _HOPPER_SHORT
                 _accumulated = tape.storage(n * 4 if fp32_sums else 0)
                 _of_operands_and_gradient = tape.storage(4 * parts)
                 return for_q, for_k, for_v
             _delta = tape.storage(self.rows * 4)
-            # Gradients of the queries are added up in fp32, over blocks of keys.
+            # Gradients of the queries are summed in fp32 over blocks of keys.
             _accumulated = tape.storage(n * 4 if size != 4 else 0)
             _of_all_heads = tape.storage(for_all_heads)
             return for_q, for_k, for_v
@@ -421,7 +423,7 @@ class SymbolicModel:
         return tape.op("Silu", gate.elements, gate.itemsize, [gate], saves=[gate])
 
     def _add(self, tape: Tape, x: Tensor, branch: Tensor) -> Tensor:
-        """The residual sum: in fp32 under autocast."""
+        """The residual sum, in fp32 under autocast."""
         branch_bytes = branch.elements * branch.itemsize
         if branch.itemsize == self.sizes.residual:
             return tape.op("Add", x.elements, self.sizes.residual, [x, branch], backward=passes_twice)
@@ -432,6 +434,6 @@ class SymbolicModel:
 
 
 _HOPPER_SHORT = 1024
-"""Queries up to which the kernels for Hopper are not used for backward (kernels/flash/configuration.py)."""
+"""The most queries for which backward does not use the kernels for Hopper (kernels/flash/configuration.py)."""
 _EMBEDDING_SORTS_FROM = 3072
-"""Tokens beyond which the embedding's backward on a GPU sorts them (aten/src/ATen/native/cuda/Embedding.cu)."""
+"""The most tokens that the embedding's backward on a GPU does not sort (aten/src/ATen/native/cuda/Embedding.cu)."""

@@ -1,8 +1,8 @@
-"""Symbolic tensors: sizes without values, freed when the last reference goes, as PyTorch's tensors are.
+"""Symbolic tensors: sizes without values, freed with the last reference, as PyTorch's tensors are.
 
-A step written in these tensors (`symbolic_model.py`) allocates, saves for backward and frees in the order in which
-PyTorch does, so that its peaks can be counted on a machine without a GPU. Python's own reference counts decide when a
-tensor dies: a local variable of a function lives as long here as it does in the model.
+A step written in these tensors (`symbolic_model.py`) allocates, saves for backward and frees in PyTorch's order. So
+its peaks can be counted on a machine without a GPU. Python's reference counts decide when a tensor dies: a local
+variable lives as long here as in the model.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ class Allocator(Protocol):
     """An allocator from which storages get their blocks."""
 
     def allocate(self, size: int) -> tuple[int, int]:
-        """Allocate a block for `size` bytes; returns the block's number, and how many bytes it really has."""
+        """Allocate a block for `size` bytes; returns the block's number and its actual size in bytes."""
         ...
 
     def free(self, block: int) -> None: ...
 
 
 class RoundingAllocator:
-    """Blocks rounded to so many bytes, and nothing else."""
+    """An allocator that only rounds sizes up to a multiple of `unit` bytes."""
 
     def __init__(self, unit: int = 512) -> None:
         self._unit = unit
@@ -46,7 +46,7 @@ class RoundingAllocator:
 
 
 class Ledger:
-    """Bytes alive now, by category, and what they were at the highest moment since the last `begin`."""
+    """Live bytes by category, now and at the peak since the last `begin`."""
 
     def __init__(self, allocator: Allocator | None = None) -> None:
         self.allocator = allocator or RoundingAllocator()
@@ -57,17 +57,17 @@ class Ledger:
         self._at_peak_now = True
 
     def storage(self, size: int, category: int = _TEMPORARY) -> "Storage":
-        """Memory for so many bytes. Raises what the allocator raises where it has no more."""
+        """Memory of `size` bytes. Raises the allocator's exception when there is no more."""
         block, block_bytes = self.allocator.allocate(size)
         return Storage(self, size, category, block, block_bytes)
 
     def begin(self) -> None:
-        """Begin a phase: forget the peak so far."""
+        """Begin a phase by forgetting the peak so far."""
         self.peak, self._at_peak, self._at_peak_now = self.total, None, True
 
     @property
     def at_peak(self) -> list[int]:
-        """Bytes by category at the highest moment."""
+        """Bytes by category at the peak."""
         self._leave_peak()
         assert self._at_peak is not None
         return self._at_peak
@@ -94,13 +94,13 @@ class Ledger:
         self.live[after] += size
 
     def _leave_peak(self) -> None:
-        """What was alive is written down when a peak ends, not at each step up to it."""
+        """Copy the live bytes when a peak ends, not at each step up to it."""
         if self._at_peak_now:
             self._at_peak, self._at_peak_now = self.live.copy(), False
 
 
 class Storage:
-    """Memory of one tensor, in bytes. It is freed when nothing refers to it any more."""
+    """Memory of one tensor, in bytes. It is freed with the last reference."""
 
     __slots__ = ("_block", "_block_bytes", "_ledger", "_saves", "bytes", "category")
 
@@ -118,7 +118,7 @@ class Storage:
         self.category = category
 
     def save(self) -> None:
-        """Note that autograd keeps this for backward: a temporary becomes `saved for backward`."""
+        """Note that autograd keeps this storage for backward; a temporary becomes `saved for backward`."""
         self._saves += 1
         if self.category == _TEMPORARY:
             self.become(_SAVED)
@@ -137,7 +137,7 @@ class Parameter:
     def __init__(self, name: str, elements: int, itemsize: int) -> None:
         self.name, self.elements, self.itemsize = name, elements, itemsize
         self.uses = 1
-        """How many operations use the parameter; each gives it a gradient."""
+        """The number of operations that use the parameter. Each gives it a gradient."""
         self.gradient: Storage | None = None
         self._waiting: list[Storage] = []
         self._first_is_view = False
@@ -147,7 +147,7 @@ class Parameter:
         return self.elements * self.itemsize
 
     def accumulate(self, tape: "Tape", gradient: Storage, is_view: bool) -> None:
-        """Add a use's gradient. Autograd waits for those of all uses, and sums into the first unless that is a view."""
+        """Add one use's gradient. Autograd waits for all uses, and sums into the first gradient unless it is a view."""
         self._waiting.append(gradient)
         self._first_is_view = is_view if len(self._waiting) == 1 else self._first_is_view
         if len(self._waiting) < self.uses:
@@ -156,7 +156,7 @@ class Parameter:
         self._waiting = []
         if self.gradient is None:
             summed.become(_GRADIENT)
-            self.gradient = summed  # a further one is added in place
+            self.gradient = summed  # later gradients are added in place
 
 
 Backward = Callable[["Tape", Storage], Sequence["Storage | None"]]
@@ -197,16 +197,16 @@ class Tensor:
 
 
 class Segment:
-    """A stretch of forward whose nodes keep nothing (activation checkpointing): backward runs it again from its input.
+    """A part of forward that backward runs again from its input (activation checkpointing); its nodes keep nothing.
 
-    With `keeps_products`, the outputs of matrix products and of fused attention are kept, and not computed again.
+    With `keeps_products`, the outputs of matrix products and of fused attention are kept, not computed again.
     """
 
     def __init__(self, run: "Callable[[Tape, Tensor], object]", x: Tensor, *, keeps_products: bool) -> None:
         self.run, self.input, self.keeps_products = run, x, keeps_products
         self.nodes: list[Node] = []
         self.saving = 0
-        """How many nodes save something: when backward runs the segment again, it stops at the last of them."""
+        """The number of nodes that save something. Backward runs the segment again up to the last of them."""
         self.kept: deque[Storage] = deque()
         x.storage.save()
 
@@ -219,27 +219,27 @@ class _AllIsSaved(Exception):
 
 
 class Tape:
-    """Allocates tensors, and while `recording` the graph that leads back from them."""
+    """An allocator of tensors, which also builds the graph for backward while `recording`."""
 
     def __init__(self, ledger: Ledger, recording: bool) -> None:
         self.ledger, self.recording = ledger, recording
         self.workspaces: list[Storage] = []
-        """Workspaces of the library of matrix products: one for the thread of forward, one for that of backward."""
+        """Workspaces of the library of matrix products: one for forward's thread, one for backward's."""
         self.workspace_bytes = 0
-        """Bytes of the workspace that the next matrix product allocates; 0 if none is due."""
+        """Size in bytes of the workspace that the next matrix product allocates; 0 if none is due."""
         self.after_rerun: Callable[[], None] = lambda: None
         self._number = 0
         self._segment: Segment | None = None
         self._rerun: Segment | None = None
         self._applying: Node | None = None
         self._views: set[Node] = set()
-        """Nodes whose gradient so far is a view, which autograd does not add to in place."""
+        """Nodes whose gradient so far is a view. Autograd does not add to a view in place."""
 
     def storage(self, size: int) -> Storage:
         return self.ledger.storage(size)
 
     def output(self, operator: str, size: int) -> Storage:
-        """Memory for an output of an operator; where checkpointing keeps it, the same one when forward runs again."""
+        """Memory for an operator's output. If checkpointing keeps it, forward gets the same memory when rerun."""
         if operator not in KEPT_OPERATORS:
             return self.storage(size)
         if self._rerun is not None and self._rerun.keeps_products:
@@ -269,8 +269,8 @@ class Tape:
     ) -> Tensor:
         """An operation with a new output. Without `backward`, each input's gradient has that input's size.
 
-        beside: bytes of a second output, which is there for backward alone.
-        gives_views: its gradients are views of what the operator made, which autograd does not add to in place.
+        beside: bytes of a second output that only backward uses.
+        gives_views: the gradients are views, to which autograd does not add in place.
         """
         node = None
         if self.recording:
@@ -290,7 +290,7 @@ class Tape:
         self, operator: str, x: Tensor, backward: Backward,
         parameters: Sequence[Parameter] = (), saved: Sequence[Storage] = (),
     ) -> Tensor:  # fmt: skip
-        """A view whose backward does something: the same storage, a node of its own."""
+        """A view that has its own node, since its backward does something; it shares the storage of x."""
         node = self._node(operator, [x, *parameters], saved, backward, False) if self.recording else None
         return Tensor(x.storage, x.elements, x.itemsize, node)
 
@@ -299,14 +299,14 @@ class Tape:
         return x if x.itemsize == itemsize else self.op("ToCopy", x.elements, itemsize, [x])
 
     def checkpoint(self, run: "Callable[[Tape, Tensor], Tensor]", x: Tensor, *, keeps_products: bool) -> Tensor:
-        """run(x), keeping only the input for backward, and with `keeps_products` the outputs of products."""
+        """run(x), which keeps only the input for backward and, with `keeps_products`, the outputs of products."""
         self._segment = Segment(run, x, keeps_products=keeps_products)
         output = run(self, x)
         self._segment = None
         return output
 
     def backward(self, root: Tensor) -> None:
-        """Run the graph below a tensor backward, last made first, as autograd's queue does."""
+        """Run backward from a tensor, the newest node first, as autograd's queue does."""
         assert isinstance(root.node, Node)
         ones = self.storage(root.elements * root.itemsize)  # held by the call until backward has ended
         pending: dict[Node, Storage] = {root.node: ones}
@@ -316,7 +316,7 @@ class Tape:
             self._run(heapq.heappop(queue)[1], pending, queue)
 
     def take_workspace(self, operator: str) -> None:
-        """Allocate the library's workspace if one is due; called after the product's output has been allocated."""
+        """Allocate the library's workspace if one is due. Call this after allocating the product's output."""
         if self.workspace_bytes and operator in PRODUCTS:
             self.workspaces.append(self.ledger.storage(self.workspace_bytes, _INDEX["workspaces"]))
             self.workspace_bytes = 0
@@ -354,7 +354,7 @@ class Tape:
             if gradient is None or above is None:
                 continue
             if isinstance(above, Parameter):
-                # A linear map takes its weight transposed, and the gradient comes back as a view.
+                # A linear map takes its weight transposed, so the gradient is a view.
                 above.accumulate(self, gradient, is_view=node.operator == "Mm")
             elif above not in pending:
                 pending[above] = gradient
@@ -362,14 +362,17 @@ class Tape:
                 if node.gives_views:
                     self._views.add(above)
             elif above in self._views:
-                # A view's base lives beside it (torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`).
+                # A view shares its base's memory, so the sum needs new memory (torch/csrc/autograd/input_buffer.cpp,
+                # `can_accumulate_inplace`).
                 pending[above] = self.storage(gradient.bytes)
                 self._views.remove(above)
-            # else: added in place to what is there
+            # Otherwise the gradient is added in place.
 
     def _apply(self, node: Node, pending: dict[Node, Storage]) -> "Sequence[Storage | None]":
-        """The gradients of a node's inputs. What the node saved is freed after the gradient that it received; but what
-        it takes out of a checkpoint, as variables of its own, is freed before that.
+        """The gradients of a node's inputs.
+
+        A node frees its saved tensors after the gradient that it received. If it got them from a checkpoint, they are
+        its own variables, and it frees them before the gradient.
         """
         if not node.saving:
             gradients = node.backward(self, pending.pop(node))
@@ -381,27 +384,27 @@ class Tape:
         return gradients
 
     def end_formula(self) -> None:
-        """Release what the node saved. A backward calls this between its formula and the sums over broadcast inputs."""
+        """Release the node's saved tensors. A backward calls this between its formula and its broadcast sums."""
         if self._applying is not None:
             self._applying.release()
             self._applying = None
 
     def _run_again(self, segment: Segment) -> None:
-        """Run a segment's forward again with its nodes saving, and hand what they saved to the first run's nodes."""
+        """Run a segment's forward again with nodes that save, and hand the saved tensors to the first run's nodes."""
         first, segment.nodes = segment.nodes, []
         again = Tape(self.ledger, recording=True)
         again._rerun = segment
         with contextlib.suppress(_AllIsSaved):
             segment.run(again, Tensor(segment.input.storage, segment.input.elements, segment.input.itemsize, _LEAF))
         for node, other in zip(first, segment.nodes, strict=False):
-            # What a node takes out of a checkpoint are variables of its own, which C++ destroys last one first.
+            # A node gets tensors from a checkpoint as its own variables. C++ destroys the last of them first.
             node.saved, other.saved = list(reversed(other.saved)), ()
         segment.nodes = []
         self.after_rerun()
 
 
 def _like(operator: str, inputs: "Sequence[Tensor | Parameter]") -> Backward:
-    """A backward that makes one gradient for each input, of the input's size."""
+    """A backward that makes a gradient of the same size for each input."""
     sizes = [i.elements * i.itemsize for i in inputs]
 
     def backward(tape: Tape, _: Storage) -> Sequence[Storage]:
@@ -415,14 +418,14 @@ def _like(operator: str, inputs: "Sequence[Tensor | Parameter]") -> Backward:
 
 
 def passes(_tape: Tape, gradient: Storage) -> Sequence[Storage]:
-    """The backward of a view or a copy: the gradient itself goes on."""
+    """The backward of a view or a copy, which passes the gradient on."""
     return (gradient,)
 
 
 def passes_twice(_tape: Tape, gradient: Storage) -> Sequence[Storage]:
-    """The backward of a sum of two: the gradient goes on to both."""
+    """The backward of a sum of two inputs, which passes the gradient to both."""
     return (gradient, gradient)
 
 
 _LEAF = Parameter("input of a checkpoint", 0, 0)
-"""Stands for the graph above a segment's input while the segment is run again, so that its nodes are recorded."""
+"""A stand-in for the graph above a segment's input while the segment runs again, so that its nodes are recorded."""

@@ -1,7 +1,6 @@
-"""Axes that plots share: logarithmic ones with few, round ticks, and labels that keep apart."""
+"""Axes that plots share: logarithmic ones with few, round ticks."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
@@ -28,26 +27,3 @@ def log_axis(low: float, high: float, *, grid: bool = True) -> alt.Axis:
     # Less than one interval of them: leave the choice to Vega.
     values: dict[str, Any] = {"values": ticks} if len(ticks) > 2 else {"tickCount": 4}
     return alt.Axis(format=NUMBER, labelOverlap="greedy", labelExpr=_POWERS, grid=grid, **values)
-
-
-def kept_apart(places: Sequence[float], gap: float) -> list[float]:
-    """The places moved as little as keeps them so far from each other, in the order given."""
-    order = sorted(range(len(places)), key=lambda i: places[i])
-    # Blocks of labels that touch, as [sum of wanted starts, labels]: each lies about the mean of what it wants.
-    blocks: list[list[float]] = []
-    for i in order:
-        blocks.append([places[i], 1])
-        while len(blocks) > 1 and _start(blocks[-2], gap) + blocks[-2][1] * gap > _start(blocks[-1], gap):
-            total, count = blocks.pop()
-            blocks[-1][0] += total
-            blocks[-1][1] += count
-    moved = [_start(block, gap) + k * gap for block in blocks for k in range(int(block[1]))]
-    result = [0.0] * len(places)
-    for i, place in zip(order, moved, strict=True):
-        result[i] = place
-    return result
-
-
-def _start(block: list[float], gap: float) -> float:
-    total, count = block
-    return total / count - (count - 1) * gap / 2

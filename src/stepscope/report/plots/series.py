@@ -11,8 +11,8 @@ import altair as alt
 
 from stepscope.core.answer import Panel, Point
 from stepscope.core.errors import InputError, printable
-from stepscope.report.plots.axes import NUMBER, kept_apart, log_axis
-from stepscope.report.plots.theme import DASHES, INK, PALETTE, SHAPES
+from stepscope.report.plots.axes import NUMBER, log_axis
+from stepscope.report.plots.theme import DASHES, INK, PALETTE, SHAPES, told_apart
 
 LOG_FROM_X, LOG_FROM_Y = 8, 50
 """Axes are logarithmic where the largest value is so many times the smallest."""
@@ -32,41 +32,29 @@ HOLLOW = "hollow or pale: doubted by the run's own findings"
 def draw_series(
     panels: Sequence[Panel],
     *,
-    x_title: str,
-    line_title: str = "",
-    style_title: str = "",
     title: str = "",
     subtitle: str = "",
-    x_log: bool | None = None,
-    y_log: bool | None = None,
-    slopes: bool = False,
-    slopes_from: float = 0.0,
 ) -> alt.ConcatChart:
-    """Panels over one axis of x, at most two abreast.
+    """Panels over one axis of x, which is the first one's, at most two abreast.
 
-    x_log, y_log: None chooses a logarithmic axis for values that span decades. slopes: a straight line fitted on
-    logarithmic axes through each line of three points or more, with its slope (the exponent of growth) at its end;
-    slopes_from leaves out points of a smaller x, where what is fitted does not rule yet.
+    A scale of None is logarithmic for values that span decades.
     Raises InputError where there is nothing to draw, or more lines than can be told apart.
     """
     panels = [panel for panel in panels if any(map(_has_place, panel.points))]
     if not panels:
         raise InputError("there is nothing to plot: no figure in any cell")
+    x_title, x_log, y_log, frame = panels[0].x_title, panels[0].x_log, panels[0].y_log, panels[0].frame
     points = [point for panel in panels for point in panel.points]
-    lines = list(dict.fromkeys(printable(point.line) for point in points))
-    styles = list(dict.fromkeys(printable(point.style) for point in points))
-    if len(lines) > len(PALETTE) or len(styles) > len(SHAPES):
-        raise InputError(
-            f"{len(lines)} colours by {len(styles)} shapes of lines are more than a plot can tell apart "
-            f"({len(PALETTE)} by {len(SHAPES)}): keep fewer runs with --where"
-        )
+    lines, styles = told_apart(
+        (point.line for point in points), (point.style for point in points), "keep fewer runs with --where"
+    )
     xs = sorted({point.x for point in points})
     if x_log is None:
         x_log = spans(xs, LOG_FROM_X)
     x = _x_axis(xs, x_title, log=x_log)
     # A legend of dashes would explain nothing where no line has two points.
     joined = len({(point.line, point.style) for point in points}) < len({(p.line, p.style, p.x) for p in points})
-    channels = _channels(lines, styles, line_title, style_title, dashes=joined)
+    channels = _channels(lines, styles, frame.line_title, frame.style_title, dashes=joined)
     width, height = (640, 400) if len(panels) == 1 else (430, 300)
     charts = []
     for panel in panels:
@@ -78,11 +66,7 @@ def draw_series(
             )
         ends = (min(values) / 1.2, max(values) * 1.2) if log else (min(0.0, *values), max(values) * 1.08 or 1.0)
         y, low = _y_axes(panel.y_title, ends, log=log)
-        layers = _layers(panel, x, y, low, channels)
-        if slopes and log and x_log:
-            fitted = [point for point in panel.points if point.x >= slopes_from]
-            layers += _slopes(fitted, x, y, channels["color"], ends=ends, height=height)
-        charts.append(alt.layer(*layers).properties(width=width, height=height))
+        charts.append(alt.layer(*_layers(panel, x, y, low, channels)).properties(width=width, height=height))
     heading = alt.TitleParams(printable(title), subtitle=printable(subtitle))
     return alt.concat(*charts, columns=2).properties(title=heading)
 
@@ -106,16 +90,6 @@ def _compares(one: Panel, other: Panel) -> bool:
 def spans(values: Sequence[float], factor: float) -> bool:
     """Whether positive values go over so many times the smallest."""
     return min(values) > 0 and max(values) >= factor * min(values)
-
-
-def fitted_power(points: Sequence[Point]) -> tuple[float, float] | None:
-    """(a, b) of y = a x^b by least squares of the logarithms; None below three distinct x, or beyond the positive."""
-    if len({point.x for point in points}) < 3 or any(point.x <= 0 or point.y <= 0 for point in points):
-        return None
-    xs, ys = [math.log(point.x) for point in points], [math.log(point.y) for point in points]
-    x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
-    slope = sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True)) / sum((x - x_mean) ** 2 for x in xs)
-    return math.exp(y_mean - slope * x_mean), slope
 
 
 def _x_axis(xs: list[float], title: str, *, log: bool) -> alt.X:
@@ -224,32 +198,3 @@ def _covered(points: Sequence[Point]) -> dict[tuple[str, str], int]:
         meets = [math.isclose(one[x], other[x], rel_tol=_AS_ONE) for x in shared]
         covered[name] += any(itertools.starmap(operator.and_, itertools.pairwise(meets)))
     return covered
-
-
-def _slopes(
-    points: list[Point], x: alt.X, y: alt.Y, colour: alt.Color, *, ends: tuple[float, float], height: float
-) -> list[alt.Chart]:
-    """The fitted powers as thin lines, and their exponents at the right, kept apart."""
-    fits, labels = [], []
-    for line, style in dict.fromkeys((point.line, point.style) for point in points):
-        own = [point for point in points if (point.line, point.style) == (line, style)]
-        fit = fitted_power(own)
-        if fit is None:
-            continue
-        factor, exponent = fit
-        first, last = min(point.x for point in own), max(point.x for point in own)
-        names = {"line": printable(line), "style": printable(style)}
-        fits += [{**names, "x": at, "y": factor * at**exponent} for at in (first, last)]
-        labels.append({**names, "x": last, "y": factor * last**exponent, "exponent": f"slope {exponent:.2f}"})
-    if not fits:
-        return []
-    low, high = (math.log(end) for end in ends)
-    wanted = [(high - math.log(label["y"])) / (high - low) * height for label in labels]
-    thin = alt.Chart(alt.InlineData(values=fits)).mark_line(strokeDash=[2, 2], strokeWidth=1.2, color=INK, clip=True)
-    names = [
-        alt.Chart(alt.InlineData(values=[label]))
-        .mark_text(align="left", baseline="middle", dx=11, fontWeight="bold", text=label["exponent"])
-        .encode(x=x, y=alt.value(place), color=colour)
-        for label, place in zip(labels, kept_apart(wanted, _LABEL_PX), strict=True)
-    ]
-    return [thin.encode(x=x, y=y, detail=["line:N", "style:N"]), *names]

@@ -1,6 +1,9 @@
 """The look that all plots share: font, colours, and one fixed colour for each category of memory."""
 
+from collections.abc import Iterable
 from typing import Any
+
+from stepscope.core.errors import InputError, printable
 
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
 """vl-convert bundles Liberation Sans, so text is measured the same on every machine; Arial has the same metrics."""
@@ -56,3 +59,14 @@ CONFIG: dict[str, Any] = {
     "concat": {"spacing": 34},
 }  # fmt: skip
 """Vega-Lite's configuration object, for every chart that is saved."""
+
+
+def told_apart(colours: Iterable[str], shapes: Iterable[str], remedy: str) -> tuple[list[str], list[str]]:
+    """What colours and shapes stand for, each once. Raises InputError where there are more than the eye tells apart."""
+    by_colour, by_shape = (list(dict.fromkeys(map(printable, names))) for names in (colours, shapes))
+    if len(by_colour) > len(PALETTE) or len(by_shape) > len(SHAPES):
+        raise InputError(
+            f"{len(by_colour)} colours by {len(by_shape)} shapes are more than a plot can tell apart "
+            f"({len(PALETTE)} by {len(SHAPES)}): {remedy}"
+        )
+    return by_colour, by_shape

@@ -10,7 +10,7 @@ from stepscope.analysis.runs.metrics import median_s, peak_bytes
 from stepscope.core.answer import Answer, Cell, Table, known_columns, measured_answer
 from stepscope.core.errors import InputError
 from stepscope.core.figures import gibibytes, milliseconds, times_within, within_ms
-from stepscope.core.range_names import PHASES
+from stepscope.core.range_names import PHASES, STEP
 
 STUDY = "attention"
 QUESTION = "What does a whole training step gain by another attention, and where: phases, kernels, memory?"
@@ -37,7 +37,7 @@ def answer_steps(found: Iterable[StepCell], *, unread: int = 0) -> Answer:
         study=STUDY,
         question=QUESTION,
         tables=(_times(groups), _memory(groups), _families(groups), _moved(groups), left_out),
-        panels=bars_of(study, "step"),
+        panels=bars_of(study, STEP),
         date=max(cell.run.day for cell in study.cells),
         findings=steps_findings(study, groups, unread),
     )
@@ -50,12 +50,12 @@ def _times(groups: Sequence[StepGroup]) -> Table:
         for cell in group.cells:
             rows.append(
                 (
-                    cell.name, cell.value, *(milliseconds(median_s(cell.run, p)) for p in (*PHASES, "step")),
-                    *within_ms(cell.samples("step")), *times_within(ratios.get(cell)),
+                    cell.name, cell.value, *(milliseconds(median_s(cell.run, p)) for p in (*PHASES, STEP)),
+                    *within_ms(cell.samples(STEP)), *times_within(ratios.get(cell)),
                     ", ".join(doubting_kinds(cell.run)),
                 )
             )  # fmt: skip
-    heads = (*PHASES, "step", "step from", "step to", "speed-up", "from", "to", "findings")
+    heads = (*PHASES, STEP, "step from", "step to", "speed-up", "from", "to", "findings")
     columns = ("cell", "attention", *heads)
     if not any(row[-1] for row in rows):  # no run is doubted
         columns, rows = columns[:-1], [row[:-1] for row in rows]

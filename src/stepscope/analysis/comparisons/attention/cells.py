@@ -11,11 +11,12 @@ from functools import cached_property
 
 from stepscope.analysis.comparisons.comparison import ComparedRun, Comparison, Pair, compare_runs
 from stepscope.analysis.runs.metrics import median_s
+from stepscope.core.range_names import OPTIMIZER
 from stepscope.core.units import format_share
 
 LEAST = 0.005
 """Share of the step: a change that is smaller is not named."""
-OUTSIDE_PHASE = "optimizer"
+OUTSIDE_PHASE = OPTIMIZER
 """The phase that no attention runs in."""
 OUTSIDE_FAMILIES = ("optimizer", "normalisation", "embedding/gather", "random", "communication")
 """Kernels that no attention launches."""

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from stepscope.analysis.comparisons.attention.cells import (
     LEAST,
@@ -28,14 +29,9 @@ def steps_findings(study: StepStudy, groups: Sequence[StepGroup], unread: int) -
     """Cell by cell beside the first of its group, then of each group, then of what is missing."""
     for group in groups:
         for pair in group.pairs:
-            yield from _step(group, pair)
-            yield from _kernels(pair)
-            yield from _saved(pair)
-        yield from _fastest(group)
-        yield from _waits(group)
-    yield from _picked(groups)
-    yield from _alone(groups)
-    yield from _doubts(groups)
+            yield from chain(_step(group, pair), _kernels(pair), _saved(pair))
+        yield from chain(_fastest(group), _waits(group))
+    yield from chain(_picked(groups), _alone(groups), _doubts(groups))
     yield from unlike_environments([pair for group in groups for pair in group.pairs])
     yield from replaced_runs(study)
     for cell in study.unmeasured:

@@ -15,6 +15,7 @@ from stepscope.analysis.runs.metrics import memory_of
 from stepscope.core.answer import Answer, Cell, Panel, Table, measured_answer
 from stepscope.core.errors import InputError
 from stepscope.core.figures import digits, gibibytes, median_within_ms, milliseconds, percent, times_within
+from stepscope.core.range_names import STEP
 
 STUDY = "compile"
 QUESTION = "What does torch.compile give the whole model, and what does it cost?"
@@ -69,7 +70,7 @@ def _times(study: CompileStudy) -> Table:
                     *median_within_ms(base),
                     *median_within_ms(other),
                     *times_within(ratio),
-                    _doubts(pair) if part == "step" else "",
+                    _doubts(pair) if part == STEP else "",
                 )
             )
     heads = (
@@ -190,5 +191,5 @@ def _panels(study: CompileStudy) -> tuple[Panel, ...]:
     return (
         *over_sizes("speed-up of the step over eager", speed_ups, several_shapes=several),
         *over_sizes("steps until compiling is paid for", steps, several_shapes=several, y_log=True),
-        *bars_of(study, "step"),
+        *bars_of(study, STEP),
     )

@@ -19,6 +19,7 @@ from stepscope.analysis.comparisons.comparison import ComparedRun, Comparison, P
 from stepscope.analysis.kernels.families import classify
 from stepscope.analysis.runs.checks.computation import compile_fallback, compile_not_used
 from stepscope.core.finding import Finding, error
+from stepscope.core.range_names import OPTIMIZER, PHASES, STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.workload import COMPILES
@@ -26,13 +27,13 @@ from stepscope.core.workload import COMPILES
 if TYPE_CHECKING:
     from stepscope.analysis.captures.digest import TraceDigest
 
-PARTS = ("forward", "backward", "optimizer", "step")
+PARTS = (*PHASES, STEP)
 """What is timed; `step` by the host's clock round a synchronised region."""
 
 PRODUCTS, ATTENTION, GENERATED = "products", "fused attention", "generated fusions"
 ELEMENTWISE, COPIES, REDUCTIONS = "elementwise", "copies, casts", "softmax, norms, reductions"
-OPTIMIZER, OTHER = "optimizer", "other"
-KINDS = (PRODUCTS, ATTENTION, ELEMENTWISE, COPIES, REDUCTIONS, OTHER, GENERATED, OPTIMIZER)
+OPTIMIZER_KERNELS, OTHER = "optimizer", "other"
+KINDS = (PRODUCTS, ATTENTION, ELEMENTWISE, COPIES, REDUCTIONS, OTHER, GENERATED, OPTIMIZER_KERNELS)
 FUSABLE = (ELEMENTWISE, COPIES, REDUCTIONS, OTHER)
 """What a compiler may put into kernels of its own."""
 
@@ -45,7 +46,7 @@ _KIND_OF: dict[str, str] = {
     "softmax": REDUCTIONS,
     "normalisation": REDUCTIONS,
     "reduction": REDUCTIONS,
-    "optimizer": OPTIMIZER,
+    "optimizer": OPTIMIZER_KERNELS,
 }
 _NO_KERNEL = "memcpy/memset"
 _FOREACH = "multi_tensor_apply_kernel"
@@ -62,11 +63,9 @@ class Total:
 
 def kernels_of_capture(digest: "TraceDigest") -> dict[str, Total]:
     """Calls and time of a captured step's kernels by kind; all that ran in the optimizer's phase is of its kind."""
-    return _totals(
-        (OPTIMIZER if row.phase == "optimizer" else _KIND_OF.get(row.family, OTHER), row.calls, row.busy_ns * 1e-9)
-        for row in digest.families
-        if row.family != _NO_KERNEL
-    )
+    rows = (row for row in digest.families if row.family != _NO_KERNEL)
+    kind_of = ((OPTIMIZER_KERNELS if row.phase == OPTIMIZER else _KIND_OF.get(row.family, OTHER), row) for row in rows)
+    return _totals((kind, row.calls, row.busy_ns * 1e-9) for kind, row in kind_of)
 
 
 def kernels_of_profile(run: Run) -> dict[str, Total]:
@@ -74,7 +73,7 @@ def kernels_of_profile(run: Run) -> dict[str, Total]:
     found = []
     for kernel in run.evidence.profile.kernels if run.evidence.profile else ():
         family = classify(kernel.name)
-        kind = OPTIMIZER if _FOREACH in kernel.name else _KIND_OF.get(family, OTHER)
+        kind = OPTIMIZER_KERNELS if _FOREACH in kernel.name else _KIND_OF.get(family, OTHER)
         if family != _NO_KERNEL:
             found.append((kind, float(kernel.calls), kernel.total_s))
     return _totals(found)
@@ -98,7 +97,7 @@ class CompileCell(ComparedRun):
     @property
     def first_step_s(self) -> float | None:
         """The process' first step: compilation is in it. None where warm-up steps were not kept."""
-        samples = self.samples("step")
+        samples = self.samples(STEP)
         return samples.warmup_s[0] if samples and samples.warmup_s else None
 
     @cached_property
@@ -233,7 +232,7 @@ class CompilePair(Pair[CompileCell]):
 
     @cached_property
     def payback(self) -> Payback | None:
-        base, other = self.base.samples("step"), self.other.samples("step")
+        base, other = self.base.samples(STEP), self.other.samples(STEP)
         return payback(base, other) if base and other else None
 
     @cached_property
@@ -267,5 +266,5 @@ def with_kernels(study: CompileStudy) -> list[tuple[CompilePair, Kernels]]:
 
 def _order(cell: CompileCell) -> tuple[object, ...]:
     workload = cell.run.workload
-    size = (workload.phase, workload.dtype, workload.seq_len, workload.batch_size, cell.parameters)
+    size = (workload.phase, workload.dtype, workload.seq_len or 0, workload.batch_size or 0, cell.parameters)
     return (*size, cell.name, COMPILES.index(workload.compile))

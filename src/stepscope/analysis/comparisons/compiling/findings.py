@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from stepscope.analysis.comparisons.compiling.cells import (
     ATTENTION,
     FUSABLE,
     GENERATED,
     KINDS,
-    OPTIMIZER,
+    OPTIMIZER_KERNELS,
     PRODUCTS,
     CompilePair,
     CompileStudy,
@@ -25,6 +26,7 @@ from stepscope.analysis.comparisons.doubts import (
 )
 from stepscope.analysis.runs.metrics import median_s, memory_of
 from stepscope.core.finding import Finding, note, warning
+from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER, STEP
 from stepscope.core.units import format_bytes, format_seconds, format_share
 
 _LAUNCH_BOUND = 0.2
@@ -37,13 +39,10 @@ _MUCH = 0.1
 
 def compile_findings(study: CompileStudy, unread: int) -> Iterator[Finding]:
     """Every finding: did compiled code run, how fast, what it costs, what changed, and what to doubt."""
-    yield from _what_ran(study)
-    yield from _speed_ups(study)
-    yield from _cost(study)
-    yield from _kernels(study)
-    yield from _launches(study)
-    yield from _memory(study)
-    yield from _doubts(study, unread)
+    return chain(
+        _what_ran(study), _speed_ups(study), _cost(study), _kernels(study), _launches(study), _memory(study),
+        _doubts(study, unread),
+    )  # fmt: skip
 
 
 def _what_ran(study: CompileStudy) -> Iterator[Finding]:
@@ -103,7 +102,7 @@ def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
     bound = [pair for pair in study.pairs if _optimizer_share(pair)]
     if bound:
         most = max(bound, key=lambda pair: _optimizer_share(pair) or 0.0)
-        share, before = _optimizer_share(most) or 0.0, (median_s(most.base.run, "optimizer") or 0.0)
+        share, before = _optimizer_share(most) or 0.0, (median_s(most.base.run, OPTIMIZER) or 0.0)
         yield note(
             "optimizer-eager",
             f"The optimizer is not compiled: in {most.label} it takes {format_share(share)} of the step, eagerly "
@@ -147,13 +146,13 @@ def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
 
 def _is_noise(pair: CompilePair) -> bool:
     """Whether the step changes by no more than its optimizer does, which is the same code in both."""
-    optimizer_s, step_s = pair.won_s("optimizer"), pair.won_s("step")
+    optimizer_s, step_s = pair.won_s(OPTIMIZER), pair.won_s(STEP)
     return optimizer_s is not None and step_s is not None and 0 < abs(step_s) <= abs(optimizer_s)
 
 
 def _by_phase(pair: CompilePair) -> str:
-    ratios = {part: pair.ratio(part) for part in ("forward", "backward", "optimizer")}
-    if ratios["backward"] is None:
+    ratios = {part: pair.ratio(part) for part in (FORWARD, BACKWARD, OPTIMIZER)}
+    if ratios[BACKWARD] is None:
         return ""
     said = ", ".join(f"{part} {ratio.value:.2f}" for part, ratio in ratios.items() if ratio is not None)
     return f" ({said})"
@@ -163,7 +162,7 @@ def _process_noise(study: CompileStudy) -> Iterator[Finding]:
     """A warning where the optimizer, the same code in both runs, changed by a large share of what the step changed."""
     found: dict[str, tuple[float, float]] = {}
     for pair in study.pairs:
-        optimizer_s, step_s = pair.won_s("optimizer"), pair.won_s("step")
+        optimizer_s, step_s = pair.won_s(OPTIMIZER), pair.won_s(STEP)
         if optimizer_s is not None and step_s is not None and abs(optimizer_s) >= _MUCH * abs(step_s):
             found[pair.label] = optimizer_s, step_s
     if found:
@@ -181,7 +180,7 @@ def _process_noise(study: CompileStudy) -> Iterator[Finding]:
 
 
 def _optimizer_share(pair: CompilePair) -> float | None:
-    optimizer_s = median_s(pair.other.run, "optimizer")
+    optimizer_s = median_s(pair.other.run, OPTIMIZER)
     return optimizer_s / pair.other.time_s if optimizer_s else None
 
 
@@ -273,7 +272,7 @@ def _gains(pair: CompilePair, kernels: Kernels) -> Finding:
         (fusions_s, "by fusion"),
         (kernels.won_s([PRODUCTS]), "in products"),
         (kernels.won_s([ATTENTION]), "in fused attention"),
-        (kernels.won_s([OPTIMIZER]), "in the optimizer"),
+        (kernels.won_s([OPTIMIZER_KERNELS]), "in the optimizer"),
         (kernels.none_s[0] - kernels.none_s[1], "where no kernel ran"),
     ]
     total_s = sum(won_s for won_s, _ in parts)

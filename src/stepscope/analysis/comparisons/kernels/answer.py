@@ -13,7 +13,7 @@ from stepscope.analysis.runs.metrics import median_s
 from stepscope.core.answer import Answer, Cell, Panel, Point, Table, known_columns, measured_answer
 from stepscope.core.figures import count, digits, milliseconds, percent
 from stepscope.core.finding import Finding, note
-from stepscope.core.range_names import PHASES
+from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER, PHASES, STEP
 from stepscope.core.run import Run
 
 STUDY = "kernels"
@@ -56,7 +56,7 @@ def _times(letter: str, cells: list[CapturedCell]) -> _Part:
     for cell in cells:
         traced = cell.capture.samples if cell.capture else {}
         doubts = ", ".join(doubting_kinds(cell.run))
-        for name in (*PHASES, "step"):
+        for name in (*PHASES, STEP):
             kernels_ns = cell.kernel_ns(name)
             if kernels_ns is None:
                 continue
@@ -69,7 +69,7 @@ def _times(letter: str, cells: list[CapturedCell]) -> _Part:
                     milliseconds(sample.mean_s) if sample else None,
                     milliseconds(sample.stdev_s) if sample else None,
                     milliseconds(plain_s),
-                    digits(cell.slowed) if name == "step" else None,
+                    digits(cell.slowed) if name == STEP else None,
                     doubts,
                 )
             )
@@ -80,14 +80,17 @@ def _times(letter: str, cells: list[CapturedCell]) -> _Part:
         f"({letter}) Device time by phase, beside the measurements with and without the profiler",
         ("cell", "phase", *heads), rows,
     )  # fmt: skip
-    if not slowed:
+    return _with_range(table, slowed, "profiler-slows", "Under the profiler a step takes", "without it")
+
+
+def _with_range(table: Table, ratios: list[tuple[float, str]], kind: str, what: str, base: str) -> _Part:
+    """The table, and from the least to the greatest ratio, each with its cell, how many times as long something takes
+    as something else."""
+    if not ratios:
         return _Part(table=table)
-    (least, fastest), (most, slowest) = min(slowed), max(slowed)
-    said = (
-        f"Under the profiler a step takes {least:.2f} ({fastest}) to {most:.2f} times ({slowest}) as long "
-        "as without it."
-    )
-    return _Part(table=table, findings=(note("profiler-slows", said, {"least": least, "most": most}),))
+    (least, shortest), (most, longest) = min(ratios), max(ratios)
+    said = f"{what} {least:.2f} ({shortest}) to {most:.2f} times ({longest}) as long as {base}."
+    return _Part(table=table, findings=(note(kind, said, {"least": least, "most": most}),))
 
 
 def _longest(letter: str, cells: list[CapturedCell]) -> _Part:
@@ -125,7 +128,7 @@ def _kernel(row: KernelRow) -> tuple[Cell, ...]:
 def _without_products(letter: str, cells: list[CapturedCell]) -> _Part:
     rows: list[tuple[Cell, ...]] = []
     for cell in cells:
-        longest = [row for row in cell.tables.top_without_products if row.phase == "forward"][:_LONGEST]
+        longest = [row for row in cell.tables.top_without_products if row.phase == FORWARD][:_LONGEST]
         rows += [(cell.cell, i, *_kernel(row)) for i, row in enumerate(longest, 1)]
     columns = ("cell", "rank", "kernel", "calls a step", "ms a step", "share %")
     title = f"({letter}) The longest kernels of forward that are no matrix product"
@@ -139,7 +142,7 @@ def _fractions(letter: str, cells: list[CapturedCell]) -> _Part:
     falls = 0
     for cell in training:
         alone = inference.get(cell.group)
-        phases = [cell.tables.phase(name) for name in ("forward", "backward")]
+        phases = [cell.tables.phase(name) for name in (FORWARD, BACKWARD)]
         falls += phases[0] is not None and cell.tables.gemm_fraction < phases[0].gemm_fraction
         rows.append(
             (
@@ -174,18 +177,18 @@ def _over_lengths(
     """A panel of one figure over the sequence length, a line for each cell that differs in more; none without two."""
     points = tuple(
         Point(
-            line="-".join(cell.run.workload.words("seq_len")), x=cell.run.workload.seq_len, y=y,
+            line="-".join(cell.run.workload.words("seq_len")), x=seq_len, y=y,
             doubted=bool(doubting_kinds(cell.run)),
         )
         for cell in cells
-        if (y := figure(cell)) is not None
+        if (y := figure(cell)) is not None and (seq_len := cell.run.workload.seq_len)
     )  # fmt: skip
     panel = Panel(x_title="sequence length", y_title=y_title, points=points, x_log=True)
     return (panel,) if len({point.x for point in points}) > 1 else ()
 
 
 def _optimizer_without_products(cells: list[CapturedCell]) -> bool:
-    optimizers = [phase for cell in cells if cell.trains and (phase := cell.tables.phase("optimizer"))]
+    optimizers = [phase for cell in cells if cell.trains and (phase := cell.tables.phase(OPTIMIZER))]
     return bool(optimizers) and not any(phase.gemm_ns for phase in optimizers)
 
 
@@ -206,7 +209,7 @@ def _softmax(letter: str, cells: list[CapturedCell]) -> _Part:
             (
                 cell.cell,
                 *(milliseconds(row.busy_ns * _NS) for row in (scores, scaling, softmax, output)),
-                digits(softmax.busy_ns * 1e-3 / cell.run.workload.model.layers),
+                digits(softmax.busy_ns * 1e-3 / cell.run.textbook.model.layers) if cell.run.textbook else None,
                 digits(products / 1e9) if products else None,
                 digits(softmax.flops / 1e9) if softmax.flops else None,
                 *(digits(ratio) for ratio in (time_ratio, flop_ratio, costs.get(i))),
@@ -247,12 +250,12 @@ def _families(letter: str, cells: list[CapturedCell]) -> _Part:
     rows: list[tuple[Cell, ...]] = []
     ratios = []
     for cell in cells:
-        forward, backward = cell.tables.phase("forward"), cell.tables.phase("backward")
+        forward, backward = cell.tables.phase(FORWARD), cell.tables.phase(BACKWARD)
         ratio = backward.busy_ns / forward.busy_ns if forward and backward and forward.busy_ns else None
         if ratio:
             ratios.append((ratio, cell.cell))
         shown = [cell.family_ns(family) for family in busiest]
-        rest = (cell.kernel_ns("step") or 0.0) - sum(shown)
+        rest = (cell.kernel_ns(STEP) or 0.0) - sum(shown)
         rows.append(
             (
                 cell.cell,
@@ -265,14 +268,8 @@ def _families(letter: str, cells: list[CapturedCell]) -> _Part:
         title=f"({letter}) Backward against forward, and where the device's time goes",
         columns=("cell", "backward / forward", *(f"{family} ms" for family in busiest), "other ms"), rows=tuple(rows),
     )  # fmt: skip
-    if not ratios:
-        return _Part(table=table)
-    (least, shortest), (most, longest) = min(ratios), max(ratios)
-    said = (
-        f"In kernel time backward takes {least:.2f} ({shortest}) to {most:.2f} times ({longest}) as long as "
-        f"forward{', for twice the matrix products' if _twice_the_products(cells) else ''}."
-    )
-    return _Part(table=table, findings=(note("backward-forward", said, {"least": least, "most": most}),))
+    base = f"forward{', for twice the matrix products' if _twice_the_products(cells) else ''}"
+    return _with_range(table, ratios, "backward-forward", "In kernel time backward takes", base)
 
 
 def _twice_the_products(cells: list[CapturedCell]) -> bool:
@@ -280,7 +277,7 @@ def _twice_the_products(cells: list[CapturedCell]) -> bool:
     counts = [
         (forward.product_kernels, backward.product_kernels)
         for cell in cells
-        if (forward := cell.tables.phase("forward")) and (backward := cell.tables.phase("backward"))
+        if (forward := cell.tables.phase(FORWARD)) and (backward := cell.tables.phase(BACKWARD))
     ]
     return all(forward is not None and backward == 2 * forward for forward, backward in counts)
 

@@ -10,6 +10,8 @@ from stepscope.analysis.captures.summary import FORWARD_AND_BACKWARD, KernelRow
 from stepscope.analysis.comparisons.comparison import ComparedRun
 from stepscope.analysis.runs.metrics import median_s
 from stepscope.core.evidence import Capture
+from stepscope.core.model_config import ModelConfig
+from stepscope.core.range_names import BACKWARD, FORWARD, STEP
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,7 +42,8 @@ class CapturedCell(ComparedRun):
         """Small models first, then by sequence length, dtype, inference before training."""
         workload = self.run.workload
         model = workload.model
-        return (model.layers * model.d_model, workload.seq_len, workload.dtype, self.trains)
+        size = model.layers * model.d_model if isinstance(model, ModelConfig) else self.parameters
+        return (size, workload.seq_len or 0, workload.dtype, self.trains)
 
     @property
     def capture(self) -> Capture | None:
@@ -51,12 +54,12 @@ class CapturedCell(ComparedRun):
     @property
     def slowed(self) -> float | None:
         """How many times as long a step takes under the profiler."""
-        traced, plain = self.capture.step_s if self.capture else None, median_s(self.run, "step")
+        traced, plain = self.capture.step_s if self.capture else None, median_s(self.run, STEP)
         return traced / plain if traced and plain else None
 
     def kernel_ns(self, part: str) -> float | None:
         """Kernel time of a phase or of the whole `step`; None where no kernel ran in it."""
-        if part == "step":
+        if part == STEP:
             return self.tables.busy_ns / self.tables.steps
         phase = self.tables.phase(part)
         return phase.busy_ns if phase else None
@@ -77,7 +80,7 @@ def longest_of_both(digest: TraceDigest) -> KernelRow | None:
     None where they do not tell: a kernel that is not among the longest of a phase may take as long there as the last
     of these.
     """
-    names = ("forward", "backward")
+    names = (FORWARD, BACKWARD)
     phases = [digest.phase(name) for name in names]
     kept = [{row.name: row for row in digest.top if row.phase == name} for name in names]
     if not all(phases) or not all(kept):
@@ -100,7 +103,7 @@ def longest_of_both(digest: TraceDigest) -> KernelRow | None:
     )
 
 
-def busiest_families(cells: list[CapturedCell], most: int = 6) -> list[str]:
-    """The families that take most time over all cells."""
+def busiest_families(cells: list[CapturedCell]) -> list[str]:
+    """The six families that take most time over all cells."""
     families = sorted({row.family for cell in cells for row in cell.tables.families})
-    return sorted(families, key=lambda family: -sum(cell.family_ns(family) for cell in cells))[:most]
+    return sorted(families, key=lambda family: -sum(cell.family_ns(family) for cell in cells))[:6]

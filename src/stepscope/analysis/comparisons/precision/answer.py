@@ -10,6 +10,7 @@ from stepscope.analysis.runs.metrics import median_s, memory_of
 from stepscope.core.answer import Answer, Cell, Panel, Table, measured_answer
 from stepscope.core.errors import InputError
 from stepscope.core.figures import digits, gibibytes, milliseconds, percent, times_within, within_ms
+from stepscope.core.range_names import BACKWARD, FORWARD
 
 STUDY = "speed"
 QUESTION = "How much faster are forward and backward in lower precision, and which part of them is it?"
@@ -46,7 +47,7 @@ def _times(study: SpeedStudy) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for cell in study.cells:
         pair = study.pair_of(cell)
-        medians = (milliseconds(median_s(cell.run, phase)) for phase in ("forward", "backward", "forward-backward"))
+        medians = (milliseconds(median_s(cell.run, phase)) for phase in (FORWARD, BACKWARD, "forward-backward"))
         speed_up = times_within(pair.speed_up if pair else None)
         doubts = ", ".join(doubting_kinds(cell.run))
         rows.append((cell.name, cell.value, *medians, *within_ms(cell.samples(cell.PART)), *speed_up, doubts))

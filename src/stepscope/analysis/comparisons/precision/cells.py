@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stepscope.analysis.comparisons.comparison import ComparedRun, Comparison, Pair, compare_runs
+from stepscope.core.range_names import BACKWARD, FORWARD
 
-PHASES = ("forward", "backward")
+PHASES = (FORWARD, BACKWARD)
 CASTS = "copy/cast"
 FUSED = "attention (fused)"
 
@@ -193,4 +194,4 @@ def pair_up(found: Iterable[TimedCell], order: Sequence[str]) -> SpeedStudy:
 def _order(cell: TimedCell, order: Sequence[str]) -> tuple[object, ...]:
     workload = cell.run.workload
     place = order.index(cell.value) if cell.value in order else len(order)
-    return (workload.seq_len, workload.batch_size, cell.parameters, cell.name, place, cell.value)
+    return (workload.seq_len or 0, workload.batch_size or 0, cell.parameters, cell.name, place, cell.value)

@@ -26,11 +26,9 @@ _RISE = 0.001
 
 def speed_findings(study: SpeedStudy, lacking: Sequence[str], unread: int) -> Iterator[Finding]:
     """Every finding: how fast by size, where slower, memory, what bounds the gain, and what to doubt."""
-    yield from _by_size(study)
-    yield from _slower(study)
-    yield from _memory_findings(study)
-    yield from _bounds(study)
-    yield from _doubts(study, lacking, unread)
+    return itertools.chain(
+        _by_size(study), _slower(study), _memory_findings(study), _bounds(study), _doubts(study, lacking, unread)
+    )
 
 
 def _by_size(study: SpeedStudy) -> Iterator[Finding]:

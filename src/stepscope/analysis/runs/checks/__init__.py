@@ -6,7 +6,7 @@ disk, by later checks too.
 
 from collections.abc import Callable
 
-from stepscope.analysis.runs.checks import computation, conditions, execution, timing
+from stepscope.analysis.runs.checks import computation, conditions, execution, loops, timing
 from stepscope.core.finding import SEVERITIES, Finding
 from stepscope.core.run import Run
 
@@ -30,6 +30,14 @@ CHECKS: tuple[Check, ...] = (
     computation.phase_includes_forward,
     computation.autocast_scope,
     computation.graph_kept_alive,
+    loops.graphs_pile_up,
+    loops.no_gradient,
+    loops.eval_while_training,
+    loops.waiting_for_data,
+    loops.rest_is_large,
+    loops.host_reads,
+    loops.fp32_beside_half,
+    loops.synchronises_micro_batches,
     conditions.unvaried_input,
     timing.beyond_the_ceiling,
     timing.not_steady,
@@ -43,6 +51,10 @@ CHECKS: tuple[Check, ...] = (
     conditions.preset_changed,
     timing.launch_bound,
     timing.profiler_overhead,
+    loops.unpinned_batch,
+    loops.gradients_zeroed,
+    loops.optimizer_loops,
+    loops.shapes_change,
     conditions.cache_resident,
     conditions.peak_unknown,
 )

@@ -6,11 +6,15 @@ The numbers in brackets are the rows of docs/measuring.md, where each mistake is
 from stepscope.analysis.kernels.names.decoding import decode, is_tf32
 from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.finding import Finding, error, note, warning
+from stepscope.core.range_names import BACKWARD, FORWARD, STEP
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes
 
 TF32_ERROR = 1e-5
 """Relative error of the fp32 probe above which TF32 ran: true fp32 is near 2e-7, TF32 near 3e-4."""
+
+_REASONS = 3
+"""Reasons that a sentence quotes."""
 
 _WORKSPACES = 96 * 2**20
 """Libraries keep some memory of their own: cuBLAS 32 MiB for each of a step's two threads, on Hopper."""
@@ -59,11 +63,11 @@ def attention_in_fp32(run: Run) -> Finding | None:
     """[3] An attention that leaves the 16 bits that were asked for, by its own design."""
     observation = run.evidence.observation
     seen = observation.product_dtypes if observation else None
-    if not _attention_in_fp32(run) or "float32" not in (seen or ()):
+    if not run.textbook or not _attention_in_fp32(run) or "float32" not in (seen or ()):
         return None
     return note(
         "attention-in-fp32",
-        f"{run.workload.dtype} was asked for, and {run.workload.attention} multiplies in fp32 all the same: PyTorch's "
+        f"{run.workload.dtype} was asked for, and {run.textbook.attention} multiplies in fp32 all the same: PyTorch's "
         "math kernel is made so.",
         {"asked": run.workload.dtype},
         "take another attention, or torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)",
@@ -71,7 +75,7 @@ def attention_in_fp32(run: Run) -> Finding | None:
 
 
 def _attention_in_fp32(run: Run) -> bool:
-    record = ATTENTIONS.get(run.workload.attention)
+    record = ATTENTIONS.get(run.textbook.attention) if run.textbook else None
     return run.workload.dtype not in ("fp32", "tf32") and record is not None and record.in_fp32
 
 
@@ -116,24 +120,26 @@ def compile_fallback(run: Run) -> Finding | None:
     report = run.evidence.compilation
     if report is None or not _measured(run):
         return None
-    reason = f" ({report.graph_break_reasons[0]})" if report.graph_break_reasons else ""
+    broken, again = _reasons(report.graph_break_reasons), _reasons(report.recompile_reasons)
+    while_fixed = " while this workload's shapes were fixed" if run.evidence.loop is None else ""
     faults = (
         (report.limit_hit, f"hit its recompile limit after {report.recompiles} recompilations and ran eagerly",
          "keep shapes fixed in one process, or measure each cell in a process of its own (stepscope sweep)"),
-        (report.graph_breaks, f"broke the graph {report.graph_breaks} times{reason}; the pieces between run eagerly",
+        (report.graph_breaks, f"broke the graph {report.graph_breaks} times{broken}; the pieces between run eagerly",
          "TORCH_LOGS=graph_breaks shows where"),
         (report.frames_compiled < report.frames_total,
          f"compiled {report.frames_compiled} of {report.frames_total} frames; the others ran eagerly",
          "TORCH_LOGS=dynamo shows why"),
-        (report.recompiles, f"recompiled {report.recompiles} times while this workload's shapes were fixed",
+        (report.recompiles and not report.limit_hit, f"recompiled {report.recompiles} times{while_fixed}{again}",
          "TORCH_LOGS=recompiles shows why"),
     )  # fmt: skip
     evidence = {name: int(getattr(report, name)) for name in ("graphs", "graph_breaks", "recompiles", "limit_hit")}
-    for happened, did, remedy in faults:
-        if happened:
-            say = error if report.limit_hit else warning
-            return say("compile-fallback", f"torch.compile {did}.", evidence, remedy=remedy)
-    return None
+    happened = [(did, remedy) for fault, did, remedy in faults if fault]
+    if not happened:
+        return None
+    say = error if report.limit_hit else warning
+    sentence = f"torch.compile {'. It '.join(did for did, _ in happened)}."
+    return say("compile-fallback", sentence, evidence, remedy="; ".join(remedy for _, remedy in happened))
 
 
 def phase_includes_forward(run: Run) -> Finding | None:
@@ -145,7 +151,7 @@ def phase_includes_forward(run: Run) -> Finding | None:
     if observation is None:
         return None
     for phase, count in observation.model_forwards.items():
-        allowed = run.workload.accumulation if phase == "forward" else 0
+        allowed = run.workload.accumulation if phase == FORWARD else 0
         if count > allowed:
             return error(
                 "phase-includes-forward",
@@ -166,7 +172,7 @@ def autocast_scope(run: Run) -> Finding | None:
         place
         for place, on in (
             ("the whole step", observation.autocast_outside),
-            ("backward", observation.autocast_in_backward),
+            (BACKWARD, observation.autocast_in_backward),
             ("the optimizer", observation.autocast_in_optimizer),
         )
         if on
@@ -204,7 +210,13 @@ def graph_kept_alive(run: Run) -> Finding | None:
     )
 
 
+def _reasons(reasons: tuple[str, ...]) -> str:
+    """The first few reasons in brackets, and how many there are besides."""
+    more = f"; and {len(reasons) - _REASONS} more" if len(reasons) > _REASONS else ""
+    return f" ({'; '.join(reasons[:_REASONS])}{more})" if reasons else ""
+
+
 def _measured(run: Run) -> bool:
     """Whether any step was timed: a run interrupted while it compiled says nothing of what compiling gives."""
-    step = run.samples.get("step")
+    step = run.samples.get(STEP)
     return step is not None and step.count > 0

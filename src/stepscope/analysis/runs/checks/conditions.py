@@ -4,19 +4,20 @@ The numbers in brackets are the rows of docs/measuring.md, where each mistake is
 """
 
 from stepscope.core.finding import Finding, error, note, warning
-from stepscope.core.model_config import PRESETS
+from stepscope.core.model_config import PRESETS, ModelConfig
+from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes, format_share
+from stepscope.core.workload import Workload
 from stepscope.work.transformer import parameter_count
 
 
 def unvaried_input(run: Run) -> Finding | None:
     """[19] Zeros or one repeated token run faster than data, and one batch over and over measures the cache."""
     observation = run.evidence.observation
-    if observation is None:
+    if observation is None or observation.distinct_tokens is None or observation.distinct_batches is None:
         return None
-    vocabulary, tokens = run.workload.model.vocabulary, run.workload.tokens
-    expected = vocabulary * (1 - (1 - 1 / vocabulary) ** tokens)
+    expected = _distinct_if_random(run.textbook) if run.textbook else 0.0
     if observation.distinct_tokens < 0.5 * expected:
         return error(
             "unvaried-input",
@@ -26,6 +27,13 @@ def unvaried_input(run: Run) -> Finding | None:
             evidence={"distinct_tokens": observation.distinct_tokens, "expected": round(expected)},
         )
     if observation.distinct_batches < 2:
+        if isinstance(run.workload, OwnWorkload):  # a factory may well have one batch
+            return note(
+                "unvaried-input",
+                "Every step ran on the same batch.",
+                remedy="let the factory give a list of batches, which the steps then rotate through",
+                evidence={"distinct_batches": observation.distinct_batches},
+            )
         return warning(
             "unvaried-input",
             "Every step ran on the same batch.",
@@ -33,6 +41,12 @@ def unvaried_input(run: Run) -> Finding | None:
             evidence={"distinct_batches": observation.distinct_batches},
         )
     return None
+
+
+def _distinct_if_random(workload: Workload) -> float:
+    """The number of distinct tokens that a batch of uniformly random ones is expected to hold."""
+    vocabulary = workload.model.vocabulary
+    return vocabulary * (1 - (1 - 1 / vocabulary) ** workload.tokens)
 
 
 def cache_resident(run: Run) -> Finding | None:
@@ -141,7 +155,7 @@ def preset_changed(run: Run) -> Finding | None:
     """[23] A preset's name on other sizes."""
     model = run.workload.model
     preset = PRESETS.get(model.name)
-    if preset is None or preset == model:
+    if preset is None or preset == model or not isinstance(model, ModelConfig):
         return None
     changed = {f: (getattr(preset, f), size) for f, size in model.sizes.items() if getattr(preset, f) != size}
     differences = ", ".join(f"{field} {size} (preset: {known})" for field, (known, size) in changed.items())

@@ -9,6 +9,7 @@ import re
 from stepscope.core.attentions import ATTENTIONS, AUTO, Attention
 from stepscope.core.evidence import StepObservation
 from stepscope.core.finding import Finding, error, warning
+from stepscope.core.range_names import FORWARD, OPTIMIZER, STEP
 from stepscope.core.run import Run
 from stepscope.core.workload import Compile, Optimizer
 
@@ -23,12 +24,14 @@ _MODES: dict[Compile, dict[str, bool]] = {
 
 def attention_mismatch(run: Run) -> Finding | None:
     """[27] The attention that ran, against the one asked for."""
-    workload, evidence = run.workload, run.evidence
+    workload, evidence = run.textbook, run.evidence
+    if workload is None or evidence.operators is None:
+        return None
     asked = evidence.attention or workload.attention
-    if evidence.operators is None or asked == AUTO:
+    if asked == AUTO:
         return None
     record = ATTENTIONS[asked]
-    calls = evidence.operators.calls.get("forward", {})
+    calls = evidence.operators.calls.get(FORWARD, {})
     kernels = evidence.profile.kernels if evidence.profile else ()
     signs = {name: each.signs for name, each in ATTENTIONS.items() if each.signs}
     counted = {
@@ -79,7 +82,7 @@ def optimizer_mismatch(run: Run) -> Finding | None:
     asked, operators = run.workload.optimizer, run.evidence.operators
     if asked is None or operators is None:
         return None
-    ran = _optimizer_of(operators.calls.get("optimizer", {}))
+    ran = _optimizer_of(operators.calls.get(OPTIMIZER, {}))
     if ran == asked:
         return None
     if ran is None and run.workload.dtype == "fp16":
@@ -137,7 +140,7 @@ def parameters_not_finite(run: Run) -> Finding | None:
 def compile_mode_mismatch(run: Run) -> Finding | None:
     """[27] The mode that torch.compile was given, by what its product says and by the CUDA graphs that it recorded."""
     report, asked = run.evidence.compilation, run.workload.compile
-    step = run.samples.get("step")
+    step = run.samples.get(STEP)
     if report is None or asked == "eager" or step is None or not step.count:
         return None
     options, due = report.options or {}, _MODES[asked]
@@ -164,12 +167,12 @@ def accumulation_mismatch(run: Run) -> Finding | None:
     observation, workload = run.evidence.observation, run.workload
     if observation is None or observation.forward_tokens is None or _forward_elsewhere(observation):
         return None
-    due, forwards = workload.accumulation, observation.model_forwards.get("forward", 0)
+    due, forwards = workload.accumulation, observation.model_forwards.get(FORWARD, 0)
     trains, updates = workload.phase != "forward", workload.phase == "train"
     fault = ""
     if forwards < due:
         fault = f"the model's forward ran {forwards} times in a step, where {due} belong"
-    elif observation.forward_tokens != workload.tokens:
+    elif workload.tokens is not None and observation.forward_tokens != workload.tokens:
         fault = f"forward took {observation.forward_tokens:,} tokens in a step of {workload.tokens:,}"
     elif observation.covers_batch is False:
         fault = "what forward took is not the step's batch"
@@ -181,7 +184,7 @@ def accumulation_mismatch(run: Run) -> Finding | None:
         return None
     return error(
         "accumulation-mismatch",
-        f"A step of {workload.tokens:,} tokens in {due} micro-batch{'es' if due > 1 else ''} was asked for, "
+        f"A step of {workload.tokens or 0:,} tokens in {due} micro-batch{'es' if due > 1 else ''} was asked for, "
         f"but {fault}.",
         remedy="tokens/s and FLOP/s count the whole batch: make the step run it",
         evidence={
@@ -195,8 +198,8 @@ def accumulation_mismatch(run: Run) -> Finding | None:
 
 def checkpointing_mismatch(run: Run) -> Finding | None:
     """[27] The blocks that backward ran again, against those that checkpointing has it run again."""
-    observation, workload = run.evidence.observation, run.workload
-    if observation is None or observation.blocks_again is None or _forward_elsewhere(observation):
+    observation, workload = run.evidence.observation, run.textbook
+    if workload is None or observation is None or observation.blocks_again is None or _forward_elsewhere(observation):
         return None
     due = workload.model.layers * workload.accumulation if workload.checkpointing != "none" else 0
     if observation.blocks_again == due:
@@ -212,7 +215,7 @@ def checkpointing_mismatch(run: Run) -> Finding | None:
 
 def _forward_elsewhere(observation: StepObservation) -> bool:
     """Whether the whole model ran outside of forward. `phase-includes-forward` says so; nothing else can be told."""
-    return any(count for phase, count in observation.model_forwards.items() if phase != "forward")
+    return any(count for phase, count in observation.model_forwards.items() if phase != FORWARD)
 
 
 def _replayed(run: Run) -> bool:

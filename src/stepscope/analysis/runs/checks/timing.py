@@ -7,7 +7,7 @@ import statistics
 
 from stepscope.analysis.runs import metrics
 from stepscope.core.finding import Finding, error, note, warning
-from stepscope.core.range_names import PHASES
+from stepscope.core.range_names import PHASES, STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import MINIMUM_FOR_INTERVAL, Samples
 from stepscope.core.units import counted, format_rate, format_seconds, format_share
@@ -18,7 +18,7 @@ _FEW = 5
 
 def timer_stopped_early(run: Run) -> Finding | None:
     """[1] The device's own time of a step's phases cannot exceed the synchronised time of that step."""
-    step = run.samples.get("step")
+    step = run.samples.get(STEP)
     phases = [run.samples[name].values_s for name in PHASES if name in run.samples]
     if step is None or not step.count or not phases:
         return None
@@ -73,7 +73,7 @@ def beyond_the_ceiling(run: Run) -> Finding | None:
 
 def not_steady(run: Run) -> Finding | None:
     """[2] Samples that drift, or first ones far from the rest, are no sample of one quantity."""
-    samples = run.samples.get("step")
+    samples = run.samples.get(STEP)
     if samples is None or not samples.median_s:
         return None
     slow = _slow_step(samples)
@@ -133,7 +133,7 @@ def _slow_among_few(samples: Samples) -> tuple[str, float, str, float] | None:
 def compiled_while_measured(run: Run) -> Finding | None:
     """[26] What is compiled during a measured step is in its time."""
     found = run.evidence.compiled_while_measured
-    step = run.samples.get("step")
+    step = run.samples.get(STEP)
     if found is None or not found.count or step is None or not step.count:
         return None
     what = [
@@ -166,7 +166,7 @@ def compiled_while_measured(run: Run) -> Finding | None:
 
 def warm_up_unsettled(run: Run) -> Finding | None:
     """[2] Warm-up that reached its cap before two windows of steps agreed."""
-    samples = run.samples.get("step")
+    samples = run.samples.get(STEP)
     if run.warmup_steady is not False or samples is None or not samples.count:
         return None
     if run.settings.warmup_floor == run.settings.warmup_cap:
@@ -182,7 +182,7 @@ def warm_up_unsettled(run: Run) -> Finding | None:
 
 def few_samples(run: Run) -> Finding | None:
     """[2] With so few samples, neither drift nor spread can be judged."""
-    samples = run.samples.get("step")
+    samples = run.samples.get(STEP)
     if samples is None or not samples.count or samples.count >= 8:
         return None
     return note(
@@ -195,7 +195,7 @@ def few_samples(run: Run) -> Finding | None:
 
 def correlated_samples(run: Run) -> Finding | None:
     """[25] Steps so much like their neighbours that few of them are worth an independent one."""
-    samples = run.samples.get("step")
+    samples = run.samples.get(STEP)
     if samples is None or samples.count < MINIMUM_FOR_INTERVAL or samples.why_no_interval is None:
         return None
     return note(
@@ -212,7 +212,7 @@ def correlated_samples(run: Run) -> Finding | None:
 
 def wide_spread(run: Run) -> Finding | None:
     """[20] Samples that scatter."""
-    samples = run.samples.get("step")
+    samples = run.samples.get(STEP)
     if samples is None or samples.spread is None or samples.median_s is None:
         return None
     if samples.spread <= 0.1:
@@ -234,7 +234,7 @@ def launch_bound(run: Run) -> Finding | None:
     return note(
         "launch-bound",
         f"The GPU had nothing to run for {format_share(share)} of the step: {run.evidence.profile.kernel_launches} "
-        f"kernels in {format_seconds(metrics.median_s(run, 'step') or 0)}, so the host's speed sets the time.",
+        f"kernels in {format_seconds(metrics.median_s(run, STEP) or 0)}, so the host's speed sets the time.",
         remedy="fewer, larger launches: --compile reduce-overhead, --optimizer adamw-fused, a larger batch",
         evidence={"share": share, "kernel_launches": run.evidence.profile.kernel_launches},
     )
@@ -248,7 +248,7 @@ def profiler_overhead(run: Run) -> Finding | None:
     return note(
         "profiler-overhead",
         f"Under the profiler the step takes {format_seconds(profile.step_s)}, {slowdown:.1f} times the "
-        f"unprofiled {format_seconds(metrics.median_s(run, 'step') or 0)}.",
+        f"unprofiled {format_seconds(metrics.median_s(run, STEP) or 0)}.",
         remedy="take times from the unprofiled samples, shares from the profile",
         evidence={"slowdown": slowdown, "profiled_s": profile.step_s},
     )

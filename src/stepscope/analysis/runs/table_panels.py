@@ -1,30 +1,17 @@
-"""A table of runs as a plot: the first numeric field of its rows is the axis, its other labels are the lines."""
+"""A table of runs as curves: the first numeric field of its rows is the axis, its other labels are the lines."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import altair as alt
 
 from stepscope.analysis.runs.fields import VALUES, Scalar
 from stepscope.analysis.runs.tables import MISSING, TableQuery, build_records
-from stepscope.core.answer import Panel, Point
+from stepscope.core.answer import Frame, Panel, Point
 from stepscope.core.errors import InputError
 from stepscope.core.run import Run
 from stepscope.core.samples import CONFIDENCE, OF_ONE_PROCESS
-from stepscope.report.plots.series import HOLLOW, draw_series
 
 Record = dict[str, Scalar]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TablePlot:
-    """The chart, and what a line about it says."""
-
-    chart: alt.TopLevelMixin
-    points: int
-    left_out: int
-    """Cells whose run has no result, or no such figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +23,11 @@ class _Place:
     style: tuple[str, ...]
 
 
-def draw_table(runs: Sequence[Run], query: TableQuery) -> TablePlot:
+def table_panels(runs: Sequence[Run], query: TableQuery) -> tuple[Panel, ...]:
     """A panel a value, a point a cell whose run is done; times carry their interval or deviation as bars.
 
     Colours are the other fields of the rows, dashes the columns; without other fields, colours are the columns.
-    Raises InputError where no field of the rows is a number, or there is nothing to draw.
+    Raises InputError where no field of the rows is a number.
     """
     if query.speedup is not None:
         raise InputError("a plot shows the figures themselves: leave out --speedup, or name the values to plot")
@@ -49,22 +36,19 @@ def draw_table(runs: Sequence[Run], query: TableQuery) -> TablePlot:
     x = _axis(query, done or records)
     rest = tuple(name for name in query.rows if name != x)
     place = _Place(x=x, line=rest or query.columns, style=query.columns if rest else ())
-    panels, shown = [], set()
-    for name in query.values:
-        points = [point for r in done if (point := _point(r, name, query, place)) is not None]
-        shown |= {record["run"] for record in done if _figure(record, name, query)[0] is not None}
-        unit = VALUES[name].unit
-        panels.append(Panel(x_title=x, y_title=f"{name} ({unit})" if unit else name, points=tuple(points)))
-    left_out = [record for record in records if record["run"] not in shown]
-    chart = draw_series(
-        panels,
-        x_title=x,
+    points = {name: [p for r in done if (p := _point(r, name, query, place)) is not None] for name in query.values}
+    shown = {r["run"] for r in done if any(_figure(r, name, query)[0] is not None for name in query.values)}
+    frame = Frame(
+        heading=f"{', '.join(query.values)} by {x}",
+        note=_note(points.values(), query, [record for record in records if record["run"] not in shown]),
         line_title=" ".join(place.line),
         style_title=" ".join(place.style),
-        title=f"{', '.join(query.values)} by {x}",
-        subtitle=_subtitle(panels, query, left_out),
     )
-    return TablePlot(chart=chart, points=sum(len(panel.points) for panel in panels), left_out=len(left_out))
+    return tuple(
+        Panel(x_title=x, y_title=f"{name} ({unit})" if (unit := VALUES[name].unit) else name, points=tuple(found),
+              frame=frame)
+        for name, found in points.items()
+    )  # fmt: skip
 
 
 def _axis(query: TableQuery, records: Sequence[Record]) -> str:
@@ -115,9 +99,9 @@ def _label(record: Record, names: Sequence[str]) -> str:
     return " ".join(MISSING if record[name] is None else str(record[name]) for name in names)
 
 
-def _subtitle(panels: Sequence[Panel], query: TableQuery, left_out: Sequence[Record]) -> str:
-    """What points and bars are, and what is not shown: a picture travels without its table."""
-    points = [point for panel in panels for point in panel.points]
+def _note(drawn: Iterable[Sequence[Point]], query: TableQuery, left_out: Sequence[Record]) -> str:
+    """What points and bars are, and what is not shown."""
+    points = [point for figures in drawn for point in figures]
     parts = []
     if any(VALUES[name].samples for name in query.values):
         bars = any(point.low is not None for point in points)
@@ -127,8 +111,6 @@ def _subtitle(panels: Sequence[Panel], query: TableQuery, left_out: Sequence[Rec
             parts.append("medians" + (f" with {CONFIDENCE * 100:.0f} % intervals {OF_ONE_PROCESS}" if bars else ""))
             if any(point.low is None for point in points):
                 parts.append("no bar: too few effective samples for an interval")
-    if any(point.doubted for point in points):
-        parts.append(HOLLOW)
     if left_out:
         statuses = Counter("no such figure" if r["status"] == "done" else str(r["status"]) for r in left_out)
         parts.append("not shown: " + ", ".join(f"{n} {status}" for status, n in sorted(statuses.items())))

@@ -1,0 +1,227 @@
+"""Checks of what a user's loop or model does in each of its steps, that costs time or memory or leaves it untrained.
+
+The evidence is of a few steps that were looked at after the timed ones. The numbers in brackets are the rows of
+docs/measuring.md.
+"""
+
+from collections.abc import Sequence
+
+from stepscope.core.evidence import CodeLine
+from stepscope.core.finding import Finding, note, warning
+from stepscope.core.range_names import DATA, REST, STEP
+from stepscope.core.run import Run
+from stepscope.core.units import counted, format_bytes, format_seconds, format_share
+
+DATA_SHARE = 0.1
+REST_SHARE = 0.2
+FP32_SHARE = 0.01
+"""A position's angles or a router's few columns are meant to be fp32, and take less."""
+MANY_TENSORS = 10
+DIFFERENT_SHAPES = 3
+"""Two shapes are those of whole batches and of an epoch's last one."""
+
+
+def waiting_for_data(run: Run) -> Finding | None:
+    """[28] A loop that waits for its next batch."""
+    share = _share(run, DATA)
+    if share is None or share < DATA_SHARE:
+        return None
+    return warning(
+        "waiting-for-data",
+        f"The loop waited for its next batch for {format_share(share)} of the time "
+        f"({format_seconds(_mean_s(run, DATA))} of {format_seconds(_mean_s(run, STEP))} a step).",
+        {"share": share, "from_share": DATA_SHARE},
+        "more workers in the DataLoader (num_workers), less work for each sample, or a cheaper collate function",
+    )
+
+
+def rest_is_large(run: Run) -> Finding | None:
+    """[29] A scheduler, a logger or clipping that takes a share of the step."""
+    share = _share(run, REST)
+    if share is None or share < REST_SHARE:
+        return None
+    return warning(
+        "rest-is-large",
+        f"{format_share(share)} of the time is neither data, forward, backward nor optimizer "
+        f"({format_seconds(_mean_s(run, REST))} of {format_seconds(_mean_s(run, STEP))} a step).",
+        {"share": share, "from_share": REST_SHARE},
+        "log, evaluate and schedule less often; a loss outside of the model, clipping and zero_grad are in it, too",
+    )
+
+
+def host_reads(run: Run) -> Finding | None:
+    """[30] Lines at which the host waits for the device in every step."""
+    habits = run.evidence.habits
+    if habits is None or not habits.host_reads:
+        return None
+    lines, evidence = _lines(habits.host_reads), {"lines": len(habits.host_reads), "first": habits.host_reads[0].where}
+    remedy = "read it every so many steps, or keep loss.detach() and read that later"
+    if _on_gpu(run):
+        return warning(
+            "host-waits", f"In every step the host waits for the GPU to finish, at {lines}.", evidence, remedy
+        )
+    return note(
+        "host-waits",
+        f"Every step reads values that the model computes, at {lines}. That costs nothing on a CPU; on a GPU the host "
+        "would wait there until all it has launched is done.",
+        evidence,
+        remedy,
+    )
+
+
+def gradients_zeroed(run: Run) -> Finding | None:
+    """[31] zero_grad(set_to_none=False): gradients are kept through forward, filled with zeros, and added to."""
+    habits = run.evidence.habits
+    if habits is None or not habits.zeroed_gradients:
+        return None
+    return note(
+        "gradients-zeroed",
+        f"{counted(habits.zeroed_gradients, 'gradient')} ({format_bytes(habits.zeroed_bytes)}) held zeros when "
+        "backward began: they take memory during forward, and time to be filled and added to.",
+        {"gradients": habits.zeroed_gradients, "bytes": habits.zeroed_bytes},
+        "optimizer.zero_grad(), which sets them to None",
+    )
+
+
+def no_gradient(run: Run) -> Finding | None:
+    """[32] Parameters that require a gradient and get none."""
+    habits = run.evidence.habits
+    if habits is None or not habits.without_gradient_count:
+        return None
+    count = habits.without_gradient_count
+    return warning(
+        "no-gradient",
+        f"{counted(count, 'parameter')} that {'requires' if count == 1 else 'require'} a gradient had none in "
+        f"{habits.steps} steps: {_first(habits.without_gradient, count)}.",
+        {"parameters": count, "first": habits.without_gradient[0]},
+        "look why the loss does not depend on them; requires_grad_(False) for what is not meant to train",
+    )
+
+
+def graphs_pile_up(run: Run) -> Finding | None:
+    """[33] Graphs of earlier steps that a loop keeps, as a list of losses does."""
+    habits = run.evidence.habits
+    if habits is None or habits.graphs_alive is None or habits.graphs_alive < habits.steps - 1:
+        return None
+    return warning(
+        "graph-kept-alive",
+        f"The graphs of the {habits.graphs_alive} steps before were still alive when a step had ended: memory grows "
+        "from step to step.",
+        {"graphs": habits.graphs_alive},
+        "keep loss.item() or loss.detach(), never a loss or an output itself",
+    )
+
+
+def eval_while_training(run: Run) -> Finding | None:
+    """[34] Dropout or batch norm in eval mode in a step that trains."""
+    habits = run.evidence.habits
+    if habits is None or not habits.in_eval_mode_count:
+        return None
+    count = habits.in_eval_mode_count
+    return warning(
+        "eval-while-training",
+        f"{counted(count, 'module')} {'was' if count == 1 else 'were'} in "
+        f"eval mode while the model trained: {_first(habits.in_eval_mode, count)}.",
+        {"modules": count, "first": habits.in_eval_mode[0]},
+        "model.train() before the loop and after each evaluation",
+    )
+
+
+def fp32_beside_half(run: Run) -> Finding | None:
+    """[35] Products in fp32 where others are in 16 bits."""
+    habits = run.evidence.habits
+    if habits is None or habits.half_products is None or (habits.fp32_share or 0.0) < FP32_SHARE:
+        return None
+    share = habits.fp32_share or 0.0
+    return warning(
+        "fp32-beside-half",
+        f"{format_share(share)} of the FLOPs of forward's products took fp32 operands, in "
+        f"{', '.join(habits.fp32_products)}, where others took {habits.half_products}.",
+        {"share": share, "first": habits.fp32_products[0]},
+        "call them inside autocast, or convert their parameters, unless fp32 is meant there",
+    )
+
+
+def unpinned_batch(run: Run) -> Finding | None:
+    """[36] Copies to the GPU from memory that is not pinned."""
+    habits = run.evidence.habits
+    if habits is None or not habits.unpinned:
+        return None
+    return note(
+        "batch-not-pinned",
+        f"Every step copies to the GPU from memory that is not pinned, at {_lines(habits.unpinned)}: the host waits "
+        "for the copy, and the GPU computes nothing beside it.",
+        {"lines": len(habits.unpinned), "first": habits.unpinned[0].where},
+        "DataLoader(pin_memory=True) and .to(device, non_blocking=True)",
+    )
+
+
+def synchronises_micro_batches(run: Run) -> Finding | None:
+    """[37] Accumulation that synchronises gradients over the ranks in each micro-batch."""
+    habits = run.evidence.habits
+    if habits is None or habits.micro_batches is None or not habits.synchronised:
+        return None
+    return warning(
+        "micro-batches-synchronised",
+        f"Of {habits.micro_batches} micro-batches, {habits.synchronised} before the last synchronised their gradients "
+        "over the ranks, which the last does for all.",
+        {"micro_batches": habits.micro_batches, "synchronised": habits.synchronised},
+        "with model.no_sync(): round forward and backward of all micro-batches but the last",
+    )
+
+
+def optimizer_loops(run: Run) -> Finding | None:
+    """[38] An optimizer that goes over its tensors one after another."""
+    habits = run.evidence.habits
+    if habits is None or habits.optimizer_operators is None or habits.optimizer_tensors < MANY_TENSORS:
+        return None
+    if habits.optimizer_operators < habits.optimizer_tensors or not (_on_gpu(run) or habits.optimizer_loops):
+        return None
+    return note(
+        "optimizer-loops",
+        f"The optimizer goes over its {habits.optimizer_tensors} tensors one after another: "
+        f"{habits.optimizer_operators} operators a step.",
+        {"tensors": habits.optimizer_tensors, "operators": habits.optimizer_operators},
+        "fused=True, or leave foreach to PyTorch",
+    )
+
+
+def shapes_change(run: Run) -> Finding | None:
+    """[39] Inputs whose shape changes from step to step."""
+    habits = run.evidence.habits
+    if habits is None or len(habits.input_shapes) < DIFFERENT_SHAPES:
+        return None
+    return note(
+        "shapes-change",
+        f"In {habits.forwards} calls the model's input had {len(habits.input_shapes)} shapes "
+        f"({_first(habits.input_shapes[:3], len(habits.input_shapes))}): the times are of steps of different sizes.",
+        {"shapes": len(habits.input_shapes), "calls": habits.forwards},
+        "pad to a few lengths: compiled code, tuned kernels and the allocator's blocks are then used again",
+    )
+
+
+def _share(run: Run, name: str) -> float | None:
+    """The part's share of all timed steps together; a loader with workers waits in some of them only."""
+    part, step = run.samples.get(name), run.samples.get(STEP)
+    if run.evidence.loop is None or part is None or step is None or not sum(step.values_s):
+        return None
+    return sum(part.values_s) / sum(step.values_s)
+
+
+def _mean_s(run: Run, name: str) -> float:
+    return run.samples[name].mean_s or 0.0
+
+
+def _lines(lines: Sequence[CodeLine]) -> str:
+    named = [f"{line.where} ({line.call})" if line.call else line.where for line in lines]
+    return _first(named[:3], len(named))
+
+
+def _first(names: Sequence[str], count: int) -> str:
+    """The first few names, and how many there are besides."""
+    more = f" and {count - len(names)} more" if count > len(names) else ""
+    return f"{', '.join(names)}{more}"
+
+
+def _on_gpu(run: Run) -> bool:
+    return run.environment is not None and run.environment.device_type == "cuda"

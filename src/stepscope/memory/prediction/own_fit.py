@@ -1,0 +1,87 @@
+"""What is predicted of a step of a user's own module: its peak, whether it fits, and what would make it fit."""
+
+import msgspec
+
+from stepscope.core.errors import InputError
+from stepscope.core.evidence import PhaseMemory
+from stepscope.core.memory_notes import MemoryCategory
+from stepscope.core.own_workload import OwnWorkload
+from stepscope.memory.prediction.fit import Budget
+
+KEPT_FREE = 0.04
+"""Share of the memory that is left free: what an operator's kernel takes for itself and gives back is not seen."""
+
+KEPT_FREE_FOR_CUSTOM = 0.1
+"""The same more, where the step calls operators that are not PyTorch's."""
+
+
+CONVOLUTION_WORKSPACES = 4
+"""How often the operands of the largest convolution are kept free for cuDNN's workspaces: those of a U-Net in fp32 on
+an H200 raised its peak by 3.1 times these bytes (results/h200/architectures.json)."""
+
+
+class Unseen(msgspec.Struct, frozen=True, kw_only=True):
+    """What the prediction cannot see in a step, or counts at its largest."""
+
+    convolutions: int = 0
+    """Calls of convolutions in three steps; on a GPU, cuDNN takes workspaces for them."""
+    convolution_bytes: int = 0
+    """Bytes of the operands and outputs of the largest convolution."""
+    custom: tuple[str, ...] = ()
+    """Operators that are not PyTorch's."""
+    at_most: tuple[str, ...] = ()
+    """Operators whose output was counted at its largest, since its shape depends on data: the peak is a bound."""
+
+    def kept_free(self, budget: Budget) -> int:
+        """Bytes of the memory that a step must leave, so that it is said to fit."""
+        share = KEPT_FREE + (KEPT_FREE_FOR_CUSTOM if self.custom else 0)
+        return int(budget.usable_bytes * share) + CONVOLUTION_WORKSPACES * self.convolution_bytes
+
+
+class OwnEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """Predicted bytes of one steady step."""
+
+    peak_bytes: int
+    peak_phase: str
+    categories: dict[MemoryCategory, int]
+    """Bytes that are alive at the peak, by category; they add up to `peak_bytes` exactly."""
+    memory: PhaseMemory
+    unseen: Unseen = Unseen()
+
+
+class OwnPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Changes to the step that make it fit, as predicted."""
+
+    change: str
+    options: str
+    peak_bytes: int
+
+
+class OwnVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a step fits into a budget, and what would make it fit."""
+
+    budget: Budget
+    fits: bool
+    kept_free_bytes: int
+    """Bytes of the budget that must stay free."""
+    fails_in: str | None = None
+    plans: tuple[OwnPlan, ...] = ()
+    largest_batch: int | None = None
+    """The largest batch that fits, in samples; 0 where not even one does, None where no size could be changed."""
+
+
+class OwnFit(msgspec.Struct, frozen=True, kw_only=True):
+    """The prediction of a step, and a verdict for each budget."""
+
+    workload: OwnWorkload
+    """With the model as it was found."""
+    estimate: OwnEstimate
+    verdicts: tuple[OwnVerdict, ...] = ()
+
+
+def decode_own_fit(data: bytes, what: str) -> OwnFit:
+    """The prediction that a process of its own wrote."""
+    try:
+        return msgspec.json.decode(data, type=OwnFit)
+    except msgspec.DecodeError as error:
+        raise InputError(f"{what} left no prediction: {error}") from error
