@@ -18,6 +18,7 @@ from stepscope.measure.environment import HostLoad
 from stepscope.models import training_step
 from stepscope.models.training_step import TrainingStep
 from tests.conftest import mini
+from tests.textbook import textbook
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +93,7 @@ def test_a_run_has_the_evidence_of_what_ran_and_reads_back_with_it(out: Path, dt
     assert evidence.updates is not None and evidence.updates.steps == evidence.updates.applied == 3
     assert (evidence.updates.loss_scale is not None) is (dtype == "fp16")
     assert evidence.operators is not None and set(evidence.operators.calls) == {"forward", "backward", "optimizer"}
-    assert evidence.observation is not None and evidence.observation.blocks_again == 2 * run.workload.model.layers
+    assert evidence.observation is not None and evidence.observation.blocks_again == 2 * textbook(run).model.layers
     assert not [f for f in run.findings if f.kind.endswith("mismatch") or f.severity == "error"]
     assert load_run(out / run.id / "run.json").evidence == evidence
 

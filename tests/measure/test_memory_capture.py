@@ -251,13 +251,16 @@ class Handmade:
         self.weight = torch.nn.Parameter(torch.ones(1000))
         self.model.register_parameter("weight", self.weight)
         self.forward_module = self.model
-        self.optimizer = None
+        self.optimizer = self.scaler = None
         self.batches = ((torch.ones(10),),)
-        self.tokens = self.batches[0][0]
+        self.batch = self.batches[0]
         self.loss: torch.Tensor | None = None
         self.blocks: tuple[torch.nn.Module, ...] = ()
         self.compiled = self.compiles_parts = self.cuda_graphs = False
         self.phases = (Phase(name="forward", run=self._forward), Phase(name="backward", run=self._backward))
+
+    def named_tensors(self, batch: tuple[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        return [("ones", batch[0])]
 
     def prepare(self) -> None:
         self.model.zero_grad(set_to_none=True)

@@ -47,22 +47,23 @@ def run_one(clock: FakeClock, device: FakeDevice, step: FakeStep, settings: Sett
     return measure({"step": step}, device=device, settings=settings, clock=clock)["step"]
 
 
-def test_device_bound_step_is_timed_by_phase_on_the_device_and_whole_on_the_host():
-    clock, device, step = machine(forward=(0.001, 2.0), backward=(0.001, 4.0))
-    samples = run_one(clock, device, step).samples
-    assert samples["host"].values_s == pytest.approx([0.002] * 3)
-    assert samples["backward"].values_s == pytest.approx([4.0] * 3)
-    # The device starts when the first launch arrives, 1 ms after the step began.
-    assert samples["step"].values_s == pytest.approx([6.001] * 3)
-    assert samples["forward"].values_s == pytest.approx([2.001] * 3)
-
-
-def test_launch_bound_step_shows_host_time_near_step_time():
-    clock, device, step = machine(forward=(1.0, 0.1), backward=(2.0, 0.1))
-    samples = run_one(clock, device, step).samples
-    assert samples["host"].values_s == pytest.approx([3.0] * 3)
-    assert samples["step"].values_s == pytest.approx([3.1] * 3)
-    assert samples["forward"].values_s == pytest.approx([1.1] * 3)
+@pytest.mark.parametrize(
+    ("forward", "backward", "expected"),
+    [
+        # The device sets the pace. It starts when the first launch arrives, 1 ms after the step began.
+        ((0.001, 2.0), (0.001, 4.0), {"step": 6.001, "host": 0.002, "forward": 2.001, "backward": 4.0}),
+        # The host does: its time is near the step's. A phase ends on the device before the next one is launched.
+        ((1.0, 0.1), (2.0, 0.1), {"step": 3.1, "host": 3.0, "forward": 1.1, "backward": 2.0}),
+    ],
+    ids=["device-bound", "launch-bound"],
+)
+def test_a_step_is_timed_by_phase_on_the_device_and_whole_on_the_host(
+    forward: tuple[float, float], backward: tuple[float, float], expected: dict[str, float]
+):
+    samples = run_one(*machine(forward=forward, backward=backward)).samples
+    assert {name: found.values_s for name, found in samples.items()} == {
+        name: pytest.approx([value_s] * 3) for name, value_s in expected.items()
+    }
 
 
 def repeated(clock: FakeClock, device: FakeDevice, phases: list[tuple[str, float, float]]) -> list[Phase]:

@@ -30,9 +30,10 @@ from stepscope.models.attention import attention_for, implementation, written_ou
 from stepscope.models.attention.inputs import attend, check_inputs
 from stepscope.models.attention.written_out import CHUNK, chunked, reference
 from stepscope.models.training_step import TrainingStep
-from tests.conftest import mini
+from tests.conftest import mini, run_steps
 from tests.memory.prediction.test_cpu import assert_alike, kept_by_symbolic_model, kept_in_truth
 from tests.shown import shown
+from tests.textbook import textbook
 
 pytestmark = pytest.mark.slow
 
@@ -286,15 +287,10 @@ def test_every_name_is_known_without_torch():
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_each_trains_the_model(name: Attention, dtype: str):
     """The loss after two steps is that of the reference."""
-    losses = []
-    for attention in ("reference", name):
-        step = TrainingStep(mini(attention=attention, dtype=dtype), CPU)
-        for _ in range(2):
-            step.prepare()
-            for phase in step.phases:
-                phase.run()
-        assert step.loss is not None
-        losses.append(float(step.loss))
+    losses = [
+        run_steps(TrainingStep(mini(attention=attention, dtype=dtype), CPU), 2) for attention in ("reference", name)
+    ]
+    assert losses[0] is not None
     assert losses[1] == pytest.approx(losses[0], rel=1e-5 if dtype == "fp32" else 3e-3)
 
 
@@ -302,7 +298,7 @@ def test_a_run_says_what_auto_picked(tmp_path: Path):
     one_step = Settings(warmup_floor=0, warmup_cap=0, steps_floor=1, steps_cap=1, seconds=0)
     request = StepRequest(workload=mini(attention="auto"), device="cpu", settings=one_step, out=str(tmp_path))
     run, _ = measure_step(request)
-    assert run.workload.attention == "auto" and run.evidence.attention == "sdpa"
+    assert textbook(run).attention == "auto" and run.evidence.attention == "sdpa"
     assert "Attention auto picked sdpa." in shown(answer_run(run))
 
 
@@ -355,9 +351,7 @@ def test_selective_checkpointing_keeps_flashs_output(monkeypatch: pytest.MonkeyP
     for checkpointing in ("none", "selective", "every-1"):
         launched.append(0)
         step = TrainingStep(mini(attention="flash", phase="forward-backward", checkpointing=checkpointing), CPU)
-        step.prepare()
-        for phase in step.phases:
-            phase.run()
+        run_steps(step)
         gradients.append([parameter.grad for parameter in step.model.parameters()])
     assert launched == [2, 2, 4]  # of two layers
     for plain, *others in zip(*gradients, strict=True):

@@ -19,7 +19,7 @@ from stepscope.measure.device import HostDevice
 from stepscope.models.training_step import TrainingStep
 from stepscope.models.transformer import Block
 from stepscope.trace.read import read_trace
-from tests.conftest import mini
+from tests.conftest import mini, run_steps
 from tests.cpu_allocations import allocated_bytes
 from tests.measure.test_capture import Recorder
 
@@ -37,9 +37,7 @@ def step_with(checkpointing: str, **changes: Any) -> TrainingStep:
 
 def run_step(step: TrainingStep) -> list[Tensor]:
     """One step; the gradients, where it has no optimizer."""
-    step.prepare()
-    for phase in step.phases:
-        phase.run()
+    run_steps(step)
     return [p.grad for p in step.model.parameters() if p.grad is not None]
 
 

@@ -12,17 +12,12 @@ from stepscope.measure.device import HostDevice
 from stepscope.measure.driven import observe_step, profile_step
 from stepscope.measure.profile import union_length
 from stepscope.models.training_step import TrainingStep, check_supported
-from tests.conftest import mini
+from tests.conftest import mini, run_steps
+from tests.models.by_dtype import BY_DTYPE
 
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-
-
-def run_step(step: TrainingStep) -> None:
-    step.prepare()
-    for phase in step.phases:
-        phase.run()
 
 
 @pytest.mark.parametrize(
@@ -45,7 +40,7 @@ def test_every_micro_batch_has_its_forward_and_backward():
 
 
 def gradients(step: TrainingStep) -> list[torch.Tensor]:
-    run_step(step)
+    run_steps(step)
     return [p.grad for p in step.model.parameters() if p.grad is not None]
 
 
@@ -61,8 +56,8 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(accumulation: int, c
     assert len(found) == len(expected) == len(list(whole.model.parameters()))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    run_step(split)  # the next step's gradients are its own
-    run_step(whole)
+    run_steps(split)  # the next step's gradients are its own
+    run_steps(whole)
     for a, b in zip(split.model.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
 
@@ -71,7 +66,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(accumulation: int, c
 def test_accumulation_in_low_precision_agrees_with_the_whole_batch(dtype: str):
     whole, split = (TrainingStep(mini(batch_size=4, dtype=dtype, accumulation=n), CPU) for n in (1, 4))
     for step in (whole, split):
-        run_step(step)
+        run_steps(step)
     for a, b in zip(split.model.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=3e-4)  # one update of lr 1e-4 each
 
@@ -80,8 +75,8 @@ def test_accumulation_under_compile_compiles_once():
     reset_compilation()
     eager, compiled = (TrainingStep(mini(batch_size=4, accumulation=2, compile=c), CPU) for c in ("eager", "default"))
     for _ in range(2):
-        run_step(eager)
-        run_step(compiled)
+        run_steps(eager)
+        run_steps(compiled)
     report = compile_report()
     assert (report.graphs, report.graph_breaks, report.recompiles) == (1, 0, 0)
     for a, b in zip(eager.model.parameters(), compiled.model.parameters(), strict=True):
@@ -107,21 +102,13 @@ def test_training_learns_in_every_precision(dtype: str):
     step.optimizer.param_groups[0]["lr"] = 1e-3  # at 1e-4 bf16 parameters swallow most updates
     losses = []
     for _ in range(60):
-        run_step(step)
+        run_steps(step)
         assert step.loss is not None
         losses.append(float(step.loss))
     assert losses[-1] < losses[0] - 1.0
 
 
-@pytest.mark.parametrize(
-    ("dtype", "parameters", "products"),
-    [
-        ("fp32", torch.float32, ("float32",)),
-        ("bf16", torch.float32, ("bfloat16",)),
-        ("fp16", torch.float32, ("float16",)),
-        ("bf16-pure", torch.bfloat16, ("bfloat16",)),
-    ],
-)
+@BY_DTYPE
 def test_precision_is_what_the_dtype_says(dtype: str, parameters: torch.dtype, products: tuple[str, ...]):
     step = TrainingStep(mini(dtype=dtype), CPU)
     assert {p.dtype for p in step.model.parameters()} == {parameters}
@@ -133,8 +120,8 @@ def test_precision_is_what_the_dtype_says(dtype: str, parameters: torch.dtype, p
 def test_optimizers_are_the_same_mathematics(optimizer: str):
     ours, plain = (TrainingStep(mini(optimizer=name), CPU) for name in (optimizer, "adamw-loop"))
     for _ in range(3):
-        run_step(ours)
-        run_step(plain)
+        run_steps(ours)
+        run_steps(plain)
     for a, b in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(a, b)
 
@@ -154,7 +141,7 @@ def test_steps_rotate_through_different_batches():
 
 def test_inference_keeps_no_graph_and_takes_no_loss():
     step = TrainingStep(mini(phase="forward"), CPU)
-    run_step(step)
+    run_steps(step)
     assert step.loss is None and step.optimizer is None
     _, memory = observe_step(step, CPU)
     assert memory.saved_for_backward is None
@@ -203,7 +190,7 @@ def test_what_is_timed_under_compile_is_the_compiled_module():
     step = TrainingStep(mini(compile="default"), CPU)
     assert step.forward_module is not step.model
     assert compile_report().frames_compiled == 0
-    run_step(step)
+    run_steps(step)
     report = compile_report()
     assert report.frames_compiled >= 1 and report.graph_breaks == 0 and not report.limit_hit
     assert report.compile_s is not None and report.compile_s > 0
@@ -212,7 +199,7 @@ def test_what_is_timed_under_compile_is_the_compiled_module():
 def test_compiled_step_computes_what_the_eager_one_does():
     eager, compiled = (TrainingStep(mini(compile=mode), CPU) for mode in ("eager", "default"))
     for step in (eager, compiled):
-        run_step(step)
+        run_steps(step)
     assert eager.loss is not None and compiled.loss is not None
     torch.testing.assert_close(eager.loss, compiled.loss, rtol=1e-4, atol=1e-5)
     for a, b in zip(eager.model.parameters(), compiled.model.parameters(), strict=True):
@@ -226,7 +213,7 @@ def test_tf32_is_refused_where_there_is_none():
 
 def test_profile_names_the_fused_attention_and_covers_the_step():
     step = TrainingStep(mini(attention="sdpa"), CPU)
-    run_step(step)
+    run_steps(step)
     profile = profile_step(step, CPU, HostDevice())
     assert any("_scaled_dot_product" in name for name in profile.attention_operators)
     assert 0 < profile.busy_s <= profile.step_s

@@ -224,3 +224,11 @@ def test_bad_input_is_one_line(tmp_path: Path):
     assert "No such option: --save" in refused("formats", "--save", tmp_path / "plot.svg"), "it has no curves"
     assert "end its name in one of" in refused("softmax", "--save", tmp_path / "plot.txt")
     assert "--value has 5,002 characters" in refused("formats", "--value", "0." + "1" * 5000)
+
+
+def test_an_error_below_every_number_of_fp64_is_said_as_it_is():
+    """5e-324 is stored as 2 ** -1074, 4.9407e-324: 5.93e-326 less, which no number of fp64 is."""
+    rows = {row[0]: row for row in study_formats("5e-324").table("What becomes of 5e-324").rows}
+    assert rows["fp64"][2] == "-5.934e-326"
+    assert rows["bf16"][2] == -5e-324
+    assert study_formats("1").table("What becomes of 1").rows[0][2] == 0.0

@@ -1,4 +1,4 @@
-"""Reads an exception that the device raised: whether memory ran out, in which module, and where in which file."""
+"""Reads an exception that the device raised: in which module, and where in which file."""
 
 import traceback
 from collections.abc import Iterable
@@ -8,16 +8,6 @@ from typing import cast
 import torch
 
 from stepscope.core.portable_paths import without_install_places
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception is some allocator's way of saying that memory ran out."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and (
-        "can't allocate memory" in text or "out of memory" in text or "CUBLAS_STATUS_ALLOC_FAILED" in text
-    )
 
 
 def failing_module(model: torch.nn.Module, tb: TracebackType | None) -> str | None:

@@ -31,9 +31,10 @@ from stepscope.core.workload import Workload
 from stepscope.measure.as_on_cuda import AsOnCuda, AttentionBackend
 from stepscope.measure.fake_memory import FakeMemory
 from stepscope.measure.step import Recorder, drive
-from stepscope.memory.prediction.caching_allocator import CachingAllocator
+from stepscope.memory.prediction.caching_allocator import CachingAllocator, OutOfMemory
 from stepscope.memory.prediction.estimate import WORKSPACE_BYTES
-from stepscope.models.training_step import TrainingStep
+from stepscope.memory.prediction.symbolic_tensors import Allocator
+from stepscope.models.training_step import AssembledStep, TrainingStep
 
 LARGEST_TENSOR = 2**58
 """The most elements of a tensor, since PyTorch counts its bytes in 63 bits."""
@@ -69,7 +70,11 @@ def estimate_by_running(workload: Workload, *, workspace_bytes: int = WORKSPACE_
     seconds, so nothing is extrapolated from fewer.
     """
     watched = watch_fake_step(workload, workspace_bytes=workspace_bytes)
-    return _replay(watched.watch, watched.built, watched.parameter_bytes)
+    return replayed(watched)
+
+
+class RefusedInPhase(Exception):
+    """Raised where the simulated allocator refuses a request, with the name of the phase."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,15 +103,10 @@ def watch_fake_step(workload: Workload, *, workspace_bytes: int = WORKSPACE_BYTE
         modes.enter_context(FakeTensorMode())
         modes.enter_context(watch)
         step = make_fake_step(workload)
-        _label_residents(step, watch)
+        label_residents(step, watch)
         built = len(watch.events)
         modes.enter_context(as_on_cuda.throughout([step.forward_module, *step.model.blocks]))
-        phases = _FakePhases(step, watch)
-        for _ in range(STEPS_BEFORE + 1):
-            watch.phases.clear()
-            step.prepare()
-            drive(step, phases)
-            _label_residents(step, watch)
+        run_steps(step, watch, STEPS_BEFORE + 1)
         parameter_bytes = sum(p.numel() * p.element_size() for p in step.model.parameters())
     watched = WatchedStep(watch=watch, built=built, parameter_bytes=parameter_bytes)
     watch.end()
@@ -115,10 +115,20 @@ def watch_fake_step(workload: Workload, *, workspace_bytes: int = WORKSPACE_BYTE
     return watched
 
 
+def run_steps(step: AssembledStep, watch: FakeMemory, count: int, *, on_host: bool = True) -> None:
+    """Run so many steps; the watch keeps the phases of the last. on_host: as in `label_residents`."""
+    phases = _FakePhases(step, watch)
+    for _ in range(count):
+        watch.phases.clear()
+        step.prepare()
+        drive(step, phases)
+        label_residents(step, watch, on_host=on_host)
+
+
 class _FakePhases(Recorder):
     """A Recorder that tells FakeMemory of the phases and names the gradients."""
 
-    def __init__(self, step: TrainingStep, watch: FakeMemory) -> None:
+    def __init__(self, step: AssembledStep, watch: FakeMemory) -> None:
         self._step, self._watch = step, watch
 
     def phase_begins(self, name: str) -> None:
@@ -173,16 +183,17 @@ def _default_dtype(dtype: torch.dtype) -> Generator[None]:
         torch.set_default_dtype(before)
 
 
-def _label_residents(step: TrainingStep, watch: FakeMemory) -> None:
+def label_residents(step: AssembledStep, watch: FakeMemory, *, on_host: bool = True) -> None:
+    """Name what lives on between steps. on_host: the optimizer's counts of steps are on the host."""
     watch.label([*step.model.parameters(), *step.model.buffers()], "parameters")
-    watch.label([tensor for batch in step.batches for tensor in batch], "inputs")
+    watch.label([tensor for batch in step.batches for _, tensor in step.named_tensors(batch)], "inputs")
     if step.optimizer is not None:
         fused = step.workload.optimizer == "adamw-fused"
         for state in step.optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, Tensor):
                     # Only the fused kernel reads the count of steps on the device.
-                    watch.label([value], "optimizer state", on_device=fused or name != "step")
+                    watch.label([value], "optimizer state", on_device=fused or name != "step" or not on_host)
 
 
 @dataclasses.dataclass
@@ -193,26 +204,33 @@ class _Moment:
     event: int = 0
 
 
-def _replay(watch: FakeMemory, built: int, parameter_bytes: int) -> FakeEstimate:
-    """Play the events through the allocator; returns the last step's figures. The first `built` made the step."""
-    allocator = CachingAllocator()
+def replayed(watched: WatchedStep, allocator: Allocator | None = None) -> FakeEstimate:
+    """Play the events through the allocator, PyTorch's on a GPU if left out; returns the last step's figures.
+
+    Raises RefusedInPhase where the allocator has a limit, and refuses a request.
+    """
+    watch = watched.watch
+    allocator = allocator or CachingAllocator()
     blocks: dict[int, tuple[int, int]] = {}
     allocated = 0
     counts: list[int] = []
     reserved: list[int] = []
     # Temporaries of filling the model are left out, since how PyTorch draws numbers in place differs by version.
-    passing = {~event for event in watch.events[:built] if event < 0}
+    passing = {~event for event in watch.events[: watched.built] if event < 0}
     for event in watch.events:
         index = event if event >= 0 else ~event
         if watch.allocations[index].on_device and index not in passing:
             if event >= 0:
-                blocks[index] = allocator.allocate(watch.allocations[index].nbytes)
+                try:
+                    blocks[index] = allocator.allocate(watch.allocations[index].nbytes)
+                except OutOfMemory as error:
+                    raise RefusedInPhase(watch.allocations[index].phase or "build") from error
                 allocated += blocks[index][1]
             else:
                 allocator.free(blocks[index][0])
                 allocated -= blocks[index][1]
         counts.append(allocated)
-        reserved.append(allocator.reserved)
+        reserved.append(getattr(allocator, "reserved", 0))
     peaks: dict[str, _Moment] = {}
     saved: list[int] = []
     for phase in watch.phases:
@@ -224,7 +242,7 @@ def _replay(watch: FakeMemory, built: int, parameter_bytes: int) -> FakeEstimate
             saved.append(counts[phase.end - 1] - counts[phase.start - 1])
     start = watch.phases[0].start - 1
     memory = PhaseMemory(
-        parameter_bytes=parameter_bytes,
+        parameter_bytes=watched.parameter_bytes,
         after_parameters=counts[start],
         forward_peak=peaks[FORWARD].allocated,
         saved_for_backward=max(saved) if BACKWARD in peaks else None,

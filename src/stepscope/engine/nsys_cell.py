@@ -32,7 +32,8 @@ def main() -> int:
 
 
 def _trace(request: StepRequest, keep: Callable[[dict[str, Samples]], None]) -> None:
-    from stepscope.measure import ranges  # noqa: PLC0415  (torch, after the lifeline)
+    from stepscope.engine.stages.build import make_step  # noqa: PLC0415  (torch, after the lifeline)
+    from stepscope.measure import ranges  # noqa: PLC0415
     from stepscope.measure.capture import capture_range  # noqa: PLC0415
     from stepscope.measure.device import (  # noqa: PLC0415
         limit_memory,
@@ -42,7 +43,6 @@ def _trace(request: StepRequest, keep: Callable[[dict[str, Samples]], None]) -> 
     from stepscope.measure.driven import trace_nvtx  # noqa: PLC0415
     from stepscope.measure.precision import matmul_precision  # noqa: PLC0415
     from stepscope.measure.timer import timed_steps  # noqa: PLC0415
-    from stepscope.models.training_step import TrainingStep  # noqa: PLC0415
 
     if not ranges.current_emitters():
         raise RuntimeError("no NVTX ranges can be emitted: this PyTorch has none, and nvtx finds no tool that listens")
@@ -50,7 +50,7 @@ def _trace(request: StepRequest, keep: Callable[[dict[str, Samples]], None]) -> 
     limit_memory(device, request.memory_limit_bytes)
     timing = timing_device(device)
     with matmul_precision(request.workload.dtype):
-        step = TrainingStep(request.workload, device)
+        step, _ = make_step(request.workload, device)
         with ranges.silenced():
             timed_steps(step, timing, max(request.settings.warmup_floor, 1))
         with capture_range(device):

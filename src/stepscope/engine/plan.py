@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.run import Run, Settings, Status
 from stepscope.core.workload import Workload
 from stepscope.engine.request import MemoryRequest, TraceRequest
-from stepscope.work.transformer import parameter_count, step_flops
+from stepscope.work.described import parameters_of
+from stepscope.work.transformer import step_flops
 
 BROKEN: frozenset[Status] = frozenset({"failed", "killed", "timed-out"})
 """The ways in which a cell may end without a result; `Policy.retry` measures such cells again."""
@@ -18,7 +20,7 @@ BROKEN: frozenset[Status] = frozenset({"failed", "killed", "timed-out"})
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One workload measured one way."""
 
-    workload: Workload
+    workload: DrivenWorkload
     settings: Settings = Settings()
 
 
@@ -99,7 +101,9 @@ class SweepState:
 
 
 def _flops(cell: CellState) -> int:
-    return step_flops(cell.cell.workload)
+    """The cell's work, to share the time by; those whose work is not known beforehand count alike."""
+    workload = cell.cell.workload
+    return step_flops(workload) if isinstance(workload, Workload) else 1
 
 
 Tell = Callable[[SweepState], None]
@@ -107,10 +111,11 @@ Tell = Callable[[SweepState], None]
 
 def order_cells(cells: list[Cell]) -> tuple[Cell, ...]:
     """The cells without duplicates, small ones first, so that a smaller one shows that a larger one cannot fit."""
-    unique = list(dict.fromkeys(cells))
-    return tuple(
-        sorted(
-            unique,
-            key=lambda c: (parameter_count(c.workload.model), c.workload.seq_len, c.workload.batch_size),
-        )
-    )
+    unique = {msgspec.json.encode(cell): cell for cell in cells}
+    return tuple(sorted(unique.values(), key=_size))
+
+
+def _size(cell: Cell) -> tuple[int, int, int]:
+    """What cells are ordered by; those whose sizes are not known beforehand stay in their order."""
+    workload = cell.workload
+    return (parameters_of(workload) or 0, workload.seq_len or 0, workload.batch_size or 0)

@@ -7,8 +7,8 @@ import msgspec
 
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
+from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.run import Settings
-from stepscope.core.workload import Workload
 
 MemoryStacks = Literal["python", "all"]
 MEMORY_STACKS: tuple[MemoryStacks, ...] = get_args(MemoryStacks)
@@ -45,7 +45,7 @@ class MemoryRequest(msgspec.Struct, frozen=True, kw_only=True):
 class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A workload to measure, the settings, and where the run goes. It travels to a cell's process as JSON."""
 
-    workload: Workload
+    workload: DrivenWorkload
     settings: Settings = Settings()
     device: str = "auto"
     out: str = "runs"

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -10,10 +11,11 @@ import stepscope.measure  # noqa: F401  # pyright: ignore[reportUnusedImport]  (
 from stepscope.analysis.runs.checks import check_run
 from stepscope.analysis.runs.metrics import summarise
 from stepscope.core import interrupts
-from stepscope.core.errors import InputError, StepscopeError, one_line
+from stepscope.core.errors import DeviceError, InputError, StepscopeError, one_line
 from stepscope.core.run import Run
 from stepscope.core.run_directory import create_run_directory, save_run
-from stepscope.engine.device_failure import is_out_of_memory, let_go
+from stepscope.core.workload import Workload
+from stepscope.engine.device_failure import let_go
 from stepscope.engine.draft import Draft
 from stepscope.engine.nsys_trace import nsys_for
 from stepscope.engine.request import StepRequest, Tell
@@ -21,13 +23,16 @@ from stepscope.engine.stages.build import build, release
 from stepscope.engine.stages.ceilings import find_ceilings
 from stepscope.engine.stages.look_round import look_round
 from stepscope.engine.stages.memory import record_memory, record_what_filled_the_memory
-from stepscope.engine.stages.observe import observe
+from stepscope.engine.stages.observe import count_work, observe
 from stepscope.engine.stages.timed import time_steps
 from stepscope.engine.stages.trace import trace_by_kineto, trace_by_nsys, trace_for_the_watching_tool
-from stepscope.measure.device import limit_memory, resolve_device
+from stepscope.measure.device import is_out_of_memory, limit_memory, resolve_device
 from stepscope.measure.precision import matmul_precision
 from stepscope.measure.timer import StepFailed
 from stepscope.models.training_step import check_supported
+
+if TYPE_CHECKING:
+    from stepscope.models.own.loading import Loaded
 
 StageFunction = Callable[[Draft], None]
 
@@ -40,6 +45,7 @@ AFTER_THE_TIMES: tuple[tuple[StageFunction, str], ...] = (
     (trace_by_kineto, "no trace"),
     (trace_for_the_watching_tool, "no trace"),
     (record_memory, "no memory history"),
+    (count_work, "the FLOPs of the step are not known"),
     (release, "the step's memory could not be released"),
     (trace_by_nsys, "no trace"),
     (find_ceilings, "no measured ceiling"),
@@ -50,21 +56,26 @@ as its warm-up setting says, and its memory is free again."""
 
 
 def measure_step(
-    request: StepRequest, tell: Tell = lambda _: None, began: Callable[[Path], None] = lambda _: None
+    request: StepRequest,
+    tell: Tell = lambda _: None,
+    began: Callable[[Path], None] = lambda _: None,
+    given: "Callable[[], Loaded] | None" = None,
 ) -> tuple[Run, Path]:
     """Measure one workload and save its run; returns the run and its directory, which `began` is told at once.
 
+    given: what gives a model of the user's own, where it is no factory that the workload names.
     A workload that the device cannot run as asked, or a place that cannot be written, raises InputError before
     anything is measured. A failure of the device is no exception: it is the run's status, with where it happened.
     """
     device = resolve_device(request.device)
-    check_supported(request.workload, device)
+    if isinstance(request.workload, Workload):
+        check_supported(request.workload, device)
     limit_memory(device, request.memory_limit_bytes)
     nsys = nsys_for(request, device.type)
     with interrupts.held():
         directory = create_run_directory(Path(request.out), request.workload)
         began(directory)
-        draft = Draft(request, device, directory, tell, nsys)
+        draft = Draft(request, device, directory, tell, nsys, given=given)
         try:
             with matmul_precision(request.workload.dtype):
                 _go_through_the_stages(draft)
@@ -87,7 +98,7 @@ def _go_through_the_stages(draft: Draft) -> None:
                 for stage, failed in AFTER_THE_TIMES:
                     try:
                         stage(draft)
-                    except Exception as error:  # a library's failure here must not cost the times
+                    except (Exception, SystemExit) as error:  # a failure here must not cost the times
                         draft.note(f"{failed.format(stage=draft.stage)}: {one_line(error)}")
     except KeyboardInterrupt:
         draft.interrupt()
@@ -101,13 +112,21 @@ def _measured(draft: Draft) -> bool:
     except StepFailed as failure:
         interrupts.check()  # a library may have replaced Ctrl-C's exception by its own
         cause = failure.__cause__ or failure
+        if isinstance(cause, StepscopeError):
+            raise cause from None  # a mistake in the user's own step, which has its own words
+        if isinstance(cause, SystemExit):
+            cause = StepscopeError(f"the step called sys.exit({cause.code!r}), which ends it")
         draft.fail(cause, failure.stage, failure.phase)
         if is_out_of_memory(cause):
             let_go(failure)
             record_what_filled_the_memory(draft)
         return False
-    except StepscopeError:
-        raise
+    except StepscopeError as error:
+        cause = error.__cause__
+        if not isinstance(error, DeviceError) or cause is None or not is_out_of_memory(cause):
+            raise
+        draft.fail(cause, draft.stage)  # in a user's own code, before a step: a result like that of ours
+        return False
     except Exception as error:  # whatever the device or a library raises becomes the run's status
         interrupts.check()
         draft.fail(error, draft.stage)

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import hashlib
 import itertools
+import shutil
 import signal
 import sys
 import time
@@ -21,6 +22,7 @@ from stepscope.analysis.runs.checks import check_run
 from stepscope.analysis.runs.metrics import summarise
 from stepscope.core import interrupts
 from stepscope.core.errors import InputError, StepscopeError, one_line
+from stepscope.core.own_workload import DrivenWorkload, OwnWorkload
 from stepscope.core.run import REPEATED, Failure, Run, Status
 from stepscope.core.run_directory import create_run_directory, load_run, load_runs, save_run
 from stepscope.core.workload import Workload
@@ -28,7 +30,7 @@ from stepscope.engine.cell_event import CellEvent
 from stepscope.engine.cell_process import CellProcess, kill_marked
 from stepscope.engine.plan import BROKEN, Cell, CellState, Policy, SweepPlan, SweepState, Tell
 from stepscope.engine.request import StepRequest
-from stepscope.work.transformer import phase_work
+from stepscope.work.transformer import known_work
 
 INTERRUPT_GRACE_S = 2.0
 """Seconds that a cell may take to save what it has when the user stops the sweep."""
@@ -37,6 +39,8 @@ TIMEOUT_GRACE_S = 15.0
 EXIT_GRACE_S = 20.0
 """Seconds that a cell may take to end once its run is on disk."""
 LOG_FILE = "log.txt"
+REFUSED = "refused"
+"""What a failure says for a stage where a cell cannot run as asked."""
 
 
 class SweepInterrupted(KeyboardInterrupt):
@@ -143,7 +147,7 @@ class _Sweep:
             if run.sweep != self._plan.key or run.status in again:
                 continue
             for cell in self.state.cells:
-                if cell.cell.workload == run.workload and cell.cell.settings == run.settings:
+                if cell.cell.workload.identity == run.workload.identity and cell.cell.settings == run.settings:
                     cell.run, cell.state, cell.resumed = run, run.status, True
 
     async def _work(self, device: str) -> None:
@@ -160,10 +164,12 @@ class _Sweep:
             cell.run, cell.state, cell.stage, cell.detail = run, run.status, "", ""
             self._tell(self.state)
 
-    def _smaller_that_did_not_fit(self, workload: Workload) -> Run | None:
+    def _smaller_that_did_not_fit(self, workload: DrivenWorkload) -> Run | None:
+        if not isinstance(workload, Workload):
+            return None
         for cell in self.state.cells:
             run = cell.run
-            if run and run.status == "out-of-memory" and run.workload.at_most(workload):
+            if run and run.status == "out-of-memory" and run.textbook and run.textbook.at_most(workload):
                 return run
         return None
 
@@ -191,7 +197,10 @@ class _Sweep:
         return self._policy.timeout_s
 
     def record(self, cell: Cell, directory: Path | None, status: Status, failure: Failure, log: str = "") -> Run:
-        """Save a run for a cell that could not write its own, in the cell's directory if it made one."""
+        """Save a run for a cell that could not write its own, in the cell's directory if it made one.
+
+        A user's own code that was refused leaves nothing: the same command tries it again.
+        """
         run = _run_in(directory)
         if directory is None or run is None:
             if directory is None or not directory.is_dir():
@@ -204,7 +213,7 @@ class _Sweep:
                 status=status,
                 workload=cell.workload,
                 settings=cell.settings,
-                work=phase_work(cell.workload),
+                work=known_work(cell.workload),
             )
         artifacts = dict(run.artifacts)
         if log:
@@ -213,7 +222,10 @@ class _Sweep:
                 artifacts["log"] = LOG_FILE
         run = msgspec.structs.replace(run, status=status, failure=failure, artifacts=artifacts)
         run = msgspec.structs.replace(run, findings=check_run(run), summary=summarise(run))
-        save_run(run, directory)
+        if failure.during == REFUSED and isinstance(cell.workload, OwnWorkload):
+            shutil.rmtree(directory, ignore_errors=True)
+        else:
+            save_run(run, directory)
         return run
 
 
@@ -299,7 +311,7 @@ class _Measured:
                 sys.stderr.write(process.log)
             if self._error.error_for_all:
                 raise InputError(self._error.error)
-            return self._ended("failed", self._error.error, during="refused")
+            return self._ended("failed", self._error.error, during=REFUSED)
         code = process.code
         if code is None:
             return self._ended("killed", "the process could not be killed", process.log)

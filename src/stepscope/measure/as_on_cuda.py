@@ -32,9 +32,14 @@ _SUMS_INTO_FP32 = frozenset({"sum"})
 class AsOnCuda(TorchFunctionMode):
     """A mode in which autocast("cpu") casts what autocast("cuda") would, and fused attention is CUDA's."""
 
-    def __init__(self, attention: Callable[[Tensor], AttentionBackend] | None = None) -> None:
-        """attention: the backend for these queries (B, H, S, D); None leaves it to the CPU, which casts alike."""
+    def __init__(
+        self, attention: Callable[[Tensor], AttentionBackend] | None = None, *, heads_as_given: bool = False
+    ) -> None:
+        """attention: the backend for these queries (B, H, S, D); None leaves it to the CPU, which casts alike.
+        heads_as_given: keys that several heads share are never repeated: the efficient kernel, which takes none, leaves
+        them to the math one (sdp_utils.cpp)."""
         super().__init__()
+        self._heads_as_given = heads_as_given
         self._attention = attention
 
     @contextlib.contextmanager
@@ -78,11 +83,11 @@ class AsOnCuda(TorchFunctionMode):
                 kwargs["dtype"] = torch.float32
         return func(*args, **kwargs)
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None = None,
-        enable_gqa: bool = False,
+    def _attend(  # noqa: PLR0917  (the parameters of scaled_dot_product_attention, which is called by place, too)
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Attention by the operators that at::scaled_dot_product_attention calls on CUDA, without mask or dropout.
+        """Attention by the operators that at::scaled_dot_product_attention calls on CUDA.
 
         enable_gqa: keys and values have fewer heads than queries. For the efficient kernel, which requires as many,
         they are repeated.
@@ -90,8 +95,11 @@ class AsOnCuda(TorchFunctionMode):
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
             query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+        bias = _bias(attn_mask, query)
         assert self._attention is not None
         backend = self._attention(query)
+        if self._heads_as_given and backend == "efficient" and key.shape[1] < query.shape[1]:
+            backend = "math"
         aten = torch.ops.aten
         differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         if backend == "efficient":
@@ -99,11 +107,11 @@ class AsOnCuda(TorchFunctionMode):
             if group > 1:
                 key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
             return aten._scaled_dot_product_efficient_attention(
-                query, key, value, None, differentiable, 0.0, is_causal, scale=scale
+                query, key, value, bias, differentiable, dropout_p, is_causal, scale=scale
             )[0]
         if backend == "cudnn":
             return aten._scaled_dot_product_cudnn_attention(
-                query, key, value, None, differentiable, 0.0, is_causal, False, scale=scale
+                query, key, value, bias, differentiable, dropout_p, is_causal, False, scale=scale
             )[0]
         if backend == "flash":
             head_dim = query.shape[-1]
@@ -111,11 +119,24 @@ class AsOnCuda(TorchFunctionMode):
             padding = -head_dim % 8
             if padding:
                 query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
-            out = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False, scale=scale)[0]
+            out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[
+                0
+            ]
             return out[..., :head_dim] if padding else out
         return aten._scaled_dot_product_attention_math(
-            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+            query, key, value, bias, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
+
+
+def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """The mask as the kernels add it to the scores: of the queries' dtype, (B, H, S, S) by views."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+    if query.dim() != 4:
+        return mask
+    return mask.to(query.dtype).expand(*query.shape[:2], *mask.shape[-2:])
 
 
 def _is_half(value: object) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 from torch._dynamo import utils as dynamo_utils
 
 from stepscope.core.evidence import CompileReport, MeasuredCompilation
+from stepscope.core.portable_paths import portable_path
 
 _LIMIT_PHRASES = ("recompile limit exceeded", "recompile_limit", "cache_size_limit", "cache size limit")
 
@@ -35,13 +36,14 @@ def reset_compilation() -> None:
 def compile_report(compiled: nn.Module | None = None) -> CompileReport:
     """Read the counters gathered since `reset_compilation`, and what `compiled` says it was made with."""
     counters = dynamo_utils.counters
+    places = _places_of_breaks()
     breaks = {_first_line(reason): count for reason, count in counters["graph_break"].items()}
     refusals = [*counters["graph_break"], *counters["unimplemented"]]
     metrics = dynamo_utils.get_compilation_metrics()
     # A compile id reads frame/attempt: attempt 1 and later of a frame are recompilations.
     forward_ids = {m.compile_id for m in metrics if m.compile_id and not m.compile_id.startswith("!")}
     recompiles = {i for i in forward_ids if "/" in i and i.rpartition("/")[2].split("_")[0] not in ("0", "")}
-    reasons = [_first_line(m.recompile_reason) for m in metrics if getattr(m, "recompile_reason", None)]
+    reasons = [_recompile_reason(m) for m in metrics if getattr(m, "recompile_reason", None)]
     # A hit in autograd's cache brings its inductor graphs along, which may be counted by themselves too.
     cached = max(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"])
     seconds = [m.entire_frame_compile_time_s for m in metrics if m.entire_frame_compile_time_s]
@@ -50,7 +52,7 @@ def compile_report(compiled: nn.Module | None = None) -> CompileReport:
         frames_compiled=counters["frames"]["ok"],
         graphs=counters["stats"]["unique_graphs"],
         graph_breaks=sum(breaks.values()),
-        graph_break_reasons=tuple(breaks),
+        graph_break_reasons=tuple(f"{reason}{places.get(reason, '')}" for reason in breaks),
         recompiles=len(recompiles),
         recompile_reasons=tuple(dict.fromkeys(reasons)),
         limit_hit=any(phrase in str(reason).lower() for reason in refusals for phrase in _LIMIT_PHRASES),
@@ -135,6 +137,23 @@ def _options(compiled: nn.Module | None) -> dict[str, bool | int | str | None] |
     ask = getattr(compiled, "get_compiler_config", None)
     config = ask() if callable(ask) else None
     return {name: config.get(name) for name in MODE_OPTIONS} if isinstance(config, dict) else None
+
+
+def _places_of_breaks() -> dict[str, str]:
+    """Where a graph was broken, by the first line of the reason: ` at model.py:12, model.py:30`."""
+    places: dict[str, list[str]] = {}
+    for broken in getattr(dynamo_utils, "graph_break_reasons", ()):
+        if broken.user_stack:
+            frame = broken.user_stack[-1]
+            places.setdefault(_first_line(broken.reason), []).append(f"{portable_path(frame.filename)}:{frame.lineno}")
+    return {reason: f" at {', '.join(dict.fromkeys(lines))}" for reason, lines in places.items()}
+
+
+def _recompile_reason(metrics: Any) -> str:
+    """The guard that failed, and the function that was compiled again."""
+    file, line = getattr(metrics, "co_filename", None), getattr(metrics, "co_firstlineno", None)
+    function = f"{metrics.co_name} at {portable_path(file)}:{line}: " if file and line else ""
+    return f"{function}{_first_line(metrics.recompile_reason)}"
 
 
 def _first_line(reason: object) -> str:

@@ -125,3 +125,13 @@ def limit_memory(device: torch.device, limit_bytes: int | None) -> None:
 
 def _gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception is some allocator's way of saying that memory ran out."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "can't allocate memory" in text or "out of memory" in text or "CUBLAS_STATUS_ALLOC_FAILED" in text
+    )

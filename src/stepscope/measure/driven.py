@@ -6,13 +6,16 @@ from pathlib import Path
 
 import torch
 
-from stepscope.core.evidence import Capture, PhaseMemory, ProfiledStep, StepObservation, StepOperators
+from stepscope.core.evidence import Capture, Habits, PhaseMemory, ProfiledStep, StepObservation, StepOperators
+from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.run_files import KINETO_FILE
 from stepscope.core.samples import Samples
-from stepscope.core.workload import Workload
+from stepscope.core.work import Work
 from stepscope.measure import ranges
 from stepscope.measure.capture import BackwardMarks, Unmarked, export_kineto, kineto_session
 from stepscope.measure.device import Device
+from stepscope.measure.flops import FlopCounts
+from stepscope.measure.habits.recorder import STEPS, HabitsRecorder
 from stepscope.measure.memory_history import MemoryRecorder
 from stepscope.measure.observe import Observer, PhasePeaks, look_at_batches, parameter_bytes
 from stepscope.measure.operators import OperatorCounts
@@ -61,6 +64,35 @@ def step_operators(step: Driven, device: torch.device, timing: Device) -> StepOp
     return counts.counted()
 
 
+def step_habits(step: Step, device: torch.device) -> Habits | None:
+    """Run a few steps and look at what each does beside what was asked for; None for steps of CUDA graphs."""
+    if step.cuda_graphs:
+        return None
+    compiled = step.compiled or step.compiles_parts
+    recorder = HabitsRecorder(
+        step.model, step.forward_module, step.optimizer, device, roots=lambda: step.loss, compiled=compiled
+    )
+    try:
+        with ranges.silenced():
+            for _ in range(STEPS):
+                step.prepare()
+                drive(step, recorder)
+    finally:
+        recorder.close()
+    if recorder.failure is not None:
+        raise recorder.failure
+    return recorder.habits()
+
+
+def step_flops(step: Driven, timing: Device) -> tuple[dict[str, Work], dict[str, int]]:
+    """Run a step and count its FLOPs by phase, and the calls of what no formula covers."""
+    step.prepare()
+    with ranges.silenced(), FlopCounts().running() as counts:
+        drive(step, counts)
+    timing.synchronize()
+    return counts.work, dict(counts.unknown)
+
+
 def profile_step(step: Driven, device: torch.device, timing: Device) -> ProfiledStep:
     """Profile two steps and report the second: the first pays for the profiler's own start."""
     with profiler_for(device):
@@ -98,7 +130,7 @@ def trace_nvtx(step: Step, device: torch.device, timing: Device, steps: int) -> 
 
 
 def capture_memory(
-    step: Step, device: torch.device, directory: Path, *, workload: Workload, device_name: str = "",
+    step: Step, device: torch.device, directory: Path, *, workload: AnyWorkload, device_name: str = "",
     stacks: str = "python", held_before_bytes: int = 0, is_out_of_memory: Callable[[BaseException], bool] | None = None,
 ) -> MemoryCapture:  # fmt: skip
     """Record one step into `memory.pickle.gz`, with stacks as MemoryRecorder takes them.

@@ -86,6 +86,11 @@ class FakeMemory(TorchDispatchMode):
         if name == FORWARD:
             self._keep(range(first, len(self.allocations)))
 
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Count these tensors as allocated now, in the order given: they were made before the mode was entered."""
+        for tensor in tensors:
+            self._note(tensor, "held")
+
     def end(self) -> None:
         """Record no further event, since what is released from now on belongs to no phase."""
         self._index.clear()
@@ -106,12 +111,12 @@ class FakeMemory(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _READS_A_NUMBER:
-            return self._number(args[0])
+            return self._number(args[0], func)
         # Gradients are enabled inside autograd's engine only where a checkpoint runs a part of forward again.
         again = torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0
         if func is _aten.add.Tensor and _adds_up_in_place(args[0]):
             func = _aten.add_.Tensor
-        outputs = func(*args, **(kwargs or {}))
+        outputs = self._run(func, args, kwargs or {})
         for tensor in _tensors(outputs):
             index = self._note(tensor, func)
             if index is not None:
@@ -127,7 +132,11 @@ class FakeMemory(TorchDispatchMode):
             self._overflow_flags.add(args[1].untyped_storage()._cdata)
         return outputs
 
-    def _number(self, tensor: Tensor) -> bool | float:
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator returns."""
+        return func(*args, **kwargs)
+
+    def _number(self, tensor: Tensor, _func: Any) -> bool | float:
         """A stand-in for the value that a fake tensor lacks. A step asks for conditions, its count, and overflow."""
         if tensor.dtype == torch.bool:
             return False

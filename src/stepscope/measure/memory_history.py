@@ -20,9 +20,9 @@ import torch
 
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import NOTES_KEY, MemoryNotes, PhaseSpan
+from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.run_files import MEMORY_FILE
-from stepscope.core.workload import Workload
 from stepscope.measure import ranges
 from stepscope.measure.backward_ranges import BackwardRanges, SequenceNotes
 from stepscope.measure.memory_allocator import AllocatorRecording
@@ -118,7 +118,7 @@ class MemoryRecorder(Recorder):
     def step_ends(self) -> None:
         self._note_gradients()
 
-    def save(self, directory: Path, *, workload: Workload, device_name: str = "") -> PhaseMemory:
+    def save(self, directory: Path, *, workload: AnyWorkload, device_name: str = "") -> PhaseMemory:
         """Write `memory.pickle.gz`; returns the figures of the phases."""
         snapshot, measured = self._history.snapshot(self._notes)
         told = MemoryNotes(

@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from stepscope.core.evidence import PhaseMemory, StepObservation
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
@@ -52,7 +53,7 @@ class Observer(Recorder):
 
     def __init__(self, step: Step, device: torch.device) -> None:
         self._step, self._device = step, device
-        self._tokens = step.tokens
+        self._batch = next((tensor for _, tensor in step.named_tensors(step.batch)), None)
         self._autocast_outside = torch.is_autocast_enabled(device.type)
         self._autocast: dict[str, bool] = {}
         # Saved-tensor hooks and dispatch modes make a compiled region compile anew, or refuse to run.
@@ -63,7 +64,7 @@ class Observer(Recorder):
         self._forwards: dict[str, int] = {}
         self._passes = {BACKWARD: 0, OPTIMIZER: 0, "block again": 0}
         self._taken: list[torch.Tensor] = []
-        self._owned = {tensor.untyped_storage().data_ptr() for tensor in _resident_tensors(step)}
+        self._owned = {tensor.untyped_storage().data_ptr() for tensor in _resident_tensors(step, device)}
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self._saved_storages: dict[int, int] = {}
         self._saved_bytes = 0
@@ -75,7 +76,7 @@ class Observer(Recorder):
         with contextlib.ExitStack() as stack:
             # A hook inside the compiled module would make it compile anew.
             counted = step.forward_module if step.compiled else step.model
-            stack.callback(counted.register_forward_pre_hook(self._count_forward).remove)
+            stack.callback(counted.register_forward_pre_hook(self._count_forward, with_kwargs=True).remove)
             if step.optimizer is not None:
                 stack.callback(step.optimizer.register_step_pre_hook(lambda *_: self._pass(OPTIMIZER)).remove)
             for block in () if step.compiled else step.blocks:
@@ -119,8 +120,8 @@ class Observer(Recorder):
             distinct_batches=batches.distinct,
             graphs_alive_before=graphs_alive,
             product_dtypes=tuple(sorted(self._products.found)) if self._hooked else None,
-            forward_tokens=sum(tokens.numel() for tokens in self._taken),
-            covers_batch=bool(self._taken) and torch.equal(torch.cat(self._taken), self._tokens),
+            forward_tokens=self._forward_tokens(),
+            covers_batch=self._covers_batch(),
             backward_passes=self._passes[BACKWARD],
             optimizer_steps=self._passes[OPTIMIZER],
             blocks_again=None if self._step.compiled else self._passes["block again"],
@@ -134,10 +135,21 @@ class Observer(Recorder):
             self._saved_storages[storage.data_ptr()] = storage.nbytes()
         return box
 
-    def _count_forward(self, _module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _count_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forwards[self._phase] += 1
         if self._phase == FORWARD:
-            self._taken.append(inputs[0])
+            self._taken += [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)][:1]
+
+    def _forward_tokens(self) -> int | None:
+        if self._batch is None or self._batch.is_floating_point():
+            return None
+        return sum(tokens.numel() for tokens in self._taken)
+
+    def _covers_batch(self) -> bool | None:
+        if self._batch is None or not self._batch.dim():
+            return None
+        alike = all(taken.shape[1:] == self._batch.shape[1:] for taken in self._taken)
+        return bool(self._taken) and alike and torch.equal(torch.cat(self._taken), self._batch)
 
     def _count_block(self, *_: object) -> None:
         self._passes["block again"] += self._phase == BACKWARD
@@ -148,11 +160,11 @@ class Observer(Recorder):
 
 
 class Batches(NamedTuple):
-    """The batches that the steps rotate through."""
+    """The batches that the steps rotate through. None where they hold no tensor."""
 
-    fewest_tokens: int
-    """The fewest distinct tokens in a batch."""
-    distinct: int
+    fewest_tokens: int | None
+    """The fewest distinct tokens in a batch; of another input than tokens, the fewest distinct numbers."""
+    distinct: int | None
     """Number of different batches."""
 
 
@@ -162,10 +174,11 @@ def look_at_batches(step: Step) -> Batches:
     seen: set[bytes] = set()
     for _ in step.batches:
         step.prepare()
-        tokens = step.tokens.cpu()
-        fewest.append(int(tokens.unique().numel()))
-        seen.add(hashlib.sha256(tokens.numpy().tobytes()).digest())
-    return Batches(min(fewest, default=0), len(seen))
+        for _, tensor in list(step.named_tensors(step.batch))[:1]:
+            values = tensor.detach().cpu().contiguous().flatten()
+            fewest.append(int(values.unique().numel()))
+            seen.add(hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).digest())
+    return Batches(min(fewest), len(seen)) if fewest else Batches(None, None)
 
 
 class PhasePeaks(Recorder):
@@ -180,7 +193,7 @@ class PhasePeaks(Recorder):
         self._before = torch.cuda.memory_allocated(device)
         self._requested_before = torch.cuda.memory_stats(device).get("requested_bytes.all.current")
         self._reserved_before = torch.cuda.memory_reserved(device)
-        self._expected = _unique_bytes(_resident_tensors(step)) + held_before_bytes
+        self._expected = _unique_bytes(_resident_tensors(step, device)) + held_before_bytes
         self._peaks: dict[str, int] = {}
         self._reserved = self._at_start = 0
         self._saved: int | None = None
@@ -251,15 +264,16 @@ def _outside_allocator(device: torch.device) -> int | None:
     return total - free - torch.cuda.memory_reserved(device)
 
 
-def _resident_tensors(step: Step) -> list[torch.Tensor]:
-    """Every tensor that should be alive between steps: parameters, gradients kept, buffers, state, batches."""
+def _resident_tensors(step: Step, device: torch.device) -> list[torch.Tensor]:
+    """Every tensor on the device that should be alive between steps: parameters, gradients kept, buffers, state,
+    batches."""
     tensors = [*step.model.parameters(), *step.model.buffers()]
     tensors += [p.grad for p in step.model.parameters() if p.grad is not None]
     if step.optimizer is not None:
         for state in step.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    tensors += [tensor for batch in step.batches for tensor in batch]
-    return [tensor for tensor in tensors if tensor.device == step.batches[0][0].device]
+    tensors += [tensor for batch in step.batches for _, tensor in step.named_tensors(batch)]
+    return [tensor for tensor in tensors if tensor.device == device]
 
 
 def _unique_bytes(tensors: list[torch.Tensor]) -> int:

@@ -6,7 +6,7 @@ told when the step and its phases begin and end, and runs nothing. So a loop tha
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -57,14 +57,31 @@ class Step(Driven, Protocol):
     def optimizer(self) -> torch.optim.Optimizer | None: ...
 
     @property
-    def batches(self) -> Sequence[Sequence[torch.Tensor]]: ...
-
-    @property
-    def tokens(self) -> torch.Tensor:
-        """The token ids that the next forward takes."""
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """What scales the loss; None where nothing does."""
         ...
 
-    loss: torch.Tensor | None
+    @property
+    def batches(self) -> Sequence[Any]:
+        """What the steps rotate through. Only the step knows what a batch is: tensors, nested however."""
+        ...
+
+    @property
+    def batch(self) -> Any:
+        """The batch of the next step."""
+        ...
+
+    def named_tensors(self, batch: Any) -> Sequence[tuple[str, torch.Tensor]]:
+        """The tensors of a batch with their names. The first is what the model reads, as token ids are."""
+        ...
+
+    @property
+    def loss(self) -> torch.Tensor | None:
+        """The loss of the last forward, and after its backward the number alone."""
+        ...
+
+    @loss.setter
+    def loss(self, loss: torch.Tensor | None) -> None: ...
 
     @property
     def compiled(self) -> bool:

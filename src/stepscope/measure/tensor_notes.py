@@ -54,7 +54,7 @@ class TensorNotes:
             for key, tensor in state.items():
                 self._note(tensor, "optimizer state", f"{self._names.get(id(parameter), '?')}.{key}")
         for i, batch in enumerate(self._step.batches):
-            for what, tensor in zip(("tokens", "targets"), batch, strict=False):
+            for what, tensor in self._step.named_tensors(batch):
                 self._note(tensor, "inputs", f"batch {i} {what}")
         self._resident = {note.address for note in self._notes}
 

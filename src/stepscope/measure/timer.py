@@ -1,14 +1,14 @@
 """The one timing loop of stepscope.
 
-A subject's step is a sequence of phases. Each step is timed twice at once: every phase by marks in the device's own
-stream, with no synchronisation between phases, and the whole step by the host's clock round a synchronised region.
-The two must agree, which `analysis/runs/checks` checks. Phases of one name, as those of micro-batches, count as one:
-their times in a step add up.
+A subject's step is a sequence of phases. Each step is timed in two ways at once. Marks in the device's stream time
+each phase, without synchronisation between phases. The host's clock times the whole step, around a synchronised
+region. The two must agree, which `analysis/runs/checks` checks. Phases of one name, such as those of micro-batches,
+count as one: their times in a step add up.
 
     mark  forward  mark  backward  mark  optimizer  mark          device events
     |t0 -------------------------------------- issued -- sync -- t1|   host clock
 
-`host` is t(issued) - t0: how long the host needed to give the step to the device.
+`host` is t(issued) - t0: the time that the host needed to issue the step to the device.
 """
 
 import itertools
@@ -27,22 +27,22 @@ from stepscope.measure.step import Driven, Recorder, drive
 
 STEADY_WINDOW = 3
 STEADY_TOLERANCE = 0.03
-"""Warm-up ends when the medians of two successive windows of steps differ by less than this share."""
+"""The share by which the medians of two successive windows of steps may differ when warm-up ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far the measurement is, for a display."""
+    """The progress of a measurement, for a display."""
 
     subject: str
     stage: str
-    """Name of the stage: warm-up or measure."""
+    """The name of the stage: warm-up or measure."""
     done: int
     at_least: int
     at_most: int
     last_step_s: float
     fraction: float
-    """Share of the stage that is done, by steps or by time, whichever ends it first."""
+    """The share of the stage that is done, by steps or by time, whichever ends first."""
 
 
 @dataclass(kw_only=True)
@@ -51,12 +51,12 @@ class Measurement:
 
     samples: dict[str, Samples]
     warmup_steady: bool | None
-    """Whether the steps were steady when warm-up ended; None where there were too few to decide."""
+    """Whether the steps were steady when warm-up ended; None if there were too few to decide."""
     interrupted: bool = False
 
 
 class StepFailed(Exception):
-    """A phase raised. `partial` holds what was measured before; the cause is the phase's own exception."""
+    """A phase raised an exception, which is the cause. `partial` holds what was measured before."""
 
     def __init__(self, subject: str, stage: str, phase: str | None, partial: dict[str, Measurement]) -> None:
         super().__init__(f"{subject}: {phase or 'step'} failed during {stage}")
@@ -65,7 +65,7 @@ class StepFailed(Exception):
 
 @dataclass
 class _Record:
-    """Times of one subject so far, one entry a step."""
+    """The times of one subject so far, with one entry for each step."""
 
     names: tuple[str, ...]
     rows: list[tuple[float, ...]] = field(default_factory=list)
@@ -77,14 +77,14 @@ class _Record:
 
 
 class _Stopwatch(Recorder):
-    """The marks and the clock's readings of one step."""
+    """The marks and clock readings of one step."""
 
     def __init__(self, device: Device, clock: Clock) -> None:
         self._device, self._clock = device, clock
         self._marks: list[Mark] = []
         self._start_ns = self._issued_ns = self._end_ns = 0
         self.phases: list[str] = []
-        """Names of the phases that have begun."""
+        """The names of the phases that have begun."""
 
     def step_begins(self) -> None:
         self._start_ns = self._clock.now_ns()
@@ -102,7 +102,7 @@ class _Stopwatch(Recorder):
         self._end_ns = self._clock.now_ns()
 
     def row(self) -> tuple[float, ...]:
-        """Seconds of the step, of the host, and of each phase by name."""
+        """The seconds of the step, of the host, and of each phase by name."""
         phases_s: dict[str, float] = {}
         for name, (before, after) in zip(self.phases, itertools.pairwise(self._marks), strict=True):
             phases_s[name] = phases_s.get(name, 0.0) + self._device.elapsed_s(before, after)
@@ -125,9 +125,9 @@ def measure(
     Each subject warms up alone until it is steady (between the settings' floor and cap). Ctrl-C returns what was
     measured, marked interrupted. Any other exception of a phase becomes StepFailed with the partial result.
 
-    before_measuring runs once: after the last warm-up step, before the first measured one. The device idles meanwhile,
-    so it must be short: every step begins on an idle device, and this gap is the only one that differs from the others.
-    Recorders are told of every step; what they do lies in the step's time.
+    before_measuring runs once, after the last warm-up step and before the first measured one. The device is idle
+    meanwhile, so it must be short. Every step begins on an idle device; only this gap differs from the others.
+    Recorders are told of every step. Their work counts in the step's time.
     """
     timer = _Timer(subjects, device, settings, clock or HostClock(), on_progress=on_progress, recorders=recorders)
     return timer.run(before_measuring)
@@ -147,7 +147,7 @@ def measure_one(
 
 
 def timed_steps(subject: Driven, device: Device, steps: int, *recorders: Recorder) -> dict[str, Samples]:
-    """Time exactly this many steps, without warm-up."""
+    """Time exactly `steps` steps, without warm-up."""
     settings = Settings(warmup_floor=0, warmup_cap=0, steps_floor=steps, steps_cap=steps, seconds=0)
     return measure_one(subject, device=device, settings=settings, recorders=recorders)
 
@@ -176,7 +176,7 @@ class _Timer:
         self._stage = "warm-up"
         self._stage_start_ns = self._clock.now_ns()
         self._current: tuple[str, list[str]] = ("", [])
-        """The subject that ran last, and the phases of its step that had begun."""
+        """The subject that ran last, and the phases of its step that have begun."""
 
     def run(self, before_measuring: Callable[[], None] | None) -> dict[str, Measurement]:
         try:
@@ -188,7 +188,7 @@ class _Timer:
             self._measure()
         except KeyboardInterrupt:
             return self._results(interrupted=True)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a user's own step may call sys.exit
             subject, phases = self._current
             phase = phases[-1] if phases else None
             raise StepFailed(subject, self._stage, phase, self._results(interrupted=True)) from error
@@ -203,7 +203,7 @@ class _Timer:
                 if is_steady(record.steps_s()) or elapsed_s >= settings.warmup_seconds:
                     break
             else:
-                # The first steps may compile for minutes, so time counts only from the floor on.
+                # The first steps may compile for minutes, so the time limit counts only after the floor.
                 floor_ns = self._clock.now_ns()
             self._step(name)
             record.warmups += 1

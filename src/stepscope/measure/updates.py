@@ -5,18 +5,22 @@ from torch import Tensor
 
 from stepscope.core.evidence import Updates
 
+_COUNTING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
+"""Optimizers that count each parameter's updates from its first one on, whatever their settings."""
+
 
 def applied_updates(optimizer: torch.optim.Optimizer | None) -> int | None:
-    """The fewest updates that any parameter has had, as the optimizer counts them; 0 where there were none.
+    """The fewest updates of any parameter that has had one, as the optimizer counts them; 0 where none has had one.
 
-    None without an optimizer, and with one that keeps no count.
+    None where it cannot be known: without an optimizer, and with one that keeps no count, as SGD. A parameter without a
+    state has got no gradient so far, and says nothing of the others.
     """
     if optimizer is None:
         return None
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    states = [optimizer.state[parameter] for parameter in parameters if parameter in optimizer.state]
-    if len(states) < len(parameters):
-        return 0
+    states = [optimizer.state[parameter] for parameter in parameters if optimizer.state.get(parameter)]
+    if not states:
+        return 0 if isinstance(optimizer, _COUNTING) or getattr(optimizer, "counts_updates", False) else None
     if any("step" not in state for state in states):
         return None
     counts = [state["step"] for state in states]
@@ -25,8 +29,19 @@ def applied_updates(optimizer: torch.optim.Optimizer | None) -> int | None:
     return min(int(count) for count in counts)
 
 
+def most_updates(optimizer: torch.optim.Optimizer | None) -> int | None:
+    """The most updates that any parameter has had; None where the optimizer keeps no count, or has not stepped."""
+    states = optimizer.state.values() if optimizer is not None else ()
+    counts = [state["step"] for state in states if isinstance(state, dict) and "step" in state]
+    if not counts:
+        return None
+    if all(isinstance(count, Tensor) for count in counts):
+        return int(torch.stack([count.reshape(()) for count in counts]).max())
+    return max(int(count) for count in counts)
+
+
 def read_updates(
-    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, *, steps: int, before: int
+    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, *, steps: int, before: int
 ) -> Updates | None:
     """The updates of `steps` steps to parameters that had `before` of them; None where the optimizer has no count."""
     after = applied_updates(optimizer)
@@ -37,6 +52,6 @@ def read_updates(
     return Updates(
         steps=steps,
         applied=after - before,
-        loss_scale=float(scaler.get_scale()) if scaler.is_enabled() else None,
+        loss_scale=float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None,
         parameters_finite=bool(finite),
     )

@@ -5,6 +5,7 @@ reaches it; Korthikanti et al. 2022 (arXiv:2205.05198) keep what is dear to comp
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -38,7 +39,9 @@ KEPT_OPERATORS = _kept_operators()
 """Operators whose outputs `selective` keeps: matrix products (a Linear is one) and fused attention. Each output is
 kept, also that of a block's last product, which backward never asks for."""
 
-_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+_OTHER_PRODUCTS = [torch.ops.aten.convolution.default, torch.ops.aten._grouped_mm.default]
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class BlockRunner(Protocol):
@@ -60,7 +63,7 @@ def keep_group_inputs(group_size: int) -> BlockRunner:
     def run(blocks: Iterable[nn.Module], x_BSM: Tensor) -> Tensor:
         blocks = tuple(blocks)
         for first in range(0, len(blocks), group_size):
-            x_BSM = _checkpointed(blocks[first : first + group_size], x_BSM)
+            x_BSM = checkpointed(functools.partial(keep_all, blocks[first : first + group_size]), x_BSM)
         return x_BSM
 
     return run
@@ -69,7 +72,7 @@ def keep_group_inputs(group_size: int) -> BlockRunner:
 def keep_products(blocks: Iterable[nn.Module], x_BSM: Tensor) -> Tensor:
     """Run the blocks; each keeps its input and the outputs of KEPT_OPERATORS, and backward runs the rest again."""
     for block in blocks:
-        x_BSM = _checkpointed((block,), x_BSM, _keep_products)
+        x_BSM = checkpointed(functools.partial(keep_all, (block,)), x_BSM, contexts=products_kept)
     return x_BSM
 
 
@@ -80,21 +83,34 @@ def block_runner(workload: Workload) -> BlockRunner:
     return keep_products if workload.checkpointing == "selective" else keep_all
 
 
-def _checkpointed(group: Iterable[nn.Module], x_BSM: Tensor, contexts: Callable[[], _Contexts] | None = None) -> Tensor:
-    # The state of the random generators is not kept for the second run, since a block has nothing random (no dropout).
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+def checkpointed(
+    function: Callable[..., Any], *args: Any, contexts: Callable[[], Contexts] | None = None, random: bool = False,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """What the function returns. It keeps its arguments for backward, which runs it again.
+
+    contexts: the contexts of both runs, which may keep more. random: whether the function draws random numbers, as
+    dropout does. Then the state of the generators is kept, so that the second run draws the same.
+    """
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
     if not torch.compiler.is_compiling():
         options["context_fn"] = lambda: _named((contexts or noop_context_fn)())
     elif contexts is not None:
         options["context_fn"] = contexts  # torch.compile takes these two and no others; it emits no ranges either
-    return checkpoint(lambda x: keep_all(group, x), x_BSM, **options)
+    return checkpoint(function, *args, **options, **kwargs)
 
 
-def _keep_products() -> _Contexts:
+def products_kept() -> Contexts:
+    """Contexts that keep the outputs of KEPT_OPERATORS."""
     return create_selective_checkpoint_contexts(KEPT_OPERATORS)
 
 
-def _named(contexts: _Contexts) -> _Contexts:
+def any_products_kept() -> Contexts:
+    """Contexts that keep the same of a model that is not ours: convolutions too, and the products of its experts."""
+    return create_selective_checkpoint_contexts([*KEPT_OPERATORS, *_OTHER_PRODUCTS])
+
+
+def _named(contexts: Contexts) -> Contexts:
     forward, again = contexts
     return forward, _Recomputation(again)
 

@@ -44,6 +44,9 @@ class AdamWBf16State(OneByOne):
     moves by a tenth, and is rounded to nearest.
     """
 
+    counts_updates = True
+    """Each parameter's state has its count of updates from the first one on."""
+
     def __init__(
         self, parameters: Iterable[Tensor], *, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8, weight_decay: float = 1e-2,

@@ -2,14 +2,17 @@
 
 With accumulation, forward and backward take turns, once for each micro-batch, before the one optimizer phase.
 
-The step is assembled from the Workload's choices; what is timed is what was chosen, by construction: the forward
-phase calls `forward_module`, and that is the compiled module whenever the workload asks for compilation.
+A step is assembled of parts (a model, batches, a loss) and choices (dtype, compilation, accumulation). The textbook's
+parts are made here, those of a user's own module in `models/own/`. What is timed is what was chosen, by construction:
+the forward phase calls `forward_module`, and that is the compiled module whenever the choices ask for compilation.
 """
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -46,42 +49,80 @@ class ForwardLoss(nn.Module):
         return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten())
 
 
-class TrainingStep:
-    """A workload made ready to run on a device: model, data, optimizer, and the phases of one step."""
+class Choices(Protocol):
+    """What a step is asked to be, whatever its model: the part of a Workload that another model's has, too."""
 
-    def __init__(self, workload: Workload, device: torch.device) -> None:
-        check_supported(workload, device)
-        self.workload, self.device = workload, device
-        torch.manual_seed(workload.seed)
-        self.model = build_model(workload, device)
-        self.compiled = workload.compile != "eager"
-        self.compiles_parts = (
-            not self.compiled and ATTENTIONS[chosen_attention(workload, device.type)].compiler == "inductor"
-        )
-        self.cuda_graphs = device.type == "cuda" and workload.compile in CUDA_GRAPH_MODES
-        self.inference = workload.phase == "forward"
-        module = self.model if self.inference else ForwardLoss(self.model)
-        self.forward_module: nn.Module = _compiled(module, workload.compile) if self.compiled else module
-        self.optimizer = _build_optimizer(self.model, workload)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=workload.dtype == "fp16")
-        self.batches: Sequence[tuple[Tensor, Tensor]] = _random_batches(workload, device)
+    @property
+    def dtype(self) -> Dtype: ...
+    @property
+    def phase(self) -> str: ...
+    @property
+    def compile(self) -> str: ...
+    @property
+    def optimizer(self) -> str | None: ...
+    @property
+    def accumulation(self) -> int: ...
+
+
+Batch = tuple[Any, ...]
+"""The batch of one step: the arguments of a step's forward, tensors nested however."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepParts:
+    """What a step is assembled of, on its device and in its dtype."""
+
+    model: nn.Module
+    """The model itself, for its parameters and buffers."""
+    forward: nn.Module
+    """What the forward phase calls with a batch: the model and its loss; in inference the model alone."""
+    forward_inputs: int | None = None
+    """How many of a batch's items `forward` takes; None for all."""
+    batches: Sequence[Batch]
+    named_tensors: Callable[[Batch], list[tuple[str, Tensor]]]
+    """The tensors of a batch with their names. The first is what the model reads."""
+    split: Callable[[Batch, int], Sequence[Batch]]
+    """A batch as so many micro-batches."""
+    blocks: Sequence[nn.Module] = ()
+    compiles_parts: bool = False
+    optimizer: torch.optim.Optimizer | None = None
+    """An optimizer that came with the model, and is taken instead of the one chosen."""
+
+
+class AssembledStep:
+    """A step made of parts and choices: the model, compiled or not, the optimizer, and the phases of one step."""
+
+    def __init__(self, parts: StepParts, choices: Choices, device: torch.device) -> None:
+        self.workload, self.device = choices, device
+        self._named_tensors, self._split, self._forward_inputs = parts.named_tensors, parts.split, parts.forward_inputs
+        self.model = parts.model
+        self.blocks = parts.blocks
+        self.compiled = choices.compile != "eager"
+        self.compiles_parts = not self.compiled and parts.compiles_parts
+        self.cuda_graphs = device.type == "cuda" and choices.compile in CUDA_GRAPH_MODES
+        self.inference = choices.phase == "forward"
+        self.forward_module: nn.Module = _compiled(parts.forward, choices.compile) if self.compiled else parts.forward
+        self.optimizer = None
+        if choices.phase == "train":
+            self.optimizer = parts.optimizer or _build_optimizer(parts.model, choices)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=choices.dtype == "fp16")
+        self.batches: Sequence[Batch] = parts.batches
         self.loss: Tensor | None = None
         """The mean loss of the last micro-batch that ran forward."""
         self._next_batch = 0
         self._take(self.batches[0])
         forward = self._infer if self.inference else self._forward
         self.phases: tuple[Phase, ...] = ()
-        for micro in range(workload.accumulation):
+        for micro in range(choices.accumulation):
             self.phases += (Phase(name=FORWARD, run=functools.partial(forward, micro)),)
             if not self.inference:
                 self.phases += (Phase(name=BACKWARD, run=self._backward),)
-        if workload.phase == "train":
+        if choices.phase == "train":
             self.phases += (Phase(name=OPTIMIZER, run=self._optimize),)
 
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        """The model's blocks, in order."""
-        return tuple(self.model.blocks)
+    def named_tensors(self, batch: Batch) -> list[tuple[str, Tensor]]:
+        """The tensors of a batch with their names. The first is what the model reads."""
+        return self._named_tensors(batch)
 
     def prepare(self) -> None:
         """Take the next batch, untimed; without an optimizer phase, also release the gradients."""
@@ -92,11 +133,11 @@ class TrainingStep:
         if self.compiled:
             torch.compiler.cudagraph_mark_step_begin()
 
-    def _take(self, batch: tuple[Tensor, Tensor]) -> None:
+    def _take(self, batch: Batch) -> None:
         """Make this the batch of the next step, split into micro-batches by views: nothing is copied."""
-        self.tokens, targets_BS = batch
-        parts = self.workload.accumulation
-        self._micro_batches = list(zip(self.tokens.chunk(parts), targets_BS.chunk(parts), strict=True))
+        self.batch = batch
+        micro_batches = self._split(batch, self.workload.accumulation)
+        self._micro_batches = [micro_batch[: self._forward_inputs] for micro_batch in micro_batches]
 
     def _autocast(self) -> AbstractContextManager[object]:
         """A new autocast context, one for each forward: autocast keeps its cast weights until the context ends."""
@@ -104,18 +145,16 @@ class TrainingStep:
         return torch.autocast(self.device.type, dtype=dtype) if dtype else contextlib.nullcontext()
 
     def _infer(self, micro: int) -> None:
-        tokens_BS, _ = self._micro_batches[micro]
         with torch.no_grad(), self._autocast():
-            self.forward_module(tokens_BS)
+            self.forward_module(*self._micro_batches[micro])
 
     def _forward(self, micro: int) -> None:
-        tokens_BS, targets_BS = self._micro_batches[micro]
         with self._autocast():
-            self.loss = self.forward_module(tokens_BS, targets_BS)
+            self.loss = self.forward_module(*self._micro_batches[micro])
 
     def _backward(self) -> None:
         assert self.loss is not None
-        # Each micro-batch has the same number of tokens: the mean over the batch is the mean of their means.
+        # Each micro-batch has the same number of samples: the mean over the batch is the mean of their means.
         share = self.loss / self.workload.accumulation if self.workload.accumulation > 1 else self.loss
         self.scaler.scale(share).backward()
         self.loss = self.loss.detach()
@@ -127,12 +166,56 @@ class TrainingStep:
         self.optimizer.zero_grad(set_to_none=True)
 
 
+class TrainingStep(AssembledStep):
+    """A workload made ready to run on a device: the textbook's model on random tokens."""
+
+    workload: Workload
+    model: Transformer
+
+    def __init__(self, workload: Workload, device: torch.device) -> None:
+        check_supported(workload, device)
+        super().__init__(_textbook_parts(workload, device), workload, device)
+
+    @property
+    def tokens(self) -> Tensor:
+        """The token ids that the next forward takes."""
+        return self.batch[0]
+
+
+def _textbook_parts(workload: Workload, device: torch.device) -> StepParts:
+    torch.manual_seed(workload.seed)
+    model, inference = build_model(workload, device), workload.phase == "forward"
+    return StepParts(
+        model=model,
+        forward=model if inference else ForwardLoss(model),
+        forward_inputs=1 if inference else 2,
+        batches=_random_batches(workload, device),
+        named_tensors=_tokens_and_targets,
+        split=_chunks,
+        blocks=tuple(model.blocks),
+        compiles_parts=ATTENTIONS[chosen_attention(workload, device.type)].compiler == "inductor",
+    )
+
+
+def _tokens_and_targets(batch: Batch) -> list[tuple[str, Tensor]]:
+    return list(zip(("tokens", "targets"), batch, strict=True))
+
+
+def _chunks(batch: Batch, parts: int) -> list[Batch]:
+    return list(zip(*(tensor.chunk(parts) for tensor in batch), strict=True))
+
+
 def check_supported(workload: Workload, device: torch.device) -> None:
     """Raise InputError for a workload that this device or build cannot run as asked."""
     chosen_attention(workload, device.type)
-    if workload.dtype == "tf32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
+    check_choices(workload, device)
+
+
+def check_choices(choices: Choices, device: torch.device) -> None:
+    """Raise InputError for a precision or an optimizer that this device cannot run, whatever the model."""
+    if choices.dtype == "tf32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         raise InputError(f"dtype tf32 needs an NVIDIA GPU from Ampere on, not {device.type}: choose fp32 or bf16")
-    if workload.optimizer == "adamw-fused" and device.type not in ("cuda", "cpu"):
+    if choices.optimizer == "adamw-fused" and device.type not in ("cuda", "cpu"):
         raise InputError(f"optimizer adamw-fused does not run on {device.type}: choose adamw-foreach")
 
 
@@ -157,16 +240,15 @@ def _compiled(module: nn.Module, mode: str) -> nn.Module:
     return compiled
 
 
-def _build_optimizer(model: Transformer, workload: Workload) -> torch.optim.Optimizer | None:
-    if workload.phase != "train":
-        return None
-    if workload.optimizer == "adamw-bf16-state":
-        return AdamWBf16State(model.parameters(), lr=1e-4)
+def _build_optimizer(model: nn.Module, choices: Choices) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if choices.optimizer == "adamw-bf16-state":
+        return AdamWBf16State(trained, lr=1e-4)
     return torch.optim.AdamW(
-        model.parameters(),
+        trained,
         lr=1e-4,
-        foreach=workload.optimizer == "adamw-foreach",
-        fused=workload.optimizer == "adamw-fused",
+        foreach=choices.optimizer == "adamw-foreach",
+        fused=choices.optimizer == "adamw-fused",
     )
 
 

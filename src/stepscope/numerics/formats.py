@@ -5,6 +5,7 @@ one its casts use: versions differ (on a CPU, PyTorch 2.11 makes 500 NaN in e4m3
 """
 
 import math
+from decimal import Decimal
 from fractions import Fraction
 
 import torch
@@ -107,10 +108,15 @@ def _becomes(f: FloatFormat, number: float, exact: Fraction) -> list[tuple[Cell,
 def _row_of(f: FloatFormat, label: str, number: float, exact: Fraction, rounded: float) -> tuple[Cell, ...]:
     error = Fraction(rounded) - exact if math.isfinite(rounded) else None
     return (
-        label, rounded, None if error is None else float(error),
+        label, rounded, None if error is None else _figure(error),
         float(abs(error / exact)) if error is not None and exact else None,
         f.spacing(number), _what_happened(f, exact, rounded),
     )  # fmt: skip
+
+
+def _figure(error: Fraction) -> float | str:
+    """An error as a float; in words of Decimal where fp64 itself has no number that small."""
+    return float(error) if float(error) or not error else f"{Decimal(error.numerator) / Decimal(error.denominator):.4g}"
 
 
 def _what_happened(f: FloatFormat, exact: Fraction, rounded: float) -> str:

@@ -10,8 +10,6 @@ from stepscope.core.attention_verdict import AttentionShape
 from stepscope.core.attentions import ATTENTIONS
 from stepscope.work.operations import AttentionSizes, attention_backward_flops, attention_flops
 
-BACKWARD_OVER_FORWARD = 2.5
-"""FLOPs of fused attention's backward over forward's: five products over two, since it makes the scores again."""
 CONVENTION = (
     "4 B H S T D FLOPs forward and 2.5 times as many backward, half of it where causal, whatever an implementation "
     "does: written-out attention makes the whole square, and four products backward"

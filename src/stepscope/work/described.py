@@ -1,31 +1,66 @@
 """A workload and a model in words, each on one line."""
 
+from stepscope.core.own_workload import AnyWorkload, OwnWorkload, WatchedWorkload
 from stepscope.core.run import Settings
 from stepscope.core.units import format_count
 from stepscope.core.workload import Workload
 from stepscope.work.transformer import parameter_count
 
 
-def describe_workload(workload: Workload) -> str:
+def describe_workload(workload: AnyWorkload) -> str:
     """A workload's sizes, tokens and choices on one line."""
     optimizer = f", {workload.optimizer}" if workload.optimizer else ""
     compiled = "eager" if workload.compile == "eager" else f"torch.compile {workload.compile}"
     memory = f", checkpointing {workload.checkpointing}" if workload.checkpointing != "none" else ""
     if workload.accumulation != 1:
-        memory += f", {workload.accumulation} micro-batches of {workload.micro_batch_size}"
-    return (
-        f"batch {workload.batch_size} x sequence {workload.seq_len} = {format_count(workload.tokens)} tokens, "
-        f"{workload.dtype}, {workload.phase}, {workload.attention} attention, {compiled}{optimizer}{memory}"
-    )
+        memory += f", {_micro_batches(workload)}"
+    attention = f" {workload.attention} attention," if isinstance(workload, Workload) else ""
+    return f"{_batch(workload)}, {workload.dtype}, {workload.phase},{attention} {compiled}{optimizer}{memory}"
 
 
-def describe_model(workload: Workload) -> str:
-    """A model's name, parameter count and sizes on one line."""
-    sizes = ", ".join(f"{field} {format_count(size)}" for field, size in workload.model.sizes.items())
-    return f"{workload.model.name}: {format_count(parameter_count(workload.model))} parameters ({sizes})"
+def _batch(workload: AnyWorkload) -> str:
+    if isinstance(workload, Workload):
+        tokens = format_count(workload.tokens)
+        return f"batch {workload.batch_size} x sequence {workload.seq_len} = {tokens} tokens"
+    inputs = ", ".join(f"{name} {tensor}" for name, tensor in workload.model.inputs.items())
+    return f"batch {inputs}" if inputs else "batch unknown"
 
 
-def cell_name(workload: Workload, settings: Settings | None = None) -> str:
+def _micro_batches(workload: AnyWorkload) -> str:
+    size = f" of {workload.micro_batch_size}" if isinstance(workload, Workload) else ""
+    return f"{workload.accumulation} micro-batches{size}"
+
+
+def describe_model(workload: AnyWorkload) -> str:
+    """A model's name, parameter count, and its sizes or where it comes from, on one line."""
+    parameters = parameters_of(workload)
+    count = f"{format_count(parameters)} parameters" if parameters is not None else "parameters not counted"
+    name = workload.model.name if isinstance(workload, Workload) else workload.name
+    return f"{name}: {count} ({_origin(workload)})"
+
+
+def _origin(workload: AnyWorkload) -> str:
+    if isinstance(workload, Workload):
+        return ", ".join(f"{field} {format_count(size)}" for field, size in workload.model.sizes.items())
+    if isinstance(workload, OwnWorkload):
+        arguments = ", ".join(f"{name}={value}" for name, value in workload.arguments.items())
+        if ":" not in workload.factory and not workload.factory.endswith(".json"):
+            return "given as an object"
+        return f"made by {workload.factory}{f' with {arguments}' if arguments else ''}"
+    return _watched(workload)
+
+
+def _watched(workload: WatchedWorkload) -> str:
+    rank = f", rank {workload.rank} of {workload.world_size}" if workload.rank is not None else ""
+    return f"watched in {workload.program}{rank}" if workload.program else f"watched{rank}"
+
+
+def parameters_of(workload: AnyWorkload) -> int | None:
+    """Number of parameters of a workload's model; None where they were not counted."""
+    return parameter_count(workload.model) if isinstance(workload, Workload) else workload.model.parameters
+
+
+def cell_name(workload: AnyWorkload, settings: Settings | None = None) -> str:
     """A cell's name: the key without its digest, and the number of warm-up steps where the settings fix one."""
     name = "-".join(workload.words())
     if settings is None or settings.warmup_floor != settings.warmup_cap:

@@ -21,6 +21,8 @@ import math
 
 from stepscope.core.attentions import scores_of
 from stepscope.core.model_config import ModelConfig
+from stepscope.core.own_workload import AnyWorkload
+from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.work import CausalConvention, Convention, Work
 from stepscope.core.workload import Workload
 from stepscope.work.operations import adamw_work
@@ -105,20 +107,25 @@ def phase_work(workload: Workload, causal: CausalConvention = "half") -> dict[st
     """Work of each phase that the workload runs: model FLOPs, and the optimizer's bytes."""
     convention = Convention(causal=causal)
     forward = forward_flops(workload, causal)
-    phases = {"forward": Work(flops=forward, convention=convention)}
+    phases = {FORWARD: Work(flops=forward, convention=convention)}
     if workload.phase != "forward":
-        phases["backward"] = Work(flops=2 * forward, convention=convention)
+        phases[BACKWARD] = Work(flops=2 * forward, convention=convention)
     if workload.phase == "train":
         element = 2 if workload.dtype == "bf16-pure" else 4
         moment = 2 if workload.optimizer == "adamw-bf16-state" else element
         optimizer = adamw_work(parameter_count(workload.model), element, moment)
-        phases["optimizer"] = Work(
+        phases[OPTIMIZER] = Work(
             flops=0,
             bytes_read=optimizer.bytes_read,
             bytes_written=optimizer.bytes_written,
             convention=convention,
         )
     return phases
+
+
+def known_work(workload: AnyWorkload) -> dict[str, Work]:
+    """Work of each phase, where it is known before anything runs: that of the textbook's model."""
+    return phase_work(workload) if isinstance(workload, Workload) else {}
 
 
 def step_flops(workload: Workload, causal: CausalConvention = "half") -> int:

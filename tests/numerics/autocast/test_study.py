@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -302,7 +303,7 @@ def test_what_is_wrong_with_a_module_is_one_line(own: str, factory: str, said: s
         ({"rules": "tpu"}, "unknown rules 'tpu': choose one of cpu, cuda"),
     ],
 )
-def test_wrong_names(arguments: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch):
+def test_wrong_names(arguments: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch):
     told = {"SC_PHYS_PAGES": 2**22, "SC_PAGE_SIZE": 2**12}  # a machine of 16 GiB
     asked = os.sysconf
     monkeypatch.setattr(os, "sysconf", lambda name: told.get(name) or asked(name))

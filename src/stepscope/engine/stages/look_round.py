@@ -4,7 +4,7 @@ from stepscope.core.device_spec import find_device_spec, overridden_spec
 from stepscope.core.run_directory import save_run
 from stepscope.engine.draft import Draft
 from stepscope.measure.environment import read_environment
-from stepscope.work.transformer import phase_work
+from stepscope.work.transformer import known_work
 
 
 def look_round(draft: Draft) -> None:
@@ -13,5 +13,5 @@ def look_round(draft: Draft) -> None:
     environment = read_environment(draft.device, request.memory_limit_bytes)
     name, stated = environment.device_name, request.peak_flops_per_s
     spec = overridden_spec(name, request.workload.dtype, stated) if stated else find_device_spec(name)
-    draft.set(environment=environment, device_spec=spec, work=phase_work(request.workload))
+    draft.set(environment=environment, device_spec=spec, work=known_work(request.workload))
     save_run(draft.run, draft.directory, rescue=False)

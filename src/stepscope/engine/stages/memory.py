@@ -6,8 +6,8 @@ import torch
 
 from stepscope.core.errors import one_line
 from stepscope.core.run_files import MEMORY_FILE
-from stepscope.engine.device_failure import is_out_of_memory
 from stepscope.engine.draft import Draft
+from stepscope.measure.device import is_out_of_memory
 from stepscope.measure.driven import MemoryCapture, capture_memory
 
 
@@ -59,7 +59,7 @@ def _record(draft: Draft, out_of_memory: bool = False) -> MemoryCapture:
         draft.step,
         draft.device,
         draft.directory,
-        workload=draft.request.workload,
+        workload=draft.run.workload,
         device_name=environment.device_name if environment else "",
         stacks=asked.stacks,
         held_before_bytes=draft.held_before_bytes,

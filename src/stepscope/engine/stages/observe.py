@@ -5,7 +5,7 @@ import torch
 from stepscope.core.evidence import Precision
 from stepscope.engine.draft import Draft
 from stepscope.measure import ranges
-from stepscope.measure.driven import observe_step, profile_step, step_operators
+from stepscope.measure.driven import observe_step, profile_step, step_flops, step_habits, step_operators
 from stepscope.measure.precision import probe_relative_error, with_kernels
 
 
@@ -20,6 +20,8 @@ def observe(draft: Draft) -> None:
     observation, memory = observe_step(step, device, draft.held_before_bytes)
     draft.set_evidence(observation=observation, memory=memory)
     draft.set_evidence(operators=step_operators(step, device, draft.timing))
+    if draft.run.textbook is None:
+        draft.set_evidence(habits=step_habits(step, device))
     if step.cuda_graphs:
         draft.note("allocated peaks: tensors of replayed CUDA graphs count as reserved only")
     if not draft.request.settings.profile:
@@ -30,3 +32,13 @@ def observe(draft: Draft) -> None:
     draft.begin("profile")
     profile = profile_step(step, device, draft.timing)
     draft.set_evidence(profile=profile, precision=with_kernels(precision, profile))
+
+
+def count_work(draft: Draft) -> None:
+    """Count the FLOPs of a step, where no formula of its sizes says them."""
+    if draft.run.work:
+        return
+    draft.begin("count FLOPs")
+    work, unknown = step_flops(draft.step, draft.timing)
+    draft.set(work=work)
+    draft.set_evidence(uncounted=unknown)

@@ -7,6 +7,7 @@ the imitation held against what was seen.
 
 import contextlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -47,13 +48,14 @@ RULES = ("cpu", "cuda")
 
 
 def study_autocast(
-    model: str = TOY, own: str | None = None, dtype: str = "bf16", device: str = "auto", rules: str | None = None
-) -> Answer:
+    model: str = TOY, own: str | None = None, dtype: str = "bf16", device: str = "auto", rules: str | None = None,
+    *, arguments: Mapping[str, Any] | None = None,
+) -> Answer:  # fmt: skip
     """Say what dtype everything has under autocast in the toy network, a preset, or with `own` the user's module.
 
-    own: `model_with_loss.py` says how a module is named. rules: whose rules autocast goes by, `cpu` or `cuda`; None for
-    the device's own. CUDA's are imitated on a CPU. Raises InputError for a device, dtype, module or rules that cannot
-    be used.
+    own: `models/own/` says how a module is named; `arguments` are what its factory is called with. rules: whose rules
+    autocast goes by, `cpu` or `cuda`; None for the device's own. CUDA's are imitated on a CPU. Raises InputError for a
+    device, dtype, module or rules that cannot be used.
     """
     low = LOW[choose(dtype, tuple(LOW), "dtype")]
     where = resolve_device(device)
@@ -63,7 +65,7 @@ def study_autocast(
     imitated = rules != where.type
     with autocast_region(where.type, low):
         pass  # refused before the model is made
-    looked_at = model_with_loss(model, own, where)
+    looked_at = model_with_loss(model, own, where, arguments=arguments)
     with AsOnCuda() if imitated else contextlib.nullcontext():
         recording = record(looked_at, where, low)
         repeats = record_repeats(looked_at, where, low)

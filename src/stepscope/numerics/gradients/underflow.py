@@ -11,9 +11,11 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -25,9 +27,12 @@ from stepscope.core.figures import digits
 from stepscope.core.finding import Finding, note
 from stepscope.core.float_format import FORMATS, FloatFormat, float_format
 from stepscope.core.model_config import ModelConfig, configure
+from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
 from stepscope.core.workload import Workload
 from stepscope.measure.device import resolve_device
 from stepscope.measure.step import drive
+from stepscope.models.own.loading import make_own_step
+from stepscope.models.own.own_step import OwnStep
 from stepscope.models.training_step import TrainingStep
 from stepscope.numerics.answers import computed_answer, curves
 from stepscope.numerics.setting import check_room
@@ -88,14 +93,29 @@ def study_underflow(
     format_name: str = "fp16",
     device: str = "auto",
     seed: int = 0,
+    own: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> Answer:
-    """Hold a step's gradients in fp32 against every format; for one format also by kind of module, and as observed."""
+    """Hold a step's gradients in fp32 against every format; for one format also by kind of module, and as observed.
+
+    own: the factory of a model of the user's own, in place of a model and its sizes; `arguments`: what it is called
+    with.
+    """
     choose(format_name, COMPARED, "format")
     chosen, on = float_format(format_name), resolve_device(device)
-    workload = Workload(
-        model=model or configure("tiny"), batch_size=batch_size, seq_len=seq_len, phase="forward-backward", seed=seed
-    )
-    check_room(workload, on, bytes_per_parameter=_STEP_BYTES)
+    workload: DrivenWorkload
+    if own is not None:
+        workload = OwnWorkload(
+            factory=own, arguments=dict(arguments or {}), model=OwnModel(name=""), phase="forward-backward", seed=seed
+        )
+        sizes: dict[str, Cell] = {"model": own, **{name: str(value) for name, value in workload.arguments.items()}}
+    else:
+        workload = Workload(
+            model=model or configure("tiny"), batch_size=batch_size, seq_len=seq_len, phase="forward-backward",
+            seed=seed,
+        )  # fmt: skip
+        check_room(workload, on, bytes_per_parameter=_STEP_BYTES)
+        sizes = {"model": workload.model.name, "batch_size": batch_size, "seq_len": seq_len}
     found = gradients_of(workload, on)
     everything = [each.magnitudes for each in found if each.magnitudes.numel()]
     largest = max(float(values[-1]) for values in everything)
@@ -109,8 +129,7 @@ def study_underflow(
     scales = _scales(best[format_name])
     observed = _observed(workload, on, found, format_name, scales)
     tables = [_ranges(found), _formats(shares, best), _kinds(found, chosen, scales)]
-    sizes = {"batch_size": batch_size, "seq_len": seq_len, "seed": seed}
-    settings: dict[str, Cell] = {"model": workload.model.name, **sizes, "format": format_name}
+    settings: dict[str, Cell] = {**sizes, "seed": seed, "format": format_name}
     if observed:
         columns = ("loss scale", "gradients of", "zero, but not in fp32, %", "not finite, %")
         tables.append(Table(title=f"As observed under autocast to {format_name}", columns=columns, rows=observed))
@@ -125,17 +144,19 @@ def study_underflow(
     )
 
 
-def gradients_of(workload: Workload, device: torch.device, scale: int = 0) -> list[Gradients]:
+def gradients_of(workload: DrivenWorkload, device: torch.device, scale: int = 0) -> list[Gradients]:
     """Gradients of one step by kind of module, its loss multiplied by 2**scale; they are still scaled.
 
     Raises InputError where the gradients of an fp32 step are not finite or all zero.
     """
-    step = TrainingStep(workload, device)
+    step = _step(workload, device)
+    kind_of = kind_of_module if isinstance(workload, Workload) else folded
     # The study multiplies by a scale of its own choosing.
     step.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**scale)
     found: dict[tuple[str, str], Gradients] = {}
 
-    def keep(of: str, name: str, kind: str, gradient: Tensor) -> None:
+    def keep(of: str, name: str, module: str, gradient: Tensor) -> None:
+        kind = kind_of(module)
         found.setdefault((of, kind), Gradients(kind, of, {})).tensors[name] = gradient.detach()
 
     with _watched(step.model, keep):
@@ -143,24 +164,37 @@ def gradients_of(workload: Workload, device: torch.device, scale: int = 0) -> li
         drive(step)
     for name, parameter in step.model.named_parameters():
         if parameter.grad is not None:
-            keep("parameters", name, kind_of_module(name.rpartition(".")[0]), parameter.grad)
+            keep("parameters", name, name.rpartition(".")[0], parameter.grad)
     kinds = sorted(found.values(), key=lambda each: (_OF.index(each.of), each.kind))
     if workload.dtype == "fp32":
+        smaller, larger = "choose a smaller --model", "choose a larger --batch-size or --seq-len"
+        if not isinstance(workload, Workload):
+            smaller = larger = "give it another batch"
         for each in kinds:
             for name, tensor in each.tensors.items():
                 if not tensor.isfinite().all():
-                    raise InputError(f"the gradient of {name} is not finite in fp32: choose a smaller --model")
+                    raise InputError(f"the gradient of {name} is not finite in fp32: {smaller}")
         if not any(tensor.any() for each in kinds for tensor in each.tensors.values()):
-            raise InputError("every gradient of this step is zero: choose a larger --batch-size or --seq-len")
+            raise InputError(f"every gradient of this step is zero: {larger}")
     return kinds
+
+
+def _step(workload: DrivenWorkload, device: torch.device) -> TrainingStep | OwnStep:
+    if isinstance(workload, Workload):
+        return TrainingStep(workload, device)
+    step, _ = make_own_step(workload, device)
+    if not isinstance(step, OwnStep):
+        raise InputError(f"--module {workload.factory} gave a step of its own: give its module and a batch")
+    return step
 
 
 @contextlib.contextmanager
 def _watched(model: nn.Module, keep: Callable[[str, str, str, Tensor], None]) -> Iterator[None]:
     """While open, the gradient with respect to the output of each module without children is handed to `keep`."""
 
-    def watch(name: str, output: Tensor) -> None:
-        output.register_hook(lambda gradient: keep("activations", name, kind_of_module(name), gradient))
+    def watch(name: str, output: object) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda gradient: keep("activations", name, name, gradient))
 
     handles = [
         module.register_forward_hook(lambda _module, _args, output, name=name: watch(name, output))
@@ -180,6 +214,11 @@ def kind_of_module(module: str) -> str:
     if last.endswith("norm"):
         return "norm"
     return above[-1].replace("_", "-") if above else last
+
+
+def folded(module: str) -> str:
+    """The path of a module of the user's own, with one name for those that differ in a number alone."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", module) or "the model itself"
 
 
 def exponents(magnitudes: Tensor) -> Counter[int]:
@@ -268,7 +307,7 @@ def _kinds(found: list[Gradients], number: FloatFormat, scales: tuple[int, ...])
 
 
 def _observed(
-    workload: Workload, device: torch.device, exact: list[Gradients], format_name: str, scales: tuple[int, ...]
+    workload: DrivenWorkload, device: torch.device, exact: list[Gradients], format_name: str, scales: tuple[int, ...]
 ) -> tuple[tuple[Cell, ...], ...]:
     """Rows of the step run under autocast, once for each scale; none for a format that autocast does not know."""
     if format_name not in _AUTOCAST:
@@ -281,11 +320,13 @@ def _observed(
             counts = torch.zeros(3, dtype=torch.int64)
             for each in (each for each in exact if each.of == of):
                 for name, tensor in each.tensors.items():
-                    here, there = found[of, each.kind][name], tensor != 0
+                    here, there = found.get((of, each.kind), {}).get(name), tensor != 0
+                    if here is None:
+                        continue  # a module whose output is no tensor, or has no gradient, under autocast
                     lost, broken = there & (here == 0), there & ~here.isfinite()
                     counts += torch.stack([mask.sum().cpu() for mask in (there, lost, broken)])
             nonzero, *changed = counts.tolist()
-            rows.append((f"2**{scale}", of, *(digits(100 * (count / nonzero)) for count in changed)))
+            rows.append((f"2**{scale}", of, *(digits(100 * (count / max(1, nonzero))) for count in changed)))
     return tuple(rows)
 
 

@@ -1,0 +1,194 @@
+"""Predicts the memory of a step of a user's own module, by running it on fake tensors.
+
+The factory is called in truth, since it may read files or ask for values; only the random filling of large parameters
+is left out, so that they take addresses and no memory. Parameters, buffers and floating inputs then become fake. The
+rest is as for the textbook (`engine/fake_step.py`): the step runs, and what it allocates goes through a simulated
+allocator.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from stepscope.core.errors import InputError
+from stepscope.core.own_workload import OwnModel, OwnWorkload
+from stepscope.core.units import MIB
+from stepscope.engine.fake_step import STEPS_BEFORE, WatchedStep, label_residents, run_steps
+from stepscope.measure.as_on_cuda import AsOnCuda, AttentionBackend
+from stepscope.measure.fake_memory_of_own import LARGEST_REAL, FakeMemoryOfOwn
+from stepscope.memory.prediction.estimate import WORKSPACE_BYTES, DeviceType
+from stepscope.models.own.factory import find_factory
+from stepscope.models.own.identity import describe_own
+from stepscope.models.own.loading import load_module
+from stepscope.models.own.own_module import OwnModule
+from stepscope.models.own.own_step import OwnStep
+
+LARGE = 4 * MIB
+"""Bytes from which on a tensor is not filled with random numbers."""
+
+_CPU = torch.device("cpu")
+_aten = torch.ops.aten
+_FILLS = (_aten.normal_, _aten.uniform_, _aten.erfinv_)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnWatchedStep(WatchedStep):
+    """The allocations of a step of a user's module, with what was found in making and running it."""
+
+    watch: FakeMemoryOfOwn
+    model: OwnModel
+    optimizer: str | None
+    optimizer_is_own: bool
+
+
+def watch_own_step(
+    workload: OwnWorkload, device_type: DeviceType, *, batch_size: int | None = None, steps: int = STEPS_BEFORE + 1
+) -> OwnWatchedStep:
+    """Make and run so many steps on fake tensors. Raises InputError for what cannot be run so: compiled steps, a step
+    of the user's own, and operators that depend on data.
+
+    batch_size: samples in a step, in place of the factory's: as its argument of this name, or by repeating the batch.
+    """
+    if workload.compile != "eager":
+        raise InputError(f"compile {workload.compile} cannot be run on fake tensors: leave it out")
+    arguments, by_argument = workload.arguments, batch_size is not None and takes_batch_size(workload.factory)
+    if by_argument:
+        arguments = {**arguments, "batch_size": batch_size}
+    with _UnfilledParameters():
+        own = load_module(workload.factory, arguments, seed=workload.seed)
+    resized = None if by_argument else batch_size
+    return watch_module(own, workload, device_type, batch_size=resized, steps=steps)
+
+
+def watch_module(
+    own: OwnModule, workload: OwnWorkload, device_type: DeviceType, *, batch_size: int | None = None,
+    steps: int = STEPS_BEFORE + 1,
+) -> OwnWatchedStep:  # fmt: skip
+    """Run the step of a module that was made in truth; the module is left with fake parameters."""
+    watch = FakeMemoryOfOwn(name=own.name, workspace_bytes=WORKSPACE_BYTES if device_type == "cuda" else 0)
+    with contextlib.ExitStack() as modes:
+        mode = modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        fake = _on_fake_tensors(own, workload, mode, batch_size)
+        modes.enter_context(watch)
+        watch.hold(fake.module.parameters())
+        watch.hold(fake.module.buffers())
+        step = OwnStep(fake, _as_on_the_cpu(workload), _CPU)
+        watch.hold(tensor for batch in step.batches for _, tensor in step.named_tensors(batch))
+        on_host = device_type == "cuda"
+        label_residents(step, watch, on_host=on_host)
+        built = len(watch.events)
+        if device_type == "cuda":
+            as_on_cuda = AsOnCuda(_attention_backend, heads_as_given=True)
+            modes.enter_context(as_on_cuda.throughout([step.forward_module, *step.blocks]))
+        run_steps(step, watch, steps, on_host=on_host)
+        parameter_bytes = sum(p.numel() * p.element_size() for p in fake.module.parameters())
+        model = describe_own(step.model, step.named_tensors(step.batches[0]), [])
+        by_factory = own.optimizer is not None and step.optimizer is own.optimizer
+        optimizer = type(own.optimizer).__name__ if by_factory else workload.optimizer
+    watch.end()
+    del step
+    gc.collect()  # a step and its phases refer to each other
+    return OwnWatchedStep(
+        watch=watch,
+        built=built,
+        parameter_bytes=parameter_bytes,
+        model=model,
+        optimizer=optimizer,
+        optimizer_is_own=by_factory,
+    )
+
+
+def _as_on_the_cpu(workload: OwnWorkload) -> OwnWorkload:
+    """The workload without what does not change its tensors, or was done already."""
+    dtype = "fp32" if workload.dtype in ("tf32", "bf16-pure") else workload.dtype
+    return msgspec.structs.replace(workload, dtype=dtype)
+
+
+def _on_fake_tensors(own: OwnModule, workload: OwnWorkload, mode: FakeTensorMode, batch_size: int | None) -> OwnModule:
+    """The same module and batches with fake tensors, in the dtype of the workload. Small integers stay real."""
+    pure = torch.bfloat16 if workload.dtype == "bf16-pure" else None
+    made: dict[int, Tensor] = {}
+
+    def faked(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            found: Tensor = mode.from_tensor(tensor.detach())
+            if pure is not None and tensor.is_floating_point():
+                found = found.to(pure)
+            if isinstance(tensor, nn.Parameter):
+                found = nn.Parameter(found, requires_grad=tensor.requires_grad)
+            made[id(tensor)] = found
+        return made[id(tensor)]
+
+    def faked_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf if not leaf.is_floating_point() and leaf.nbytes <= LARGEST_REAL else faked(leaf)
+
+    before = list(own.module.parameters())
+    for part in own.module.modules():
+        homes = (part._parameters, part._buffers)  # pyright: ignore[reportPrivateUsage]
+        for tensors in homes:
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = faked_leaf(tensor)  # type: ignore[assignment]
+    if own.optimizer is not None:
+        for group in own.optimizer.param_groups:
+            group["params"] = [made.get(id(parameter), parameter) for parameter in group["params"]]
+    del before
+    batches = [tree_map(faked_leaf, resized(batch, batch_size)) for batch in own.batches]
+    return OwnModule(name=own.name, module=own.module, batches=batches, loss=own.loss, optimizer=own.optimizer)
+
+
+def takes_batch_size(factory: str) -> bool:
+    """Whether a factory takes an argument `batch_size`, as every configuration does."""
+    if factory.endswith(".json"):
+        return True
+    found = find_factory(factory).found
+    try:
+        return "batch_size" in inspect.signature(found).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def resized(batch: Any, batch_size: int | None) -> Any:
+    """The batch with so many samples: each tensor whose first size is that of the first tensor is repeated and cut."""
+    if batch_size is None:
+        return batch
+    sizes: list[int] = []
+
+    def resize(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            return leaf
+        sizes.append(leaf.shape[0])
+        if leaf.shape[0] != sizes[0]:
+            return leaf
+        times = -(-batch_size // max(1, sizes[0]))
+        return leaf.repeat(times, *[1] * (leaf.dim() - 1))[:batch_size].clone()
+
+    return tree_map(resize, batch)
+
+
+class _UnfilledParameters(TorchDispatchMode):
+    """While entered, large tensors are not filled with random numbers: their pages are never touched."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket in _FILLS and args[0].nbytes >= LARGE:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _attention_backend(query: Tensor) -> AttentionBackend:
+    """The backend that scaled_dot_product_attention takes on a Hopper GPU: in 16 bits cuDNN, else the efficient one."""
+    return "efficient" if query.dtype == torch.float32 else "cudnn"

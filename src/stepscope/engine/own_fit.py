@@ -1,0 +1,214 @@
+"""Whether a step of a user's own module fits, and what would make it fit: each answer is a step on fake tensors."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from stepscope.core.errors import InputError
+from stepscope.core.own_workload import OwnModel, OwnWorkload
+from stepscope.engine.fake_step import STEPS_BEFORE, RefusedInPhase, replayed
+from stepscope.engine.own_fake_step import OwnWatchedStep, watch_own_step
+from stepscope.memory.prediction.caching_allocator import CachingAllocator
+from stepscope.memory.prediction.estimate import DeviceType
+from stepscope.memory.prediction.fit import Budget
+from stepscope.memory.prediction.own_fit import OwnEstimate, OwnFit, OwnPlan, OwnVerdict, Unseen
+from stepscope.memory.prediction.symbolic_tensors import RoundingAllocator
+
+MOST_PLANS = 6
+MOST_BATCH = 2**20
+
+_Change = tuple[str, str, dict[str, object]]
+"""The change in words, its option, and the fields that it sets."""
+
+
+def fit_own(
+    workload: OwnWorkload, budgets: Sequence[Budget], device_type: DeviceType = "cuda", *, search: bool = True
+) -> OwnFit:
+    """Predict the peak of a step, and for each budget say whether it fits; with `search` also what would make it fit,
+    and the largest batch."""
+    watched = watch_own_step(workload, device_type)
+    found = msgspec.structs.replace(
+        workload, model=watched.model, optimizer=watched.optimizer,
+        by_factory=("optimizer",) if watched.optimizer_is_own else (),
+    )  # fmt: skip
+    variants = _Search(found, device_type)
+    return OwnFit(
+        workload=found,
+        estimate=_estimate(watched, device_type),
+        verdicts=tuple(variants.verdict(watched, budget, search=search) for budget in budgets),
+    )
+
+
+def _estimate(watched: OwnWatchedStep, device_type: DeviceType) -> OwnEstimate:
+    # On a CPU a request gets the bytes that it asks for.
+    found = replayed(watched, CachingAllocator() if device_type == "cuda" else RoundingAllocator(1))
+    return OwnEstimate(
+        peak_bytes=found.peak_bytes, peak_phase=found.peak_phase, categories=found.categories, memory=found.memory,
+        unseen=_unseen(watched),
+    )  # fmt: skip
+
+
+def _unseen(watched: OwnWatchedStep) -> Unseen:
+    watch = watched.watch
+    return Unseen(
+        convolutions=watch.convolutions,
+        convolution_bytes=watch.convolution_bytes,
+        custom=tuple(sorted(watch.custom)),
+        at_most=tuple(sorted(watch.at_most)),
+    )
+
+
+class _Search:
+    """Predicts variants of one step, and remembers what they came to."""
+
+    def __init__(self, workload: OwnWorkload, device_type: DeviceType) -> None:
+        self._workload = workload
+        self._device_type: DeviceType = device_type
+        self._watched: dict[tuple[bytes, int | None], OwnWatchedStep | None] = {}
+
+    def verdict(self, watched: OwnWatchedStep, budget: Budget, *, search: bool) -> OwnVerdict:
+        kept_free = _unseen(watched).kept_free(budget)
+        fails_in = self._fails_in(watched, budget)
+        return OwnVerdict(
+            budget=budget, fits=fails_in is None, kept_free_bytes=kept_free, fails_in=fails_in,
+            plans=tuple(self._plans(budget)) if search and fails_in is not None else (),
+            largest_batch=self._largest(watched, budget) if search else None,
+        )  # fmt: skip
+
+    def _fails_in(self, watched: OwnWatchedStep, budget: Budget) -> str | None:
+        """None if the step runs within the budget; else the phase of the first request that is refused."""
+        limit = budget.usable_bytes - _unseen(watched).kept_free(budget)
+        if self._device_type == "cpu":
+            found = replayed(watched, RoundingAllocator(1))
+            return None if found.peak_bytes <= limit else found.peak_phase
+        try:
+            replayed(watched, CachingAllocator(limit))
+        except RefusedInPhase as refused:
+            return str(refused)
+        return None
+
+    def _variant(self, workload: OwnWorkload, batch: int | None = None) -> OwnWatchedStep | None:
+        """The variant's step; None where it cannot be made so."""
+        key = (msgspec.json.encode(workload), batch)
+        if key not in self._watched:
+            try:
+                self._watched[key] = watch_own_step(workload, self._device_type, batch_size=batch, steps=STEPS_BEFORE)
+            except InputError:
+                self._watched[key] = None
+        return self._watched[key]
+
+    def _fits(self, workload: OwnWorkload, budget: Budget, batch: int | None = None) -> bool:
+        watched = self._variant(workload, batch)
+        return watched is not None and self._fails_in(watched, budget) is None
+
+    def _plans(self, budget: Budget) -> Iterator[OwnPlan]:
+        """Single changes that suffice; where fewer than two do, pairs, triples and so on too."""
+        levers, found = list(_levers(self._workload)), list[tuple[_Change, ...]]()
+        strongest = _together(settings[-1] for settings in levers)
+        if not levers or not self._fits(_with(self._workload, strongest), budget):
+            return
+        for count in range(1, len(levers) + 1):
+            for together in itertools.combinations(levers, count):
+                words = {settings[-1][1].split()[0] for settings in together}
+                chosen = None
+                if len(words) == count and not any(_part_of(one, together) for one in found):
+                    chosen = self._mildest(together, budget)
+                if chosen is not None:
+                    found.append(chosen)
+                    peak = self._variant(_with(self._workload, chosen))
+                    assert peak is not None
+                    yield OwnPlan(
+                        change=", ".join(change[0] for change in chosen),
+                        options=" ".join(change[1] for change in chosen),
+                        peak_bytes=_estimate(peak, self._device_type).peak_bytes,
+                    )
+                if len(found) == MOST_PLANS:
+                    return
+            if len(found) >= 2:
+                return
+
+    def _mildest(self, together: tuple[tuple[_Change, ...], ...], budget: Budget) -> tuple[_Change, ...] | None:
+        if not self._fits(_with(self._workload, tuple(settings[-1] for settings in together)), budget):
+            return None
+        for chosen in itertools.product(*together):
+            if self._fits(_with(self._workload, chosen), budget):
+                return chosen
+        return None
+
+    def _largest(self, watched: OwnWatchedStep, budget: Budget) -> int | None:
+        """The largest batch that fits: it does, and one micro-batch of one sample more does not."""
+        start = self._workload.model.batch_size
+        if not start:
+            return None
+        unit = self._workload.accumulation
+
+        limit = budget.usable_bytes - _unseen(watched).kept_free(budget)
+
+        def peak(units: int) -> int | None:
+            variant = self._variant(self._workload, units * unit)
+            return None if variant is None else _estimate(variant, self._device_type).peak_bytes
+
+        def fits(units: int) -> bool:
+            return self._fits(self._workload, budget, units * unit)
+
+        first = max(1, start // unit)
+        one, two = peak(first), peak(2 * first)
+        if one is None or two is None:
+            return None
+        by_unit = max(1, (two - one) // first)
+        return _edge(first + (limit - one) // by_unit, fits) * unit
+
+
+def _edge(guess: int, fits: Callable[[int], bool]) -> int:
+    """The largest number that fits, 0 where none does: looked for around a guess, in strides that double."""
+    low, high, stride = 0, MOST_BATCH, 1
+    number = min(max(1, guess), MOST_BATCH - 1)
+    while high - low > 1:
+        if fits(number):
+            low = number
+        else:
+            high = number
+        reached = low + stride if low else high - stride
+        number = reached if low < reached < high else (low + high) // 2
+        stride *= 2
+    return low
+
+
+def _levers(workload: OwnWorkload) -> Iterator[tuple[_Change, ...]]:
+    """What may be changed, those that cost nothing first; the settings of each from the mildest on."""
+    if "optimizer" not in workload.by_factory and workload.phase == "train":
+        if workload.optimizer in ("adamw-foreach", "adamw-loop"):
+            yield (_change("fused AdamW", "--optimizer", "adamw-fused"),)
+        if workload.optimizer != "adamw-bf16-state":
+            yield (_change("optimizer state in bf16", "--optimizer", "adamw-bf16-state"),)
+    if workload.dtype in ("fp32", "tf32"):
+        yield (_change("bf16 autocast", "--dtype", "bf16"),)
+    if workload.phase == "forward":
+        return
+    batch = workload.model.batch_size or 1
+    splits = [n for n in range(2, batch + 1) if batch % n == 0 and n > workload.accumulation]
+    if splits:
+        yield tuple(_change(f"{n} micro-batches of {batch // n}", "--accumulation", n) for n in splits)
+    if workload.checkpointing == "none":
+        yield (_change("checkpointing that keeps matrix products", "--checkpointing", "selective"),)
+        yield (_change("checkpointing of every block", "--checkpointing", "every-1"),)
+
+
+def _change(words: str, option: str, setting: str | int) -> _Change:
+    return words, f"{option} {setting}", {option.removeprefix("--").replace("-", "_"): setting}
+
+
+def _with(workload: OwnWorkload, changes: Sequence[_Change]) -> OwnWorkload:
+    fields = {name: setting for change in changes for name, setting in change[2].items()}
+    return msgspec.structs.replace(workload, model=OwnModel(name=""), **fields)
+
+
+def _together(changes: Iterator[_Change]) -> tuple[_Change, ...]:
+    """The last change of each option."""
+    return tuple({change[1].split()[0]: change for change in changes}.values())
+
+
+def _part_of(found: Sequence[_Change], levers: Sequence[tuple[_Change, ...]]) -> bool:
+    """Whether changes that suffice are among these levers already."""
+    return all(any(change in settings for settings in levers) for change in found)

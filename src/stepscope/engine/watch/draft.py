@@ -1,0 +1,149 @@
+"""The run of a loop that is watched: its workload as it was seen, and what the stages add."""
+
+import os
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import torch
+
+from stepscope.core.device_spec import find_device_spec
+from stepscope.core.evidence import Capture, Evidence, Habits, PhaseMemory, WatchedLoop
+from stepscope.core.own_workload import Input, OwnModel, WatchedWorkload
+from stepscope.core.run import Run
+from stepscope.core.run_directory import create_run_directory, save_run
+from stepscope.core.run_files import KINETO_FILE, MEMORY_FILE
+from stepscope.core.work import Work
+from stepscope.core.workload import Dtype
+from stepscope.engine.run_draft import RunDraft
+from stepscope.engine.watch.request import WatchRequest
+from stepscope.measure.environment import read_environment
+from stepscope.measure.watch.found import Found, ModuleSeen, class_name
+from stepscope.models.own.identity import source_digest, structure_digest
+
+
+class WatchedDraft(RunDraft):
+    """The run of a watched loop. Its directory is made, and its record written, when it is made."""
+
+    def __init__(self, request: WatchRequest, found: Found, device: torch.device) -> None:
+        self.device = device
+        self._model = found.model
+        self.loop = _loop(found)
+        workload = watched_workload(found, self.loop, request.program)
+        directory = create_run_directory(request.runs, workload)
+        environment = read_environment(device)
+        run = Run(
+            id=directory.name,
+            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            tag=request.tag,
+            status="unfinished",
+            workload=workload,
+            settings=request.settings,
+            environment=environment,
+            device_spec=find_device_spec(environment.device_name),
+            evidence=Evidence(loop=self.loop),
+        )
+        super().__init__(run, directory)
+        save_run(run, directory, rescue=False)
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        return self._model
+
+    @property
+    def device_name(self) -> str:
+        return self.run.environment.device_name if self.run.environment else ""
+
+    def say_first_step(self, first: int | None) -> None:
+        """Keep which step of its loop was the first that was timed."""
+        self.set_evidence(loop=msgspec.structs.replace(self.loop, first_step=first))
+
+    def keep_memory(self, memory: PhaseMemory) -> None:
+        self.set_evidence(memory=memory)
+
+    def keep_habits(self, habits: Habits) -> None:
+        self.set_evidence(habits=habits)
+
+    def keep_work(self, work: dict[str, Work], unknown: dict[str, int]) -> None:
+        self.set(work=work)
+        self.set_evidence(uncounted=unknown)
+
+    def keep_recorded_memory(self, memory: PhaseMemory) -> None:
+        """On a CPU, where nothing else counts allocations, the memory figures are the recorded step's."""
+        self.keep_files(memory=MEMORY_FILE)
+        counted = self.run.evidence.memory
+        if counted is None or counted.allocated_peak is None:
+            self.set_evidence(memory=memory)
+
+    def keep_capture(self, capture: Capture) -> None:
+        self.set_evidence(captures=(*self.run.evidence.captures, capture))
+
+    def keep_trace(self, capture: Capture) -> None:
+        self.keep_capture(capture)
+        self.keep_files(kineto=KINETO_FILE)
+
+
+def watched_workload(found: Found, loop: WatchedLoop, program: str) -> WatchedWorkload:
+    """The experiment that the loop is, as one of its steps showed it."""
+    model = found.model
+    world = int(os.environ.get("WORLD_SIZE", "1") or 1)
+    return WatchedWorkload(
+        model=OwnModel(
+            name=class_name(model),
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            inputs=_inputs(found.roots[0], max(1, found.roots[0].calls)),
+            structure=structure_digest(model),
+            source=source_digest(model, [_script()]),
+        ),
+        dtype=_dtype(loop),
+        compile="default" if found.compiled else "eager",
+        optimizer=class_name(found.optimizer) if found.optimizer is not None else None,
+        accumulation=max(1, min(found.backwards, found.roots[0].calls)),
+        program=program,
+        rank=int(os.environ.get("RANK", "0")) if world > 1 else None,
+        world_size=world,
+    )
+
+
+def _script() -> Path | None:
+    """The file that this process runs; None in a notebook."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path(file) if file is not None else None
+
+
+def _loop(found: Found) -> WatchedLoop:
+    dtypes: dict[str, int] = {}
+    for parameter in found.model.parameters():
+        name = str(parameter.dtype).removeprefix("torch.")
+        dtypes[name] = dtypes.get(name, 0) + parameter.numel()
+    return WatchedLoop(
+        why=found.why,
+        modules=tuple(class_name(root.module) for root in found.roots),
+        optimizers=tuple(class_name(optimizer) for optimizer in found.optimizers),
+        forwards=found.forwards,
+        backwards=found.backwards,
+        autocast=next((root.autocast for root in found.roots if root.autocast), None),
+        parameter_dtype=max(dtypes, key=lambda name: dtypes[name], default=""),
+    )
+
+
+def _dtype(loop: WatchedLoop) -> Dtype:
+    if loop.autocast is not None:
+        return "fp16" if loop.autocast == "float16" else "bf16"
+    if loop.parameter_dtype == "bfloat16":
+        return "bf16-pure"
+    return "tf32" if torch.get_float32_matmul_precision() != "highest" and torch.cuda.is_available() else "fp32"
+
+
+def _inputs(root: ModuleSeen, calls: int) -> dict[str, Input]:
+    """The tensors of a whole step. Of micro-batches, the largest stands for all, so many times as they are."""
+    largest = {name: max(seen, key=lambda tensor: tensor.shape) for name, seen in root.inputs.items()}
+    first = next((tensor.shape[0] for tensor in largest.values() if tensor.shape), None)
+    inputs: dict[str, Input] = {}
+    for name, tensor in largest.items():
+        shape = tensor.shape
+        if shape and shape[0] == first and calls > 1:
+            shape = (shape[0] * calls, *shape[1:])
+        inputs[name] = Input(shape, tensor.dtype)
+    return inputs

@@ -1,0 +1,98 @@
+"""What the operators of a step show: products in 32 bits beside others in 16, copies from memory that is not pinned."""
+
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
+from stepscope.measure.habits.code_lines import users_line
+from stepscope.measure.habits.host_reads import HostReads
+
+_MANY_AT_ONCE = ("_foreach_", "_fused_", "_amp_foreach_")
+"""How names of operators begin that update many tensors at once."""
+_SMALL_BYTES = 4096
+"""A copy of less than a page costs no time that pinning could save."""
+
+
+class OperatorHabits(TorchDispatchMode):
+    """A mode below autograd and autocast that looks at each operator, and tells HostReads what comes from the model.
+
+    An error in it must not reach the user's loop: what cannot be understood is left out.
+    """
+
+    def __init__(self, reads: HostReads, modules: Mapping[int, str], device: torch.device) -> None:
+        super().__init__()
+        self.phase = ""
+        self.looking = True
+        """False while the tool itself calls operators."""
+        self.in_optimizer = 0
+        """Operators that the optimizer has called."""
+        self.many_at_once = False
+        """Whether one of them takes many tensors."""
+        self.product_flops: Counter[str] = Counter()
+        """FLOPs of forward's products by the dtype of their operands."""
+        self.fp32_modules: Counter[str] = Counter()
+        self.unpinned: Counter[tuple[str, str]] = Counter()
+        self._reads, self._modules = reads, modules
+        self._on_gpu = device.type == "cuda"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.looking:
+            try:
+                self._look(func, args, kwargs or {}, out)
+            except Exception:  # a failure here would be the loop's
+                self.looking = False
+        return out
+
+    def _look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        packet = func._overloadpacket
+        if self.phase == OPTIMIZER:
+            self.in_optimizer += 1
+            self.many_at_once = self.many_at_once or packet.__name__.startswith(_MANY_AT_ONCE)
+        if self.phase == FORWARD and packet in flop_registry:
+            self._look_at_product(packet, args, kwargs, out)
+        if not self._on_gpu:
+            self._reads.follow(tree_leaves((args, kwargs)), tree_leaves(out), always=self.phase == BACKWARD)
+        elif packet in (torch.ops.aten._to_copy, torch.ops.aten.copy_):
+            self._look_at_copy(args, out)
+
+    def _look_at_product(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        dtypes = {each.dtype for each in args if isinstance(each, torch.Tensor) and each.is_floating_point()}
+        dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
+        if dtype is None:
+            return
+        flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
+        self.product_flops[str(dtype).removeprefix("torch.")] += flops
+        if dtype is torch.float32:
+            self.fp32_modules[self._module()] += flops
+
+    def _module(self) -> str:
+        """The path of the innermost module of the model that runs."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            name = self._modules.get(id(frame.f_locals.get("self")))
+            if name is not None:
+                return name
+            frame = frame.f_back
+        return ""
+
+    def _look_at_copy(self, args: tuple[Any, ...], out: Any) -> None:
+        tensors = [each for each in args if isinstance(each, torch.Tensor)]
+        source = tensors[-1]  # copy_ takes the destination first
+        if not isinstance(out, torch.Tensor) or out.device.type != "cuda" or source.device.type != "cpu":
+            return
+        if source.nbytes < _SMALL_BYTES or source.is_pinned():
+            return
+        line = users_line()
+        if line is not None:
+            self.unpinned[line.where, line.function] += 1

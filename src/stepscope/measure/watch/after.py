@@ -1,0 +1,333 @@
+"""The stages after the timed steps: one whose memory is counted, and those that a profiler or the allocator records.
+
+Each takes the instruments of a driven step and puts them round the next steps of the loop.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from stepscope.core.evidence import Capture, Habits, PhaseMemory
+from stepscope.core.own_workload import AnyWorkload
+from stepscope.core.range_names import BACKWARD, FORWARD, PHASES, REST, STEP
+from stepscope.core.run_files import KINETO_FILE
+from stepscope.core.work import Work
+from stepscope.measure import ranges
+from stepscope.measure.capture import BackwardMarks, capture_range, export_kineto, kineto_session
+from stepscope.measure.flops import FlopCounts
+from stepscope.measure.habits.recorder import STEPS, HabitsRecorder
+from stepscope.measure.memory_history import MemoryRecorder
+from stepscope.measure.observe import PhasePeaks, parameter_bytes
+from stepscope.measure.step import Recorder, Step
+from stepscope.measure.watch.phases import Phases
+from stepscope.measure.watch.stopwatch import Stopwatch, marks_for
+
+
+class EmittedRanges(Recorder):
+    """Emits a range for each phase, and for the step if that is wanted, to whoever listens."""
+
+    def __init__(self, *, step: bool = True) -> None:
+        self._with_step = step
+        self._open = contextlib.ExitStack()
+        self._phase = contextlib.ExitStack()
+
+    def step_begins(self) -> None:
+        if self._with_step:
+            self._open.enter_context(ranges.named_range(STEP))
+
+    def phase_begins(self, name: str) -> None:
+        if name in PHASES:
+            self._phase.enter_context(ranges.named_range(name))
+
+    def phase_ends(self, name: str) -> None:
+        self._phase.close()
+
+    def step_ends(self) -> None:
+        self._phase.close()
+        self._open.close()
+
+
+class ForwardUntilBackward(Recorder):
+    """Tells others of a step whose forward lasts until backward begins, so that the loss is in it, with the loss known.
+
+    A watched model's forward ends before the loop computes its loss of what it returned. What autograd keeps is known
+    when there is a loss.
+    """
+
+    def __init__(self, step: Step, phases: Phases, *recorders: Recorder) -> None:
+        self._step, self._phases, self._recorders = step, phases, recorders
+        self._forward_open = False
+
+    def step_begins(self) -> None:
+        self._phases.keeps_roots = True
+        for recorder in self._recorders:
+            recorder.step_begins()
+
+    def phase_begins(self, name: str) -> None:
+        if name not in PHASES:
+            return
+        if name == BACKWARD:
+            roots = self._phases.roots
+            self._step.loss = roots[0] if isinstance(roots, (tuple, list)) and roots else None
+        self._end_forward()
+        self._forward_open = name == FORWARD
+        for recorder in self._recorders:
+            recorder.phase_begins(name)
+
+    def phase_ends(self, name: str) -> None:
+        if name not in PHASES or name == FORWARD:
+            return
+        for recorder in reversed(self._recorders):
+            recorder.phase_ends(name)
+        self._step.loss = None
+
+    def phase_failed(self, name: str) -> None:
+        for recorder in reversed(self._recorders):
+            recorder.phase_failed(name)
+
+    def step_ends(self) -> None:
+        self._end_forward()
+        self._phases.keeps_roots = False
+        for recorder in reversed(self._recorders):
+            recorder.step_ends()
+
+    def _end_forward(self) -> None:
+        if self._forward_open:
+            self._forward_open = False
+            for recorder in reversed(self._recorders):
+                recorder.phase_ends(FORWARD)
+
+
+class ObservedStep:
+    """The stage of one step whose memory is counted by phase, on a GPU. It resets the allocator's peaks."""
+
+    name = "observe"
+    has_a_profiler = False
+
+    def __init__(self, step: Step, phases: Phases, device: torch.device, keep: Callable[[PhaseMemory], None]) -> None:
+        self._step, self._phases, self._device, self._keep = step, phases, device, keep
+        self._peaks: PhasePeaks | None = None
+        self.recorders: tuple[Recorder, ...] = ()
+
+    def begins(self, step: int) -> None:
+        self._keep(PhaseMemory(parameter_bytes=parameter_bytes(self._step)))
+        if self._device.type == "cuda":
+            self._peaks = PhasePeaks(self._step, self._device)
+            self.recorders = (ForwardUntilBackward(self._step, self._phases, self._peaks),)
+
+    def is_over(self, step: int) -> bool:
+        if self._peaks is not None:
+            # What should lie there is known of our own step alone: a loop keeps tensors that it does not tell of.
+            self._keep(msgspec.structs.replace(self._peaks.memory(), resident_expected=None))
+        return True
+
+    def ends(self) -> None:
+        pass
+
+
+class LookedAtSteps:
+    """The stage of steps that are looked at for what costs time or memory; the FLOPs of one are counted, too."""
+
+    name = "look at what the loop does"
+    has_a_profiler = False
+
+    def __init__(
+        self, step: Step, phases: Phases, device: torch.device, *, keep: Callable[[Habits], None],
+        keep_work: Callable[[dict[str, Work], dict[str, int]], None],
+    ) -> None:  # fmt: skip
+        self._step, self._phases, self._device = step, phases, device
+        self._keep, self._keep_work = keep, keep_work
+        self._habits: HabitsRecorder | None = None
+        self._work = _CountedWork()
+        self._done = 0
+        self.recorders: tuple[Recorder, ...] = ()
+
+    def begins(self, step: int) -> None:
+        watched, phases = self._step, self._phases
+        phases.keeps_roots = phases.keeps_inputs = True
+        self._compiled = watched.compiled or _compiles()
+        self._habits = HabitsRecorder(
+            watched.model, watched.forward_module, watched.optimizer, self._device,
+            roots=lambda: phases.roots, inputs=lambda: phases.inputs, compiled=self._compiled,
+        )  # fmt: skip
+        self.recorders = (self._habits, self._work)
+
+    def is_over(self, step: int) -> bool:
+        self._done += 1
+        self._work.stop()
+        if self._done == 1 and not self._compiled and not is_in_torch_dispatch_mode():
+            self._work.start()
+        return self._done >= STEPS
+
+    def ends(self) -> None:
+        self._phases.keeps_roots = self._phases.keeps_inputs = False
+        self._work.stop()
+        recorder, self._habits, self.recorders = self._habits, None, ()
+        if recorder is None:
+            return
+        recorder.close()
+        work = self._work.work()
+        if work is not None:
+            self._keep_work(*work)
+        habits = recorder.habits()
+        if habits is not None:
+            self._keep(habits)
+        if recorder.failure is not None:
+            raise recorder.failure
+
+
+class _CountedWork(Recorder):
+    """Counts the FLOPs of one step. What the loop computes between two phases belongs to the one before, as its loss
+    belongs to forward; what it does after its update is no part of the model's work."""
+
+    def __init__(self) -> None:
+        self._counts: FlopCounts | None = None
+        self._open = contextlib.ExitStack()
+        self._whole = False
+
+    def start(self) -> None:
+        self._counts = self._open.enter_context(FlopCounts().counting())
+
+    def stop(self) -> None:
+        self._open.close()
+
+    def work(self) -> tuple[dict[str, Work], dict[str, int]] | None:
+        """The work of each phase, and the calls of what no formula covers; None where no step was counted."""
+        if self._counts is None or not self._whole:
+            return None
+        counted = {name: work for name, work in self._counts.work.items() if name in PHASES}
+        return counted, dict(self._counts.unknown)
+
+    def phase_begins(self, name: str) -> None:
+        if self._counts is not None:
+            self._counts.phase_begins(name)
+
+    def phase_ends(self, name: str) -> None:
+        if self._counts is not None and name not in (FORWARD, BACKWARD):
+            self._counts.phase_begins(REST)
+
+    def step_ends(self) -> None:
+        self._whole = self._counts is not None
+
+
+def _compiles() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and dynamo.counters["frames"]["total"] > 0
+
+
+class TracedSteps:
+    """The stage of steps that torch.profiler traces. One session before pays for its start, and is thrown away."""
+
+    name = "trace kineto"
+    has_a_profiler = True
+
+    def __init__(
+        self, step: Step, device: torch.device, directory: Path, *, steps: int, stacks: bool,
+        keep: Callable[[Capture], None],
+    ) -> None:  # fmt: skip
+        self._step, self._device, self._directory, self._keep = step, device, directory, keep
+        self._steps, self._stacks = steps, stacks
+        self._session = contextlib.ExitStack()
+        self._profiler: torch.profiler.profile | None = None
+        self._stopwatch = Stopwatch(marks_for(device, 0))
+        self._first = True
+        self.recorders: tuple[Recorder, ...] = (EmittedRanges(), self._stopwatch)
+
+    def begins(self, step: int) -> None:
+        self._open_session()
+
+    def is_over(self, step: int) -> bool:
+        if not self._first and self._stopwatch.count < self._steps:
+            return False
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._session.close()
+        if self._first:
+            self._first = False
+            self._stopwatch.drop_all_but(0)
+            self._open_session()
+            return False
+        return True
+
+    def ends(self) -> None:
+        self._session.close()
+        profiler, self._profiler = self._profiler, None
+        if self._first or not self._stopwatch.count or profiler is None:
+            return
+        export_kineto(profiler, self._directory / KINETO_FILE)
+        samples = {STEP: self._stopwatch.samples(0)[STEP]}
+        version = str(torch.__version__)
+        self._keep(Capture(tool="kineto", tool_version=version, samples=samples, artifact="kineto"))
+
+    def _open_session(self) -> None:
+        self._profiler = self._session.enter_context(kineto_session(self._step, self._device, stacks=self._stacks))
+        self._stopwatch.break_off()
+
+
+class RangedSteps:
+    """The stage of steps with every range, for an NVTX tool that the user started and that keeps what it records."""
+
+    name = "trace nvtx"
+    has_a_profiler = False
+
+    def __init__(
+        self, step: Step, phases: Phases, device: torch.device, *, steps: int, keep: Callable[[Capture], None]
+    ) -> None:
+        self._step, self._phases, self._device, self._keep, self._steps = step, phases, device, keep, steps
+        self._open = contextlib.ExitStack()
+        self._done = 0
+        self.recorders: tuple[Recorder, ...] = ()
+
+    def begins(self, step: int) -> None:
+        inner: list[Recorder] = [EmittedRanges()]
+        self._open.enter_context(capture_range(self._device))
+        if not self._step.compiled:
+            inner.insert(0, self._open.enter_context(BackwardMarks(self._step).running()))
+        self.recorders = (ForwardUntilBackward(self._step, self._phases, *inner),)
+
+    def is_over(self, step: int) -> bool:
+        self._done += 1
+        return self._done >= self._steps
+
+    def ends(self) -> None:
+        self._open.close()
+        self._keep(Capture(tool="nvtx", tool_version=""))
+
+
+class RecordedMemory:
+    """The stage of one step whose every allocation is recorded."""
+
+    name = "memory"
+    has_a_profiler = True
+
+    def __init__(
+        self, step: Step, phases: Phases, device: torch.device, directory: Path, *, stacks: str,
+        workload: AnyWorkload, device_name: str, keep: Callable[[PhaseMemory], None],
+    ) -> None:  # fmt: skip
+        self._step, self._phases, self._device, self._directory = step, phases, device, directory
+        self._stacks, self._workload, self._device_name, self._keep = stacks, workload, device_name, keep
+        self._open = contextlib.ExitStack()
+        self._recorder: MemoryRecorder | None = None
+        self._whole = False
+        self.recorders: tuple[Recorder, ...] = ()
+
+    def begins(self, step: int) -> None:
+        recorder = MemoryRecorder(self._step, self._device, stacks=self._stacks)
+        self._recorder = self._open.enter_context(recorder.running())
+        self.recorders = (ForwardUntilBackward(self._step, self._phases, recorder, EmittedRanges(step=False)),)
+
+    def is_over(self, step: int) -> bool:
+        self._whole = True
+        return True
+
+    def ends(self) -> None:
+        self._open.close()
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None and self._whole:
+            self._keep(recorder.save(self._directory, workload=self._workload, device_name=self._device_name))

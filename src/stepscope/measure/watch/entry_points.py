@@ -1,0 +1,201 @@
+"""The places where a loop enters a part of its step, watched from outside; each returns what puts it back as it was.
+
+Nothing is registered on a module, and nothing is hooked inside one. A hook on the instance would be copied and pickled
+with the model, would run inside what `model.compile()` compiled, and `torch.compile` warns of global ones. So the
+instance is watched by the `__call__` of its class, which no copy, no pickle and no compiled region holds.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from stepscope.core.range_names import BACKWARD, DATA, FORWARD, OPTIMIZER
+from stepscope.measure.watch.found import bare_optimizer
+from stepscope.measure.watch.phases import Phases
+
+Undo = Callable[[], None]
+_MISSING = object()
+
+
+def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
+    """Put a wrapper of an attribute in its place, if it is there; returns what puts the original back.
+
+    What somebody else has put over the wrapper since then stays: the wrapper below it does nothing any more.
+    """
+    original = getattr(owner, name, None)
+    if original is None:
+        return lambda: None
+    own = vars(owner).get(name, _MISSING)
+    wrapper = make(original)
+    setattr(owner, name, wrapper)
+
+    def undo() -> None:
+        if vars(owner).get(name) is not wrapper:
+            return
+        if own is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+    return undo
+
+
+def watch_forward(module: nn.Module, phases: Phases, *, training: bool) -> Undo:
+    """Forward is open while this module is called for a gradient, in the mode in which it trains."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self is not module or get_ident() != phases.thread or not torch.is_grad_enabled():
+                return original(self, *args, **kwargs)
+            if self.training is not training:
+                return original(self, *args, **kwargs)
+            if not phases.keeps_inputs:
+                return _inside(FORWARD, phases, original, self, *args, **kwargs)
+            phases.inputs = args, kwargs
+            try:
+                return _inside(FORWARD, phases, original, self, *args, **kwargs)
+            finally:
+                phases.inputs = None
+
+        return call
+
+    return replace(type(module), "__call__", make)
+
+
+def watch_backward(phases: Phases) -> Undo:
+    """Backward is open while the engine runs that `torch.autograd.backward` and `grad` call, whoever holds those."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if get_ident() != phases.thread:
+                return original(*args, **kwargs)
+            if phases.keeps_roots and args:
+                phases.roots = args[0]
+            try:
+                return _inside(BACKWARD, phases, original, *args, **kwargs)
+            finally:
+                phases.roots = None
+
+        return run
+
+    return replace(torch.autograd, "_engine_run_backward", make)
+
+
+def watch_data(phases: Phases) -> Undo:
+    """Data is open while a DataLoader is asked for its next batch."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def next_batch(self: Any) -> Any:
+            if get_ident() != phases.thread:
+                return original(self)
+            return _inside(DATA, phases, original, self)
+
+        return next_batch
+
+    return replace(_BaseDataLoaderIter, "__next__", make)
+
+
+class OptimizerWatch:
+    """Optimizer is open while one of these optimizers steps, or a GradScaler decides whether it does.
+
+    `ended` is called when a step of the first one ends, also where the scaler has left the update out. It is told
+    whether that lies inside of PyTorch's range round the step: there no profiler may start or stop, since the range
+    that ends afterwards would write into what the profiler has freed.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], phases: Phases, ended: Callable[[bool], None]
+    ) -> None:
+        self._optimizers, self._phases, self._ended = optimizers, phases, ended
+        self._around = 0
+        """How many of our wrappers round a step or a scaler's step are entered."""
+
+    def install(self) -> Undo:
+        undo: list[Undo] = [replace(GradScaler, "step", self._around_scaler)]
+        for optimizer in self._optimizers:
+            # The hooks see every step, however it is called. The wrapper, which a learning rate's scheduler may lie
+            # over or below, and Accelerate may throw away, is what ends outside of PyTorch's range.
+            undo.append(optimizer.register_step_pre_hook(self._begin_hook()).remove)
+            undo.append(optimizer.register_step_post_hook(self._end_hook()).remove)
+            undo.append(replace(optimizer, "step", lambda original, of=optimizer: self._around_step(of, original)))
+
+        def take_off() -> None:
+            for each in undo:
+                each()
+
+        return take_off
+
+    # Plain functions: a copy of a bound method would copy this object with it.
+    def _begin_hook(self) -> Callable[..., None]:
+        def begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            phases = self._phases
+            if get_ident() != phases.thread:
+                return
+            if not self._around:
+                phases.forget_what_is_open()
+            phases.enter(OPTIMIZER)
+
+        return begins
+
+    def _end_hook(self) -> Callable[..., None]:
+        def ends(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            phases = self._phases
+            if get_ident() != phases.thread or phases.at_rest:
+                return
+            phases.leave()
+            if optimizer is self._optimizers[0] and not self._around:
+                self._ended(True)
+
+        return ends
+
+    def _around_step(self, optimizer: torch.optim.Optimizer, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if get_ident() != self._phases.thread:
+                return original(*args, **kwargs)
+            return self._call(optimizer, original, *args, **kwargs)
+
+        return step
+
+    def _around_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            ours = any(bare_optimizer(optimizer) is each for each in self._optimizers)
+            if not ours or get_ident() != self._phases.thread:
+                return original(scaler, optimizer, *args, **kwargs)
+            return self._call(bare_optimizer(optimizer), original, scaler, optimizer, *args, **kwargs)
+
+        return step
+
+    def _call(self, optimizer: torch.optim.Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._around:
+            self._phases.forget_what_is_open()
+        self._around += 1
+        try:
+            result = _inside(OPTIMIZER, self._phases, original, *args, **kwargs)
+        finally:
+            self._around -= 1
+        if optimizer is self._optimizers[0] and not self._around:
+            self._ended(False)
+        return result
+
+
+def _inside(name: str, phases: Phases, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call it while a part of the step is open. It is left as it was entered, whatever was left open inside."""
+    depth = phases.enter(name)
+    try:
+        return call(*args, **kwargs)
+    except BaseException:
+        phases.fail()
+        raise
+    finally:
+        phases.leave_to(depth)

@@ -1,0 +1,195 @@
+"""Looks at the first whole step of a loop, to find out what a step of it is.
+
+Until an optimizer has stepped once, nothing but that is listened for: what is compiled or imported before then never
+meets a watched function. During the next step every call of a module that no other module makes is noted. The class's
+`__call__` is put back while such a call runs, so that nothing inside it, compiled or not, is touched.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from stepscope.core.range_names import BACKWARD
+from stepscope.measure.step import Recorder
+from stepscope.measure.watch.entry_points import Undo, replace, watch_backward
+from stepscope.measure.watch.found import (
+    Found,
+    LoopSeen,
+    ModuleSeen,
+    TensorSeen,
+    Unclear,
+    bare_optimizer,
+    decide,
+    is_compiled,
+)
+from stepscope.measure.watch.phases import Phases
+
+_ORIGINAL_CALL = nn.Module.__call__
+
+
+class Finder(Recorder):
+    """Listens to a loop until it can tell what a step is; `ended` is called at the end of each step until then.
+
+    With an optimizer given, its first step is the one looked at; else that between the first two of any.
+    """
+
+    def __init__(
+        self,
+        phases: Phases,
+        ended: Callable[[Found | Unclear | None], None],
+        *,
+        step_of: str | None = None,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self._phases, self._ended = phases, ended
+        self._step_of, self._model = step_of, model
+        self._optimizer = bare_optimizer(optimizer) if optimizer is not None else None
+        self._seen: LoopSeen | None = None
+        self.counts_this_end = 0
+        """1 where the end that was told is that of a step, 0 where it is another optimizer's within one."""
+        self.last_to_end: torch.optim.Optimizer | None = None
+        """The optimizer whose step ended last."""
+        self._first: torch.optim.Optimizer | None = None
+        self._scaling: torch.optim.Optimizer | None = None
+        self._outermost: ModuleSeen | None = None
+        """The module whose forward runs, until it calls another."""
+        self._undo: list[Undo] = []
+
+    @property
+    def stepped(self) -> bool:
+        """Whether any optimizer has stepped."""
+        return self._first is not None
+
+    def start(self) -> None:
+        self._undo.append(register_optimizer_step_post_hook(self._hook()).remove)
+        self._undo.append(replace(GradScaler, "step", self._around_scaler))
+        if self._model is not None or self._optimizer is not None:
+            self._look()
+
+    def stop(self) -> None:
+        """Take everything off."""
+        self._seen = None
+        self._phases.recorders = ()
+        nn.Module.__call__ = _ORIGINAL_CALL  # type: ignore[method-assign]
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    def step(self) -> None:
+        """The loop says itself that a step has ended."""
+        self._stepped(None)
+
+    def phase_begins(self, name: str) -> None:
+        if self._seen is not None and name == BACKWARD:
+            self._seen.backwards += 1
+
+    def _look(self) -> None:
+        self._seen = LoopSeen(modules=[], optimizers=[])
+        self._phases.listen()
+        self._phases.recorders = (self,)
+        self._undo.append(watch_backward(self._phases))
+        self._call = self._noting_call()
+        nn.Module.__call__ = self._call  # type: ignore[method-assign]
+
+    def _stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
+        seen, self.last_to_end = self._seen, optimizer
+        if self._first is None:
+            self._first = optimizer
+        self.counts_this_end = int(optimizer is None or optimizer is (self._optimizer or self._first))
+        if seen is None:
+            self._look()
+            self._ended(None)
+            return
+        if optimizer is not None:
+            seen.optimizers = [*(each for each in seen.optimizers if each is not optimizer), optimizer]
+        if self.counts_this_end:
+            given = self._optimizer
+            self._ended(decide(seen, step_of=self._step_of, model=self._model, optimizer=given, said=optimizer is None))
+        else:
+            self._ended(None)
+
+    def _hook(self) -> Callable[..., None]:
+        def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if optimizer is not self._scaling and self._is_the_loops_thread():
+                self._stepped(optimizer)
+
+        return stepped
+
+    def _around_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            really = bare_optimizer(optimizer)
+            self._scaling, before = really, self._scaling
+            try:
+                result = original(scaler, optimizer, *args, **kwargs)
+            finally:
+                self._scaling = before
+            if before is None and self._is_the_loops_thread():
+                self._stepped(really)
+            return result
+
+        return step
+
+    def _is_the_loops_thread(self) -> bool:
+        return self._phases.thread in (0, get_ident())
+
+    def _noting_call(self) -> Callable[..., Any]:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if get_ident() != self._phases.thread or self._seen is None:
+                return _ORIGINAL_CALL(module, *args, **kwargs)
+            outermost, self._outermost = self._outermost, None
+            nn.Module.__call__ = _ORIGINAL_CALL  # type: ignore[method-assign]
+            if outermost is not None:  # the first module that another one calls: autocast may be on only in there
+                outermost.autocast = outermost.autocast or _autocast(outermost.module)
+                return _ORIGINAL_CALL(module, *args, **kwargs)
+            if torch.is_grad_enabled() and self._phases.part != BACKWARD:
+                seen = self._note(module, args, kwargs)
+                if not is_compiled(module):
+                    self._outermost = seen
+                    nn.Module.__call__ = self._call  # type: ignore[method-assign]
+            try:
+                return _ORIGINAL_CALL(module, *args, **kwargs)
+            finally:
+                self._outermost = None
+                if self._seen is not None:
+                    nn.Module.__call__ = self._call  # type: ignore[method-assign]
+
+        return call
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleSeen:
+        assert self._seen is not None
+        seen = next((each for each in self._seen.modules if each.module is module), None)
+        if seen is None:
+            seen = ModuleSeen(module=module, training=module.training)
+            self._seen.modules.append(seen)
+        seen.calls += 1
+        seen.autocast = seen.autocast or _autocast(module)
+        for name, value in (*enumerate(args), *kwargs.items()):
+            for inner, tensor in _tensors(str(name), value):
+                shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+                seen.inputs.setdefault(inner, set()).add(TensorSeen(shape, dtype))
+        return seen
+
+
+def _tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of an argument: itself, or those that a mapping or a sequence holds."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        yield from ((str(key), each) for key, each in value.items() if isinstance(each, torch.Tensor))
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"{name}.{i}", each) for i, each in enumerate(value) if isinstance(each, torch.Tensor))
+
+
+def _autocast(module: nn.Module) -> str | None:
+    """The dtype of autocast now, on the device of this module's parameters; None where it is off."""
+    parameter = next(module.parameters(), None)
+    device = parameter.device.type if parameter is not None else "cpu"
+    if not torch.is_autocast_enabled(device):
+        return None
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")

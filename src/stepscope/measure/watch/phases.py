@@ -1,0 +1,111 @@
+"""Which part of a watched step is open, by what the loop enters and leaves; recorders are told when it changes."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from stepscope.core.range_names import BACKWARD, DATA, FORWARD, OPTIMIZER, REST
+from stepscope.measure.step import Recorder
+
+_OPENS_INSIDE: dict[str, frozenset[str]] = {
+    REST: frozenset((DATA, FORWARD, BACKWARD, OPTIMIZER)),
+    OPTIMIZER: frozenset((FORWARD, BACKWARD)),
+    FORWARD: frozenset((BACKWARD,)),
+    BACKWARD: frozenset[str](),
+    DATA: frozenset[str](),
+}
+"""The parts that may open inside each part. An optimizer's step may call a closure that runs forward and backward. The
+forward that checkpointing runs again inside backward is backward."""
+
+
+class Phases:
+    """The parts of one thread's steps: at any moment one is open, so together they are the step."""
+
+    def __init__(self) -> None:
+        self.recorders: tuple[Recorder, ...] = ()
+        self.thread = 0
+        """The thread whose calls count; 0 while none do."""
+        self.failed: str | None = None
+        """The part in which the last exception passed, until the step ends."""
+        self.keeps_roots = False
+        """Whether `roots` is wanted: it keeps the graph alive while backward runs."""
+        self.roots: Any = None
+        """The tensors that the open backward began at."""
+        self.keeps_inputs = False
+        """Whether `inputs` is wanted."""
+        self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        """What the open forward was called with."""
+        self.before_the_next: Callable[[], None] | None = None
+        """A call that waits until the loop enters something again."""
+        self._open: list[str] = [REST]
+
+    def listen(self) -> None:
+        """Count the calls of this thread from now on."""
+        self.thread = threading.get_ident()
+        self._open = [REST]
+
+    def pause(self) -> None:
+        """Count no calls any more."""
+        self.thread = 0
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing is entered that was not left."""
+        return len(self._open) == 1
+
+    @property
+    def part(self) -> str:
+        """The part that is open now."""
+        return self._open[-1]
+
+    def enter(self, name: str) -> int:
+        """The loop begins what belongs to this part; returns how deep it lies, for `leave_to`."""
+        if self.before_the_next is not None:
+            waiting, self.before_the_next = self.before_the_next, None
+            waiting()
+        outside = self._open[-1]
+        inside = name if name in _OPENS_INSIDE[outside] else outside
+        depth = len(self._open)
+        self._open.append(inside)
+        if inside is not outside:
+            self._change(outside, inside)
+        return depth
+
+    def leave(self) -> None:
+        """What was entered last has ended."""
+        inside = self._open.pop()
+        outside = self._open[-1]
+        if inside is not outside:
+            self._change(inside, outside)
+
+    def leave_to(self, depth: int) -> None:
+        """Leave what was entered at this depth, and what was left open inside it."""
+        while len(self._open) > depth:
+            self.leave()
+
+    def fail(self) -> None:
+        """An exception passes through what was entered last."""
+        if self.failed is None:
+            self.failed = self._open[-1]
+            for recorder in self.recorders:
+                recorder.phase_failed(self.failed)
+
+    def forget_what_is_open(self) -> None:
+        """Take everything for left: an exception that the loop caught leaves an optimizer's step without its end."""
+        self.leave_to(1)
+
+    def step_begins(self) -> None:
+        self.failed = None
+        for recorder in self.recorders:
+            recorder.step_begins()
+
+    def step_ends(self) -> None:
+        for recorder in self.recorders:
+            recorder.step_ends()
+
+    def _change(self, before: str, after: str) -> None:
+        for recorder in self.recorders:
+            if before is not REST:
+                recorder.phase_ends(before)
+            if after is not REST:
+                recorder.phase_begins(after)

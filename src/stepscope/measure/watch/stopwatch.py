@@ -1,0 +1,197 @@
+"""Times the parts of watched steps on one clock: device events on a GPU, resolved late, and the host's clock elsewhere.
+
+A step lasts from the end of the one before to its own end. Nothing here waits for the device.
+"""
+
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from stepscope.core.range_names import REST, STEP, TIMED
+from stepscope.core.samples import Samples
+from stepscope.measure.step import Recorder
+
+Mark = Any
+_SHORTEST_S = 1e-9
+"""What is shorter is the rounding of a difference, not time."""
+
+
+class Marks(Protocol):
+    """A clock whose readings are taken at once and understood later."""
+
+    clock_name: str
+
+    def mark(self) -> Mark:
+        """Put a mark at this point of the work."""
+        ...
+
+    def elapsed_s(self, start: Mark, end: Mark) -> float:
+        """Seconds between two marks that were reached."""
+        ...
+
+    def reached(self, mark: Mark) -> bool:
+        """Whether the device has come to this mark."""
+        ...
+
+    def wait(self, mark: Mark) -> None:
+        """Return when the device has come to this mark."""
+        ...
+
+    def free(self, marks: list[Mark]) -> None:
+        """These marks are read; they may be used again."""
+        ...
+
+
+class HostMarks:
+    """Marks by the host's clock, where work is done when its call returns."""
+
+    clock_name = "perf_counter_ns"
+
+    def __init__(self) -> None:
+        self.mark = time.perf_counter_ns
+
+    def elapsed_s(self, start: Mark, end: Mark) -> float:
+        return (end - start) * 1e-9
+
+    def reached(self, mark: Mark) -> bool:
+        return True
+
+    def wait(self, mark: Mark) -> None:
+        pass
+
+    def free(self, marks: list[Mark]) -> None:
+        pass
+
+
+class EventMarks:
+    """Marks by events in a GPU's stream, made beforehand, since to make one takes the host longer than to record it."""
+
+    clock_name = "cuda events"
+
+    def __init__(self, device: torch.device, beforehand: int) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._free = [torch.cuda.Event(enable_timing=True) for _ in range(beforehand)]
+        for event in self._free:
+            event.record(self._stream)  # the driver makes an event when it is recorded for the first time
+
+    def mark(self) -> Mark:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def elapsed_s(self, start: Mark, end: Mark) -> float:
+        return start.elapsed_time(end) * 1e-3
+
+    def reached(self, mark: Mark) -> bool:
+        return mark.query()
+
+    def wait(self, mark: Mark) -> None:
+        mark.synchronize()
+
+    def free(self, marks: list[Mark]) -> None:
+        self._free += marks
+
+
+def marks_for(device: torch.device, beforehand: int) -> Marks:
+    """The clock of a device; `beforehand` marks of it are made now."""
+    return EventMarks(device, beforehand) if device.type == "cuda" else HostMarks()
+
+
+@dataclass(slots=True)
+class _Row:
+    """The marks of one step: where it began, where each part began, and where it ended."""
+
+    names: list[str]
+    marks: list[Mark]
+
+
+class Stopwatch(Recorder):
+    """Marks every change from one part of a step to the next."""
+
+    def __init__(self, marks: Marks) -> None:
+        self._marks = marks
+        self._names: list[str] = []
+        self._row: list[Mark] = []
+        self._last: Mark = None
+        self._waiting: list[_Row] = []
+        self._times: list[dict[str, float]] = []
+
+    @property
+    def count(self) -> int:
+        """Steps that have ended."""
+        return len(self._times) + len(self._waiting)
+
+    def step_begins(self) -> None:
+        self._names = [REST]
+        self._row = [self._marks.mark() if self._last is None else self._last]
+
+    def phase_begins(self, name: str) -> None:
+        self._names.append(name)
+        self._row.append(self._marks.mark())
+
+    def phase_ends(self, name: str) -> None:
+        self._names.append(REST)
+        self._row.append(self._marks.mark())
+
+    def step_ends(self) -> None:
+        self._last = self._marks.mark()
+        self._row.append(self._last)
+        self._waiting.append(_Row(self._names, self._row))
+
+    def break_off(self) -> None:
+        """Something else comes between the last step and the next: the next begins with a mark of its own."""
+        self._last = None
+
+    def drop_all_but(self, last: int) -> None:
+        """Forget the times of the steps but for the last ones."""
+        self.read()
+        del self._times[: max(0, self.count - last)]
+
+    def read(self, *, wait: bool = False) -> list[dict[str, float]]:
+        """Seconds of the step and of each of its parts, by name, of the steps that the device has finished.
+
+        With `wait`, of all steps. The parts of a step add up to it.
+        """
+        done = 0
+        for row in self._waiting:
+            if wait:
+                self._marks.wait(row.marks[-1])
+            elif not self._marks.reached(row.marks[-1]):
+                break
+            self._times.append(self._seconds(row))
+            # The last mark is the next step's first.
+            self._marks.free(row.marks[:-1])
+            done += 1
+        del self._waiting[:done]
+        return self._times
+
+    def _seconds(self, row: _Row) -> dict[str, float]:
+        elapsed_s, marks = self._marks.elapsed_s, row.marks
+        seconds: dict[str, float] = dict.fromkeys(TIMED, 0.0)
+        for i, name in enumerate(row.names):
+            if name is not REST:
+                seconds[name] += elapsed_s(marks[i], marks[i + 1])
+        whole = elapsed_s(marks[0], marks[-1])
+        rest = whole - sum(seconds.values())
+        seconds[REST] = rest if rest > _SHORTEST_S else 0.0
+        return {STEP: whole, **seconds}
+
+    def samples(self, warmups: int) -> dict[str, Samples]:
+        """The samples of the step and its parts; the first `warmups` steps are warm-up.
+
+        Where the device has failed, those of the steps that it had finished when that was last looked for.
+        """
+        with contextlib.suppress(RuntimeError):
+            self.read(wait=True)
+        rows = self._times
+        return {
+            name: Samples(
+                values_s=tuple(row[name] for row in rows[warmups:]),
+                warmup_s=tuple(row[name] for row in rows[:warmups]),
+                clock=self._marks.clock_name,
+            )
+            for name in (STEP, *TIMED)
+        }

@@ -1,0 +1,35 @@
+"""A watched loop's step as the instruments of a driven one know it: its model, its optimizer, its loss."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepscope.measure.step import Phase
+from stepscope.measure.watch.found import Found, bare
+
+
+class WatchedStep:
+    """A Step (`measure/step.py`) that nobody drives: it has no phases that could be run."""
+
+    phases: Sequence[Phase] = ()
+    blocks: Sequence[nn.Module] = ()
+    batches: Sequence[Any] = ()
+    batch: Any = None
+    scaler: torch.amp.GradScaler | None = None
+    compiles_parts = False
+    cuda_graphs = False
+    loss: torch.Tensor | None = None
+
+    def __init__(self, found: Found) -> None:
+        self.forward_module = found.roots[0].module
+        self.model = bare(self.forward_module)
+        self.optimizer = found.optimizer
+        self.compiled = found.compiled
+
+    def named_tensors(self, batch: Any) -> Sequence[tuple[str, torch.Tensor]]:
+        return ()  # the batch of a watched step is not known before it runs
+
+    def prepare(self) -> None:
+        pass

@@ -1,0 +1,123 @@
+"""The stage in which a watched loop's steps are timed: warm-up first, then the steps that count."""
+
+import time
+from collections.abc import Callable
+
+from stepscope.core.range_names import STEP
+from stepscope.core.run import Settings
+from stepscope.core.samples import Samples
+from stepscope.measure.step import Recorder
+from stepscope.measure.timer import STEADY_WINDOW, is_steady
+from stepscope.measure.watch.stopwatch import Stopwatch
+
+BEFORE = 2
+"""Steps that pass until it is known what a step is; they warm the loop up too."""
+_MOST_WARM_ROWS = 30
+_READ_EVERY = 16
+"""Steps between two looks at what the device has finished: a process that dies loses no more than those."""
+
+
+class TimedSteps:
+    """Times steps until there are enough. Warm-up and measuring end as the settings say, or at given steps."""
+
+    name = "measure"
+    has_a_profiler = False
+
+    def __init__(
+        self,
+        stopwatch: Stopwatch,
+        settings: Settings,
+        *,
+        between: tuple[int, int] | None = None,
+        before_measuring: Callable[[], None] = lambda: None,
+        after_measuring: Callable[[], None] = lambda: None,
+    ) -> None:
+        """between: the first step that is timed, and the first after it that is not; None for as the settings say.
+
+        What `before_measuring` does delays the loop, so one more step passes before the first that counts.
+        """
+        self._stopwatch, self._settings, self._between = stopwatch, settings, between
+        self._before, self._after = before_measuring, after_measuring
+        self._began_s = self._measuring_since_s = 0.0
+        self._warm = 0
+        """Rows of the stopwatch that are warm-up."""
+        self._settled = self._ready = False
+        self.steady: bool | None = None
+
+    @property
+    def recorders(self) -> tuple[Recorder, ...]:
+        return (self._stopwatch,)
+
+    @property
+    def measuring(self) -> bool:
+        """Whether the steps that count have begun."""
+        return self._ready
+
+    @property
+    def measured(self) -> int:
+        """Steps that count, so far."""
+        return self._stopwatch.count - self._warm if self._ready else 0
+
+    def begins(self, step: int) -> None:
+        self._began_s = time.perf_counter()
+        if self._between is not None and step >= self._between[0] - 1:
+            self._prepare()
+        if self._between is not None and step >= self._between[0]:
+            self._measure()
+
+    def is_over(self, step: int) -> bool:
+        if self._ready:
+            return self._enough(step)
+        if self._settled:
+            self._measure()
+            return False
+        if self._between is not None:
+            if self._stopwatch.count >= 2 * _MOST_WARM_ROWS:
+                self._stopwatch.drop_all_but(_MOST_WARM_ROWS)
+            if step + 2 >= self._between[0]:
+                self._prepare()
+            return False
+        if self._is_warm():
+            self._prepare()
+        return False
+
+    def ends(self) -> None:
+        self._after()
+
+    def samples(self) -> dict[str, Samples]:
+        """The samples so far. Where the loop ended in warm-up, its last steps count, from the floor of warm-up on."""
+        count = self._stopwatch.count
+        warm = self._warm if self._ready else min(max(0, self._settings.warmup_floor - BEFORE), max(0, count - 1))
+        return self._stopwatch.samples(warm)
+
+    def _is_warm(self) -> bool:
+        settings, rows = self._settings, self._stopwatch.read()
+        done = self._stopwatch.count + BEFORE
+        if done < settings.warmup_floor:
+            self._began_s = time.perf_counter()  # the first steps may compile for minutes
+            return False
+        times = [row[STEP] for row in rows]
+        too_long = time.perf_counter() - self._began_s >= settings.warmup_seconds
+        return done >= settings.warmup_cap or too_long or is_steady(times)
+
+    def _prepare(self) -> None:
+        self._settled = True
+        times = [row[STEP] for row in self._stopwatch.read()]
+        self.steady = is_steady(times) if len(times) >= 2 * STEADY_WINDOW else None
+        self._stopwatch.break_off()
+        self._before()
+
+    def _measure(self) -> None:
+        self._ready = True
+        self._warm = self._stopwatch.count
+        self._measuring_since_s = time.perf_counter()
+
+    def _enough(self, step: int) -> bool:
+        settings, done = self._settings, self.measured
+        if done % _READ_EVERY == 0:
+            self._stopwatch.read()
+        if self._between is not None:
+            return step + 1 >= self._between[1]
+        if done >= settings.steps_cap:
+            return True
+        return done >= settings.steps_floor and time.perf_counter() - self._measuring_since_s >= settings.seconds

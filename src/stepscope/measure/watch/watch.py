@@ -1,0 +1,244 @@
+"""A Watch: finds out what a step of a loop is, tells recorders of its steps stage by stage, and takes itself off."""
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from stepscope.measure.step import Recorder
+from stepscope.measure.watch.entry_points import OptimizerWatch, Undo, watch_backward, watch_data, watch_forward
+from stepscope.measure.watch.finder import Finder
+from stepscope.measure.watch.found import Found, Unclear
+from stepscope.measure.watch.phases import Phases
+
+
+class Stage(Protocol):
+    """What is done with some of a loop's steps. Its methods run between two steps, and are no part of either."""
+
+    name: str
+    has_a_profiler: bool
+    """Whether a profiler starts or stops between its steps."""
+
+    @property
+    def recorders(self) -> tuple[Recorder, ...]:
+        """Who is told of these steps."""
+        ...
+
+    def begins(self, step: int) -> None:
+        """The step of this number is its first."""
+        ...
+
+    def is_over(self, step: int) -> bool:
+        """Whether the step of this number, which has just ended, was its last."""
+        ...
+
+    def ends(self) -> None:
+        """Keep what was recorded. Called once, also where the loop ended in the middle."""
+        ...
+
+
+class Told(Protocol):
+    """Who is told what becomes of a Watch."""
+
+    def found(self, found: Found, first_step: int) -> Sequence[Stage]:
+        """What a step is, is known; returns what to do with the steps from this number on."""
+        ...
+
+    def unclear_step(self, reason: str) -> None:
+        """It cannot be told what a step is; nothing is watched any more."""
+        ...
+
+    def stages_over(self) -> None:
+        """Every stage is over; the loop goes on, and nothing is watched any more."""
+        ...
+
+    def stage_failed(self, stage: str, error: Exception) -> None:
+        """A stage has raised; the next one follows."""
+        ...
+
+
+class Watch:
+    """Watches the loop of the thread in which an optimizer steps first, from `start` until its stages are over.
+
+    An error of the watch itself never reaches the loop.
+    """
+
+    def __init__(
+        self,
+        told: Told,
+        *,
+        step_of: str | None = None,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self.phases = Phases()
+        self.steps = 0
+        """Steps that have ended."""
+        self.found: Found | None = None
+        self.left_out: tuple[str, ...] = ()
+        """Names of the stages that the loop's end left no steps for."""
+        self._told = told
+        self._finder = Finder(self.phases, self._looked, step_of=step_of, model=model, optimizer=optimizer)
+        self._stages: list[Stage] = []
+        self._stage: Stage | None = None
+        self._undo: list[Undo] = []
+        self._said = self._waits_for_an_end = False
+        self.running = False
+
+    @property
+    def stage(self) -> str:
+        """The stage that is under way."""
+        return self._stage.name if self._stage is not None else "start"
+
+    @property
+    def optimizer_stepped(self) -> bool:
+        """Whether an optimizer has stepped at all."""
+        return self._finder.stepped
+
+    def start(self) -> None:
+        self.running = True
+        _watches.add(self)
+        self._finder.start()
+
+    def stop(self) -> None:
+        """Take everything off. The stage that is under way keeps what it has."""
+        if not self.running:
+            return
+        self.running = False
+        stage, self._stage = self._stage, None
+        self.left_out = tuple(each.name for each in self._stages)
+        self._stages.clear()
+        self._take_off()
+        if stage is not None:
+            self._guarded(stage.name, stage.ends)
+
+    def step(self) -> None:
+        """The loop says itself that a step has ended. From then on no other end counts."""
+        if not self.running:
+            return
+        if self.found is None:
+            self._said = True
+            self._finder.step()
+            return
+        self._said = True
+        self._step_ended()
+
+    def leave_alone(self) -> None:
+        """Count nothing any more, as in a child that was forked."""
+        self.running = False
+        self.phases.pause()
+        self._stages.clear()
+        self._stage = None
+
+    def _take_off(self) -> None:
+        self.phases.recorders = ()
+        self.phases.pause()
+        self._finder.stop()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    def _looked(self, answer: Found | Unclear | None) -> None:
+        """A step has ended while it is looked for what a step is."""
+        if not self.running:
+            return
+        if answer is None:
+            self.steps += self._finder.counts_this_end
+            return
+        self.steps += 1
+        if isinstance(answer, Unclear):
+            self._give_up(answer.reason)
+            return
+        self._guarded("start", lambda: self._begin(answer))
+
+    def _give_up(self, reason: str) -> None:
+        self.running = False
+        self._take_off()
+        self._told.unclear_step(reason)
+
+    def _begin(self, found: Found) -> None:
+        self._finder.stop()
+        self.found = found
+        self._stages = list(self._told.found(found, self.steps))
+        phases = self.phases
+        for root in found.roots:
+            self._undo.append(watch_forward(root.module, phases, training=root.training))
+        self._undo += [watch_backward(phases), watch_data(phases)]
+        if found.optimizers:
+            self._undo.append(OptimizerWatch(found.optimizers, phases, self._optimizer_ended).install())
+        phases.listen()
+        if found.optimizer is self._finder.last_to_end or not found.optimizers:
+            self._next_stage()
+        else:  # another optimizer's step was looked at: the first whole step begins when this one's has ended
+            self._waits_for_an_end = True
+
+    def _optimizer_ended(self, in_a_range: bool) -> None:
+        if self._waits_for_an_end:
+            self._waits_for_an_end = False
+            self._next_stage()
+        elif not self._said:
+            self._step_ended(in_a_range)
+
+    def _step_ended(self, in_a_range: bool = False) -> None:
+        phases, stage = self.phases, self._stage
+        if stage is None or not phases.at_rest:
+            return
+        if in_a_range and any(each.has_a_profiler for each in (stage, *self._stages[:1])):
+            # Nothing of the loop that is measured runs before it enters something again.
+            phases.before_the_next = self._step_ended
+            return
+        try:
+            phases.step_ends()
+            self.steps += 1
+            over = stage.is_over(self.steps - 1)
+        except Exception as error:
+            self._told.stage_failed(stage.name, error)
+            over = True
+        if over:
+            self._guarded(stage.name, stage.ends)
+            self._next_stage()
+        else:
+            phases.step_begins()
+
+    def _next_stage(self) -> None:
+        while self._stages:
+            stage = self._stages.pop(0)
+            self._stage = stage
+            if self._guarded(stage.name, lambda stage=stage: stage.begins(self.steps)):
+                self.phases.recorders = stage.recorders
+                self.phases.step_begins()
+                return
+        self._stage = None
+        self.stop()
+        self._guarded("finish", self._told.stages_over)
+
+    def _guarded(self, stage: str, call: Callable[[], None]) -> bool:
+        try:
+            call()
+        except Exception as error:  # an error of the watch must not end the loop
+            self._told.stage_failed(stage, error)
+            if stage == "start":
+                self._take_off()
+                self.running = False
+            return False
+        return True
+
+
+_watches: "weakref.WeakSet[Watch]" = weakref.WeakSet()
+
+
+def watching() -> bool:
+    """Whether a loop of this process is watched now."""
+    return any(watch.running for watch in _watches)
+
+
+def _leave_alone_in_a_child() -> None:
+    for watch in list(_watches):
+        watch.leave_alone()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_alone_in_a_child)

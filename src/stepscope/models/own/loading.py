@@ -1,0 +1,120 @@
+"""Makes a user's own step, from what names its factory or its model's configuration to what is measured."""
+
+import copy
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from stepscope.core.errors import InputError
+from stepscope.core.own_workload import OwnModel, OwnWorkload
+from stepscope.models.own.batches import input_names, named_tensors
+from stepscope.models.own.factory import call_factory, find_factory
+from stepscope.models.own.hugging_face import make_from_config
+from stepscope.models.own.identity import describe_own
+from stepscope.models.own.own_module import OwnModule, understand
+from stepscope.models.own.own_step import DrivenStep, OwnStep
+from stepscope.models.own.user_code import said_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What a factory gave, and where it stands."""
+
+    name: str
+    """What names it in messages: `--module mine:make`."""
+    made: OwnModule | None
+    """None where it gave a step of its own."""
+    step: Any = None
+    """The step of its own."""
+    file: Path | None = None
+    """The file that defines it."""
+
+
+def load_own(spelled: str, arguments: Mapping[str, Any] | None = None, *, seed: int = 0) -> Loaded:
+    """What a factory gives, or a Hugging Face model by its configuration (`.json`)."""
+    torch.manual_seed(seed)
+    if spelled.endswith(".json"):
+        own = make_from_config(spelled, arguments or {})
+        return Loaded(name=own.name, made=own, file=Path(spelled))
+    factory = find_factory(spelled)
+    found, name = call_factory(factory, arguments or {}), f"--module {spelled}"
+    if isinstance(found, torch.nn.Module) or not hasattr(found, "phases"):
+        return Loaded(name=name, made=understand(found, name), file=factory.file)
+    return Loaded(name=name, made=None, step=found, file=factory.file)
+
+
+def load_module(spelled: str, arguments: Mapping[str, Any] | None = None, *, seed: int = 0) -> OwnModule:
+    """A user's module with its batches. Raises InputError where the factory gives a step of its own instead."""
+    loaded = load_own(spelled, arguments, seed=seed)
+    if loaded.made is None:
+        raise InputError(f"{loaded.name} gave a step of its own: give its module and a batch")
+    return loaded.made
+
+
+def take_own(given: Any, name: str) -> Loaded:
+    """What is there already, in any form that a factory gives. Raises InputError where it is none of them."""
+    if isinstance(given, torch.nn.Module) or not hasattr(given, "phases"):
+        return Loaded(name=name, made=understand(given, name))
+    return Loaded(name=name, made=None, step=given)
+
+
+def copy_of(loaded: Loaded) -> Loaded:
+    """The same with a module of its own: the steps train it, and not the original. A step of its own is not copied."""
+    made = loaded.made
+    if made is None:
+        return loaded
+    with said_of(
+        f"{loaded.name} cannot be copied, and measuring would train it: give a factory, module='FILE:FACTORY'"
+    ):
+        module, optimizer, loss = copy.deepcopy((made.module, made.optimizer, made.loss))
+    return dataclasses.replace(loaded, made=dataclasses.replace(made, module=module, optimizer=optimizer, loss=loss))
+
+
+def code_of(loaded: Loaded) -> str:
+    """A digest of what no factory's file tells: the module's structure, its source, and its batch."""
+    made = loaded.made
+    if made is None:
+        return ""
+    found = describe_own(made.module, named_tensors(made.batches[0], input_names(made.module)), [])
+    return hashlib.sha256(msgspec.json.encode(found, order="sorted")).hexdigest()[:16]
+
+
+def make_own_step(
+    workload: OwnWorkload, device: torch.device, given: Callable[[], Loaded] | None = None
+) -> tuple[OwnStep | DrivenStep, OwnWorkload]:
+    """The step on its device, and the workload with what was found: the model, and what the factory chose itself.
+
+    given: what is there already, in place of what the workload's factory would give.
+    """
+    loaded = given() if given else load_own(workload.factory, workload.arguments, seed=workload.seed)
+    if loaded.made is None:
+        return _driven(loaded, workload, device)
+    step = OwnStep(loaded.made, workload, device)
+    optimizer, by_factory = workload.optimizer, ()
+    if loaded.made.optimizer is not None and step.optimizer is not None:
+        optimizer, by_factory = type(step.optimizer).__name__, ("optimizer",)
+    model = describe_own(step.model, step.named_tensors(step.batches[0]), [loaded.file])
+    return step, msgspec.structs.replace(workload, model=model, optimizer=optimizer, by_factory=by_factory)
+
+
+def _driven(loaded: Loaded, workload: OwnWorkload, device: torch.device) -> tuple[DrivenStep, OwnWorkload]:
+    usual = OwnWorkload(model=workload.model, factory=workload.factory)
+    for field in ("dtype", "phase", "compile", "checkpointing", "accumulation"):
+        if getattr(workload, field) != getattr(usual, field):
+            raise InputError(
+                f"{loaded.name} gave a step of its own, on which {field} {getattr(workload, field)} has no effect: "
+                "leave it out, or give a module and a batch"
+            )
+    step = DrivenStep(loaded.step, loaded.name, device)
+    tensors = step.named_tensors(step.batches[0]) if step.batches else []
+    model: OwnModel = describe_own(step.model, tensors, [loaded.file])
+    if not step.model.state_dict() and type(step.model) is torch.nn.Module:
+        model = msgspec.structs.replace(model, name=type(loaded.step).__name__)
+    optimizer = type(step.optimizer).__name__ if step.optimizer is not None else None
+    return step, msgspec.structs.replace(workload, model=model, optimizer=optimizer, by_factory=("optimizer", "phases"))

@@ -1,0 +1,178 @@
+"""A user's own module as a step like the textbook's, or the step that a user's factory made."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from stepscope.core.errors import InputError, StepscopeError, one_line
+from stepscope.core.range_names import BACKWARD, FORWARD
+from stepscope.measure.step import Phase
+from stepscope.models.own.batches import input_names, named_tensors, split
+from stepscope.models.own.blocks import checkpoint_blocks
+from stepscope.models.own.own_module import OwnModule, check_gradient
+from stepscope.models.training_step import AssembledStep, Batch, Choices, StepParts, check_choices
+
+
+class OwnChoices(Choices, Protocol):
+    """What a step of a user's own module is asked to be."""
+
+    @property
+    def checkpointing(self) -> str: ...
+
+
+class ModuleWithLoss(nn.Module):
+    """A user's module and its loss: all that `forward` means in a training step."""
+
+    def __init__(self, own: OwnModule) -> None:
+        super().__init__()
+        self.module = own.module
+        self._arguments, self._loss_of = own.call.arguments, own.loss_of
+
+    def forward(self, batch: Any) -> Tensor:
+        args, kwargs = self._arguments(batch)
+        return self._loss_of(self.module(*args, **kwargs), batch)
+
+
+class ModuleAlone(nn.Module):
+    """A user's module without its loss, as inference runs it."""
+
+    def __init__(self, own: OwnModule) -> None:
+        super().__init__()
+        self.module = own.module
+        self._arguments = own.call.arguments
+
+    def forward(self, batch: Any) -> Any:
+        args, kwargs = self._arguments(batch)
+        return self.module(*args, **kwargs)
+
+
+class OwnStep(AssembledStep):
+    """A step of a user's module. The first forward and the first backward say in one line what is wrong with it."""
+
+    def __init__(self, own: OwnModule, choices: OwnChoices, device: torch.device) -> None:
+        """own: as the factory gave it; it is moved to the device."""
+        check_choices(choices, device)
+        trained = [parameter for parameter in own.module.parameters() if parameter.requires_grad]
+        if choices.phase != "forward" and not trained:
+            raise InputError(f"{own.name} has no parameters to train: choose --phase forward, or give it some")
+        own = own.on(device, torch.bfloat16 if choices.dtype == "bf16-pure" else None)
+        blocks = checkpoint_blocks(own.module, choices.checkpointing, own.name)
+        self.own = own
+        self._unproved = {FORWARD, BACKWARD}
+        super().__init__(_parts(own, choices, blocks), choices, device)
+
+    def _forward(self, micro: int) -> None:
+        if FORWARD not in self._unproved:
+            super()._forward(micro)
+            return
+        self._prove(FORWARD, lambda: super(OwnStep, self)._forward(micro))
+        assert self.loss is not None
+        check_gradient(self.loss, self.own.name)
+
+    def _infer(self, micro: int) -> None:
+        self._prove(FORWARD, lambda: super(OwnStep, self)._infer(micro))
+
+    def _backward(self) -> None:
+        self._prove(BACKWARD, super()._backward)
+
+    def _prove(self, phase: str, run: Callable[[], None]) -> None:
+        """Run it. Raises InputError where it fails before it has ever run; a device that fails is not the user's."""
+        if phase not in self._unproved:
+            run()
+            return
+        try:
+            run()
+        except (StepscopeError, torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
+            raise
+        except Exception as error:
+            if "memory" in str(error):
+                raise
+            raise InputError(f"{self.own.name} fails in {phase}: {type(error).__name__}: {one_line(error)}") from error
+        self._unproved.discard(phase)
+
+
+class DrivenStep:
+    """A step of a user's own: an object with `phases`, and whatever else of a Step it has."""
+
+    def __init__(self, given: Any, name: str, device: torch.device) -> None:
+        self.given, self.device = given, device
+        self.phases = tuple(_phase(phase, name) for phase in _list_of(given.phases, name))
+        self.model: nn.Module = _module_of(given, name)
+        self.forward_module: nn.Module = getattr(given, "forward_module", self.model)
+        self.blocks: Sequence[nn.Module] = tuple(getattr(given, "blocks", ()))
+        self.optimizer: torch.optim.Optimizer | None = getattr(given, "optimizer", None)
+        self.scaler = getattr(given, "scaler", None) or torch.amp.GradScaler(device.type, enabled=False)
+        self.batches: Sequence[Any] = list(getattr(given, "batches", ()))
+        self.compiled = bool(getattr(given, "compiled", False))
+        self.compiles_parts = bool(getattr(given, "compiles_parts", False))
+        self.cuda_graphs = bool(getattr(given, "cuda_graphs", False))
+        self._names = input_names(self.model)
+
+    @property
+    def batch(self) -> Any:
+        """The batch of the next step; () where the step does not say."""
+        return getattr(self.given, "batch", self.batches[0] if self.batches else ())
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The loss of the last forward; None where the step does not say."""
+        loss = getattr(self.given, "loss", None)
+        return loss if isinstance(loss, Tensor) else None
+
+    @loss.setter
+    def loss(self, loss: Tensor | None) -> None:
+        if hasattr(self.given, "loss"):
+            self.given.loss = loss
+
+    def named_tensors(self, batch: Any) -> list[tuple[str, Tensor]]:
+        """The tensors of a batch with their names."""
+        return named_tensors(batch, self._names)
+
+    def prepare(self) -> None:
+        """Do what the user's step does before each step, untimed."""
+        prepare = getattr(self.given, "prepare", None)
+        if prepare is not None:
+            prepare()
+
+
+def _parts(own: OwnModule, choices: OwnChoices, blocks: Sequence[nn.Module]) -> StepParts:
+    names = input_names(own.module)
+
+    def cut(batch: Batch, parts: int) -> list[Batch]:
+        return [(micro_batch,) for micro_batch in split(batch[0], parts, own.name)]
+
+    return StepParts(
+        model=own.module,
+        forward=ModuleAlone(own) if choices.phase == "forward" else ModuleWithLoss(own),
+        batches=[(batch,) for batch in own.batches],
+        named_tensors=lambda batch: named_tensors(batch[0], names),
+        split=cut,
+        blocks=blocks,
+        optimizer=own.optimizer,
+    )
+
+
+def _list_of(phases: Any, name: str) -> list[Any]:
+    if not isinstance(phases, (list, tuple)) or not phases:
+        raise InputError(
+            f"{name} gave a step whose phases are {type(phases).__name__}: give a list of (name, function)"
+        )
+    return list(phases)
+
+
+def _phase(given: Any, name: str) -> Phase:
+    pair = (given.name, given.run) if hasattr(given, "run") and hasattr(given, "name") else given
+    if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and pair[0] and callable(pair[1])):
+        raise InputError(f"{name} gave a step with the phase {given!r:.60}: each is a name and a function")
+    return Phase(name=pair[0], run=pair[1])
+
+
+def _module_of(given: Any, name: str) -> nn.Module:
+    model = getattr(given, "model", getattr(given, "module", None))
+    if model is None:
+        return nn.Module()
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{name} gave a step whose model is {type(model).__name__}, and no nn.Module")
+    return model

@@ -1,0 +1,81 @@
+"""`with stepscope.watch(...)`: two lines round a loop."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import stepscope
+from stepscope.core.errors import InputError
+from stepscope.core.run_directory import load_run
+from tests.measure.watch.loops import Net, nothing_is_left, train_step
+
+
+def test_two_lines_make_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stepscope.watch(model, optimizer, steps=(3, 8), runs=tmp_path, tag="mine") as watched:
+        for _ in range(12):
+            train_step(model, optimizer)
+    run, directory = watched.run, watched.directory
+    assert run is not None and directory is not None
+    assert load_run(directory) == run
+    assert (run.status, run.tag, run.samples["step"].count) == ("done", "mine", 5)
+    assert run.evidence.loop is not None and run.evidence.loop.first_step == 3
+    assert repr(watched).startswith("Net: ") and repr(watched).endswith("a step, the median of 5")
+    assert capsys.readouterr() == ("", f"stepscope: {watched!r}; saved in {directory}\n")
+    assert nothing_is_left(model, optimizer)
+
+
+def test_an_exception_passes_and_what_was_measured_is_kept(tmp_path: Path):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = stepscope.watch(model, optimizer, steps=(3, 80), runs=tmp_path, quiet=True)
+    with pytest.raises(ZeroDivisionError), watching:
+        for i in range(12):
+            train_step(model, optimizer)
+            assert 1 / (10 - i)
+    assert watching.run is not None and watching.run.status == "failed"
+    assert watching.run.samples["step"].count == 8
+    assert nothing_is_left(model, optimizer)
+
+
+def test_without_an_optimizer_the_loop_says_where_a_step_ends(tmp_path: Path):
+    model = Net()
+    with stepscope.watch(model, steps=(2, 6), runs=tmp_path, quiet=True) as watched:
+        for _ in range(9):
+            model(torch.randn(4, 8)).sum().backward()
+            watched.step()
+    assert watched.run is not None and watched.run.samples["step"].count == 4
+    assert watched.run.workload.optimizer is None
+
+
+def test_one_loop_is_watched_at_a_time(tmp_path: Path):
+    model = Net()
+    with stepscope.watch(model, runs=tmp_path, quiet=True), stepscope.watch(model, runs=tmp_path, quiet=True) as second:
+        pass
+    assert second.run is None and second.why_not == "another watch is running in this process"
+
+
+def test_wrong_input_says_what_to_give():
+    with pytest.raises(InputError, match=r"the model is a str: give a torch\.nn\.Module"):
+        stepscope.watch("gpt")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"the optimizer is a float: give one of PyTorch's"):
+        stepscope.watch(Net(), 0.1)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="begin too early"):
+        stepscope.watch(steps=(0, 5))
+    with pytest.raises(InputError, match="unknown record 'nsys'"):
+        stepscope.watch(record="nsys")
+
+
+def test_to_import_stepscope_imports_no_torch():
+    code = """
+import sys, stepscope
+print('torch' in sys.modules, 'watch' in dir(stepscope))
+stepscope.watch
+print('torch' in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False True\nTrue\n"

@@ -1,0 +1,292 @@
+"""A loop that is not ours, watched: which phases its steps have, what a step of it is, and what stays afterwards."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from stepscope.core.range_names import TIMED
+from stepscope.measure.watch.found import class_name
+from tests.measure.watch.loops import DiaryStage, Net, Told, nothing_is_left, parts_of, timed, train_step, watch
+
+PLAIN = ["forward", "/forward", "backward", "/backward", "optimizer", "/optimizer"]
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters())
+
+
+def test_a_step_ends_with_the_optimizer_and_holds_what_lies_between():
+    model, diary = Net(), DiaryStage(3)
+    optimizer, told = adamw(model), Told(diary)
+    watch(told)
+    for _ in range(6):
+        train_step(model, optimizer)
+    assert told.answer is not None and told.answer.model is model and told.answer.optimizers == (optimizer,)
+    assert (told.answer.forwards, told.answer.backwards) == (1, 1)
+    assert told.first_step == diary.first == 2
+    assert diary.steps == [PLAIN] * 3
+    assert told.over and not told.faults
+    assert nothing_is_left(model, optimizer)
+
+
+def test_micro_batches_are_one_step():
+    model, diary = Net(), DiaryStage()
+    optimizer, told = adamw(model), Told(diary)
+    watch(told)
+    for _ in range(3):
+        train_step(model, optimizer, micro_batches=3)
+    assert told.answer is not None and (told.answer.forwards, told.answer.backwards) == (3, 3)
+    assert diary.steps == [PLAIN[:4] * 3 + PLAIN[4:]]
+
+
+def test_data_is_the_time_in_a_loaders_next():
+    model, diary = Net(), DiaryStage()
+    optimizer = adamw(model)
+    watch(Told(diary))
+    for (batch,) in DataLoader(TensorDataset(torch.randn(40, 8)), batch_size=8):
+        model(batch).sum().backward()
+        optimizer.step()
+    assert diary.steps == [["data", "/data", *PLAIN]]
+
+
+def test_evaluation_between_steps_is_no_forward():
+    model, diary = Net(), DiaryStage(2)
+    optimizer = adamw(model)
+    watch(Told(diary))
+    for _ in range(5):
+        train_step(model, optimizer)
+        with torch.no_grad():
+            model(torch.randn(2, 8))
+        model.eval()
+        model(torch.randn(2, 8))
+        model.train()
+    assert diary.steps == [PLAIN] * 2
+
+
+def test_a_forward_that_checkpointing_runs_again_is_backward():
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    class Reentrant(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x.requires_grad_(), use_reentrant=True)
+
+    for model in (Checkpointed(), Reentrant()):
+        diary = DiaryStage()
+        optimizer = adamw(model)
+        watch(Told(diary))
+        for _ in range(3):
+            train_step(model, optimizer)
+        assert diary.steps == [PLAIN]
+
+
+def test_gradients_of_gradients_are_backward_whoever_holds_grad():
+    from torch.autograd import grad
+
+    model, diary = Net(), DiaryStage()
+    optimizer = adamw(model)
+    watch(Told(diary))
+    for _ in range(3):
+        x = torch.randn(4, 8, requires_grad=True)
+        (slope,) = grad(model(x).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        optimizer.step()
+    assert diary.steps == [["forward", "/forward", *["backward", "/backward"] * 2, "optimizer", "/optimizer"]]
+
+
+def test_a_closure_runs_inside_the_optimizers_step():
+    model, diary = Net(), DiaryStage()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, line_search_fn=None)
+    watch(Told(diary))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    once = ["optimizer", "/optimizer", "forward", "/forward", "optimizer", "/optimizer", "backward", "/backward"]
+    assert diary.steps == [[*once * 2, "optimizer", "/optimizer"]]
+
+
+def scaled_loop(steps: int, overflow: int) -> tuple[DiaryStage, Told]:
+    """A loop with a GradScaler whose step of this number overflows, so that its update is left out."""
+    model, diary = Net(), DiaryStage(2)
+    optimizer, told = torch.optim.SGD(model.parameters(), lr=0.1), Told(diary)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    watch(told)
+    for i in range(steps):
+        loss = model(torch.randn(4, 8)).square().mean() * (float("inf") if i == overflow else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert nothing_is_left(model, optimizer)
+    return diary, told
+
+
+def test_a_step_whose_update_the_scaler_leaves_out_ends_all_the_same():
+    for overflow in (0, 1, 2, 3):
+        diary, _ = scaled_loop(5, overflow)
+        assert diary.steps == [PLAIN] * 2
+        assert diary.first == 2
+
+
+def test_a_compiled_model_is_watched_from_outside_and_not_compiled_again():
+    def make(in_place: bool) -> nn.Module:
+        if not in_place:
+            return torch.compile(Net(), backend="eager")  # type: ignore[return-value]
+        model = Net()
+        model.compile(backend="eager")
+        return model
+
+    from torch._dynamo.utils import counters
+
+    for in_place in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        model, diary = make(in_place), DiaryStage(2)
+        optimizer, told = adamw(model), Told(diary)
+        watch(told)
+        for _ in range(6):
+            train_step(model, optimizer)
+        assert told.answer is not None and told.answer.compiled
+        assert class_name(told.answer.model) == "Net"
+        assert diary.steps == [PLAIN] * 2
+        assert counters["stats"]["unique_graphs"] == 1
+        assert nothing_is_left(model, optimizer)
+
+
+def test_the_model_can_be_copied_and_pickled_while_it_is_watched():
+    model, diary = Net(), DiaryStage(4)
+    optimizer = adamw(model)
+    watching = watch(Told(diary))
+    for i in range(5):
+        train_step(model, optimizer)
+        twin = copy.deepcopy(model)
+        assert isinstance(pickle.loads(pickle.dumps(model)), Net)
+        copy.deepcopy(optimizer)
+        train_step(twin, torch.optim.SGD(twin.parameters(), lr=0.1)) if i > 2 else None
+    watching.stop()
+    assert all(step.count("forward") == 1 for step in diary.steps[:-1])
+
+
+def test_an_exception_that_the_loop_catches_costs_no_more_than_its_step():
+    class Failing(Net):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fails:
+                raise MemoryError
+            return super().forward(x)
+
+    model, diary = Failing(), DiaryStage(2)
+    optimizer, told = adamw(model), Told(diary)
+    watching = watch(told)
+    train_step(model, optimizer)
+    train_step(model, optimizer)
+    model.fails = True
+    with pytest.raises(MemoryError):
+        train_step(model, optimizer)
+    assert watching.phases.failed == "forward"
+    model.fails = False
+    train_step(model, optimizer)
+    train_step(model, optimizer)
+    assert diary.steps == [["forward", "failed forward", "/forward", *PLAIN], PLAIN]
+    assert told.over
+
+
+def test_another_thread_counts_nothing():
+    model, diary = Net(), DiaryStage()
+    optimizer = adamw(model)
+    watch(Told(diary))
+    train_step(model, optimizer)
+    train_step(model, optimizer)
+    other = threading.Thread(target=lambda: model(torch.randn(2, 8)).sum().backward())
+    other.start()
+    other.join()
+    train_step(model, optimizer)
+    assert diary.steps == [PLAIN]
+
+
+def test_the_parts_of_a_step_add_up_to_it_and_steps_to_the_time_that_passed():
+    model = Net()
+    optimizer = adamw(model)
+    stage, _ = timed(4, 14)
+    watch(Told(stage))
+    for (batch,) in DataLoader(TensorDataset(torch.randn(128, 8)), batch_size=8):
+        model(batch).sum().backward()
+        optimizer.step()
+    samples = stage.samples()
+    assert samples["step"].count == 10 and len(samples["step"].warmup_s) == 2
+    assert parts_of(samples) == list(TIMED)
+    for i, whole in enumerate(samples["step"].values_s):
+        assert sum(samples[name].values_s[i] for name in TIMED) == pytest.approx(whole, abs=2e-9)
+
+
+def test_the_loop_says_where_a_step_ends():
+    model, diary = Net(), DiaryStage(2)
+    told = Told(diary)
+    watching = watch(told, model=model)
+    for _ in range(5):
+        model(torch.randn(4, 8)).sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        watching.step()
+    assert told.answer is not None and told.answer.optimizers == ()
+    assert diary.steps == [PLAIN[:4]] * 2
+
+
+def test_what_wraps_the_model_is_what_is_watched():
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.model = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.model(x).sum()
+
+    model, diary = Net(), DiaryStage()
+    wrapped, optimizer, told = Wrapper(model), adamw(model), Told(diary)
+    watch(told, model=model, optimizer=optimizer)
+    for _ in range(3):
+        wrapped(torch.randn(4, 8)).backward()
+        optimizer.step()
+    assert told.answer is not None and told.answer.roots[0].module is wrapped
+    assert diary.first == 1, "a loop whose model and optimizer are given is looked at for one step"
+
+
+def test_an_error_of_the_watch_does_not_reach_the_loop():
+    class Broken(DiaryStage):
+        def begins(self, step: int) -> None:
+            raise ValueError("no room")
+
+    model, diary = Net(), DiaryStage()
+    optimizer, told = adamw(model), Told(Broken(), diary)
+    watch(told)
+    for _ in range(3):
+        train_step(model, optimizer)
+    assert told.faults == ["diary: no room"]
+    assert diary.steps == [PLAIN]
+    assert told.over and nothing_is_left(model, optimizer)
+
+
+def test_a_watch_that_ends_early_keeps_what_its_stage_has_and_leaves_nothing():
+    model = Net()
+    optimizer = adamw(model)
+    for steps in range(6):
+        diary = DiaryStage(9)
+        watching = watch(Told(diary))
+        for _ in range(steps):
+            train_step(model, optimizer)
+        watching.stop()
+        assert diary.ended == (steps > 1)
+        assert nothing_is_left(model, optimizer)
