@@ -1,6 +1,5 @@
 """A model's step with each attention: groups, what moved, the text, and a sweep read again."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,13 @@ from stepscope.core.finding import Finding
 from stepscope.core.model_config import configure
 from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import load_runs
-from stepscope.studies.attention_steps import step_cells, step_sizes_for
+from stepscope.core.workload import Workload
+from stepscope.studies.attention_steps import ON_CPU, ON_GPU, usual_attentions
+from stepscope.studies.compared_cells import compared_cells
 from tests.command import stepscope
 from tests.conftest import make_run, workload
-from tests.shown import shown
+from tests.shown import check_golden, shown
+from tests.textbook import textbook
 
 pytestmark = pytest.mark.slow
 
@@ -259,9 +261,7 @@ def test_the_fastest_is_named_with_those_it_is_not_told_apart_from():
 def test_text_of_the_answer():
     """What a reader sees. STEPSCOPE_UPDATE_GOLDEN=1 writes it anew."""
     text = "\n".join(line.rstrip() for line in shown(answer_steps(CELLS)).splitlines()) + "\n"
-    if os.environ.get("STEPSCOPE_UPDATE_GOLDEN"):
-        GOLDEN.write_text(text)
-    assert text == GOLDEN.read_text()
+    check_golden(text, GOLDEN)
     answer = answer_steps(CELLS)
     assert decode_answer(encode_answer(answer).encode(), "here") == answer
 
@@ -274,13 +274,17 @@ def test_nothing_measured_is_said_with_its_reason():
 
 
 def test_cells_differ_in_attention_alone():
-    sizes = step_sizes_for("cuda")
-    assert sizes.implementations == "reference,sdpa-cudnn,flash" and sizes.seq_len == "1024"
-    cells = step_cells(
+    assert usual_attentions("cuda") == ("reference", "sdpa-cudnn", "flash")
+    assert (ON_GPU.seq_len, ON_CPU.seq_len) == (1024, 64)
+    cells = compared_cells(
         models=[configure("small"), configure("tiny")], seq_lens=[64], batch_size=2, dtypes=["bf16"],
-        attentions=["reference", "flash"], settings=CELLS[0].run.settings,
+        attention=["reference", "flash"], settings=CELLS[0].run.settings,
     )  # fmt: skip
-    named = [(cell.workload.model.name, cell.workload.attention, cell.workload.phase) for cell in cells]
+    named = [
+        (cell.workload.model.name, cell.workload.attention, cell.workload.phase)
+        for cell in cells
+        if isinstance(cell.workload, Workload)
+    ]
     assert named == [
         ("tiny", "reference", "train"), ("tiny", "flash", "train"),
         ("small", "reference", "train"), ("small", "flash", "train"),
@@ -293,7 +297,7 @@ def test_a_step_is_measured_kept_and_read_again(tmp_path: Path, capfd: pytest.Ca
     app([*command, "--attention", "sdpa", "--runs", str(out)], standalone_mode=False)
     first = capfd.readouterr().out
     assert TIMES in first and FAMILIES in first
-    assert [run.workload.attention for run in load_runs([out])[0]] == ["sdpa"]
+    assert [textbook(run).attention for run in load_runs([out])[0]] == ["sdpa"]
     app(["study", "attention-step", "--from", str(out), "--keep-digests"], standalone_mode=False)
     assert capfd.readouterr().out == first
     app(["study", "attention", "--from", str(out)], standalone_mode=False)

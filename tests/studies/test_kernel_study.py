@@ -23,6 +23,7 @@ from stepscope.core.run_directory import find_run_files, load_run
 from tests.analysis.captures.test_checks import summarise
 from tests.captures import training_steps, write_kineto
 from tests.conftest import make_run, workload
+from tests.textbook import textbook
 
 
 def phase(name: str, busy: float, gemm: float, products: float) -> PhaseSummary:
@@ -131,7 +132,7 @@ def test_the_kernels_of_softmax_and_its_work_are_figures():
     )
     found = answer(made, "ei")
     row = dict(zip(found.tables[0].columns, found.tables[0].rows[0], strict=True))
-    layers = make_run().workload.model.layers
+    layers = textbook(make_run()).model.layers
     assert row["softmax of a layer µs"] == 20 / layers
     assert (row["products GFLOP"], row["softmax GFLOP"]) == (0.008, 0.0005)
     assert (row["time ratio"], row["FLOP ratio"], row["ratio of ratios"]) == (5.0, 16.0, 3.2)

@@ -1,7 +1,6 @@
 """`stepscope study speed`: the split of a gain by hand, cells that pair up, the answer from kept runs, and a sweep."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ from stepscope.analysis.captures.digest import FamilyRow, TraceDigest
 from stepscope.analysis.captures.summary import PhaseSummary
 from stepscope.analysis.comparisons.precision.answer import LAW, MEMORY, MISSING, PARTS, TIMES, answer_speed
 from stepscope.analysis.comparisons.precision.cells import Amdahl, Parts, TimedCell, pair_up
-from stepscope.cli.app import app
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence, PhaseMemory
 from stepscope.core.run import Failure, Run, Settings
@@ -25,6 +23,8 @@ from stepscope.core.workload import DTYPES
 from stepscope.studies.precision_speed import dtypes_here, speed_cells
 from tests.command import WITHOUT_POLARS, Done, stepscope
 from tests.conftest import make_run, workload
+from tests.shown import check_golden
+from tests.studies.refused import check_refused
 
 pytestmark = pytest.mark.slow
 
@@ -201,9 +201,7 @@ def test_text_of_the_kept_kernels():
     """What a reader sees. STEPSCOPE_UPDATE_GOLDEN=1 writes it anew."""
     done = study("--from", RESULTS / "kernels")
     assert done.returncode == 0, done.stderr
-    if os.environ.get("STEPSCOPE_UPDATE_GOLDEN"):
-        GOLDEN.write_text(done.stdout)
-    assert done.stdout == GOLDEN.read_text()
+    check_golden(done.stdout, GOLDEN)
 
 
 def test_the_answer_travels_and_is_drawn(tmp_path: Path):
@@ -230,24 +228,15 @@ def test_runs_of_two_folders_without_captures():
 
 
 def test_bad_input_is_one_line(tmp_path: Path):
-    lone, empty = tmp_path / "lone", tmp_path / "empty"
-    empty.mkdir()
+    lone = tmp_path / "lone"
     run = timed("bf16", 5, 10)
     save_run(run, create_run_directory(lone, run.workload))
-    for arguments, word in (
-        (["--from", empty], "no run here"),
-        (["--from", tmp_path / "none"], "it is no folder"),
+    refused: list[tuple[list[object], str]] = [
         (["--from", lone], "measured both in fp32 and in another dtype (there is bf16)"),
-        (["--from", lone, "--dtype", "fp31"], "unknown dtype 'fp31'"),
         (["--device", "cpu", "--dtype", "bf16"], "lacks fp32"),
         (["--device", "cpu", "--dtype", "fp32,tf32"], "not on a CPU"),
-        (["--device", "cpu", "--model", "huge"], "unknown model 'huge'"),
-    ):
-        with pytest.raises(InputError) as refused:
-            app(["study", "speed", *map(str, arguments)], standalone_mode=False)
-        assert word in str(refused.value) and "\n" not in str(refused.value)
-    done = study("--from", empty)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    ]
+    check_refused("speed", lone, refused)
 
 
 def test_a_bare_machine_measures_and_another_reads_the_captures(tmp_path: Path):

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ from stepscope.studies.attention.matrix import GateMatrix, decode_matrix, encode
 from stepscope.studies.attention.one_pass import AttentionPass, CallInputs, saved_storages
 from stepscope.studies.attention.workers import WorkerAnswer, WorkerTask, work_through
 from stepscope.work.attention_call import backward_flops, forward_flops, saved_by_formula
-from tests.shown import shown
+from tests.shown import check_golden, shown
 
 pytestmark = pytest.mark.slow
 
@@ -350,9 +349,7 @@ def test_a_peak_that_nobody_counted_is_not_said():
 def test_text_of_the_answer():
     """What a reader sees. STEPSCOPE_UPDATE_GOLDEN=1 writes it anew."""
     text = "\n".join(line.rstrip() for line in shown(answer_attention(STORY), 400).splitlines()) + "\n"
-    if os.environ.get("STEPSCOPE_UPDATE_GOLDEN"):
-        GOLDEN.write_text(text)
-    assert text == GOLDEN.read_text()
+    check_golden(text, GOLDEN)
 
 
 def test_timings_and_answer_travel_as_json(tmp_path: Path):
@@ -578,3 +575,8 @@ def test_a_worker_that_dies_costs_one_task_and_time_that_is_over_leaves_the_rest
     assert alive is tasks[1] and found.reports[0].passed
     none = judge_matrix(("sdpa",), dtypes=("fp32",), shapes=(square(8),), device="cpu", workers=1, seconds=0)
     assert none == GateMatrix(device="cpu", calls=1) and none.reached == 0
+
+
+def test_no_two_columns_of_a_table_share_a_head():
+    for table in answer_attention(STORY).tables:
+        assert len(set(table.columns)) == len(table.columns), table.title

@@ -11,14 +11,12 @@ from stepscope.engine.plan import Cell, order_cells
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is measured where the user says nothing: lists with commas, as options take them."""
+    """What is measured where the user says nothing."""
 
-    models: str = ""
-    seq_len: str
+    models: tuple[str, ...]
+    seq_len: int
     batch_size: int
-    dtypes: str
-    phases: str = ""
-    implementations: str = ""
+    dtypes: tuple[str, ...]
 
 
 def compared_cells(

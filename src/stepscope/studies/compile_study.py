@@ -16,14 +16,9 @@ BASELINE = CompileCell.BASELINE
 MODES: tuple[str, ...] = tuple(mode for mode in COMPILES if mode != BASELINE)
 
 
-ON_GPU = Sizes(models="small,large,2.7B", seq_len="512", batch_size=4, dtypes="bf16", phases="forward,train")
-ON_CPU = Sizes(models="tiny", seq_len="32", batch_size=1, dtypes="fp32", phases="forward,train")
+ON_GPU = Sizes(models=("small", "large", "2.7B"), seq_len=512, batch_size=4, dtypes=("bf16",))
+ON_CPU = Sizes(models=("tiny",), seq_len=32, batch_size=1, dtypes=("fp32",))
 """Two minutes on two cores, nearly all of it a C++ compiler's."""
-
-
-def sizes_for(device_type: str) -> Sizes:
-    """The defaults of a `cpu`, or of anything else."""
-    return ON_CPU if device_type == "cpu" else ON_GPU
 
 
 def check_modes(modes: Sequence[str]) -> tuple[str, ...]:

@@ -12,14 +12,10 @@ from stepscope.studies.compared_cells import Sizes, compared_cells
 BASELINE = TimedCell.BASELINE
 
 
-ON_GPU = Sizes(models="small,medium,large,xl,2.7B", seq_len="512", batch_size=4, dtypes="fp32,tf32,bf16")
-ON_CPU = Sizes(models="tiny,small", seq_len="32", batch_size=1, dtypes="fp32,tf32,bf16")
+COMPARED = (BASELINE, "tf32", "bf16")
+ON_GPU = Sizes(models=("small", "medium", "large", "xl", "2.7B"), seq_len=512, batch_size=4, dtypes=COMPARED)
+ON_CPU = Sizes(models=("tiny", "small"), seq_len=32, batch_size=1, dtypes=COMPARED)
 """A minute on two cores. TF32 is named to be told that a CPU has none."""
-
-
-def sizes_for(device_type: str) -> Sizes:
-    """The defaults of a `cpu`, or of anything else."""
-    return ON_CPU if device_type == "cpu" else ON_GPU
 
 
 def dtypes_here(dtypes: Sequence[str], device_type: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -27,9 +27,10 @@ from stepscope.core.attention_timing import (
 from stepscope.core.attention_verdict import AttentionShape, AttentionVerdict, Numbers
 from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.errors import one_line
+from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.run import Settings
-from stepscope.engine.device_failure import is_out_of_memory, let_go
-from stepscope.measure.device import timing_device
+from stepscope.engine.device_failure import let_go
+from stepscope.measure.device import is_out_of_memory, timing_device
 from stepscope.measure.environment import read_environment
 from stepscope.measure.lead import Leads, launches_hidden, overwrite_cache
 from stepscope.measure.precision import matmul_precision
@@ -143,12 +144,12 @@ class AttentionCalls:
             passes[cell] = made
         for cell, (measurement, launches) in self._time(passes, rows).items():
             samples = measurement.samples
-            whole = bool(samples["forward"].count)
+            whole = bool(samples[FORWARD].count)
             if measurement.interrupted:
                 self.interrupted = True
             rows[cell] = AttentionTiming(
                 cell=cell, outcome="measured" if whole else "interrupted", checked=right[cell],
-                forward=samples["forward"] if whole else None, backward=samples["backward"] if whole else None,
+                forward=samples[FORWARD] if whole else None, backward=samples[BACKWARD] if whole else None,
                 host=samples["host"] if whole else None, launches=launches, memory=memories[cell],
             )  # fmt: skip
 
@@ -314,16 +315,13 @@ def settings_for(seconds: float, steps: int | None = None) -> Settings:
     )
 
 
-def start_timings(
-    device: torch.device, *, seconds: float, launches: Launches, preset: str = "", interleaved: bool = True
-) -> AttentionTimings:
+def start_timings(device: torch.device, *, seconds: float, launches: Launches, preset: str = "") -> AttentionTimings:
     """A measurement before its first cell."""
     return AttentionTimings(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         environment=read_environment(device),
         seconds=seconds,
         launches=launches if device.type == "cuda" else "shown",
-        interleaved=interleaved,
         preset=preset,
     )
 

@@ -79,8 +79,6 @@ def judge_matrix(
     device: str,
     workers: int,
     seconds: float,
-    seed: int = 0,
-    repeat: bool = True,
     device_name: str = "",
     versions: dict[str, str] | None = None,
     on_answer: Callable[[GateMatrix], None] = lambda _: None,
@@ -90,7 +88,7 @@ def judge_matrix(
     on_answer gets what there is, as it grows. Ctrl-C ends it with what there is.
     """
     tasks = [
-        WorkerTask(kind="judge", names=together, dtype=dtype, shape=shape, device=device, seed=seed, repeat=repeat)
+        WorkerTask(kind="judge", names=together, dtype=dtype, shape=shape, device=device, repeat=True)
         for together in _together(names)
         for shape in shapes
         for dtype in dtypes
@@ -101,7 +99,6 @@ def judge_matrix(
         device=device,
         device_name=device_name,
         versions=versions or {},
-        seed=seed,
         calls=calls,
     )
 
@@ -114,7 +111,7 @@ def judge_matrix(
             GateReport(
                 implementation=name,
                 device=device,
-                seed=seed,
+                seed=matrix.seed,
                 verdicts=tuple(sorted(found, key=lambda verdict: places[verdict.dtype, verdict.shape])),
             )
             for name, found in verdicts.items()

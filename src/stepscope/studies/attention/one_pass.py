@@ -9,6 +9,7 @@ from torch import Tensor
 from stepscope.core.attention_timing import CallCompile
 from stepscope.core.attention_verdict import AttentionShape
 from stepscope.core.attentions import Attention, TensorDtype
+from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.measure.device import timing_device
 from stepscope.measure.lead import with_lead
 from stepscope.measure.precision import matmul_precision
@@ -34,7 +35,7 @@ class AttentionPass:
 
     @property
     def phases(self) -> Sequence[Phase]:
-        forward, backward = Phase(name="forward", run=self.forward), Phase(name="backward", run=self.backward)
+        forward, backward = Phase(name=FORWARD, run=self.forward), Phase(name=BACKWARD, run=self.backward)
         return with_lead(self.lead, forward, backward)
 
     def prepare(self) -> None:

@@ -1,0 +1,33 @@
+"""A study of the user's own module, which runs with the user's rights in a process of its own."""
+
+import importlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from stepscope.core.answer import Answer, decode_answer, encode_answer
+from stepscope.engine.own_code import answer_apart, ask_apart
+
+AUTOCAST = "stepscope.numerics.autocast.study:study_autocast"
+UNDERFLOW = "stepscope.numerics.gradients.underflow:study_underflow"
+
+
+def answer_of_own(study: str, module: str, arguments: Mapping[str, Any], **options: Any) -> Answer:
+    """What a study answers, with these options, of the module that a factory makes of these arguments.
+
+    study: AUTOCAST or UNDERFLOW, the place of its function.
+    """
+    what = f"--module {module}"
+    said = json.dumps({"own": module, "arguments": arguments, **options})
+    return decode_answer(ask_apart(__name__, module, study, said, what=what), what)
+
+
+def main(_module: str, study: str, said: str) -> str:
+    """The answer as JSON, for `answer_of_own`."""
+    place, _, function = study.partition(":")
+    # PyTorch comes with it: only the child needs that.
+    return encode_answer(getattr(importlib.import_module(place), function)(**json.loads(said)))
+
+
+if __name__ == "__main__":
+    answer_apart(main)
