@@ -1,3 +1,72 @@
-"""Stepscope: a laboratory for one thing, a transformer training step."""
+"""Stepscope: a laboratory for one thing, a transformer training step.
+
+    measured = stepscope.run(net, batch, loss, record="kineto")    # a module of your own, or the textbook's by name
+    measured.trace, measured.samples["backward"].median_s
+    stepscope.measure({"forward": forward, "backward": backward})  # phases of anything, on the same timer
+    stepscope.trace("trace.json.gz")                               # any capture of torch.profiler or nsys, explained
+    stepscope.memory("snapshot.pickle")                            # any snapshot of PyTorch's allocator, explained
+    stepscope.fit("xl", seq_len=1024, memory="80GiB")              # will it fit?
+    stepscope.show("last")                                         # a run that is stored
+    with stepscope.watch(model, optimizer) as watched:
+        ...  # your own training loop
+
+Each is what the command line runs, and `help` of each says what it takes. What they return shows itself in a notebook.
+To import stepscope imports next to nothing: what needs PyTorch or polars imports it when it is asked for.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stepscope.api.fitting import Fitted, fit
+    from stepscope.api.measuring import Timed, measure
+    from stepscope.api.reading import Measured, Remembered, Traced, memory, show, trace
+    from stepscope.api.running import run
+    from stepscope.api.watching import Watched, watch
+    from stepscope.core.errors import InputError, StepscopeError
 
 __version__ = "0.1.0"
+__all__ = [
+    "Fitted", "InputError", "Measured", "Remembered", "StepscopeError", "Timed", "Traced", "Watched", "__version__",
+    "fit", "measure", "memory", "run", "show", "trace", "watch",
+]  # fmt: skip
+
+_WHERE = {
+    **dict.fromkeys(("fit", "Fitted"), "stepscope.api.fitting"),
+    **dict.fromkeys(("measure", "Timed"), "stepscope.api.measuring"),
+    **dict.fromkeys(("memory", "show", "trace", "Measured", "Remembered", "Traced"), "stepscope.api.reading"),
+    **dict.fromkeys(("run",), "stepscope.api.running"),
+    **dict.fromkeys(("watch", "Watched"), "stepscope.api.watching"),
+    **dict.fromkeys(("InputError", "StepscopeError"), "stepscope.core.errors"),
+}
+"""The module of each name that is imported when it is first asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(_WHERE[name]), name)
+    room = sys.modules.get(f"{__name__}.{name}")
+    if room is not None:  # `import stepscope.trace.read` makes `stepscope.trace.read` a name, as of any package
+        vars(found).update({key: value for key, value in vars(room).items() if isinstance(value, ModuleType)})
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE})
+
+
+class _Stepscope(ModuleType):
+    """This package, in which `measure`, `trace` and `memory` are functions, and folders of modules, too.
+
+    Python makes a package's folder its attribute when it is imported, in place of a function of that name.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _WHERE and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Stepscope

@@ -322,6 +322,31 @@ def test_version():
             "--style csv writes tables, findings are sentences: ask for markdown",
         ),
         (["fit", "--against", "runs", "--tied"], "--against takes its workloads from the runs: leave out --tied"),
+        *(
+            (
+                [*verb, "--trace-steps", "3"],
+                "--trace-steps belongs to --record kineto or nsys: add one of them, or leave the steps out",
+            )
+            for verb in (["run"], ["sweep"], ["run", "--record", "memory"])
+        ),
+        *(
+            ([verb, *empty], "--runs is empty: name a path, or write `--runs .` for the current directory")
+            for verb, *empty in (["ls", "--runs", ""], ["run", "--runs="], ["show", "last", "--runs", ""])
+        ),
+        (["study", "formats", "--from", "a.json", "--value", "3"], "--value says nothing with --from: leave it out"),
+        (
+            ["study", "underflow", "--from", "a.json", "--model", "tiny"],
+            "--model says nothing with --from: leave it out",
+        ),
+        (["study", "compile", "--from", "a", "--steps", "3"], "--steps says nothing with --from: leave it out"),
+        (
+            ["study", "attention-step", "--from", "a", "--model", "tiny", "--device", "cpu"],
+            "--model says nothing with --from: leave it out",
+        ),
+        (
+            ["study", "attention-gate", "--from", "a", "--dtype", "fp32"],
+            "--dtype says nothing with --from: leave it out",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_runs(arguments: list[str], says: str, tmp_path: Path):

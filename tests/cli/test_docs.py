@@ -3,22 +3,27 @@
 Commands that read (table, show, trace, memory...) run on what is kept in results/, and studies whose figures are those
 of arithmetic on any machine run whole. Commands that measure are not run again; `make run` is held against the run it
 left. A command is run once, however many pages show it, whole or cut by `| head -N`, `| tail -N` or `| grep -E TEXT`.
-STEPSCOPE_UPDATE_DOCS=1 writes the outputs anew.
+Sessions of Python (`pycon`) are run again, too. STEPSCOPE_UPDATE_DOCS=1 writes the outputs anew.
 """
 
+import contextlib
+import doctest
 import functools
+import io
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from traceback import format_exception_only
 from typing import Any
 
 import pytest
 import typer
 
 from stepscope.cli.app import app
+from stepscope.core.errors import StepscopeError
 from tests.command import stepscope
 
 pytestmark = pytest.mark.slow
@@ -27,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINKING = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 BLOCK = re.compile(r"(?<=```console\n)\$ (?P<command>.+?)\n(?P<output>.*?)(?=```)", re.DOTALL)
+PYTHON = re.compile(r"(?<=```pycon\n)>>> .*?(?=```)", re.DOTALL)
 READS_AGAIN = {"make run": "stepscope show results/cpu/first"}
 BENCHMARKS = (
     "benchmarks/overhead.py", "benchmarks/trace.py", "benchmarks/snapshot.py", "benchmarks/attention.py",
@@ -91,6 +97,32 @@ def test_outputs_shown_are_outputs_printed(document: Path):
         return f"$ {match['command']}\n{functools.reduce(cut, pipes, output_of(command))}"
 
     renewed = BLOCK.sub(printed, text)
+    if os.environ.get("STEPSCOPE_UPDATE_DOCS"):
+        document.write_text(renewed)
+    assert renewed == text or os.environ.get("STEPSCOPE_UPDATE_DOCS")
+
+
+def said_by_python(block: str, names: dict[str, Any]) -> str:
+    """The statements of a block, each with what Python prints for it here."""
+    written = ""
+    for example in doctest.DocTestParser().get_examples(block):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            try:
+                exec(compile(example.source, "<docs>", "single"), names)
+            except StepscopeError as error:
+                print("Traceback (most recent call last):", "  ...", *format_exception_only(error), sep="\n", end="")
+        first, *more = example.source.splitlines(keepends=True)
+        written += "".join([f">>> {first}", *(f"... {line}" for line in more), printed.getvalue()])
+    return written
+
+
+@pytest.mark.parametrize("document", [each for each in DOCUMENTS if PYTHON.search(each.read_text())], ids=name_of)
+def test_what_python_is_shown_to_say_is_what_it_says(document: Path, monkeypatch: pytest.MonkeyPatch):
+    """The blocks of a page are one session, run in the repository."""
+    monkeypatch.chdir(ROOT)
+    text, names = document.read_text(), dict[str, Any]()
+    renewed = PYTHON.sub(lambda block: said_by_python(block[0], names), text)
     if os.environ.get("STEPSCOPE_UPDATE_DOCS"):
         document.write_text(renewed)
     assert renewed == text or os.environ.get("STEPSCOPE_UPDATE_DOCS")
@@ -165,5 +197,6 @@ def test_commands_named_are_commands_that_there_are(document: Path):
             verb = getattr(verb, "commands", {}).get(word, verb)
         assert verb is not COMMAND, f"{name_of(document)}: no verb in {' '.join(words)!r}"
         options = {name for parameter in verb.params for name in (*parameter.opts, *parameter.secondary_opts)}
-        unknown = {word for word in words if word.startswith("--")} - options - {"--help"}
+        ours = words[: words.index("--")] if "--" in words else words  # behind it stands another program's line
+        unknown = {word for word in ours if word.startswith("--")} - options - {"--help"}
         assert not unknown, f"{name_of(document)}: {' '.join(words)!r} has no {', '.join(sorted(unknown))}"

@@ -1,7 +1,6 @@
 """`stepscope fit`: its contract in JSON, its text, the bar of accuracy over stored runs, and one line for bad input."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -19,11 +18,13 @@ from stepscope.core.units import GIB, MIB
 from stepscope.engine.forecast import cells_that_will_not_fit, memory_of
 from stepscope.engine.plan import Cell, SweepPlan
 from stepscope.memory.prediction.accuracy import Accuracy, compare
-from stepscope.memory.prediction.answer import accuracy_sentences
-from stepscope.report.plots.memory_accuracy import draw_accuracy_of
+from stepscope.memory.prediction.answer import accuracy_sentences, answer_accuracy
+from stepscope.report.picture import draw_answer
 from stepscope.report.plots.save import save_plot
 from tests.command import stepscope
 from tests.conftest import workload
+from tests.shown import check_golden
+from tests.textbook import textbook
 
 pytestmark = pytest.mark.slow
 
@@ -103,6 +104,27 @@ def test_tensors_by_hand():
     assert sum(one["total_bytes"] for one in kept) == 4 * elements + s * s + 4 * b * h * s + 2 * 4 * b * s
 
 
+def test_the_bytes_of_parameters_gradients_and_optimizer_by_hand():
+    """M = 12, F = 20, V = 50, one block: embedding and head 2 V M, attention 4 M M, feed-forward 3 M F, norms 3 M."""
+    m, f, v = 12, 20, 50
+    sizes = ["--d-model", m, "--d-ff", f, "--heads", 3, "--layers", 1, "--vocabulary", v, "--batch-size", 2]
+    count = 2 * v * m + 4 * m * m + 3 * m * f + 3 * m
+    assert count == 2532
+
+    def formula(*options: str) -> str:
+        text = " ".join(stepscope("fit", *sizes, "--seq-len", 8, *options).stdout.split())
+        return text[text.index("At any batch size") :].partition(". Each")[0].removesuffix(".")
+
+    assert formula() == (
+        "At any batch size: parameters 4 B x 2,532 = 9.89 KiB + gradients 4 B x 2,532 = 9.89 KiB + two moments of "
+        "AdamW 8 B x 2,532 = 19.78 KiB; together 16 B x 2,532 = 39.56 KiB"
+    )
+    assert formula("--dtype", "bf16-pure").endswith("together 8 B x 2,532 = 19.78 KiB")
+    assert formula("--optimizer", "adamw-bf16-state").endswith("together 12 B x 2,532 = 29.67 KiB")
+    assert formula("--phase", "forward-backward").endswith("together 8 B x 2,532 = 19.78 KiB")
+    assert formula("--phase", "forward") == "At any batch size: parameters 4 B x 2,532 = 9.89 KiB"
+
+
 def test_the_largest_that_fits_is_the_largest():
     row = said("--sweep", "--model", "tiny", "--memory", "1GiB")[0]
     assert row["model"] == "tiny" and row["batch_size"] > 4
@@ -142,9 +164,7 @@ def test_text(golden: str, options: str):
     done = stepscope("fit", *options.split())
     assert done.returncode == 0, done.stderr
     assert not done.stderr
-    if os.environ.get("STEPSCOPE_UPDATE_GOLDEN"):
-        (GOLDEN / golden).write_text(done.stdout)
-    assert done.stdout == (GOLDEN / golden).read_text()
+    check_golden(done.stdout, GOLDEN / golden)
 
 
 def test_fit_answers_without_torch_polars_or_altair():
@@ -238,13 +258,22 @@ def test_a_wrong_verdict_and_a_wrong_peak_are_said():
 
 def test_the_plots_in_the_documents_are_drawn_from_the_runs(tmp_path: Path):
     """To the byte: a plot changes when its figures do."""
-    save_plot(draw_accuracy_of(judged()), tmp_path / "accuracy.svg")
+    save_plot(draw_answer(answer_accuracy(judged())), tmp_path / "accuracy.svg")
     assert (tmp_path / "accuracy.svg").read_bytes() == (ROOT / "docs" / "memory-accuracy.svg").read_bytes()
     done = stepscope(
         "memory", "small-b4-s512-bf16-train", "--runs", "results/h200/memory-recorded", "--save", tmp_path / "live.svg"
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "live.svg").read_bytes() == (ROOT / "docs" / "memory-timeline.svg").read_bytes()
+
+
+def test_models_that_cannot_have_what_was_said_are_left_out_of_a_sweep():
+    done = stepscope("fit", "--sweep", "--model", "tiny,xl", "--kv-heads", 4, "--memory", "1GiB")
+    assert done.returncode == 0 and "tiny" in done.stdout and "xl" not in done.stdout
+    assert done.stderr.startswith("stepscope: left out, xl: kv_heads 4 do not divide heads 25")
+    none = stepscope("fit", "--sweep", "--model", "xl", "--kv-heads", 4, "--memory", "1GiB")
+    assert (none.returncode, none.stdout, none.stderr.count("\n")) == (2, "", 1)
+    assert "no model is left: xl: kv_heads 4" in none.stderr
 
 
 # --- Bad input ---
@@ -321,7 +350,7 @@ def test_an_empty_folder_has_no_runs(tmp_path: Path):
 
 def test_a_sweep_foretells_the_cells_that_ran_out_of_memory():
     runs, _ = load_runs([RESULTS / "limit-80GiB"])
-    plan = SweepPlan(cells=tuple(Cell(workload=run.workload) for run in runs), memory_limit_bytes=80 * GIB)
+    plan = SweepPlan(cells=tuple(Cell(workload=textbook(run)) for run in runs), memory_limit_bytes=80 * GIB)
     budget = memory_of(plan)
     assert budget is not None and budget.usable_bytes == 80 * GIB
     assert cells_that_will_not_fit(plan, budget) == [run.workload for run in runs if run.status == "out-of-memory"]

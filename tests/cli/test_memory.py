@@ -17,6 +17,7 @@ from stepscope.core.run_directory import create_run_directory, save_run
 from tests.command import Done, stepscope
 from tests.conftest import make_run, mini
 from tests.handmade_snapshot import START_US, handmade
+from tests.shown import check_golden
 
 pytestmark = pytest.mark.slow
 
@@ -83,9 +84,7 @@ def test_text(tmp_path: Path):
     path = handmade(layers=3).write(tmp_path / "s.pickle", before=False)
     done = memory(path.name, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    if os.environ.get("STEPSCOPE_UPDATE_GOLDEN"):
-        GOLDEN.write_text(done.stdout)
-    assert done.stdout == GOLDEN.read_text()
+    check_golden(done.stdout, GOLDEN)
 
 
 def test_a_run_by_its_name(tmp_path: Path):

@@ -54,3 +54,29 @@ def test_captures_and_their_tables_here(tmp_path: Path):
     (run / "trace.kineto.json.gz").unlink()
     again = study("--from", tmp_path, "--only", "a")
     assert again.returncode == 0 and "tiny-b1-s16-fp32-train" in again.stdout
+
+
+def test_every_style_and_what_is_printed_before_it_is_drawn(tmp_path: Path):
+    chosen = ("--from", KEPT, "--where", "model=small", "--only", "d")
+    rows = [json.loads(line) for line in study(*chosen, "--style", "jsonl").stdout.splitlines()]
+    assert rows and all(isinstance(row, dict) for row in rows)
+    assert study(*chosen, "--style", "markdown").stdout.startswith("**(d) ")
+    both = study(*chosen, "--style", "csv", "--json")
+    assert both.returncode == 2 and "two forms of one answer" in both.stderr
+    drawn = study(*chosen, "--save", tmp_path / f"{'x' * 300}.svg")
+    assert drawn.returncode == 2 and drawn.stdout == study(*chosen).stdout
+    ignored = study("--from", KEPT, "--seq-len", "128", "--steps", "3")
+    assert (ignored.returncode, ignored.stdout) == (2, "")
+    assert ignored.stderr == "stepscope: --seq-len, --steps says nothing with --from: leave it out\n"
+
+
+def test_a_raw_stream_is_read_where_no_digest_is_kept(tmp_path: Path):
+    """A stream that is no stream is said to be that, and not passed over."""
+    source = next(KEPT.glob("*/run.json"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_bytes(source.read_bytes())
+    nothing = study("--from", tmp_path, "--tool", "nsys")
+    assert "left out" not in nothing.stderr and "holds a capture" in nothing.stderr
+    (tmp_path / "run" / "trace.qdstrm").write_bytes(b"no stream")
+    read = study("--from", tmp_path, "--tool", "nsys")
+    assert "left out" in read.stderr and "trace.qdstrm" in read.stderr

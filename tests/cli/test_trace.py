@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +22,8 @@ from tests.captures import (
 )
 from tests.command import stepscope
 from tests.conftest import make_run
+from tests.shown import check_golden
+from tests.textbook import textbook
 
 pytestmark = pytest.mark.slow
 
@@ -94,9 +95,7 @@ def test_text(tmp_path: Path):
         [sys.executable, "-m", "stepscope", "trace", path.name],
         capture_output=True, text=True, check=True, cwd=tmp_path,
     )  # fmt: skip
-    if os.environ.get("STEPSCOPE_UPDATE_GOLDEN"):
-        GOLDEN.write_text(done.stdout)
-    assert done.stdout == GOLDEN.read_text()
+    check_golden(done.stdout, GOLDEN)
 
 
 def test_hostile_names_move_no_cursor(tmp_path: Path):
@@ -119,7 +118,7 @@ def test_a_run_beside_the_capture_gives_the_unprofiled_times(tmp_path: Path):
     said = spoken(tmp_path)
     assert said["phases"][0]["phase"] == "forward"
     assert said["phases"][0]["unprofiled_s"] == 0.002
-    assert said["phases"][0]["expected_products"] == run.workload.model.layers * 9 + 1
+    assert said["phases"][0]["expected_products"] == textbook(run).model.layers * 9 + 1
 
 
 def test_an_incomplete_capture_fails_the_check(tmp_path: Path):
@@ -228,3 +227,41 @@ def test_no_torch_is_needed(tmp_path: Path):
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_newest_run_is_traced_by_its_name(tmp_path: Path):
+    for name in ("20260101-old", "20260102-new"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        save_run(make_run(), tmp_path / "runs" / name)
+    write_kineto(training_steps(), tmp_path / "runs" / "20260102-new" / "trace.kineto.json.gz")
+    for name in ("last", "new"):
+        done = stepscope("trace", name, "--json", cwd=tmp_path)
+        assert json.loads(done.stdout)["kernels"] == 34, done.stderr
+    for name, says in (("old", "holds no trace"), ("2026010", "2 runs in runs match"), ("none", "no such file")):
+        done = stepscope("trace", name, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "") and says in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_links_in_a_circle_are_said_to_be_that(tmp_path: Path):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for verb in ("trace", "memory", "show", "ls", "table"):
+        done = stepscope(verb, loop)
+        assert (done.returncode, done.stdout) == (2, ""), verb
+        assert "symbolic links" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_parts_that_do_not_meet_are_one_line(tmp_path: Path):
+    path = write_kineto(training_steps(), tmp_path / "t.json.gz")
+    assert spoken(path, "--range", "forward", "--phase", "forward")["kernels"] == 16
+    done = stepscope("trace", path, "--range", "forward", "--phase", "optimizer")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--range forward and --phase optimizer: nothing was launched in all of these" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_was_found_is_printed_where_nothing_can_be_drawn(tmp_path: Path):
+    path = write_kineto(training_steps(), tmp_path / "t.json.gz")
+    done = stepscope("trace", path, "--save", tmp_path / f"{'x' * 300}.svg")
+    assert done.returncode == 2 and "cannot write the plot" in done.stderr
+    assert done.stdout == stepscope("trace", path).stdout

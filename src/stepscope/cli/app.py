@@ -1,7 +1,6 @@
 """The `stepscope` command: its verbs, and what becomes of an error."""
 
 import contextlib
-import io
 import os
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, ClassVar, NoReturn
 import typer
 
 from stepscope import __version__
-from stepscope.cli import device, fit, kernel, ls, memory, models, run, show, study, sweep, table, trace
+from stepscope.cli import device, fit, kernel, ls, memory, models, run, show, streams, study, sweep, table, trace, watch
 from stepscope.cli.grammar import Verbs, help_width
 from stepscope.cli.output import emit
 from stepscope.core import interrupts
@@ -30,6 +29,7 @@ _OPTIONAL = {
 
 _FIRST = (
     ("stepscope run", "measure a training step here, and save what was found"),
+    ("stepscope watch -- train.py", "measure the steps of a training script of your own"),
     ("stepscope show last", "show it again"),
     ("stepscope fit --model xl", "predict the memory of a larger one, without running it"),
     ("stepscope study formats", "one question each: `stepscope study` lists them"),
@@ -41,9 +41,9 @@ class _Command(Verbs):
     """The command itself. In its verbs, and only there, a signal is a KeyboardInterrupt, which goes no further."""
 
     verbs: ClassVar = {
-        "run": run.run, "sweep": sweep.sweep, "table": table.table, "trace": trace.trace, "memory": memory.memory,
-        "fit": fit.fit, "show": show.show, "ls": ls.ls, "models": models.models, "device": device.device,
-        "kernel": kernel.kernel,
+        "run": run.run, "watch": watch.watch, "sweep": sweep.sweep, "table": table.table, "trace": trace.trace,
+        "memory": memory.memory, "fit": fit.fit, "show": show.show, "ls": ls.ls, "models": models.models,
+        "device": device.device, "kernel": kernel.kernel,
     }  # fmt: skip
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
@@ -88,7 +88,7 @@ def main() -> NoReturn:
     # Read by PyTorch's profiler when torch is imported: its start and stop are not worth a line to the user.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     interrupts.install()
-    _mend_streams()
+    streams.mend()
     try:
         Path.cwd()  # libraries that are loaded where there is no directory end the process themselves
     except OSError:
@@ -114,20 +114,6 @@ def main() -> NoReturn:
     if code == EXIT_INTERRUPTED or interrupts.received():
         _leave("interrupted", EXIT_INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _mend_streams() -> None:
-    """Streams that were closed go nowhere, and a narrow encoding gets `?` for what it cannot say."""
-    for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
 
 
 def _leave_if_named(error: Exception) -> None:

@@ -1,17 +1,20 @@
 """`stepscope fit`: will it fit, and if not, what would make it fit. Nothing is run."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from stepscope.cli.options import OneWorkload, words
-from stepscope.cli.output import check_picture, stdout_kept_clean, warn
+from stepscope.cli.options import words
+from stepscope.cli.output import check_picture, draw, stdout_kept_clean, warn
 from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
+from stepscope.cli.workloads import OneWorkload
 from stepscope.core.document import json_document
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import PRESETS
+from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.workload import Workload
 
 if TYPE_CHECKING:
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from stepscope.memory.prediction.accuracy import Accuracy
     from stepscope.memory.prediction.estimate import MemoryEstimate
     from stepscope.memory.prediction.fit import Budget, Fit
+    from stepscope.memory.prediction.own_fit import OwnFit, OwnVerdict
 
 
 @verb(
@@ -51,9 +55,16 @@ def fit(
     for option, given in (("--save", save), ("--apart", apart)):
         if given:
             raise InputError(f"{option} belongs to --against: say which runs to compare with, or leave it out")
+    own = said.own
+    if own is not None:
+        asked = [mode for mode, given in (("--tensors", tensors), ("--sweep", sweep), ("--fake", fake)) if given]
+        if asked:
+            raise InputError(f"{asked[0]} is for the textbook's model: leave it out; a step of your own runs on fakes")
+        _answer_own(own, _budgets(memory, device), shown)
+        return
     if sweep:
         names = words(said.said["model"], "--model") if "model" in said.said else list(PRESETS)
-        models = [OneWorkload({**said.said, "model": name}).workload(seq_len=512) for name in names]
+        models = _those_that_can_be(names, said)
         budgets = _budgets(memory, device)
         if len(budgets) != 1:
             raise InputError(f"how much memory is there? {_SAY_HOW_MUCH}")
@@ -64,6 +75,25 @@ def fit(
         _list_tensors(workload, shown)
     else:
         _answer(workload, _budgets(memory, device), fake, shown)
+
+
+def _those_that_can_be(names: Iterable[str], said: OneWorkload) -> list[Workload]:
+    """The workload with each of these models; a model that cannot have what was said is left out, which is said.
+
+    Raises InputError where it is none.
+    """
+    found: list[Workload] = []
+    faults: list[str] = []
+    for name in names:
+        try:
+            found.append(OneWorkload({**said.said, "model": name}).workload(seq_len=512))
+        except InputError as error:
+            faults.append(f"{name}: {error}")
+    if not found:
+        raise InputError(f"no model is left: {'; '.join(faults)}")
+    for fault in faults:
+        warn(f"left out, {fault}")
+    return found
 
 
 _SAY_HOW_MUCH = "Say --memory, as in --memory 80GiB, or one --device, as in --device H100"
@@ -125,6 +155,38 @@ def _by_running(workload: Workload) -> "FakeEstimate":
 
     with stdout_kept_clean():
         return estimate_by_running(workload)
+
+
+def _answer_own(workload: OwnWorkload, budgets: "list[Budget]", shown: Presentation) -> None:
+    from stepscope.memory.prediction.own_answer import answer_own_fit
+    from stepscope.studies.fit_of_own import fit_of_own
+
+    found = fit_of_own(workload, budgets)
+
+    def document() -> str:
+        said = [own_fit_as_json(found, verdict) for verdict in found.verdicts] or [own_fit_as_json(found, None)]
+        return json_document(said[0] if len(said) == 1 else said)
+
+    shown.show(*answer_own_fit(found), document=document)
+
+
+def own_fit_as_json(found: "OwnFit", verdict: "OwnVerdict | None") -> dict[str, object]:
+    """The contract of `stepscope fit --module --json`: the keys of `fit_as_json`, and what only such a step has."""
+    peak, unseen = found.estimate.peak_bytes, found.estimate.unseen
+    return {
+        "fits": verdict.fits if verdict else None,
+        "peak_bytes": peak,
+        "categories": found.estimate.categories,
+        "plans": msgspec.to_builtins(verdict.plans) if verdict else [],
+        "margin_bytes": verdict.budget.usable_bytes - peak if verdict else None,
+        "kept_free_bytes": verdict.kept_free_bytes if verdict else None,
+        "fails_in": verdict.fails_in if verdict else None,
+        "largest_batch": verdict.largest_batch if verdict else None,
+        "is_bound": bool(unseen.at_most),
+        "budget": msgspec.to_builtins(verdict.budget) if verdict else None,
+        "estimate": msgspec.to_builtins(found.estimate),
+        "workload": msgspec.to_builtins(found.workload),
+    }
 
 
 def fit_as_json(answer: "Fit", workload: Workload) -> dict[str, object]:
@@ -197,15 +259,11 @@ def _compare(folders: tuple[Path, ...], apart: tuple[Path, ...], save: Path | No
         raise InputError(
             f"no run in {', '.join(map(str, folders))} has measured peaks: measure on a GPU, as `stepscope sweep` does"
         )
-    if save is not None:
-        from stepscope.report.plots.memory_accuracy import draw_accuracy_of
-        from stepscope.report.plots.save import save_plot
-
-        save_plot(draw_accuracy_of(accuracy), save)
-        warn(f"plotted in {save}")
     from stepscope.memory.prediction.answer import answer_accuracy
 
-    shown.show(answer_accuracy(accuracy), document=lambda: json_document(_accuracy_as_json(accuracy)))
+    answer = answer_accuracy(accuracy)
+    shown.show(answer, document=lambda: json_document(_accuracy_as_json(accuracy)))
+    draw(answer, save)
 
 
 def _accuracy_as_json(accuracy: "Accuracy") -> dict[str, object]:

@@ -2,14 +2,17 @@
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from stepscope.cli.options import GROUPS
+from stepscope.cli.given_options import remember
+from stepscope.cli.options import GROUPS, OPTIONS
 from stepscope.cli.output import warn
 from stepscope.cli.verb import EXAMPLES
+from stepscope.core.errors import InputError
 
 OLD_SPELLINGS: dict[str, tuple[str, ...]] = {
     "--out": ("--runs", "--figures"),
@@ -45,8 +48,15 @@ class Verb(TyperCommand):
             if param.param_type_name == "option"
             for name in (*param.opts, *param.secondary_opts)
         }
+        if verb_name(ctx) == "watch":
+            args = _ended_before_the_script(args, takes_value)
         has_arguments = any(param.param_type_name == "argument" for param in self.params)
-        return super().parse_args(ctx, list(_renewed(args, takes_value, has_arguments)))
+        renewed = list(_renewed(args, takes_value, has_arguments))
+        _refuse_empty_paths(renewed)
+        rest = super().parse_args(ctx, renewed)
+        sources = {param.opts[0]: ctx.get_parameter_source(param.name) for param in self.params}
+        remember(flag for flag, source in sources.items() if source is not None and source.name == "COMMANDLINE")
+        return rest
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -143,6 +153,27 @@ def _renewed(args: list[str], takes_value: dict[str, bool], has_arguments: bool)
             yield arg
             if takes_value.get(flag) and not sign:
                 yield from _next_word(rest)
+
+
+def _refuse_empty_paths(args: list[str]) -> None:
+    """Raise InputError for an option whose path is empty: it would mean the directory that one stands in."""
+    paths = {option.flag for option in OPTIONS if option.takes is Path}
+    options = args[: args.index("--")] if "--" in args else args
+    for i, arg in enumerate(options):
+        flag, sign, value = arg.partition("=")
+        if flag in paths and not value and (sign or options[i + 1 : i + 2] == [""]):
+            raise InputError(f"{flag} is empty: name a path, or write `{flag} .` for the current directory")
+
+
+def _ended_before_the_script(args: list[str], takes_value: dict[str, bool]) -> list[str]:
+    """The arguments with `--` before the first that is no option: what follows a script is the script's."""
+    i = 0
+    while i < len(args) and args[i] != "--":
+        flag, sign, _ = args[i].partition("=")
+        if not args[i].startswith("-") or args[i] == "-m":
+            return [*args[:i], "--", *args[i:]]
+        i += 2 if takes_value.get(flag) and not sign else 1
+    return args
 
 
 def _next_word(rest: Iterator[tuple[int, str]]) -> Iterator[str]:

@@ -4,9 +4,8 @@ A verb takes its options from here (`cli/verb.py`). A new field of ModelConfig o
 `run`, `sweep` and `fit` have it then, and hand it on.
 """
 
-import itertools
 import keyword
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,11 +15,13 @@ import msgspec
 
 from stepscope.cli import completion
 from stepscope.cli.given_numbers import finite_numbers, positive_integers, positive_number, positive_numbers
+from stepscope.cli.given_options import is_given
 from stepscope.cli.presentation import Presentation
 from stepscope.core.attentions import ATTENTIONS, attention_names
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
-from stepscope.core.model_config import PRESETS, ModelConfig, configure
+from stepscope.core.model_config import PRESETS, ModelConfig
+from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.range_names import PHASES as CAPTURED_PHASES
 from stepscope.core.run import Settings
 from stepscope.core.units import parse_bytes, parse_flops_per_s
@@ -32,7 +33,6 @@ from stepscope.core.workload import (
     PHASES,
     Workload,
 )
-from stepscope.engine.grid import grid
 from stepscope.engine.request import MEMORY_STACKS, MemoryRequest, MemoryStacks, TraceRequest
 from stepscope.report.renderers import STYLES
 
@@ -109,6 +109,11 @@ _TRACED = "Needs --record kineto."
 OPTIONS = (
     # A new size of the model, or a new field of a workload, is one line here: run, sweep and fit have it then.
     Option("model", str, MODEL, "A preset.", ModelConfig, choices=tuple(PRESETS)),
+    Option(
+        "model", str, MODEL,
+        "A preset, or the config.json of a Hugging Face model, which gets random weights: nothing is downloaded.",
+        ModelConfig, choices=tuple(PRESETS), verbs=("run", "sweep", "fit"),
+    ),
     Option("d_model", int, MODEL, "Width of the model, in place of the preset's.", ModelConfig),
     Option("d_ff", int, MODEL, "Width inside the feed-forward network, in place of the preset's.", ModelConfig),
     Option("layers", int, MODEL, "Blocks, in place of the preset's.", ModelConfig),
@@ -136,8 +141,13 @@ OPTIONS = (
     Option("model", str, MODEL, "A toy, or a preset.", verbs=("study autocast",), choices=("toy", *PRESETS)),
     Option(
         "module", str, MODEL,
-        "A model of your own, as package.module:factory, run with your rights. factory() returns (module, inputs, "
-        "loss), or (module, inputs) or a module whose forward returns the loss.",
+        "A model of your own, as package.module:factory or path/file.py:factory, run with your rights. factory() "
+        "returns (module, batch) or (module, batch, loss); docs/your-own.md has all it may return.", OwnWorkload,
+    ),
+    Option(
+        "arg", str, MODEL,
+        "An argument of --module's factory, or a field of --model's file, as in width=64; a sweep takes several by "
+        "commas.", OwnWorkload, metavar="NAME=VALUE", repeated=True,
     ),
     Option("model_size", str, MODEL, "What is trained: cpu or gpu; the device's if left out.",
            complete=completion.words("cpu", "gpu")),
@@ -197,6 +207,10 @@ OPTIONS = (
     Option("warmup", int, MEASURING, "Numbers of warm-up steps.", verbs=("study warmup",)),
     Option("steps", int, MEASURING, "Exactly this many measured steps (default: 10 to 100).", Settings, least=1),
     Option("steps", int, MEASURING, "Measured steps.", least=2, verbs=("study warmup",)),
+    Option("steps", str, MEASURING, "Exactly these steps, the first of the loop being 0: 20:40 is steps 20 to 39. "
+           "Steps 0 and 1 show what a step is.", metavar="FIRST:END", verbs=("watch",)),
+    Option("step_of", str, MEASURING, "The class of the model or of the optimizer whose step counts, where there are "
+           "several.", metavar="CLASS"),
     Option("steps", int, MEASURING, "Exactly this many passes of each cell.", least=1, verbs=("study attention",)),
     Option("seconds", float, MEASURING, "Measure for about this long.", Settings, default=5.0, least=0),
     Option("seconds", float, MEASURING, "Seconds for each cell.", least=0, verbs=("study attention",)),
@@ -246,7 +260,7 @@ OPTIONS = (
     Option("apart", Path, QUESTION,
            "With --against: runs shown apart, and not counted (the model was corrected by them).", metavar="DIR"),
     Option("at", str, QUESTION, "Another moment than the peak: 12ms, 12000us, start, end, or a phase for its peak.",
-           complete=completion.words("start", "end", "forward", "backward", "optimizer")),
+           complete=completion.words("start", "end", *CAPTURED_PHASES)),
     Option("stacks", int, QUESTION, "Print the call stacks of so many of the largest allocations.", least=1),
     Option("rows", str, QUESTION, "Fields of the rows."),
     Option("columns", str, QUESTION, "Fields of the columns."),
@@ -283,73 +297,6 @@ OPTIONS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class OneWorkload:
-    """What was said of a workload, by the names of the options; what was not said is not in it."""
-
-    said: Mapping[str, Any]
-
-    @property
-    def flags(self) -> list[str]:
-        """The options that were given."""
-        return _flags(self.said)
-
-    def workload(self, **otherwise: Any) -> Workload:
-        """The workload; what was not said is as in `otherwise`, or else as Workload has it."""
-        chosen = {**otherwise, **self.said}
-        sizes = {name: chosen.pop(name) for name in _SIZES if name in chosen}
-        return Workload(model=configure(chosen.pop("model"), **sizes), **chosen)
-
-
-@dataclass(frozen=True, slots=True)
-class ManyWorkloads:
-    """What was said of several workloads, by the names of the options, each with several values."""
-
-    said: Mapping[str, tuple[Any, ...]]
-
-    @property
-    def flags(self) -> list[str]:
-        """The options that were given."""
-        return _flags(self.said)
-
-    def workloads(self, **otherwise: Any) -> list[Workload]:
-        """Every combination."""
-        chosen = {**{name: (value,) for name, value in otherwise.items()}, **self.said}
-        chosen = {name: chosen[name] for name in _FIELDS if name in chosen}  # in the order of the table
-        presets = chosen.pop("model")
-        sizes = {name: chosen.pop(name) for name in _SIZES if name in chosen}
-        models = [
-            configure(preset, **dict(zip(sizes, combination, strict=True)))
-            for preset in presets
-            for combination in itertools.product(*sizes.values())
-        ]
-        return grid(model=models, **chosen)
-
-
-def _flags(said: Mapping[str, Any]) -> list[str]:
-    names = dict.fromkeys(option.name for option in OPTIONS if option.fills in (ModelConfig, Workload))
-    return [f"--{name.replace('_', '-')}" for name in names if name in said]
-
-
-_FIELDS = [option.name for option in OPTIONS if option.fills in (ModelConfig, Workload)]
-_SIZES = [option.name for option in OPTIONS if option.fills is ModelConfig and option.name != "model"]
-
-
-def settings_from(
-    warmup: int | None, steps: int | None, seconds: float | None = None, no_profile: bool = False
-) -> Settings:
-    """How to measure, from what the user fixed; a fixed number is a floor equal to its cap."""
-    default = Settings()
-    return Settings(
-        warmup_floor=default.warmup_floor if warmup is None else warmup,
-        warmup_cap=default.warmup_cap if warmup is None else warmup,
-        steps_floor=default.steps_floor if steps is None else steps,
-        steps_cap=default.steps_cap if steps is None else steps,
-        seconds=default.seconds if seconds is None else seconds,
-        profile=not no_profile,
-    )
-
-
 def recording_from(
     record: tuple[str, ...], trace_steps: int, trace_stacks: bool = False, memory_stacks: str | None = None
 ) -> Recording:
@@ -361,6 +308,8 @@ def recording_from(
         raise InputError("--trace-stacks belongs to --record kineto: add it, or leave the stacks out")
     if memory_stacks is not None and "memory" not in named:
         raise InputError("--memory-stacks belongs to --record memory: add it, or leave the stacks out")
+    if is_given("--trace-steps") and not named.keys() & set(TRACE_TOOLS):
+        raise InputError("--trace-steps belongs to --record kineto or nsys: add one of them, or leave the steps out")
     tools = cast("tuple[TraceTool, ...]", tuple(name for name in named if name in TRACE_TOOLS))
     stacks = cast("MemoryStacks", memory_stacks or "python")  # MemoryRequest refuses others
     return Recording(

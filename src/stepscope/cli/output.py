@@ -1,22 +1,20 @@
 """stdout for results, stderr for progress."""
 
 import contextlib
-import io
 import os
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.segment import Segment
 from rich.table import Table
-from rich.text import Text
 
 from stepscope.core.errors import StepscopeError
 from stepscope.core.shown_text import message_line, visible
+from stepscope.report.plain import CleanConsole, parts_of, plain_part
 
 if TYPE_CHECKING:
     from stepscope.core.answer import Answer
@@ -25,48 +23,25 @@ if TYPE_CHECKING:
     from stepscope.report.sweep import ProgressRow
 
 
-class CleanConsole(Console):
-    """A console whose every text shows control characters as escapes, whatever file it was read from.
+def show(renderable: RenderableType, stream: TextIO | None = None) -> None:
+    """Print on stdout, or another stream, at the width of the terminal; a pipe or a file gets tables as wide as they
+    are, and text folded at 120."""
+    from stepscope.report.layout import fitted
 
-    Rich asks `render_str` for text that is a str and `render` for text that is a Text, both before it measures widths.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(highlight=False, markup=False, emoji=False, **options)
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(visible(text), **options)
-
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        if isinstance(renderable, Text) and (clean := visible(renderable.plain)) != renderable.plain:
-            renderable = renderable.blank_copy(clean)
-        return super().render(renderable, options)
-
-
-def show(renderable: RenderableType) -> None:
-    """Print on stdout, at the width of the terminal; a pipe or a file gets tables as wide as they are, and text folded
-    at 120."""
-    from stepscope.report.layout import fitted, natural_width
-
-    if sys.stdout.isatty():
-        console = CleanConsole()
-        for part in _parts(renderable):
+    out = stream or sys.stdout
+    if out.isatty():
+        console = CleanConsole(file=out)
+        for part in parts_of(renderable):
             for i, piece in enumerate(fitted(part, console) if isinstance(part, Table) else [part]):
                 with console.capture() as printed:
                     console.print(piece)
                 lines = printed.get().splitlines()
                 if isinstance(piece, Table):  # its first line and its last are an edge that nobody sees
                     lines = [*([""] if i else []), *lines[1:-1]]
-                _write("\n".join([*lines, ""]))  # the console's own colours stay, the text in them is clean
+                _write("\n".join([*lines, ""]), out)  # the console's own colours stay, the text in them is clean
         return
-    for part in _parts(renderable):
-        text = CleanConsole(width=120, file=io.StringIO())
-        if isinstance(part, Table):
-            text.width = max(120, natural_width(part, text))
-        text.print(part)
-        assert isinstance(text.file, io.StringIO)
-        lines = [line.rstrip() for line in text.file.getvalue().splitlines()]
-        emit("\n".join(lines).strip("\n") + "\n")
+    for part in parts_of(renderable):
+        _write(plain_part(part), out)
 
 
 def present(*answers: "Answer", style: str = "terminal", only: str | None = None) -> None:
@@ -100,19 +75,11 @@ def draw(answer: "Answer", target: Path | None) -> None:
     if target is None:
         return
     from stepscope.report.picture import draw_answer
-    from stepscope.report.plots.save import save_plot
+    from stepscope.report.plots.save import is_interactive, save_plot
 
-    save_plot(draw_answer(answer), target)
-    warn(f"plotted in {target}")
-
-
-def _parts(renderable: RenderableType) -> Iterator[RenderableType]:
-    """What a group holds, and the groups in it."""
-    if not isinstance(renderable, Group):
-        yield renderable
-        return
-    for inner in renderable.renderables:
-        yield from _parts(inner)
+    save_plot(draw_answer(answer, interactive=is_interactive(target)), target)
+    notes = "; ".join(dict.fromkeys(panel.frame.note for panel in answer.panels if panel.frame.note))
+    warn(f"plotted in {target}{f': {notes}' if notes else ''}")
 
 
 def emit(text: str) -> None:
@@ -120,15 +87,16 @@ def emit(text: str) -> None:
     _write(visible(text))
 
 
-def _write(text: str) -> None:
-    """Write to stdout. A reader that has gone (`| head`) is no failure; a full disk is one line."""
+def _write(text: str, stream: TextIO | None = None) -> None:
+    """Write to stdout, or another stream. A reader that has gone (`| head`) is no failure; a full disk is one line."""
+    out = stream or sys.stdout
     try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        out.write(text)
+        out.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
         raise StepscopeError(f"cannot write the result to stdout: {error.strerror or error}") from error
 
 

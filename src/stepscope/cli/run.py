@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import typer
 
-from stepscope.cli.options import OneWorkload, Recording
+from stepscope.cli.options import Recording
 from stepscope.cli.output import check_picture, draw, progress, stdout_kept_clean, warn
 from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
+from stepscope.cli.workloads import OneWorkload
 from stepscope.core.document import json_document
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DONE, EXIT_INTERRUPTED, StepscopeError
 from stepscope.core.finding import worst
@@ -43,15 +44,17 @@ def run(
 ) -> None:
     """Measure one step: time by phase, rates, memory, and what to doubt. Saves a run directory."""
     check_picture(save)
-    # Which preset stands in for none is known with the device: any with many layers tells whether the rest is sound.
-    stand_in = {} if "model" in said.said else {"layers": 1000}
-    said.workload(model="tiny", seq_len=1, **stand_in)
+    own = said.own
+    if own is None:
+        # The preset in place of none is known with the device: any with many layers tells whether the rest is sound.
+        stand_in = {} if "model" in said.said else {"layers": 1000}
+        said.workload(model="tiny", seq_len=1, **stand_in)
 
     from stepscope.engine.step import StepRequest, measure_step
     from stepscope.measure.device import resolve_device  # torch, only now that the input is known to be sound
 
     on_gpu = resolve_device(device).type == "cuda"
-    workload = said.workload(model="small" if on_gpu else "tiny", seq_len=512 if on_gpu else 128)
+    workload = own or said.workload(model="small" if on_gpu else "tiny", seq_len=512 if on_gpu else 128)
     request = StepRequest(
         workload=workload, settings=settings, device=device, out=str(runs), tag=tag,
         memory_limit_bytes=memory, peak_flops_per_s=peak_flops, trace=recording.trace, memory=recording.memory,

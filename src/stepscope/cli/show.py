@@ -28,5 +28,5 @@ def show(
     from stepscope.analysis.runs.answer import answer_run
 
     answer = answer_run(found)
-    draw(answer, save)
     shown.show(answer, document=lambda: encode_run(found).decode())
+    draw(answer, save)

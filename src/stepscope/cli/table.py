@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Annotated, cast
 
+import msgspec
 import typer
 
-from stepscope.cli.output import present, warn
+from stepscope.cli.output import check_picture, draw, present, warn
 from stepscope.cli.verb import verb
 from stepscope.core.errors import InputError, choose
 from stepscope.core.run_directory import load_runs
@@ -38,10 +39,7 @@ def table(
     from stepscope.report.renderers import BARE, STYLES
 
     choose(style, STYLES, "style")
-    if save is not None:
-        from stepscope.report.plots.save import check_target
-
-        check_target(save)
+    check_picture(save)
     conditions = [condition(text) for text in where]
     conditions += [("tag", (tag,))] if tag is not None else []
     query = TableQuery(
@@ -55,15 +53,13 @@ def table(
     found, faults = load_runs(places or [runs])
     for fault in faults:
         warn(f"left out: {fault}")
+    answer = answer_table(found, query, bare=style in BARE)
     if save is not None:
-        from stepscope.report.plots.save import save_plot
-        from stepscope.report.plots.table_plot import draw_table
+        from stepscope.analysis.runs.table_panels import table_panels
 
-        drawn = draw_table(found, query)
-        save_plot(drawn.chart, save)
-        left_out = f"; cells left out, without a result or such a figure: {drawn.left_out}" if drawn.left_out else ""
-        warn(f"{drawn.points} points in {save}{left_out}")
-    present(answer_table(found, query, bare=style in BARE), style=style)
+        answer = msgspec.structs.replace(answer, panels=table_panels(found, query))
+    present(answer, style=style)
+    draw(answer, save)
 
 
 def _names(text: str) -> tuple[str, ...]:

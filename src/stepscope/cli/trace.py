@@ -1,19 +1,18 @@
 """`stepscope trace`: what a capture says, whichever profiler made it."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stepscope.cli import completion
 from stepscope.cli.output import draw, json_line, warn
 from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError
 from stepscope.core.finding import worst
-from stepscope.core.run import Run
-from stepscope.core.run_directory import load_run
-from stepscope.core.run_files import RUN_FILE
+from stepscope.core.polars_memory import give_pages_back
+from stepscope.core.run_directory import find_place
 
 if TYPE_CHECKING:
     from stepscope.analysis.captures.summary import TraceSummary
@@ -26,9 +25,11 @@ if TYPE_CHECKING:
 )
 def trace(
     file: Annotated[
-        Path,
+        str,
         typer.Argument(
-            help="A trace of torch.profiler (.json, .json.gz), an nsys report or export, or a run directory."
+            help="A trace of torch.profiler (.json, .json.gz), an nsys report or export, a run directory, a part of a "
+            "run's name, or `last`.",
+            autocompletion=completion.run_names,
         ),
     ],
     *,
@@ -38,6 +39,7 @@ def trace(
     step: int | None,
     no_ranges: bool,
     perfetto: Path | None,
+    runs: Path,
     save: Path | None,
     shown: Presentation,
 ) -> None:
@@ -52,11 +54,12 @@ def trace(
         if against is not None:
             raise InputError("--save draws one capture, --against compares two: leave one of them out")
         check_target(save)
-    summary = load_summary(file, without_ranges=no_ranges)
-    asked = _part(summary, file, range_, phase, step) if is_part else summary
+    place = find_place(file, runs)
+    summary = load_summary(place, without_ranges=no_ranges)
+    asked = _part(summary, place, range_, phase, step) if is_part else summary
     if against is not None:
         before = load_summary(against, without_ranges=no_ranges)
-        _compare(_part(before, against, range_, phase, step) if is_part else before, asked, against, file, shown)
+        _compare(_part(before, against, range_, phase, step) if is_part else before, asked, against, place, shown)
         return
     from stepscope.analysis.captures.checks import check_trace
 
@@ -65,14 +68,14 @@ def trace(
         from stepscope.report.perfetto import write_perfetto
 
         gaps = summary.occupation.gaps if summary.occupation else None
-        written = write_perfetto(summary.attribution, gaps, perfetto, source=file)
+        written = write_perfetto(summary.attribution, gaps, perfetto, source=place)
         warn(f"{written} slices in {perfetto}: open it at https://ui.perfetto.dev")
     from stepscope.analysis.captures.answer import answer_trace
     from stepscope.analysis.captures.as_json import trace_as_json
 
-    answer = answer_trace(asked, findings, str(file))
-    draw(answer, save)
+    answer = answer_trace(asked, findings, str(place))
     shown.show(answer, document=lambda: json_line(trace_as_json(asked, findings)))
+    draw(answer, save)
     if worst(findings) == "error":
         raise typer.Exit(EXIT_CHECK_FAILED)
 
@@ -96,22 +99,7 @@ def _compare(before: "TraceSummary", after: "TraceSummary", old: Path, new: Path
 
 def load_summary(path: Path, *, without_ranges: bool = False) -> "TraceSummary":
     """Read and attribute a capture, with the run it belongs to where one lies beside it."""
-    # polars' allocator, read when polars is loaded: pages no longer used go back at once, a sixth less at the peak.
-    os.environ.setdefault("_RJEM_MALLOC_CONF", "narenas:2,dirty_decay_ms:50,muzzy_decay_ms:0")
-    from stepscope.analysis.captures.attribution import attribute
-    from stepscope.analysis.captures.summary import TraceSummary
-    from stepscope.trace.read import find_capture, read_trace
+    give_pages_back()
+    from stepscope.analysis.captures.load import load_capture
 
-    attribution = attribute(read_trace(path, without_ranges=without_ranges))
-    attribution.self_check()
-    return TraceSummary(attribution=attribution, run=_run_beside(find_capture(path)))
-
-
-def _run_beside(capture: Path) -> Run | None:
-    if not (capture.parent / RUN_FILE).is_file():
-        return None
-    try:
-        return load_run(capture.parent)
-    except InputError as error:
-        warn(f"the run beside the capture is left out: {error}")
-        return None
+    return load_capture(path, without_ranges=without_ranges, say=warn)

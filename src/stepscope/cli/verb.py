@@ -2,15 +2,16 @@
 
 Each keyword parameter names a line of the table; its annotation says how many values the option takes there:
 `tuple[str, ...]` is several, by commas. A parameter whose type options fill (`OneWorkload`, `ManyWorkloads`,
-`Settings`, `Recording`, `Presentation`) stands for all of these options. Parameters that typer annotates are its
-arguments.
+`Settings`, `Recording`, `Presentation`) stands for all of these options, and one whose type is another dataclass for
+the options that its fields name. Parameters that typer annotates are its arguments.
 """
 
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -20,37 +21,28 @@ import typer
 from stepscope.cli import completion
 from stepscope.cli.options import (
     OPTIONS,
-    ManyWorkloads,
-    OneWorkload,
     Option,
     Recording,
     line_of,
     recording_from,
-    settings_from,
     several,
 )
 from stepscope.cli.presentation import Presentation
+from stepscope.cli.workloads import ManyWorkloads, OneWorkload
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig
-from stepscope.core.run import Settings
+from stepscope.core.own_workload import OwnWorkload
+from stepscope.core.run import Settings, settings_from
 from stepscope.core.workload import Workload
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _one_workload(**said: Any) -> OneWorkload:
-    return OneWorkload(_given(said))
-
-
-def _many_workloads(**said: Any) -> ManyWorkloads:
-    return ManyWorkloads(_given(said))
+def _as_said(kind: Callable[[dict[str, Any]], Any], **options: Any) -> Any:
+    return kind({name: value for name, value in options.items() if value is not None})
 
 
 _FILLED: dict[type, tuple[tuple[type, ...], bool, Callable[..., Any]]] = {
-    OneWorkload: ((ModelConfig, Workload), False, _one_workload),
-    ManyWorkloads: ((ModelConfig, Workload), True, _many_workloads),
+    OneWorkload: ((ModelConfig, Workload, OwnWorkload), False, functools.partial(_as_said, OneWorkload)),
+    ManyWorkloads: ((ModelConfig, Workload, OwnWorkload), True, functools.partial(_as_said, ManyWorkloads)),
     Settings: ((Settings,), False, settings_from),
     Recording: ((Recording,), False, recording_from),
     Presentation: ((Presentation,), False, Presentation),
@@ -72,32 +64,11 @@ def verb(verb_name: str, *examples: str, **usual: str) -> Callable[[Callable[...
     """
 
     def make(function: Callable[..., None]) -> Callable[..., None]:
-        parameters: list[inspect.Parameter] = []
-        makers: dict[str, Callable[[dict[str, Any]], Any]] = {}
-        for parameter in inspect.signature(function).parameters.values():
-            if get_origin(parameter.annotation) is Annotated:
-                parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-                makers[parameter.name] = functools.partial(_as_given, parameter.name)
-            elif parameter.annotation in _FILLED:
-                types, several, maker = _FILLED[parameter.annotation]
-                options = [
-                    found for option in OPTIONS if option.fills in types and (found := line_of(option.name, verb_name))
-                ]
-                parts = {option.name: _Part(option, several, _own_default(option)) for option in options}
-                said = {**_workload_defaults(), **usual}
-                parameters += [part.parameter(said.get(name)) for name, part in parts.items()]
-                makers[parameter.name] = functools.partial(_filled, maker, parts)
-            else:
-                option = line_of(parameter.name.rstrip("_"), verb_name)
-                assert option is not None, f"{verb_name}: no option {parameter.name} in the table"
-                default = option.default if parameter.default is parameter.empty else parameter.default
-                part = _Part(option, _is_several(parameter.annotation), default)
-                parameters.append(part.parameter(usual.get(option.name)))
-                makers[parameter.name] = part.value
+        parameters, call = _options_of(function, verb_name, usual)
 
         @functools.wraps(function)
         def made(**given: Any) -> None:
-            function(**{parameter: maker(given) for parameter, maker in makers.items()})
+            call(given)
 
         made.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         made.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -105,6 +76,39 @@ def verb(verb_name: str, *examples: str, **usual: str) -> Callable[[Callable[...
         return made
 
     return make
+
+
+def _options_of(
+    takes: Callable[..., Any], verb_name: str, usual: Mapping[str, str]
+) -> tuple[list[inspect.Parameter], Callable[[dict[str, Any]], Any]]:
+    """The parameters that typer reads for a function or a record, and what calls it with their values."""
+    parameters: list[inspect.Parameter] = []
+    makers: dict[str, Callable[[dict[str, Any]], Any]] = {}
+    for parameter in inspect.signature(takes).parameters.values():
+        annotation: Any = parameter.annotation
+        if get_origin(annotation) is Annotated:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            makers[parameter.name] = operator.itemgetter(parameter.name)
+        elif annotation in _FILLED:
+            types, several, maker = _FILLED[annotation]
+            options = [
+                found for option in OPTIONS if option.fills in types and (found := line_of(option.name, verb_name))
+            ]
+            parts = {option.name: _Part(option, several, _own_default(option)) for option in options}
+            said = {**_workload_defaults(), **usual}
+            parameters += [part.parameter(said.get(name)) for name, part in parts.items()]
+            makers[parameter.name] = functools.partial(_filled, maker, parts)
+        elif isinstance(annotation, type) and is_dataclass(annotation):
+            found, makers[parameter.name] = _options_of(annotation, verb_name, usual)
+            parameters += found
+        else:
+            option = line_of(parameter.name.rstrip("_"), verb_name)
+            assert option is not None, f"{verb_name}: no option {parameter.name} in the table"
+            default = option.default if parameter.default is parameter.empty else parameter.default
+            part = _Part(option, _is_several(annotation), default)
+            parameters.append(part.parameter(usual.get(option.name)))
+            makers[parameter.name] = part.value
+    return parameters, lambda given: takes(**{name: maker(given) for name, maker in makers.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +174,10 @@ def _is_several(annotation: Any) -> bool:
     return any(get_origin(part) is tuple for part in (annotation, *get_args(annotation)))
 
 
-def _as_given(name: str, given: dict[str, Any]) -> Any:
-    return given[name]
-
-
 def _filled(maker: Callable[..., Any], parts: dict[str, _Part], given: dict[str, Any]) -> Any:
     return maker(**{name: part.value(given) for name, part in parts.items()})
 
 
 def _own_default(option: Option) -> Any:
     """The default of an option that fills a type with others; None for those of a workload, which Workload knows."""
-    return None if option.fills in (ModelConfig, Workload) else option.default
+    return None if option.fills in (ModelConfig, Workload, OwnWorkload) else option.default

@@ -9,19 +9,30 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from stepscope.cli.captured_runs import captured, finished_answer, is_wanted, stored_runs, unread, wanted_runs
+from stepscope.cli.captured_runs import (
+    captured,
+    finished_answer,
+    is_wanted,
+    stored_runs,
+    type_of_device,
+    unread,
+    wanted_runs,
+)
+from stepscope.cli.given_options import refuse_beside
 from stepscope.cli.output import check_picture, draw, progress, stdout_kept_clean, warn
 from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
+from stepscope.cli.workloads import ManyWorkloads, factory_arguments
 from stepscope.core.answer import Answer, decode_answer
 from stepscope.core.bounded_file import read_named
 from stepscope.core.errors import EXIT_INTERRUPTED, InputError
-from stepscope.core.run import Run
-from stepscope.engine.request import Tell
+from stepscope.core.run import Run, settings_from
+from stepscope.engine.request import Tell, TraceRequest
 
 if TYPE_CHECKING:
-    from stepscope.analysis.captures.digest import TraceDigest
-    from stepscope.engine.plan import SweepPlan
+    from stepscope.analysis.comparisons.comparison import ComparedRun
+    from stepscope.engine.plan import Cell, SweepPlan
+    from stepscope.studies.compared_cells import Sizes
 
 _Decorator = Callable[[Callable[..., Answer]], Callable[..., None]]
 
@@ -59,31 +70,115 @@ class Answering:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AskedSteps:
+    """Options of a study that compares steps; None for what the study chooses."""
+
+    model: tuple[str, ...] | None
+    seq_len: tuple[int, ...] | None
+    batch_size: int | None
+    dtype: tuple[str, ...] | None
+    device: str
+    steps: int | None
+    seconds: float = 1.0
+    keep_digests: bool
+    runs: Path
+    from_: tuple[Path, ...] = ()
+    tag: str | None
+    save: Path | None
+    shown: Presentation
+
+    @property
+    def given(self) -> dict[str, tuple[Any, ...] | None]:
+        """What chooses among the runs of a folder."""
+        batch_sizes = None if self.batch_size is None else (self.batch_size,)
+        return {"model": self.model, "seq_len": self.seq_len, "batch_size": batch_sizes, "dtype": self.dtype}
+
+    @functools.cached_property
+    def device_type(self) -> str:
+        """cpu or cuda."""
+        return type_of_device(self.device)
+
+    def sizes(self, on_cpu: "Sizes", on_gpu: "Sizes", warmup: int | None = None) -> dict[str, Any]:
+        """What is measured and how, as `compared_cells` takes it. A CPU's steps are not profiled."""
+        from stepscope.core.model_config import configure
+
+        on_a_cpu = self.device_type == "cpu"
+        usual = on_cpu if on_a_cpu else on_gpu
+        return {
+            "models": [configure(name) for name in self.model or usual.models],
+            "seq_lens": self.seq_len or (usual.seq_len,),
+            "batch_size": usual.batch_size if self.batch_size is None else self.batch_size,
+            "dtypes": self.dtype or usual.dtypes,
+            "settings": settings_from(warmup, self.steps, self.seconds, no_profile=on_a_cpu),
+        }
+
+    def comparing(self, study: str, cell: "type[ComparedRun]", answer: Callable[..., Answer]) -> "Comparing":
+        """The study that the verb of the same name asks for."""
+        answering = Answering(study=study, shown=self.shown, save=self.save)
+        return Comparing(verb=study, answering=answering, cell=cell, answer=answer, keep_digests=self.keep_digests)
+
+    def plan(self, cells: "tuple[Cell, ...]", trace: TraceRequest) -> "SweepPlan":
+        """The plan that measures these cells where it was asked."""
+        from stepscope.engine.plan import SweepPlan
+
+        return SweepPlan(cells=cells, devices=(self.device,), out=str(self.runs), tag=self.tag, trace=trace)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedStepsOfAny(AskedSteps):
+    """Options of a study that compares steps of the textbook's model, or of one of the user's own."""
+
+    module: str | None
+    arg: tuple[str, ...] = ()
+
+    def sizes(self, on_cpu: "Sizes", on_gpu: "Sizes", warmup: int | None = None) -> dict[str, Any]:
+        """What is measured of the textbook's model and how, as `compared_cells` takes it."""
+        factory_arguments(self.module, self.arg)
+        return AskedSteps.sizes(self, on_cpu, on_gpu, warmup)
+
+    def own_cells(
+        self, on_cpu: "Sizes", on_gpu: "Sizes", warmup: int | None = None, **choices: tuple[str, ...] | None
+    ) -> "tuple[Cell, ...]":
+        """A cell for each combination of what was said of the user's own model, and of `choices`, of which None is one
+        that was not made. Raises InputError for options of the textbook's model."""
+        from stepscope.engine.plan import Cell, order_cells
+
+        on_a_cpu = self.device_type == "cpu"
+        dtypes = self.dtype or (on_cpu if on_a_cpu else on_gpu).dtypes
+        said: dict[str, Any] = {**self.given, **choices, "dtype": dtypes, "module": (self.module,), "arg": self.arg}
+        workloads = ManyWorkloads({name: values for name, values in said.items() if values is not None}).workloads()
+        settings = settings_from(warmup, self.steps, self.seconds, no_profile=on_a_cpu)
+        return order_cells([Cell(workload=workload, settings=settings) for workload in workloads])
+
+
+@dataclass(frozen=True, kw_only=True)
 class Comparing:
     """A study that compares runs: those of cells that it measures, or stored ones."""
 
     verb: str
     answering: Answering
-    cell: Callable[[Run, "TraceDigest | None"], Any]
-    """Makes of a run and its capture what is compared."""
-    answer: Callable[[list[Any], int], Answer]
-    """The answer from these; the number is that of captures that nothing here can read."""
+    cell: "type[ComparedRun]"
+    """Made of a run and its capture: what is compared."""
+    answer: Callable[..., Answer]
+    """The answer from these; `unread` is how many captures nothing here can read."""
     keep_digests: bool
 
     def from_stored(self, places: Sequence[Path], given: Mapping[str, tuple[Any, ...] | None]) -> None:
         """Answer from folders of runs, of those that have what was given; or show a finished answer."""
+        refuse_beside("--from", "--keep-digests", *(f"--{field.replace('_', '-')}" for field in given))
         wanted = wanted_runs(given)
         file = finished_answer(tuple(places), wanted)
         if file is not None:
+            refuse_beside("--from")
             self.answering.read(file)
         else:
             self.from_runs((run, directory) for run, directory in stored_runs(places) if is_wanted(run, wanted))
 
     def from_runs(self, found: Iterable[tuple[Run, Path]]) -> int:
         """Answer from these runs, each with its directory. Returns how many captures nothing here can read."""
-        made = [self.cell(run, captured(run, directory, self.keep_digests)) for run, directory in found]
+        made = [self.cell(run=run, digest=captured(run, directory, self.keep_digests)) for run, directory in found]
         lost = unread(cell.run for cell in made)
-        self.answering.show(self.answer(made, lost))
+        self.answering.show(self.answer(made, unread=lost))
         return lost
 
     def measured(self, plan: "SweepPlan") -> None:
@@ -114,6 +209,7 @@ def study_verb(study: str, *examples: str, plot: bool = True, **usual: str) -> _
         def made(*, from_: Path | None, shown: Presentation, save: Path | None = None, **asked: Any) -> None:
             answering = Answering(study=study, shown=shown, save=save)
             if from_ is not None:
+                refuse_beside("--from")
                 answering.read(from_)
             else:
                 answering.run(lambda tell: run(**asked, **({"tell": tell} if "tell" in parameters else {})))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from stepscope.cli.given_options import refuse_beside
 from stepscope.cli.output import warn
 from stepscope.cli.presentation import Presentation
 from stepscope.cli.studies.answering import Answering
@@ -60,13 +61,7 @@ def attention(
     """Attention by each implementation: right or wrong, time, memory and TFLOP/s by sequence length and head_dim."""
     answering = Answering(study=STUDY, shown=shown, save=save)
     if from_:
-        measuring = {
-            "--seq-len": seq_len, "--batch-size": batch_size, "--dtype": dtype, "--attention": attention,
-            "--compile": compile, "--head-dim": head_dim, "--heads": heads, "--kv-heads": kv_heads,
-            "--causal/--full": causal, "--launches": launches, "--preset": preset, "--steps": steps,
-            "--seconds": seconds, "--budget": budget, "--workers": workers, "--figures": figures,
-        }  # fmt: skip
-        _refuse("--from", measuring)
+        refuse_beside("--from", "--keep-digests")
         _read(from_, keep_digests, answering)
         return
     if keep_digests:

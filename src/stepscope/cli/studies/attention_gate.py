@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from stepscope.cli.given_options import refuse_beside
 from stepscope.cli.output import stdout_kept_clean, warn
 from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
@@ -41,6 +42,7 @@ def attention_gate(
     Exit code 0 where all that was judged is right, 1 where one is wrong, 2 where nothing was judged.
     """
     if from_ is not None:
+        refuse_beside("--from")
         show_matrix(read_matrix(from_), shown)
         return
     from stepscope.core.attentions import ATTENTIONS

@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepscope.cli.captured_runs import finished_answer, stored_runs, type_of_device
-from stepscope.cli.options import settings_from
-from stepscope.cli.presentation import Presentation
-from stepscope.cli.studies.answering import Answering, Comparing
+from stepscope.cli.captured_runs import finished_answer, stored_runs
+from stepscope.cli.given_options import refuse_beside
+from stepscope.cli.studies.answering import Answering, AskedSteps, Comparing
 from stepscope.cli.verb import verb
-from stepscope.core.answer import Answer
 from stepscope.core.attentions import attention_names
 from stepscope.core.errors import InputError, choose
 from stepscope.engine.request import TraceRequest
@@ -21,66 +19,38 @@ STUDY = "attention"
     "study attention-step",
     "stepscope study attention-step --model small,medium --seq-len 1024 --attention reference,flash",
     "stepscope study attention-step --from results/h200/attention-steps --only findings",
+    model="tiny",
     seq_len="1024; 64 on a CPU",
     batch_size="4; 1 on a CPU",
     dtype="bf16; fp32 on a CPU",
     attention="reference,sdpa-cudnn,flash; reference,sdpa on a CPU",
 )
-def attention_step(
-    *,
-    model: tuple[str, ...] = ("tiny",),
-    seq_len: tuple[int, ...] | None,
-    batch_size: int | None,
-    dtype: tuple[str, ...] | None,
-    attention: tuple[str, ...] | None,
-    device: str,
-    steps: int | None,
-    seconds: float = 1.0,
-    keep_digests: bool,
-    runs: Path,
-    from_: tuple[Path, ...] = (),
-    tag: str | None,
-    save: Path | None,
-    shown: Presentation,
-) -> None:
+def attention_step(*, asked: AskedSteps, attention: tuple[str, ...] | None) -> None:
     """A whole training step with each attention in it: time, memory, and where the difference comes from."""
-    answering = Answering(study=STUDY, shown=shown, save=save)
-    if from_:
-        file = finished_answer(from_, {})
+    answering = Answering(study=STUDY, shown=asked.shown, save=asked.save)
+    if asked.from_:
+        refuse_beside("--from", "--keep-digests")
+        file = finished_answer(asked.from_, {})
         if file is not None:
+            refuse_beside("--from")
             answering.read(file)
         else:
-            read_steps(from_, keep_digests, answering)
+            read_steps(asked.from_, asked.keep_digests, answering)
         return
-    if shown.only is not None:
+    if asked.shown.only is not None:
         from stepscope.analysis.comparisons.attention.answer import TITLES
 
-        check_only(shown.only, TITLES)
-    from stepscope.core.model_config import configure
-    from stepscope.engine.plan import SweepPlan
-    from stepscope.studies.attention_steps import step_cells, step_sizes_for
+        check_only(asked.shown.only, TITLES)
+    from stepscope.studies.attention_steps import ON_CPU, ON_GPU, usual_attentions
+    from stepscope.studies.compared_cells import compared_cells
 
-    device_type = type_of_device(device)
-    usual = step_sizes_for(device_type)
-    plan = SweepPlan(
-        cells=step_cells(
-            models=[configure(name) for name in model],
-            seq_lens=seq_len or tuple(map(int, usual.seq_len.split(","))),
-            batch_size=usual.batch_size if batch_size is None else batch_size,
-            dtypes=dtype or usual.dtypes.split(","),
-            attentions=[
-                choose(name, attention_names(), "attention") for name in attention or usual.implementations.split(",")
-            ],
-            settings=settings_from(None, steps, seconds, device_type == "cpu"),
-        ),
-        devices=(device,),
-        out=str(runs),
-        tag=tag,
-        # Operators of a CPU take now this long and now that; kernels do not.
-        trace=TraceRequest(tools=("kineto",), steps=5 if device_type == "cpu" else 1),
+    attentions = attention or usual_attentions(asked.device_type)
+    cells = compared_cells(
+        attention=[choose(name, attention_names(), "attention") for name in attentions], **asked.sizes(ON_CPU, ON_GPU)
     )
-
-    _comparing(answering, keep_digests).measured(plan)
+    # Operators of a CPU take now this long and now that; kernels do not.
+    trace = TraceRequest(tools=("kineto",), steps=5 if asked.device_type == "cpu" else 1)
+    _comparing(answering, asked.keep_digests).measured(asked.plan(cells, trace))
 
 
 def check_only(only: str, titles: Sequence[str]) -> None:
@@ -103,13 +73,10 @@ def _comparing(answering: Answering, keep: bool) -> Comparing:
     from stepscope.analysis.comparisons.attention.answer import answer_steps
     from stepscope.analysis.comparisons.attention.cells import StepCell
 
-    def answer(cells: list[StepCell], unread: int) -> Answer:
-        return answer_steps(cells, unread=unread)
-
     return Comparing(
         verb="attention-step",
         answering=answering,
-        cell=lambda run, digest: StepCell(run=run, digest=digest),
-        answer=answer,
+        cell=StepCell,
+        answer=answer_steps,
         keep_digests=keep,
     )

@@ -1,6 +1,7 @@
 """`stepscope study autocast`: what dtype everything has under autocast."""
 
 from stepscope.cli.studies.answering import study_verb
+from stepscope.cli.workloads import factory_arguments
 from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError
 
@@ -8,21 +9,23 @@ from stepscope.core.errors import InputError
 @study_verb(
     "autocast",
     "stepscope study autocast --model tiny --dtype fp16 --rules cuda",
-    "stepscope study autocast --module my_package:my_factory --only modules",
+    "stepscope study autocast --module train.py:make --arg width=64 --only modules",
     plot=False,
     model="toy",
     rules="the device's",
 )
 def autocast(
-    *, model: str | None = None, module: str | None, dtype: str = "bf16", device: str, rules: str | None
-) -> Answer:
+    *, model: str | None = None, module: str | None, arg: tuple[str, ...] = (), dtype: str = "bf16", device: str,
+    rules: str | None,
+) -> Answer:  # fmt: skip
     """The dtype of every parameter, input, output, loss and gradient; what autocast does with each operator."""
     if model is not None and module is not None:
         raise InputError("--model and --module name two models: give one")
+    arguments = factory_arguments(module, arg)
     if module is not None:
-        from stepscope.studies.autocast_of_own import autocast_of_own
+        from stepscope.studies.of_own_model import AUTOCAST, answer_of_own
 
-        return autocast_of_own(module, dtype, device, rules)
+        return answer_of_own(AUTOCAST, module, arguments, dtype=dtype, device=device, rules=rules)
     from stepscope.numerics.autocast.study import study_autocast
 
     return study_autocast(model or "toy", None, dtype, device, rules)

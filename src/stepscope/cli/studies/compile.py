@@ -1,11 +1,6 @@
 """`stepscope study compile`: the whole model, eager against compiled, measured and captured here, or before."""
 
-from pathlib import Path
-
-from stepscope.cli.captured_runs import type_of_device
-from stepscope.cli.options import settings_from
-from stepscope.cli.presentation import Presentation
-from stepscope.cli.studies.answering import Answering, Comparing
+from stepscope.cli.studies.answering import AskedStepsOfAny
 from stepscope.cli.verb import verb
 from stepscope.core.answer import Answer
 from stepscope.engine.request import TraceRequest
@@ -25,69 +20,33 @@ from stepscope.engine.request import TraceRequest
 )
 def compiled(
     *,
-    model: tuple[str, ...] | None,
-    seq_len: tuple[int, ...] | None,
-    batch_size: int | None,
-    dtype: tuple[str, ...] | None,
+    asked: AskedStepsOfAny,
     phase: tuple[str, ...] | None,
     attention: tuple[str, ...] | None,
     compile: tuple[str, ...] | None,
-    device: str,
     warmup: int | None,
-    steps: int | None,
-    seconds: float = 1.0,
-    keep_digests: bool,
-    runs: Path,
-    from_: tuple[Path, ...] = (),
-    tag: str | None,
-    save: Path | None,
-    shown: Presentation,
 ) -> None:
     """What torch.compile gives forward and the full step, what it costs, what it did, and which kernels it fused."""
-    given = {
-        "model": model, "seq_len": seq_len, "batch_size": None if batch_size is None else (batch_size,),
-        "dtype": dtype, "phase": phase, "attention": attention,
-    }  # fmt: skip
     from stepscope.analysis.comparisons.compiling.answer import answer_compile
     from stepscope.analysis.comparisons.compiling.cells import CompileCell, pair_up
-    from stepscope.studies.compile_study import BASELINE, check_modes, cold_caches, compile_cells, sizes_for
+    from stepscope.studies.compile_study import BASELINE, ON_CPU, ON_GPU, check_modes, cold_caches, compile_cells
 
     def answer(cells: list[CompileCell], unread: int) -> Answer:
         return answer_compile(pair_up(cells), unread=unread)
 
-    comparing = Comparing(
-        verb="compile",
-        answering=Answering(study="compile", shown=shown, save=save),
-        cell=lambda run, digest: CompileCell(run=run, digest=digest),
-        answer=answer,
-        keep_digests=keep_digests,
-    )
-    if from_:
+    comparing = asked.comparing("compile", CompileCell, answer)
+    if asked.from_:
         modes = None if compile is None else (BASELINE, *check_modes(compile))
-        comparing.from_stored(from_, {**given, "compile": modes})
+        comparing.from_stored(asked.from_, {**asked.given, "phase": phase, "attention": attention, "compile": modes})
         return
-    from stepscope.core.model_config import configure
-    from stepscope.engine.plan import SweepPlan
-
-    device_type = type_of_device(device)
-    usual = sizes_for(device_type)
-    on_cpu = device_type == "cpu"
-    plan = SweepPlan(
-        cells=compile_cells(
-            models=[configure(name) for name in model or usual.models.split(",")],
-            seq_lens=seq_len or tuple(map(int, usual.seq_len.split(","))),
-            batch_size=usual.batch_size if batch_size is None else batch_size,
-            dtypes=dtype or usual.dtypes.split(","),
-            phases=phase or usual.phases.split(","),
-            modes=check_modes(compile or ("default",)),
-            attentions=attention or ("reference",),
-            settings=settings_from(warmup, steps, seconds, no_profile=on_cpu),
-        ),
-        devices=(device,),
-        out=str(runs),
-        tag=tag,
-        trace=TraceRequest(tools=() if on_cpu else ("kineto",), steps=1),
-    )
-
+    phases, modes = phase or ("forward", "train"), check_modes(compile or ("default",))
+    if asked.module is not None:
+        compared = {"phase": phases, "compile": (BASELINE, *modes), "attention": attention}
+        cells = asked.own_cells(ON_CPU, ON_GPU, warmup, **compared)
+    else:
+        cells = compile_cells(
+            phases=phases, modes=modes, attentions=attention or ("reference",), **asked.sizes(ON_CPU, ON_GPU, warmup)
+        )
+    trace = TraceRequest(tools=() if asked.device_type == "cpu" else ("kineto",), steps=1)
     with cold_caches():
-        comparing.measured(plan)
+        comparing.measured(asked.plan(cells, trace))

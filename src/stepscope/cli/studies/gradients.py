@@ -1,6 +1,8 @@
 """`stepscope study underflow`, `scaling` and `swallowed`: gradients and updates in 16 bits."""
 
+from stepscope.cli.given_options import refuse_beside
 from stepscope.cli.studies.answering import study_verb
+from stepscope.cli.workloads import factory_arguments
 from stepscope.core.answer import Answer
 from stepscope.core.model_config import configure
 
@@ -11,10 +13,16 @@ from stepscope.core.model_config import configure
     "stepscope study underflow --from results/h200/precision/underflow.json --only 'by format'",
 )
 def underflow(
-    *, model: str = "tiny", vocabulary: int | None, batch_size: int = 1, seq_len: int = 64, seed: int, format: str,
-    device: str,
+    *, module: str | None, arg: tuple[str, ...] = (), model: str = "tiny", vocabulary: int | None, batch_size: int = 1,
+    seq_len: int = 64, seed: int, format: str, device: str,
 ) -> Answer:  # fmt: skip
     """The exponents of a training step's gradients against each format, without and with a loss scale."""
+    arguments = factory_arguments(module, arg)
+    if module is not None:
+        from stepscope.studies.of_own_model import UNDERFLOW, answer_of_own
+
+        refuse_beside("--module", "--arg", "--seed", "--format")
+        return answer_of_own(UNDERFLOW, module, arguments, seed=seed, format_name=format, device=device)
     from stepscope.numerics.gradients.underflow import study_underflow
 
     sizes = configure(model, vocabulary=vocabulary)

@@ -3,12 +3,15 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepscope.cli.options import recording_from, settings_from
-from stepscope.cli.output import draw, emit_json, present, warn
+from stepscope.cli.given_options import refuse_beside
+from stepscope.cli.options import recording_from
+from stepscope.cli.output import check_picture, draw, emit_json, warn
+from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
 from stepscope.core.errors import InputError
-from stepscope.core.run import Run
+from stepscope.core.run import Run, settings_from
 from stepscope.core.run_directory import find_run_files, load_run
+from stepscope.core.run_files import STREAM_FILE
 
 if TYPE_CHECKING:
     from stepscope.analysis.captures.digest import TraceDigest
@@ -43,56 +46,50 @@ def kernels(
     tag: str | None,
     only: tuple[str, ...],
     save: Path | None,
+    style: str,
     json: bool,
 ) -> None:
     """Kernels by phase, their share, softmax and the rest, over models and sequence lengths."""
     from stepscope.analysis.comparisons.kernels.answer import QUESTIONS
     from stepscope.core.errors import choose
     from stepscope.core.evidence import TRACE_TOOLS
-    from stepscope.report.plots.save import check_target
 
-    if save is not None:
-        check_target(save)
+    shown = Presentation(style=style, json=json)
+    check_picture(save)
     choose(tool, TRACE_TOOLS, "tool")
     for letter in only:
         choose(letter, list(QUESTIONS), "question")
     asked = "".join(only)
     if from_ is not None:
-        _report(_stored(from_, where), tool, keep_digests, asked, save, json)
+        refuse_beside("--from", "--where", "--tool", "--keep-digests")
+        _report(_stored(from_, where), tool, keep_digests, asked, save, shown)
         return
     from stepscope.cli.sweep import measure_and_report
     from stepscope.core.model_config import configure
-    from stepscope.engine.grid import grid
-    from stepscope.engine.plan import Cell, Policy, SweepPlan, order_cells
+    from stepscope.engine.plan import Policy, SweepPlan
+    from stepscope.studies.compared_cells import compared_cells
 
-    workloads = grid(
-        model=[configure(name) for name in model],
-        seq_len=seq_len,
-        batch_size=batch_size,
-        dtype=dtype,
-        phase=phase,
-        attention=attention,
-        compile=compile,
-    )
-    settings = settings_from(warmup, steps, seconds)
     recording = recording_from(record or (tool,), trace_steps)
     plan = SweepPlan(
-        cells=order_cells([Cell(workload=workload, settings=settings) for workload in workloads]),
+        cells=compared_cells(
+            models=[configure(name) for name in model], seq_lens=seq_len, batch_size=batch_size, dtypes=dtype,
+            settings=settings_from(warmup, steps, seconds), phase=phase, attention=[attention], compile=[compile],
+        ),
         devices=(device,),
         out=str(runs),
         tag=tag,
         trace=recording.trace,
         memory=recording.memory,
-    )
+    )  # fmt: skip
 
     def report(found: "list[tuple[Run, Path]]") -> None:
-        _report(found, tool, keep_digests, asked, save, json)
+        _report(found, tool, keep_digests, asked, save, shown)
 
     measure_and_report(plan, Policy(), lambda found: report([(run, runs / run.id) for run in found]))
 
 
 def _report(
-    found: list[tuple[Run, Path]], tool: str, keep: bool, questions: str, save: Path | None, json: bool
+    found: list[tuple[Run, Path]], tool: str, keep: bool, questions: str, save: Path | None, shown: Presentation
 ) -> None:
     """The answer from these runs, each with its directory."""
     from stepscope.analysis.comparisons.kernels.answer import answer_kernels
@@ -103,12 +100,12 @@ def _report(
     captured = {cell.run.id for cell in cells}
     ended = [run for run, _ in found if run.id not in captured and run.status != "done"]
     answer = answer_kernels(cells, questions, ended)
-    draw(answer, save)
-    if json:
+    if shown.json:
         for cell in cells:
             emit_json({"run": cell.run.id, "workload": cell.run.workload, "trace": cell.digest})
     else:
-        present(answer.body() if questions else answer)
+        shown.show(answer.body() if questions else answer)
+    draw(answer, save)
 
 
 def _stored(place: Path, where: tuple[str, ...]) -> list[tuple[Run, Path]]:
@@ -154,9 +151,13 @@ def digest_beside(run: Run, directory: Path, tool: str, keep: bool) -> "TraceDig
     from stepscope.cli.trace import load_summary
 
     capture = directory / run.artifacts.get(tool, "-")
+    on_cpu = run.environment is None or run.environment.device_type == "cpu"
     if not capture.is_file():
-        return load_digest(directory, tool)
-    if tool == "nsys" and (run.environment is None or run.environment.device_type == "cpu"):
+        kept, stream = load_digest(directory, tool), directory / STREAM_FILE
+        if kept is not None or tool != "nsys" or on_cpu or not stream.is_file():
+            return kept
+        capture = stream  # nsys recorded, and could not import there: its own importer reads the stream
+    if tool == "nsys" and on_cpu:
         return None  # on a CPU Nsight Systems records ranges alone
     summary = load_summary(capture)
     digest = digest_of(summary, check_trace(summary))

@@ -1,0 +1,201 @@
+"""`stepscope.run`: measure one training step here, of a module, of a factory, or of the textbook's model."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from stepscope.api.reading import Measured, measured, say
+from stepscope.api.workloads import given, textbook
+from stepscope.core.attentions import Attention
+from stepscope.core.errors import InputError, choose
+from stepscope.core.evidence import TRACE_TOOLS, TraceTool
+from stepscope.core.own_arguments import code_digest
+from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
+from stepscope.core.run import settings_from
+from stepscope.core.workload import Compile, Dtype, Optimizer, Phase
+from stepscope.engine.request import MemoryRequest, Stage, StepRequest, Tell, TraceRequest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from stepscope.models.own.loading import Loaded
+
+_OF_ANY_MODEL = ("dtype", "phase", "compile", "optimizer", "checkpointing", "accumulation", "seed")
+"""What may be said of a step whatever its model; the rest belongs to the textbook's."""
+_RECORDED = ("memory", *TRACE_TOOLS)
+
+
+def run(
+    model: "str | nn.Module | object | None" = None,
+    batch: object = None,
+    loss: "Callable[..., Any] | None" = None,
+    *,
+    module: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    seq_len: int | None = None,
+    batch_size: int | None = None,
+    dtype: Dtype | None = None,
+    phase: Phase | None = None,
+    compile: Compile | None = None,
+    attention: Attention | None = None,
+    optimizer: "Optimizer | torch.optim.Optimizer | None" = None,
+    checkpointing: str | None = None,
+    accumulation: int | None = None,
+    seed: int | None = None,
+    d_model: int | None = None,
+    d_ff: int | None = None,
+    layers: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    vocabulary: int | None = None,
+    tied: bool | None = None,
+    device: str = "auto",
+    warmup: int | None = None,
+    steps: int | None = None,
+    seconds: float | None = None,
+    profile: bool = True,
+    peak_flops: float | None = None,
+    record: str | Iterable[str] = (),
+    trace_steps: int = 2,
+    runs: str | Path = "runs",
+    tag: str | None = None,
+    tell: Tell | None = None,
+) -> Measured:
+    """Measure one training step: time by phase, rates, memory, and what to doubt. Saves a run directory.
+
+        measured = stepscope.run(net, batch, loss, record="kineto,memory")    # a module of your own
+        measured = stepscope.run(module="train.py:make", arguments={"width": 64})
+        measured = stepscope.run("tiny", seq_len=64, dtype="bf16")            # the textbook's model
+        measured                                          # in a notebook: tables and findings
+        measured.samples["backward"].median_s             # seconds
+        measured.run, measured.answer, measured.trace, measured.memory, measured.directory
+
+    What is measured, one of three:
+
+    - model, an nn.Module, with its batch and its loss. batch: a tensor, a tuple of positional arguments or a dict of
+      keyword arguments for forward; a list, an iterator or a DataLoader gives several, which the steps rotate through
+      (four at most of an iterator). Their shapes are yours. loss: a function of forward's output, or of the output and
+      the batch, or of the output and what forward leaves of the batch where its parameter is named `target`, `labels`
+      or `y`; left out where forward returns the loss (a number, `.loss`, or `["loss"]`). The steps train a copy of the
+      module, on `device`; yours stays as it is. An object with `phases`, pairs of a name and a function, is a step of
+      your own, and is not copied.
+    - module, a factory as `--module` names it: "package.module:factory", "file.py:factory", or the config.json of a
+      Hugging Face model; arguments are what it is called with.
+    - model, the name of a preset of the textbook's model, as `stepscope models` lists them: tiny, small, medium, large,
+      xl and larger ones (left out: small on a GPU, tiny on a CPU), with batch_size sequences (4) of seq_len tokens (512
+      on a GPU, 128 on a CPU), an attention, and d_model, d_ff, layers, heads, kv_heads, vocabulary and tied in place of
+      the preset's own.
+
+    How it runs, whatever the model: dtype (fp32, tf32, bf16, fp16: autocast; bf16-pure: all in bf16), phase (train,
+    forward-backward, or forward: inference without the loss), compile (eager, or a mode of torch.compile), optimizer
+    (one of PyTorch's AdamW by name; for a module of your own an optimizer that holds its parameters), checkpointing
+    (none, selective, every-K), accumulation (micro-batches in a step), seed (of weights and batches that are made).
+
+    How it is measured: device (auto, cpu, cuda, cuda:N); warmup and steps, exactly so many (left out: until steady, and
+    10 to 100); seconds, how long to go on measuring between the least and the most steps (5); profile, whether one more
+    step runs under the profiler; peak_flops, the device's peak in FLOP/s where no datasheet is known. record keeps some
+    more steps: every allocation ("memory"), a trace of torch.profiler ("kineto") or of Nsight Systems ("nsys") of
+    trace_steps steps; several by commas. runs: where the run's directory is made. tag: a word to find the run by.
+    tell: is called with each stage of the measurement.
+
+    Raises InputError, in one line with the remedy, for what cannot be measured as asked, and KeyboardInterrupt where it
+    is interrupted (what was measured is stored). A failure of the device is no exception: `measured.run.status` is then
+    `out-of-memory` or `failed`, and `measured.run.failure` says where.
+    """
+    said = given(
+        seq_len=seq_len, batch_size=batch_size, dtype=dtype, phase=phase, compile=compile, attention=attention,
+        optimizer=optimizer, checkpointing=checkpointing, accumulation=accumulation, seed=seed, d_model=d_model,
+        d_ff=d_ff, layers=layers, heads=heads, kv_heads=kv_heads, vocabulary=vocabulary, tied=tied,
+    )  # fmt: skip
+    asked = _recorded(record)
+    settings = settings_from(warmup, steps, seconds, not profile)
+    own_optimizer = None if isinstance(optimizer, str) else optimizer
+    _check_one_model(model, module, {"batch": batch, "loss": loss, "optimizer": own_optimizer}, arguments)
+
+    from stepscope.engine.step import measure_step  # noqa: PLC0415  (torch, only now that the input may be sound)
+    from stepscope.measure.device import resolve_device  # noqa: PLC0415
+
+    on_gpu = resolve_device(device).type == "cuda"
+    workload: DrivenWorkload
+    made: Callable[[], Loaded] | None = None
+    if module is not None:
+        workload = _own(module, code_digest(module), said, arguments=dict(arguments or {}))
+    elif model is None or isinstance(model, str):
+        usual = {"seq_len": 512 if on_gpu else 128}
+        workload = textbook(model or ("small" if on_gpu else "tiny"), {**usual, **said})
+    else:
+        workload, made = _taken(model, batch, loss, said, asked)
+    request = StepRequest(
+        workload=workload, settings=settings, device=device, out=str(runs), tag=tag, peak_flops_per_s=peak_flops,
+        trace=TraceRequest(tools=_tools(asked), steps=trace_steps),
+        memory=MemoryRequest() if "memory" in asked else None,
+    )  # fmt: skip
+    found, directory = measure_step(request, tell or _say_nothing, given=made)
+    if found.status == "interrupted" or (found.status == "done" and found.failure is not None):
+        say(f"interrupted; what was measured is in {directory}")
+        raise KeyboardInterrupt
+    return measured(found, directory)
+
+
+def _say_nothing(_: Stage) -> None:
+    pass
+
+
+def _check_one_model(
+    model: object, module: str | None, of_a_module: Mapping[str, object], arguments: Mapping[str, Any] | None
+) -> None:
+    """Raise InputError where two models are named, or something is given to one that does not take it."""
+    if model is not None and module is not None:
+        raise InputError("model and module both say what is measured: give one of them")
+    if arguments and module is None:
+        raise InputError("arguments belong to module, a factory: say whose they are")
+    strangers = [name for name, value in of_a_module.items() if value is not None]
+    if strangers and (module is not None or model is None or isinstance(model, str)):
+        whose = "a factory gives its own" if module is not None else "the textbook's model has its own"
+        raise InputError(f"{' and '.join(strangers)}: only a model that is an nn.Module takes it, {whose}")
+
+
+def _taken(
+    model: object, batch: object, loss: object, said: dict[str, Any], asked: tuple[str, ...]
+) -> "tuple[OwnWorkload, Callable[[], Loaded]]":
+    """The workload of a module that is there already, and what gives a copy of it."""
+    from torch import nn, optim  # noqa: PLC0415  (the caller has it)
+
+    from stepscope.models.own.loading import code_of, copy_of, take_own  # noqa: PLC0415
+
+    is_step = not isinstance(model, nn.Module) and hasattr(model, "phases")
+    if not isinstance(model, nn.Module) and not is_step:
+        kind = type(model).__name__
+        raise InputError(f"the model is {kind}: give an nn.Module, the name of a preset, or module='file.py:factory'")
+    if "seed" in said:
+        raise InputError("seed is of weights that are made, and this model has its own: leave it out")
+    if "nsys" in asked:
+        raise InputError("nsys watches a process of its own, which has no such object: give module='file.py:factory'")
+    own = said.pop("optimizer") if isinstance(said.get("optimizer"), optim.Optimizer) else None
+    name = type(model).__name__
+    parts = {"module": model, "batch": () if batch is None else batch, "loss": loss, "optimizer": own}
+    loaded = take_own(model if is_step else parts, f"the model {name}")
+    return _own(name, code_of(loaded), said), functools.partial(copy_of, loaded)
+
+
+def _own(factory: str, code: str, said: Mapping[str, Any], arguments: dict[str, Any] | None = None) -> OwnWorkload:
+    strangers = [name for name in said if name not in _OF_ANY_MODEL]
+    if strangers:
+        remedy = (
+            "give the factory arguments"
+            if arguments is not None
+            else "your module and its batch have sizes of their own"
+        )
+        raise InputError(f"{', '.join(strangers)} belong to the textbook's model: {remedy}")
+    return OwnWorkload(factory=factory, code=code, model=OwnModel(name=""), arguments=arguments or {}, **said)
+
+
+def _recorded(record: str | Iterable[str]) -> tuple[str, ...]:
+    named = record.split(",") if isinstance(record, str) else record
+    return tuple(dict.fromkeys(choose(name.strip(), _RECORDED, "record") for name in named if name.strip()))
+
+
+def _tools(asked: tuple[str, ...]) -> tuple[TraceTool, ...]:
+    return cast("tuple[TraceTool, ...]", tuple(name for name in asked if name in TRACE_TOOLS))

@@ -1,0 +1,132 @@
+"""What the command line says of one workload or of many: the textbook's model, or one of the user's own."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stepscope.cli.options import OPTIONS
+from stepscope.core.errors import InputError
+from stepscope.core.model_config import ModelConfig, configure
+from stepscope.core.own_arguments import code_digest, parse_arguments
+from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
+from stepscope.core.workload import Workload
+from stepscope.engine.grid import grid
+
+
+@dataclass(frozen=True, slots=True)
+class OneWorkload:
+    """What was said of a workload, by the names of the options; what was not said is not in it."""
+
+    said: Mapping[str, Any]
+
+    @property
+    def flags(self) -> list[str]:
+        """The options that were given."""
+        return _flags(self.said)
+
+    @property
+    def own(self) -> OwnWorkload | None:
+        """The workload of a model of the user's own, where one was said."""
+        found = _own_workloads({name: value if name == "arg" else (value,) for name, value in self.said.items()})
+        return found[0] if found else None
+
+    def workload(self, **otherwise: Any) -> Workload:
+        """The workload; what was not said is as in `otherwise`, or else as Workload has it."""
+        chosen = {**otherwise, **self.said}
+        sizes = {name: chosen.pop(name) for name in _SIZES if name in chosen}
+        return Workload(model=configure(chosen.pop("model"), **sizes), **chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class ManyWorkloads:
+    """What was said of several workloads, by the names of the options, each with several values."""
+
+    said: Mapping[str, tuple[Any, ...]]
+
+    @property
+    def flags(self) -> list[str]:
+        """The options that were given."""
+        return _flags(self.said)
+
+    def workloads(self, **otherwise: Any) -> list[DrivenWorkload]:
+        """Every combination."""
+        if own := _own_workloads(self.said):
+            return [*own]
+        chosen = {**{name: (value,) for name, value in otherwise.items()}, **self.said}
+        chosen = {name: chosen[name] for name in _FIELDS if name in chosen}  # in the order of the table
+        presets = chosen.pop("model")
+        sizes = {name: chosen.pop(name) for name in _SIZES if name in chosen}
+        models = [
+            configure(preset, **dict(zip(sizes, combination, strict=True)))
+            for preset in presets
+            for combination in itertools.product(*sizes.values())
+        ]
+        return list(grid(model=models, **chosen))
+
+
+_ARG_ALONE = "--arg belongs to --module, or --model CONFIG.json: say whose argument it is"
+_OF_ANY_MODEL = ("dtype", "phase", "compile", "optimizer", "checkpointing", "accumulation", "seed")
+"""Options of a workload that say something of a user's own model, too."""
+
+
+_OF_A_CONFIGURATION = ("batch_size", "seq_len")
+"""Options of a workload that are arguments of a model's config.json."""
+
+
+def _own_workloads(said: Mapping[str, Sequence[Any]]) -> list[OwnWorkload]:
+    """Every combination of what was said of models of the user's own; none where no such model was said."""
+    files = [name for name in said.get("model", ()) if str(name).endswith(".json")]
+    factories = said.get("module", ())
+    if factories and said.get("model"):
+        raise InputError("--module and --model both say which model: give one of them")
+    if files and len(files) < len(said["model"]):
+        raise InputError("--model names a config.json and a preset: ask for one kind at a time")
+    if not factories and not files:
+        if said.get("arg"):
+            raise InputError(_ARG_ALONE)
+        return []
+    takes = (*_OF_ANY_MODEL, *(("model", *_OF_A_CONFIGURATION) if files else ()))
+    strangers = [flag for flag in _flags(said) if flag.removeprefix("--").replace("-", "_") not in takes]
+    if strangers:
+        instead = "give a field of the file, as in --arg num_hidden_layers=2" if files else (
+            "give the factory an argument, as in --arg width=64"
+        )  # fmt: skip
+        whose = "--model CONFIG.json" if files else "--module"
+        raise InputError(f"{', '.join(strangers)} belongs to the textbook's model, and not to {whose}: {instead}")
+    arguments = parse_arguments(said.get("arg", ()))
+    for name in _OF_A_CONFIGURATION if files else ():
+        if name in said:
+            if name in arguments:
+                raise InputError(f"--{name.replace('_', '-')} and --arg {name} say the same: give one of them")
+            arguments[name] = tuple(said[name])
+    choices = {name: said[name] for name in _OF_ANY_MODEL if name in said}
+    return [
+        OwnWorkload(
+            factory=str(factory), code=code_digest(str(factory)), model=OwnModel(name=""),
+            arguments=dict(zip(arguments, values, strict=True)), **dict(zip(choices, chosen, strict=True)),
+        )
+        for factory in files or factories
+        for values in itertools.product(*arguments.values())
+        for chosen in itertools.product(*choices.values())
+    ]  # fmt: skip
+
+
+def factory_arguments(module: str | None, written: Sequence[str]) -> dict[str, Any]:
+    """What one factory is called with. Raises InputError for several values of an argument, and where no factory is."""
+    if written and module is None:
+        raise InputError(_ARG_ALONE)
+    found = parse_arguments(written)
+    for name, values in found.items():
+        if len(values) > 1:
+            raise InputError(f"--arg {name} has {len(values)} values: one model is looked at, so write one")
+    return {name: values[0] for name, values in found.items()}
+
+
+def _flags(said: Mapping[str, Any]) -> list[str]:
+    names = dict.fromkeys(option.name for option in OPTIONS if option.fills in (ModelConfig, Workload))
+    return [f"--{name.replace('_', '-')}" for name in names if name in said]
+
+
+_FIELDS = [option.name for option in OPTIONS if option.fills in (ModelConfig, Workload)]
+_SIZES = [option.name for option in OPTIONS if option.fills is ModelConfig and option.name != "model"]
