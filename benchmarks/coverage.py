@@ -27,7 +27,9 @@ import numpy as np
 
 from stepscope.analysis.runs.checks.timing import not_steady
 from stepscope.core.run import Run
+from stepscope.core.run_directory import load_run
 from stepscope.core.samples import CONFIDENCE, Interval, Samples
+from stored import keep
 
 RHOS = (0.0, 0.5, 0.9)
 DEVIATION = 0.05
@@ -178,7 +180,7 @@ def drift(run: Run, n: int, rho: float, deviations: float, runs: int) -> Drift:
 
 def stored_runs(results: Path) -> list[Run]:
     """The stored runs with enough steps to be halved."""
-    runs = [msgspec.json.decode(path.read_bytes(), type=Run) for path in sorted(results.rglob("run.json"))]
+    runs = [load_run(path) for path in sorted(results.rglob("run.json"))]
     return [run for run in runs if "step" in run.samples and run.samples["step"].count >= LEAST_STEPS]
 
 
@@ -257,9 +259,7 @@ def main() -> None:
         return
     result = simulate(max(4, arguments.runs), arguments.results)
     sys.stdout.write(render(result))
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+    keep(result, arguments.json)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from stepscope.measure.step import Driven, Phase
 from stepscope.measure.timer import measure
 from stepscope.models.training_step import TrainingStep
 from stepscope.work.described import cell_name, describe_model, describe_workload
+from stored import keep
 
 STEPS_IN_A_BLOCK = 5
 
@@ -178,9 +179,7 @@ def main() -> None:
     workload = Workload(model=configure(arguments.model), seq_len=arguments.seq_len, dtype=arguments.dtype)
     result = compare(workload, arguments.device, arguments.pairs)
     sys.stdout.write(render(result))
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+    keep(result, arguments.json)
 
 
 if __name__ == "__main__":

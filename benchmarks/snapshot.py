@@ -26,8 +26,8 @@ from rich.table import Table
 from contestants import last_line
 from snapshot_tiles import SnapshotTiles, tile_snapshot
 from stepscope.core.environment import Environment
-from stepscope.core.errors import StepscopeError
 from stepscope.measure.environment import read_environment
+from stored import Sample, measure_or_show
 
 TIMED_PROCESS = Path(__file__).with_name("timed_process.py")
 _FLOOR = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))"
@@ -60,16 +60,6 @@ CONTESTANTS = (
     ),
     Contestant(name="pickle.load", computes="floor: the objects, unchecked", command=("-c", _FLOOR, "FILE")),
 )
-
-
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of one contestant."""
-
-    wall_s: float
-    cpu_s: float
-    peak_bytes: int
-    other_cores: float | None
-    """Cores that others kept busy meanwhile."""
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -219,20 +209,8 @@ def measure_all(arguments: argparse.Namespace) -> Report:
 
 
 def main() -> None:
-    """Print the result; with --json also keep it."""
-    arguments = parse_arguments()
-    if arguments.show:
-        kept = [msgspec.json.decode(path.read_bytes(), type=Report) for path in arguments.show]
-        sys.stdout.write("\n".join(render_markdown(report) for report in kept))
-        return
-    try:
-        report = measure_all(arguments)
-    except (OSError, ValueError, StepscopeError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from error
-    render(report, Console())
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    """Measure, or show what was measured."""
+    measure_or_show(parse_arguments(), Report, measure=measure_all, render=render, render_markdown=render_markdown)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ from contestants import CONTESTANTS, ENVIRONMENTS, Contestant, Peers, last_line
 from kineto_tiles import KinetoTiles, tile_kineto
 from nsys_tiles import NsysTiles, tile_nsys
 from stepscope.core.environment import Environment
-from stepscope.core.errors import StepscopeError
 from stepscope.core.units import parse_bytes
 from stepscope.measure.environment import read_environment
+from stored import Sample, measure_or_show
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
 CAPTURES = {"kineto": DATA / "kineto_train.json.gz", "nsys": DATA / "nsys_train.sqlite.gz"}
@@ -46,16 +46,6 @@ LEAN_FROM_BYTES = 100_000_000
 """Kineto files from this size on go without shapes, as traces of a million events usually do."""
 TIMED_PROCESS = Path(__file__).with_name("timed_process.py")
 TILING = [Path(__file__).with_name(name) for name in ("kineto_tiles.py", "nsys_tiles.py")]
-
-
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of one contestant."""
-
-    wall_s: float
-    cpu_s: float
-    peak_bytes: int
-    other_cores: float | None
-    """Cores that others kept busy meanwhile: a figure taken beside much of it is worth little."""
 
 
 class Input(msgspec.Struct, frozen=True, kw_only=True):
@@ -352,20 +342,8 @@ def measure_all(arguments: argparse.Namespace) -> Report:
 
 
 def main() -> None:
-    """Print the result; with --json also keep it."""
-    arguments = parse_arguments()
-    if arguments.show:
-        kept = [msgspec.json.decode(path.read_bytes(), type=Report) for path in arguments.show]
-        sys.stdout.write("\n".join(render_markdown(report) for report in kept))
-        return
-    try:
-        report = measure_all(arguments)
-    except (OSError, ValueError, StepscopeError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from error
-    render(report, Console())
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    """Measure, or show what was measured."""
+    measure_or_show(parse_arguments(), Report, measure=measure_all, render=render, render_markdown=render_markdown)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,321 @@
+"""What does watching a loop cost? The same training loop bare and watched, in one process, interleaved.
+
+    python benchmarks/watch.py [--device cpu|cuda] [--size 100M] [--batch-size 4] [--seq-len 512] [--json FILE]
+    python benchmarks/watch.py --show FILE...        # a table of results kept with --json
+
+The loop is what people write round a Llama-like model: a DataLoader, forward, loss, backward, AdamW. A pair is a block
+of bare steps and a block of watched ones, both timed from outside by the host's clock round a synchronised region, in
+alternating order. The overhead is the median of the pairs' ratios, with its interval. The same clock is the stopwatch
+that the reported step times are held against.
+
+`--size empty` is a loop that computes next to nothing, so that the watch's own cost shows, in seconds a step: on a GPU
+such a loop waits for the host all the time, and a larger step hides at least a part of it.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stepscope.core.run import Settings
+from stepscope.core.samples import Samples
+from stepscope.core.units import format_count, format_seconds
+from stepscope.measure.device import resolve_device, timing_device
+from stepscope.measure.environment import read_environment
+from stepscope.measure.watch.found import Found
+from stepscope.measure.watch.stopwatch import Stopwatch, marks_for
+from stepscope.measure.watch.timed import TimedSteps
+from stepscope.measure.watch.watch import Stage, Watch
+
+EMPTY = "empty"
+SIZES = {"1M": (128, 4, 4), "10M": (320, 6, 5), "100M": (768, 12, 12)}
+"""Width, layers and heads of each size; the vocabulary is 16,384, or 2,048 for the small ones."""
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        inner = 8 * width // 3 // 64 * 64
+        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm_a, self.attention = RMSNorm(width), Attention(width, heads)
+        self.norm_b, self.feed_forward = RMSNorm(width), FeedForward(width)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_a(x), cos, sin)
+        return x + self.feed_forward(self.norm_b(x))
+
+
+class Llama(nn.Module):
+    """A model as Llama is: RMSNorm, rotary positions, SwiGLU, no biases."""
+
+    def __init__(self, width: int, layers: int, heads: int, vocabulary: int, length: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+        half = width // heads // 2
+        angles = torch.outer(torch.arange(length), 10_000 ** -(torch.arange(half) / half))
+        self.cos: Tensor
+        self.sin: Tensor
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+class Nothing(nn.Module):
+    """A model of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens: Tensor, _targets: Tensor) -> Tensor:
+        return self.weight * tokens.sum()
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+
+
+class Loop:
+    """A training loop as people write it; `run` takes so many steps of it."""
+
+    def __init__(self, size: str, device: torch.device, batch_size: int, length: int) -> None:
+        vocabulary = 16_384 if size == "100M" else 2048
+        torch.manual_seed(0)
+        model = Nothing() if size == EMPTY else Llama(*SIZES[size], vocabulary, length)
+        self.model: nn.Module = model.to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self._device = device
+        data = torch.utils.data.TensorDataset(torch.randint(vocabulary, (4096, length + 1)))
+        self._loader = torch.utils.data.DataLoader(data, batch_size=batch_size, shuffle=True, drop_last=True)
+        self._batches = self._endless()
+
+    def _endless(self) -> Iterator[Tensor]:
+        while True:
+            for (batch,) in self._loader:
+                yield batch
+
+    def run(self, steps: int) -> None:
+        on_gpu = self._device.type == "cuda"
+        for _ in range(steps):
+            batch = next(self._batches).to(self._device, non_blocking=True)
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=on_gpu):
+                loss = self.model(batch[:, :-1], batch[:, 1:])
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+
+class Cost(msgspec.Struct, kw_only=True):
+    """The benchmark's result. Seconds are per step."""
+
+    size: str
+    parameters: int
+    batch_size: int
+    seq_len: int
+    environment: str
+    steps_in_a_block: int
+    bare_s: Samples
+    watched_s: Samples
+    reported_s: Samples
+    """The mean of the step times that the watch reported, for each watched block."""
+
+    @property
+    def ratios(self) -> Samples:
+        """Watched / bare of each pair."""
+        pairs = zip(self.watched_s.values_s, self.bare_s.values_s, strict=True)
+        return Samples(values_s=tuple(watched / bare for watched, bare in pairs), clock="pairs")
+
+    @property
+    def agreement(self) -> Samples:
+        """Reported / stopwatch of each watched block."""
+        pairs = zip(self.reported_s.values_s, self.watched_s.values_s, strict=True)
+        return Samples(values_s=tuple(reported / watched for reported, watched in pairs), clock="pairs")
+
+
+class Reporting:
+    """What the Watch of one block tells, and the times that it took."""
+
+    def __init__(self, device: torch.device, steps: int) -> None:
+        self._device, self._steps = device, steps
+        self.stopwatch = Stopwatch(marks_for(device, 0))
+
+    def found(self, found: Found, first_step: int) -> Sequence[Stage]:
+        end = first_step + self._steps
+        return [TimedSteps(self.stopwatch, Settings(steps_floor=1), between=(first_step, end))]
+
+    def unclear_step(self, reason: str) -> None:
+        raise RuntimeError(reason)
+
+    def stage_failed(self, stage: str, error: Exception) -> None:
+        raise error
+
+    def stages_over(self) -> None:
+        pass
+
+
+def timed(loop: Loop, steps: int, synchronize: Callable[[], None]) -> float:
+    """Seconds a step of a block, after a step that is not timed."""
+    loop.run(1)
+    synchronize()
+    start_ns = time.perf_counter_ns()
+    loop.run(steps)
+    synchronize()
+    return (time.perf_counter_ns() - start_ns) * 1e-9 / steps
+
+
+def watched_block(
+    loop: Loop, device: torch.device, steps: int, synchronize: Callable[[], None], stopwatch: list[Stopwatch]
+) -> tuple[float, float]:
+    """Seconds a step of a watched block by the stopwatch outside, and the mean of those that the watch reports."""
+    told = Reporting(device, steps)
+    if stopwatch:
+        told.stopwatch = stopwatch[0]
+        told.stopwatch.drop_all_but(0)
+        told.stopwatch.break_off()
+    stopwatch[:] = [told.stopwatch]
+    watch = Watch(told, model=loop.model, optimizer=loop.optimizer)
+    watch.start()
+    outside_s = timed(loop, steps, synchronize)
+    watch.stop()
+    return outside_s, statistics.fmean(told.stopwatch.samples(0)["step"].values_s)
+
+
+def compare(size: str, device_name: str, *, batch_size: int, length: int, pairs: int, steps: int) -> Cost:
+    """Time the pairs, after two that warm up."""
+    device = resolve_device(device_name)
+    synchronize = timing_device(device).synchronize
+    loop = Loop(size, device, batch_size, length)
+    bare: list[float] = []
+    watched: list[float] = []
+    reported: list[float] = []
+    stopwatch: list[Stopwatch] = []
+    for pair in range(pairs + 2):
+        bare_s = 0.0
+        if pair % 2:
+            bare_s = timed(loop, steps, synchronize)
+        watched_s, reported_s = watched_block(loop, device, steps, synchronize, stopwatch)
+        if not pair % 2:
+            bare_s = timed(loop, steps, synchronize)
+        if pair >= 2:
+            bare.append(bare_s)
+            watched.append(watched_s)
+            reported.append(reported_s)
+    clock = "perf_counter_ns"
+    return Cost(
+        size=size,
+        parameters=sum(p.numel() for p in loop.model.parameters()),
+        batch_size=batch_size,
+        seq_len=length,
+        environment=read_environment(device).described,
+        steps_in_a_block=steps,
+        bare_s=Samples(values_s=tuple(bare), clock=clock),
+        watched_s=Samples(values_s=tuple(watched), clock=clock),
+        reported_s=Samples(values_s=tuple(reported), clock=clock),
+    )
+
+
+def as_percent(ratios: Samples) -> str:
+    """The median of ratios as a deviation from 1, with its interval."""
+    interval = ratios.interval()
+    bounds = f"{(interval.low - 1) * 100:+.2f} to {(interval.high - 1) * 100:+.2f} %" if interval else "cannot be told"
+    return f"{((ratios.median_s or 1.0) - 1) * 100:+.2f} % [{bounds}]"
+
+
+def in_microseconds(result: Cost) -> str:
+    """What the ratio of the pairs adds to a bare step, with its interval, and as a share of a step of 20 ms."""
+    bare_us, interval = (result.bare_s.median_s or 0.0) * 1e6, result.ratios.interval()
+    added_us = ((result.ratios.median_s or 1.0) - 1) * bare_us
+    bounds = f" [{(interval.low - 1) * bare_us:+.1f} to {(interval.high - 1) * bare_us:+.1f} us]" if interval else ""
+    return f"{added_us:+.1f} us{bounds} a step: {added_us / 20e3 * 100:+.2f} % of one of 20 ms"
+
+
+def render(result: Cost) -> str:
+    """The result in words."""
+    model = "Nothing" if result.size == EMPTY else "Llama-like"
+    lines = (
+        f"{model}, {format_count(result.parameters)} parameters, batch {result.batch_size} x {result.seq_len}",
+        result.environment,
+        f"bare loop     {format_seconds(result.bare_s.median_s or 0)} a step",
+        f"watched loop  {format_seconds(result.watched_s.median_s or 0)} a step",
+        f"overhead      {as_percent(result.ratios)}, {result.ratios.count} pairs of {result.steps_in_a_block} steps",
+        f"added         {in_microseconds(result)}",
+        f"reported      {as_percent(result.agreement)} beside a stopwatch round the same steps",
+    )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Print the result; with --json also keep it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--size", default="10M", choices=(EMPTY, *SIZES))
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=10, help="steps in a block")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
+    given = parser.parse_args()
+    if given.show:
+        kept = [msgspec.json.decode(path.read_bytes(), type=Cost) for path in given.show]
+        sys.stdout.write("\n".join(map(render, kept)))
+        return
+    result = compare(
+        given.size, given.device,
+        batch_size=given.batch_size, length=given.seq_len, pairs=given.pairs, steps=given.steps,
+    )  # fmt: skip
+    sys.stdout.write(render(result))
+    if given.json:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        given.json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+
+
+if __name__ == "__main__":
+    main()
