@@ -6,7 +6,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -20,6 +20,9 @@ from stepscope.core.run import Run, Settings
 from stepscope.core.samples import Samples
 from stepscope.core.workload import Workload
 from stepscope.work.transformer import phase_work
+
+if TYPE_CHECKING:
+    from stepscope.models.training_step import TrainingStep
 
 if not Path("/dev/nvidiactl").exists():
     # Without a GPU Triton's kernels run in its interpreter. Triton reads this when imported, which PyTorch may do.
@@ -53,7 +56,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="random cases in their full number, see `make hostile`")
+    parser.addoption(
+        "--long",
+        action="store_true",
+        help="tests marked long, and random cases in their full number: see `make hostile`",
+    )
 
 
 @pytest.fixture
@@ -80,11 +87,12 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     marked = {mark.name for item in items for mark in item.iter_markers()}
     gpus = _gpu_count() if marked & {"gpu", "multigpu"} else 0
     reasons = {
         "gpu": None if gpus else "no NVIDIA GPU on this machine",
+        "long": None if config.getoption("--long") else "takes long: run with --long, as make hostile does",
         "multigpu": None if gpus > 1 else f"{gpus} NVIDIA GPUs on this machine",
         "nsys": None if find_nsys() else "no nsys on this machine: scripts/install-nsys gets one",
         "browser": None if shutil.which("chromium") else "no chromium on the PATH",
@@ -122,6 +130,15 @@ def mini(**changes: Any) -> Workload:
     """The smallest workload that has everything: two layers of width 32."""
     sizes = {"d_model": 32, "d_ff": 64, "layers": 2, "heads": 2, "vocabulary": 101}
     return workload(**{**sizes, **changes})
+
+
+def run_steps(step: "TrainingStep", times: int = 1) -> float | None:
+    """Run the step so often; its last loss, where it has one."""
+    for _ in range(times):
+        step.prepare()
+        for phase in step.phases:
+            phase.run()
+    return None if step.loss is None else float(step.loss)
 
 
 def make_run(

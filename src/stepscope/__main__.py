@@ -7,15 +7,17 @@ def main() -> None:
     """Run the command line."""
     interrupts.install()
     from stepscope.cli.app import main as run_command  # noqa: PLC0415  (takes a while)
+    from stepscope.core.leaving import HandedOver, leave  # noqa: PLC0415
 
     try:
         run_command()
     except SystemExit as ended:
         if not isinstance(ended.code, int):
             raise
-        from stepscope.core.leaving import leave  # noqa: PLC0415
-
         leave(ended.code)
+    except HandedOver as handed:
+        go = handed.go
+    go()  # outside of the command's own contexts, handlers and tracebacks
 
 
 if __name__ == "__main__":

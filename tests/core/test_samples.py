@@ -5,7 +5,6 @@ import random
 import statistics
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import scipy.stats
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.analysis.runs.checks.timing import not_steady
-from stepscope.core.run import Run
+from stepscope.core.run_directory import load_run
 from stepscope.core.samples import Interval, Samples
 from tests.conftest import make_run
 
@@ -157,7 +156,7 @@ def test_halves_of_stored_runs_agree():
     """First half against second half of every stored run on a GPU with at least 20 steps: A against A."""
     excluded = compared = 0
     for path in sorted((Path(__file__).parents[2] / "results" / "h200").rglob("run.json")):
-        step = msgspec.json.decode(path.read_bytes(), type=Run).samples.get("step")
+        step = load_run(path).samples.get("step")
         if step is None or step.count < 20:
             continue
         half = step.count // 2

@@ -13,6 +13,7 @@ from stepscope.core.workload import Workload
 from stepscope.engine.grid import grid
 from stepscope.engine.plan import Cell, SweepPlan
 from tests.conftest import workload
+from tests.textbook import textbook
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -94,7 +95,7 @@ def test_keys_of_stored_results_stay_what_they_were():
 def test_the_key_of_a_stored_sweep_stays_what_it_was():
     runs = [load_run(file.parent) for file in (RESULTS / "h200" / "limit-80GiB").glob("*/run.json")]
     plan = SweepPlan(
-        cells=tuple(Cell(workload=run.workload, settings=run.settings) for run in runs),
+        cells=tuple(Cell(workload=textbook(run), settings=run.settings) for run in runs),
         tag="limit-80GiB",
         memory_limit_bytes=80 * 2**30,
     )

@@ -29,7 +29,7 @@ from stepscope.measure.timer import measure
 from stepscope.models import training_step
 from stepscope.models.attention import implementation
 from stepscope.models.training_step import CUDA_GRAPH_MODES, TrainingStep
-from tests.conftest import make_run, mini, workload
+from tests.conftest import make_run, mini, run_steps, workload
 
 pytestmark = pytest.mark.gpu
 
@@ -122,9 +122,7 @@ def test_checkpointing_gives_the_same_gradients_bit_by_bit(gpu: torch.device, at
         for c in ("none", checkpointing)
     )
     for step in (plain, ours):
-        step.prepare()
-        for phase in step.phases:
-            phase.run()
+        run_steps(step)
     for a, b in zip(plain.model.parameters(), ours.model.parameters(), strict=True):
         assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
 
@@ -137,9 +135,7 @@ def test_accumulation_in_replayed_graphs_gives_the_whole_batchs_gradients(gpu: t
     split = TrainingStep(workload(**sizes, accumulation=4, checkpointing=checkpointing, compile="reduce-overhead"), gpu)
     for _ in range(4):  # warm-up, recording, replays
         for step in (whole, split):
-            step.prepare()
-            for phase in step.phases:
-                phase.run()
+            run_steps(step)
         for a, b in zip(split.model.parameters(), whole.model.parameters(), strict=True):
             assert a.grad is not None and b.grad is not None
             assert (a.grad - b.grad).abs().max() < 1e-5 * b.grad.abs().max()
@@ -223,22 +219,14 @@ def test_peaks_inside_cuda_graphs_are_absent_not_wrong(out: Path):
 def test_compiled_step_computes_what_the_eager_one_does(mode: str, gpu: torch.device):
     eager, compiled = (TrainingStep(mini(compile=m), gpu) for m in ("eager", mode))
     for _ in range(4):
-        losses = []
-        for step in (eager, compiled):
-            step.prepare()
-            for phase in step.phases:
-                phase.run()
-            assert step.loss is not None
-            losses.append(float(step.loss))
+        losses = [run_steps(step) for step in (eager, compiled)]
+        assert losses[0] is not None
         assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def test_profile_finds_the_kernels_and_leaves_annotations_out(gpu: torch.device):
     step = TrainingStep(workload(model="small", seq_len=256), gpu)
-    for _ in range(2):
-        step.prepare()
-        for phase in step.phases:
-            phase.run()
+    run_steps(step, 2)
     profile = profile_step(step, gpu, CudaDevice(gpu))
     assert 0 < profile.busy_s < profile.step_s
     assert sum(kernel.total_s for kernel in profile.kernels) >= profile.busy_s * 0.999
@@ -319,10 +307,7 @@ def test_another_attention_on_a_gpu_is_found(
 ):
     monkeypatch.setattr(training_step, "attention_for", lambda *_: implementation(ran))
     step = TrainingStep(workload(model="tiny", dtype="bf16", attention=asked, seq_len=128), gpu)
-    for _ in range(2):
-        step.prepare()
-        for phase in step.phases:
-            phase.run()
+    run_steps(step, 2)
     run = make_run(step.workload, evidence=Evidence(operators=step_operators(step, gpu, CudaDevice(gpu))))
     assert "attention-mismatch" in kinds(run)
 

@@ -16,7 +16,7 @@ from stepscope.engine.request import MemoryRequest, StepRequest
 from stepscope.engine.step import measure_step
 from stepscope.measure.driven import capture_memory, observe_step
 from stepscope.models.training_step import TrainingStep
-from tests.conftest import workload
+from tests.conftest import run_steps, workload
 from tests.measure.test_memory_capture import notes_of, phase_of, read, storages
 
 pytestmark = pytest.mark.gpu
@@ -133,10 +133,7 @@ def test_graphs_that_are_replayed_have_no_history(out: Path):
 def test_recording_twice_leaves_nothing_behind(out: Path):
     device = torch.device("cuda", 0)
     step = TrainingStep(workload(model="tiny", seq_len=64), device)
-    for _ in range(2):
-        step.prepare()
-        for phase in step.phases:
-            phase.run()
+    run_steps(step, 2)
     before = allocated(observe_step(step, device)[1])
     for _ in range(2):
         out.mkdir(exist_ok=True)

@@ -31,6 +31,7 @@ from stepscope.studies.attention.grid import grid_groups, measure_grid
 from stepscope.studies.attention.matrix import decode_matrix, implementations_of
 from stepscope.work.attention_call import saved_by_formula
 from tests.conftest import mini
+from tests.textbook import textbook
 
 CPU = torch.device("cpu")
 
@@ -137,7 +138,7 @@ def test_its_step_is_measured_and_known_for_what_it_is(tmp_path: Path):
     settings = Settings(warmup_floor=1, warmup_cap=1, steps_floor=3, steps_cap=3, seconds=0)
     request = StepRequest(workload=mini(attention="toy"), device="cpu", settings=settings, out=str(tmp_path))
     run, directory = measure_step(request)
-    assert run.status == "done" and load_run(directory).workload.attention == "toy"
+    assert run.status == "done" and textbook(load_run(directory)).attention == "toy"
     assert "attention-mismatch" not in {finding.kind for finding in check_run(run)}
     asked = msgspec.structs.replace(run, workload=mini(attention="reference"))
     (finding,) = [finding for finding in check_run(asked) if finding.kind == "attention-mismatch"]

@@ -68,8 +68,8 @@ MUTANTS = (
     Mutant(
         name="tokens of a micro-batch",
         file="analysis/runs/metrics.py",
-        old="return run.workload.tokens / step_s",
-        new="return run.workload.micro_batch_size * run.workload.seq_len / step_s",
+        old="return tokens / step_s",
+        new="return tokens / run.workload.accumulation / step_s",
         falsifies="tokens per second fall with accumulation",
         tests=("analysis/runs/test_metrics.py", "report/test_tables.py"),
     ),

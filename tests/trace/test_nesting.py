@@ -110,19 +110,14 @@ def test_nested_intervals(intervals: list[Interval], asked: list[tuple[int, int]
     check(intervals, asked)
 
 
-@given(nested(), asked_moments)
+@pytest.mark.parametrize(("limit", "value"), [("_CLIMB", 1), ("_CHECKED", 0)])
+@given(intervals=nested(), asked=asked_moments)
 @settings(max_examples=50)
-def test_nested_intervals_where_a_climb_is_given_up(intervals: list[Interval], asked: list[tuple[int, int]]):
+def test_nested_intervals_where_a_climb_is_given_up_or_they_are_too_many_to_be_checked(
+    limit: str, value: int, intervals: list[Interval], asked: list[tuple[int, int]]
+):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nesting, "_CLIMB", 1)
-        check(intervals, asked)
-
-
-@given(nested(), asked_moments)
-@settings(max_examples=50)
-def test_nested_intervals_too_many_to_be_checked(intervals: list[Interval], asked: list[tuple[int, int]]):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nesting, "_CHECKED", 0)
+        patch.setattr(nesting, limit, value)
         check(intervals, asked)
 
 

@@ -1,0 +1,129 @@
+"""What a run measured where the model is not ours: kinds, keys, stored forms, and what readers make of it."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stepscope.analysis.runs.answer import answer_cells, answer_list, answer_run
+from stepscope.analysis.runs.checks import check_run
+from stepscope.analysis.runs.metrics import summarise
+from stepscope.analysis.runs.tables import TableQuery, answer_table
+from stepscope.core.attention_support import is_predicted
+from stepscope.core.errors import InputError
+from stepscope.core.evidence import Evidence
+from stepscope.core.memory_notes import MemoryNotes
+from stepscope.core.own_workload import AnyWorkload, Input, OwnModel, OwnWorkload, WatchedWorkload, with_kind
+from stepscope.core.run import Run
+from stepscope.core.run_directory import encode_run, load_run
+from stepscope.core.workload import Workload
+from stepscope.work.described import cell_name, describe_model, describe_workload, parameters_of
+from tests.conftest import make_run, workload
+from tests.shown import shown
+
+IDS = Input(shape=(4, 128), dtype="int64")
+MODEL = OwnModel(name="GPT", parameters=1_234, inputs={"idx": IDS, "targets": IDS}, structure="ab", source="cd")
+OWN = OwnWorkload(factory="train.py:make", arguments={"width": 64, "fast": True}, model=MODEL)
+WATCHED = WatchedWorkload(program="train.py --lr 0.1", model=MODEL, optimizer="AdamW", rank=1, world_size=2)
+IMAGES = OwnModel(name="ResNet", inputs={"0": Input(shape=(8, 3, 32, 32), dtype="float32")})
+
+TIMES = {"forward": [0.1, 0.1], "backward": [0.2, 0.2], "optimizer": [0.1, 0.1]}
+
+
+def _run(of: AnyWorkload) -> Run:
+    run = make_run(workload(), **TIMES)
+    return msgspec.structs.replace(run, workload=of, id=f"20260101T000000.000-{of.key}", work={})
+
+
+@pytest.mark.parametrize("of", [OWN, WATCHED, workload()], ids=["own", "watched", "textbook"])
+def test_a_run_of_each_kind_is_read_as_it_was_written(of: AnyWorkload, tmp_path: Path):
+    run = _run(of)
+    (tmp_path / "run.json").write_bytes(encode_run(run))
+    assert load_run(tmp_path) == run
+    notes = MemoryNotes(workload=of)
+    assert msgspec.json.decode(msgspec.json.encode(notes), type=MemoryNotes) == notes
+
+
+@pytest.mark.parametrize("of", [OWN, WATCHED, msgspec.structs.replace(OWN, model=IMAGES)])
+def test_every_reader_of_runs_takes_a_run_whose_model_is_not_ours(of: AnyWorkload):
+    run = _run(of)
+    run = msgspec.structs.replace(run, summary=summarise(run), findings=check_run(run))
+    assert not [finding for finding in run.findings if finding.severity == "error"]
+    told = shown(answer_run(run), 120)
+    assert of.model.name in told and "step" in told
+    assert run.id.partition("-")[2] in shown(answer_list([run]))
+    assert of.model.name in shown(answer_cells([run]))
+    table = answer_table([run], TableQuery(rows=("model",), columns=("layers", "tied")), bare=False)
+    assert of.model.name in shown(table)
+    assert not is_predicted(of)
+
+
+def test_phases_of_a_users_own_are_shown_and_what_was_not_counted_is_said():
+    run = _run(OWN)
+    samples = {"generator": run.samples["forward"], "critic": run.samples["backward"], "step": run.samples["step"]}
+    evidence = Evidence(uncounted={"mine::op": 1, "Triton kernel rms": 12})
+    run = msgspec.structs.replace(run, samples=samples, evidence=evidence)
+    told = shown(answer_run(run))
+    assert told.index("generator") < told.index("critic") < told.index("mine::op")
+    assert "The FLOPs of Triton kernel rms (12 calls), mine::op (1 call) are not known" in told
+    assert set(summarise(run)) >= {"generator_median_s", "critic_median_s", "step_median_s"}
+
+
+def test_a_workload_stored_before_there_were_kinds_is_the_textbooks():
+    stored = msgspec.json.encode(workload(seq_len=64))
+    before = stored.replace(b'"kind":"textbook",', b"")
+    assert before != stored
+    assert msgspec.json.decode(with_kind(before), type=Workload) == workload(seq_len=64)
+    assert with_kind(stored) == stored
+    assert msgspec.json.decode(with_kind(b" { } ")) == {"kind": "textbook"}
+
+
+def test_a_kind_that_is_unknown_is_said(tmp_path: Path):
+    (tmp_path / "run.json").write_bytes(encode_run(_run(OWN)).replace(b'"own"', b'"borrowed"'))
+    with pytest.raises(InputError, match=r"does not hold a run: .*borrowed"):
+        load_run(tmp_path)
+
+
+def test_the_words_of_an_own_workload():
+    assert cell_name(OWN) == "GPT-b4-s128-fp32-train-width64-fastTrue"
+    assert cell_name(WATCHED) == "GPT-b4-s128-fp32-train-AdamW-rank1"
+    assert describe_model(OWN) == "GPT: 1,234 parameters (made by train.py:make with width=64, fast=True)"
+    assert describe_model(WATCHED) == "GPT: 1,234 parameters (watched in train.py --lr 0.1, rank 1 of 2)"
+    assert describe_workload(OWN).startswith("batch idx int64[4, 128], targets int64[4, 128], fp32, train, eager")
+    assert (
+        parameters_of(OWN) == 1_234
+        and parameters_of(workload()) == 2 * 10_000 * 128 + 4 * (4 * 128**2 + 3 * 128 * 512 + 2 * 128) + 128
+    )
+
+
+def test_a_batch_has_tokens_where_it_holds_token_ids():
+    assert (OWN.batch_size, OWN.seq_len, OWN.tokens) == (4, 128, 512)
+    assert (IMAGES.batch_size, IMAGES.seq_len, IMAGES.tokens) == (8, None, None)
+    assert OwnModel(name="Nothing").batch_size is None
+
+
+def test_a_key_is_safe_in_a_file_name_and_tells_experiments_apart():
+    odd = msgspec.structs.replace(OWN, arguments={"path": "../a b/ü", "n": 1})
+    assert re.fullmatch(r"[\w.+-]+", odd.key) and "/" not in odd.key
+    others = [
+        msgspec.structs.replace(OWN, code="changed"),
+        msgspec.structs.replace(OWN, arguments={"width": 32, "fast": True}),
+        msgspec.structs.replace(OWN, dtype="bf16"),
+    ]
+    assert len({OWN.key, *(other.key for other in others)}) == 4
+
+
+def test_what_is_asked_does_not_depend_on_what_was_found():
+    found = msgspec.structs.replace(OWN, by_factory=("optimizer",), optimizer="AdamW")
+    assert msgspec.structs.replace(found, optimizer="adamw-foreach").asked == OWN.asked
+    assert OWN.asked.model == OwnModel(name="")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("dtype", "fp8"), ("phase", "test"), ("compile", "fast"), ("accumulation", 0), ("optimizer", "sgd"), ("seed", -1)],
+)
+def test_a_choice_that_does_not_exist_is_refused(field: str, value: object):
+    with pytest.raises(InputError):
+        msgspec.structs.replace(OWN, **{field: value})
