@@ -36,6 +36,12 @@ HABITS = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> None:
+    """In a process that has compiled, no operators are looked at; a test that ran before may have."""
+    reset_compilation()
+
+
 class Net(nn.Module):
     """A model whose step takes a few milliseconds."""
 
@@ -261,7 +267,6 @@ def test_40_graph_breaks_and_recompilations_with_their_lines(tmp_path: Path):
             print(end="")
             return super().forward(x)
 
-    reset_compilation()
     model = torch.compile(Broken(16), backend="aot_eager", dynamic=False)
     loop = Loop(batch_size=8, model=model, batch=lambda x, i: x[: 5 if i % 2 else 8])  # type: ignore[arg-type]
     sentence = habits(loop.run(tmp_path))["compile-fallback"].sentence

@@ -17,6 +17,8 @@ from stepscope.memory.prediction.symbolic_tensors import RoundingAllocator
 
 MOST_PLANS = 6
 MOST_BATCH = 2**20
+MOST_MICRO_BATCHES = 64
+"""Each micro-batch of a plan is run on fake tensors, so a plan of thousands would take minutes to judge."""
 
 _Change = tuple[str, str, dict[str, object]]
 """The change in words, its option, and the fields that it sets."""
@@ -187,7 +189,7 @@ def _levers(workload: OwnWorkload) -> Iterator[tuple[_Change, ...]]:
     if workload.phase == "forward":
         return
     batch = workload.model.batch_size or 1
-    splits = [n for n in range(2, batch + 1) if batch % n == 0 and n > workload.accumulation]
+    splits = [n for n in range(workload.accumulation + 1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % n == 0]
     if splits:
         yield tuple(_change(f"{n} micro-batches of {batch // n}", "--accumulation", n) for n in splits)
     if workload.checkpointing == "none":

@@ -111,7 +111,7 @@ def _plain(batch: Any) -> Any:
 
 def _part(leaf: Any, index: int, parts: int, size: int) -> Any:
     if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size:
-        return leaf.chunk(parts)[index]
+        return leaf.narrow(0, index * (size // parts), size // parts)
     return leaf
 
 
