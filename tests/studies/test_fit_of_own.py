@@ -178,7 +178,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(file: Path):
 
 
 def test_plans_are_judged_by_the_same_prediction(file: Path):
-    workload = own(file, "deep", arguments={"batch_size": 2048})
+    workload = own(file, "deep", arguments={"batch_size": 8192})  # more than segments of 20 MiB round
     budget = budget_of_memory(fit_own(workload, []).estimate.peak_bytes * 4 // 5)
     verdict = fit_own(workload, [budget]).verdicts[0]
     assert not verdict.fits and verdict.plans
