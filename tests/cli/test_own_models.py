@@ -9,7 +9,7 @@ import pytest
 from stepscope.core.range_names import PHASES
 from tests.command import stepscope
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.slow
 
 OWN = """
 import torch
@@ -64,6 +64,7 @@ def own(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_a_sweep_over_arguments_is_resumed_and_tabled(own: Path):
     sweep = ("sweep", "--module", "own.py:make", "--arg", "width=8,16", *BRIEF)
     done = stepscope(*sweep, "--json", cwd=own)
@@ -142,6 +143,7 @@ def test_a_model_that_memory_does_not_hold_is_a_result(own: Path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_speed_and_kernels_of_ones_own(own: Path):
     study = ("study", "speed", "--module", "own.py:make", "--arg", "width=8", "--dtype", "fp32,bf16")
     done = stepscope(*study, "--device", "cpu", "--warmup", 1, "--steps", 3, "--json", cwd=own)
@@ -159,6 +161,7 @@ def test_speed_and_kernels_of_ones_own(own: Path):
     assert attention.returncode == 2 and "Traceback" not in attention.stderr
 
 
+@pytest.mark.long
 def test_what_compiling_gives_ones_own(own: Path):
     (own / "linear.py").write_text(
         "import torch\n"
@@ -180,6 +183,17 @@ def test_autocast_of_ones_own_by_its_file_and_arguments(own: Path):
     assert {"parameter 24 x 8", "parameter 50 x 8"} <= shapes
 
 
+def test_autocast_of_a_configuration(own: Path):
+    pytest.importorskip("transformers", reason="needs transformers: pip install 'stepscope[transformers]'")
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    (own / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2, **sizes}))
+    arguments = ("--arg", "num_hidden_layers=1", "--arg", "seq_len=8")
+    done = stepscope("study", "autocast", "--model", "config.json", *arguments, "--device", "cpu", "--json", cwd=own)
+    assert done.returncode == 0, done.stderr
+    rows = {row[0].strip(): row for row in json.loads(done.stdout)["tables"][0]["rows"]}
+    assert rows["q_proj"][1] == "Linear" and rows["q_proj"][-1] == "bf16"
+
+
 def test_gradients_of_ones_own_by_its_modules(own: Path):
     study = ("study", "underflow", "--module", "own.py:make", "--arg", "width=8", "--device", "cpu", "--json")
     done = stepscope(*study, cwd=own)
@@ -199,13 +213,16 @@ def test_gradients_of_ones_own_by_its_modules(own: Path):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (("compile", "--module", "own.py:make", "--model", "tiny"), "--model belongs to the textbook's model"),
+        (("compile", "--module", "own.py:make", "--model", "tiny"), "--module and --model both say which model"),
         (("compile", "--module", "own.py:make", "--attention", "sdpa"), "--attention belongs to the textbook's model"),
-        (("speed", "--arg", "width=8", "--device", "cpu"), "--arg belongs to --module: say whose argument it is"),
+        (("speed", "--arg", "width=8", "--device", "cpu"), "--arg belongs to --module, or --model CONFIG.json: say whose"),
         (("speed", "--module", "own.py:make", "--from", "runs"), "--module says nothing with --from: leave it out"),
         (("autocast", "--module", "own.py:make", "--arg", "width=8,9"), "--arg width has 2 values"),
-        (("autocast", "--arg", "width=8"), "--arg belongs to --module: say whose argument it is"),
+        (("autocast", "--arg", "width=8"), "--arg belongs to --module, or --model CONFIG.json: say whose"),
         (("autocast", "--module", "own.py:make", "--arg", "depth=8"), "depth"),
+        (("autocast", "--module", "own.py:make", "--model", "toy"), "--module and --model both say which model"),
+        (("autocast", "--model", "config.json"), "--model config.json cannot be read: No such file or directory"),
+        (("underflow", "--model", "config.json", "--seq-len", "8"), "--seq-len says nothing with --model: leave it"),
         (("underflow", "--module", "own.py:make", "--seq-len", "8"), "--seq-len says nothing with --module: leave it"),
         (("attention-step", "--module", "own.py:make"), "No such option: --module"),
     ],
@@ -226,7 +243,7 @@ from stepscope.models.training_step import TrainingStep
 def make():
     workload = Workload(model=configure("tiny", layers=2, vocabulary=500), batch_size=2, seq_len=16)
     step = TrainingStep(workload, torch.device("cpu"))
-    return step.parts.forward, step.parts.batches
+    return step.forward_module, list(step.batches)
 """
 """The textbook's model with its loss, ForwardLoss, as a user would give it."""
 

@@ -112,7 +112,8 @@ OPTIONS = (
     Option(
         "model", str, MODEL,
         "A preset, or the config.json of a Hugging Face model, which gets random weights: nothing is downloaded.",
-        ModelConfig, choices=tuple(PRESETS), verbs=("run", "sweep", "fit"),
+        ModelConfig, choices=tuple(PRESETS),
+        verbs=("run", "sweep", "fit", "study compile", "study speed", "study underflow"),
     ),
     Option("d_model", int, MODEL, "Width of the model, in place of the preset's.", ModelConfig),
     Option("d_ff", int, MODEL, "Width inside the feed-forward network, in place of the preset's.", ModelConfig),
@@ -138,7 +139,8 @@ OPTIONS = (
         verbs=("run", "sweep", "study underflow", "study scaling", "study swallowed", "study quality"),
     ),
     # What a verb has besides, or says otherwise.
-    Option("model", str, MODEL, "A toy, or a preset.", verbs=("study autocast",), choices=("toy", *PRESETS)),
+    Option("model", str, MODEL, "A toy, a preset, or the config.json of a Hugging Face model.",
+           verbs=("study autocast",), choices=("toy", *PRESETS)),
     Option(
         "module", str, MODEL,
         "A model of your own, as package.module:factory or path/file.py:factory, run with your rights. factory() "

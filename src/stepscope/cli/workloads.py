@@ -8,7 +8,7 @@ from typing import Any
 from stepscope.cli.options import OPTIONS
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig, configure
-from stepscope.core.own_arguments import code_digest, parse_arguments
+from stepscope.core.own_arguments import code_digest, is_configuration, parse_arguments
 from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
 from stepscope.core.workload import Workload
 from stepscope.engine.grid import grid
@@ -65,6 +65,7 @@ class ManyWorkloads:
         return list(grid(model=models, **chosen))
 
 
+_TWO_MODELS = "--module and --model both say which model: give one of them"
 _ARG_ALONE = "--arg belongs to --module, or --model CONFIG.json: say whose argument it is"
 _OF_ANY_MODEL = ("dtype", "phase", "compile", "optimizer", "checkpointing", "accumulation", "seed")
 """Options of a workload that say something of a user's own model, too."""
@@ -76,10 +77,10 @@ _OF_A_CONFIGURATION = ("batch_size", "seq_len")
 
 def _own_workloads(said: Mapping[str, Sequence[Any]]) -> list[OwnWorkload]:
     """Every combination of what was said of models of the user's own; none where no such model was said."""
-    files = [name for name in said.get("model", ()) if str(name).endswith(".json")]
+    files = [name for name in said.get("model", ()) if is_configuration(name)]
     factories = said.get("module", ())
     if factories and said.get("model"):
-        raise InputError("--module and --model both say which model: give one of them")
+        raise InputError(_TWO_MODELS)
     if files and len(files) < len(said["model"]):
         raise InputError("--model names a config.json and a preset: ask for one kind at a time")
     if not factories and not files:
@@ -112,9 +113,17 @@ def _own_workloads(said: Mapping[str, Sequence[Any]]) -> list[OwnWorkload]:
     ]  # fmt: skip
 
 
-def factory_arguments(module: str | None, written: Sequence[str]) -> dict[str, Any]:
-    """What one factory is called with. Raises InputError for several values of an argument, and where no factory is."""
-    if written and module is None:
+def own_model(module: str | None, model: str | None) -> str | None:
+    """What names one model of the user's own: a factory, or a config.json. None for the textbook's."""
+    if module is not None and model is not None:
+        raise InputError(_TWO_MODELS)
+    return module or (model if model is not None and is_configuration(model) else None)
+
+
+def factory_arguments(own: str | None, written: Sequence[str]) -> dict[str, Any]:
+    """What one factory, or one configuration, gets as arguments. Raises InputError for several values of an argument,
+    and for any where no such model is named."""
+    if written and own is None:
         raise InputError(_ARG_ALONE)
     found = parse_arguments(written)
     for name, values in found.items():

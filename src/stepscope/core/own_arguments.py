@@ -29,6 +29,11 @@ def parse_arguments(written: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     return values
 
 
+def is_configuration(named: str) -> bool:
+    """Whether a model is named by the config.json of a Hugging Face model, and not by a factory or a preset."""
+    return named.endswith(".json")
+
+
 def code_digest(factory: str) -> str:
     """A digest of the file in which a factory stands; empty where it cannot be found without importing it."""
     file = _file_of(factory)
@@ -39,7 +44,7 @@ def code_digest(factory: str) -> str:
 
 
 def _file_of(factory: str) -> Path | None:
-    place = factory if factory.endswith(".json") else factory.rpartition(":")[0]
+    place = factory if is_configuration(factory) else factory.rpartition(":")[0]
     if place.endswith((".py", ".json")):
         return Path(place)
     # Only the top of a package is looked up: finding what is inside would import it.

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from stepscope.core.errors import InputError
+from stepscope.core.own_arguments import is_configuration
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.units import MIB
 from stepscope.engine.fake_step import STEPS_BEFORE, WatchedStep, label_residents, run_steps
@@ -151,7 +152,7 @@ def _on_fake_tensors(own: OwnModule, workload: OwnWorkload, mode: FakeTensorMode
 
 def takes_batch_size(factory: str) -> bool:
     """Whether a factory takes an argument `batch_size`, as every configuration does."""
-    if factory.endswith(".json"):
+    if is_configuration(factory):
         return True
     found = find_factory(factory).found
     try:

@@ -6,20 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from stepscope.core.answer import Answer, decode_answer, encode_answer
+from stepscope.core.own_arguments import is_configuration
 from stepscope.engine.own_code import answer_apart, ask_apart
 
 AUTOCAST = "stepscope.numerics.autocast.study:study_autocast"
 UNDERFLOW = "stepscope.numerics.gradients.underflow:study_underflow"
 
 
-def answer_of_own(study: str, module: str, arguments: Mapping[str, Any], **options: Any) -> Answer:
-    """What a study answers, with these options, of the module that a factory makes of these arguments.
+def answer_of_own(study: str, named: str, arguments: Mapping[str, Any], **options: Any) -> Answer:
+    """What a study answers, with these options, of the module that a factory or a configuration makes of these
+    arguments.
 
     study: AUTOCAST or UNDERFLOW, the place of its function.
     """
-    what = f"--module {module}"
-    said = json.dumps({"own": module, "arguments": arguments, **options})
-    return decode_answer(ask_apart(__name__, module, study, said, what=what), what)
+    what = f"--model {named}" if is_configuration(named) else f"--module {named}"
+    said = json.dumps({"own": named, "arguments": arguments, **options})
+    return decode_answer(ask_apart(__name__, named, study, said, what=what), what)
 
 
 def main(_module: str, study: str, said: str) -> str:

@@ -1,5 +1,6 @@
 """A workload and a model in words, each on one line."""
 
+from stepscope.core.own_arguments import is_configuration
 from stepscope.core.own_workload import AnyWorkload, OwnWorkload, WatchedWorkload
 from stepscope.core.run import Settings
 from stepscope.core.units import format_count
@@ -44,7 +45,7 @@ def _origin(workload: AnyWorkload) -> str:
         return ", ".join(f"{field} {format_count(size)}" for field, size in workload.model.sizes.items())
     if isinstance(workload, OwnWorkload):
         arguments = ", ".join(f"{name}={value}" for name, value in workload.arguments.items())
-        if ":" not in workload.factory and not workload.factory.endswith(".json"):
+        if ":" not in workload.factory and not is_configuration(workload.factory):
             return "given as an object"
         return f"made by {workload.factory}{f' with {arguments}' if arguments else ''}"
     return _watched(workload)

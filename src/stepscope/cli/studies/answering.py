@@ -26,6 +26,7 @@ from stepscope.cli.workloads import ManyWorkloads, factory_arguments
 from stepscope.core.answer import Answer, decode_answer
 from stepscope.core.bounded_file import read_named
 from stepscope.core.errors import EXIT_INTERRUPTED, InputError
+from stepscope.core.own_arguments import is_configuration
 from stepscope.core.run import Run, settings_from
 from stepscope.engine.request import Tell, TraceRequest
 
@@ -131,6 +132,11 @@ class AskedStepsOfAny(AskedSteps):
     module: str | None
     arg: tuple[str, ...] = ()
 
+    @property
+    def is_own(self) -> bool:
+        """Whether a model of the user's own was named, by a factory or by a config.json."""
+        return self.module is not None or any(is_configuration(name) for name in self.model or ())
+
     def sizes(self, on_cpu: "Sizes", on_gpu: "Sizes", warmup: int | None = None) -> dict[str, Any]:
         """What is measured of the textbook's model and how, as `compared_cells` takes it."""
         factory_arguments(self.module, self.arg)
@@ -145,7 +151,9 @@ class AskedStepsOfAny(AskedSteps):
 
         on_a_cpu = self.device_type == "cpu"
         dtypes = self.dtype or (on_cpu if on_a_cpu else on_gpu).dtypes
-        said: dict[str, Any] = {**self.given, **choices, "dtype": dtypes, "module": (self.module,), "arg": self.arg}
+        said: dict[str, Any] = {**self.given, **choices, "dtype": dtypes, "arg": self.arg}
+        if self.module is not None:
+            said["module"] = (self.module,)
         workloads = ManyWorkloads({name: values for name, values in said.items() if values is not None}).workloads()
         settings = settings_from(warmup, self.steps, self.seconds, no_profile=on_a_cpu)
         return order_cells([Cell(workload=workload, settings=settings) for workload in workloads])

@@ -1,9 +1,8 @@
 """`stepscope study autocast`: what dtype everything has under autocast."""
 
 from stepscope.cli.studies.answering import study_verb
-from stepscope.cli.workloads import factory_arguments
+from stepscope.cli.workloads import factory_arguments, own_model
 from stepscope.core.answer import Answer
-from stepscope.core.errors import InputError
 
 
 @study_verb(
@@ -19,13 +18,12 @@ def autocast(
     rules: str | None,
 ) -> Answer:  # fmt: skip
     """The dtype of every parameter, input, output, loss and gradient; what autocast does with each operator."""
-    if model is not None and module is not None:
-        raise InputError("--model and --module name two models: give one")
-    arguments = factory_arguments(module, arg)
-    if module is not None:
+    own = own_model(module, model)
+    arguments = factory_arguments(own, arg)
+    if own is not None:
         from stepscope.studies.of_own_model import AUTOCAST, answer_of_own
 
-        return answer_of_own(AUTOCAST, module, arguments, dtype=dtype, device=device, rules=rules)
+        return answer_of_own(AUTOCAST, own, arguments, dtype=dtype, device=device, rules=rules)
     from stepscope.numerics.autocast.study import study_autocast
 
     return study_autocast(model or "toy", None, dtype, device, rules)

@@ -40,7 +40,7 @@ def compiled(
         comparing.from_stored(asked.from_, {**asked.given, "phase": phase, "attention": attention, "compile": modes})
         return
     phases, modes = phase or ("forward", "train"), check_modes(compile or ("default",))
-    if asked.module is not None:
+    if asked.is_own:
         compared = {"phase": phases, "compile": (BASELINE, *modes), "attention": attention}
         cells = asked.own_cells(ON_CPU, ON_GPU, warmup, **compared)
     else:

@@ -2,7 +2,7 @@
 
 from stepscope.cli.given_options import refuse_beside
 from stepscope.cli.studies.answering import study_verb
-from stepscope.cli.workloads import factory_arguments
+from stepscope.cli.workloads import factory_arguments, own_model
 from stepscope.core.answer import Answer
 from stepscope.core.model_config import configure
 
@@ -13,19 +13,20 @@ from stepscope.core.model_config import configure
     "stepscope study underflow --from results/h200/precision/underflow.json --only 'by format'",
 )
 def underflow(
-    *, module: str | None, arg: tuple[str, ...] = (), model: str = "tiny", vocabulary: int | None, batch_size: int = 1,
+    *, module: str | None, arg: tuple[str, ...] = (), model: str | None, vocabulary: int | None, batch_size: int = 1,
     seq_len: int = 64, seed: int, format: str, device: str,
 ) -> Answer:  # fmt: skip
     """The exponents of a training step's gradients against each format, without and with a loss scale."""
-    arguments = factory_arguments(module, arg)
-    if module is not None:
+    own = own_model(module, model)
+    arguments = factory_arguments(own, arg)
+    if own is not None:
         from stepscope.studies.of_own_model import UNDERFLOW, answer_of_own
 
-        refuse_beside("--module", "--arg", "--seed", "--format")
-        return answer_of_own(UNDERFLOW, module, arguments, seed=seed, format_name=format, device=device)
+        refuse_beside("--module" if module else "--model", "--arg", "--seed", "--format")
+        return answer_of_own(UNDERFLOW, own, arguments, seed=seed, format_name=format, device=device)
     from stepscope.numerics.gradients.underflow import study_underflow
 
-    sizes = configure(model, vocabulary=vocabulary)
+    sizes = configure(model or "tiny", vocabulary=vocabulary)
     return study_underflow(
         model=sizes, batch_size=batch_size, seq_len=seq_len, format_name=format, device=device, seed=seed
     )

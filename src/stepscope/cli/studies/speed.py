@@ -35,7 +35,7 @@ def speed(*, asked: AskedStepsOfAny, warmup: int | None) -> None:
         return
     usual = ON_CPU if asked.device_type == "cpu" else ON_GPU
     here, lacking = dtypes_here(asked.dtype or usual.dtypes, asked.device_type)
-    if asked.module is not None:
+    if asked.is_own:
         cells = dataclasses.replace(asked, dtype=here).own_cells(ON_CPU, ON_GPU, warmup, phase=("forward-backward",))
     else:
         cells = speed_cells(**{**asked.sizes(ON_CPU, ON_GPU, warmup), "dtypes": here})

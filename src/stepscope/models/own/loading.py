@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from stepscope.core.errors import InputError
+from stepscope.core.own_arguments import is_configuration
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.models.own.batches import input_names, named_tensors
 from stepscope.models.own.factory import call_factory, find_factory
@@ -39,7 +40,7 @@ class Loaded:
 def load_own(spelled: str, arguments: Mapping[str, Any] | None = None, *, seed: int = 0) -> Loaded:
     """What a factory gives, or a Hugging Face model by its configuration (`.json`)."""
     torch.manual_seed(seed)
-    if spelled.endswith(".json"):
+    if is_configuration(spelled):
         own = make_from_config(spelled, arguments or {})
         return Loaded(name=own.name, made=own, file=Path(spelled))
     factory = find_factory(spelled)
