@@ -215,7 +215,10 @@ def test_gradients_of_ones_own_by_its_modules(own: Path):
     [
         (("compile", "--module", "own.py:make", "--model", "tiny"), "--module and --model both say which model"),
         (("compile", "--module", "own.py:make", "--attention", "sdpa"), "--attention belongs to the textbook's model"),
-        (("speed", "--arg", "width=8", "--device", "cpu"), "--arg belongs to --module, or --model CONFIG.json: say whose"),
+        (
+            ("speed", "--arg", "width=8", "--device", "cpu"),
+            "--arg belongs to --module, or --model CONFIG.json: say whose",
+        ),
         (("speed", "--module", "own.py:make", "--from", "runs"), "--module says nothing with --from: leave it out"),
         (("autocast", "--module", "own.py:make", "--arg", "width=8,9"), "--arg width has 2 values"),
         (("autocast", "--arg", "width=8"), "--arg belongs to --module, or --model CONFIG.json: say whose"),

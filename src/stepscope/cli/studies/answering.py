@@ -22,7 +22,7 @@ from stepscope.cli.given_options import refuse_beside
 from stepscope.cli.output import check_picture, draw, progress, stdout_kept_clean, warn
 from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
-from stepscope.cli.workloads import ManyWorkloads, factory_arguments
+from stepscope.cli.workloads import ManyWorkloads, factory_arguments, own_model
 from stepscope.core.answer import Answer, decode_answer
 from stepscope.core.bounded_file import read_named
 from stepscope.core.errors import EXIT_INTERRUPTED, InputError
@@ -201,6 +201,26 @@ class Comparing:
                 warn(f"the captures lie in {place}: `{again}` answers from them where polars is")
 
         measure_and_report(plan, Policy(), report)
+
+
+def of_own_model(
+    study: str, module: str | None, model: str | None, arg: Sequence[str], *takes: str, **options: Any
+) -> Answer | None:
+    """The study's answer about a model of the user's own; None where none was named. takes: what else it reads."""
+    named = own_model(module, model)
+    arguments = factory_arguments(named, arg)
+    if named is None:
+        return None
+    from stepscope.studies.of_own_model import answer_of_own
+
+    refuse_beside("--module" if module else "--model", "--arg", *takes)
+    return answer_of_own(study, named, arguments, **options)
+
+
+def refuse_preset(model: str | None) -> None:
+    """Raise InputError for a preset, where a study has a small model of its own, or none."""
+    if model is not None:
+        raise InputError(f"--model {model} is no config.json: this study takes one, or none at all")
 
 
 def study_verb(study: str, *examples: str, plot: bool = True, **usual: str) -> _Decorator:

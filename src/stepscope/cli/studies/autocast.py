@@ -1,7 +1,8 @@
 """`stepscope study autocast`: what dtype everything has under autocast."""
 
-from stepscope.cli.studies.answering import study_verb
-from stepscope.cli.workloads import factory_arguments, own_model
+from typing import Any
+
+from stepscope.cli.studies.answering import of_own_model, study_verb
 from stepscope.core.answer import Answer
 
 
@@ -18,12 +19,9 @@ def autocast(
     rules: str | None,
 ) -> Answer:  # fmt: skip
     """The dtype of every parameter, input, output, loss and gradient; what autocast does with each operator."""
-    own = own_model(module, model)
-    arguments = factory_arguments(own, arg)
-    if own is not None:
-        from stepscope.studies.of_own_model import AUTOCAST, answer_of_own
-
-        return answer_of_own(AUTOCAST, own, arguments, dtype=dtype, device=device, rules=rules)
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "rules": rules}
+    if found := of_own_model("autocast", module, model, arg, "--dtype", "--rules", **options):
+        return found
     from stepscope.numerics.autocast.study import study_autocast
 
-    return study_autocast(model or "toy", None, dtype, device, rules)
+    return study_autocast(model or "toy", **options)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from stepscope.cli.given_numbers import Numbers
-from stepscope.cli.studies.answering import study_verb
+from stepscope.cli.studies.answering import of_own_model, refuse_preset, study_verb
 from stepscope.core.answer import Answer
 
 
@@ -38,9 +38,16 @@ def accumulation_study(*, addend: float | None, count: int | None) -> Answer:
     "stepscope study normalisation --from results/cpu/precision/normalisation.json --save normalisation.svg",
 )
 def normalisation_study(
-    *, scales: Numbers | None, widths: Numbers | None, epsilon: float | None, device: str = "cpu"
-) -> Answer:
-    """RMSNorm and LayerNorm in fp16, bf16 and fp32: where squares overflow and epsilon vanishes, and the safe way."""
+    *, module: str | None, arg: tuple[str, ...] = (), model: str | None, scales: Numbers | None,
+    widths: Numbers | None, epsilon: float | None, device: str = "cpu",
+) -> Answer:  # fmt: skip
+    """RMSNorm and LayerNorm in fp16, bf16 and fp32: where squares overflow and epsilon vanishes, and the safe way.
+
+    With --module or --model CONFIG.json: on what the norms of that model read in a step.
+    """
+    if found := of_own_model("normalisation", module, model, arg, device=device):
+        return found
+    refuse_preset(model)
     from stepscope.numerics.normalisation.study import study_normalisation
 
     given = {"scales": scales, "widths": widths, "epsilon": epsilon}

@@ -1,7 +1,9 @@
 """Dynamic loss scaling, traced over a run that overflows on purpose: our scaler beside torch.amp.GradScaler."""
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from stepscope.core.answer import Answer, Cell, Panel, Table
 from stepscope.core.finding import Finding, error, note
 from stepscope.core.model_config import LARGEST, whole_number
 from stepscope.measure.device import resolve_device
+from stepscope.models.training_step import AssembledStep
 from stepscope.numerics.answers import computed_answer, curves
 from stepscope.numerics.gradients.loss_scaler import (
     BACKOFF_FACTOR,
@@ -19,6 +22,7 @@ from stepscope.numerics.gradients.loss_scaler import (
     DynamicLossScaler,
 )
 from stepscope.numerics.setting import one_thread
+from stepscope.numerics.steps import own_workload, settings_of, step_of, trained_parameters
 
 PLANTED = (7, 8, 60, 90, 91, 92, 150)
 """Steps whose batch is made to overflow: alone, in a row, and soon after the scale has grown."""
@@ -26,6 +30,8 @@ PLANTED = (7, 8, 60, 90, 91, 92, 150)
 _WIDTH, _BATCH = 32, 64
 _OUTLIER = 2.0**24
 """Added to a planted batch's targets: the gradient of the squared error is then beyond fp16 at any scale above 1."""
+_MULTIPLIED = 2.0**40
+"""The factor of the loss of a planted batch of a user's own module: what reaches a product in fp16 is then infinite."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +63,14 @@ class _Step:
 
 
 def study_scaling(
-    *, steps: int = 200, growth_interval: int = 20, planted: tuple[int, ...] | None = None, device: str = "auto",
-    seed: int = 0,
+    *, steps: int = 200, growth_interval: int = 20, planted: Sequence[int] | None = None, device: str = "auto",
+    seed: int = 0, own: str | None = None, arguments: Mapping[str, Any] | None = None,
 ) -> Answer:  # fmt: skip
     """Train under fp16 autocast twice, with our scaler and with PyTorch's, and set the two runs side by side.
 
     planted: steps, counted from 1, that are made to overflow; None takes the steps of PLANTED up to `steps`.
+    own: the factory of a module of the user's own that is trained in place of a small network; `arguments`: what it is
+    called with.
     """
     whole_number(steps, "steps", 1, 100_000)
     whole_number(seed, "seed", 0, LARGEST)
@@ -71,13 +79,19 @@ def study_scaling(
     for step in planted:
         whole_number(step, "a planted overflow's step", 1, steps)
     on = resolve_device(device)
-    with one_thread():
-        trace, same_parameters = _trace(steps, growth_interval, frozenset(planted), on, seed)
+    workload = None if own is None else own_workload(own, arguments, dtype="fp16", phase="forward-backward", seed=seed)
+
+    def trainee() -> _Trainee:
+        return _Regression(seed, on) if workload is None else _OwnTrainee(step_of(workload, on), seed)
+
+    with one_thread() if workload is None else contextlib.nullcontext():
+        trace, same_parameters = _trace(steps, growth_interval, frozenset(planted), (trainee(), trainee()), on)
     return computed_answer(
         on,
         study="scaling",
         question="How does a dynamic loss scale find its way, and is ours that of torch.amp.GradScaler?",
         settings={
+            **({} if workload is None else settings_of(workload)),
             "steps": steps, "growth_interval": growth_interval, "growth_factor": GROWTH_FACTOR,
             "backoff_factor": BACKOFF_FACTOR, "initial_scale": INITIAL_SCALE, "seed": seed,
             "planted": ", ".join(map(str, sorted(set(planted)))),
@@ -88,30 +102,75 @@ def study_scaling(
     )  # fmt: skip
 
 
+class _Trainee(Protocol):
+    """What both scalers train, each a copy of its own."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    def loss(self, *, planted: bool) -> Tensor:
+        """The next batch's loss, its forward under fp16 autocast; made to overflow where that is planted."""
+        ...
+
+
+class _Regression:
+    """A small network that learns a linear function. A planted batch has targets that are far away."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._mixing = torch.randn(_WIDTH, 1, generator=self._generator)
+        self._device = device
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            layers = nn.Linear(_WIDTH, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, 1)
+            self.model = nn.Sequential(*layers).to(device)
+
+    def loss(self, *, planted: bool) -> Tensor:
+        inputs = torch.randn(_BATCH, _WIDTH, generator=self._generator)
+        targets = inputs @ self._mixing + (_OUTLIER if planted else 0.0)
+        inputs, targets = inputs.to(self._device), targets.to(self._device)
+        with torch.autocast(self._device.type, dtype=torch.float16):
+            outputs = self.model(inputs)
+        return F.mse_loss(outputs.float(), targets)
+
+
+class _OwnTrainee:
+    """A module of the user's own. A planted batch has its loss multiplied."""
+
+    def __init__(self, step: AssembledStep, seed: int) -> None:
+        self.model = step.model
+        self._step, self._seed = step, seed
+
+    def loss(self, *, planted: bool) -> Tensor:
+        self._step.prepare()
+        # Dropout then leaves out the same of both copies.
+        torch.manual_seed(self._seed)
+        self._seed += 1
+        self._step.phases[0].run()
+        assert self._step.loss is not None
+        return self._step.loss.float() * (_MULTIPLIED if planted else 1.0)
+
+
 def _trace(
-    steps: int, growth_interval: int, planted: frozenset[int], device: torch.device, seed: int
+    steps: int, growth_interval: int, planted: frozenset[int], trainees: tuple[_Trainee, _Trainee], device: torch.device
 ) -> tuple[list[_Step], bool]:
     """Every step, and whether both runs end with the same parameters, bit for bit."""
-    generator = torch.Generator().manual_seed(seed)
-    ours, theirs = (_model(seed, device) for _ in range(2))
     scaler = DynamicLossScaler(growth_interval=growth_interval)
     grad_scaler = torch.amp.GradScaler(
         device.type, init_scale=INITIAL_SCALE, growth_factor=GROWTH_FACTOR, backoff_factor=BACKOFF_FACTOR,
         growth_interval=growth_interval,
     )  # fmt: skip
-    our_optimizer, their_optimizer = (torch.optim.SGD(model.parameters(), lr=1e-3) for model in (ours, theirs))
-    mixing = torch.randn(_WIDTH, 1, generator=generator)
+    parameters = [list(trained_parameters(trainee.model).values()) for trainee in trainees]
+    our_optimizer, their_optimizer = (torch.optim.SGD(each, lr=1e-3) for each in parameters)
     trace: list[_Step] = []
     moves: list[torch.optim.Optimizer] = []
     # GradScaler does not say whether it stepped.
     their_optimizer.register_step_post_hook(lambda optimizer, _args, _kwargs: moves.append(optimizer))
     for number in range(1, steps + 1):
-        inputs = torch.randn(_BATCH, _WIDTH, generator=generator)
-        targets = inputs @ mixing + (_OUTLIER if number in planted else 0.0)
-        inputs, targets = inputs.to(device), targets.to(device)
         scale, their_scale = scaler.scale, grad_scaler.get_scale()
-        _backward(ours, inputs, targets, scaler.scaled)
-        _backward(theirs, inputs, targets, grad_scaler.scale)
+        for trainee, scaled in zip(trainees, (scaler.scaled, grad_scaler.scale), strict=True):
+            trainee.model.zero_grad(set_to_none=True)
+            scaled(trainee.loss(planted=number in planted)).backward()
         taken = scaler.step(our_optimizer)
         scaler.update()
         moves.clear()
@@ -120,21 +179,8 @@ def _trace(
         ours_now = _Turn(scale, taken, scaler.scale)
         theirs_now = _Turn(their_scale, bool(moves), grad_scaler.get_scale())
         trace.append(_Step(number, number in planted, ours_now, theirs_now))
-    same = all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(*parameters, strict=True))
     return trace, same
-
-
-def _model(seed: int, device: torch.device) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, 1)).to(device)
-
-
-def _backward(model: nn.Module, inputs: Tensor, targets: Tensor, scaled: Callable[[Tensor], Tensor]) -> None:
-    model.zero_grad(set_to_none=True)
-    with torch.autocast(inputs.device.type, dtype=torch.float16):
-        outputs = model(inputs)
-    scaled(F.mse_loss(outputs.float(), targets)).backward()
 
 
 def _what_happened(step: _Step) -> str:

@@ -8,12 +8,12 @@ gradient. Moments and arithmetic are fp32 here: what differs between the runs is
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from stepscope.core.answer import Answer, Cell, Panel, Table
 from stepscope.core.errors import InputError
@@ -21,13 +21,24 @@ from stepscope.core.figures import digits
 from stepscope.core.finding import Finding, note
 from stepscope.core.float_format import FORMATS
 from stepscope.core.model_config import ModelConfig, configure, whole_number
+from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.workload import Workload
 from stepscope.measure.device import resolve_device
 from stepscope.measure.step import drive
 from stepscope.models.bf16_parameters import AdamWBf16Parameters, Keeping
-from stepscope.models.training_step import TrainingStep, build_model
+from stepscope.models.own.own_step import OwnStep
+from stepscope.models.training_step import TrainingStep
 from stepscope.numerics.answers import computed_answer, curves, pivot
 from stepscope.numerics.setting import threads_for
+from stepscope.numerics.steps import (
+    elements_of,
+    folded,
+    in_fp32,
+    own_workload,
+    settings_of,
+    step_of,
+    trained_parameters,
+)
 
 LEARNING_RATES = (1e-5, 1e-4, 1e-3, 1e-2)
 REMEDIES_AT = 1e-4
@@ -118,12 +129,15 @@ class _Trained:
 
 
 def study_swallowed(
-    *, model: ModelConfig | None = None, steps: int = 40, learning_rates: tuple[float, ...] = LEARNING_RATES,
+    *, model: ModelConfig | None = None, steps: int = 40, learning_rates: Sequence[float] = LEARNING_RATES,
     remedies_at: float = REMEDIES_AT, batch_size: int = 4, seq_len: int = 32, device: str = "auto", seed: int = 0,
+    own: str | None = None, arguments: Mapping[str, Any] | None = None,
 ) -> Answer:  # fmt: skip
     """Count swallowed updates by layer and learning rate; at one learning rate, compare the remedies.
 
     Every run has the same seed, batches and start: the fp32 one begins at the bf16 ones' rounded parameters.
+    own: the factory of a module of the user's own, in place of a model and its sizes; `arguments`: what it is called
+    with. AdamW trains it, whatever optimizer comes with it.
     """
     whole_number(steps, "steps", 1, 100_000)
     if not learning_rates:
@@ -132,16 +146,15 @@ def study_swallowed(
         if not (math.isfinite(rate) and rate > 0):
             raise InputError(f"the learning rate {rate!r} is not a positive number: choose one as 1e-4")
     on = resolve_device(device)
-    workload = Workload(
-        model=model or configure("tiny", d_model=64, d_ff=256, layers=2, vocabulary=256),
-        batch_size=batch_size,
-        seq_len=seq_len,
-        dtype="bf16-pure",
-        optimizer="adamw-loop",
-        seed=seed,
-    )
-    parameters = sum(parameter.numel() for parameter in build_model(workload, "meta").parameters())
-    with threads_for(parameters, workload.tokens):
+    workload: DrivenWorkload
+    if own is not None:
+        workload = own_workload(own, arguments, dtype="bf16-pure", optimizer="adamw-loop", seed=seed)
+    else:
+        workload = Workload(
+            model=model or configure("tiny", d_model=64, d_ff=256, layers=2, vocabulary=256),
+            batch_size=batch_size, seq_len=seq_len, dtype="bf16-pure", optimizer="adamw-loop", seed=seed,
+        )  # fmt: skip
+    with threads_for(*elements_of(step_of(workload, on))):
         runs = {name: _train(workload, name, remedies_at, steps, on) for name in _RUNS}
         nearest = {
             rate: runs[_NEAREST] if rate == remedies_at else _train(workload, _NEAREST, rate, steps, on)
@@ -152,10 +165,7 @@ def study_swallowed(
         on,
         study="swallowed",
         question="Which updates do parameters in bf16 swallow, and what keeps them?",
-        settings={
-            "model": workload.model.name, "batch_size": batch_size, "seq_len": seq_len, "steps": steps,
-            "remedies_at": remedies_at, "seed": seed,
-        },
+        settings={**settings_of(workload), "steps": steps, "remedies_at": remedies_at, "seed": seed},
         tables=(
             *(_by_layer(title, nearest, figure) for title, figure in _FIGURES.items()),
             _sizes(nearest),
@@ -173,16 +183,16 @@ _FIGURES: dict[str, Callable[[Tally], float]] = {
 }
 
 
-def _train(workload: Workload, name: str, rate: float, steps: int, device: torch.device) -> _Trained:
+def _train(workload: DrivenWorkload, name: str, rate: float, steps: int, device: torch.device) -> _Trained:
     keeping, _ = _RUNS[name]
-    step = TrainingStep(workload, device)
+    step = step_of(workload, device)
     if name == "fp32":
-        step.model.float()
-    names: dict[Tensor, str] = {parameter: of for of, parameter in step.model.named_parameters()}
-    trained = _Trained()
+        in_fp32(step)
+    names = {parameter: of for of, parameter in trained_parameters(step.model).items()}
+    trained, layer = _Trained(), layer_of if isinstance(workload, Workload) else _own_layer
 
     def watch(parameter: Tensor, before: Tensor, wanted: Tensor, made: Tensor) -> None:
-        of_layer = trained.by_layer.setdefault(layer_of(names[parameter]), Tally())
+        of_layer = trained.by_layer.setdefault(layer(names[parameter]), Tally())
         for tally in (of_layer, trained.by_step[-1], trained.total):
             tally.add(wanted, made)
         if len(trained.by_step) == steps:
@@ -190,9 +200,9 @@ def _train(workload: Workload, name: str, rate: float, steps: int, device: torch
                 tally.keep_sizes(before, wanted)
 
     if keeping is None:
-        own, step.optimizer = None, torch.optim.AdamW(step.model.parameters(), lr=rate, foreach=False)
+        own, step.optimizer = None, torch.optim.AdamW(names, lr=rate, foreach=False)
     else:
-        own = step.optimizer = AdamWBf16Parameters(step.model.parameters(), keeping=keeping, lr=rate, watch=watch)
+        own = step.optimizer = AdamWBf16Parameters(names, keeping=keeping, lr=rate, watch=watch)
     # So that rounding at random is the same whatever ran before.
     torch.manual_seed(workload.seed)
     for _ in range(steps):
@@ -221,6 +231,10 @@ def layer_of(parameter: str) -> str:
     return ".".join(parts[:3]) if parts[0] == "blocks" else parts[0]
 
 
+def _own_layer(parameter: str) -> str:
+    return folded(parameter.rpartition(".")[0])
+
+
 @dataclass(frozen=True)
 class _Outcome:
     """One run, compared with the fp32 run."""
@@ -237,15 +251,19 @@ class _Outcome:
     progress: float | None
 
 
-def _outcomes(workload: Workload, runs: dict[str, _Trained], device: torch.device) -> list[_Outcome]:
-    judge = TrainingStep(workload, device)
-    judge.model.float()
-    start = [parameter.detach().clone() for parameter in judge.model.parameters()]
+def _outcomes(workload: DrivenWorkload, runs: dict[str, _Trained], device: torch.device) -> list[_Outcome]:
+    judge = step_of(workload, device)
+    in_fp32(judge)
+    judge.model.eval()
+    parameters = trained_parameters(judge.model).values()
+    start = [parameter.detach().clone() for parameter in parameters]
     exact = runs["fp32"].held
     way = _distance(exact, start)
+    if not way:
+        raise InputError("no parameter moves in fp32: every gradient of these steps is zero; give another batch")
     found = []
     for name, run in runs.items():
-        for parameter, value in zip(judge.model.parameters(), run.used, strict=True):
+        for parameter, value in zip(parameters, run.used, strict=True):
             parameter.data.copy_(value)
         total = run.total if run.total.wanted else None
         found.append(
@@ -253,7 +271,7 @@ def _outcomes(workload: Workload, runs: dict[str, _Trained], device: torch.devic
                 name=name,
                 bytes_per_parameter=_RUNS[name][1],
                 last_loss=run.losses[-1],
-                loss_in_fp32=_mean_loss(judge.model, judge),
+                loss_in_fp32=_mean_loss(judge),
                 distance=_distance(run.held, exact) / way,
                 swallowed=None if total is None else total.share,
                 progress=None if total is None else total.progress,
@@ -263,11 +281,8 @@ def _outcomes(workload: Workload, runs: dict[str, _Trained], device: torch.devic
 
 
 @torch.no_grad()
-def _mean_loss(model: nn.Module, step: TrainingStep) -> float:
-    losses = [
-        F.cross_entropy(model(tokens_BS).flatten(0, 1), targets_BS.flatten()) for tokens_BS, targets_BS in step.batches
-    ]
-    return float(torch.stack(losses).mean())
+def _mean_loss(step: TrainingStep | OwnStep) -> float:
+    return float(torch.stack([step.forward_module(*batch) for batch in step.batches]).mean())
 
 
 def _distance(one: list[Tensor], other: list[Tensor]) -> float:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,15 +26,13 @@ from stepscope.core.figures import digits
 from stepscope.core.finding import Finding, note
 from stepscope.core.float_format import FORMATS, FloatFormat, float_format
 from stepscope.core.model_config import ModelConfig, configure
-from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
+from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.workload import Workload
 from stepscope.measure.device import resolve_device
 from stepscope.measure.step import drive
-from stepscope.models.own.loading import make_own_step
-from stepscope.models.own.own_step import OwnStep
-from stepscope.models.training_step import TrainingStep
 from stepscope.numerics.answers import computed_answer, curves
 from stepscope.numerics.setting import check_room
+from stepscope.numerics.steps import folded, own_workload, settings_of, step_of
 
 COMPARED = ("fp16", "bf16", "fp8-e5m2", "fp8-e4m3")
 SCALES = (0, 10, 16)
@@ -105,17 +102,13 @@ def study_underflow(
     chosen, on = float_format(format_name), resolve_device(device)
     workload: DrivenWorkload
     if own is not None:
-        workload = OwnWorkload(
-            factory=own, arguments=dict(arguments or {}), model=OwnModel(name=""), phase="forward-backward", seed=seed
-        )
-        sizes: dict[str, Cell] = {"model": own, **{name: str(value) for name, value in workload.arguments.items()}}
+        workload = own_workload(own, arguments, phase="forward-backward", seed=seed)
     else:
         workload = Workload(
             model=model or configure("tiny"), batch_size=batch_size, seq_len=seq_len, phase="forward-backward",
             seed=seed,
         )  # fmt: skip
         check_room(workload, on, bytes_per_parameter=_STEP_BYTES)
-        sizes = {"model": workload.model.name, "batch_size": batch_size, "seq_len": seq_len}
     found = gradients_of(workload, on)
     everything = [each.magnitudes for each in found if each.magnitudes.numel()]
     largest = max(float(values[-1]) for values in everything)
@@ -129,7 +122,7 @@ def study_underflow(
     scales = _scales(best[format_name])
     observed = _observed(workload, on, found, format_name, scales)
     tables = [_ranges(found), _formats(shares, best), _kinds(found, chosen, scales)]
-    settings: dict[str, Cell] = {**sizes, "seed": seed, "format": format_name}
+    settings: dict[str, Cell] = {**settings_of(workload), "seed": seed, "format": format_name}
     if observed:
         columns = ("loss scale", "gradients of", "zero, but not in fp32, %", "not finite, %")
         tables.append(Table(title=f"As observed under autocast to {format_name}", columns=columns, rows=observed))
@@ -149,7 +142,7 @@ def gradients_of(workload: DrivenWorkload, device: torch.device, scale: int = 0)
 
     Raises InputError where the gradients of an fp32 step are not finite or all zero.
     """
-    step = _step(workload, device)
+    step = step_of(workload, device)
     kind_of = kind_of_module if isinstance(workload, Workload) else folded
     # The study multiplies by a scale of its own choosing.
     step.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**scale)
@@ -179,15 +172,6 @@ def gradients_of(workload: DrivenWorkload, device: torch.device, scale: int = 0)
     return kinds
 
 
-def _step(workload: DrivenWorkload, device: torch.device) -> TrainingStep | OwnStep:
-    if isinstance(workload, Workload):
-        return TrainingStep(workload, device)
-    step, _ = make_own_step(workload, device)
-    if not isinstance(step, OwnStep):
-        raise InputError(f"--module {workload.factory} gave a step of its own: give its module and a batch")
-    return step
-
-
 @contextlib.contextmanager
 def _watched(model: nn.Module, keep: Callable[[str, str, str, Tensor], None]) -> Iterator[None]:
     """While open, the gradient with respect to the output of each module without children is handed to `keep`."""
@@ -214,11 +198,6 @@ def kind_of_module(module: str) -> str:
     if last.endswith("norm"):
         return "norm"
     return above[-1].replace("_", "-") if above else last
-
-
-def folded(module: str) -> str:
-    """The path of a module of the user's own, with one name for those that differ in a number alone."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", module) or "the model itself"
 
 
 def exponents(magnitudes: Tensor) -> Counter[int]:

@@ -1,0 +1,65 @@
+"""The steps that a study of training runs: the textbook's, or those of a module of the user's own."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stepscope.core.answer import Cell
+from stepscope.core.errors import InputError
+from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
+from stepscope.core.workload import Workload
+from stepscope.models.own.batches import moved
+from stepscope.models.own.loading import make_own_step
+from stepscope.models.own.own_step import OwnStep
+from stepscope.models.training_step import TrainingStep
+
+
+def own_workload(factory: str, arguments: Mapping[str, Any] | None, **choices: Any) -> OwnWorkload:
+    """The workload of a module that a factory, or a configuration, makes of these arguments."""
+    return OwnWorkload(factory=factory, arguments=dict(arguments or {}), model=OwnModel(name=""), **choices)
+
+
+def step_of(workload: DrivenWorkload, device: torch.device) -> TrainingStep | OwnStep:
+    """The workload's step. Raises InputError for a factory that gives a step in place of a module."""
+    if isinstance(workload, Workload):
+        return TrainingStep(workload, device)
+    step, _ = make_own_step(workload, device)
+    if not isinstance(step, OwnStep):
+        raise InputError(f"--module {workload.factory} gave a step of its own: give its module and a batch")
+    return step
+
+
+def in_fp32(step: TrainingStep | OwnStep) -> None:
+    """Turn a step of bf16 into fp32. Parameters and inputs keep the values to which bf16 has rounded them."""
+    step.model.float()
+    step.batches = [moved(batch, step.device, torch.float32, "the step") for batch in step.batches]
+
+
+def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that require a gradient, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def settings_of(workload: DrivenWorkload) -> dict[str, Cell]:
+    """What names the model and its batch among the settings of an answer."""
+    if isinstance(workload, Workload):
+        return {"model": workload.model.name, "batch_size": workload.batch_size, "seq_len": workload.seq_len}
+    return {"model": workload.factory, **{name: str(value) for name, value in workload.arguments.items()}}
+
+
+def folded(module: str) -> str:
+    """The path of a module of the user's own, with one name for those that differ in a number alone."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", module) or "the model itself"
+
+
+def elements_of(step: TrainingStep | OwnStep) -> tuple[int, int]:
+    """How many parameters the model has, and how many elements the input that it reads first."""
+    named = step.named_tensors(step.batch)
+    return _elements(step.model.parameters()), _elements(tensor for _, tensor in named[:1])
+
+
+def _elements(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
