@@ -10,6 +10,7 @@ import torch
 from stepscope.core.errors import InputError
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.units import GIB, MIB
+from stepscope.engine import own_fake_step
 from stepscope.engine.fake_step import estimate_by_running, replayed
 from stepscope.engine.own_fake_step import resized, watch_own_step
 from stepscope.engine.own_fit import fit_own
@@ -184,6 +185,14 @@ def test_plans_are_judged_by_the_same_prediction(file: Path):
     assert not verdict.fits and verdict.plans
     assert all(plan.peak_bytes <= budget.usable_bytes - verdict.kept_free_bytes for plan in verdict.plans)
     assert any("--checkpointing" in plan.options or "--accumulation" in plan.options for plan in verdict.plans)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "every-1"])
+def test_micro_batches_after_the_second_change_nothing(file: Path, checkpointing: Any, monkeypatch: pytest.MonkeyPatch):
+    workload = own(file, "deep", arguments={"batch_size": 4096}, accumulation=8, checkpointing=checkpointing)
+    short = fit_own(workload, []).estimate
+    monkeypatch.setattr(own_fake_step, "_without_repeats", lambda phases: phases)
+    assert fit_own(workload, []).estimate == short
 
 
 def test_an_optimizer_of_the_users_own_is_kept(file: Path):

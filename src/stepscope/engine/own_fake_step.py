@@ -23,10 +23,12 @@ from torch.utils._pytree import tree_map
 from stepscope.core.errors import InputError
 from stepscope.core.own_arguments import is_configuration
 from stepscope.core.own_workload import OwnModel, OwnWorkload
+from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.units import MIB
 from stepscope.engine.fake_step import STEPS_BEFORE, WatchedStep, label_residents, run_steps
 from stepscope.measure.as_on_cuda import AsOnCuda, AttentionBackend
 from stepscope.measure.fake_memory_of_own import LARGEST_REAL, FakeMemoryOfOwn
+from stepscope.measure.step import Phase
 from stepscope.memory.prediction.estimate import WORKSPACE_BYTES, DeviceType
 from stepscope.models.own.factory import find_factory
 from stepscope.models.own.identity import describe_own
@@ -84,6 +86,7 @@ def watch_module(
         watch.hold(fake.module.parameters())
         watch.hold(fake.module.buffers())
         step = OwnStep(fake, _as_on_the_cpu(workload), _CPU)
+        step.phases = _without_repeats(step.phases)
         watch.hold(tensor for batch in step.batches for _, tensor in step.named_tensors(batch))
         on_host = device_type == "cuda"
         label_residents(step, watch, on_host=on_host)
@@ -107,6 +110,14 @@ def watch_module(
         optimizer=optimizer,
         optimizer_is_own=by_factory,
     )
+
+
+def _without_repeats(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
+    """The phases of a step with its first two micro-batches and its last: each between allocates and frees what the
+    second does, after which the gradients are there."""
+    count = sum(phase.name == FORWARD for phase in phases)
+    each = 2 if any(phase.name == BACKWARD for phase in phases) else 1
+    return phases if count < 4 else phases[: 2 * each] + phases[(count - 1) * each :]
 
 
 def _as_on_the_cpu(workload: OwnWorkload) -> OwnWorkload:

@@ -18,7 +18,7 @@ from stepscope.memory.prediction.symbolic_tensors import RoundingAllocator
 MOST_PLANS = 6
 MOST_BATCH = 2**20
 MOST_MICRO_BATCHES = 64
-"""Each micro-batch of a plan is run on fake tensors, so a plan of thousands would take minutes to judge."""
+"""A plan of more would have its GPU wait for launches."""
 
 _Change = tuple[str, str, dict[str, object]]
 """The change in words, its option, and the fields that it sets."""
