@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from stepscope.core.errors import InputError
 from stepscope.core.own_arguments import is_configuration
-from stepscope.core.own_workload import OwnModel, OwnWorkload
+from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.units import MIB
 from stepscope.engine.fake_step import STEPS_BEFORE, WatchedStep, label_residents, run_steps
 from stepscope.measure.as_on_cuda import AsOnCuda, AttentionBackend
@@ -47,9 +47,8 @@ class OwnWatchedStep(WatchedStep):
     """The allocations of a step of a user's module, with what was found in making and running it."""
 
     watch: FakeMemoryOfOwn
-    model: OwnModel
-    optimizer: str | None
-    optimizer_is_own: bool
+    workload: OwnWorkload
+    """With the model and the optimizer as they were found."""
 
 
 def watch_own_step(
@@ -95,18 +94,14 @@ def watch_module(
         parameter_bytes = sum(p.numel() * p.element_size() for p in fake.module.parameters())
         model = describe_own(step.model, step.named_tensors(step.batches[0]), [])
         by_factory = own.optimizer is not None and step.optimizer is own.optimizer
-        optimizer = type(own.optimizer).__name__ if by_factory else workload.optimizer
+        found = msgspec.structs.replace(
+            workload, model=model, by_factory=("optimizer",) if by_factory else (),
+            optimizer=type(own.optimizer).__name__ if by_factory else workload.optimizer,
+        )  # fmt: skip
     watch.end()
     del step
     gc.collect()  # a step and its phases refer to each other
-    return OwnWatchedStep(
-        watch=watch,
-        built=built,
-        parameter_bytes=parameter_bytes,
-        model=model,
-        optimizer=optimizer,
-        optimizer_is_own=by_factory,
-    )
+    return OwnWatchedStep(watch=watch, built=built, parameter_bytes=parameter_bytes, workload=found)
 
 
 def _as_on_the_cpu(workload: OwnWorkload) -> OwnWorkload:

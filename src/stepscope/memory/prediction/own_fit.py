@@ -7,6 +7,7 @@ from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import MemoryCategory
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.memory.prediction.fit import Budget
+from stepscope.memory.prediction.plans import Plan
 
 KEPT_FREE = 0.04
 """Share of the memory that is left free: what an operator's kernel takes for itself and gives back is not seen."""
@@ -49,14 +50,6 @@ class OwnEstimate(msgspec.Struct, frozen=True, kw_only=True):
     unseen: Unseen = Unseen()
 
 
-class OwnPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes to the step that make it fit, as predicted."""
-
-    change: str
-    options: str
-    peak_bytes: int
-
-
 class OwnVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a step fits into a budget, and what would make it fit."""
 
@@ -65,7 +58,7 @@ class OwnVerdict(msgspec.Struct, frozen=True, kw_only=True):
     kept_free_bytes: int
     """Bytes of the budget that must stay free."""
     fails_in: str | None = None
-    plans: tuple[OwnPlan, ...] = ()
+    plans: tuple[Plan, ...] = ()
     largest_batch: int | None = None
     """The largest batch that fits, in samples; 0 where not even one does, None where no size could be changed."""
 
