@@ -30,10 +30,6 @@ class Timed(Shown):
     """Whether the steps were steady when warm-up ended; None where there were too few to tell."""
     answer: ShownAnswer
 
-    @property
-    def answers(self) -> tuple[ShownAnswer, ...]:
-        return (self.answer,)
-
 
 @dataclass(frozen=True)
 class _Callables:

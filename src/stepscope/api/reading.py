@@ -34,10 +34,6 @@ class Traced(Shown):
     """What to doubt, and what costs time, the gravest first."""
     answer: ShownAnswer
 
-    @property
-    def answers(self) -> tuple[ShownAnswer, ...]:
-        return (self.answer,)
-
 
 @dataclass(frozen=True, repr=False)
 class Remembered(Shown):
@@ -50,10 +46,6 @@ class Remembered(Shown):
     moment: "Moment"
     """What was alive at the moment that was asked for."""
     answer: ShownAnswer
-
-    @property
-    def answers(self) -> tuple[ShownAnswer, ...]:
-        return (self.answer,)
 
 
 @dataclass(frozen=True, repr=False)

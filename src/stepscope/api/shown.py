@@ -14,12 +14,14 @@ from stepscope.core.run import Run
 
 
 class Shown:
-    """A result that shows its answers: printed as text, in a notebook as HTML."""
+    """A result that shows its answer: printed as text, in a notebook as HTML."""
+
+    answer: "ShownAnswer"
 
     @property
     def answers(self) -> "tuple[ShownAnswer, ...]":
         """What is shown, one below the other."""
-        raise NotImplementedError
+        return (self.answer,)
 
     def __repr__(self) -> str:
         return as_text(*self.answers)
