@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from stepscope.api.reading import Measured, measured, say
+from stepscope.api.reading import Measured, measured
 from stepscope.api.workloads import given, textbook
 from stepscope.core.attentions import Attention
 from stepscope.core.errors import InputError, choose
@@ -13,6 +13,7 @@ from stepscope.core.evidence import TRACE_TOOLS, TraceTool
 from stepscope.core.own_arguments import code_digest
 from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
 from stepscope.core.run import settings_from
+from stepscope.core.shown_text import warn
 from stepscope.core.workload import Compile, Dtype, Optimizer, Phase
 from stepscope.engine.request import MemoryRequest, Stage, StepRequest, Tell, TraceRequest
 
@@ -134,7 +135,7 @@ def run(
     )  # fmt: skip
     found, directory = measure_step(request, tell or _say_nothing, given=made)
     if found.status == "interrupted" or (found.status == "done" and found.failure is not None):
-        say(f"interrupted; what was measured is in {directory}")
+        warn(f"interrupted; what was measured is in {directory}")
         raise KeyboardInterrupt
     return measured(found, directory)
 

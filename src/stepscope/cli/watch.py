@@ -70,7 +70,7 @@ def watch(
 
 
 def _options(steps: str | None, step_of: str | None, recording: Recording, tag: str | None, runs: Path) -> list[str]:
-    """The same options, for each worker."""
+    """The options of this command, as each worker is given them."""
     trace, memory = recording.trace, recording.memory
     said = {
         "--steps": steps, "--step-of": step_of, "--tag": tag, "--runs": str(runs.absolute()),
@@ -131,7 +131,7 @@ def _start(request: WatchRequest, watching: "list[WatchedRun]") -> None:
         watched = WatchedRun(request, warn)
         watched.start()
         watching.append(watched)
-    except Exception as error:  # the script must run, watched or not
+    except Exception as error:  # The script must run even if the watch fails, in whatever way it does.
         warn(f"nothing is measured: {one_line(error)}")
 
 
@@ -154,7 +154,7 @@ def _finish(watching: "list[WatchedRun]", ended: BaseException | None) -> None:
             from stepscope.report.terminal import render_answer
 
             show(render_answer(answer_run(run, str(directory))), sys.stderr)
-    except Exception as error:  # the script's own end must stay what it is
+    except Exception as error:  # The process must end as the script ended, even if its run cannot be shown.
         warn(f"what was measured cannot be shown: {one_line(error)}")
 
 

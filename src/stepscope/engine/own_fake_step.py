@@ -132,11 +132,11 @@ def _on_fake_tensors(own: OwnModule, workload: OwnWorkload, mode: FakeTensorMode
 
     before = list(own.module.parameters())
     for part in own.module.modules():
-        homes = (part._parameters, part._buffers)  # pyright: ignore[reportPrivateUsage]
+        homes: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)  # pyright: ignore[reportPrivateUsage]
         for tensors in homes:
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    tensors[name] = faked_leaf(tensor)  # type: ignore[assignment]
+                    tensors[name] = faked_leaf(tensor)
     if own.optimizer is not None:
         for group in own.optimizer.param_groups:
             group["params"] = [made.get(id(parameter), parameter) for parameter in group["params"]]

@@ -1,7 +1,6 @@
 """Two lines round a loop: `with stepscope.watch(model, optimizer) as watched:`."""
 
 import atexit
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +12,7 @@ from torch import nn
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
 from stepscope.core.run import Run
-from stepscope.core.shown_text import message_line
+from stepscope.core.shown_text import warn
 from stepscope.core.units import format_seconds
 from stepscope.engine.request import MemoryRequest, TraceRequest
 from stepscope.engine.watch.request import WatchRequest, checked_steps, settings_between
@@ -95,7 +94,7 @@ class Watched:
 
     def _say(self, line: str) -> None:
         if not self._quiet:
-            say(line)
+            warn(line)
 
 
 def watch(
@@ -137,17 +136,12 @@ def watch(
         step_of=step_of,
         tag=tag,
     )
-    return Watched(WatchedRun(request, _nothing if quiet else say, model=model, optimizer=optimizer), quiet=quiet)
+    return Watched(WatchedRun(request, _nothing if quiet else warn, model=model, optimizer=optimizer), quiet=quiet)
 
 
 def _check(given: object, expected: type, message: str) -> None:
     if given is not None and not isinstance(given, expected):
         raise InputError(message.format(type(given).__name__))
-
-
-def say(line: str) -> None:
-    """One line on stderr."""
-    print(f"stepscope: {message_line(line)}", file=sys.stderr)
 
 
 def _nothing(_: str) -> None:

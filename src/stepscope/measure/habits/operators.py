@@ -50,7 +50,7 @@ class OperatorHabits(TorchDispatchMode):
         if self.looking:
             try:
                 self._look(func, args, kwargs or {}, out)
-            except Exception:  # a failure here would be the loop's
+            except Exception:  # This runs inside the loop, which an error of ours must not end.
                 self.looking = False
         return out
 

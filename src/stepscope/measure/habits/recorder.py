@@ -37,14 +37,14 @@ class _Token:
 
 
 def _safely(method: Callable[..., None]) -> Callable[..., None]:
-    """A method that does nothing after one has failed, since its error would be the loop's."""
+    """A method whose error does not reach the loop, and that does nothing once one of them has failed."""
 
     @functools.wraps(method)
     def call(self: "HabitsRecorder", *args: str) -> None:
         if self.failure is None:
             try:
                 method(self, *args)
-            except Exception as error:
+            except Exception as error:  # This runs inside the loop, which an error of ours must not end.
                 self.failure = error
                 self._rest()
 

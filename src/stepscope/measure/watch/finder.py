@@ -76,7 +76,7 @@ class Finder(Recorder):
         """Take everything off."""
         self._seen = None
         self._phases.recorders = ()
-        nn.Module.__call__ = _ORIGINAL_CALL  # type: ignore[method-assign]
+        _let_modules_call(_ORIGINAL_CALL)
         for undo in self._undo:
             undo()
         self._undo.clear()
@@ -95,7 +95,7 @@ class Finder(Recorder):
         self._phases.recorders = (self,)
         self._undo.append(watch_backward(self._phases))
         self._call = self._noting_call()
-        nn.Module.__call__ = self._call  # type: ignore[method-assign]
+        _let_modules_call(self._call)
 
     def _stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
         seen, self.last_to_end = self._seen, optimizer
@@ -143,7 +143,7 @@ class Finder(Recorder):
             if get_ident() != self._phases.thread or self._seen is None:
                 return _ORIGINAL_CALL(module, *args, **kwargs)
             outermost, self._outermost = self._outermost, None
-            nn.Module.__call__ = _ORIGINAL_CALL  # type: ignore[method-assign]
+            _let_modules_call(_ORIGINAL_CALL)
             if outermost is not None:  # the first module that another one calls: autocast may be on only in there
                 outermost.autocast = outermost.autocast or _autocast(outermost.module)
                 return _ORIGINAL_CALL(module, *args, **kwargs)
@@ -151,13 +151,13 @@ class Finder(Recorder):
                 seen = self._note(module, args, kwargs)
                 if not is_compiled(module):
                     self._outermost = seen
-                    nn.Module.__call__ = self._call  # type: ignore[method-assign]
+                    _let_modules_call(self._call)
             try:
                 return _ORIGINAL_CALL(module, *args, **kwargs)
             finally:
                 self._outermost = None
                 if self._seen is not None:
-                    nn.Module.__call__ = self._call  # type: ignore[method-assign]
+                    _let_modules_call(self._call)
 
         return call
 
@@ -174,6 +174,11 @@ class Finder(Recorder):
                 shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
                 seen.inputs.setdefault(inner, set()).add(TensorSeen(shape, dtype))
         return seen
+
+
+def _let_modules_call(call: Callable[..., Any]) -> None:
+    """Make this function the `__call__` of every module's class that has none of its own."""
+    nn.Module.__call__ = call  # type: ignore[method-assign]  # Replacing the method is what this function is for.
 
 
 def _tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:

@@ -194,7 +194,7 @@ class Watch:
             phases.step_ends()
             self.steps += 1
             over = stage.is_over(self.steps - 1)
-        except Exception as error:
+        except Exception as error:  # An error of the watch must not end the loop that is watched.
             self._told.stage_failed(stage.name, error)
             over = True
         if over:
@@ -218,7 +218,7 @@ class Watch:
     def _guarded(self, stage: str, call: Callable[[], None]) -> bool:
         try:
             call()
-        except Exception as error:  # an error of the watch must not end the loop
+        except Exception as error:  # An error of the watch must not end the loop that is watched.
             self._told.stage_failed(stage, error)
             if stage == "start":
                 self._take_off()

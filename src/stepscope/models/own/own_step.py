@@ -86,7 +86,7 @@ class OwnStep(AssembledStep):
             run()
         except (StepscopeError, torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
             raise
-        except Exception as error:
+        except Exception as error:  # The user's own code may raise anything.
             if "memory" in str(error):
                 raise
             raise InputError(f"{self.own.name} fails in {phase}: {type(error).__name__}: {one_line(error)}") from error
