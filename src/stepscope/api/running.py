@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stepscope.models.own.loading import Loaded
 
 _OF_ANY_MODEL = ("dtype", "phase", "compile", "optimizer", "checkpointing", "accumulation", "seed")
-"""What may be said of a step whatever its model; the rest belongs to the textbook's."""
+"""The choices for a step of any model. All others belong to the textbook's model."""
 _RECORDED = ("memory", *TRACE_TOOLS)
 
 
@@ -147,7 +147,7 @@ def _say_nothing(_: Stage) -> None:
 def _check_one_model(
     model: object, module: str | None, of_a_module: Mapping[str, object], arguments: Mapping[str, Any] | None
 ) -> None:
-    """Raise InputError where two models are named, or something is given to one that does not take it."""
+    """Raise InputError if two models are named, or if a model is given something that it does not take."""
     if model is not None and module is not None:
         raise InputError("model and module both say what is measured: give one of them")
     if arguments and module is None:
@@ -161,7 +161,7 @@ def _check_one_model(
 def _taken(
     model: object, batch: object, loss: object, said: dict[str, Any], asked: tuple[str, ...]
 ) -> "tuple[OwnWorkload, Callable[[], Loaded]]":
-    """The workload of a module that is there already, and what gives a copy of it."""
+    """The workload of a module that exists already, and a function that returns a copy of the module."""
     from torch import nn, optim  # noqa: PLC0415  (the caller has it)
 
     from stepscope.models.own.loading import code_of, copy_of, take_own  # noqa: PLC0415

@@ -98,7 +98,7 @@ def _become(command: list[str]) -> NoReturn:
 
 
 def _run(program: Program, request: WatchRequest) -> NoReturn:
-    """Run the script, watched, and end as it ends."""
+    """Run the script under watch, and end the process as the script ends."""
     interrupts.uninstall()
     unmend()
     watching: list[WatchedRun] = []
@@ -116,7 +116,7 @@ def _run(program: Program, request: WatchRequest) -> NoReturn:
         ended = error
     if ended is not None:
         without_our_frames(ended)
-    if os.getpid() != process:  # a child that was forked, and has come to the script's end
+    if os.getpid() != process:  # This is a forked child that has reached the script's end.
         _end_as(ended)
     if ended is not None and not isinstance(ended, SystemExit):
         report(ended)
@@ -159,7 +159,7 @@ def _finish(watching: "list[WatchedRun]", ended: BaseException | None) -> None:
 
 
 def _uninterrupted(call: Callable[[], None]) -> None:
-    """Call it while Ctrl-C does nothing."""
+    """Make a call during which Ctrl-C does nothing."""
     before: Any = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -178,7 +178,7 @@ def _end_as(ended: BaseException | None, *, reported: bool = False) -> NoReturn:
         report(ended)
     if isinstance(ended, KeyboardInterrupt):
         die_of_interrupt()
-    sys.excepthook = _silent  # it has been shown
+    sys.excepthook = _silent  # The exception has been shown.
     raise ended.with_traceback(None)
 
 

@@ -1,4 +1,5 @@
-"""Whether a step of a user's own module fits, and what would make it fit: each answer is a step on fake tensors."""
+"""Says whether a step of a user's own module fits, and what would make it fit. Each answer is a step on fake
+tensors."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,7 @@ def fit_own(
 
 
 def _estimate(watched: OwnWatchedStep, device_type: DeviceType) -> OwnEstimate:
-    # On a CPU a request gets the bytes that it asks for.
+    # On a CPU each request gets exactly the bytes that it asks for.
     found = replayed(watched, CachingAllocator() if device_type == "cuda" else RoundingAllocator(1))
     return OwnEstimate(
         peak_bytes=found.peak_bytes, peak_phase=found.peak_phase, categories=found.categories, memory=found.memory,
@@ -57,7 +58,7 @@ def _unseen(watched: OwnWatchedStep) -> Unseen:
 
 
 class _Search:
-    """Predicts variants of one step, and remembers what they came to."""
+    """Predicts variants of one step, and remembers the predictions."""
 
     def __init__(self, workload: OwnWorkload, device_type: DeviceType) -> None:
         self._workload = workload
@@ -86,7 +87,7 @@ class _Search:
         return None
 
     def _variant(self, workload: OwnWorkload, batch: int | None = None) -> OwnWatchedStep | None:
-        """The variant's step; None where it cannot be made so."""
+        """The step of a variant; None if it cannot be made."""
         key = (msgspec.json.encode(workload), batch)
         if key not in self._watched:
             try:
@@ -100,7 +101,7 @@ class _Search:
         return watched is not None and self._fails_in(watched, budget) is None
 
     def _plans(self, budget: Budget) -> Iterator[Plan]:
-        """Single changes that suffice; where fewer than two do, pairs, triples and so on too."""
+        """The single changes that suffice. If fewer than two do, pairs, triples and so on as well."""
         levers, found = list(_levers(self._workload)), list[tuple[Change, ...]]()
         # Of two levers that set one option, the last one is stronger.
         strongest = [settings[-1] for settings in levers]
@@ -132,7 +133,7 @@ class _Search:
         return None
 
     def _largest(self, watched: OwnWatchedStep, budget: Budget) -> int | None:
-        """The largest batch that fits: it does, and one micro-batch of one sample more does not."""
+        """The largest batch that fits. A batch with one sample more in each micro-batch does not fit."""
         start = self._workload.model.batch_size
         if not start:
             return None
@@ -156,7 +157,7 @@ class _Search:
 
 
 def _edge(guess: int, fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, 0 where none does: looked for around a guess, in strides that double."""
+    """The largest number that fits, or 0 if none does. The search begins at a guess, in strides that double."""
     low, high, stride = 0, MOST_BATCH, 1
     number = min(max(1, guess), MOST_BATCH - 1)
     while high - low > 1:
@@ -171,7 +172,7 @@ def _edge(guess: int, fits: Callable[[int], bool]) -> int:
 
 
 def _levers(workload: OwnWorkload) -> Iterator[Lever]:
-    """What may be changed, those that cost nothing first; the settings of each from the mildest on."""
+    """The levers of this workload, first those that cost nothing. The settings of each begin with the mildest."""
     if "optimizer" not in workload.by_factory and workload.phase == "train":
         if workload.optimizer in ("adamw-foreach", "adamw-loop"):
             yield (plans.FUSED_ADAMW,)
@@ -194,5 +195,5 @@ def _with(workload: OwnWorkload, changes: Sequence[Change]) -> OwnWorkload:
 
 
 def _part_of(found: Sequence[Change], levers: Sequence[Lever]) -> bool:
-    """Whether changes that suffice are among these levers already."""
+    """Whether these levers include all changes of a plan that was found."""
     return all(any(change in settings for settings in levers) for change in found)

@@ -128,7 +128,7 @@ def same_but(run: Run, **baseline: Any) -> tuple[object, ...]:
     workload = msgspec.structs.replace(run.workload, **baseline)
     if isinstance(workload, Workload):
         return (workload, where)
-    # Of a model that is not ours the fields below it are what was found: dtypes of parameters and inputs among them.
+    # For a user's model, the fields below are what was found, such as the dtypes of parameters and inputs.
     model = msgspec.structs.replace(workload.model, structure="", inputs={})
     return (msgspec.json.encode(msgspec.structs.replace(workload, model=model), order="sorted"), where)
 

@@ -107,7 +107,7 @@ def when_imported(name: str, call: Callable[[], None]) -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Finds one module as the other finders do, and tells when it has been imported. Then it is gone."""
+    """A finder that calls a function when one module has been imported. It leaves the finding to the other finders."""
 
     def __init__(self, name: str, call: Callable[[], None]) -> None:
         self._name, self._call = name, call
@@ -129,7 +129,7 @@ class _Waiting(MetaPathFinder):
 
 
 class _Telling(Loader):
-    """Loads as another loader, puts that one back, and tells."""
+    """A loader that lets another loader do its work, and then calls a function."""
 
     def __init__(self, loader: Any, call: Callable[[], None]) -> None:
         self._loader, self._call = loader, call

@@ -1,4 +1,4 @@
-"""Runs what a user wrote: whatever it raises becomes one line, and what it prints does not go to our stdout."""
+"""Runs a user's code: whatever it raises becomes one line, and what it prints does not go to our stdout."""
 
 import contextlib
 import sys
