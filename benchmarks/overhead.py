@@ -28,7 +28,7 @@ from stepscope.measure.step import Driven, Phase
 from stepscope.measure.timer import measure
 from stepscope.models.training_step import TrainingStep
 from stepscope.work.described import cell_name, describe_model, describe_workload
-from stored import keep
+from stored import bounds_of, keep, ratios_of
 
 STEPS_IN_A_BLOCK = 5
 
@@ -47,8 +47,7 @@ class Overhead(msgspec.Struct, kw_only=True):
     @property
     def ratios(self) -> Samples:
         """Measured / bare of each pair."""
-        pairs = zip(self.measured_s.values_s, self.bare_s.values_s, strict=True)
-        return Samples(values_s=tuple(measured / bare for measured, bare in pairs), clock="pairs")
+        return ratios_of(self.measured_s, self.bare_s)
 
     @property
     def overhead(self) -> float:
@@ -124,7 +123,7 @@ def compare(workload: Workload, device_name: str, pairs: int) -> Overhead:
 
 def render(result: Overhead) -> str:
     """The result in words."""
-    bounds = f" [{bounds_of(result)}]"
+    bounds = f" [{bounds_of(result.ratios)}]"
     lines = (
         describe_model(result.workload),
         describe_workload(result.workload),
@@ -135,12 +134,6 @@ def render(result: Overhead) -> str:
         f"timer alone    {format_seconds(result.timer_s)} a step, {result.timer_share * 100:.2f} % of it",
     )
     return "\n".join(lines) + "\n"
-
-
-def bounds_of(result: Overhead) -> str:
-    """The interval of the overhead, or that there is none."""
-    interval = result.ratios.interval()
-    return f"{(interval.low - 1) * 100:+.2f} to {(interval.high - 1) * 100:+.2f} %" if interval else "cannot be told"
 
 
 def render_table(results: list[Overhead]) -> str:
@@ -154,7 +147,7 @@ def render_table(results: list[Overhead]) -> str:
                 cell_name(result.workload),
                 format_seconds(result.bare_s.median_s or 0),
                 f"{result.overhead * 100:+.2f} %",
-                bounds_of(result),
+                bounds_of(result.ratios),
                 f"{format_seconds(result.timer_s)}, {result.timer_share * 100:.2f} %",
             )
         )

@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 
 from stepscope.core.errors import StepscopeError
+from stepscope.core.samples import Samples
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -22,6 +23,18 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int
     other_cores: float | None
     """Cores that others kept busy meanwhile: a figure taken beside much of it is worth little."""
+
+
+def ratios_of(measured: Samples, base: Samples) -> Samples:
+    """Measured / base of each pair."""
+    pairs = zip(measured.values_s, base.values_s, strict=True)
+    return Samples(values_s=tuple(one / other for one, other in pairs), clock="pairs")
+
+
+def bounds_of(ratios: Samples) -> str:
+    """The interval of the ratios' median, as deviations from 1, or that there is none."""
+    interval = ratios.interval()
+    return f"{(interval.low - 1) * 100:+.2f} to {(interval.high - 1) * 100:+.2f} %" if interval else "cannot be told"
 
 
 def keep(result: msgspec.Struct, path: Path | None) -> None:

@@ -33,6 +33,7 @@ from stepscope.measure.watch.found import Found
 from stepscope.measure.watch.stopwatch import Stopwatch, marks_for
 from stepscope.measure.watch.timed import TimedSteps
 from stepscope.measure.watch.watch import Stage, Watch
+from stored import bounds_of, keep, ratios_of
 
 EMPTY = "empty"
 SIZES = {"1M": (128, 4, 4), "10M": (320, 6, 5), "100M": (768, 12, 12)}
@@ -166,18 +167,6 @@ class Cost(msgspec.Struct, kw_only=True):
     reported_s: Samples
     """The mean of the step times that the watch reported, for each watched block."""
 
-    @property
-    def ratios(self) -> Samples:
-        """Watched / bare of each pair."""
-        pairs = zip(self.watched_s.values_s, self.bare_s.values_s, strict=True)
-        return Samples(values_s=tuple(watched / bare for watched, bare in pairs), clock="pairs")
-
-    @property
-    def agreement(self) -> Samples:
-        """Reported / stopwatch of each watched block."""
-        pairs = zip(self.reported_s.values_s, self.watched_s.values_s, strict=True)
-        return Samples(values_s=tuple(reported / watched for reported, watched in pairs), clock="pairs")
-
 
 class Reporting:
     """What the Watch of one block tells, and the times that it took."""
@@ -263,15 +252,13 @@ def compare(size: str, device_name: str, *, batch_size: int, length: int, pairs:
 
 def as_percent(ratios: Samples) -> str:
     """The median of ratios as a deviation from 1, with its interval."""
-    interval = ratios.interval()
-    bounds = f"{(interval.low - 1) * 100:+.2f} to {(interval.high - 1) * 100:+.2f} %" if interval else "cannot be told"
-    return f"{((ratios.median_s or 1.0) - 1) * 100:+.2f} % [{bounds}]"
+    return f"{((ratios.median_s or 1.0) - 1) * 100:+.2f} % [{bounds_of(ratios)}]"
 
 
-def in_microseconds(result: Cost) -> str:
+def in_microseconds(ratios: Samples, bare_s: float) -> str:
     """What the ratio of the pairs adds to a bare step, with its interval, and as a share of a step of 20 ms."""
-    bare_us, interval = (result.bare_s.median_s or 0.0) * 1e6, result.ratios.interval()
-    added_us = ((result.ratios.median_s or 1.0) - 1) * bare_us
+    bare_us, interval = bare_s * 1e6, ratios.interval()
+    added_us = ((ratios.median_s or 1.0) - 1) * bare_us
     bounds = f" [{(interval.low - 1) * bare_us:+.1f} to {(interval.high - 1) * bare_us:+.1f} us]" if interval else ""
     return f"{added_us:+.1f} us{bounds} a step: {added_us / 20e3 * 100:+.2f} % of one of 20 ms"
 
@@ -279,14 +266,16 @@ def in_microseconds(result: Cost) -> str:
 def render(result: Cost) -> str:
     """The result in words."""
     model = "Nothing" if result.size == EMPTY else "Llama-like"
+    bare_s, over_bare = result.bare_s.median_s or 0.0, ratios_of(result.watched_s, result.bare_s)
+    over_stopwatch = ratios_of(result.reported_s, result.watched_s)
     lines = (
         f"{model}, {format_count(result.parameters)} parameters, batch {result.batch_size} x {result.seq_len}",
         result.environment,
-        f"bare loop     {format_seconds(result.bare_s.median_s or 0)} a step",
+        f"bare loop     {format_seconds(bare_s)} a step",
         f"watched loop  {format_seconds(result.watched_s.median_s or 0)} a step",
-        f"overhead      {as_percent(result.ratios)}, {result.ratios.count} pairs of {result.steps_in_a_block} steps",
-        f"added         {in_microseconds(result)}",
-        f"reported      {as_percent(result.agreement)} beside a stopwatch round the same steps",
+        f"overhead      {as_percent(over_bare)}, {over_bare.count} pairs of {result.steps_in_a_block} steps",
+        f"added         {in_microseconds(over_bare, bare_s)}",
+        f"reported      {as_percent(over_stopwatch)} beside a stopwatch round the same steps",
     )
     return "\n".join(lines) + "\n"
 
@@ -312,9 +301,7 @@ def main() -> None:
         batch_size=given.batch_size, length=given.seq_len, pairs=given.pairs, steps=given.steps,
     )  # fmt: skip
     sys.stdout.write(render(result))
-    if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+    keep(result, given.json)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ python docs/examples/gpt.py README.md
 
 import math
 import sys
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +16,7 @@ gradient_accumulation_steps, max_iters, learning_rate, grad_clip = 2, 60, 1e-3, 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
 torch.manual_seed(1337)
-with open(sys.argv[1], "rb") as file:
-    data = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8).long()
+data = torch.frombuffer(bytearray(Path(sys.argv[1]).read_bytes()), dtype=torch.uint8).long()
 
 
 def get_batch():

@@ -15,31 +15,10 @@ from stepscope.models.training_step import TrainingStep
 from tests.conftest import mini
 from tests.measure.test_capture import Recorder as Emitted
 from tests.measure.test_memory_capture import notes_of, read
+from tests.measure.watch.loops import Diary
 from tests.measures import SOURCE
 
 CPU = torch.device("cpu")
-
-
-class Diary(Recorder):
-    """Writes down what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def step_begins(self) -> None:
-        self.told.append("step")
-
-    def phase_begins(self, name: str) -> None:
-        self.told.append(name)
-
-    def phase_ends(self, name: str) -> None:
-        self.told.append(f"/{name}")
-
-    def phase_failed(self, name: str) -> None:
-        self.told.append(f"failed {name}")
-
-    def step_ends(self) -> None:
-        self.told.append("/step")
 
 
 class Written:

@@ -205,35 +205,37 @@ def test_arguments_reach_the_factory(file: str):
 
 
 @pytest.mark.parametrize(
-    ("factory", "arguments", "said"),
+    ("called", "said"),
     [
-        ("make", {"deep": 3}, "has no parameter 'deep': its parameters are depth=3, width=8"),
-        ("needs", {}, "needs sizes: give --arg sizes=VALUE; its parameters are sizes, depth=2"),
-        ("instance", {"depth": 3}, "is Net already, which takes no --arg depth"),
-        ("mak", {}, "has no 'mak'; there is make"),
-        ("make.inner", {}, "has no 'make.inner'"),
-        ("number", {}, "gave int, and no nn.Module"),
-        ("nothing", {}, "gave NoneType, and no nn.Module"),
-        ("raises", {}, "fails: KeyError: 'weights'"),
-        ("leaves", {}, "fails: SystemExit: 0"),
-        ("empty", {}, "has no batch: it gave an empty list"),
-        ("exhausted", {}, "has no batch: it gave tuple_iterator that gives none"),
-        ("failing_loader", {}, "the batches of .* fail: OSError: disk gone"),
-        ("no_parameters", {}, "has no parameters to train"),
-        ("frozen", {}, "has no parameters to train"),
-        ("no_gradient", {}, "has a loss without gradients"),
-        ("no_number", {}, r"has no loss: forward returned a tensor \(4, 5\) of torch.float32, and no number"),
-        ("counts", {}, r"its loss function returned a tensor \(\) of torch.int64"),
-        ("bad_shape", {}, "fails in forward: RuntimeError"),
-        ("bad_backward", {}, "fails in backward: ValueError: not written yet"),
-        ("immovable", {}, "the batch of .* cannot be moved to cpu: RuntimeError: stays here"),
-        ("scripted", {}, "is compiled by torch.jit"),
-        ("others_optimizer", {}, "its optimizer holds none of the module's parameters"),
-        ("no_optimizer", {}, "the optimizer is str, and no torch.optim.Optimizer"),
-        ("bad_phase", {}, r"a step with the phase \('forward', 3\): each is a name and a function"),
+        ("make deep=3", "has no parameter 'deep': its parameters are depth=3, width=8"),
+        ("needs", "needs sizes: give --arg sizes=VALUE; its parameters are sizes, depth=2"),
+        ("instance depth=3", "is Net already, which takes no --arg depth"),
+        ("mak", "has no 'mak'; there is make"),
+        ("make.inner", "has no 'make.inner'"),
+        ("number", "gave int, and no nn.Module"),
+        ("nothing", "gave NoneType, and no nn.Module"),
+        ("raises", "fails: KeyError: 'weights'"),
+        ("leaves", "fails: SystemExit: 0"),
+        ("empty", "has no batch: it gave an empty list"),
+        ("exhausted", "has no batch: it gave tuple_iterator that gives none"),
+        ("failing_loader", "the batches of .* fail: OSError: disk gone"),
+        ("no_parameters", "has no parameters to train"),
+        ("frozen", "has no parameters to train"),
+        ("no_gradient", "has a loss without gradients"),
+        ("no_number", r"has no loss: forward returned a tensor \(4, 5\) of torch.float32, and no number"),
+        ("counts", r"its loss function returned a tensor \(\) of torch.int64"),
+        ("bad_shape", "fails in forward: RuntimeError"),
+        ("bad_backward", "fails in backward: ValueError: not written yet"),
+        ("immovable", "the batch of .* cannot be moved to cpu: RuntimeError: stays here"),
+        ("scripted", "is compiled by torch.jit"),
+        ("others_optimizer", "its optimizer holds none of the module's parameters"),
+        ("no_optimizer", "the optimizer is str, and no torch.optim.Optimizer"),
+        ("bad_phase", r"a step with the phase \('forward', 3\): each is a name and a function"),
     ],
 )
-def test_what_is_wrong_with_a_factory_is_one_line(file: str, factory: str, arguments: dict[str, Any], said: str):
+def test_what_is_wrong_with_a_factory_is_one_line(file: str, called: str, said: str):
+    factory, *given = called.split()
+    arguments = dict(word.split("=") for word in given)
     with pytest.raises(InputError, match=said) as raised:
         step, _ = make_own_step(own_workload(f"{file}:{factory}", arguments=arguments), CPU)
         run(step)

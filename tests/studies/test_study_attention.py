@@ -453,8 +453,9 @@ def test_attention_that_subtracts_no_maximum_gets_no_time_but_where_that_is_stat
 def test_the_seeds_grid_is_that_of_the_write_ups():
     sizes = sizes_for("cuda", "seeds")
     assert sizes == PRESETS["seeds"] == sizes_for("cpu", "seeds")
-    assert (sizes.batch_size, sizes.heads, sizes.dtypes, sizes.compile) == (8, 1, "fp32", "none,default")
-    assert sizes.head_dim == "16,32,64,128" and sizes.seq_len == "256,1024,4096,8192,16384" and not sizes.causal
+    assert (sizes.batch_size, sizes.heads, sizes.dtypes, sizes.compiles) == (8, 1, ("fp32",), ("none", "default"))
+    assert sizes.head_dims == (16, 32, 64, 128) and not sizes.causal
+    assert sizes.seq_lens == (256, 1024, 4096, 8192, 16384)
 
 
 def test_on_a_cpu_held_memory_is_counted_and_no_peak_is_made_up():

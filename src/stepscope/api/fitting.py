@@ -12,7 +12,7 @@ from stepscope.core.workload import Compile, Dtype, Optimizer, Phase, Workload
 
 if TYPE_CHECKING:
     from stepscope.memory.prediction.estimate import MemoryEstimate
-    from stepscope.memory.prediction.fit import Budget, Fit, Plan
+    from stepscope.memory.prediction.fit import Budget, Fit, TextbookPlan
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,7 +37,7 @@ class Fitted(Shown):
         return self.verdict.fits if self.verdict is not None else None
 
     @property
-    def plans(self) -> "tuple[Plan, ...]":
+    def plans(self) -> "tuple[TextbookPlan, ...]":
         """Changes that would make it fit, the cheapest first; none where it fits, or nothing helps."""
         return self.verdict.plans if self.verdict is not None else ()
 

@@ -30,10 +30,6 @@ class Timed(Shown):
     """Whether the steps were steady when warm-up ended; None where there were too few to tell."""
     answer: ShownAnswer
 
-    @property
-    def answers(self) -> tuple[ShownAnswer, ...]:
-        return (self.answer,)
-
 
 @dataclass(frozen=True)
 class _Callables:
@@ -68,7 +64,8 @@ def measure(
     between them; the whole step by the host's clock, with the device idle before it and after it.
     prepare: what runs before each step, untimed.
     device: `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`: whose work is timed.
-    warmup, steps: exactly so many; without, 3 to 30 until steps are steady, and 10 to 100. seconds: how long to go on
+    warmup, steps: exactly so many. If left out, 3 to 30 steps warm up until they are steady, and 10 to 100 are timed.
+    seconds: how long to go on
     measuring between the least and the most steps, 5 if left out.
 
     Raises InputError for what cannot be called, a name that is taken (`step`, `host`) and a device that is not there;

@@ -1,7 +1,6 @@
 """`stepscope.show`, `trace` and `memory`: what is read back from files. None needs PyTorch."""
 
 import functools
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from stepscope.core.run import Run
 from stepscope.core.run_directory import find_place, find_run, find_run_files
 from stepscope.core.run_files import RUN_FILE
 from stepscope.core.samples import Samples
-from stepscope.core.shown_text import message_line
+from stepscope.core.shown_text import warn
 
 if TYPE_CHECKING:
     from stepscope.analysis.captures.summary import TraceSummary
@@ -34,10 +33,6 @@ class Traced(Shown):
     """What to doubt, and what costs time, the gravest first."""
     answer: ShownAnswer
 
-    @property
-    def answers(self) -> tuple[ShownAnswer, ...]:
-        return (self.answer,)
-
 
 @dataclass(frozen=True, repr=False)
 class Remembered(Shown):
@@ -50,10 +45,6 @@ class Remembered(Shown):
     moment: "Moment"
     """What was alive at the moment that was asked for."""
     answer: ShownAnswer
-
-    @property
-    def answers(self) -> tuple[ShownAnswer, ...]:
-        return (self.answer,)
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,9 +82,9 @@ class Measured(Shown):
             try:
                 found: Traced | Remembered | None = getattr(self, name)
             except ModuleNotFoundError as error:
-                say(f"the {name} is kept, and read where {error.name} is installed: {self.directory}")
+                warn(f"the {name} is kept, and read where {error.name} is installed: {self.directory}")
             except StepscopeError as error:
-                say(f"the {name} is kept, and cannot be read: {error}")
+                warn(f"the {name} is kept, and cannot be read: {error}")
             else:
                 answers += [found.answer] if found is not None else []
         return tuple(answers)
@@ -151,7 +142,7 @@ def trace(
     from stepscope.analysis.captures.part import part_of  # noqa: PLC0415
 
     place = find_place(str(path), Path(runs))
-    whole = load_capture(place, without_ranges=not ranges, say=say)
+    whole = load_capture(place, without_ranges=not ranges, say=warn)
     findings = check_trace(whole)
     is_part = (range, phase, step) != (None, None, None)
     summary = part_of(whole, str(place), step=step, phase=phase, name=range) if is_part else whole
@@ -191,8 +182,3 @@ def memory(
     explained.self_check()
     moment = moment_at(explained, at)
     return Remembered(place, explained, moment, shown(answer_memory(explained, moment, stacks)))
-
-
-def say(line: str) -> None:
-    """One line on stderr."""
-    print(f"stepscope: {message_line(line)}", file=sys.stderr)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from stepscope.api.reading import Measured, measured, say
+from stepscope.api.reading import Measured, measured
 from stepscope.api.workloads import given, textbook
 from stepscope.core.attentions import Attention
 from stepscope.core.errors import InputError, choose
@@ -13,6 +13,7 @@ from stepscope.core.evidence import TRACE_TOOLS, TraceTool
 from stepscope.core.own_arguments import code_digest
 from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
 from stepscope.core.run import settings_from
+from stepscope.core.shown_text import warn
 from stepscope.core.workload import Compile, Dtype, Optimizer, Phase
 from stepscope.engine.request import MemoryRequest, Stage, StepRequest, Tell, TraceRequest
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from stepscope.models.own.loading import Loaded
 
 _OF_ANY_MODEL = ("dtype", "phase", "compile", "optimizer", "checkpointing", "accumulation", "seed")
-"""What may be said of a step whatever its model; the rest belongs to the textbook's."""
+"""The choices for a step of any model. All others belong to the textbook's model."""
 _RECORDED = ("memory", *TRACE_TOOLS)
 
 
@@ -134,7 +135,7 @@ def run(
     )  # fmt: skip
     found, directory = measure_step(request, tell or _say_nothing, given=made)
     if found.status == "interrupted" or (found.status == "done" and found.failure is not None):
-        say(f"interrupted; what was measured is in {directory}")
+        warn(f"interrupted; what was measured is in {directory}")
         raise KeyboardInterrupt
     return measured(found, directory)
 
@@ -146,7 +147,7 @@ def _say_nothing(_: Stage) -> None:
 def _check_one_model(
     model: object, module: str | None, of_a_module: Mapping[str, object], arguments: Mapping[str, Any] | None
 ) -> None:
-    """Raise InputError where two models are named, or something is given to one that does not take it."""
+    """Raise InputError if two models are named, or if a model is given something that it does not take."""
     if model is not None and module is not None:
         raise InputError("model and module both say what is measured: give one of them")
     if arguments and module is None:
@@ -160,7 +161,7 @@ def _check_one_model(
 def _taken(
     model: object, batch: object, loss: object, said: dict[str, Any], asked: tuple[str, ...]
 ) -> "tuple[OwnWorkload, Callable[[], Loaded]]":
-    """The workload of a module that is there already, and what gives a copy of it."""
+    """The workload of a module that exists already, and a function that returns a copy of the module."""
     from torch import nn, optim  # noqa: PLC0415  (the caller has it)
 
     from stepscope.models.own.loading import code_of, copy_of, take_own  # noqa: PLC0415

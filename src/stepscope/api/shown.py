@@ -1,7 +1,7 @@
 """Results that show themselves: as HTML in a notebook, as text elsewhere.
 
-Those that the functions here return have `_repr_html_`. A Run, an Answer or a Table from anywhere else is shown the
-same way in a notebook, since IPython is told how (`show_in_notebooks`): the records themselves know no renderer.
+The results of the functions in this package have `_repr_html_`. In a notebook, any other Run, Answer or Table is shown
+the same way, because `show_in_notebooks` tells IPython how: the records themselves know no renderer.
 """
 
 import sys
@@ -14,12 +14,14 @@ from stepscope.core.run import Run
 
 
 class Shown:
-    """A result that shows its answers: printed as text, in a notebook as HTML."""
+    """A result that shows its answer: printed as text, in a notebook as HTML."""
+
+    answer: "ShownAnswer"
 
     @property
     def answers(self) -> "tuple[ShownAnswer, ...]":
         """What is shown, one below the other."""
-        raise NotImplementedError
+        return (self.answer,)
 
     def __repr__(self) -> str:
         return as_text(*self.answers)
@@ -62,7 +64,7 @@ class ShownAnswer(Answer, frozen=True, kw_only=True):
 
 
 def shown(answer: Answer) -> ShownAnswer:
-    """The same answer, which shows itself."""
+    """The answer as a ShownAnswer, with its tables as ShownTables."""
     fields = _fields(answer)
     fields["tables"] = tuple(ShownTable(**_fields(table)) for table in answer.tables)
     return ShownAnswer(**fields)

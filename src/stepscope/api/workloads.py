@@ -1,4 +1,4 @@
-"""What a caller in Python says of the textbook's model: its preset, its sizes, and the step's choices."""
+"""Makes the textbook's workload from what a caller in Python says: preset, sizes, and the step's choices."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ _SIZES = tuple(field for field in ModelConfig.__struct_fields__ if field != "nam
 
 
 def given(**said: Any) -> dict[str, Any]:
-    """What was said: a parameter that is None was left out."""
+    """The arguments that a caller gave: one that is None was left out."""
     return {name: value for name, value in said.items() if value is not None}
 
 
 def textbook(preset: object, said: dict[str, Any]) -> Workload:
-    """The textbook's workload; what was not said is as Workload has it. Raises InputError on what cannot be."""
+    """The textbook's workload, with Workload's defaults for the rest. Raises InputError for choices that cannot be."""
     if not isinstance(preset, str):
         raise InputError(f"the model is {type(preset).__name__}: give the name of a preset, as in 'small'")
     chosen = dict(said)

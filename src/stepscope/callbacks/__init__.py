@@ -1,1 +1,1 @@
-"""Watches loops inside others' trainers, one a file: each needs its own library, and no other."""
+"""Watches the loops inside trainers of other libraries, one trainer a file. Each file needs its own library alone."""

@@ -1,4 +1,4 @@
-"""For Hugging Face's Accelerate: `Accelerator(log_with=WatchTracker())`, as its trackers are.
+"""A tracker for Hugging Face's Accelerate: `Accelerator(log_with=WatchTracker())`.
 
 Between `accelerator.init_trackers(...)` and `accelerator.end_training()` the loop is watched.
 """
@@ -11,7 +11,7 @@ from stepscope.engine.watch.inside import Watched, watch
 
 
 class WatchTracker(GeneralTracker):
-    """Measures some steps of the loop; takes what `stepscope.watch` takes. `watched.run` is the result."""
+    """Measures some steps of the loop. It takes the arguments of `stepscope.watch`; `watched.run` is the result."""
 
     name = "stepscope"
     requires_logging_directory = False

@@ -1,4 +1,4 @@
-"""For the Trainer of Hugging Face's transformers: `Trainer(..., callbacks=[WatchCallback()])`."""
+"""A callback for the Trainer of Hugging Face's transformers: `Trainer(..., callbacks=[WatchCallback()])`."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ from stepscope.engine.watch.inside import Watched, watch
 
 
 class WatchCallback(TrainerCallback):
-    """Measures some steps of a training run; takes what `stepscope.watch` takes. `watched.run` is the result."""
+    """Measures some steps of a training run. It takes the arguments of `stepscope.watch`; `watched.run` is the
+    result."""
 
     def __init__(self, **options: Any) -> None:
         self._options = options

@@ -1,4 +1,4 @@
-"""For Lightning: `Trainer(..., callbacks=[WatchCallback()])`."""
+"""A callback for Lightning: `Trainer(..., callbacks=[WatchCallback()])`."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from stepscope.engine.watch.inside import Watched, watch
 
 
 class WatchCallback(Callback):
-    """Measures some steps of a fit; takes what `stepscope.watch` takes. `watched.run` is the result."""
+    """Measures some steps of a fit. It takes the arguments of `stepscope.watch`; `watched.run` is the result."""
 
     def __init__(self, **options: Any) -> None:
         self._options = options

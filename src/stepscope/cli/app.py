@@ -15,7 +15,7 @@ from stepscope.cli.output import emit
 from stepscope.core import interrupts
 from stepscope.core.address_space import address_space_limit
 from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, EXIT_WRONG_INPUT, StepscopeError, one_line
-from stepscope.core.shown_text import message_line
+from stepscope.core.shown_text import warn
 from stepscope.core.units import format_bytes
 
 _OPTIONAL = {
@@ -162,6 +162,5 @@ def _memory_limit() -> str:
 
 def _leave(message: str, code: int) -> NoReturn:
     interrupts.leaving()
-    with contextlib.suppress(OSError):  # whoever reads stderr may have gone
-        print(f"stepscope: {message_line(message)}", file=sys.stderr)
+    warn(message)
     sys.exit(interrupts.exit_code(code))

@@ -3,26 +3,16 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from stepscope.cli import completion
 from stepscope.cli.output import check_picture, draw, json_line
 from stepscope.cli.presentation import Presentation
-from stepscope.cli.verb import verb
+from stepscope.cli.verb import file_or_run, verb
 from stepscope.core.polars_memory import give_pages_back
 from stepscope.core.run_directory import find_place
 
 
 @verb("memory", "stepscope memory last --at backward", "stepscope memory snapshot.pickle --save memory.html")
 def memory(
-    file: Annotated[
-        str,
-        typer.Argument(
-            help="A snapshot of torch.cuda.memory._dump_snapshot (.pickle, gzip too), a run directory, a part of a "
-            "run's name, or `last`.",
-            autocompletion=completion.run_names,
-        ),
-    ],
+    file: Annotated[str, file_or_run("A snapshot of torch.cuda.memory._dump_snapshot (.pickle, gzip too)")],
     *,
     at: str | None,
     device: int | None,

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from stepscope.core.errors import StepscopeError
-from stepscope.core.shown_text import message_line, visible
+from stepscope.core.shown_text import visible, warn
 from stepscope.report.plain import CleanConsole, parts_of, plain_part
 
 if TYPE_CHECKING:
@@ -121,12 +121,6 @@ def _encodable(value: dict[Any, Any] | list[Any] | tuple[Any, ...] | str | float
     if isinstance(value, dict):
         return {_encodable(key): _encodable(item) for key, item in value.items()}
     return [_encodable(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def warn(line: str) -> None:
-    """One line on stderr; a stderr that is gone or full stops nothing."""
-    with contextlib.suppress(OSError):
-        print(f"stepscope: {message_line(line)}", file=sys.stderr)
 
 
 @contextlib.contextmanager

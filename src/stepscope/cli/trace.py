@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepscope.cli import completion
 from stepscope.cli.output import draw, json_line, warn
 from stepscope.cli.presentation import Presentation
-from stepscope.cli.verb import verb
+from stepscope.cli.verb import file_or_run, verb
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError
 from stepscope.core.finding import worst
 from stepscope.core.polars_memory import give_pages_back
@@ -24,14 +23,7 @@ if TYPE_CHECKING:
     "stepscope trace after.json.gz --against before.json.gz",
 )
 def trace(
-    file: Annotated[
-        str,
-        typer.Argument(
-            help="A trace of torch.profiler (.json, .json.gz), an nsys report or export, a run directory, a part of a "
-            "run's name, or `last`.",
-            autocompletion=completion.run_names,
-        ),
-    ],
+    file: Annotated[str, file_or_run("A trace of torch.profiler (.json, .json.gz), an nsys report or export")],
     *,
     against: Path | None,
     range_: str | None,

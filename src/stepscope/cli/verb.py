@@ -78,6 +78,12 @@ def verb(verb_name: str, *examples: str, **usual: str) -> Callable[[Callable[...
     return make
 
 
+def file_or_run(files: str) -> Any:
+    """The argument that names a file of these kinds, or a run that holds one."""
+    said = f"{files}, a run directory, a part of a run's name, or `last`."
+    return typer.Argument(help=said, autocompletion=completion.run_names)
+
+
 def _options_of(
     takes: Callable[..., Any], verb_name: str, usual: Mapping[str, str]
 ) -> tuple[list[inspect.Parameter], Callable[[dict[str, Any]], Any]]:

@@ -70,7 +70,7 @@ def watch(
 
 
 def _options(steps: str | None, step_of: str | None, recording: Recording, tag: str | None, runs: Path) -> list[str]:
-    """The same options, for each worker."""
+    """The options of this command, as each worker is given them."""
     trace, memory = recording.trace, recording.memory
     said = {
         "--steps": steps, "--step-of": step_of, "--tag": tag, "--runs": str(runs.absolute()),
@@ -98,7 +98,7 @@ def _become(command: list[str]) -> NoReturn:
 
 
 def _run(program: Program, request: WatchRequest) -> NoReturn:
-    """Run the script, watched, and end as it ends."""
+    """Run the script under watch, and end the process as the script ends."""
     interrupts.uninstall()
     unmend()
     watching: list[WatchedRun] = []
@@ -116,7 +116,7 @@ def _run(program: Program, request: WatchRequest) -> NoReturn:
         ended = error
     if ended is not None:
         without_our_frames(ended)
-    if os.getpid() != process:  # a child that was forked, and has come to the script's end
+    if os.getpid() != process:  # This is a forked child that has reached the script's end.
         _end_as(ended)
     if ended is not None and not isinstance(ended, SystemExit):
         report(ended)
@@ -131,7 +131,7 @@ def _start(request: WatchRequest, watching: "list[WatchedRun]") -> None:
         watched = WatchedRun(request, warn)
         watched.start()
         watching.append(watched)
-    except Exception as error:  # the script must run, watched or not
+    except Exception as error:  # The script must run even if the watch fails, in whatever way it does.
         warn(f"nothing is measured: {one_line(error)}")
 
 
@@ -154,12 +154,12 @@ def _finish(watching: "list[WatchedRun]", ended: BaseException | None) -> None:
             from stepscope.report.terminal import render_answer
 
             show(render_answer(answer_run(run, str(directory))), sys.stderr)
-    except Exception as error:  # the script's own end must stay what it is
+    except Exception as error:  # The process must end as the script ended, even if its run cannot be shown.
         warn(f"what was measured cannot be shown: {one_line(error)}")
 
 
 def _uninterrupted(call: Callable[[], None]) -> None:
-    """Call it while Ctrl-C does nothing."""
+    """Make a call during which Ctrl-C does nothing."""
     before: Any = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -178,7 +178,7 @@ def _end_as(ended: BaseException | None, *, reported: bool = False) -> NoReturn:
         report(ended)
     if isinstance(ended, KeyboardInterrupt):
         die_of_interrupt()
-    sys.excepthook = _silent  # it has been shown
+    sys.excepthook = _silent  # The exception has been shown.
     raise ended.with_traceback(None)
 
 

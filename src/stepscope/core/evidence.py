@@ -252,7 +252,7 @@ class Habits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Parameters that require a gradient and had none in any step when the optimizer stepped; the first few."""
     without_gradient_count: int = 0
     graphs_alive: int | None = None
-    """Of the two steps before the last, those whose graph was still alive when the last one had ended."""
+    """Earlier steps whose graph was still alive when the last step had ended; two are looked at."""
     in_eval_mode: tuple[str, ...] = ()
     """Dropouts and batch norms, among modules that train, in eval mode when backward began; the first few."""
     in_eval_mode_count: int = 0
@@ -267,7 +267,7 @@ class Habits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     micro_batches: int | None = None
     """Micro-batches of a step of DistributedDataParallel."""
     synchronised: int = 0
-    """Of these but the last, those whose backward synchronises gradients over the ranks."""
+    """Micro-batches before the last whose backward synchronises gradients over the ranks."""
     optimizer_tensors: int = 0
     """Tensors that the optimizer updates."""
     optimizer_operators: int | None = None

@@ -1,4 +1,4 @@
-"""What is said of a user's factory on the command line, read without running any of it."""
+"""Reads what the command line says of a user's factory, without running any of the user's code."""
 
 import hashlib
 import importlib.util

@@ -1,7 +1,7 @@
-"""What a run measured where the model is not ours: a factory's module, or a loop that was watched.
+"""Describes what a run measured where the model is the user's: a factory's module, or a loop that was watched.
 
 A Run's `workload` is one of three kinds. `textbook` is a Workload (`core/workload.py`), whose sizes are known before
-anything runs. `own` is what a user's factory makes, and `watched` is what a user's own loop did; of both, only what was
+anything runs. `own` is what a user's factory makes, and `watched` is what a user's loop did. Of both, only what was
 found is known.
 """
 
@@ -21,7 +21,7 @@ class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     shape: tuple[int, ...]
     dtype: str
-    """As PyTorch names it, without `torch.`: `int64`, `float32`."""
+    """The dtype as PyTorch names it, without `torch.`: `int64`, `float32`."""
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
@@ -33,7 +33,7 @@ class OwnModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     name: str
     """The name of its class."""
     parameters: int | None = None
-    """None until it is made."""
+    """The number of its parameters; None until it is made."""
     inputs: dict[str, Input] = {}
     """The tensors of its batch, by their names or their places."""
     structure: str = ""
@@ -98,7 +98,7 @@ class _OwnStep(StepChoices, frozen=True, kw_only=True):
         return self.words()
 
     def words(self, *without: str) -> list[str]:
-        """The words of the key, but for these fields."""
+        """The words of the key, without these fields."""
         said = {
             "model": self.name,
             "batch_size": f"b{self.batch_size}" if self.batch_size else "",
@@ -118,14 +118,14 @@ class OwnWorkload(_OwnStep, frozen=True, kw_only=True, tag_field="kind", tag="ow
     """A step of the module that a user's factory makes."""
 
     factory: str
-    """As it was given: `package.module:factory`, `train.py:factory`, or a model's config.json."""
+    """The factory as the user named it: `package.module:factory`, `train.py:factory`, or a model's config.json."""
     arguments: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
-    """What the factory is called with."""
+    """The arguments that the factory is called with."""
     code: str = ""
     """A digest of the factory's own file, which is known before it is called."""
     seed: int = 0
     by_factory: tuple[str, ...] = ()
-    """The choices that the factory made itself, so that no option did: `optimizer`, `phases`."""
+    """The choices that the factory made, in place of options: `optimizer`, `phases`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -155,7 +155,7 @@ class OwnWorkload(_OwnStep, frozen=True, kw_only=True, tag_field="kind", tag="ow
         return self.model.name or re.split(r"[:/]", self.factory.removesuffix(".json"))[-1]
 
     def _own_words(self) -> dict[str, str]:
-        said = {"batch_size": self.batch_size, "seq_len": self.seq_len}  # as b4 and s128 already
+        said = {"batch_size": self.batch_size, "seq_len": self.seq_len}  # The key has these as b4 and s128 already.
         values = [f"{n}{value}" for n, value in self.arguments.items() if n not in said or said[n] != value]
         return {"arguments": "-".join(values)}
 
@@ -166,7 +166,7 @@ class WatchedWorkload(_OwnStep, frozen=True, kw_only=True, tag_field="kind", tag
     program: str
     """The script and its arguments, without its folder; empty for a loop watched from inside."""
     rank: int | None = None
-    """Its number among the processes that train together; None where it is alone."""
+    """The number of this process among those that train together; None if it is alone."""
     world_size: int = 1
 
     def _own_words(self) -> dict[str, str]:
@@ -183,7 +183,8 @@ Kind = Literal["textbook", "own", "watched"]
 
 
 def with_kind(workload: bytes) -> bytes:
-    """The JSON of a workload with its kind, which those stored before there were several do not have."""
+    """The JSON of a workload with its kind. Workloads that were stored before there were several kinds do not have
+    it."""
     if msgspec.json.decode(workload, type=_Kinded).kind is not msgspec.UNSET:
         return workload
     fields = workload.strip()[1:]

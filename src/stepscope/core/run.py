@@ -106,7 +106,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     workload: AnyWorkload
     settings: Settings
     environment: Environment | None = None
-    """None only when the run ended before its process could look."""
+    """The machine; None only if the run ended before its process could look."""
     device_spec: DeviceSpec | None = None
     ceilings: Ceilings | None = None
     samples: dict[str, Samples] = {}

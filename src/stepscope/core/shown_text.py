@@ -1,6 +1,8 @@
 """Text as it may be shown: nothing in it moves a cursor, turns the direction of writing, or fills a screen."""
 
+import contextlib
 import re
+import sys
 
 LONGEST_MESSAGE = 2000
 """The most characters of a message on stderr, since an echoed value may be as long as a command line."""
@@ -36,6 +38,12 @@ def name_shown(text: str) -> str:
 def message_line(text: str) -> str:
     """The text as one line of stderr, what is too long left out in its middle: the remedy stands at the end."""
     return middle_cut(printable(text), LONGEST_MESSAGE)
+
+
+def warn(line: str) -> None:
+    """Print one line on stderr; a stderr that is gone or full stops nothing."""
+    with contextlib.suppress(OSError):
+        print(f"stepscope: {message_line(line)}", file=sys.stderr)
 
 
 def middle_cut(text: str, width: int) -> str:

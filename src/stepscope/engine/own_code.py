@@ -42,7 +42,7 @@ def ask_apart(module: str, *arguments: str, what: str) -> bytes:
                 command, stdout=2, pass_fds=(file.fileno(),), check=False, env={**os.environ, MARK: mark}
             ).returncode
         finally:
-            kill_marked(mark)  # processes that the user's code has started end with it
+            kill_marked(mark)  # Processes that the user's code has started end with it.
         file.seek(0)
         try:
             answer = msgspec.json.decode(file.read(), type=_Answer)
@@ -62,10 +62,10 @@ def answer_apart(make: Callable[..., str]) -> NoReturn:
         answer = _Answer(data=make(*sys.argv[2:]))
     except StepscopeError as error:
         answer = _Answer(error=str(error), exit_code=error.exit_code)
-    except KeyboardInterrupt:  # raised by the user's code: on Ctrl-C nobody waits for an answer any more
+    except KeyboardInterrupt:  # The user's code raised it. After Ctrl-C nobody would wait for an answer.
         answer = _Answer(error=f"{' '.join(sys.argv[2:3])}: KeyboardInterrupt was raised")
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # the user's code may have closed any of them
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # The user's code may have closed any of them.
         with os.fdopen(file, "wb") as place:
             place.write(msgspec.json.encode(answer))
         sys.stdout.flush()
-    os._exit(0)  # threads that the user's code has left running do not keep anybody waiting
+    os._exit(0)  # Nobody waits for threads that the user's code has left running.

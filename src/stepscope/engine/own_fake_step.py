@@ -1,9 +1,8 @@
 """Predicts the memory of a step of a user's own module, by running it on fake tensors.
 
-The factory is called in truth, since it may read files or ask for values; only the random filling of large parameters
-is left out, so that they take addresses and no memory. Parameters, buffers and floating inputs then become fake. The
-rest is as for the textbook (`engine/fake_step.py`): the step runs, and what it allocates goes through a simulated
-allocator.
+The factory really runs, since it may read files or ask for values. Only large parameters are not filled with random
+numbers, so that they take addresses but no memory. Parameters, buffers and floating inputs then become fake. As for the
+textbook (`engine/fake_step.py`), the step then runs, and a simulated allocator plays what it allocates.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from stepscope.core.errors import InputError
 from stepscope.core.own_arguments import is_configuration
-from stepscope.core.own_workload import OwnModel, OwnWorkload
+from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.units import MIB
 from stepscope.engine.fake_step import STEPS_BEFORE, WatchedStep, label_residents, run_steps
@@ -37,7 +36,7 @@ from stepscope.models.own.own_module import OwnModule
 from stepscope.models.own.own_step import OwnStep
 
 LARGE = 4 * MIB
-"""Bytes from which on a tensor is not filled with random numbers."""
+"""Bytes from which a tensor is not filled with random numbers."""
 
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
@@ -46,21 +45,21 @@ _FILLS = (_aten.normal_, _aten.uniform_, _aten.erfinv_)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnWatchedStep(WatchedStep):
-    """The allocations of a step of a user's module, with what was found in making and running it."""
+    """The allocations of a step of a user's module, and the workload that it turned out to be."""
 
     watch: FakeMemoryOfOwn
-    model: OwnModel
-    optimizer: str | None
-    optimizer_is_own: bool
+    workload: OwnWorkload
+    """With the model and the optimizer as they were found."""
 
 
 def watch_own_step(
     workload: OwnWorkload, device_type: DeviceType, *, batch_size: int | None = None, steps: int = STEPS_BEFORE + 1
 ) -> OwnWatchedStep:
-    """Make and run so many steps on fake tensors. Raises InputError for what cannot be run so: compiled steps, a step
-    of the user's own, and operators that depend on data.
+    """Make and run `steps` steps on fake tensors. Raises InputError for compiled steps, for steps of the user's own,
+    and for operators that depend on data.
 
-    batch_size: samples in a step, in place of the factory's: as its argument of this name, or by repeating the batch.
+    batch_size: samples in a step, in place of the factory's. It is given as the argument of this name, or the batch is
+    repeated.
     """
     if workload.compile != "eager":
         raise InputError(f"compile {workload.compile} cannot be run on fake tensors: leave it out")
@@ -77,7 +76,7 @@ def watch_module(
     own: OwnModule, workload: OwnWorkload, device_type: DeviceType, *, batch_size: int | None = None,
     steps: int = STEPS_BEFORE + 1,
 ) -> OwnWatchedStep:  # fmt: skip
-    """Run the step of a module that was made in truth; the module is left with fake parameters."""
+    """Run the step of a real module. Afterwards the module has fake parameters."""
     watch = FakeMemoryOfOwn(name=own.name, workspace_bytes=WORKSPACE_BYTES if device_type == "cuda" else 0)
     with contextlib.ExitStack() as modes:
         mode = modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -98,18 +97,14 @@ def watch_module(
         parameter_bytes = sum(p.numel() * p.element_size() for p in fake.module.parameters())
         model = describe_own(step.model, step.named_tensors(step.batches[0]), [])
         by_factory = own.optimizer is not None and step.optimizer is own.optimizer
-        optimizer = type(own.optimizer).__name__ if by_factory else workload.optimizer
+        found = msgspec.structs.replace(
+            workload, model=model, by_factory=("optimizer",) if by_factory else (),
+            optimizer=type(own.optimizer).__name__ if by_factory else workload.optimizer,
+        )  # fmt: skip
     watch.end()
     del step
-    gc.collect()  # a step and its phases refer to each other
-    return OwnWatchedStep(
-        watch=watch,
-        built=built,
-        parameter_bytes=parameter_bytes,
-        model=model,
-        optimizer=optimizer,
-        optimizer_is_own=by_factory,
-    )
+    gc.collect()  # A step and its phases refer to each other.
+    return OwnWatchedStep(watch=watch, built=built, parameter_bytes=parameter_bytes, workload=found)
 
 
 def _without_repeats(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
@@ -121,13 +116,13 @@ def _without_repeats(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
 
 
 def _as_on_the_cpu(workload: OwnWorkload) -> OwnWorkload:
-    """The workload without what does not change its tensors, or was done already."""
+    """The workload without choices that change none of its tensors, or that were applied already."""
     dtype = "fp32" if workload.dtype in ("tf32", "bf16-pure") else workload.dtype
     return msgspec.structs.replace(workload, dtype=dtype)
 
 
 def _on_fake_tensors(own: OwnModule, workload: OwnWorkload, mode: FakeTensorMode, batch_size: int | None) -> OwnModule:
-    """The same module and batches with fake tensors, in the dtype of the workload. Small integers stay real."""
+    """The module and its batches with fake tensors, in the dtype of the workload. Small integers stay real."""
     pure = torch.bfloat16 if workload.dtype == "bf16-pure" else None
     made: dict[int, Tensor] = {}
 
@@ -148,11 +143,11 @@ def _on_fake_tensors(own: OwnModule, workload: OwnWorkload, mode: FakeTensorMode
 
     before = list(own.module.parameters())
     for part in own.module.modules():
-        homes = (part._parameters, part._buffers)  # pyright: ignore[reportPrivateUsage]
+        homes: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)  # pyright: ignore[reportPrivateUsage]
         for tensors in homes:
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    tensors[name] = faked_leaf(tensor)  # type: ignore[assignment]
+                    tensors[name] = faked_leaf(tensor)
     if own.optimizer is not None:
         for group in own.optimizer.param_groups:
             group["params"] = [made.get(id(parameter), parameter) for parameter in group["params"]]
@@ -173,7 +168,7 @@ def takes_batch_size(factory: str) -> bool:
 
 
 def resized(batch: Any, batch_size: int | None) -> Any:
-    """The batch with so many samples: each tensor whose first size is that of the first tensor is repeated and cut."""
+    """The batch with `batch_size` samples. Each tensor with the first tensor's first size is repeated and cut."""
     if batch_size is None:
         return batch
     sizes: list[int] = []
@@ -191,7 +186,7 @@ def resized(batch: Any, batch_size: int | None) -> Any:
 
 
 class _UnfilledParameters(TorchDispatchMode):
-    """While entered, large tensors are not filled with random numbers: their pages are never touched."""
+    """A mode in which large tensors are not filled with random numbers, so that their pages are never touched."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -1,4 +1,5 @@
-"""Whether a step of a user's own module fits, and what would make it fit: each answer is a step on fake tensors."""
+"""Says whether a step of a user's own module fits, and what would make it fit. Each answer is a step on fake
+tensors."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -9,19 +10,18 @@ from stepscope.core.errors import InputError
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.engine.fake_step import STEPS_BEFORE, RefusedInPhase, replayed
 from stepscope.engine.own_fake_step import OwnWatchedStep, watch_own_step
+from stepscope.memory.prediction import plans
 from stepscope.memory.prediction.caching_allocator import CachingAllocator
 from stepscope.memory.prediction.estimate import DeviceType
 from stepscope.memory.prediction.fit import Budget
-from stepscope.memory.prediction.own_fit import OwnEstimate, OwnFit, OwnPlan, OwnVerdict, Unseen
+from stepscope.memory.prediction.own_fit import OwnEstimate, OwnFit, OwnVerdict, Unseen
+from stepscope.memory.prediction.plans import Change, Lever, Plan, together
 from stepscope.memory.prediction.symbolic_tensors import RoundingAllocator
 
 MOST_PLANS = 6
 MOST_BATCH = 2**20
 MOST_MICRO_BATCHES = 64
 """A plan of more would have its GPU wait for launches."""
-
-_Change = tuple[str, str, dict[str, object]]
-"""The change in words, its option, and the fields that it sets."""
 
 
 def fit_own(
@@ -30,20 +30,16 @@ def fit_own(
     """Predict the peak of a step, and for each budget say whether it fits; with `search` also what would make it fit,
     and the largest batch."""
     watched = watch_own_step(workload, device_type)
-    found = msgspec.structs.replace(
-        workload, model=watched.model, optimizer=watched.optimizer,
-        by_factory=("optimizer",) if watched.optimizer_is_own else (),
-    )  # fmt: skip
-    variants = _Search(found, device_type)
+    variants = _Search(watched.workload, device_type)
     return OwnFit(
-        workload=found,
+        workload=watched.workload,
         estimate=_estimate(watched, device_type),
         verdicts=tuple(variants.verdict(watched, budget, search=search) for budget in budgets),
     )
 
 
 def _estimate(watched: OwnWatchedStep, device_type: DeviceType) -> OwnEstimate:
-    # On a CPU a request gets the bytes that it asks for.
+    # On a CPU each request gets exactly the bytes that it asks for.
     found = replayed(watched, CachingAllocator() if device_type == "cuda" else RoundingAllocator(1))
     return OwnEstimate(
         peak_bytes=found.peak_bytes, peak_phase=found.peak_phase, categories=found.categories, memory=found.memory,
@@ -62,7 +58,7 @@ def _unseen(watched: OwnWatchedStep) -> Unseen:
 
 
 class _Search:
-    """Predicts variants of one step, and remembers what they came to."""
+    """Predicts variants of one step, and remembers the predictions."""
 
     def __init__(self, workload: OwnWorkload, device_type: DeviceType) -> None:
         self._workload = workload
@@ -91,7 +87,7 @@ class _Search:
         return None
 
     def _variant(self, workload: OwnWorkload, batch: int | None = None) -> OwnWatchedStep | None:
-        """The variant's step; None where it cannot be made so."""
+        """The step of a variant; None if it cannot be made."""
         key = (msgspec.json.encode(workload), batch)
         if key not in self._watched:
             try:
@@ -104,42 +100,40 @@ class _Search:
         watched = self._variant(workload, batch)
         return watched is not None and self._fails_in(watched, budget) is None
 
-    def _plans(self, budget: Budget) -> Iterator[OwnPlan]:
-        """Single changes that suffice; where fewer than two do, pairs, triples and so on too."""
-        levers, found = list(_levers(self._workload)), list[tuple[_Change, ...]]()
-        strongest = _together(settings[-1] for settings in levers)
+    def _plans(self, budget: Budget) -> Iterator[Plan]:
+        """The single changes that suffice. If fewer than two do, pairs, triples and so on as well."""
+        levers, found = list(_levers(self._workload)), list[tuple[Change, ...]]()
+        # Of two levers that set one option, the last one is stronger.
+        strongest = [settings[-1] for settings in levers]
         if not levers or not self._fits(_with(self._workload, strongest), budget):
             return
         for count in range(1, len(levers) + 1):
-            for together in itertools.combinations(levers, count):
-                words = {settings[-1][1].split()[0] for settings in together}
+            for several in itertools.combinations(levers, count):
+                fields = {field for settings in several for field in settings[-1].fields}
                 chosen = None
-                if len(words) == count and not any(_part_of(one, together) for one in found):
-                    chosen = self._mildest(together, budget)
+                if len(fields) == count and not any(_part_of(one, several) for one in found):
+                    chosen = self._mildest(several, budget)
                 if chosen is not None:
                     found.append(chosen)
                     peak = self._variant(_with(self._workload, chosen))
                     assert peak is not None
-                    yield OwnPlan(
-                        change=", ".join(change[0] for change in chosen),
-                        options=" ".join(change[1] for change in chosen),
-                        peak_bytes=_estimate(peak, self._device_type).peak_bytes,
-                    )
+                    changes, peak_bytes = together(chosen), _estimate(peak, self._device_type).peak_bytes
+                    yield Plan(change=changes.change, options=changes.options, peak_bytes=peak_bytes)
                 if len(found) == MOST_PLANS:
                     return
             if len(found) >= 2:
                 return
 
-    def _mildest(self, together: tuple[tuple[_Change, ...], ...], budget: Budget) -> tuple[_Change, ...] | None:
-        if not self._fits(_with(self._workload, tuple(settings[-1] for settings in together)), budget):
+    def _mildest(self, levers: Sequence[Lever], budget: Budget) -> tuple[Change, ...] | None:
+        if not self._fits(_with(self._workload, [settings[-1] for settings in levers]), budget):
             return None
-        for chosen in itertools.product(*together):
+        for chosen in itertools.product(*levers):
             if self._fits(_with(self._workload, chosen), budget):
                 return chosen
         return None
 
     def _largest(self, watched: OwnWatchedStep, budget: Budget) -> int | None:
-        """The largest batch that fits: it does, and one micro-batch of one sample more does not."""
+        """The largest batch that fits. A batch with one sample more in each micro-batch does not fit."""
         start = self._workload.model.batch_size
         if not start:
             return None
@@ -163,7 +157,7 @@ class _Search:
 
 
 def _edge(guess: int, fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, 0 where none does: looked for around a guess, in strides that double."""
+    """The largest number that fits, or 0 if none does. The search begins at a guess, in strides that double."""
     low, high, stride = 0, MOST_BATCH, 1
     number = min(max(1, guess), MOST_BATCH - 1)
     while high - low > 1:
@@ -177,40 +171,29 @@ def _edge(guess: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _levers(workload: OwnWorkload) -> Iterator[tuple[_Change, ...]]:
-    """What may be changed, those that cost nothing first; the settings of each from the mildest on."""
+def _levers(workload: OwnWorkload) -> Iterator[Lever]:
+    """The levers of this workload, first those that cost nothing. The settings of each begin with the mildest."""
     if "optimizer" not in workload.by_factory and workload.phase == "train":
         if workload.optimizer in ("adamw-foreach", "adamw-loop"):
-            yield (_change("fused AdamW", "--optimizer", "adamw-fused"),)
+            yield (plans.FUSED_ADAMW,)
         if workload.optimizer != "adamw-bf16-state":
-            yield (_change("optimizer state in bf16", "--optimizer", "adamw-bf16-state"),)
+            yield (plans.STATE_IN_BF16,)
     if workload.dtype in ("fp32", "tf32"):
-        yield (_change("bf16 autocast", "--dtype", "bf16"),)
+        yield (plans.AUTOCAST,)
     if workload.phase == "forward":
         return
-    batch = workload.model.batch_size or 1
-    splits = [n for n in range(workload.accumulation + 1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % n == 0]
+    splits = plans.micro_batches(workload.model.batch_size or 1, workload.accumulation, MOST_MICRO_BATCHES)
     if splits:
-        yield tuple(_change(f"{n} micro-batches of {batch // n}", "--accumulation", n) for n in splits)
+        yield splits
     if workload.checkpointing == "none":
-        yield (_change("checkpointing that keeps matrix products", "--checkpointing", "selective"),)
-        yield (_change("checkpointing of every block", "--checkpointing", "every-1"),)
+        yield (plans.SELECTIVE,)
+        yield (plans.checkpointed_blocks(1),)
 
 
-def _change(words: str, option: str, setting: str | int) -> _Change:
-    return words, f"{option} {setting}", {option.removeprefix("--").replace("-", "_"): setting}
+def _with(workload: OwnWorkload, changes: Sequence[Change]) -> OwnWorkload:
+    return msgspec.structs.replace(workload, model=OwnModel(name=""), **together(changes).fields)
 
 
-def _with(workload: OwnWorkload, changes: Sequence[_Change]) -> OwnWorkload:
-    fields = {name: setting for change in changes for name, setting in change[2].items()}
-    return msgspec.structs.replace(workload, model=OwnModel(name=""), **fields)
-
-
-def _together(changes: Iterator[_Change]) -> tuple[_Change, ...]:
-    """The last change of each option."""
-    return tuple({change[1].split()[0]: change for change in changes}.values())
-
-
-def _part_of(found: Sequence[_Change], levers: Sequence[tuple[_Change, ...]]) -> bool:
-    """Whether changes that suffice are among these levers already."""
+def _part_of(found: Sequence[Change], levers: Sequence[Lever]) -> bool:
+    """Whether these levers include all changes of a plan that was found."""
     return all(any(change in settings for settings in levers) for change in found)

@@ -1,9 +1,9 @@
-"""What a step of any module would allocate, seen on fake tensors, and the operators that fake tensors cannot follow.
+"""Finds what a step of any module would allocate, on fake tensors, and the operators that fake tensors cannot follow.
 
-The textbook's step never looks at a value. A user's may: a mask that hides nothing is left out, a count is read. So
-what was made of no fake tensor keeps its values while it is small: token ids, positions and masks are real, and code
-that asks them takes the path that it takes in truth. What depends on weights and activations is fake. Where a value of
-it is asked for, or the shape of an output depends on one, the operator is named: it is refused, or counted at its
+The textbook's step never looks at a value. A user's step may: it leaves out a mask that hides nothing, or reads a
+count. So a small tensor keeps its values if it was computed from no fake tensor. Token ids, positions and masks are
+then real, and code that reads them takes its real path. Tensors that depend on weights and activations are fake. If an
+operator needs a value of one, or the shape of its output depends on one, it is named: it is refused, or counted at its
 largest.
 """
 
@@ -30,10 +30,10 @@ from stepscope.core.units import MIB
 from stepscope.measure.fake_memory import FakeMemory
 
 LARGEST_REAL = 64 * MIB
-"""Bytes up to which integers and conditions that are made of no fake tensor are kept with their values."""
+"""Bytes up to which integers and conditions keep their values, if they were computed from no fake tensor."""
 
 LARGEST_REAL_FLOATS = MIB
-"""The same of floating numbers."""
+"""Bytes up to which floating numbers keep their values, if they were computed from no fake tensor."""
 
 _aten = torch.ops.aten
 _OURS = frozenset({"aten", "prims", "prim", "profiler", "inductor", "transformers", "torchvision"})
@@ -43,9 +43,9 @@ _HOUSES = tuple(str(Path(file).parent) for file in (torch.__file__, sys.modules[
 
 
 class FakeMemoryOfOwn(FakeMemory):
-    """FakeMemory for a step of which nothing is known; to be entered inside a FakeTensorMode that takes real tensors.
+    """FakeMemory for a step of which nothing is known. Enter it inside a FakeTensorMode that takes real tensors.
 
-    name: the module's, in messages.
+    name: the module's name in messages.
     """
 
     def __init__(self, *, name: str, workspace_bytes: int = 0) -> None:
@@ -77,7 +77,7 @@ class FakeMemoryOfOwn(FakeMemory):
         return outputs
 
     def _stays_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: bool) -> bool:
-        """Whether an operator that reads no fake tensor may run in truth: what it makes is small, or nothing."""
+        """Whether an operator that reads no fake tensor may really run: its output is small, or there is none."""
         if reads and func._schema.is_mutable:
             return True
         try:
@@ -130,8 +130,8 @@ def _grouped(
     rows: Tensor, matrices: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """The output of a product by groups, in any dtype: PyTorch's own fake one takes bf16 alone. Its rows are padded to
-    16 bytes (aten/src/ATen/native/GroupedMMUtils.h)."""
+    """The output of a grouped product, in any dtype: PyTorch's own fake implementation takes bf16 alone. Its rows are
+    padded to 16 bytes (aten/src/ATen/native/GroupedMMUtils.h)."""
     shape = [rows.shape[-2], matrices.shape[-1]]
     if rows.dim() == matrices.dim():
         shape = [offs.shape[0] if rows.dim() == 2 and offs is not None else rows.shape[0], *shape]
@@ -142,7 +142,7 @@ def _grouped(
 
 
 def _whole(indices: list[Tensor | None]) -> Iterator[Tensor | None]:
-    """The indices, each condition as the places of all its elements."""
+    """The indices, where each condition is replaced by the places of all its elements."""
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             yield index
@@ -151,7 +151,7 @@ def _whole(indices: list[Tensor | None]) -> Iterator[Tensor | None]:
 
 
 def _where() -> str:
-    """The line of the user's code that called what runs now, in brackets; empty where none is found."""
+    """The line of the user's code that is running, in brackets; empty if none is found."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

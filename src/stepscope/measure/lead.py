@@ -50,7 +50,7 @@ class LedCall:
 
 
 def with_lead(lead: Callable[[], object] | None, *phases: Phase) -> tuple[Phase, ...]:
-    """These phases, with the lead as the first where there is one."""
+    """The phases with the lead as the first of them, if there is one."""
     return phases if lead is None else (Phase(name=LEAD, run=lead), *phases)
 
 

@@ -34,12 +34,10 @@ STEADY_TOLERANCE = 0.03
 class Progress:
     """The progress of a measurement, for a display."""
 
-    subject: str
     stage: str
     """The name of the stage: warm-up or measure."""
     done: int
-    at_least: int
-    at_most: int
+    """Steps of the stage that are done."""
     last_step_s: float
     fraction: float
     """The share of the stage that is done, by steps or by time, whichever ends first."""
@@ -238,12 +236,7 @@ class _Timer:
             seconds = self._settings.seconds if self._stage == "measure" else self._settings.warmup_seconds
             by_time = min(1.0, elapsed_s / seconds if seconds else 1.0)
             fraction = max(done / max(1, at_most), min(by_time, done / max(1, at_least)))
-            self._on_progress(
-                Progress(
-                    subject=name, stage=self._stage, done=done,
-                    at_least=at_least, at_most=at_most, last_step_s=last, fraction=fraction,
-                )
-            )  # fmt: skip
+            self._on_progress(Progress(stage=self._stage, done=done, last_step_s=last, fraction=fraction))
 
     def _results(self, interrupted: bool) -> dict[str, Measurement]:
         return {

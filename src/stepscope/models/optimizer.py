@@ -1,5 +1,6 @@
 """AdamW whose state takes half the memory: both moments are kept in bf16."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class OneByOne(torch.optim.Optimizer):
+class OneByOne(torch.optim.Optimizer, ABC):
     """An optimizer that updates one parameter after another, from its gradient in fp32."""
 
     @overload
@@ -29,8 +30,8 @@ class OneByOne(torch.optim.Optimizer):
                     self._update(parameter, parameter.grad.float(), group)
         return loss
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None: ...
 
 
 class AdamWBf16State(OneByOne):

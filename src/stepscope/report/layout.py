@@ -146,7 +146,7 @@ def _telling_apart(columns: Sequence[_Measured]) -> int:
 
 
 def _shrunk(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """These widths, the widest made smaller one by one until all fit into the room."""
+    """The widths with the widest made smaller, one by one, until all fit into the room."""
     shrunk = list(widths)
     while sum(shrunk) > room:
         widest = max((i for i in range(len(shrunk)) if shrunk[i] > least[i]), key=lambda i: shrunk[i])

@@ -19,7 +19,7 @@ ON_CPU = Sizes(models=("tiny", "small"), seq_len=32, batch_size=1, dtypes=COMPAR
 
 
 def dtypes_here(dtypes: Sequence[str], device_type: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Those of the dtypes that the device has, and those that it lacks: TF32 is a mode of NVIDIA's Tensor Cores.
+    """The dtypes that the device has, and those that it lacks: TF32 is a mode of NVIDIA's Tensor Cores.
 
     Raises InputError where nothing is left to compare. (A GPU before Ampere refuses TF32 itself, cell by cell.)
     """

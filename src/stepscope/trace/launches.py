@@ -59,7 +59,7 @@ def _call_of(work: pl.DataFrame, calls: pl.DataFrame, keyed: pl.Expr) -> pl.Seri
 
 
 def _launching_names(names: pl.Series) -> pl.Series:
-    """Those of the calls' names that put work on a device: names are few, so each is looked at once."""
+    """The names of calls that put work on a device. Names are few, so each is looked at once."""
     distinct = names.unique().cast(pl.String)
     return distinct.filter(distinct.to_frame().select(is_launch(pl.col(names.name))).to_series())
 

@@ -160,11 +160,17 @@ def test_ranges_round_any_of_phases_that_overlap_are_no_modules(inner: list[tupl
     assert places(capture) == [("backward", ROOT)]
 
 
-def test_a_compiled_graph_is_no_module():
+def forward_through(name: str) -> Capture:
+    """A forward that launches a kernel inside a range of this name."""
     capture = Capture()
     capture.range("forward", 0, 500)
-    capture.range("## Call CompiledFxGraph fz2wlegbtayr426cbo6cuyg3jiwuts3ptvxi56dg4dj7ydbh2hpo ##", 10, 400)
+    capture.range(name, 10, 400)
     capture.kernel(100, 10)
+    return capture
+
+
+def test_a_compiled_graph_is_no_module():
+    capture = forward_through("## Call CompiledFxGraph fz2wlegbtayr426cbo6cuyg3jiwuts3ptvxi56dg4dj7ydbh2hpo ##")
     capture.range("encoder", 200, 300)
     capture.kernel(250, 10)
     assert places(capture) == [("forward", ROOT), ("forward", "encoder")]
@@ -241,11 +247,8 @@ def test_the_numbers_of_two_steps():
 
 def test_recomputation_inside_backward():
     """Checkpointed: forward runs again on autograd's thread, in a node's range, with numbers of its own."""
-    capture = Capture()
-    capture.range("forward", 0, 500)
-    capture.range("layers.0", 10, 400)
+    capture = forward_through("layers.0")
     capture.operator("CheckpointFunction", 20, 300, sequence=4)
-    capture.kernel(100, 10)
     capture.range("backward", 600, 2000)
     tie = {"thread": AUTOGRAD, "sequence": 4, "forward_thread": 1}
     capture.operator("CheckpointFunctionBackward", 700, 1500, **tie)
@@ -260,10 +263,7 @@ def test_recomputation_inside_backward():
 
 def test_a_range_named_recomputation_says_it_without_operators():
     """As under an NVTX tool: inside a backward node's range, and round the modules that run again."""
-    capture = Capture()
-    capture.range("forward", 0, 500)
-    capture.range("blocks.0", 10, 400)
-    capture.kernel(100, 10)
+    capture = forward_through("blocks.0")
     capture.range("backward", 600, 2000)
     capture.range("blocks.1.down", 700, 1500, thread=AUTOGRAD)
     capture.range("recomputation", 710, 1000, thread=AUTOGRAD)
@@ -343,11 +343,8 @@ def test_gradients_accumulated():
 
 def test_operators_that_emit_nvtx_wrote(tmp_path: Path):
     """They are ranges for nsys; here they are operators again, and lead backward to its modules."""
-    capture = Capture()
-    capture.range("forward", 0, 500)
-    capture.range("layers.3", 10, 400)
+    capture = forward_through("layers.3")
     capture.range("aten::mm, seq = 12, op_id = 34", 20, 200)
-    capture.kernel(100, 10)
     capture.range("aten::relu, op_id = 35", 210, 300)
     capture.kernel(250, 11, name=ELEMENTWISE)
     capture.range("backward", 600, 1000)

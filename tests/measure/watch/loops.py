@@ -15,6 +15,28 @@ from stepscope.measure.watch.timed import TimedSteps
 from stepscope.measure.watch.watch import Stage, Watch
 
 
+class Diary(Recorder):
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def step_begins(self) -> None:
+        self.told.append("step")
+
+    def phase_begins(self, name: str) -> None:
+        self.told.append(name)
+
+    def phase_ends(self, name: str) -> None:
+        self.told.append(f"/{name}")
+
+    def phase_failed(self, name: str) -> None:
+        self.told.append(f"failed {name}")
+
+    def step_ends(self) -> None:
+        self.told.append("/step")
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -38,10 +60,11 @@ class DiaryStage:
     has_a_profiler = False
 
     def __init__(self, steps: int = 1) -> None:
-        self.told: list[str] = []
+        diary = Diary()
+        self.told = diary.told
         self.ended = False
         self._left = steps
-        self.recorders: tuple[Recorder, ...] = (_Diary(self.told),)
+        self.recorders: tuple[Recorder, ...] = (diary,)
 
     def begins(self, step: int) -> None:
         self.first = step
@@ -63,26 +86,6 @@ class DiaryStage:
             elif word != "/step":
                 found[-1].append(word)
         return found
-
-
-class _Diary(Recorder):
-    def __init__(self, told: list[str]) -> None:
-        self._told = told
-
-    def step_begins(self) -> None:
-        self._told.append("step")
-
-    def phase_begins(self, name: str) -> None:
-        self._told.append(name)
-
-    def phase_ends(self, name: str) -> None:
-        self._told.append(f"/{name}")
-
-    def phase_failed(self, name: str) -> None:
-        self._told.append(f"failed {name}")
-
-    def step_ends(self) -> None:
-        self._told.append("/step")
 
 
 class Told:

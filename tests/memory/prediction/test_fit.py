@@ -15,7 +15,7 @@ from stepscope.memory.prediction.estimate import MemoryEstimate, estimate, estim
 from stepscope.memory.prediction.fit import (
     OUTSIDE_BYTES,
     SAFETY,
-    Plan,
+    TextbookPlan,
     budget_of_device,
     budget_of_memory,
     fit,
@@ -35,7 +35,7 @@ def of(model: str = "small", **changes: Any) -> Workload:
     return Workload(model=configure(model), **changes)
 
 
-def applied(plan: Plan, workload: Workload) -> Workload:
+def applied(plan: TextbookPlan, workload: Workload) -> Workload:
     """The workload with the options that a plan gives."""
     words = plan.options.split()
     fields: dict[str, Any] = {

@@ -128,7 +128,7 @@ def same_but(run: Run, **baseline: Any) -> tuple[object, ...]:
     workload = msgspec.structs.replace(run.workload, **baseline)
     if isinstance(workload, Workload):
         return (workload, where)
-    # Of a model that is not ours the fields below it are what was found: dtypes of parameters and inputs among them.
+    # A user's model is described by what was found when it ran: another dtype changes its structure and its inputs.
     model = msgspec.structs.replace(workload.model, structure="", inputs={})
     return (msgspec.json.encode(msgspec.structs.replace(workload, model=model), order="sorted"), where)
 

@@ -210,18 +210,15 @@ def roofline_as_json(roofline: Roofline) -> dict[str, Any]:
     return {
         "devices": list(roofline.devices),
         "steps": steps,
-        "busy_ns": roofline.busy_ns / steps,
-        "covered_ns": roofline.covered_ns / steps,
+        **_per_step(roofline, steps, "busy_ns", "covered_ns"),
         "peaks": {
             "flops_per_s": {name: _peak(peak) for name, peak in roofline.peaks.flops_per_s.items()},
             "bytes_per_s": _peak(roofline.peaks.bytes_per_s) if roofline.peaks.bytes_per_s else None,
         },
         "passes": {
-            "forward_ns": passes.forward_ns / steps,
-            "backward_ns": passes.backward_ns / steps,
+            **_per_step(passes, steps, "forward_ns", "backward_ns"),
             "time_ratio": passes.time_ratio,
-            "forward_flops": passes.forward_flops / steps,
-            "backward_flops": passes.backward_flops / steps,
+            **_per_step(passes, steps, "forward_flops", "backward_flops"),
             "flops_ratio": passes.flops_ratio,
         },
         "families": [_family(each, steps) for each in roofline.families],
@@ -232,9 +229,7 @@ def roofline_as_json(roofline: Roofline) -> dict[str, Any]:
 def _family(family: FamilyRoof, steps: int) -> dict[str, Any]:
     return {
         "family": family.family,
-        "device_ns": family.device_ns / steps,
-        "forward_ns": family.forward_ns / steps,
-        "backward_ns": family.backward_ns / steps,
+        **_per_step(family, steps, "device_ns", "forward_ns", "backward_ns"),
         "backward_over_forward": family.backward_over_forward,
         "coverage": family.coverage,
         "flops": family.flops / steps,
@@ -251,9 +246,7 @@ def _operator(operator: OperatorRoof, steps: int) -> dict[str, Any]:
     return {
         **{name: getattr(operator, name) for name in ("operator", "shapes", "dtypes", "phase", "family", "kernel")},
         "arithmetic": operator.arithmetic,
-        "calls": operator.calls / steps,
-        "kernels": operator.kernels / steps,
-        "device_ns": operator.device_ns / steps,
+        **_per_step(operator, steps, "calls", "kernels", "device_ns"),
         "host_ns": operator.host_ns,
         "dry_share": operator.dry_share,
         "flops": operator.flops / steps if operator.flops is not None else None,
@@ -264,6 +257,10 @@ def _operator(operator: OperatorRoof, steps: int) -> dict[str, Any]:
         "over_bound": operator.over_bound,
         "verdict": operator.verdict,
     }
+
+
+def _per_step(totals: object, steps: int, *names: str) -> dict[str, float]:
+    return {name: getattr(totals, name) / steps for name in names}
 
 
 def _against_the_roof(roof: FamilyRoof | OperatorRoof) -> dict[str, float | None]:

@@ -85,18 +85,18 @@ def attention(
     found = resolve_device(device)
     usual = sizes_for(found.type, preset)
     groups = grid_groups(
-        seq_lens=seq_len or tuple(map(int, usual.seq_len.split(","))),
-        head_dims=head_dim or tuple(map(int, usual.head_dim.split(","))),
-        implementations=attention or usual.implementations.split(","),
-        dtypes=dtype or usual.dtypes.split(","),
+        seq_lens=seq_len or usual.seq_lens,
+        head_dims=head_dim or usual.head_dims,
+        implementations=attention or usual.implementations,
+        dtypes=dtype or usual.dtypes,
         batch_size=usual.batch_size if batch_size is None else batch_size,
         heads=usual.heads if heads is None else heads,
         key_heads=kv_heads,
         causal=usual.causal if causal is None else causal,
-        compiles=compiles_of(compile or usual.compile.split(",")),
+        compiles=compiles_of(compile) if compile else usual.compiles,
     )
     check_runnable(groups, found.type)
-    hidden = launches_of(usual.launches if launches is None else launches)
+    hidden = usual.launches if launches is None else launches_of(launches)
     if figures is not None:
         check_place(figures)
     ended: list[int] = []

@@ -1,1 +1,1 @@
-"""How a loop that is not ours becomes a Run: the request, the user's script, and the run that a Watch fills."""
+"""Makes a Run of a user's loop: the request, the user's script, and the run that a Watch fills."""

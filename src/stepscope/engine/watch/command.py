@@ -1,4 +1,4 @@
-"""What `stepscope watch -- ...` is to run: a script, a module, or a launcher whose workers are then watched."""
+"""Reads the program behind `stepscope watch --`: a script, a module, or a launcher whose workers are then watched."""
 
 import re
 import shutil
@@ -10,7 +10,7 @@ from stepscope.core.errors import InputError
 
 _PYTHON = re.compile(r"python[\d.]*")
 _LAUNCHERS = ("accelerate", "deepspeed")
-"""Programs that start the script in other processes, and can be told to start another program there."""
+"""Programs that start the script in other processes. They can start another program there instead."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Program:
 
     @property
     def words(self) -> list[str]:
-        """As it stands behind `--`."""
+        """The program as the user wrote it behind `--`."""
         return [*(["-m"] if self.is_module else []), self.target, *self.arguments]
 
     @property
@@ -42,7 +42,7 @@ class Launch:
 
 
 def program_of(words: list[str]) -> Program | Launch:
-    """What these words run. Raises InputError where it is nothing that can be watched."""
+    """The program that these words run. Raises InputError where it cannot be watched."""
     if not words:
         raise InputError("no script to watch: write stepscope watch -- train.py, or -- -m package")
     first, rest = words[0], words[1:]
@@ -96,6 +96,6 @@ def _launch(words: list[str]) -> Launch:
 
 
 def launch_command(launch: Launch, options: list[str]) -> list[str]:
-    """torchrun of `stepscope watch` with these options in each worker."""
+    """The torchrun command that runs `stepscope watch` with these options in each worker."""
     worker = [sys.executable, "-m", "stepscope", "watch", *options, "--", *launch.program.words]
     return [sys.executable, "-m", "torch.distributed.run", *launch.options, "--no-python", *worker]

@@ -1,4 +1,4 @@
-"""The run of a loop that is watched: its workload as it was seen, and what the stages add."""
+"""Drafts the run of a watched loop: its workload as it was seen, and what the stages add."""
 
 import os
 import sys
@@ -24,7 +24,7 @@ from stepscope.models.own.identity import source_digest, structure_digest
 
 
 class WatchedDraft(RunDraft):
-    """The run of a watched loop. Its directory is made, and its record written, when it is made."""
+    """The draft of a watched loop's run. When it is made, it makes the directory and writes the first record."""
 
     def __init__(self, request: WatchRequest, found: Found, device: torch.device) -> None:
         self.device = device
@@ -56,7 +56,7 @@ class WatchedDraft(RunDraft):
         return self.run.environment.device_name if self.run.environment else ""
 
     def say_first_step(self, first: int | None) -> None:
-        """Keep which step of its loop was the first that was timed."""
+        """Keep the number of the first step that was timed."""
         self.set_evidence(loop=msgspec.structs.replace(self.loop, first_step=first))
 
     def keep_memory(self, memory: PhaseMemory) -> None:
@@ -70,7 +70,7 @@ class WatchedDraft(RunDraft):
         self.set_evidence(uncounted=unknown)
 
     def keep_recorded_memory(self, memory: PhaseMemory) -> None:
-        """On a CPU, where nothing else counts allocations, the memory figures are the recorded step's."""
+        """Keep the recorded step's memory figures on a CPU, where nothing else counts allocations."""
         self.keep_files(memory=MEMORY_FILE)
         counted = self.run.evidence.memory
         if counted is None or counted.allocated_peak is None:
@@ -85,7 +85,7 @@ class WatchedDraft(RunDraft):
 
 
 def watched_workload(found: Found, loop: WatchedLoop, program: str) -> WatchedWorkload:
-    """The experiment that the loop is, as one of its steps showed it."""
+    """The loop as an experiment, described by one of its steps."""
     model = found.model
     world = int(os.environ.get("WORLD_SIZE", "1") or 1)
     return WatchedWorkload(
@@ -137,7 +137,7 @@ def _dtype(loop: WatchedLoop) -> Dtype:
 
 
 def _inputs(root: ModuleSeen, calls: int) -> dict[str, Input]:
-    """The tensors of a whole step. Of micro-batches, the largest stands for all, so many times as they are."""
+    """The tensors of a whole step. Each micro-batch counts as large as the largest of them."""
     largest = {name: max(seen, key=lambda tensor: tensor.shape) for name, seen in root.inputs.items()}
     first = next((tensor.shape[0] for tensor in largest.values() if tensor.shape), None)
     inputs: dict[str, Input] = {}

@@ -1,7 +1,6 @@
 """Two lines round a loop: `with stepscope.watch(model, optimizer) as watched:`."""
 
 import atexit
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +12,7 @@ from torch import nn
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
 from stepscope.core.run import Run
-from stepscope.core.shown_text import message_line
+from stepscope.core.shown_text import warn
 from stepscope.core.units import format_seconds
 from stepscope.engine.request import MemoryRequest, TraceRequest
 from stepscope.engine.watch.request import WatchRequest, checked_steps, settings_between
@@ -36,17 +35,17 @@ class Watched:
 
     @property
     def run(self) -> Run | None:
-        """What was measured, once it is; None before, and where nothing was."""
+        """The run, once it was measured; None before that, and if nothing was measured."""
         return self._watched.run
 
     @property
     def directory(self) -> Path | None:
-        """The directory of the run; None where nothing was measured."""
+        """The directory of the run; None if nothing was measured."""
         return self._watched.directory
 
     @property
     def why_not(self) -> str | None:
-        """Why nothing was measured, in words; None where something was."""
+        """The reason, in words, why nothing was measured; None if something was."""
         return self._watched.why_not
 
     def step(self) -> None:
@@ -95,7 +94,7 @@ class Watched:
 
     def _say(self, line: str) -> None:
         if not self._quiet:
-            say(line)
+            warn(line)
 
 
 def watch(
@@ -115,12 +114,12 @@ def watch(
             for batch in loader: ...
         print(watched.run.summary)
 
-    steps: the first step that is timed and the first that is not any more, the loop's first being 0. Without, steps
-    are timed once they are steady, 10 to 100 of them. record: what to keep of some more, `kineto` or `memory`.
-    What the loop does is found out where neither a model nor an optimizer is given; step_of names the class of either.
+    steps: the first step that is timed, and the first after it that is not; the loop's first step is 0. If steps is
+    left out, 10 to 100 steps are timed, once they are steady. record: `kineto` or `memory`, which record some more
+    steps. If neither a model nor an optimizer is given, the loop itself shows them; step_of names the class of either.
     runs: where the run's directory is made. tag: a word to find the run by. quiet: say nothing on stderr.
-    `watched.run` is None where nothing was measured, and `watched.why_not` says why. Raises InputError for what is no
-    model, no optimizer, and steps that begin before the third.
+    `watched.run` is None if nothing was measured; `watched.why_not` then says why. Raises InputError if the model is no
+    module, the optimizer is no optimizer, or steps begin before the third.
     """
     _check(model, nn.Module, "the model is a {}: give a torch.nn.Module")
     _check(optimizer, torch.optim.Optimizer, "the optimizer is a {}: give one of PyTorch's, or none and call step()")
@@ -137,17 +136,12 @@ def watch(
         step_of=step_of,
         tag=tag,
     )
-    return Watched(WatchedRun(request, _nothing if quiet else say, model=model, optimizer=optimizer), quiet=quiet)
+    return Watched(WatchedRun(request, _nothing if quiet else warn, model=model, optimizer=optimizer), quiet=quiet)
 
 
 def _check(given: object, expected: type, message: str) -> None:
     if given is not None and not isinstance(given, expected):
         raise InputError(message.format(type(given).__name__))
-
-
-def say(line: str) -> None:
-    """One line on stderr."""
-    print(f"stepscope: {message_line(line)}", file=sys.stderr)
 
 
 def _nothing(_: str) -> None:

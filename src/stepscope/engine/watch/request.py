@@ -14,12 +14,12 @@ FIRST_STEP = 2
 
 
 class WatchRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Which steps of a loop are timed, what is recorded of some more, and where the run goes."""
+    """A request to watch a loop: which steps are timed, what is recorded, and where the run goes."""
 
     runs: Path
     settings: Settings = Settings()
     between: tuple[int, int] | None = None
-    """The first step that is timed, and the first after it that is not; None for as the settings say."""
+    """The first step that is timed, and the first after it that is not. If it is None, the settings decide."""
     trace: TraceRequest = TraceRequest()
     memory: MemoryRequest | None = None
     step_of: str | None = None
@@ -30,7 +30,7 @@ class WatchRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def steps_between(text: str) -> tuple[int, int]:
-    """What `20:40` says: steps 20 to 39. Raises InputError."""
+    """The first step and the end of a range: `20:40` means steps 20 to 39. Raises InputError."""
     match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text)
     if match is None:
         raise InputError(f"cannot read --steps {text!r}: write FIRST:END, as in 20:40 for steps 20 to 39")
@@ -38,7 +38,7 @@ def steps_between(text: str) -> tuple[int, int]:
 
 
 def checked_steps(first: int, end: int) -> tuple[int, int]:
-    """The same steps, if they can be timed. Raises InputError."""
+    """The first step and the end, after a check that these steps can be timed. Raises InputError."""
     if first < FIRST_STEP:
         raise InputError(
             f"steps {first}:{end} begin too early: steps 0 and 1 show what a step is, so write "
@@ -50,7 +50,7 @@ def checked_steps(first: int, end: int) -> tuple[int, int]:
 
 
 def settings_between(between: tuple[int, int] | None, settings: Settings | None = None) -> Settings:
-    """The settings of a run of exactly these steps; those given, or the usual ones, where none are named."""
+    """The settings that time exactly these steps. Without steps, the given settings or the defaults."""
     if between is None:
         return settings or Settings()
     first, end = between

@@ -50,7 +50,8 @@ def _run_source(source: bytes, path: str, main: types.ModuleType) -> None:
 
 def _run_module(name: str, main: types.ModuleType) -> None:
     sys.modules["__main__"] = main
-    run_as_main: Callable[[str], object] = runpy._run_module_as_main  # type: ignore[attr-defined]  # what python -m calls
+    # `python -m` itself calls this function of runpy, which is not public: a type checker does not know it.
+    run_as_main: Callable[[str], object] = runpy._run_module_as_main  # type: ignore[attr-defined]
     run_as_main(name)
 
 
@@ -64,7 +65,7 @@ def report(error: BaseException) -> None:
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     try:
         sys.excepthook(type(error), error, error.__traceback__)
-    except Exception as failure:
+    except Exception as failure:  # The script may have put any function of its own into sys.excepthook.
         sys.stderr.write("Error in sys.excepthook:\n")
         sys.__excepthook__(type(failure), failure, failure.__traceback__)
         sys.stderr.write("\nOriginal exception was:\n")
@@ -106,7 +107,7 @@ def when_imported(name: str, call: Callable[[], None]) -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Finds one module as the other finders do, and tells when it has been imported. Then it is gone."""
+    """A finder that calls a function when one module has been imported. It leaves the finding to the other finders."""
 
     def __init__(self, name: str, call: Callable[[], None]) -> None:
         self._name, self._call = name, call
@@ -128,7 +129,7 @@ class _Waiting(MetaPathFinder):
 
 
 class _Telling(Loader):
-    """Loads as another loader, puts that one back, and tells."""
+    """A loader that lets another loader do its work, and then calls a function."""
 
     def __init__(self, loader: Any, call: Callable[[], None]) -> None:
         self._loader, self._call = loader, call

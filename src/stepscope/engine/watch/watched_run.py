@@ -31,7 +31,7 @@ from stepscope.measure.watch.timed import TimedSteps
 from stepscope.measure.watch.watch import Stage, Watch
 
 _MARKS_A_STEP = 8
-"""Events made beforehand for each step and micro-batch: two for each of its parts."""
+"""The number of events made beforehand for each step and micro-batch: two for each of its parts."""
 _MOST_MARKS = 20_000
 
 Say = Callable[[str], None]
@@ -51,11 +51,11 @@ class WatchedRun:
     ) -> None:
         self.request = request
         self.run: Run | None = None
-        """The run; None until its times are whole, or the loop has ended."""
+        """The run; None until its times are complete, or the loop has ended."""
         self.why_not: str | None = None
-        """Why nothing was measured."""
+        """The reason why nothing was measured."""
         self.was_told = False
-        """Whether the user was told so when it came to light."""
+        """Whether the user was told the reason at once."""
         self.watch = Watch(self, step_of=request.step_of, model=model, optimizer=optimizer)
         self._say = say
         self._draft: WatchedDraft | None = None
@@ -71,7 +71,7 @@ class WatchedRun:
         self.watch.start()
 
     def found(self, found: Found, first_step: int) -> Sequence[Stage]:
-        """Make the run's directory, and say what to do with the steps that follow."""
+        """Make the run's directory, and return the stages for the steps that follow."""
         device = next(found.model.parameters()).device
         if device.type not in ("cpu", "cuda"):
             raise InputError(f"the model is on {device}, and a loop is watched on a CPU or a CUDA GPU")
@@ -111,7 +111,7 @@ class WatchedRun:
         self._say(f"nothing is measured, since it cannot be told what a step is: {reason}{remedy}")
 
     def stage_failed(self, stage: str, error: Exception) -> None:
-        """Note what did not work. What was measured before stays."""
+        """Note that a stage failed. What was measured before stays."""
         if self._draft is None:
             self.why_not, self.was_told = one_line(error), True
             self._say(f"nothing is measured: {one_line(error)}")
@@ -119,11 +119,12 @@ class WatchedRun:
             self._draft.note(f"{stage}, which failed: {one_line(error)}")
 
     def stages_over(self) -> None:
-        """Everything is measured, and the loop goes on."""
+        """Finish the run: everything is measured, and the loop goes on."""
         self._finish()
 
     def end(self, error: BaseException | None = None) -> Run | None:
-        """The loop has ended, by this exception if by one; returns the run, or None where nothing was measured."""
+        """End the watch with the loop, which an exception may have ended. Returns the run, or None if nothing was
+        measured."""
         watch, draft = self.watch, self._draft
         failed_in, stage, under_way = watch.phases.failed, watch.stage, watch.running
         watch.stop()
@@ -168,7 +169,7 @@ class WatchedRun:
             draft.save_meanwhile()
 
     def _finish(self) -> None:
-        """Write the run with what is to be doubted."""
+        """Write the run with its findings."""
         draft = self._draft
         assert draft is not None
         if draft.run.status == "unfinished":
@@ -194,7 +195,7 @@ class _Readings:
 
     def read_before(self) -> None:
         device = self._draft.device
-        if "torch._dynamo" in sys.modules:  # else nothing compiles, and to import it takes a second
+        if "torch._dynamo" in sys.modules:  # Otherwise nothing compiles. Importing it takes a second.
             from stepscope.measure.compilation import CompilationWatch  # noqa: PLC0415
 
             self._compiling = CompilationWatch(device)
@@ -217,5 +218,5 @@ class _Readings:
 
             draft.set_evidence(compiled_while_measured=self._compiling.read())
             report = compile_report(self._found.roots[0].module)
-            if self._found.compiled or report.frames_total:  # a loop may compile parts of its model, or its loss
+            if self._found.compiled or report.frames_total:  # A loop may compile parts of its model, or its loss.
                 draft.set_evidence(compilation=report)

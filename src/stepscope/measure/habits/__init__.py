@@ -1,1 +1,1 @@
-"""What steps do beside what was asked for: waits of the host, gradients that are zeros, graphs that stay, and more."""
+"""Finds what a step does beside what was asked for: waits of the host, gradients of zeros, graphs that stay."""

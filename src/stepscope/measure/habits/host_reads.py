@@ -1,7 +1,7 @@
 """Finds the lines at which the host waits for the device, or on a CPU, at which it would wait for a GPU.
 
-On a GPU PyTorch itself says where it synchronises. On a CPU nothing waits; there the calls are seen that read a value
-of a tensor that comes from the model. What a program computes on the host in any case, as random indices, does not.
+On a GPU PyTorch itself says where it synchronises. On a CPU nothing waits. There a call counts if it reads a value of a
+tensor that the model computed. Tensors that a program keeps on the host anyway, such as random indices, do not count.
 """
 
 import contextlib
@@ -35,25 +35,26 @@ _READS = {
     "equal": "equal",
     "allclose": "allclose",
 }
-"""Functions of tensors that give the host a value, and how a program writes them. Not `to`: on a CPU, a program that
-moves everything to its device does so, too."""
+"""Functions of tensors that give the host a value, and how a program writes them. `to` is left out: on a CPU, a program
+that moves everything to its device calls it as well."""
 _OF_SCALERS = "amp/grad_scaler.py"
 
 
 class HostReads(TorchFunctionMode):
-    """A mode that finds such lines while `counting` is true. `lines` holds (where, call) and how often."""
+    """A mode that finds lines at which the host reads a value, while `counting` is true. `lines` counts (where,
+    call)."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.counting = False
         self.lines: Counter[tuple[str, str]] = Counter()
         self.from_the_model: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        """Tensors that a program on a GPU would have there, on a CPU; those that require a gradient are so, too."""
+        """Tensors on a CPU that the program would hold on a GPU. Tensors that require a gradient count as well."""
         self._on_gpu = device.type == "cuda"
         self._function = ""
 
     def follow(self, inputs: Iterable[Any], outputs: Iterable[Any], *, always: bool = False) -> None:
-        """What is computed from tensors of the model comes from the model."""
+        """Note which outputs the model computed: those that have an input of the model's."""
         if always or any(self._is_of_the_model(each) for each in inputs):
             for output in outputs:
                 if isinstance(output, torch.Tensor):
@@ -61,7 +62,7 @@ class HostReads(TorchFunctionMode):
 
     @contextlib.contextmanager
     def synchronisations(self) -> Iterator[None]:
-        """A context in which PyTorch says where it waits for a GPU; other warnings go where they went."""
+        """A context in which PyTorch says where it waits for a GPU. Other warnings are shown as before."""
         if not self._on_gpu:
             yield
             return
@@ -81,7 +82,7 @@ class HostReads(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if self.counting and not self._on_gpu and name in _READS:
-            with contextlib.suppress(Exception):  # a failure here would be the loop's
+            with contextlib.suppress(Exception):  # This runs inside the loop, which an error of ours must not end.
                 if args and self._is_of_the_model(args[0]):
                     self._note(_READS[name])
         outside, self._function = self._function, name
@@ -105,6 +106,6 @@ class HostReads(TorchFunctionMode):
     def _note(self, call: str) -> None:
         line = users_line()
         if line is not None:
-            # A function of PyTorch that reads for itself, as clipping does, is what the user knows.
+            # Some functions of PyTorch read a value themselves, such as clipping. The user knows the outer function.
             inside = line.function if line.function and not line.function.startswith("__") else ""
             self.lines[line.where, inside or call] += 1

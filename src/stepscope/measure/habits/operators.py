@@ -1,4 +1,5 @@
-"""What the operators of a step show: products in 32 bits beside others in 16, copies from memory that is not pinned."""
+"""Looks at the operators of a step: products in 32 bits beside others in 16, and copies from memory that is not
+pinned."""
 
 import sys
 from collections import Counter
@@ -16,15 +17,15 @@ from stepscope.measure.habits.code_lines import users_line
 from stepscope.measure.habits.host_reads import HostReads
 
 _MANY_AT_ONCE = ("_foreach_", "_fused_", "_amp_foreach_")
-"""How names of operators begin that update many tensors at once."""
+"""The first parts of the names of operators that update many tensors at once."""
 _SMALL_BYTES = 4096
 """A copy of less than a page costs no time that pinning could save."""
 
 
 class OperatorHabits(TorchDispatchMode):
-    """A mode below autograd and autocast that looks at each operator, and tells HostReads what comes from the model.
+    """A mode below autograd and autocast. It looks at each operator, and tells HostReads its inputs and outputs.
 
-    An error in it must not reach the user's loop: what cannot be understood is left out.
+    Its errors do not reach the user's loop: after the first one it looks at nothing more.
     """
 
     def __init__(self, reads: HostReads, modules: Mapping[int, str], device: torch.device) -> None:
@@ -35,7 +36,7 @@ class OperatorHabits(TorchDispatchMode):
         self.in_optimizer = 0
         """Operators that the optimizer has called."""
         self.many_at_once = False
-        """Whether one of them takes many tensors."""
+        """Whether one of the optimizer's operators takes many tensors."""
         self.product_flops: Counter[str] = Counter()
         """FLOPs of forward's products by the dtype of their operands."""
         self.fp32_modules: Counter[str] = Counter()
@@ -50,7 +51,7 @@ class OperatorHabits(TorchDispatchMode):
         if self.looking:
             try:
                 self._look(func, args, kwargs or {}, out)
-            except Exception:  # a failure here would be the loop's
+            except Exception:  # This runs inside the loop, which an error of ours must not end.
                 self.looking = False
         return out
 
@@ -77,7 +78,7 @@ class OperatorHabits(TorchDispatchMode):
             self.fp32_modules[self._module()] += flops
 
     def _module(self) -> str:
-        """The path of the innermost module of the model that runs."""
+        """The path of the innermost module of the model that is running."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             name = self._modules.get(id(frame.f_locals.get("self")))
@@ -88,7 +89,7 @@ class OperatorHabits(TorchDispatchMode):
 
     def _look_at_copy(self, args: tuple[Any, ...], out: Any) -> None:
         tensors = [each for each in args if isinstance(each, torch.Tensor)]
-        source = tensors[-1]  # copy_ takes the destination first
+        source = tensors[-1]  # The first argument of copy_ is the destination.
         if not isinstance(out, torch.Tensor) or out.device.type != "cuda" or source.device.type != "cpu":
             return
         if source.nbytes < _SMALL_BYTES or source.is_pinned():

@@ -1,4 +1,4 @@
-"""Looks at some steps, a loop's or a driven one's, for what the checks of habits judge."""
+"""Looks at some steps of a loop, or of a driven step, and finds the habits that checks judge."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ from stepscope.measure.habits.operators import OperatorHabits
 from stepscope.measure.step import Recorder
 
 STEPS = 3
-"""Steps that are looked at. A graph that stays is one of the first that outlives the last."""
+"""Steps that are looked at. A graph stays if it is an earlier step's and is alive when the last step has ended."""
 NAMED = 3
 _MOST_NODES = 50_000
 _MARK = "stepscope"
@@ -37,14 +37,14 @@ class _Token:
 
 
 def _safely(method: Callable[..., None]) -> Callable[..., None]:
-    """A method that does nothing after one has failed, since its error would be the loop's."""
+    """A method whose error does not reach the loop, and that does nothing once one of them has failed."""
 
     @functools.wraps(method)
     def call(self: "HabitsRecorder", *args: str) -> None:
         if self.failure is None:
             try:
                 method(self, *args)
-            except Exception as error:
+            except Exception as error:  # This runs inside the loop, which an error of ours must not end.
                 self.failure = error
                 self._rest()
 
@@ -52,7 +52,7 @@ def _safely(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class HabitsRecorder(Recorder):
-    """Is told of some steps, and then knows their Habits."""
+    """A recorder of some steps, which then knows their Habits."""
 
     def __init__(
         self,
@@ -67,10 +67,11 @@ class HabitsRecorder(Recorder):
     ) -> None:
         """roots, inputs: the tensors that backward begins at, and what the model's forward was called with.
 
-        Of what is compiled no operators are seen, and no mode may be on while it runs.
+        compiled: whether the model's code is compiled. Its operators are then not seen, and no mode may be on while it
+        runs.
         """
         self.failure: Exception | None = None
-        """What went wrong in looking; the loop never sees it."""
+        """The error that ended the looking; the loop never sees it."""
         self._model, self._optimizer, self._device = model, optimizer, device
         self._parallel = next((m for m in forward_module.modules() if isinstance(m, DistributedDataParallel)), None)
         self._roots, self._inputs, self._compiled = roots, inputs, compiled
@@ -90,9 +91,10 @@ class HabitsRecorder(Recorder):
         self._micro_batches: list[list[bool]] = []
         self._shapes: list[dict[str, str]] = []
         self._graphs: list[weakref.ref[_Token]] = []
-        self._saw_modes = not is_in_torch_dispatch_mode()  # over a mode of the loop's own, ours could not be taken off
+        # A mode of ours above one of the loop's own could not be taken off.
+        self._saw_modes = not is_in_torch_dispatch_mode()
         self._modes: list[OperatorHabits | HostReads] = []
-        """Those that are on."""
+        """The modes that are on."""
 
     @_safely
     def step_begins(self) -> None:
@@ -145,7 +147,7 @@ class HabitsRecorder(Recorder):
         """What the steps did; None where too few were seen to tell what each does."""
         if self.failure is not None or self._steps < STEPS:
             return None
-        gc.collect()  # a graph in a circle of objects is no longer held by the loop
+        gc.collect()  # The loop no longer holds a graph that only a circle of objects keeps alive.
         trainable = {id(p): name for name, p in self._model.named_parameters() if p.requires_grad}
         without = [name for parameter, name in trainable.items() if parameter not in self._with_gradient]
         if not self._with_gradient or _is_sharded(self._model):
@@ -182,14 +184,14 @@ class HabitsRecorder(Recorder):
 
     def _enter(self, name: str) -> None:
         self._operators.phase = name
-        # What runs on the host in any case does not wait for a device. On a GPU PyTorch tells the two apart.
+        # An operator on the host's own tensors does not wait for a device. On a GPU PyTorch tells the two apart.
         self._reads.counting = self._device.type == "cuda" or name not in (DATA, OPTIMIZER)
         if self._compiled and name in (FORWARD, BACKWARD, OPTIMIZER):
             self._take_modes_off(but_reads=name == BACKWARD)
 
     def _between(self) -> None:
-        """The modes are on between the phases of a compiled step, and everywhere in another. Backward is called inside
-        the mode of functions, where PyTorch has taken that off itself, so it must be left alone."""
+        """Turn the modes on: for a compiled step between its phases, for any other step everywhere. PyTorch itself
+        takes the mode of functions off where backward is called, so that mode must then be left alone."""
         self._operators.phase = ""
         self._reads.counting = self._operators.looking = True
         if not self._saw_modes:
@@ -200,7 +202,7 @@ class HabitsRecorder(Recorder):
                 self._modes.append(mode)
 
     def _rest(self) -> None:
-        """See nothing any more, until the modes can be taken off."""
+        """Look at nothing more. The modes stay on until they can be taken off."""
         self._reads.counting = self._operators.looking = False
 
     def _close(self) -> None:
@@ -217,7 +219,7 @@ class HabitsRecorder(Recorder):
 
     @contextlib.contextmanager
     def _unseen(self) -> Iterator[None]:
-        """A context for our own operators and reads."""
+        """A context in which the tool's own operators and reads are not counted."""
         counting, self._reads.counting, self._operators.looking = self._reads.counting, False, False
         try:
             yield
@@ -251,7 +253,8 @@ class HabitsRecorder(Recorder):
         self._zeroed_bytes += sum(gradient.nbytes for gradient in gradients)
 
     def _products(self) -> tuple[str | None, tuple[str, ...], float | None]:
-        """The dtype of 16 bits that most products had, and modules with fp32 products with these' share of FLOPs."""
+        """The dtype of 16 bits that most products had, the modules with products in fp32, and the share of FLOPs in
+        fp32."""
         flops = self._operators.product_flops
         half = max(("bfloat16", "float16"), key=lambda dtype: flops[dtype])
         if not flops[half]:
@@ -282,10 +285,11 @@ def _in_each(steps: Sequence[Counter[tuple[str, str]]]) -> tuple[CodeLine, ...]:
 
 
 def _mark(roots: Iterable[torch.Tensor], token: _Token, key: str) -> None:
-    """Let each node of the graph below these tensors hold the token, but those that live as long as a parameter."""
+    """Let each node of the graph below these tensors hold the token, except for nodes that live as long as a
+    parameter."""
     waiting: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen: set[int] = set()
-    nodes: list[Any] = []  # keeps them, so that no id comes twice
+    nodes: list[Any] = []  # The nodes are kept, so that no two of them have the same id.
     while waiting and len(nodes) < _MOST_NODES:
         node = waiting.pop()
         if id(node) in seen or hasattr(node, "variable"):
@@ -297,7 +301,8 @@ def _mark(roots: Iterable[torch.Tensor], token: _Token, key: str) -> None:
 
 
 def _in_eval_mode(model: nn.Module) -> Iterator[str]:
-    """Dropouts and batch norms in eval mode, inside of what trains. One that is frozen whole is meant so."""
+    """Dropouts and batch norms in eval mode inside modules that train. In a module whose parameters are all frozen,
+    eval mode is intended."""
     trains = {name for name, module in model.named_modules() if any(p.requires_grad for p in module.parameters())}
     for name, module in model.named_modules():
         if module.training:
@@ -319,10 +324,10 @@ def _nearest_with_parameters(model: nn.Module, name: str) -> str:
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """Whether a rank holds parts of the parameters only, some of which never have a gradient there."""
+    """Whether a rank holds only parts of the parameters. Some of them then never have a gradient on it."""
     return any(type(module).__name__.startswith(("FullyShardedDataParallel", "FSDP")) for module in model.modules())
 
 
 def _named(path: Sequence[Any]) -> str:
-    """An input's name or place, of its path in (args, kwargs)."""
+    """The name or place of an input, from its path in (args, kwargs)."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:])

@@ -1,1 +1,1 @@
-"""Watches a training loop that is not ours: what a step of it is, when its phases begin and end, and what they take."""
+"""Watches a user's training loop: what a step of it is, when its phases begin and end, and how long they take."""

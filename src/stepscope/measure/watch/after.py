@@ -1,4 +1,4 @@
-"""The stages after the timed steps: one whose memory is counted, and those that a profiler or the allocator records.
+"""The stages after the timed steps: one counts the step's memory; in others a profiler or the allocator records.
 
 Each takes the instruments of a driven step and puts them round the next steps of the loop.
 """
@@ -29,7 +29,7 @@ from stepscope.measure.watch.stopwatch import Stopwatch, marks_for
 
 
 class EmittedRanges(Recorder):
-    """Emits a range for each phase, and for the step if that is wanted, to whoever listens."""
+    """Emits a range for each phase, and for the step where that is wanted, to the profilers that listen."""
 
     def __init__(self, *, step: bool = True) -> None:
         self._with_step = step
@@ -53,10 +53,10 @@ class EmittedRanges(Recorder):
 
 
 class ForwardUntilBackward(Recorder):
-    """Tells others of a step whose forward lasts until backward begins, so that the loss is in it, with the loss known.
+    """Tells other recorders of a step whose forward lasts until backward begins, so that it includes the loss.
 
-    A watched model's forward ends before the loop computes its loss of what it returned. What autograd keeps is known
-    when there is a loss.
+    A watched model's forward ends before the loop computes the loss. The graph that autograd keeps is complete only
+    then.
     """
 
     def __init__(self, step: Step, phases: Phases, *recorders: Recorder) -> None:
@@ -122,7 +122,7 @@ class ObservedStep:
 
     def is_over(self, step: int) -> bool:
         if self._peaks is not None:
-            # What should lie there is known of our own step alone: a loop keeps tensors that it does not tell of.
+            # We know only of our own step which tensors should be there: a loop may keep any others.
             self._keep(msgspec.structs.replace(self._peaks.memory(), resident_expected=None))
         return True
 
@@ -131,7 +131,8 @@ class ObservedStep:
 
 
 class LookedAtSteps:
-    """The stage of steps that are looked at for what costs time or memory; the FLOPs of one are counted, too."""
+    """The stage of steps that are looked at for habits that cost time or memory. It also counts the FLOPs of one
+    step."""
 
     name = "look at what the loop does"
     has_a_profiler = False
@@ -182,8 +183,8 @@ class LookedAtSteps:
 
 
 class _CountedWork(Recorder):
-    """Counts the FLOPs of one step. What the loop computes between two phases belongs to the one before, as its loss
-    belongs to forward; what it does after its update is no part of the model's work."""
+    """Counts the FLOPs of one step. Work between two phases counts to the phase before it: the loss, for instance, to
+    forward. Work after the update is no part of the model's work."""
 
     def __init__(self) -> None:
         self._counts: FlopCounts | None = None
@@ -197,7 +198,7 @@ class _CountedWork(Recorder):
         self._open.close()
 
     def work(self) -> tuple[dict[str, Work], dict[str, int]] | None:
-        """The work of each phase, and the calls of what no formula covers; None where no step was counted."""
+        """The work of each phase, and the calls of operators that no formula covers; None where no step was counted."""
         if self._counts is None or not self._whole:
             return None
         counted = {name: work for name, work in self._counts.work.items() if name in PHASES}
@@ -222,7 +223,7 @@ def _compiles() -> bool:
 
 
 class TracedSteps:
-    """The stage of steps that torch.profiler traces. One session before pays for its start, and is thrown away."""
+    """The stage of steps that torch.profiler traces. A first session, which is slow to start, is thrown away."""
 
     name = "trace kineto"
     has_a_profiler = True
@@ -271,7 +272,7 @@ class TracedSteps:
 
 
 class RangedSteps:
-    """The stage of steps with every range, for an NVTX tool that the user started and that keeps what it records."""
+    """The stage of steps that emit every range, for an NVTX tool that the user has started."""
 
     name = "trace nvtx"
     has_a_profiler = False
@@ -301,7 +302,7 @@ class RangedSteps:
 
 
 class RecordedMemory:
-    """The stage of one step whose every allocation is recorded."""
+    """The stage of one step in which every allocation is recorded."""
 
     name = "memory"
     has_a_profiler = True

@@ -1,8 +1,8 @@
-"""The places where a loop enters a part of its step, watched from outside; each returns what puts it back as it was.
+"""Watches, from outside, the places where a loop enters a part of its step. Each function returns what undoes it.
 
 Nothing is registered on a module, and nothing is hooked inside one. A hook on the instance would be copied and pickled
-with the model, would run inside what `model.compile()` compiled, and `torch.compile` warns of global ones. So the
-instance is watched by the `__call__` of its class, which no copy, no pickle and no compiled region holds.
+with the model, and would run inside what `model.compile()` compiled. `torch.compile` warns of global hooks. The
+`__call__` of the instance's class is watched instead: no copy, no pickle and no compiled region holds it.
 """
 
 import functools
@@ -24,9 +24,9 @@ _MISSING = object()
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
-    """Put a wrapper of an attribute in its place, if it is there; returns what puts the original back.
+    """Replace an attribute by a wrapper, if the attribute exists. Returns what puts the original back.
 
-    What somebody else has put over the wrapper since then stays: the wrapper below it does nothing any more.
+    If somebody else has wrapped it again since then, that wrapper stays, and ours below it does nothing more.
     """
     original = getattr(owner, name, None)
     if original is None:
@@ -47,7 +47,7 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
 
 
 def watch_forward(module: nn.Module, phases: Phases, *, training: bool) -> Undo:
-    """Forward is open while this module is called for a gradient, in the mode in which it trains."""
+    """Open forward while this module is called with gradients on, in the mode in which it trains."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -70,7 +70,7 @@ def watch_forward(module: nn.Module, phases: Phases, *, training: bool) -> Undo:
 
 
 def watch_backward(phases: Phases) -> Undo:
-    """Backward is open while the engine runs that `torch.autograd.backward` and `grad` call, whoever holds those."""
+    """Open backward while autograd's engine runs, which `torch.autograd.backward` and `grad` call."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -90,7 +90,7 @@ def watch_backward(phases: Phases) -> Undo:
 
 
 def watch_data(phases: Phases) -> Undo:
-    """Data is open while a DataLoader is asked for its next batch."""
+    """Open data while a DataLoader is asked for its next batch."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -105,11 +105,11 @@ def watch_data(phases: Phases) -> Undo:
 
 
 class OptimizerWatch:
-    """Optimizer is open while one of these optimizers steps, or a GradScaler decides whether it does.
+    """Opens optimizer while one of these optimizers steps, or a GradScaler decides whether it steps.
 
-    `ended` is called when a step of the first one ends, also where the scaler has left the update out. It is told
-    whether that lies inside of PyTorch's range round the step: there no profiler may start or stop, since the range
-    that ends afterwards would write into what the profiler has freed.
+    `ended` is called when a step of the first optimizer ends, also where the scaler has left the update out. Its
+    argument says whether PyTorch's range round the step is still open. No profiler may then start or stop: the range,
+    which ends afterwards, would write into memory that the profiler has freed.
     """
 
     def __init__(
@@ -117,13 +117,13 @@ class OptimizerWatch:
     ) -> None:
         self._optimizers, self._phases, self._ended = optimizers, phases, ended
         self._around = 0
-        """How many of our wrappers round a step or a scaler's step are entered."""
+        """The number of our wrappers, round a step or a scaler's step, that are entered."""
 
     def install(self) -> Undo:
         undo: list[Undo] = [replace(GradScaler, "step", self._around_scaler)]
         for optimizer in self._optimizers:
-            # The hooks see every step, however it is called. The wrapper, which a learning rate's scheduler may lie
-            # over or below, and Accelerate may throw away, is what ends outside of PyTorch's range.
+            # The hooks see every step, however it is called. Only the wrapper ends outside of PyTorch's range. A
+            # learning rate's scheduler may wrap the step too, and Accelerate may throw the wrapper away.
             undo.append(optimizer.register_step_pre_hook(self._begin_hook()).remove)
             undo.append(optimizer.register_step_post_hook(self._end_hook()).remove)
             undo.append(replace(optimizer, "step", lambda original, of=optimizer: self._around_step(of, original)))
@@ -190,7 +190,8 @@ class OptimizerWatch:
 
 
 def _inside(name: str, phases: Phases, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call it while a part of the step is open. It is left as it was entered, whatever was left open inside."""
+    """Make a call while a part of the step is open. Afterwards the part is left, with all that the call left open
+    inside."""
     depth = phases.enter(name)
     try:
         return call(*args, **kwargs)

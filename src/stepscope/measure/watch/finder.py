@@ -1,8 +1,8 @@
-"""Looks at the first whole step of a loop, to find out what a step of it is.
+"""Looks at the first whole step of a loop, to find out what its step is.
 
-Until an optimizer has stepped once, nothing but that is listened for: what is compiled or imported before then never
-meets a watched function. During the next step every call of a module that no other module makes is noted. The class's
-`__call__` is put back while such a call runs, so that nothing inside it, compiled or not, is touched.
+Until an optimizer has stepped once, the finder listens for that alone, so code that is compiled or imported before then
+never meets a watched function. During the next step it notes every module that the loop itself calls. While such a call
+runs, the class's own `__call__` is back in place, so nothing inside the call is touched, compiled or not.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +35,7 @@ _ORIGINAL_CALL = nn.Module.__call__
 class Finder(Recorder):
     """Listens to a loop until it can tell what a step is; `ended` is called at the end of each step until then.
 
-    With an optimizer given, its first step is the one looked at; else that between the first two of any.
+    If an optimizer is given, its first step is looked at; if not, the step between the first two updates of any.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Finder(Recorder):
         self._optimizer = bare_optimizer(optimizer) if optimizer is not None else None
         self._seen: LoopSeen | None = None
         self.counts_this_end = 0
-        """1 where the end that was told is that of a step, 0 where it is another optimizer's within one."""
+        """1 if the last end was the end of a step; 0 if another optimizer stepped within a step."""
         self.last_to_end: torch.optim.Optimizer | None = None
         """The optimizer whose step ended last."""
         self._first: torch.optim.Optimizer | None = None
@@ -76,7 +76,7 @@ class Finder(Recorder):
         """Take everything off."""
         self._seen = None
         self._phases.recorders = ()
-        nn.Module.__call__ = _ORIGINAL_CALL  # type: ignore[method-assign]
+        _let_modules_call(_ORIGINAL_CALL)
         for undo in self._undo:
             undo()
         self._undo.clear()
@@ -95,7 +95,7 @@ class Finder(Recorder):
         self._phases.recorders = (self,)
         self._undo.append(watch_backward(self._phases))
         self._call = self._noting_call()
-        nn.Module.__call__ = self._call  # type: ignore[method-assign]
+        _let_modules_call(self._call)
 
     def _stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
         seen, self.last_to_end = self._seen, optimizer
@@ -143,21 +143,22 @@ class Finder(Recorder):
             if get_ident() != self._phases.thread or self._seen is None:
                 return _ORIGINAL_CALL(module, *args, **kwargs)
             outermost, self._outermost = self._outermost, None
-            nn.Module.__call__ = _ORIGINAL_CALL  # type: ignore[method-assign]
-            if outermost is not None:  # the first module that another one calls: autocast may be on only in there
+            _let_modules_call(_ORIGINAL_CALL)
+            if outermost is not None:
+                # A module may turn autocast on for its parts alone, so the first module that it calls is looked at too.
                 outermost.autocast = outermost.autocast or _autocast(outermost.module)
                 return _ORIGINAL_CALL(module, *args, **kwargs)
             if torch.is_grad_enabled() and self._phases.part != BACKWARD:
                 seen = self._note(module, args, kwargs)
                 if not is_compiled(module):
                     self._outermost = seen
-                    nn.Module.__call__ = self._call  # type: ignore[method-assign]
+                    _let_modules_call(self._call)
             try:
                 return _ORIGINAL_CALL(module, *args, **kwargs)
             finally:
                 self._outermost = None
                 if self._seen is not None:
-                    nn.Module.__call__ = self._call  # type: ignore[method-assign]
+                    _let_modules_call(self._call)
 
         return call
 
@@ -174,6 +175,11 @@ class Finder(Recorder):
                 shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
                 seen.inputs.setdefault(inner, set()).add(TensorSeen(shape, dtype))
         return seen
+
+
+def _let_modules_call(call: Callable[..., Any]) -> None:
+    """Make this function the `__call__` of every module's class that has none of its own."""
+    nn.Module.__call__ = call  # type: ignore[method-assign]  # Replacing the method is what this function is for.
 
 
 def _tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:

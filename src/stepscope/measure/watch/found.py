@@ -1,6 +1,6 @@
-"""What a step of the loop is: which module's forward, which optimizer's step. Decided from what one whole step called.
+"""Decides what a step of the loop is, from what one whole step called: which module's forward, which optimizer's step.
 
-Nothing is guessed. Where two modules or two optimizers could be meant, the answer is a sentence that says so.
+It does not guess. Where two modules or two optimizers could be meant, the answer is a sentence that says so.
 """
 
 import gc
@@ -23,7 +23,7 @@ class TensorSeen:
 
 @dataclass(kw_only=True)
 class ModuleSeen:
-    """A module that the loop itself called, and no other module, with gradients on."""
+    """A module that the loop itself called with gradients on; no other module called it."""
 
     module: nn.Module
     calls: int = 0
@@ -31,7 +31,7 @@ class ModuleSeen:
     autocast: str | None = None
     """The dtype of autocast round its forward or inside it; None without."""
     inputs: dict[str, set[TensorSeen]] = field(default_factory=dict[str, set[TensorSeen]])
-    """Tensors that it took, by their place or their name."""
+    """Tensors that the module took, by their place or their name."""
 
 
 @dataclass(kw_only=True)
@@ -40,7 +40,7 @@ class LoopSeen:
 
     modules: list[ModuleSeen]
     optimizers: list[torch.optim.Optimizer]
-    """Those that stepped, in the order of their last steps."""
+    """The optimizers that stepped, in the order of their last steps."""
     backwards: int = 0
 
 
@@ -50,11 +50,12 @@ class Found:
 
     roots: tuple[ModuleSeen, ...]
     optimizers: tuple[torch.optim.Optimizer, ...]
-    """The one whose step ends a step first, then others that step in between. Empty where the loop says its ends."""
+    """First the optimizer that ends a step, then others that step in between. Empty where the loop itself says where a
+    step ends."""
     backwards: int
     why: str
     given: nn.Module | None = None
-    """The model that was given, or found to hold all of them, where the loop calls parts of it and not the whole."""
+    """The whole model, where the loop calls only parts of it: the one given, or the one found to hold them all."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -75,7 +76,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Unclear:
-    """Why it cannot be told what a step is."""
+    """The reason why it cannot be told what a step is."""
 
     reason: str
 
@@ -112,7 +113,7 @@ def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def class_name(thing: object) -> str:
-    """The name of the class, of what is wrapped where it wraps something."""
+    """The name of a thing's class, or of the class that it wraps."""
     return type(bare(thing) if isinstance(thing, nn.Module) else thing).__name__
 
 
@@ -124,7 +125,7 @@ def decide(
     optimizer: torch.optim.Optimizer | None = None,
     said: bool = False,
 ) -> Found | Unclear:
-    """What a step is, of what one step called. `step_of` names a class of module or optimizer.
+    """Decide what a step is from what one step called. `step_of` names a class of module or optimizer.
 
     said: whether the loop says itself where a step ends, so that no optimizer is needed.
     """
@@ -143,7 +144,7 @@ def decide(
 def _decide(
     seen: LoopSeen, step_of: str | None, optimizer: torch.optim.Optimizer | None, *, said: bool, apart: bool
 ) -> Found | Unclear:
-    """The same of the modules that count; `apart` where several may be the parts of one model."""
+    """Decide what a step is from the modules that count. apart: whether several of them may be parts of one model."""
     if said and seen.modules:
         roots = tuple(_outermost(seen.modules))
         return Found(roots=roots, optimizers=(), backwards=seen.backwards, why="the loop says where")
@@ -198,7 +199,7 @@ def _owned(modules: Sequence[ModuleSeen], optimizer: torch.optim.Optimizer) -> l
 
 
 def _outermost(modules: Sequence[ModuleSeen]) -> list[ModuleSeen]:
-    """The modules that are no part of another of them."""
+    """The modules that are not inside another one of these modules."""
     inside = {id(part) for each in modules for part in each.module.modules() if part is not each.module}
     return [each for each in modules if id(each.module) not in inside]
 
@@ -215,7 +216,8 @@ def _inside(modules: Sequence[ModuleSeen], model: nn.Module) -> list[ModuleSeen]
 
 
 def _smallest_that_holds(modules: Sequence[nn.Module]) -> nn.Module | None:
-    """The smallest module of this process that all of these are parts of, as a LightningModule is; None without one."""
+    """The smallest module of this process that holds all of these, such as a LightningModule; None without
+    one."""
     wanted = {id(module) for module in modules}
     holding: list[tuple[int, nn.Module]] = []
     for thing in gc.get_objects():

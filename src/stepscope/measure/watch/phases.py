@@ -1,4 +1,4 @@
-"""Which part of a watched step is open, by what the loop enters and leaves; recorders are told when it changes."""
+"""Knows which part of a watched step is open, from what the loop enters and leaves, and tells recorders."""
 
 import threading
 from collections.abc import Callable
@@ -19,14 +19,14 @@ forward that checkpointing runs again inside backward is backward."""
 
 
 class Phases:
-    """The parts of one thread's steps: at any moment one is open, so together they are the step."""
+    """The parts of one thread's steps. At any moment exactly one is open, so together they make up the step."""
 
     def __init__(self) -> None:
         self.recorders: tuple[Recorder, ...] = ()
         self.thread = 0
         """The thread whose calls count; 0 while none do."""
         self.failed: str | None = None
-        """The part in which the last exception passed, until the step ends."""
+        """The part through which the last exception passed, until the step ends."""
         self.keeps_roots = False
         """Whether `roots` is wanted: it keeps the graph alive while backward runs."""
         self.roots: Any = None
@@ -45,12 +45,12 @@ class Phases:
         self._open = [REST]
 
     def pause(self) -> None:
-        """Count no calls any more."""
+        """Stop counting calls."""
         self.thread = 0
 
     @property
     def at_rest(self) -> bool:
-        """Whether nothing is entered that was not left."""
+        """Whether the loop has left everything that it entered."""
         return len(self._open) == 1
 
     @property
@@ -59,7 +59,7 @@ class Phases:
         return self._open[-1]
 
     def enter(self, name: str) -> int:
-        """The loop begins what belongs to this part; returns how deep it lies, for `leave_to`."""
+        """Note that the loop enters this part. Returns the depth, for `leave_to`."""
         if self.before_the_next is not None:
             waiting, self.before_the_next = self.before_the_next, None
             waiting()
@@ -72,7 +72,7 @@ class Phases:
         return depth
 
     def leave(self) -> None:
-        """What was entered last has ended."""
+        """Note that the loop leaves what it entered last."""
         inside = self._open.pop()
         outside = self._open[-1]
         if inside is not outside:
@@ -84,14 +84,14 @@ class Phases:
             self.leave()
 
     def fail(self) -> None:
-        """An exception passes through what was entered last."""
+        """Note that an exception passes through what was entered last."""
         if self.failed is None:
             self.failed = self._open[-1]
             for recorder in self.recorders:
                 recorder.phase_failed(self.failed)
 
     def forget_what_is_open(self) -> None:
-        """Take everything for left: an exception that the loop caught leaves an optimizer's step without its end."""
+        """Consider everything as left: after an exception that the loop caught, an optimizer's step has no end."""
         self.leave_to(1)
 
     def step_begins(self) -> None:

@@ -1,6 +1,6 @@
-"""Times the parts of watched steps on one clock: device events on a GPU, resolved late, and the host's clock elsewhere.
+"""Times the parts of watched steps on one clock: events on a GPU, which are read later, or else the host's clock.
 
-A step lasts from the end of the one before to its own end. Nothing here waits for the device.
+A step lasts from the end of the step before it to its own end. The stopwatch does not wait for the device.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from stepscope.measure.step import Recorder
 
 Mark = Any
 _SHORTEST_S = 1e-9
-"""What is shorter is the rounding of a difference, not time."""
+"""A shorter time is only the rounding of a difference."""
 
 
 class Marks(Protocol):
-    """A clock whose readings are taken at once and understood later."""
+    """A clock whose readings are taken at once and read later."""
 
     clock_name: str
 
@@ -33,20 +33,20 @@ class Marks(Protocol):
         ...
 
     def reached(self, mark: Mark) -> bool:
-        """Whether the device has come to this mark."""
+        """Whether the device has reached this mark."""
         ...
 
     def wait(self, mark: Mark) -> None:
-        """Return when the device has come to this mark."""
+        """Wait until the device has reached this mark."""
         ...
 
     def free(self, marks: list[Mark]) -> None:
-        """These marks are read; they may be used again."""
+        """Take back marks that have been read, to use them again."""
         ...
 
 
 class HostMarks:
-    """Marks by the host's clock, where work is done when its call returns."""
+    """Marks by the host's clock, for devices whose work is done when the call returns."""
 
     clock_name = "perf_counter_ns"
 
@@ -67,7 +67,8 @@ class HostMarks:
 
 
 class EventMarks:
-    """Marks by events in a GPU's stream, made beforehand, since to make one takes the host longer than to record it."""
+    """Marks by events in a GPU's stream. They are made beforehand, since making one takes the host longer than
+    recording it."""
 
     clock_name = "cuda events"
 
@@ -75,7 +76,7 @@ class EventMarks:
         self._stream = torch.cuda.current_stream(device)
         self._free = [torch.cuda.Event(enable_timing=True) for _ in range(beforehand)]
         for event in self._free:
-            event.record(self._stream)  # the driver makes an event when it is recorded for the first time
+            event.record(self._stream)  # The driver makes an event only when it is recorded for the first time.
 
     def mark(self) -> Mark:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
@@ -142,18 +143,18 @@ class Stopwatch(Recorder):
         self._waiting.append(_Row(self._names, self._row))
 
     def break_off(self) -> None:
-        """Something else comes between the last step and the next: the next begins with a mark of its own."""
+        """Let the next step begin with a mark of its own, since something else comes between it and the last one."""
         self._last = None
 
     def drop_all_but(self, last: int) -> None:
-        """Forget the times of the steps but for the last ones."""
+        """Forget the times of all steps except the last ones."""
         self.read()
         del self._times[: max(0, self.count - last)]
 
     def read(self, *, wait: bool = False) -> list[dict[str, float]]:
-        """Seconds of the step and of each of its parts, by name, of the steps that the device has finished.
+        """Seconds by name, of the step and of each of its parts, for each step that the device has finished.
 
-        With `wait`, of all steps. The parts of a step add up to it.
+        With `wait`, for all steps. The parts of a step add up to it.
         """
         done = 0
         for row in self._waiting:
@@ -182,7 +183,7 @@ class Stopwatch(Recorder):
     def samples(self, warmups: int) -> dict[str, Samples]:
         """The samples of the step and its parts; the first `warmups` steps are warm-up.
 
-        Where the device has failed, those of the steps that it had finished when that was last looked for.
+        If the device has failed, they are those of the steps that it had finished at the last look.
         """
         with contextlib.suppress(RuntimeError):
             self.read(wait=True)

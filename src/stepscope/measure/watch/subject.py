@@ -1,4 +1,4 @@
-"""A watched loop's step as the instruments of a driven one know it: its model, its optimizer, its loss."""
+"""A watched loop's step in the form that a driven step's instruments expect: its model, its optimizer, its loss."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,7 @@ class WatchedStep:
         self.compiled = found.compiled
 
     def named_tensors(self, batch: Any) -> Sequence[tuple[str, torch.Tensor]]:
-        return ()  # the batch of a watched step is not known before it runs
+        return ()  # The batch of a watched step is not known before the step runs.
 
     def prepare(self) -> None:
         pass

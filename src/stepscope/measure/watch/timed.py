@@ -11,10 +11,10 @@ from stepscope.measure.timer import STEADY_WINDOW, is_steady
 from stepscope.measure.watch.stopwatch import Stopwatch
 
 BEFORE = 2
-"""Steps that pass until it is known what a step is; they warm the loop up too."""
+"""Steps that pass until it is known what a step is. They also warm the loop up."""
 _MOST_WARM_ROWS = 30
 _READ_EVERY = 16
-"""Steps between two looks at what the device has finished: a process that dies loses no more than those."""
+"""Steps between two looks at what the device has finished. A process that dies loses at most these steps."""
 
 
 class TimedSteps:
@@ -32,15 +32,16 @@ class TimedSteps:
         before_measuring: Callable[[], None] = lambda: None,
         after_measuring: Callable[[], None] = lambda: None,
     ) -> None:
-        """between: the first step that is timed, and the first after it that is not; None for as the settings say.
+        """between: the first step that is timed, and the first after it that is not. If it is None, the settings
+        decide.
 
-        What `before_measuring` does delays the loop, so one more step passes before the first that counts.
+        `before_measuring` delays the loop, so one more step passes before the first step that counts.
         """
         self._stopwatch, self._settings, self._between = stopwatch, settings, between
         self._before, self._after = before_measuring, after_measuring
         self._began_s = self._measuring_since_s = 0.0
         self._warm = 0
-        """Rows of the stopwatch that are warm-up."""
+        """The number of the stopwatch's rows that are warm-up."""
         self._settled = self._ready = False
         self.steady: bool | None = None
 
@@ -94,7 +95,7 @@ class TimedSteps:
         settings, rows = self._settings, self._stopwatch.read()
         done = self._stopwatch.count + BEFORE
         if done < settings.warmup_floor:
-            self._began_s = time.perf_counter()  # the first steps may compile for minutes
+            self._began_s = time.perf_counter()  # The first steps may compile for minutes.
             return False
         times = [row[STEP] for row in rows]
         too_long = time.perf_counter() - self._began_s >= settings.warmup_seconds

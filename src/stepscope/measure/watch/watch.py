@@ -1,4 +1,4 @@
-"""A Watch: finds out what a step of a loop is, tells recorders of its steps stage by stage, and takes itself off."""
+"""The Watch finds out what a step of a loop is, tells recorders of the steps, stage by stage, and takes itself off."""
 
 import os
 import weakref
@@ -16,19 +16,20 @@ from stepscope.measure.watch.phases import Phases
 
 
 class Stage(Protocol):
-    """What is done with some of a loop's steps. Its methods run between two steps, and are no part of either."""
+    """A stage does something with some of a loop's steps. Its methods run between two steps, and are no part of
+    either."""
 
     name: str
     has_a_profiler: bool
-    """Whether a profiler starts or stops between its steps."""
+    """Whether a profiler starts or stops between the stage's steps."""
 
     @property
     def recorders(self) -> tuple[Recorder, ...]:
-        """Who is told of these steps."""
+        """The recorders that are told of the stage's steps."""
         ...
 
     def begins(self, step: int) -> None:
-        """The step of this number is its first."""
+        """Begin the stage, whose first step has this number."""
         ...
 
     def is_over(self, step: int) -> bool:
@@ -36,27 +37,27 @@ class Stage(Protocol):
         ...
 
     def ends(self) -> None:
-        """Keep what was recorded. Called once, also where the loop ended in the middle."""
+        """Keep what was recorded. This is called once, also if the loop has ended in the middle."""
         ...
 
 
 class Told(Protocol):
-    """Who is told what becomes of a Watch."""
+    """The owner of a Watch, who is told what becomes of it."""
 
     def found(self, found: Found, first_step: int) -> Sequence[Stage]:
-        """What a step is, is known; returns what to do with the steps from this number on."""
+        """Take note of what a step is. Returns the stages for the steps from this number on."""
         ...
 
     def unclear_step(self, reason: str) -> None:
-        """It cannot be told what a step is; nothing is watched any more."""
+        """Take note that it cannot be told what a step is, and that the Watch has ended."""
         ...
 
     def stages_over(self) -> None:
-        """Every stage is over; the loop goes on, and nothing is watched any more."""
+        """Take note that every stage is over. The loop goes on without the Watch."""
         ...
 
     def stage_failed(self, stage: str, error: Exception) -> None:
-        """A stage has raised; the next one follows."""
+        """Take note that a stage has raised this error. The next stage follows."""
         ...
 
 
@@ -79,7 +80,7 @@ class Watch:
         """Steps that have ended."""
         self.found: Found | None = None
         self.left_out: tuple[str, ...] = ()
-        """Names of the stages that the loop's end left no steps for."""
+        """Names of the stages that got no steps, since the loop had ended."""
         self._told = told
         self._finder = Finder(self.phases, self._looked, step_of=step_of, model=model, optimizer=optimizer)
         self._stages: list[Stage] = []
@@ -95,7 +96,7 @@ class Watch:
 
     @property
     def optimizer_stepped(self) -> bool:
-        """Whether an optimizer has stepped at all."""
+        """Whether any optimizer has stepped yet."""
         return self._finder.stepped
 
     def start(self) -> None:
@@ -116,7 +117,7 @@ class Watch:
             self._guarded(stage.name, stage.ends)
 
     def step(self) -> None:
-        """The loop says itself that a step has ended. From then on no other end counts."""
+        """Note that the loop itself says that a step has ended. From then on no other end counts."""
         if not self.running:
             return
         if self.found is None:
@@ -127,7 +128,7 @@ class Watch:
         self._step_ended()
 
     def leave_alone(self) -> None:
-        """Count nothing any more, as in a child that was forked."""
+        """Stop counting, as in a child that was forked."""
         self.running = False
         self.phases.pause()
         self._stages.clear()
@@ -142,7 +143,7 @@ class Watch:
         self._undo.clear()
 
     def _looked(self, answer: Found | Unclear | None) -> None:
-        """A step has ended while it is looked for what a step is."""
+        """Take the finder's answer at the end of a step that it looked at."""
         if not self.running:
             return
         if answer is None:
@@ -172,7 +173,8 @@ class Watch:
         phases.listen()
         if found.optimizer is self._finder.last_to_end or not found.optimizers:
             self._next_stage()
-        else:  # another optimizer's step was looked at: the first whole step begins when this one's has ended
+        else:
+            # The finder looked at another optimizer's step. The first whole step begins when this one's has ended.
             self._waits_for_an_end = True
 
     def _optimizer_ended(self, in_a_range: bool) -> None:
@@ -187,14 +189,14 @@ class Watch:
         if stage is None or not phases.at_rest:
             return
         if in_a_range and any(each.has_a_profiler for each in (stage, *self._stages[:1])):
-            # Nothing of the loop that is measured runs before it enters something again.
+            # No part of the loop that is measured runs before the loop enters something again.
             phases.before_the_next = self._step_ended
             return
         try:
             phases.step_ends()
             self.steps += 1
             over = stage.is_over(self.steps - 1)
-        except Exception as error:
+        except Exception as error:  # An error of the watch must not end the loop that is watched.
             self._told.stage_failed(stage.name, error)
             over = True
         if over:
@@ -218,7 +220,7 @@ class Watch:
     def _guarded(self, stage: str, call: Callable[[], None]) -> bool:
         try:
             call()
-        except Exception as error:  # an error of the watch must not end the loop
+        except Exception as error:  # An error of the watch must not end the loop that is watched.
             self._told.stage_failed(stage, error)
             if stage == "start":
                 self._take_off()

@@ -1,7 +1,6 @@
 """Whether a step fits into so much memory, and the cheapest changes that would make it fit."""
 
 import itertools
-import math
 from collections.abc import Iterator
 
 import msgspec
@@ -13,6 +12,19 @@ from stepscope.core.memory_notes import MemoryCategory
 from stepscope.core.units import MIB, format_bytes
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.estimate import MemoryEstimate, estimate, estimate_quickly, runs_within
+from stepscope.memory.prediction.plans import (
+    AUTOCAST,
+    FUSED_ADAMW,
+    SELECTIVE,
+    STATE_IN_BF16,
+    Change,
+    Lever,
+    Plan,
+    checkpointed_blocks,
+    micro_batches,
+    setting,
+    together,
+)
 from stepscope.memory.prediction.sharding import sharded_peak
 from stepscope.work.transformer import recomputed_flops, step_flops
 
@@ -45,13 +57,9 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     """Where the figure comes from, in words."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes to the workload that make it fit."""
+class TextbookPlan(Plan, frozen=True, kw_only=True):
+    """A plan for the textbook's step, with what it costs."""
 
-    change: str
-    options: str
-    """For the command line; empty for what stepscope does not run yet."""
-    peak_bytes: int
     extra_flops_fraction: float
     """FLOPs that it runs again beyond what the workload does already, as a share of the step's model FLOPs; below zero
     where it runs fewer again."""
@@ -68,7 +76,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """What the budget leaves beyond the peak; below zero: what is missing."""
     fails_in: str | None = None
     """The phase in which the first request would be refused."""
-    plans: tuple[Plan, ...] = ()
+    plans: tuple[TextbookPlan, ...] = ()
     """The cheapest changes that would make it fit, the cheapest first; empty where it fits, or nothing helps."""
 
     @property
@@ -142,61 +150,34 @@ def _fits_quickly(peak_bytes: int, budget: Budget) -> bool:
     return peak_bytes * (1 + QUICK_SAFETY) <= budget.usable_bytes
 
 
-class _Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One lever: what it is called, and the fields of the workload that it sets."""
-
-    change: str
-    options: str
-    fields: dict[str, str | int]
-
-
-_Lever = tuple[_Change, ...]
-"""Settings of one lever, the mildest first."""
-
-
-def _levers(workload: Workload) -> list[_Lever]:
+def _levers(workload: Workload) -> list[Lever]:
     """The levers that this workload has left, those that cost nothing first. Groups of
     checkpointed blocks are not among them (`_groups`): of those the search takes the best."""
-    levers: list[_Lever] = []
+    levers: list[Lever] = []
     if scores_of(workload.attention) == "whole":
-        levers.append((_change("fused attention", "--attention", "sdpa"),))
+        levers.append((setting("fused attention", "--attention", "sdpa"),))
     if workload.optimizer in ("adamw-foreach", "adamw-loop"):
-        levers.append((_change("fused AdamW", "--optimizer", "adamw-fused"),))
+        levers.append((FUSED_ADAMW,))
     if workload.dtype in ("fp32", "tf32"):
-        levers.append((_change("bf16 autocast", "--dtype", "bf16"),))
+        levers.append((AUTOCAST,))
     if workload.optimizer not in (None, "adamw-bf16-state") and workload.dtype != "bf16-pure":
-        levers.append((_change("optimizer state in bf16", "--optimizer", "adamw-bf16-state"),))
+        levers.append((STATE_IN_BF16,))
     if workload.phase == "forward":
         return levers
-    batch = workload.batch_size
-    splits = [n for n in _divisors(batch) if n > workload.accumulation]
+    splits = micro_batches(workload.batch_size, workload.accumulation)
     if splits:
-        levers.append(tuple(_change(f"{n} micro-batches of {batch // n}", "--accumulation", n) for n in splits))
+        levers.append(splits)
     if workload.checkpointing == "none":
-        levers.append((_change("checkpointing that keeps matrix products", "--checkpointing", "selective"),))
+        levers.append((SELECTIVE,))
     return levers
 
 
-def _groups(workload: Workload) -> _Lever:
+def _groups(workload: Workload) -> Lever:
     """Checkpointing of whole blocks, in groups that this workload does not have yet."""
     if workload.phase == "forward":
         return ()
     sizes = [k for k in _group_sizes(workload.model.layers) if k != workload.checkpoint_group]
-    return tuple(_change(_group_words(k), "--checkpointing", f"every-{k}") for k in sizes)
-
-
-def _change(words: str, option: str, setting: str | int) -> _Change:
-    field = option.removeprefix("--").replace("-", "_")
-    return _Change(change=words, options=f"{option} {setting}", fields={field: setting})
-
-
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
-def _group_words(k: int) -> str:
-    return "checkpointing of every block" if k == 1 else f"checkpointing of every {k} blocks together"
+    return tuple(map(checkpointed_blocks, sizes))
 
 
 def _group_sizes(layers: int) -> list[int]:
@@ -205,7 +186,7 @@ def _group_sizes(layers: int) -> list[int]:
     return [k for k in (1, 2, 3, 4, 6, 8, 12, 16) if k * k <= 2 * layers]
 
 
-def _plans(workload: Workload, budget: Budget) -> Iterator[Plan]:
+def _plans(workload: Workload, budget: Budget) -> Iterator[TextbookPlan]:
     """The cheapest changes first: by FLOPs, then by how many they are; what needs more GPUs comes last."""
     search = _Search(workload, budget)
     yield from search.plans()
@@ -226,21 +207,21 @@ class _Search:
         if best is not None:
             self._levers.append((best,))
 
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[TextbookPlan]:
         """Single changes that suffice; where fewer than two do, pairs, triples and so on too, until some suffice."""
-        found: list[Plan] = []
+        found: list[TextbookPlan] = []
         if not self._everything_helps():
             return found
         for count in range(1, len(self._levers) + 1):
-            for together in itertools.combinations(self._levers, count):
-                plan = self._try(together, found)
+            for levers in itertools.combinations(self._levers, count):
+                plan = self._try(levers, found)
                 if plan is not None:
                     found.append(plan)
             if len(found) >= 2:
                 break
         return sorted(found, key=lambda plan: (plan.extra_flops_fraction, plan.options.count("--")))[:MOST_PLANS]
 
-    def sharded(self) -> Plan | None:
+    def sharded(self) -> TextbookPlan | None:
         """The fewest GPUs, by doubling, that hold the step with its state sharded; alone, or beside other changes."""
         for changes in ((), *((settings[-1],) for settings in self._levers), self._strongest()):
             if self._fits_quickly(changes):
@@ -252,9 +233,10 @@ class _Search:
                 gpus *= 2
             if gpus <= MOST_GPUS:
                 words = f"parameters, gradients and optimizer state sharded over {gpus} GPUs"
-                return Plan(
-                    change=", ".join([*(change.change for change in changes), words]),
-                    options=" ".join(change.options for change in changes),
+                plan = together((*changes, Change(change=words, options="", fields={})))
+                return TextbookPlan(
+                    change=plan.change,
+                    options=plan.options,
                     peak_bytes=sharded_peak(workload, alone, gpus),
                     extra_flops_fraction=self._extra(workload),
                     gpus=gpus,
@@ -265,30 +247,30 @@ class _Search:
         """Whether the strongest settings together fit: if not, no choice among them does."""
         return self._fits_quickly(self._strongest())
 
-    def _strongest(self) -> tuple[_Change, ...]:
+    def _strongest(self) -> tuple[Change, ...]:
         """The last setting of each lever; of two levers that set one option, the one that leaves less alive. Where they
         do not fit together, without those that only add to the peak: autocast's copies of weights may outweigh what
         they halve."""
-        chosen: dict[str, _Change] = {}
+        chosen: dict[str, Change] = {}
         for settings in self._levers:
             change = settings[-1]
             for field in change.fields:
                 before = chosen.get(field)
                 if before is None or self._peak(self._with((change,))) <= self._peak(self._with((before,))):
                     chosen[field] = change
-        together = tuple(chosen.values())
+        strongest = tuple(chosen.values())
         for change in chosen.values():
-            if self._fits_quickly(together):
+            if self._fits_quickly(strongest):
                 break
-            without = tuple(other for other in together if other is not change)
-            if self._peak(self._with(without)) < self._peak(self._with(together)):
-                together = without
-        return together
+            without = tuple(other for other in strongest if other is not change)
+            if self._peak(self._with(without)) < self._peak(self._with(strongest)):
+                strongest = without
+        return strongest
 
-    def _fits_quickly(self, changes: tuple[_Change, ...]) -> bool:
+    def _fits_quickly(self, changes: tuple[Change, ...]) -> bool:
         return _fits_quickly(self._peak(self._with(changes)), self._budget)
 
-    def _best_group(self, groups: _Lever) -> _Change | None:
+    def _best_group(self, groups: Lever) -> Change | None:
         """The group of the lowest peak. Larger ones keep fewer inputs and hold more at once, so that the peak falls and
         then rises: the first that does not lower it ends the search."""
         best = None
@@ -298,19 +280,19 @@ class _Search:
             best = change
         return best
 
-    def _try(self, together: tuple[_Lever, ...], found: list[Plan]) -> Plan | None:
+    def _try(self, levers: tuple[Lever, ...], found: list[TextbookPlan]) -> TextbookPlan | None:
         """The mildest settings of these levers that fit; None where not even the strongest do, or an earlier plan does
         with some of them."""
-        fields = [field for settings in together for field in settings[0].fields]
+        fields = [field for settings in levers for field in settings[0].fields]
         if len(set(fields)) < len(fields):
             return None  # two settings of one option
-        if not self._fits_quickly(tuple(settings[-1] for settings in together)):
+        if not self._fits_quickly(tuple(settings[-1] for settings in levers)):
             return None
-        for chosen in itertools.product(*together):
-            workload = self._with(chosen)
-            plan = Plan(
-                change=", ".join(change.change for change in chosen),
-                options=" ".join(change.options for change in chosen),
+        for chosen in itertools.product(*levers):
+            workload, changes = self._with(chosen), together(chosen)
+            plan = TextbookPlan(
+                change=changes.change,
+                options=changes.options,
                 peak_bytes=self._peak(workload),
                 extra_flops_fraction=self._extra(workload),
             )
@@ -327,9 +309,8 @@ class _Search:
     def _extra(self, workload: Workload) -> float:
         return (recomputed_flops(workload) - recomputed_flops(self._workload)) / self._flops
 
-    def _with(self, changes: tuple[_Change, ...]) -> Workload:
-        fields = {name: setting for change in changes for name, setting in change.fields.items()}
-        return msgspec.structs.replace(self._workload, **fields)
+    def _with(self, changes: tuple[Change, ...]) -> Workload:
+        return msgspec.structs.replace(self._workload, **together(changes).fields)
 
     def _peak(self, workload: Workload) -> int:
         if workload not in self._known:

@@ -7,17 +7,19 @@ from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import MemoryCategory
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.memory.prediction.fit import Budget
+from stepscope.memory.prediction.plans import Plan
 
 KEPT_FREE = 0.04
-"""Share of the memory that is left free: what an operator's kernel takes for itself and gives back is not seen."""
+"""Share of the memory that is left free. The prediction does not see memory that an operator's kernel takes and gives
+back."""
 
 KEPT_FREE_FOR_CUSTOM = 0.1
-"""The same more, where the step calls operators that are not PyTorch's."""
+"""Share of the memory that is left free in addition, if the step calls operators that are not PyTorch's."""
 
 
 CONVOLUTION_WORKSPACES = 4
-"""How often the operands of the largest convolution are kept free for cuDNN's workspaces: those of a U-Net in fp32 on
-an H200 raised its peak by 3.1 times these bytes (results/h200/architectures.json)."""
+"""For cuDNN's workspaces, this many times the operands of the largest convolution is kept free. The workspaces of a
+U-Net in fp32 on an H200 raised its peak by 3.1 times these bytes (results/h200/architectures.json)."""
 
 
 class Unseen(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +35,7 @@ class Unseen(msgspec.Struct, frozen=True, kw_only=True):
     """Operators whose output was counted at its largest, since its shape depends on data: the peak is a bound."""
 
     def kept_free(self, budget: Budget) -> int:
-        """Bytes of the memory that a step must leave, so that it is said to fit."""
+        """Bytes of the memory that a step must leave free to fit."""
         share = KEPT_FREE + (KEPT_FREE_FOR_CUSTOM if self.custom else 0)
         return int(budget.usable_bytes * share) + CONVOLUTION_WORKSPACES * self.convolution_bytes
 
@@ -49,14 +51,6 @@ class OwnEstimate(msgspec.Struct, frozen=True, kw_only=True):
     unseen: Unseen = Unseen()
 
 
-class OwnPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes to the step that make it fit, as predicted."""
-
-    change: str
-    options: str
-    peak_bytes: int
-
-
 class OwnVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a step fits into a budget, and what would make it fit."""
 
@@ -65,16 +59,16 @@ class OwnVerdict(msgspec.Struct, frozen=True, kw_only=True):
     kept_free_bytes: int
     """Bytes of the budget that must stay free."""
     fails_in: str | None = None
-    plans: tuple[OwnPlan, ...] = ()
+    plans: tuple[Plan, ...] = ()
     largest_batch: int | None = None
-    """The largest batch that fits, in samples; 0 where not even one does, None where no size could be changed."""
+    """The largest batch that fits, in samples; 0 if not even one fits, None if the size cannot be changed."""
 
 
 class OwnFit(msgspec.Struct, frozen=True, kw_only=True):
     """The prediction of a step, and a verdict for each budget."""
 
     workload: OwnWorkload
-    """With the model as it was found."""
+    """The workload with the model as it was found."""
     estimate: OwnEstimate
     verdicts: tuple[OwnVerdict, ...] = ()
 

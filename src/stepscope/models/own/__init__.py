@@ -1,1 +1,1 @@
-"""A user's own model: its factory is found and called, and what it gives becomes the parts of a step."""
+"""Finds and calls the factory of a user's own model, and makes the parts of a step of what it returns."""

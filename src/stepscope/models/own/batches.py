@@ -1,4 +1,4 @@
-"""A batch of a user's own: tensors nested in tuples, lists, dicts, or one alone. What a step does with them."""
+"""Handles the batches of a user's own model: one tensor, or tensors nested in tuples, lists and dicts."""
 
 import inspect
 import itertools
@@ -18,7 +18,7 @@ MOST_BATCHES = 4
 
 
 def batches_of(given: Any, name: str) -> list[Any]:
-    """The batches that were given: one, or those of a list, an iterator or a DataLoader."""
+    """The batches that a user gave: one batch, or the batches of a list, an iterator or a DataLoader."""
     if not isinstance(given, (list, Iterator, DataLoader)):
         return [_plain(given)]
     with said_of(f"the batches of {name} fail"):
@@ -51,8 +51,8 @@ def named_tensors(batch: Any, names: Sequence[str] = ()) -> list[tuple[str, Tens
 
 
 def split(batch: Any, parts: int, name: str) -> list[Any]:
-    """So many micro-batches of equal size, by views: every tensor whose first size is the batch's is cut along it, and
-    the others go to each. The batch's size is that of its first tensor."""
+    """The batch in `parts` micro-batches of equal size, as views. The first size of its first tensor is the batch size.
+    Each tensor with this first size is cut along it; every micro-batch gets the other tensors whole."""
     if parts == 1:
         return [batch]
     tensors = named_tensors(batch)
@@ -71,8 +71,8 @@ def split(batch: Any, parts: int, name: str) -> list[Any]:
 class Call:
     """How forward is called with a batch.
 
-    for_loss_too: the loss takes the batch as well. Then forward takes what it names of a dict, and as many items of a
-    tuple as it needs.
+    for_loss_too: the loss takes the batch as well. Forward then takes the items of a dict that it names, and as many
+    items of a tuple as it needs.
     """
 
     def __init__(self, module: nn.Module, *, for_loss_too: bool) -> None:
@@ -87,7 +87,7 @@ class Call:
         return (batch[: self._needed] if isinstance(batch, tuple) else (batch,)), {}
 
     def rest(self, batch: Any) -> Any:
-        """What forward leaves of the batch: one item alone, or several as a tuple."""
+        """The part of the batch that forward does not take: one item alone, or several as a tuple."""
         if isinstance(batch, dict):
             names = self._keywords
             left = () if names is None else tuple(batch[key] for key in batch if key not in names)
@@ -103,7 +103,7 @@ def input_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def _plain(batch: Any) -> Any:
-    """A batch whose outermost container is one of Python's own: a BatchEncoding is a mapping, and no dict."""
+    """The batch with one of Python's own containers outermost: a BatchEncoding is a mapping, but no dict."""
     if batch is None:
         return ()
     return dict(batch) if isinstance(batch, Mapping) else batch
@@ -134,7 +134,8 @@ def _keywords(module: nn.Module) -> frozenset[str] | None:
 
 
 def _needed(module: nn.Module) -> int | None:
-    """How many items by place forward needs, at least one: those without a default. None where it does not say."""
+    """The number of positional arguments without a default that forward takes, at least one; None where it does not
+    say."""
     parameters = [p for p in _signature(module) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return max(sum(p.default is p.empty for p in parameters), 1) if parameters else None
 

@@ -1,7 +1,7 @@
-"""Checkpointing of a module that is not ours: its blocks are found, and each runs again in backward.
+"""Checkpoints a user's module: finds its blocks, and makes each of them run again in backward.
 
 Blocks are the items of a ModuleList or Sequential whose items are all of one class, which is made of modules itself.
-A list inside a block is part of the block: the experts of a layer are none.
+A list inside a block is part of the block: the experts of a layer are no blocks.
 """
 
 import functools
@@ -18,7 +18,7 @@ from stepscope.models.checkpointing import any_products_kept, checkpointed
 
 
 def find_blocks(module: nn.Module) -> dict[str, Sequence[nn.Module]]:
-    """The lists of blocks in a module, by path, outermost only and in its own order."""
+    """The outermost lists of blocks in a module, by path, in the module's own order."""
     found: dict[str, Sequence[nn.Module]] = {}
     for path, part in module.named_modules():
         inside = any(path.startswith(f"{outer}." if outer else "") for outer in found)
@@ -62,7 +62,7 @@ def _are_blocks(home: nn.Module) -> bool:
 
 
 def _group_size(checkpointing: str, most: int, name: str) -> int | None:
-    """K of every-K; None for `selective`."""
+    """The number K of `every-K`; None for `selective`."""
     if checkpointing == "selective":
         return None
     written = re.fullmatch(r"every-([1-9][0-9]{0,8})", checkpointing)
@@ -76,7 +76,7 @@ def _group_size(checkpointing: str, most: int, name: str) -> int | None:
 
 
 def _turn_caches_off(module: nn.Module) -> None:
-    # A block of transformers writes its keys and values to a cache, in backward a second time.
+    # A block of transformers writes its keys and values to a cache. If it runs again in backward, it writes them twice.
     for part in module.modules():
         config: Any = getattr(part, "config", None)
         if getattr(config, "use_cache", None):
@@ -84,8 +84,8 @@ def _turn_caches_off(module: nn.Module) -> None:
 
 
 def _run_again(block: nn.Module, *, selective: bool) -> None:
-    """Checkpoint a block, where it stands. What runs in backward is the module and not only its forward, so that hooks
-    on it see it."""
+    """Checkpoint a block in place. Backward runs the module again, and not only its forward, so that hooks on it see
+    it."""
     forward = block.forward
     running_again = threading.local()
 
@@ -100,7 +100,7 @@ def _run_again(block: nn.Module, *, selective: bool) -> None:
         if getattr(running_again, "now", False):
             return forward(*args, **kwargs)
         contexts = any_products_kept if selective else None
-        if torch.compiler.is_compiling():  # compiled code calls no hooks either
+        if torch.compiler.is_compiling():  # Compiled code calls no hooks either.
             return checkpointed(forward, *args, contexts=contexts, random=True, **kwargs)
         return checkpointed(_first_then(forward, again), *args, contexts=contexts, random=True, **kwargs)
 

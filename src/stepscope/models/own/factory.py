@@ -26,14 +26,14 @@ HOW_TO_NAME = "write package.module:factory or path/file.py:factory"
 
 @dataclass(frozen=True, kw_only=True)
 class Factory:
-    """What `--module` names: something to call, or an object that is there already."""
+    """The object that `--module` names: a function to call, or a module or a step."""
 
     spelled: str
     found: Any
 
     @property
     def is_called(self) -> bool:
-        """Whether it is called for its result; a module or a step that stands in the file is taken as it is."""
+        """Whether it is called for its result. A module or a step is taken as it is."""
         return callable(self.found) and not isinstance(self.found, nn.Module)
 
     @property
@@ -62,7 +62,7 @@ def find_factory(spelled: str) -> Factory:
 
 
 def call_factory(factory: Factory, arguments: Mapping[str, Any]) -> Any:
-    """What the factory gives. Raises InputError where the arguments are not those it takes, and where it fails."""
+    """What the factory returns. Raises InputError where it does not take these arguments, and where it fails."""
     if not factory.is_called:
         if arguments:
             kind = type(factory.found).__name__
@@ -114,7 +114,7 @@ def _is_free(name: str, file: Path) -> bool:
 
 
 def _import_also_from(folder: Path) -> None:
-    """Find modules in this folder from now on, as a script in it would: also what forward imports later."""
+    """Import modules from this folder too, from now on, as a script in it would. Forward may import some later."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
@@ -122,7 +122,7 @@ def _import_also_from(folder: Path) -> None:
 def _check_arguments(factory: Factory, arguments: Mapping[str, Any]) -> None:
     try:
         signature = inspect.signature(factory.found)
-    except (TypeError, ValueError):  # a class or function of C that does not say
+    except (TypeError, ValueError):  # A class or a function written in C may not say.
         return
     takes = _parameters(signature)
     said = f"its parameters are {', '.join(_shown(takes))}" if takes else "it takes no arguments"
@@ -149,7 +149,7 @@ def _shown(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
 
 
 def _nearest(name: str, home: Any, place: str) -> str:
-    """The names that a factory may have meant: those like it, else those that the file itself defines."""
+    """The names that the user may have meant: similar ones, or else those that the file itself defines."""
     own = (
         [key for key, value in vars(home).items() if _is_factory(key, value, home)] if hasattr(home, "__dict__") else []
     )

@@ -1,6 +1,8 @@
-"""A Hugging Face model made of its configuration alone: random weights, a random batch, and nothing downloaded.
+"""Makes a Hugging Face model from its configuration alone, with random weights and a random batch. Nothing is
+downloaded.
 
-The file says `model_type` and, in `architectures`, the class; without one it is the causal language model of its type.
+The file names the `model_type` and, in `architectures`, the class. Without a class, the causal language model of this
+type is made.
 """
 
 import json
@@ -18,7 +20,7 @@ from stepscope.models.own.own_module import OwnModule
 from stepscope.models.own.user_code import printed_to_stderr, said_of
 
 BATCH_SIZE, SEQ_LEN = 4, 512
-"""The size of a batch where no argument says it."""
+"""The size of a batch that no argument gives."""
 
 _BATCHES = 4
 
@@ -81,7 +83,7 @@ def _config(fields: dict[str, Any], changes: Mapping[str, Any], name: str) -> An
             raise InputError(f"{name} has no field {key!r}: --arg gives batch_size, seq_len or a field of the file")
     with said_of(f"{name} is no configuration of {kind}"):
         config = config_class.from_dict({**plain, **changes})
-    config.use_cache = False  # a step of training has no next token to keep keys and values for
+    config.use_cache = False  # In training no next token needs the keys and values.
     return config
 
 

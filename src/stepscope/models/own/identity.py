@@ -1,4 +1,4 @@
-"""What names the experiment of a user's own model: its class, its batch, its structure, and the code it is made of."""
+"""Describes a user's own model, so that an experiment can be named by it: its class, batch, structure and code."""
 
 import hashlib
 import sys
@@ -41,7 +41,7 @@ def source_digest(module: nn.Module, files: Iterable[Path | None]) -> str:
     """A digest of these files, and of those that define the module's classes outside of libraries."""
     of_classes = {_file_of(cls) for part in module.modules() for cls in type(part).__mro__}
     found = {file.resolve() for file in (*files, *of_classes) if file is not None and file.is_file()}
-    # By content alone: the same code in another folder is the same experiment.
+    # Only the content counts: the same code in another folder is the same experiment.
     return _digest(b"".join(sorted(hashlib.sha256(file.read_bytes()).digest() for file in found)))
 
 
@@ -57,7 +57,7 @@ def _file_of(cls: type) -> Path | None:
 
 
 def _class(part: nn.Module) -> str:
-    # Parametrised modules have classes made on the spot, all of one name: the qualified name tells what they are.
+    # The classes of parametrised modules are made as needed, all with one name. The qualified name tells them apart.
     return type(part).__qualname__
 
 

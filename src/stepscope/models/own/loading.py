@@ -1,4 +1,4 @@
-"""Makes a user's own step, from what names its factory or its model's configuration to what is measured."""
+"""Makes a user's own step, ready to be measured, from the name of its factory or of its model's configuration."""
 
 import copy
 import dataclasses
@@ -25,20 +25,20 @@ from stepscope.models.own.user_code import said_of
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What a factory gave, and where it stands."""
+    """What a factory returned, and the file that defines the factory."""
 
     name: str
     """What names it in messages: `--module mine:make`."""
     made: OwnModule | None
-    """None where it gave a step of its own."""
+    """The module; None where the factory returned a step of its own."""
     step: Any = None
-    """The step of its own."""
+    """The step that the factory returned, if it did."""
     file: Path | None = None
     """The file that defines it."""
 
 
 def load_own(spelled: str, arguments: Mapping[str, Any] | None = None, *, seed: int = 0) -> Loaded:
-    """What a factory gives, or a Hugging Face model by its configuration (`.json`)."""
+    """Load what a factory returns, or a Hugging Face model by its configuration (`.json`)."""
     torch.manual_seed(seed)
     if is_configuration(spelled):
         own = make_from_config(spelled, arguments or {})
@@ -51,7 +51,7 @@ def load_own(spelled: str, arguments: Mapping[str, Any] | None = None, *, seed: 
 
 
 def load_module(spelled: str, arguments: Mapping[str, Any] | None = None, *, seed: int = 0) -> OwnModule:
-    """A user's module with its batches. Raises InputError where the factory gives a step of its own instead."""
+    """A user's module with its batches. Raises InputError where the factory returns a step instead."""
     loaded = load_own(spelled, arguments, seed=seed)
     if loaded.made is None:
         raise InputError(f"{loaded.name} gave a step of its own: give its module and a batch")
@@ -59,14 +59,15 @@ def load_module(spelled: str, arguments: Mapping[str, Any] | None = None, *, see
 
 
 def take_own(given: Any, name: str) -> Loaded:
-    """What is there already, in any form that a factory gives. Raises InputError where it is none of them."""
+    """Take an object that exists already, in any form that a factory may return. Raises InputError for any other."""
     if isinstance(given, torch.nn.Module) or not hasattr(given, "phases"):
         return Loaded(name=name, made=understand(given, name))
     return Loaded(name=name, made=None, step=given)
 
 
 def copy_of(loaded: Loaded) -> Loaded:
-    """The same with a module of its own: the steps train it, and not the original. A step of its own is not copied."""
+    """A copy of the module with its batches, so that the steps do not train the original. A user's own step is not
+    copied."""
     made = loaded.made
     if made is None:
         return loaded
@@ -78,7 +79,7 @@ def copy_of(loaded: Loaded) -> Loaded:
 
 
 def code_of(loaded: Loaded) -> str:
-    """A digest of what no factory's file tells: the module's structure, its source, and its batch."""
+    """A digest of a module that came from no factory's file: of its structure, its source and its batch."""
     made = loaded.made
     if made is None:
         return ""
@@ -89,9 +90,9 @@ def code_of(loaded: Loaded) -> str:
 def make_own_step(
     workload: OwnWorkload, device: torch.device, given: Callable[[], Loaded] | None = None
 ) -> tuple[OwnStep | DrivenStep, OwnWorkload]:
-    """The step on its device, and the workload with what was found: the model, and what the factory chose itself.
+    """The step on its device, and the workload with the model as it was found and the factory's own choices.
 
-    given: what is there already, in place of what the workload's factory would give.
+    given: an object that exists already, in place of what the workload's factory would return.
     """
     loaded = given() if given else load_own(workload.factory, workload.arguments, seed=workload.seed)
     if loaded.made is None:

@@ -1,6 +1,6 @@
-"""What a user's factory gave, understood: a module with its batches, its loss and perhaps its optimizer; or a step.
+"""Understands what a user's factory returned: a module with its batches, its loss and perhaps its optimizer; or a step.
 
-A factory gives
+A factory returns
 
     (module, batch)                      forward returns the loss, alone or inside what it returns
     (module, batch, loss)                loss(output), or loss(output, batch)
@@ -30,7 +30,7 @@ from stepscope.models.own.user_code import said_of
 FORMS = "return (module, inputs, loss), or (module, inputs) or a module whose forward returns the loss"
 
 _TARGETS = ("target", "targets", "label", "labels", "y", "y_true")
-"""Names of a loss function's second parameter that mean what forward leaves of the batch, and not all of it."""
+"""Names of a loss function's second parameter. It is then given the part of the batch that forward does not take."""
 
 _LossTakes = Literal["output", "batch", "rest"]
 
@@ -44,7 +44,7 @@ class OwnModule:
     module: nn.Module
     batches: list[Any]
     loss: Callable[..., Any] | None = None
-    """A function from forward's output to the loss. None: forward returns the loss."""
+    """A function from forward's output to the loss. If it is None, forward returns the loss."""
     optimizer: torch.optim.Optimizer | None = None
 
     @functools.cached_property
@@ -58,7 +58,7 @@ class OwnModule:
 
     @property
     def loss_name(self) -> str:
-        """The name of the loss function, or that forward returns the loss."""
+        """The name of the loss function, or words that say that forward returns the loss."""
         if self.loss is None:
             return f"returned by {type(self.module).__name__}"
         return getattr(self.loss, "__name__", type(self.loss).__name__)
@@ -71,9 +71,9 @@ class OwnModule:
         return _number(self.loss(output, *others), self.name, "its loss function")
 
     def on(self, device: torch.device, dtype: torch.dtype | None = None) -> "OwnModule":
-        """The same on a device; where a dtype is given, also parameters, buffers and inputs in that dtype."""
+        """The module and its batches on a device. With a dtype, parameters, buffers and inputs are converted to it."""
         with said_of(f"{self.name} cannot be moved to {device}"):
-            # Fake parameters cannot be moved at all, not even to where they are.
+            # Fake parameters cannot be moved at all, not even to the device that they are on.
             there = dtype is None and _devices(self.module) <= {device}
             module = self.module if there else self.module.to(device, dtype)
         batches = [moved(batch, device, dtype, self.name) for batch in self.batches]
@@ -81,7 +81,7 @@ class OwnModule:
 
 
 def understand(found: Any, name: str) -> OwnModule:
-    """What the factory gave, as a module with its batches. Raises InputError where it is none."""
+    """The object that the factory returned, as a module with its batches. Raises InputError where it is none."""
     parts = _parts(found, name)
     module, batch, loss, optimizer = parts.module, parts.batch, parts.loss, parts.optimizer
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
@@ -129,7 +129,7 @@ def _check_optimizer(optimizer: object, module: nn.Module, name: str) -> None:
 
 
 def _taken_by(loss: Callable[..., Any] | None) -> _LossTakes:
-    """What a loss function takes beside the output, by its parameters."""
+    """The arguments that a loss function takes beside the output, as its parameters say."""
     if loss is None:
         return "output"
     try:
@@ -143,7 +143,7 @@ def _taken_by(loss: Callable[..., Any] | None) -> _LossTakes:
 
 
 def _number(value: Any, name: str, whose: str) -> Tensor:
-    """The loss in what was returned: itself, its attribute or key `loss`, or the only number of a tuple."""
+    """The loss in a returned value: the value itself, its attribute or key `loss`, or the only number of a tuple."""
     loss: Any = value
     if isinstance(value, Mapping):
         loss = value.get("loss", value)

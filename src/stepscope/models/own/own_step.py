@@ -1,4 +1,4 @@
-"""A user's own module as a step like the textbook's, or the step that a user's factory made."""
+"""Makes a step like the textbook's of a user's own module, or takes the step that a user's factory made."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from stepscope.models.training_step import AssembledStep, Batch, Choices, StepPa
 
 
 class OwnChoices(Choices, Protocol):
-    """What a step of a user's own module is asked to be."""
+    """The choices for a step of a user's own module."""
 
     @property
     def checkpointing(self) -> str: ...
@@ -49,10 +49,10 @@ class ModuleAlone(nn.Module):
 
 
 class OwnStep(AssembledStep):
-    """A step of a user's module. The first forward and the first backward say in one line what is wrong with it."""
+    """A step of a user's module. If its first forward or backward fails, one line says what is wrong."""
 
     def __init__(self, own: OwnModule, choices: OwnChoices, device: torch.device) -> None:
-        """own: as the factory gave it; it is moved to the device."""
+        """own: the module as the factory returned it. It is moved to the device."""
         check_choices(choices, device)
         trained = [parameter for parameter in own.module.parameters() if parameter.requires_grad]
         if choices.phase != "forward" and not trained:
@@ -78,7 +78,8 @@ class OwnStep(AssembledStep):
         self._prove(BACKWARD, super()._backward)
 
     def _prove(self, phase: str, run: Callable[[], None]) -> None:
-        """Run it. Raises InputError where it fails before it has ever run; a device that fails is not the user's."""
+        """Run a part. Raises InputError if its first run fails, unless the device failed: that is not the user's
+        mistake."""
         if phase not in self._unproved:
             run()
             return
@@ -86,7 +87,7 @@ class OwnStep(AssembledStep):
             run()
         except (StepscopeError, torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
             raise
-        except Exception as error:
+        except Exception as error:  # The user's own code may raise anything.
             if "memory" in str(error):
                 raise
             raise InputError(f"{self.own.name} fails in {phase}: {type(error).__name__}: {one_line(error)}") from error
@@ -94,7 +95,7 @@ class OwnStep(AssembledStep):
 
 
 class DrivenStep:
-    """A step of a user's own: an object with `phases`, and whatever else of a Step it has."""
+    """A step that a user made: an object with `phases`, and perhaps with other attributes of a Step."""
 
     def __init__(self, given: Any, name: str, device: torch.device) -> None:
         self.given, self.device = given, device
@@ -131,7 +132,7 @@ class DrivenStep:
         return named_tensors(batch, self._names)
 
     def prepare(self) -> None:
-        """Do what the user's step does before each step, untimed."""
+        """Run what the user's step prepares before each step. It is not timed."""
         prepare = getattr(self.given, "prepare", None)
         if prepare is not None:
             prepare()

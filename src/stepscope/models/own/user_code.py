@@ -1,4 +1,4 @@
-"""Runs what a user wrote: whatever it raises becomes one line, and what it prints does not go to our stdout."""
+"""Runs a user's code: whatever it raises becomes one line, and what it prints does not go to our stdout."""
 
 import contextlib
 import sys
@@ -15,7 +15,7 @@ def said_of(what: str) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, StepscopeError):
         raise
-    except BaseException as error:  # not ours: it may raise anything
+    except BaseException as error:  # The user's own code may raise anything.
         if is_out_of_memory(error):
             raise DeviceError(f"{what}: {one_line(error)}") from error
         raise InputError(f"{what}: {type(error).__name__}: {one_line(error)}") from error

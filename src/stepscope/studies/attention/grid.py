@@ -15,7 +15,7 @@ from stepscope.core.attention_timing import (
     Launches,
 )
 from stepscope.core.attention_verdict import AttentionShape
-from stepscope.core.attentions import ATTENTIONS, Attention
+from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.errors import InputError, choose, one_line
 from stepscope.engine.request import Stage, Tell
 from stepscope.studies.attention.matrix import gate_dtypes_of, implementations_of
@@ -35,33 +35,36 @@ _CEILINGS = 0.25
 
 
 class GridSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured, in words of the command line."""
+    """What is measured where the command line does not say it."""
 
-    seq_len: str
-    head_dim: str
-    implementations: str
-    dtypes: str
+    seq_lens: tuple[int, ...]
+    head_dims: tuple[int, ...]
+    implementations: tuple[Attention, ...]
+    dtypes: tuple[TensorDtype, ...]
     batch_size: int
     heads: int
     causal: bool
-    compile: str = "none"
+    compiles: tuple[CallCompile, ...] = ("none",)
     launches: Launches = "hidden"
     seconds: float
 
 
 ON_GPU = GridSizes(
-    seq_len="256,1024,4096,16384,32768,65536", head_dim="64,128",
-    implementations="reference,chunked,sdpa-math,sdpa-efficient,sdpa-flash,sdpa-cudnn,flex,flash",
-    dtypes="bf16", batch_size=1, heads=16, causal=True, seconds=0.3,
+    seq_lens=(256, 1024, 4096, 16384, 32768, 65536), head_dims=(64, 128),
+    implementations=(
+        "reference", "chunked", "sdpa-math", "sdpa-efficient", "sdpa-flash", "sdpa-cudnn", "flex", "flash",
+    ),
+    dtypes=("bf16",), batch_size=1, heads=16, causal=True, seconds=0.3,
 )  # fmt: skip
 ON_CPU = GridSizes(
-    seq_len="64,128,256,512", head_dim="32", implementations="reference,chunked,sdpa,flash-tiled", dtypes="fp32",
-    batch_size=1, heads=2, causal=True, seconds=0.05,
+    seq_lens=(64, 128, 256, 512), head_dims=(32,), implementations=("reference", "chunked", "sdpa", "flash-tiled"),
+    dtypes=("fp32",), batch_size=1, heads=2, causal=True, seconds=0.05,
 )  # fmt: skip
 PRESETS = {
     "seeds": GridSizes(
-        seq_len="256,1024,4096,8192,16384", head_dim="16,32,64,128", implementations="reference", dtypes="fp32",
-        batch_size=8, heads=1, causal=False, compile="none,default", launches="shown", seconds=0.5,
+        seq_lens=(256, 1024, 4096, 8192, 16384), head_dims=(16, 32, 64, 128), implementations=("reference",),
+        dtypes=("fp32",), batch_size=8, heads=1, causal=False, compiles=("none", "default"), launches="shown",
+        seconds=0.5,
     ),
 }  # fmt: skip
 """seeds: attention written out, batch 8, no heads, fp32, eager beside compiled, each pass on a device that waits."""

@@ -4,9 +4,10 @@ The evidence is of a few steps that were looked at after the timed ones. The num
 docs/measuring.md.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
-from stepscope.core.evidence import CodeLine
+from stepscope.core.evidence import CodeLine, Habits
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.range_names import DATA, REST, STEP
 from stepscope.core.run import Run
@@ -19,6 +20,16 @@ FP32_SHARE = 0.01
 MANY_TENSORS = 10
 DIFFERENT_SHAPES = 3
 """Two shapes are those of whole batches and of an epoch's last one."""
+
+
+def _of_habits(judged: Callable[[Habits], Finding | None]) -> Callable[[Run], Finding | None]:
+    """A check of what the steps did; a run whose steps nobody looked at has no such finding."""
+
+    @functools.wraps(judged)
+    def check(run: Run) -> Finding | None:
+        return judged(run.evidence.habits) if run.evidence.habits is not None else None
+
+    return check
 
 
 def waiting_for_data(run: Run) -> Finding | None:
@@ -69,10 +80,10 @@ def host_reads(run: Run) -> Finding | None:
     )
 
 
-def gradients_zeroed(run: Run) -> Finding | None:
+@_of_habits
+def gradients_zeroed(habits: Habits) -> Finding | None:
     """[31] zero_grad(set_to_none=False): gradients are kept through forward, filled with zeros, and added to."""
-    habits = run.evidence.habits
-    if habits is None or not habits.zeroed_gradients:
+    if not habits.zeroed_gradients:
         return None
     return note(
         "gradients-zeroed",
@@ -83,10 +94,10 @@ def gradients_zeroed(run: Run) -> Finding | None:
     )
 
 
-def no_gradient(run: Run) -> Finding | None:
+@_of_habits
+def no_gradient(habits: Habits) -> Finding | None:
     """[32] Parameters that require a gradient and get none."""
-    habits = run.evidence.habits
-    if habits is None or not habits.without_gradient_count:
+    if not habits.without_gradient_count:
         return None
     count = habits.without_gradient_count
     return warning(
@@ -98,10 +109,10 @@ def no_gradient(run: Run) -> Finding | None:
     )
 
 
-def graphs_pile_up(run: Run) -> Finding | None:
+@_of_habits
+def graphs_pile_up(habits: Habits) -> Finding | None:
     """[33] Graphs of earlier steps that a loop keeps, as a list of losses does."""
-    habits = run.evidence.habits
-    if habits is None or habits.graphs_alive is None or habits.graphs_alive < habits.steps - 1:
+    if habits.graphs_alive is None or habits.graphs_alive < habits.steps - 1:
         return None
     return warning(
         "graph-kept-alive",
@@ -112,10 +123,10 @@ def graphs_pile_up(run: Run) -> Finding | None:
     )
 
 
-def eval_while_training(run: Run) -> Finding | None:
+@_of_habits
+def eval_while_training(habits: Habits) -> Finding | None:
     """[34] Dropout or batch norm in eval mode in a step that trains."""
-    habits = run.evidence.habits
-    if habits is None or not habits.in_eval_mode_count:
+    if not habits.in_eval_mode_count:
         return None
     count = habits.in_eval_mode_count
     return warning(
@@ -127,10 +138,10 @@ def eval_while_training(run: Run) -> Finding | None:
     )
 
 
-def fp32_beside_half(run: Run) -> Finding | None:
+@_of_habits
+def fp32_beside_half(habits: Habits) -> Finding | None:
     """[35] Products in fp32 where others are in 16 bits."""
-    habits = run.evidence.habits
-    if habits is None or habits.half_products is None or (habits.fp32_share or 0.0) < FP32_SHARE:
+    if habits.half_products is None or (habits.fp32_share or 0.0) < FP32_SHARE:
         return None
     share = habits.fp32_share or 0.0
     return warning(
@@ -142,10 +153,10 @@ def fp32_beside_half(run: Run) -> Finding | None:
     )
 
 
-def unpinned_batch(run: Run) -> Finding | None:
+@_of_habits
+def unpinned_batch(habits: Habits) -> Finding | None:
     """[36] Copies to the GPU from memory that is not pinned."""
-    habits = run.evidence.habits
-    if habits is None or not habits.unpinned:
+    if not habits.unpinned:
         return None
     return note(
         "batch-not-pinned",
@@ -156,10 +167,10 @@ def unpinned_batch(run: Run) -> Finding | None:
     )
 
 
-def synchronises_micro_batches(run: Run) -> Finding | None:
+@_of_habits
+def synchronises_micro_batches(habits: Habits) -> Finding | None:
     """[37] Accumulation that synchronises gradients over the ranks in each micro-batch."""
-    habits = run.evidence.habits
-    if habits is None or habits.micro_batches is None or not habits.synchronised:
+    if habits.micro_batches is None or not habits.synchronised:
         return None
     return warning(
         "micro-batches-synchronised",
@@ -186,10 +197,10 @@ def optimizer_loops(run: Run) -> Finding | None:
     )
 
 
-def shapes_change(run: Run) -> Finding | None:
+@_of_habits
+def shapes_change(habits: Habits) -> Finding | None:
     """[39] Inputs whose shape changes from step to step."""
-    habits = run.evidence.habits
-    if habits is None or len(habits.input_shapes) < DIFFERENT_SHAPES:
+    if len(habits.input_shapes) < DIFFERENT_SHAPES:
         return None
     return note(
         "shapes-change",
