@@ -150,7 +150,7 @@ def stored(pattern: str) -> tuple[Workload, dict[str, int | None]]:
     "pattern",
     [
         "plain/*-small-b4-s512-fp32-*", "plain/*-small-b4-s1024-bf16-*", "plain/*-medium-b4-s1024-fp32-*",
-        "plain/*-2.7B-b4-s512-bf16-*", "optimizer/*-small-b4-s512-fp32-*-adamw-fused-*",
+        pytest.param("plain/*-2.7B-b4-s512-bf16-*", marks=pytest.mark.long), "optimizer/*-small-b4-s512-fp32-*-adamw-fused-*",
         "optimizer/*-small-b4-s512-bf16-*-adamw-loop-*", "tf32/*-small-b4-s512-*",
         "kernels/*-small-b4-s128-bf16-forward-*",
     ],
@@ -218,7 +218,7 @@ def test_sizes_beyond_counting_are_refused():
     [
         ("compile/*-small-b4-s512-fp32-*-compile-default-*", 0.001),
         # The allocator's remainders are not counted here: up to 1 MiB each, beside tensors of one or two.
-        ("compile/*-small-b4-s512-bf16-*-compile-default-*", 0.03),
+        pytest.param("compile/*-small-b4-s512-bf16-*-compile-default-*", 0.03, marks=pytest.mark.long),
     ],
 )
 def test_what_a_compiled_step_saves_is_what_was_measured_on_a_gpu(pattern: str, tolerance: float):

@@ -51,8 +51,11 @@ def test_gradients_are_bitwise_those_without(checkpointing: str, attention: str,
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
 
 
-# As few blocks as have a whole group and a rest: each takes the compiler ten seconds.
-@pytest.mark.parametrize(("checkpointing", "layers", "dtype"), [("every-2", 3, "fp32"), ("selective", 2, "bf16")])
+# As few blocks as have a whole group and a rest: each takes a cold compiler ten seconds and more.
+@pytest.mark.parametrize(
+    ("checkpointing", "layers", "dtype"),
+    [("every-2", 3, "fp32"), pytest.param("selective", 2, "bf16", marks=pytest.mark.long)],
+)
 def test_compiled_gradients_are_those_without(checkpointing: str, layers: int, dtype: str):
     reset_compilation()
     plain = run_step(step_with("none", dtype=dtype, layers=layers))

@@ -34,7 +34,7 @@ _SUSTAINED = {
 """How the best size is measured: as long as a step is, since power and heat lower the rate."""
 _Tell = Callable[[str], object]
 _IN_SILENCE: _Tell = lambda _: None  # noqa: E731
-_PATIENCE_S = 1.0
+_PATIENCE_S = 0.1
 """Seconds. The first size whose product takes longer is the last that is tried."""
 
 

@@ -5,6 +5,7 @@ allocator serves its requests (`caching_allocator.py`), and the highest moment i
 the sizes follow from the model's code; the allocator's rules and the library's workspace, from PyTorch's.
 """
 
+import functools
 from typing import Literal
 
 import msgspec
@@ -72,6 +73,11 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that the caching allocator takes from the device; None where it was not simulated."""
 
 
+_remembered = functools.lru_cache(maxsize=1024)
+"""Stored runs and searches ask of one workload several times, and a simulated step takes a tenth of a second."""
+
+
+@_remembered
 def estimate(workload: Workload, device_type: DeviceType = "cuda") -> MemoryEstimate:
     """Peaks of a steady step, every block as large as PyTorch's caching allocator makes it."""
     allocator: Allocator = CachingAllocator() if device_type == "cuda" else RoundingAllocator(64)
@@ -85,6 +91,7 @@ def estimate_quickly(workload: Workload) -> MemoryEstimate:
     return step.run(1)
 
 
+@_remembered
 def runs_within(workload: Workload, limit_bytes: int) -> str | None:
     """None if the step runs while the allocator may take no more than this; else the phase in which it fails."""
     step = SymbolicStep(workload, "cuda", CachingAllocator(limit_bytes))
