@@ -84,7 +84,6 @@ print(stepscope.measure.timer.measure is measure, stepscope.memory.prediction.fi
 # --- run ---
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_a_module_is_measured_and_left_as_it_was(tmp_path: Path):
     model = net()
@@ -105,7 +104,6 @@ def test_a_module_is_measured_and_left_as_it_was(tmp_path: Path):
     assert measured.trace is None and measured.memory is None
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_the_forms_of_a_batch_and_of_a_loss_are_those_of_a_factory(tmp_path: Path):
     def entropy(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -119,7 +117,6 @@ def test_the_forms_of_a_batch_and_of_a_loss_are_those_of_a_factory(tmp_path: Pat
     assert (inferred.run.workload.dtype, set(inferred.samples)) == ("bf16", {"step", "host", "forward"})
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_the_experiment_is_named_by_structure_and_batch(tmp_path: Path):
     def key(model: nn.Module, size: int = 4) -> str:
@@ -129,7 +126,6 @@ def test_the_experiment_is_named_by_structure_and_batch(tmp_path: Path):
     assert len({key(net()), key(net(), 6), key(nn.Sequential(nn.Linear(8, 2)))}) == 3
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_an_optimizer_of_ones_own_steps_the_copy(tmp_path: Path):
     model = net()
@@ -141,7 +137,6 @@ def test_an_optimizer_of_ones_own_steps_the_copy(tmp_path: Path):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_the_textbooks_model_and_a_factory_are_measured_by_name(tmp_path: Path):
     by_name = stepscope.run("tiny", seq_len=16, batch_size=2, layers=1, attention="sdpa", runs=tmp_path, **QUICK)
@@ -158,7 +153,6 @@ def test_the_textbooks_model_and_a_factory_are_measured_by_name(tmp_path: Path):
     assert made.run.workload.model.parameters == 6
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_what_a_run_recorded_is_explained_with_it(tmp_path: Path):
     measured = stepscope.run(net(), torch.randn(4, 8), square, record="kineto,memory", runs=tmp_path, **QUICK)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.slow
 nbformat: Any = pytest.importorskip("nbformat", reason="needs nbclient: pip install 'stepscope[dev]'")
 nbclient: Any = pytest.importorskip("nbclient", reason="needs nbclient: pip install 'stepscope[dev]'")
 pytest.importorskip("ipykernel", reason="needs ipykernel: pip install 'stepscope[dev]'")

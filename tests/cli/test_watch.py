@@ -132,7 +132,6 @@ def test_a_script_prints_what_it_prints_and_leaves_a_run(tmp_path: Path):
     assert "14 steps of one process measured" in done.stderr and "numbers 6 to 19" in done.stderr
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_what_is_shown_at_the_end_is_what_show_shows(tmp_path: Path):
     script = written(tmp_path, HEAD, "for _ in range(20): step()\n")
@@ -313,7 +312,6 @@ def test_the_scripts_own_handlers_stand(tmp_path: Path):
     assert (done.returncode, done.stdout) == (7, "True SIG_DFL\n")
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_a_trace_and_a_memory_snapshot_of_some_more_steps(tmp_path: Path):
     script = written(tmp_path, NANOGPT)

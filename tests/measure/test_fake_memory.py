@@ -150,8 +150,9 @@ def stored(pattern: str) -> tuple[Workload, dict[str, int | None]]:
     "pattern",
     [
         "plain/*-small-b4-s512-fp32-*", "plain/*-small-b4-s1024-bf16-*", "plain/*-medium-b4-s1024-fp32-*",
-        pytest.param("plain/*-2.7B-b4-s512-bf16-*", marks=pytest.mark.long), "optimizer/*-small-b4-s512-fp32-*-adamw-fused-*",
-        "optimizer/*-small-b4-s512-bf16-*-adamw-loop-*", "tf32/*-small-b4-s512-*",
+        pytest.param("plain/*-2.7B-b4-s512-bf16-*", marks=pytest.mark.long),
+        "optimizer/*-small-b4-s512-fp32-*-adamw-fused-*", "optimizer/*-small-b4-s512-bf16-*-adamw-loop-*",
+        "tf32/*-small-b4-s512-*",
         "kernels/*-small-b4-s128-bf16-forward-*",
     ],
 )  # fmt: skip

@@ -76,7 +76,7 @@ def not_steady(run: Run) -> Finding | None:
     samples = run.samples.get(STEP)
     if samples is None or not samples.median_s:
         return None
-    slow = _slow_step(samples)
+    slow = _slow_step(samples, _warm_up_more(run))
     if slow is not None:
         return slow
     trend = samples.trend()
@@ -92,7 +92,7 @@ def not_steady(run: Run) -> Finding | None:
     return None
 
 
-def _slow_step(samples: Samples) -> Finding | None:
+def _slow_step(samples: Samples, remedy: str) -> Finding | None:
     """Steps that take far longer than the rest: the first ones, or any of so few that there is no telling which."""
     found = _slow_start(samples) if samples.count >= _FEW else _slow_among_few(samples)
     if found is None:
@@ -102,9 +102,16 @@ def _slow_step(samples: Samples) -> Finding | None:
         "not-steady",
         f"{which} took {format_seconds(slow_s)}, {slow_s / rest_s:,.1f} times {rest} of "
         f"{format_seconds(rest_s)}, after {counted(len(samples.warmup_s), 'warm-up step')}.",
-        remedy="warm up more: leave --warmup out, or raise it",
+        remedy=remedy,
         evidence={"first_s": slow_s, "median_s": rest_s, "warmup_steps": len(samples.warmup_s)},
     )
+
+
+def _warm_up_more(run: Run) -> str:
+    """How steps are measured later: a watched loop has no option for its warm-up."""
+    if run.evidence.loop is not None:
+        return "measure later steps: --steps FIRST:END"
+    return "warm up more: leave --warmup out, or raise it"
 
 
 def _slow_start(samples: Samples) -> tuple[str, float, str, float] | None:
@@ -152,7 +159,7 @@ def compiled_while_measured(run: Run) -> Finding | None:
         "compiled-while-measured",
         f"While the {step.count} measured steps ran, this was compiled: {', '.join(what)}{spent}. It is in "
         f"their times; the longest took {format_seconds(max(step.values_s))}.",
-        remedy="warm up more: leave --warmup out, or raise it",
+        remedy=_warm_up_more(run),
         evidence={
             "frames": found.frames,
             "graphs": found.graphs,
