@@ -3,8 +3,9 @@ random weights, and three of plain PyTorch. Nothing is downloaded.
 
     python benchmarks/architectures.py results/cpu/architectures.json [--device cuda] [--only llama,unet]
 
-Each runs as a user's module does: measured by `run`, traced, its allocations recorded, and predicted by `fit`. Without
-transformers those of plain PyTorch alone are run.
+Each runs as a user's module does: measured by `run`, traced, its allocations recorded, predicted by `fit`, and looked
+at under autocast by `study autocast`. Without transformers those of plain PyTorch alone are run. A document that
+exists already keeps the rows of the architectures that are not run again.
 """
 
 import argparse
@@ -198,6 +199,24 @@ def _measured(architecture: dict[str, Any], device: str, runs: Path) -> dict[str
     }
 
 
+def _under_autocast(options: list[str], device: str) -> dict[str, Any]:
+    """How many modules ran under autocast to bf16, how many gave bf16, and how many parameters were cast."""
+    said = [sys.executable, "-m", "stepscope", "study", "autocast", *options, "--device", device, "--json"]
+    done = subprocess.run(said, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"failure": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}"}
+    tables = {table["title"]: table for table in json.loads(done.stdout)["tables"]}
+    modules = [dict(zip(tables["Modules"]["columns"], row, strict=True)) for row in tables["Modules"]["rows"]]
+    ran = [module for module in modules if module["calls"]]
+    first = dict(zip(tables["Casts"]["columns"], tables["Casts"]["rows"][0], strict=True))
+    return {
+        "modules": len(ran),
+        "gave_bf16": sum("bf16" in (module["output"] or "") for module in ran),
+        "parameters_cast": first["parameters cast"],
+        "bytes_of_copies": first["bytes of their copies"],
+    }
+
+
 def _compared(name: str, folder: Path, device: str) -> dict[str, Any]:
     """One architecture: what was measured, beside what was predicted."""
     if name in CONFIGURATIONS:
@@ -206,7 +225,7 @@ def _compared(name: str, folder: Path, device: str) -> dict[str, Any]:
         file = folder / f"{name}.json"
         file.write_text(json.dumps(CONFIGURATIONS[name]))
         factory, arguments = str(file), SIZES_OF.get(name, SIZES)
-        options = ["--model", factory, *(word for key, n in arguments.items() for word in (_flag(key), str(n)))]
+        options = ["--model", factory, *(word for key, n in arguments.items() for word in ("--arg", f"{key}={n}"))]
     else:
         factory, arguments = f"{Path(__file__).resolve()}:{name.replace('-', '_')}", {}
         options = ["--module", factory]
@@ -229,12 +248,9 @@ def _compared(name: str, folder: Path, device: str) -> dict[str, Any]:
         "predicted_phases": {key: getattr(found.estimate.memory, key) for key in PHASES},
         "verdicts": {str(share): v.fits for share, v in zip(VERDICTS, found.verdicts, strict=False)},
         "parameters": found.workload.model.parameters,
+        "autocast": _under_autocast(options, device),
         "environment": environment,
     }
-
-
-def _flag(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
 
 
 VERDICTS = (0.95, 1.5)
@@ -255,23 +271,29 @@ def main() -> None:
     if asked.show:
         print("\n".join(_table(json.loads(asked.out.read_text()))))
         return
-    rows: list[dict[str, Any]] = []
+    rows: dict[str, dict[str, Any]] = {}
+    if asked.out.exists():
+        stored = json.loads(asked.out.read_text())
+        rows = {row["name"]: {**row, "environment": stored["environment"]} for row in stored["architectures"]}
     with tempfile.TemporaryDirectory() as folder:
         for name in asked.only.split(","):
-            rows.append(_compared(name, Path(folder), asked.device))
-            _write(asked.out, rows)  # whatever ends the next one, this one is kept
-            print(f"{name}: {rows[-1].get('predicted_peak')} predicted, {rows[-1].get('measured_peak')} measured")
+            rows[name] = _compared(name, Path(folder), asked.device)
+            _write(asked.out, list(rows.values()))  # whatever ends the next one, this one is kept
+            print(f"{name}: {rows[name].get('predicted_peak')} predicted, {rows[name].get('measured_peak')} measured")
 
 
 def _table(document: dict[str, Any]) -> list[str]:
     """The document as lines of text."""
-    lines = [f"{'architecture':16}{'predicted B':>14}{'measured B':>14}{'error':>10}"]
+    lines = [f"{'architecture':16}{'predicted B':>14}{'measured B':>14}{'error':>10}{'traced':>9}{'gave bf16':>12}"]
     for row in document["architectures"]:
         if row.get("error") is None:
             lines.append(f"{row['name']:16}{row.get('skipped') or row.get('failure')}")
             continue
         bound = "  a bound: shapes depend on data" if row["is_bound"] else ""
         figures = f"{row['predicted_peak']:>14,}{row['measured_peak']:>14,}{100 * row['error']:>+8.2f} %"
+        autocast = row.get("autocast") or {}
+        if "modules" in autocast:
+            figures += f"{row['traced_modules']:>9}{autocast['gave_bf16']:>5} of {autocast['modules']:<4}"
         lines.append(f"{row['name']:16}{figures}{bound}")
     median, worst = 100 * document["median_error"], 100 * document["worst_error"]
     lines.append(f"{document['judged']} judged: the median error is {median:.2f} %, the worst {worst:.2f} %.")
