@@ -177,7 +177,9 @@ class FilledOnce:
         self.outputs.setdefault(min(i, 3), output.detach())
 
 
-@pytest.mark.parametrize("each", [nothing, restarted, LastTwo(), FilledOnce()], ids=["bare", "restarted", "two", "once"])
+@pytest.mark.parametrize(
+    "each", [nothing, restarted, LastTwo(), FilledOnce()], ids=["bare", "restarted", "two", "once"]
+)
 def test_what_does_not_grow(each: Any, out: Path):
     run = watched(out, each)
     growth = run.evidence.growth
@@ -217,7 +219,8 @@ def test_a_driven_step(out: Path):
     assert run.evidence.growth is not None and run.evidence.growth.left == ()
     answer = stepscope.memory(directory).answer
     assert answer.checked and not answer.findings, "no finding, and a line that says so"
-    assert [row[0] for row in shown(answer, "allocated at the end of").rows] == ["before the first", "step 1", "step 2", "step 3"]
+    rows = shown(answer, "allocated at the end of").rows
+    assert [row[0] for row in rows] == ["before the first", "step 1", "step 2", "step 3"]
 
 
 def test_a_step_of_ones_own_that_keeps_what_it_made(out: Path):

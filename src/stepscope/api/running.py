@@ -99,8 +99,9 @@ def run(
     10 to 100); seconds, how long to go on measuring between the least and the most steps (5); profile, whether one more
     step runs under the profiler; peak_flops, the device's peak in FLOP/s where no datasheet is known. record keeps some
     more steps: every allocation ("memory"), a trace of torch.profiler ("kineto") or of Nsight Systems ("nsys") of
-    trace_steps steps; several by commas. memory_steps: how many steps "memory" records; 3 or more show what grows. runs:
-    where the run's directory is made. tag: a word to find the run by. tell: is called with each stage of the measurement.
+    trace_steps steps; several by commas. memory_steps: how many steps "memory" records; 3 or more show what grows.
+    runs: where the run's directory is made. tag: a word to find the run by. tell: is called with each stage of the
+    measurement.
 
     Raises InputError, in one line with the remedy, for what cannot be measured as asked, and KeyboardInterrupt where it
     is interrupted (what was measured is stored). A failure of the device is no exception: `measured.run.status` is then

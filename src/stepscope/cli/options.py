@@ -269,6 +269,8 @@ OPTIONS = (
     Option("at", str, QUESTION, "Another moment than the peak: 12ms, 12000us, start, end, or a phase for its peak.",
            complete=completion.words("start", "end", *CAPTURED_PHASES)),
     Option("stacks", int, QUESTION, "Print the call stacks of so many of the largest allocations.", least=1),
+    Option("setting", str, QUESTION, "The setting of PyTorch's caching allocator that is added, as name:value.",
+           metavar="NAME:VALUE"),
     Option("rows", str, QUESTION, "Fields of the rows."),
     Option("columns", str, QUESTION, "Fields of the columns."),
     Option("value", str, QUESTION, "Figures, as in forward,backward."),

@@ -281,8 +281,7 @@ class Habits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
-    """Allocations of one line of code that are more at the end of each recorded step than at the end of the one before.
-    """
+    """Allocations of one line of code that are more at the end of each recorded step than at the end before."""
 
     site: str
     """The line of the user's code that allocated them."""

@@ -129,8 +129,7 @@ class MemoryRecorder(Recorder):
             self._notes.resident()  # a state that is made anew in a step is still the optimizer's
 
     def steps_over(self) -> None:
-        """The last step has ended, and allocations are still recorded: note what these steps left, and what holds it.
-        """
+        """The last step has ended, and allocations are still recorded: note what is left, and what holds it."""
         if self._keepers is not None:
             gc.collect()  # what only a circle of objects holds is no longer held by the loop
             tensors, saved, self._kept = self._keepers.kept()

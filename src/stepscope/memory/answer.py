@@ -102,7 +102,8 @@ def _category_table(explained: Explained, moment: Moment) -> Table:
     rows.append(("all", moment.allocated_bytes, None, moment.alive.height))
     return table_of(
         "category", ("allocated", "B"), ("share", "%"), ("allocations", ","), rows=rows,
-        rules=(len(rows) - 1,), tones={len(rows) - 1: "strong"}, notes=as_lines(*_reserved_words(moment), *_free_words(explained, moment)),
+        rules=(len(rows) - 1,), tones={len(rows) - 1: "strong"},
+        notes=as_lines(*_reserved_words(moment), *_free_words(explained, moment)),
     )  # fmt: skip
 
 
@@ -123,8 +124,8 @@ def _free_words(explained: Explained, moment: Moment) -> list[str]:
     pieces = [piece.bytes for piece in free_pieces(explained, moment.event) if not piece.whole]
     if not pieces:
         return []
-    return [f"What is free between live blocks lies in {counted(len(pieces), 'piece')}, the longest of "
-            f"{format_bytes(max(pieces))}."]  # fmt: skip
+    together = f"What is free between live blocks lies in {counted(len(pieces), 'piece')}"
+    return [f"{together}, the longest of {format_bytes(max(pieces))}."]
 
 
 def _new_segment_table(explained: Explained) -> list[Table]:

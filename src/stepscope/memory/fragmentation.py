@@ -1,4 +1,4 @@
-"""Fragmentation of a caching allocator's memory: what is free and yet of no use, and what had to be asked for beside it.
+"""Fragmentation of a caching allocator's memory: what is free and yet of no use, and what had to be asked for beside.
 
 Only blocks of one pool (small requests have their own) and of one stream can serve a request, and only a piece that is
 long enough. Where the free pieces together would have been, a new segment is the price of fragmentation.

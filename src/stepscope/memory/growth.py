@@ -1,7 +1,7 @@
 """What recorded steps left behind: the bytes at the end of each, and whose are more after every one of them.
 
 A group of allocations grows where its bytes are more at the end of each recorded step than at the end of the step
-before. A cache that fills once, a gradient that is made in the first step, a tensor that is replaced: none of these does.
+before. A cache that fills once, a gradient that the first step makes, a tensor that is replaced: none of these does.
 """
 
 from collections import Counter

@@ -1,0 +1,41 @@
+"""What would a setting of PyTorch's caching allocator give? The same step without it and with it, each in a process of
+its own: the allocator reads its settings once, when a process first uses the GPU."""
+
+import contextlib
+import os
+from collections.abc import Generator
+
+from stepscope.core.errors import InputError
+
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The environment variable of the settings, and its name before PyTorch 2.9, which later ones still read."""
+EXPANDABLE = "expandable_segments:True"
+
+
+def check_setting(setting: str) -> str:
+    """The setting, if it can be one that the environment does not have yet. Raises InputError."""
+    name, colon, value = setting.partition(":")
+    if not (name.strip() and colon and value.strip()) or not setting.isprintable():
+        raise InputError(f"cannot read --setting {setting[:40]!r}: write name:value, as in {EXPANDABLE}")
+    if any(name in _names(os.environ.get(variable, "")) for variable in VARIABLES):
+        raise InputError(f"{name} is set in this environment already: unset {' and '.join(VARIABLES)} to compare")
+    return setting
+
+
+@contextlib.contextmanager
+def allocator_setting(setting: str) -> Generator[None]:
+    """Processes that start in here have this setting beside those of the environment."""
+    before = {variable: os.environ.get(variable) for variable in VARIABLES}
+    settings = ",".join(filter(None, [next(filter(None, before.values()), ""), setting]))
+    os.environ.update(dict.fromkeys(VARIABLES, settings))
+    try:
+        yield
+    finally:
+        for variable, value in before.items():
+            os.environ.pop(variable, None)
+            if value is not None:
+                os.environ[variable] = value
+
+
+def _names(settings: str) -> list[str]:
+    return [setting.partition(":")[0].strip() for setting in settings.split(",")]
