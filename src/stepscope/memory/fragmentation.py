@@ -5,7 +5,7 @@ long enough. Where the free pieces together would have been, a new segment is th
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import polars as pl
 
@@ -19,8 +19,7 @@ _MOST_LOOKED_AT = 20
 """Of new segments, the largest; where the free memory lay is worked out for each."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FreePiece:
+class FreePiece(NamedTuple):
     """A stretch of free memory inside a segment."""
 
     bytes: int
@@ -31,8 +30,7 @@ class FreePiece:
     """Whether it is a segment that holds nothing."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NewSegment:
+class NewSegment(NamedTuple):
     """A segment that was asked of the driver while as much memory was free in pieces."""
 
     time_us: int

@@ -1,6 +1,5 @@
 """A snapshot's moment as plain data: what `stepscope memory --json` prints. The first five keys are a contract."""
 
-from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -36,7 +35,7 @@ def memory_as_json(explained: Explained, moment: Moment) -> dict[str, Any]:
         "reserved": None if moment.reserved is None else msgspec.to_builtins(moment.reserved),
         "reserved_peak_bytes": max(reserved for _, reserved in explained.replay.reserved),
         "free_pieces": _pieces(explained, moment),
-        "new_segments": [asdict(new) for new in new_segments(explained)],
+        "new_segments": [new._asdict() for new in new_segments(explained)],
         "growth": None if growth is None else {**msgspec.to_builtins(growth), "bytes_a_step": growth.bytes_a_step},
         "findings": [msgspec.to_builtins(finding) for finding in [growth and growth_finding(growth)] if finding],
         "phases": [msgspec.to_builtins(peak) for peak in phase_peaks(explained)],

@@ -1,11 +1,11 @@
 """What would a setting of PyTorch's caching allocator give? The same step without it and with it, each in a process of
 its own: the allocator reads its settings once, when a process first uses the GPU."""
 
-import contextlib
 import os
-from collections.abc import Generator
+from contextlib import AbstractContextManager
 
 from stepscope.core.errors import InputError
+from stepscope.studies.child_environment import child_environment
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The environment variable of the settings, and its name before PyTorch 2.9, which later ones still read."""
@@ -22,19 +22,10 @@ def check_setting(setting: str) -> str:
     return setting
 
 
-@contextlib.contextmanager
-def allocator_setting(setting: str) -> Generator[None]:
-    """Processes that start in here have this setting beside those of the environment."""
-    before = {variable: os.environ.get(variable) for variable in VARIABLES}
-    settings = ",".join(filter(None, [next(filter(None, before.values()), ""), setting]))
-    os.environ.update(dict.fromkeys(VARIABLES, settings))
-    try:
-        yield
-    finally:
-        for variable, value in before.items():
-            os.environ.pop(variable, None)
-            if value is not None:
-                os.environ[variable] = value
+def allocator_setting(setting: str) -> AbstractContextManager[None]:
+    """A context in which processes start with this setting beside those of the environment."""
+    there = next(filter(None, map(os.environ.get, VARIABLES)), "")
+    return child_environment(dict.fromkeys(VARIABLES, ",".join(filter(None, [there, setting]))))
 
 
 def _names(settings: str) -> list[str]:
