@@ -271,6 +271,8 @@ OPTIONS = (
     Option("stacks", int, QUESTION, "Print the call stacks of so many of the largest allocations.", least=1),
     Option("setting", str, QUESTION, "The setting of PyTorch's caching allocator that is added, as name:value.",
            metavar="NAME:VALUE"),
+    Option("prices", bool, QUESTION,
+           "What each graph break and recompilation costs a step of your own module (--module).", default=False),
     Option("rows", str, QUESTION, "Fields of the rows."),
     Option("columns", str, QUESTION, "Fields of the columns."),
     Option("value", str, QUESTION, "Figures, as in forward,backward."),
