@@ -17,9 +17,9 @@ def explained(allocator: RecordingAllocator) -> Explained:
     return found
 
 
-def filled(count: int, **settings: bool) -> tuple[RecordingAllocator, list[int]]:
+def filled(count: int, *, expandable: bool = False) -> tuple[RecordingAllocator, list[int]]:
     """An allocator with so many blocks of 5 MiB, whose history begins then."""
-    allocator = RecordingAllocator(recording=False, **settings)
+    allocator = RecordingAllocator(recording=False, expandable=expandable)
     blocks = [allocator.malloc(5 * MIB) for _ in range(count)]
     allocator.start()
     return allocator, blocks

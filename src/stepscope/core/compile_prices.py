@@ -56,7 +56,7 @@ class PricedBreak(msgspec.Struct, frozen=True, kw_only=True):
     def saved_bytes(self) -> int | None:
         """Bytes that they add to what is saved for backward."""
         saved = [each.saved_bytes for each in (self.with_them, self.without) if each is not None]
-        return saved[0] - saved[1] if len(saved) == 2 and saved[0] is not None and saved[1] is not None else None  # noqa: PLR2004
+        return saved[0] - saved[1] if len(saved) == 2 and saved[0] is not None and saved[1] is not None else None
 
     @property
     def decided_s(self) -> float:

@@ -7,9 +7,11 @@ adds to the step in which all the others are avoided.
 
 import contextlib
 import gc
+import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -56,8 +58,15 @@ class Pricing:
         """Steps in which recompilations were looked for."""
         self.recompilations: tuple[Recompilation, ...] = ()
         """Those of the step as it is."""
+        if settings is not None:
+            self._start_the_compiler()
         self._known: dict[str, CompiledStep] = {}
+        logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # it would warn of the breaks of each variant
         self.as_it_is = self._measured("as it is", {})
+
+    def _start_the_compiler(self) -> None:
+        """Let the backend load what it needs once, or the first variant would seem to take that long to compile."""
+        torch.compile(_twice, backend=self._backend)(torch.ones(4, device=self._device, requires_grad=True)).backward()
 
     def breaks(self) -> tuple[CompiledStep, tuple[PricedBreak, ...]]:
         """The step with all breaks avoided that can be, and each break's price."""
@@ -76,7 +85,7 @@ class Pricing:
             by_setting.setdefault(next(iter(_avoiding(each)), ""), []).append(each)
         lasting = by_setting.pop("", [])
         priced = [self._priced(setting, breaks, avoided, clean) for setting, breaks in by_setting.items()]
-        return clean, (*priced, *(self._run_eagerly(each, avoided, clean) for each in lasting))
+        return clean, (*priced, *(self._run_eagerly(each, avoided) for each in lasting))
 
     def dynamic(self) -> CompiledStep | None:
         """The step compiled with dynamic=True; None where nothing was compiled again."""
@@ -94,14 +103,15 @@ class Pricing:
             return PricedBreak(breaks=tuple(breaks), how=how, why_not=f"{how} does not avoid it")
         return PricedBreak(breaks=tuple(breaks), how=how, with_them=with_them, without=clean)
 
-    def _run_eagerly(self, one: GraphBreak, avoided: dict[str, Any], clean: CompiledStep) -> PricedBreak:
+    def _run_eagerly(self, one: GraphBreak, avoided: dict[str, Any]) -> PricedBreak:
         """A break that no setting avoids: it has no price, but its function could be left to run eagerly whole."""
         with _disabled(self._make, one) as done:
             eagerly = self._measured(f"{one.function} eagerly", avoided) if done else None
         return PricedBreak(
-            breaks=(one,), with_them=None, without=None, eagerly=eagerly and msgspec.structs.replace(eagerly, breaks=()),
+            breaks=(one,),
+            eagerly=eagerly and msgspec.structs.replace(eagerly, breaks=()),
             why_not="no setting of dynamo avoids a break of this kind",
-        )  # fmt: skip
+        )
 
     def _once(self, what: str, config: Mapping[str, Any]) -> CompiledStep:
         """The step with these settings, measured once."""
@@ -129,21 +139,24 @@ class Pricing:
         step: Any = self._make()
         watch = CompilationWatch(self._device)
         watch.start()
-        with torch._dynamo.config.patch(**config):
+        # Of these it is said how long compiling took.
+        as_for_the_first_time = not config and self._backend == "inductor"
+        with torch._dynamo.config.patch(**config), _without_caches(as_for_the_first_time):
             step.forward_module = torch.compile(step.forward_module, backend=backend, dynamic=dynamic)
             step.compiled = True
             batches = max(1, len(step.batches))
             steps = min(_MOST_ROUNDS, _ROUNDS * batches)
+            counted = min(batches, steps)
             known, again = 0, []
             for i in range(steps):
-                if i >= steps - batches or i == steps - 1:
-                    calls[0] = 0 if i in (0, steps - batches) else calls[0]
+                if i == steps - counted:
+                    calls[0] = 0
                 step.prepare()
                 drive(step)
                 metrics = dynamo_utils.get_compilation_metrics()
                 again += [(i, metric) for metric in metrics[known:] if getattr(metric, "recompile_reason", None)]
                 known = len(metrics)
-            pieces = calls[0] / min(batches, steps)
+            pieces = calls[0] / counted
             compiled = watch.read()
             breaks = tuple(_breaks())
             saved = _SavedBytes(step)
@@ -167,6 +180,10 @@ class Pricing:
         )
 
 
+def _twice(x: torch.Tensor) -> torch.Tensor:
+    return (2 * x).sum()
+
+
 class _SavedBytes(Recorder):
     """Counts what the graph keeps for backward when forward has ended, but for parameters and buffers."""
 
@@ -188,11 +205,20 @@ class _SavedBytes(Recorder):
 _LOGGED = "reorderable_logging_functions"
 
 
+def _without_caches(wanted: bool) -> AbstractContextManager[object]:
+    """A context in which inductor finds no code that it generated before."""
+    if not wanted:
+        return contextlib.nullcontext()
+    import torch._inductor.utils as inductor  # noqa: PLC0415  (seconds, which other backends do not need)
+
+    return inductor.fresh_cache()
+
+
 def _avoiding(one: GraphBreak) -> dict[str, Any]:
     """The setting of dynamo that avoids such a break, as its own hint names it; empty where there is none."""
-    logging = next((name for name in _LOGGING if f"`{name}`" in one.reason), None)
-    if logging is not None:
-        return {_LOGGED: {_LOGGING[logging]}}
+    function = next((name for name in _LOGGING if f"`{name}`" in one.reason), None)
+    if function is not None:
+        return {_LOGGED: {_LOGGING[function]}}
     named = _SETTING.search(one.reason)
     return {named[1]: True} if named and hasattr(torch._dynamo.config, named[1]) else {}
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from datetime import UTC, datetime
+from pathlib import Path
 
 import msgspec
 
@@ -54,7 +55,7 @@ def main(request: str) -> str:
         return step
 
     # What the module prints in each of some hundred steps tells nothing.
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), matmul_precision(eager.dtype):
+    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere), matmul_precision(eager.dtype):
         pricing = Pricing(make, device, settings=asked.settings if asked.timed else None, backend=asked.backend)
         clean, breaks = pricing.breaks()
         dynamic = pricing.dynamic()

@@ -11,7 +11,6 @@ from stepscope.engine.request import TraceRequest
     "study compile",
     "stepscope study compile --model small --compile default,max-autotune",
     "stepscope study compile --module train.py:make --prices",
-    "stepscope study compile --from results/h200/compile --only findings",
     model="small,large,2.7B; tiny on a CPU",
     seq_len="512; 32 on a CPU",
     batch_size="4; 1 on a CPU",
@@ -66,16 +65,17 @@ def _prices(asked: AskedStepsOfAny, warmup: int | None, *others: tuple[str, ...]
     from stepscope.studies.compile_prices import compile_prices
     from stepscope.studies.compile_study import ON_CPU, ON_GPU
 
-    if asked.module is None:
+    if not asked.is_own:
         raise InputError("--prices is for a module of your own: add --module FILE:FACTORY")
     if asked.from_ or any(others):
         raise InputError(
             "--prices compiles the whole step in the default mode: leave out --from, --phase and --compile"
         )
     cells = asked.own_cells(ON_CPU, ON_GPU, warmup)
+    cell = next(iter(cells))
     if len(cells) > 1:
         raise InputError("--prices takes one workload: give one value for each option")
-    workload = cells[0].workload
+    workload = cell.workload
     assert isinstance(workload, OwnWorkload)
     answering = Answering(study="compile", shown=asked.shown, save=None)
-    answering.run(lambda tell: answer_prices(compile_prices(workload, asked.device, cells[0].settings)))
+    answering.run(lambda tell: answer_prices(compile_prices(workload, asked.device, cell.settings)))

@@ -1,8 +1,9 @@
 """The answer to "what does each graph break and each recompilation cost": tables, ranked, and what follows."""
 
+import re
 from collections.abc import Iterator
 
-from stepscope.core.answer import Answer, Cell, Table, measured_answer
+from stepscope.core.answer import Answer, Cell, Table, known_columns, measured_answer
 from stepscope.core.compile_prices import CompiledStep, CompilePrices, GraphBreak, PricedBreak, Recompilation
 from stepscope.core.figures import digits, median_ms, milliseconds, times_within
 from stepscope.core.finding import Finding, note, warning
@@ -16,6 +17,7 @@ BREAKS, AGAIN, SHAPES = (
 )
 _SHOWN = 12
 _NAMED = 3
+_CLEAN = "breaks avoided"
 
 
 def answer_prices(prices: CompilePrices) -> Answer:
@@ -49,14 +51,14 @@ def _breaks(prices: CompilePrices) -> Table:
                 milliseconds(each.decided_s) if each.decided_s else None,
                 *times_within(speed_up(slow, fast)),
                 median_ms(each.eagerly.samples) if each.eagerly else None,
-                f"not measurable: {each.why_not}" if each.why_not else "",
+                f"not measurable: {each.why_not}" if each.why_not else None,
             )
         )
     heads = (
         "where", "why", "avoided by", "pieces with it", "without", "saved B more", "peak B more", "ms with it",
         "ms without", "costs ms", "without it, times as fast", "from", "to", "its function eagerly ms", "price",
     )  # fmt: skip
-    return Table(title=BREAKS, columns=heads, rows=tuple(rows))
+    return known_columns(BREAKS, heads, rows)
 
 
 def _again(prices: CompilePrices) -> Table:
@@ -68,25 +70,27 @@ def _again(prices: CompilePrices) -> Table:
 
 
 def _variants(prices: CompilePrices) -> Table:
-    named = {"as it is": prices.as_it_is, "breaks avoided": prices.clean, "dynamic=True": prices.dynamic}
+    named = {"as it is": prices.as_it_is, _CLEAN: prices.clean, "dynamic=True": prices.dynamic}
     rows: list[tuple[Cell, ...]] = []
     for name, step in named.items():
-        if step is None or (name == "breaks avoided" and step == prices.as_it_is):
+        if step is None or (name == _CLEAN and step == prices.as_it_is):
             continue
         ratio = speed_up(prices.as_it_is, step) if step is not prices.as_it_is else None
         rows.append(
             (
-                name, step.pieces, step.graphs, digits(step.compile_s), step.saved_bytes, step.peak_bytes,
-                median_ms(step.samples), *times_within(ratio),
+                name, step.pieces, step.graphs, None if name == _CLEAN else digits(step.compile_s),
+                step.saved_bytes, step.peak_bytes, median_ms(step.samples), *times_within(ratio),
             )
         )  # fmt: skip
     heads = ("pieces", "graphs", "compiling s", "saved B", "peak B", "ms", "times as fast", "from", "to")
-    return Table(title=SHAPES, columns=("compiled", *heads), rows=tuple(rows))
+    return known_columns(SHAPES, ("compiled", *heads), rows)
 
 
 def why(one: GraphBreak) -> str:
-    """The first words of dynamo's reason."""
-    return one.reason.partition(" Explanation:")[0][:120]
+    """The first words of dynamo's reason, and what it was about."""
+    head, _, explained = one.reason.partition(" Explanation:")
+    about = re.search(r"`([\w.]+)`", explained)
+    return f"{head[:120]}: {about[1]}" if about and about[1] not in head else head[:120]
 
 
 def speed_up(slow: CompiledStep | None, fast: CompiledStep | None) -> Ratio | None:
@@ -98,7 +102,7 @@ def speed_up(slow: CompiledStep | None, fast: CompiledStep | None) -> Ratio | No
 
 def _peak(each: PricedBreak) -> int | None:
     peaks = [step.peak_bytes for step in (each.with_them, each.without) if step is not None]
-    return peaks[0] - peaks[1] if len(peaks) == 2 and peaks[0] is not None and peaks[1] is not None else None  # noqa: PLR2004
+    return peaks[0] - peaks[1] if len(peaks) == 2 and peaks[0] is not None and peaks[1] is not None else None
 
 
 def _slowest(found: tuple[Recompilation, ...]) -> list[Recompilation]:
@@ -139,8 +143,8 @@ def _price(each: PricedBreak) -> Finding:
     memory = f" It keeps {format_bytes(abs(saved))} {'more' if saved > 0 else 'less'} for backward." if saved else ""
     return (warning if each.decided_s > 0 else note)(
         "break-price",
-        f"The graph break at {places} ({why(each.breaks[0])}) {cost}. Forward runs in {each.with_them.pieces:g} compiled "
-        f"pieces with it, {each.without.pieces:g} without.{memory}",
+        f"The graph break at {places} ({why(each.breaks[0])}) {cost}. A forward calls {each.with_them.pieces:g} "
+        f"compiled graphs with it, {each.without.pieces:g} without.{memory}",
         {"costs_s": each.decided_s, "pieces": each.pieces, "saved_bytes": saved},
         f"torch._dynamo.config.{each.how}, or leave the line out of forward",
     )
@@ -155,8 +159,8 @@ def _recompilations(prices: CompilePrices) -> Iterator[Finding]:
     yield warning(
         "recompilation-price",
         f"{counted(len(found), 'recompilation')} took {format_seconds(total)} and delayed {steps} of the first "
-        f"{prices.steps} steps. The slowest, {format_seconds(first.seconds)}, was of {first.function} at {first.place}: "
-        f"{first.guard}.",
+        f"{prices.steps} steps. The slowest, {format_seconds(first.seconds)}, was of {first.function} at "
+        f"{first.place}: {first.guard}.",
         {"recompilations": len(found), "seconds": total, "steps": steps},
         "inputs of fewer shapes; torch._dynamo.mark_dynamic for a dimension that changes",
     )
@@ -165,6 +169,8 @@ def _recompilations(prices: CompilePrices) -> Iterator[Finding]:
         return
     ratio = speed_up(prices.as_it_is, dynamic)
     times = "" if ratio is None else f"; the step is {_times(ratio)}"
+    if ratio is not None and ratio.undecided:
+        times = f"; whether the step is faster cannot be told ({ratio.why_undecided})"
     yield note(
         "dynamic-shapes",
         f"Compiled with dynamic=True, {counted(dynamic.graphs, 'graph')} took {format_seconds(dynamic.compile_s)} to "
