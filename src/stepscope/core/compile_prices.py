@@ -7,10 +7,9 @@ from stepscope.core.samples import Samples
 
 
 class GraphBreak(msgspec.Struct, frozen=True):
-    """A line at which dynamo ended a graph."""
+    """A line at which dynamo ended a graph: its file and number, the function that it is in, and dynamo's own words."""
 
     place: str
-    """File and line."""
     function: str
     reason: str
 
