@@ -1,12 +1,14 @@
 """What graph breaks and recompilations of a user's module cost, as it was measured: plain data that travels."""
 
+from typing import NamedTuple
+
 import msgspec
 
 from stepscope.core.environment import Environment
 from stepscope.core.samples import Samples
 
 
-class GraphBreak(msgspec.Struct, frozen=True):
+class GraphBreak(NamedTuple):
     """A line at which dynamo ended a graph: its file and number, the function that it is in, and dynamo's own words."""
 
     place: str
@@ -19,9 +21,9 @@ class CompiledStep(msgspec.Struct, frozen=True, kw_only=True):
 
     pieces: float
     """Calls of compiled graphs in a step's forward: 1 where nothing breaks it."""
+    compile_s: float
     graphs: int
     """Graphs that were compiled."""
-    compile_s: float
     saved_bytes: int | None = None
     """Bytes that forward leaves for backward."""
     peak_bytes: int | None = None
