@@ -92,6 +92,8 @@ def test_the_run_is_listed_shown_and_tabled(measured: tuple[Path, subprocess.Com
         (["run", "--record", "vtune"], "unknown record 'vtune': choose one of memory, kineto, nsys"),
         (["run", "--record", "kineto", "--trace-steps", "0"], "trace-steps is 0: it must be 1 to 1000"),
         (["run", "--trace-stacks"], "--trace-stacks belongs to --record kineto"),
+        (["run", "--memory-steps", "3"], "--memory-steps belongs to --record memory: add it"),
+        (["run", "--record", "memory", "--memory-steps", "2"], "memory-steps is 2: it must be 1 for where the memory"),
         (["run", "--colour"], "--colour"),
         (["study", "attention-gate", "--heads", "2"], "No such option: --heads"),
         (["study", "attention-step", "--head-dim", "2"], "No such option: --head-dim"),

@@ -219,6 +219,11 @@ def test_gradients_of_ones_own_by_its_modules(own: Path):
             ("speed", "--arg", "width=8", "--device", "cpu"),
             "--arg belongs to --module, or --model CONFIG.json: say whose",
         ),
+        (("compile", "--prices", "--device", "cpu"), "--prices is for a module of your own: add --module FILE:FACTORY"),
+        (
+            ("compile", "--prices", "--module", "own.py:make", "--phase", "train"),
+            "leave out --from, --phase and --compile",
+        ),
         (("speed", "--module", "own.py:make", "--from", "runs"), "--module says nothing with --from: leave it out"),
         (("autocast", "--module", "own.py:make", "--arg", "width=8,9"), "--arg width has 2 values"),
         (("autocast", "--arg", "width=8"), "--arg belongs to --module, or --model CONFIG.json: say whose"),

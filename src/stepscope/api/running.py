@@ -60,6 +60,7 @@ def run(
     peak_flops: float | None = None,
     record: str | Iterable[str] = (),
     trace_steps: int = 2,
+    memory_steps: int = 1,
     runs: str | Path = "runs",
     tag: str | None = None,
     tell: Tell | None = None,
@@ -98,8 +99,9 @@ def run(
     10 to 100); seconds, how long to go on measuring between the least and the most steps (5); profile, whether one more
     step runs under the profiler; peak_flops, the device's peak in FLOP/s where no datasheet is known. record keeps some
     more steps: every allocation ("memory"), a trace of torch.profiler ("kineto") or of Nsight Systems ("nsys") of
-    trace_steps steps; several by commas. runs: where the run's directory is made. tag: a word to find the run by.
-    tell: is called with each stage of the measurement.
+    trace_steps steps; several by commas. memory_steps: how many steps "memory" records; 3 or more show what grows.
+    runs: where the run's directory is made. tag: a word to find the run by. tell: is called with each stage of the
+    measurement.
 
     Raises InputError, in one line with the remedy, for what cannot be measured as asked, and KeyboardInterrupt where it
     is interrupted (what was measured is stored). A failure of the device is no exception: `measured.run.status` is then
@@ -131,7 +133,7 @@ def run(
     request = StepRequest(
         workload=workload, settings=settings, device=device, out=str(runs), tag=tag, peak_flops_per_s=peak_flops,
         trace=TraceRequest(tools=_tools(asked), steps=trace_steps),
-        memory=MemoryRequest() if "memory" in asked else None,
+        memory=MemoryRequest(steps=memory_steps) if "memory" in asked else None,
     )  # fmt: skip
     found, directory = measure_step(request, tell or _say_nothing, given=made)
     if found.status == "interrupted" or (found.status == "done" and found.failure is not None):

@@ -235,6 +235,9 @@ OPTIONS = (
     Option("memory_stacks", str, RECORDING,
            "Whose stacks allocations keep: python (default), or all: C++ too, which takes minutes. Needs --record "
            "memory.", Recording, complete=completion.words(*MEMORY_STACKS)),
+    Option("memory_steps", int, RECORDING,
+           "How many steps are recorded: 3 or more show what grows from step to step. Needs --record memory.",
+           Recording, default=1),
     Option("keep_digests", bool, RECORDING, "Write each capture's tables beside its run, as trace-TOOL.json.",
            default=False),
     Option("timeout", float, SWEEPING, "Seconds that one cell may take.", default=900.0, least=1),
@@ -266,6 +269,10 @@ OPTIONS = (
     Option("at", str, QUESTION, "Another moment than the peak: 12ms, 12000us, start, end, or a phase for its peak.",
            complete=completion.words("start", "end", *CAPTURED_PHASES)),
     Option("stacks", int, QUESTION, "Print the call stacks of so many of the largest allocations.", least=1),
+    Option("setting", str, QUESTION, "The setting of PyTorch's caching allocator that is added, as name:value.",
+           metavar="NAME:VALUE"),
+    Option("prices", bool, QUESTION,
+           "What each graph break and recompilation costs a step of your own module (--module).", default=False),
     Option("rows", str, QUESTION, "Fields of the rows."),
     Option("columns", str, QUESTION, "Fields of the columns."),
     Option("value", str, QUESTION, "Figures, as in forward,backward."),
@@ -302,7 +309,11 @@ OPTIONS = (
 
 
 def recording_from(
-    record: tuple[str, ...], trace_steps: int, trace_stacks: bool = False, memory_stacks: str | None = None
+    record: tuple[str, ...],
+    trace_steps: int,
+    trace_stacks: bool = False,
+    memory_stacks: str | None = None,
+    memory_steps: int = 1,
 ) -> Recording:
     """What to keep; what is named twice is kept once."""
     named = dict.fromkeys(word for text in record for word in words(text, "--record"))
@@ -312,13 +323,15 @@ def recording_from(
         raise InputError("--trace-stacks belongs to --record kineto: add it, or leave the stacks out")
     if memory_stacks is not None and "memory" not in named:
         raise InputError("--memory-stacks belongs to --record memory: add it, or leave the stacks out")
+    if is_given("--memory-steps") and "memory" not in named:
+        raise InputError("--memory-steps belongs to --record memory: add it, or leave the steps out")
     if is_given("--trace-steps") and not named.keys() & set(TRACE_TOOLS):
         raise InputError("--trace-steps belongs to --record kineto or nsys: add one of them, or leave the steps out")
     tools = cast("tuple[TraceTool, ...]", tuple(name for name in named if name in TRACE_TOOLS))
     stacks = cast("MemoryStacks", memory_stacks or "python")  # MemoryRequest refuses others
     return Recording(
         trace=TraceRequest(tools=tools, steps=trace_steps, stacks=trace_stacks),
-        memory=MemoryRequest(stacks=stacks) if "memory" in named else None,
+        memory=MemoryRequest(stacks=stacks, steps=memory_steps) if "memory" in named else None,
     )
 
 

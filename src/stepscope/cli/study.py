@@ -9,6 +9,7 @@ from stepscope.cli.grammar import Verbs, study_now
 from stepscope.cli.presentation import Presentation
 from stepscope.cli.studies import gradients as study_gradients
 from stepscope.cli.studies import precision as study_precision
+from stepscope.cli.studies.allocator import allocator
 from stepscope.cli.studies.attention import attention
 from stepscope.cli.studies.attention_gate import attention_gate
 from stepscope.cli.studies.attention_steps import attention_step
@@ -56,7 +57,8 @@ class _Studies(Verbs):
     """The studies, each a verb."""
 
     verbs: ClassVar = {
-        "warmup": warmup, "kernels": kernels, "compile": compiled, "formats": study_precision.formats_study,
+        "warmup": warmup, "allocator": allocator, "kernels": kernels, "compile": compiled,
+        "formats": study_precision.formats_study,
         "accumulation": study_precision.accumulation_study, "normalisation": study_precision.normalisation_study,
         "softmax": study_precision.softmax_study, "underflow": study_gradients.underflow,
         "scaling": study_gradients.scaling, "swallowed": study_gradients.swallowed, "autocast": autocast,

@@ -53,6 +53,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     system: str
     versions: dict[str, str]
     """python, torch, cuda, cudnn, triton, stepscope: those that are present."""
+    allocator: str | None = None
+    """Settings of PyTorch's caching allocator that the environment names; None where it names none, or on a CPU."""
     git_commit: str | None = None
     git_dirty: bool | None = None
     before: GpuReading | None = None

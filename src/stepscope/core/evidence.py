@@ -280,6 +280,41 @@ class Habits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Calls of the model whose inputs were looked at."""
 
 
+class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
+    """Allocations of one line of code that are more at the end of each recorded step than at the end before."""
+
+    site: str
+    """The line of the user's code that allocated them."""
+    category: str
+    """What their bytes are there for, as `memory_notes.MemoryCategory` has it."""
+    bytes_a_step: int
+    tensors_a_step: float
+    """How many more there are after a step; 0 where one tensor grows."""
+    shape: tuple[int, ...] | None = None
+    """The shape of the newest; None where it is not known."""
+    dtype: str = ""
+    name: str = ""
+    module: str = ""
+    kept_by: str = ""
+    """What holds them, as in `losses[...] in main()`, or the graph of such a thing; empty where it cannot be told."""
+
+
+class MemoryGrowth(msgspec.Struct, frozen=True, kw_only=True):
+    """What several steps that were recorded one after the other left behind."""
+
+    ends: tuple[int, ...]
+    """Bytes allocated before the first recorded step, and at the end of each."""
+    left: tuple[LeftBehind, ...] = ()
+    """What grew in each step, the largest first."""
+    collected_bytes: int = 0
+    """Bytes that Python's garbage collector freed after the last step: objects in circles held them."""
+
+    @property
+    def bytes_a_step(self) -> int:
+        """Bytes by which memory grew in a step."""
+        return sum(left.bytes_a_step for left in self.left)
+
+
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """Everything observed beside the times. A part that could not be observed is None, with the reason in `notes`."""
 
@@ -303,6 +338,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What a step is in a loop that was watched; None for a step of ours."""
     habits: Habits | None = None
     """What the steps of a user's model or loop do beside what was asked for."""
+    growth: MemoryGrowth | None = None
+    """What recorded steps left behind; None where fewer than three were recorded."""
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

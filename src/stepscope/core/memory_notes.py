@@ -34,8 +34,9 @@ MemoryCategory = Literal[
 ]
 """What a byte on the device is there for. parameters: and buffers. saved for backward: activations that autograd
 keeps. cast copies: 16-bit copies of parameters that autocast keeps until it ends. inputs: the batches. temporaries:
-everything that a phase allocates and frees again. workspaces: what libraries hold, and what nothing else explains.
-rounding: what the allocator gives beyond what was asked (to 512 bytes, and remainders too small to split off)."""
+everything that a phase allocates and frees again, and what a loop keeps beside. workspaces: what libraries hold, and
+what nothing else explains. rounding: what the allocator gives beyond what was asked (to 512 bytes, and remainders too
+small to split off)."""
 
 CATEGORIES: tuple[MemoryCategory, ...] = get_args(MemoryCategory)
 
@@ -61,6 +62,15 @@ class TensorNote(msgspec.Struct, frozen=True, kw_only=True):
     """Path of the module whose forward made it."""
 
 
+class KeptTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor that recorded steps made and that was alive when they were over, and what held it."""
+
+    address: int
+    """The address of the tensor's storage."""
+    kept_by: str
+    """A path from a name to the tensor, as in `losses[...] in main()`, or whose graph it is in."""
+
+
 class PhaseSpan(msgspec.Struct, frozen=True, kw_only=True):
     """When a phase ran, on the clock of the events."""
 
@@ -79,3 +89,7 @@ class MemoryNotes(msgspec.Struct, frozen=True, kw_only=True):
     """The allocator's own counters over the same step."""
     phases: tuple[PhaseSpan, ...] = ()
     tensors: tuple[TensorNote, ...] = ()
+    step_ends_us: tuple[int, ...] = ()
+    """When each of several recorded steps ended; empty where one was recorded."""
+    kept: tuple[KeptTensor, ...] = ()
+    """What held the tensors of these steps when the last one was over."""

@@ -16,6 +16,9 @@ MEMORY_STACKS: tuple[MemoryStacks, ...] = get_args(MemoryStacks)
 MOST_TRACED_STEPS = 1000
 """The most steps in a trace; with more it has gigabytes, which no viewer opens."""
 
+FEWEST_RECORDED_STEPS, MOST_RECORDED_STEPS = 3, 100
+"""Recorded steps that tell growth from chance, and the most whose allocations are kept."""
+
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Which profilers trace how many steps, after the timed ones."""
@@ -33,13 +36,20 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """How the allocations of one more step are recorded, after the timed ones."""
+    """How the allocations of one more step, or of several, are recorded after the timed ones."""
 
     stacks: MemoryStacks = "python"
     """Which stacks each allocation keeps; naming the functions of C++ stacks takes minutes."""
+    steps: int = 1
+    """Steps that are recorded one after the other; from three on they show what grows from step to step."""
 
     def __post_init__(self) -> None:
         choose(self.stacks, MEMORY_STACKS, "memory-stacks")
+        if self.steps != 1 and not FEWEST_RECORDED_STEPS <= self.steps <= MOST_RECORDED_STEPS:
+            raise InputError(
+                f"memory-steps is {self.steps}: it must be 1 for where the memory goes, or {FEWEST_RECORDED_STEPS} to "
+                f"{MOST_RECORDED_STEPS} for what grows from step to step"
+            )
 
 
 class StepRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from stepscope.core.run import Failure, Run, Status
 from stepscope.core.run_directory import save_run
 from stepscope.core.run_files import FAILURE_FILE
 from stepscope.engine.device_failure import failing_module, portable_traceback
+from stepscope.engine.growth import growth_in
 from stepscope.measure.device import is_out_of_memory
 
 
@@ -40,6 +41,13 @@ class RunDraft:
     def note(self, note: str) -> None:
         """Add a note to the evidence."""
         self.set_evidence(notes=(*self.run.evidence.notes, note))
+
+    def keep_growth(self) -> None:
+        """Keep what the recorded steps left behind, as their snapshot tells it."""
+        growth, why_not = growth_in(self.directory)
+        if why_not is not None:
+            self.note(why_not)
+        self.set_evidence(growth=growth)
 
     def keep_files(self, **files: str) -> None:
         """List files beside run.json, by kind."""

@@ -131,18 +131,23 @@ def trace_nvtx(step: Step, device: torch.device, timing: Device, steps: int) -> 
 
 def capture_memory(
     step: Step, device: torch.device, directory: Path, *, workload: AnyWorkload, device_name: str = "",
-    stacks: str = "python", held_before_bytes: int = 0, is_out_of_memory: Callable[[BaseException], bool] | None = None,
+    stacks: str = "python", steps: int = 1, held_before_bytes: int = 0,
+    is_out_of_memory: Callable[[BaseException], bool] | None = None,
 ) -> MemoryCapture:  # fmt: skip
-    """Record one step into `memory.pickle.gz`, with stacks as MemoryRecorder takes them.
+    """Record one step, or several, into `memory.pickle.gz`, with stacks as MemoryRecorder takes them.
 
     `is_out_of_memory` tells the exceptions of a step that ran out of memory; that step is kept as far as it went.
     """
     step.prepare()
     failure = None
-    recorder = MemoryRecorder(step, device, stacks=stacks, held_before_bytes=held_before_bytes)
+    recorder = MemoryRecorder(step, device, stacks=stacks, held_before_bytes=held_before_bytes, several=steps > 1)
     with recorder.running():
         try:
-            drive(step, recorder)
+            for i in range(steps):
+                if i:
+                    step.prepare()
+                drive(step, recorder)
+            recorder.steps_over()
         except Exception as error:
             if is_out_of_memory is None or not is_out_of_memory(error):
                 raise

@@ -47,6 +47,7 @@ def read_environment(device: torch.device, memory_limit_bytes: int | None = None
         l2_bytes=getattr(properties, "L2_cache_size", None),
         compute_capability=f"{properties.major}.{properties.minor}",
         driver=driver_version(),
+        allocator=os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or None,
     )
 
 

@@ -10,7 +10,9 @@ from stepscope.core.portable_paths import portable_path
 Frame = tuple[str, str, int]
 """A frame as (function, file, line); for an operator (its name, "", 0)."""
 
-_OUR_FILES = "stepscope/measure/"
+_OUR_FILES = ("stepscope/measure/", "stepscope/engine/")
+_WATCHING = "stepscope/measure/watch/"
+"""Where a watched loop's own calls pass through ours."""
 
 
 def joined_ranges(names: Sequence[str]) -> str:
@@ -29,9 +31,8 @@ class StackTable:
     def stack(self, frames: Iterable[Frame]) -> list[dict[str, Any]]:
         """The frames (function, file, line), innermost first, as PyTorch writes them: up to our own, which ran the
         step, and with files named from their package on."""
-        key = tuple(
-            itertools.takewhile(lambda frame: not frame[1].startswith(_OUR_FILES), map(_portable_frame, frames))
-        )
+        named = (frame for frame in map(_portable_frame, frames) if not frame[1].startswith(_WATCHING))
+        key = tuple(itertools.takewhile(lambda frame: not frame[1].startswith(_OUR_FILES), named))
         if key not in self._stacks:
             self._stacks[key] = [self._frame(frame) for frame in key]
         return self._stacks[key]

@@ -1,4 +1,4 @@
-"""One step whose every allocation is recorded with its stack: a snapshot in PyTorch's own form, with our notes.
+"""Steps whose every allocation is recorded with its stack: a snapshot in PyTorch's own form, with our notes.
 
 On a GPU the allocator itself keeps the history, and every event carries the open ranges
 (`forward|blocks.3.attention|softmax`). On a CPU the same file is written from the profiler's allocator events. Nothing
@@ -19,12 +19,13 @@ import msgspec
 import torch
 
 from stepscope.core.evidence import PhaseMemory
-from stepscope.core.memory_notes import NOTES_KEY, MemoryNotes, PhaseSpan
+from stepscope.core.memory_notes import NOTES_KEY, KeptTensor, MemoryNotes, PhaseSpan
 from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.run_files import MEMORY_FILE
 from stepscope.measure import ranges
 from stepscope.measure.backward_ranges import BackwardRanges, SequenceNotes
+from stepscope.measure.keepers import Keepers
 from stepscope.measure.memory_allocator import AllocatorRecording
 from stepscope.measure.memory_events import ProfilerRecording
 from stepscope.measure.step import Recorder, Step
@@ -57,14 +58,20 @@ class AllocationHistory(Protocol):
 
 
 class MemoryRecorder(Recorder):
-    """Records every allocation of the next step. Make it just before that step begins.
+    """Records every allocation of the next step, or steps. Make it just before the first begins.
 
     stacks: `python`, or `all` for those of C++ too, which take minutes to name. held_before_bytes: what the process
-    had allocated before the step was made.
+    had allocated before the step was made. several: whether more than one step is recorded, to see what they leave.
     """
 
-    def __init__(self, step: Step, device: torch.device, *, stacks: str = "python", held_before_bytes: int = 0) -> None:
+    def __init__(
+        self, step: Step, device: torch.device, *, stacks: str = "python", held_before_bytes: int = 0,
+        several: bool = False,
+    ) -> None:  # fmt: skip
         gc.collect()
+        self._keepers = Keepers(step.model, step.optimizer, device) if several else None
+        self._ends_us: list[int] = []
+        self._kept: tuple[KeptTensor, ...] = ()
         self._step = step
         self._sequence = SequenceNotes(path for path, _ in step.model.named_modules() if path)
         self._notes = TensorNotes(step, device)
@@ -117,13 +124,23 @@ class MemoryRecorder(Recorder):
 
     def step_ends(self) -> None:
         self._note_gradients()
+        if self._keepers is not None:
+            self._ends_us.append(now_us())
+            self._notes.resident()  # a state that is made anew in a step is still the optimizer's
+
+    def steps_over(self) -> None:
+        """The last step has ended, and allocations are still recorded: note what is left, and what holds it."""
+        if self._keepers is not None:
+            gc.collect()  # what only a circle of objects holds is no longer held by the loop
+            tensors, saved, self._kept = self._keepers.kept()
+            self._notes.left(tensors, saved)
 
     def save(self, directory: Path, *, workload: AnyWorkload, device_name: str = "") -> PhaseMemory:
         """Write `memory.pickle.gz`; returns the figures of the phases."""
         snapshot, measured = self._history.snapshot(self._notes)
         told = MemoryNotes(
             workload=workload, device_name=device_name, measured=measured, phases=tuple(self._spans),
-            tensors=self._notes.notes,
+            tensors=self._notes.notes, step_ends_us=tuple(self._ends_us), kept=self._kept,
         )  # fmt: skip
         _write({**snapshot, NOTES_KEY: msgspec.to_builtins(told)}, directory / MEMORY_FILE)
         return measured

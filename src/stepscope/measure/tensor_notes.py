@@ -5,7 +5,7 @@ To note a tensor is to read its address and size. Nothing here allocates on the 
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -33,6 +33,7 @@ class TensorNotes:
         self._names = {id(parameter): name for name, parameter in step.model.named_parameters()}
         self._notes: list[TensorNote] = []
         self._resident: set[int] = set()
+        self._before: dict[int, int] | None = None
         self._casts: set[int] = set()
 
     @property
@@ -41,11 +42,12 @@ class TensorNotes:
 
     @property
     def resident_sizes(self) -> dict[int, int]:
-        """Address and bytes of every storage that was noted before the step began."""
-        return {note.address: note.bytes for note in self._notes if note.address in self._resident}
+        """Address and bytes of every storage that was noted before the first step began."""
+        return self._before or {}
 
     def resident(self) -> None:
-        """Note everything that exists before the step: parameters, buffers, gradients, optimizer state, batches."""
+        """Note everything that exists before a step: parameters, buffers, gradients, optimizer state, batches."""
+        already = len(self._notes)
         model, optimizer = self._step.model, self._step.optimizer
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._note(tensor, "parameters", name)
@@ -56,12 +58,22 @@ class TensorNotes:
         for i, batch in enumerate(self._step.batches):
             for what, tensor in self._step.named_tensors(batch):
                 self._note(tensor, "inputs", f"batch {i} {what}")
-        self._resident = {note.address for note in self._notes}
+        found = self._notes[already:]
+        self._resident = {note.address for note in found}
+        if self._before is None:
+            self._before = {note.address: note.bytes for note in found}
 
     def gradients(self) -> None:
         """Note the gradients that backward left on the parameters."""
         for name, parameter in self._step.model.named_parameters():
             self._note(parameter.grad, "gradients", name)
+
+    def left(self, tensors: Iterable[torch.Tensor], saved: Iterable[torch.Tensor]) -> None:
+        """Note what steps left behind, and of it what graphs keep. What was noted as something else stays that."""
+        for tensor in tensors:
+            self._note(tensor, "temporaries", "")
+        for tensor in saved:
+            self._note(tensor, "saved for backward", "")
 
     def saved(self, owners: _Owners) -> None:
         """Note the loss and the tensors that its graph keeps for backward: a storage once, by its first node."""

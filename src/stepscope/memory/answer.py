@@ -9,6 +9,9 @@ from stepscope.core.units import counted, format_bytes, format_count, format_sha
 from stepscope.memory.at_moment import Moment, phase_peaks
 from stepscope.memory.blocks import Contributor, SavedByBlock, alike, saved_by_block
 from stepscope.memory.explain import Explained
+from stepscope.memory.fragmentation import free_pieces, new_segments
+from stepscope.memory.growth import growth_of
+from stepscope.memory.left_behind import growth_finding, growth_tables
 from stepscope.memory.memory_json import sites, tensor_of
 from stepscope.memory.timeline import timeline_panel
 from stepscope.work.described import describe_model, describe_workload
@@ -20,8 +23,9 @@ _SITES_SHOWN = 10
 def answer_memory(explained: Explained, moment: Moment, stacks: int = 0) -> Answer:
     """The Answer on what was alive at a moment and where it came from, with stacks of so many of the largest blocks."""
     notes = explained.snapshot.notes
-    tables = [text(*_moment_words(explained, moment)), _category_table(moment)]
-    tables += _phase_table(explained)
+    growth = growth_of(explained)
+    tables = [text(*_moment_words(explained, moment)), _category_table(explained, moment), *growth_tables(growth)]
+    tables += [*_phase_table(explained), *_new_segment_table(explained)]
     if moment.alive.height:
         tables += [_largest_table(moment), *_stack_tables(explained, moment, stacks), _site_table(moment)]
     tables += _block_tables([block for block in saved_by_block(explained) if block.saved_bytes])
@@ -34,6 +38,8 @@ def answer_memory(explained: Explained, moment: Moment, stacks: int = 0) -> Answ
         lead=_heading(explained),
         tables=tuple(tables),
         panels=(timeline_panel(explained),),
+        findings=tuple(finding for finding in [growth and growth_finding(growth)] if finding),
+        checked=growth is not None,
         asides=tuple(f"Note: {note}" for note in explained.notes),
     )
 
@@ -86,7 +92,7 @@ def _moment_words(explained: Explained, moment: Moment) -> list[str]:
     return lines
 
 
-def _category_table(moment: Moment) -> Table:
+def _category_table(explained: Explained, moment: Moment) -> Table:
     counts = dict(moment.alive.group_by("category").len().iter_rows())
     rows: list[tuple[Cell, ...]] = [
         (category, held, _share(held, moment.allocated_bytes), counts.get(category))
@@ -96,7 +102,8 @@ def _category_table(moment: Moment) -> Table:
     rows.append(("all", moment.allocated_bytes, None, moment.alive.height))
     return table_of(
         "category", ("allocated", "B"), ("share", "%"), ("allocations", ","), rows=rows,
-        rules=(len(rows) - 1,), tones={len(rows) - 1: "strong"}, notes=as_lines(*_reserved_words(moment)),
+        rules=(len(rows) - 1,), tones={len(rows) - 1: "strong"},
+        notes=as_lines(*_reserved_words(moment), *_free_words(explained, moment)),
     )  # fmt: skip
 
 
@@ -110,6 +117,30 @@ def _reserved_words(moment: Moment) -> list[str]:
         f"allocated, {format_bytes(held.cached_bytes)} cached in segments that hold nothing, "
         f"{format_bytes(held.fragmented_bytes)} free between live blocks (fragmentation){awaiting}."
     ]
+
+
+def _free_words(explained: Explained, moment: Moment) -> list[str]:
+    """How the free memory between live blocks is cut up, which decides whether it can serve anything."""
+    pieces = [piece.bytes for piece in free_pieces(explained, moment.event) if not piece.whole]
+    if not pieces:
+        return []
+    together = f"What is free between live blocks lies in {counted(len(pieces), 'piece')}"
+    return [f"{together}, the longest of {format_bytes(max(pieces))}."]
+
+
+def _new_segment_table(explained: Explained) -> list[Table]:
+    """Segments that the driver was asked for while as much was free in pieces."""
+    found = new_segments(explained)
+    table = table_of(
+        "fragmentation: new segment for", ("requested", "B"), ("segment", "B"), ("longest free", "B"),
+        ("free together", "B"), ("at ms", "ms of ns"),
+        rows=[
+            (new.site, new.requested_bytes, new.segment_bytes, new.largest_free_bytes, new.free_bytes,
+             new.time_us * 1e3)
+            for new in found
+        ],
+    )  # fmt: skip
+    return [table] if found else []
 
 
 def _phase_table(explained: Explained) -> list[Table]:

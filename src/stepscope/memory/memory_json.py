@@ -8,6 +8,9 @@ import polars as pl
 from stepscope.memory.at_moment import Moment, phase_peaks
 from stepscope.memory.blocks import saved_by_block
 from stepscope.memory.explain import Explained
+from stepscope.memory.fragmentation import free_pieces, new_segments
+from stepscope.memory.growth import growth_of
+from stepscope.memory.left_behind import growth_finding
 
 LARGEST = 20
 SITES = 20
@@ -20,6 +23,7 @@ def memory_as_json(explained: Explained, moment: Moment) -> dict[str, Any]:
     history made; `alive` how many there were at the moment.
     """
     table, snapshot = explained.allocations, explained.snapshot
+    growth = growth_of(explained)
     return {
         "peak_bytes": moment.allocated_bytes,
         "peak_time_us": moment.time_us,
@@ -30,6 +34,10 @@ def memory_as_json(explained: Explained, moment: Moment) -> dict[str, Any]:
         "alive": moment.alive.height,
         "reserved": None if moment.reserved is None else msgspec.to_builtins(moment.reserved),
         "reserved_peak_bytes": max(reserved for _, reserved in explained.replay.reserved),
+        "free_pieces": _pieces(explained, moment),
+        "new_segments": [new._asdict() for new in new_segments(explained)],
+        "growth": None if growth is None else {**msgspec.to_builtins(growth), "bytes_a_step": growth.bytes_a_step},
+        "findings": [msgspec.to_builtins(finding) for finding in [growth and growth_finding(growth)] if finding],
         "phases": [msgspec.to_builtins(peak) for peak in phase_peaks(explained)],
         "sites": sites(moment.alive).head(SITES).to_dicts(),
         "saved_by_block": [msgspec.to_builtins(block) for block in saved_by_block(explained)],
@@ -42,6 +50,12 @@ def memory_as_json(explained: Explained, moment: Moment) -> dict[str, Any]:
         "start_time_us": snapshot.start_us,
         "events": len(snapshot.events),
     }
+
+
+def _pieces(explained: Explained, moment: Moment) -> dict[str, int]:
+    """How many pieces of free memory lie between live blocks, and the longest."""
+    pieces = [piece.bytes for piece in free_pieces(explained, moment.event) if not piece.whole]
+    return {"count": len(pieces), "longest_bytes": max(pieces, default=0)}
 
 
 def largest(explained: Explained, alive: pl.DataFrame, count: int) -> list[dict[str, Any]]:

@@ -1,7 +1,6 @@
 """What does torch.compile give? Forward and the full step of some models, eager and in modes of torch.compile."""
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from stepscope.analysis.comparisons.compiling.cells import CompileCell
 from stepscope.core.errors import InputError, choose
 from stepscope.core.workload import COMPILES
 from stepscope.engine.plan import Cell
+from stepscope.studies.child_environment import child_environment
 from stepscope.studies.compared_cells import Sizes, compared_cells
 
 BASELINE = CompileCell.BASELINE
@@ -45,12 +45,5 @@ def cold_caches() -> Generator[None]:
     """
     with tempfile.TemporaryDirectory(prefix="stepscope-inductor-", ignore_cleanup_errors=True) as folder:
         wanted = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_CACHE_DIR": folder}
-        before = {name: os.environ.get(name) for name in wanted}
-        os.environ.update(wanted)
-        try:
+        with child_environment(wanted):
             yield
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value

@@ -62,8 +62,11 @@ def _record(draft: Draft, out_of_memory: bool = False) -> MemoryCapture:
         workload=draft.run.workload,
         device_name=environment.device_name if environment else "",
         stacks=asked.stacks,
+        steps=1 if out_of_memory else asked.steps,
         held_before_bytes=draft.held_before_bytes,
         is_out_of_memory=is_out_of_memory if out_of_memory else None,
     )
     draft.keep_files(memory=MEMORY_FILE)
+    if asked.steps > 1 and capture.failure is None:
+        draft.keep_growth()
     return capture

@@ -27,7 +27,7 @@ class WatchedDraft(RunDraft):
     """The draft of a watched loop's run. When it is made, it makes the directory and writes the first record."""
 
     def __init__(self, request: WatchRequest, found: Found, device: torch.device) -> None:
-        self.device = device
+        self.device, self._request = device, request
         self._model = found.model
         self.loop = _loop(found)
         workload = watched_workload(found, self.loop, request.program)
@@ -75,6 +75,8 @@ class WatchedDraft(RunDraft):
         counted = self.run.evidence.memory
         if counted is None or counted.allocated_peak is None:
             self.set_evidence(memory=memory)
+        if self._request.memory is not None and self._request.memory.steps > 1:
+            self.keep_growth()
 
     def keep_capture(self, capture: Capture) -> None:
         self.set_evidence(captures=(*self.run.evidence.captures, capture))

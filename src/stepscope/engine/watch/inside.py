@@ -103,6 +103,7 @@ def watch(
     *,
     steps: tuple[int, int] | None = None,
     record: Iterable[str] = (),
+    memory_steps: int = 1,
     runs: str | Path = "runs",
     tag: str | None = None,
     step_of: str | None = None,
@@ -116,7 +117,8 @@ def watch(
 
     steps: the first step that is timed, and the first after it that is not; the loop's first step is 0. If steps is
     left out, 10 to 100 steps are timed, once they are steady. record: `kineto` or `memory`, which record some more
-    steps. If neither a model nor an optimizer is given, the loop itself shows them; step_of names the class of either.
+    steps. memory_steps: how many steps `memory` records; 3 or more show what grows from step to step. If neither a
+    model nor an optimizer is given, the loop itself shows them; step_of names the class of either.
     runs: where the run's directory is made. tag: a word to find the run by. quiet: say nothing on stderr.
     `watched.run` is None if nothing was measured; `watched.why_not` then says why. Raises InputError if the model is no
     module, the optimizer is no optimizer, or steps begin before the third.
@@ -132,7 +134,7 @@ def watch(
         settings=settings_between(between),
         between=between,
         trace=TraceRequest(tools=cast("tuple[TraceTool, ...]", tuple(name for name in asked if name in TRACE_TOOLS))),
-        memory=MemoryRequest() if "memory" in asked else None,
+        memory=MemoryRequest(steps=memory_steps) if "memory" in asked else None,
         step_of=step_of,
         tag=tag,
     )

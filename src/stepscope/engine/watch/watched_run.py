@@ -99,7 +99,7 @@ class WatchedRun:
             workload, name, keep = draft.run.workload, draft.device_name, draft.keep_recorded_memory
             recorded = RecordedMemory(
                 step, phases, device, draft.directory,
-                stacks=memory.stacks, workload=workload, device_name=name, keep=keep,
+                stacks=memory.stacks, steps=memory.steps, workload=workload, device_name=name, keep=keep,
             )  # fmt: skip
             stages.append(recorded)
         return stages

@@ -302,33 +302,37 @@ class RangedSteps:
 
 
 class RecordedMemory:
-    """The stage of one step in which every allocation is recorded."""
+    """The stage of one step in which every allocation is recorded, or of several, to see what they leave behind."""
 
     name = "memory"
     has_a_profiler = True
 
     def __init__(
-        self, step: Step, phases: Phases, device: torch.device, directory: Path, *, stacks: str,
+        self, step: Step, phases: Phases, device: torch.device, directory: Path, *, stacks: str, steps: int,
         workload: AnyWorkload, device_name: str, keep: Callable[[PhaseMemory], None],
     ) -> None:  # fmt: skip
         self._step, self._phases, self._device, self._directory = step, phases, device, directory
         self._stacks, self._workload, self._device_name, self._keep = stacks, workload, device_name, keep
+        self._steps, self._done = steps, 0
         self._open = contextlib.ExitStack()
         self._recorder: MemoryRecorder | None = None
-        self._whole = False
         self.recorders: tuple[Recorder, ...] = ()
 
     def begins(self, step: int) -> None:
-        recorder = MemoryRecorder(self._step, self._device, stacks=self._stacks)
+        recorder = MemoryRecorder(self._step, self._device, stacks=self._stacks, several=self._steps > 1)
         self._recorder = self._open.enter_context(recorder.running())
         self.recorders = (ForwardUntilBackward(self._step, self._phases, recorder, EmittedRanges(step=False)),)
 
     def is_over(self, step: int) -> bool:
-        self._whole = True
+        self._done += 1
+        if self._done < self._steps:
+            return False
+        if self._recorder is not None:
+            self._recorder.steps_over()
         return True
 
     def ends(self) -> None:
         self._open.close()
         recorder, self._recorder = self._recorder, None
-        if recorder is not None and self._whole:
+        if recorder is not None and self._done >= self._steps:
             self._keep(recorder.save(self._directory, workload=self._workload, device_name=self._device_name))

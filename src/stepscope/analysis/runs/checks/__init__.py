@@ -31,6 +31,7 @@ CHECKS: tuple[Check, ...] = (
     computation.autocast_scope,
     computation.graph_kept_alive,
     loops.graphs_pile_up,
+    loops.memory_grows,
     loops.no_gradient,
     loops.eval_while_training,
     loops.waiting_for_data,

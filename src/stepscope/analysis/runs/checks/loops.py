@@ -12,6 +12,7 @@ from stepscope.core.finding import Finding, note, warning
 from stepscope.core.range_names import DATA, REST, STEP
 from stepscope.core.run import Run
 from stepscope.core.units import counted, format_bytes, format_seconds, format_share
+from stepscope.memory.left_behind import growth_finding
 
 DATA_SHARE = 0.1
 REST_SHARE = 0.2
@@ -121,6 +122,11 @@ def graphs_pile_up(habits: Habits) -> Finding | None:
         {"graphs": habits.graphs_alive},
         "keep loss.item() or loss.detach(), never a loss or an output itself",
     )
+
+
+def memory_grows(run: Run) -> Finding | None:
+    """[41] Memory that grows from step to step, where several steps were recorded."""
+    return growth_finding(run.evidence.growth) if run.evidence.growth is not None else None
 
 
 @_of_habits

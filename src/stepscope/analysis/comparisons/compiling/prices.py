@@ -1,0 +1,185 @@
+"""The answer to "what does each graph break and each recompilation cost": tables, ranked, and what follows."""
+
+import re
+from collections.abc import Iterator
+
+from stepscope.core.answer import Answer, Cell, Table, known_columns, measured_answer
+from stepscope.core.compile_prices import CompiledStep, CompilePrices, GraphBreak, PricedBreak, Recompilation
+from stepscope.core.figures import digits, median_ms, milliseconds, times_within
+from stepscope.core.finding import Finding, note, warning
+from stepscope.core.samples import Ratio
+from stepscope.core.units import counted, format_bytes, format_seconds
+
+BREAKS, AGAIN, SHAPES = (
+    "What each graph break costs a step in which no other could be avoided, the dearest first",
+    "What was compiled again, the slowest first",
+    "Compiled as it is, without the breaks that can be avoided, and for any shape",
+)
+_SHOWN = 12
+_NAMED = 3
+_CLEAN = "breaks avoided"
+
+
+def answer_prices(prices: CompilePrices) -> Answer:
+    """The whole answer, of a module's step."""
+    return measured_answer(
+        prices.environment,
+        study="compile",
+        question=f"What does each graph break and each recompilation of {prices.module} cost?",
+        date=prices.date,
+        settings={"module": prices.module, "steps watched": prices.steps},
+        tables=(_breaks(prices), _again(prices), _variants(prices)),
+        findings=_findings(prices),
+    )
+
+
+def _breaks(prices: CompilePrices) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for each in prices.ranked:
+        slow, fast = each.with_them, each.without
+        rows.append(
+            (
+                ", ".join(dict.fromkeys(one.place for one in each.breaks)),
+                why(each.breaks[0]),
+                each.how or "nothing here",
+                slow.pieces if slow else None,
+                fast.pieces if fast else None,
+                each.saved_bytes,
+                _peak(each),
+                median_ms(slow.samples) if slow else None,
+                median_ms(fast.samples) if fast else None,
+                milliseconds(each.decided_s) if each.decided_s else None,
+                *times_within(speed_up(slow, fast)),
+                median_ms(each.eagerly.samples) if each.eagerly else None,
+                f"not measurable: {each.why_not}" if each.why_not else None,
+            )
+        )
+    heads = (
+        "where", "why", "avoided by", "pieces with it", "without", "saved B more", "peak B more", "ms with it",
+        "ms without", "costs ms", "without it, times as fast", "from", "to", "its function eagerly ms", "price",
+    )  # fmt: skip
+    return known_columns(BREAKS, heads, rows)
+
+
+def _again(prices: CompilePrices) -> Table:
+    rows = [
+        (each.place, each.function, each.guard, each.step, digits(each.seconds))
+        for each in _slowest(prices.recompilations)[:_SHOWN]
+    ]
+    return Table(title=AGAIN, columns=("where", "function", "guard that failed", "in step", "s"), rows=tuple(rows))
+
+
+def _variants(prices: CompilePrices) -> Table:
+    named = {"as it is": prices.as_it_is, _CLEAN: prices.clean, "dynamic=True": prices.dynamic}
+    rows: list[tuple[Cell, ...]] = []
+    for name, step in named.items():
+        if step is None or (name == _CLEAN and step == prices.as_it_is):
+            continue
+        ratio = speed_up(prices.as_it_is, step) if step is not prices.as_it_is else None
+        rows.append(
+            (
+                name, step.pieces, step.graphs, None if name == _CLEAN else digits(step.compile_s),
+                step.saved_bytes, step.peak_bytes, median_ms(step.samples), *times_within(ratio),
+            )
+        )  # fmt: skip
+    heads = ("pieces", "graphs", "compiling s", "saved B", "peak B", "ms", "times as fast", "from", "to")
+    return known_columns(SHAPES, ("compiled", *heads), rows)
+
+
+def why(one: GraphBreak) -> str:
+    """The first words of dynamo's reason, and what it was about."""
+    head, _, explained = one.reason.partition(" Explanation:")
+    about = re.search(r"`([\w.]+)`", explained)
+    return f"{head[:120]}: {about[1]}" if about and about[1] not in head else head[:120]
+
+
+def speed_up(slow: CompiledStep | None, fast: CompiledStep | None) -> Ratio | None:
+    """How many times as fast the second step is; None where one was not timed."""
+    if slow is None or fast is None or slow.samples is None or fast.samples is None:
+        return None
+    return fast.samples.speedup_over(slow.samples)
+
+
+def _peak(each: PricedBreak) -> int | None:
+    peaks = [step.peak_bytes for step in (each.with_them, each.without) if step is not None]
+    return peaks[0] - peaks[1] if len(peaks) == 2 and peaks[0] is not None and peaks[1] is not None else None
+
+
+def _slowest(found: tuple[Recompilation, ...]) -> list[Recompilation]:
+    return sorted(found, key=lambda each: (-each.seconds, each.place))
+
+
+def _findings(prices: CompilePrices) -> Iterator[Finding]:
+    priced = [each for each in prices.ranked if not each.why_not]
+    for each in priced[:_NAMED]:
+        yield _price(each)
+    for each in prices.breaks:
+        if each.why_not:
+            eagerly = speed_up(prices.clean, each.eagerly)
+            alone = f" Left to run eagerly, its function makes the step {_times(eagerly)}." if eagerly else ""
+            yield note(
+                "break-without-price",
+                f"What the graph break at {each.breaks[0].place} costs is not measurable: {each.why_not} "
+                f"({why(each.breaks[0])}).{alone}",
+            )
+    if not prices.breaks:
+        yield note("no-graph-break", "Nothing breaks the graph of the step.")
+    yield from _recompilations(prices)
+
+
+def _price(each: PricedBreak) -> Finding:
+    assert each.with_them is not None and each.without is not None
+    places = ", ".join(dict.fromkeys(one.place for one in each.breaks))
+    ratio = speed_up(each.with_them, each.without)
+    if ratio is None:
+        cost = "was not timed"
+    elif not each.decided_s:
+        cost = f"costs no time that can be told ({ratio.why_undecided})"
+    elif each.decided_s > 0:
+        cost = f"costs {format_seconds(each.decided_s)} a step: without it the step is {_times(ratio)}"
+    else:
+        cost = f"wins {format_seconds(-each.decided_s)} a step: without it the step is {_times(ratio)}"
+    saved = each.saved_bytes
+    memory = f" It keeps {format_bytes(abs(saved))} {'more' if saved > 0 else 'less'} for backward." if saved else ""
+    return (warning if each.decided_s > 0 else note)(
+        "break-price",
+        f"The graph break at {places} ({why(each.breaks[0])}) {cost}. A forward calls {each.with_them.pieces:g} "
+        f"compiled graphs with it, {each.without.pieces:g} without.{memory}",
+        {"costs_s": each.decided_s, "pieces": each.pieces, "saved_bytes": saved},
+        f"torch._dynamo.config.{each.how}, or leave the line out of forward",
+    )
+
+
+def _recompilations(prices: CompilePrices) -> Iterator[Finding]:
+    found = prices.recompilations
+    if not found:
+        return
+    first, total = _slowest(found)[0], sum(each.seconds for each in found)
+    steps = len({each.step for each in found})
+    yield warning(
+        "recompilation-price",
+        f"{counted(len(found), 'recompilation')} took {format_seconds(total)} and delayed {steps} of the first "
+        f"{prices.steps} steps. The slowest, {format_seconds(first.seconds)}, was of {first.function} at "
+        f"{first.place}: {first.guard}.",
+        {"recompilations": len(found), "seconds": total, "steps": steps},
+        "inputs of fewer shapes; torch._dynamo.mark_dynamic for a dimension that changes",
+    )
+    dynamic = prices.dynamic
+    if dynamic is None:
+        return
+    ratio = speed_up(prices.as_it_is, dynamic)
+    times = "" if ratio is None else f"; the step is {_times(ratio)}"
+    if ratio is not None and ratio.undecided:
+        times = f"; whether the step is faster cannot be told ({ratio.why_undecided})"
+    yield note(
+        "dynamic-shapes",
+        f"Compiled with dynamic=True, {counted(dynamic.graphs, 'graph')} took {format_seconds(dynamic.compile_s)} to "
+        f"compile, as it is {counted(prices.as_it_is.graphs, 'graph')} and "
+        f"{format_seconds(prices.as_it_is.compile_s)}{times}.",
+        {"graphs": dynamic.graphs, "compile_s": dynamic.compile_s},
+    )
+
+
+def _times(ratio: Ratio) -> str:
+    within = f" [{ratio.interval.low:.2f} to {ratio.interval.high:.2f}]" if ratio.interval else ""
+    return f"{ratio.value:.2f}{within} times as fast"
