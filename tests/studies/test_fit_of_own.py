@@ -40,6 +40,20 @@ def deep(batch_size=64, width=256, optimizer=False):
     own = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer else None
     return model, x, lambda out: out.square().mean(), own
 
+class Positions(nn.Module):
+    def __init__(self, positions, width):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(50, width), nn.Embedding(positions, width)
+        self.head = nn.Linear(width, 50)
+    def forward(self, x):
+        if x.shape[1] > self.positions.num_embeddings:
+            raise ValueError("too long")
+        return self.head(self.tokens(x) + self.positions.weight[: x.shape[1]])
+
+def text(batch_size=4, seq_len=64, positions=100_000):
+    x = torch.randint(50, (batch_size, seq_len))
+    return Positions(positions, 16), x, lambda out: out.square().mean()
+
 def textbook(dtype="fp32"):
     workload = Workload(
         model=ModelConfig(name="mini", d_model=32, d_ff=64, layers=2, heads=2, vocabulary=64),
@@ -176,6 +190,19 @@ def test_the_largest_batch_fits_and_one_more_does_not(file: Path):
     for size, fits in ((largest, True), (largest + 1, False)):
         found = fit_own(own(file, "deep", arguments={"batch_size": size}), [budget], search=False).verdicts[0]
         assert found.fits == fits
+
+
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(file: Path):
+    budget = budget_of_memory(160 * MIB)
+    verdict = fit_own(own(file, "text"), [budget]).verdicts[0]
+    longest = verdict.longest_sequence
+    assert longest is not None and longest > 64 and longest % 64 == 0 and not verdict.longest_is_the_models
+    for length, fits in ((longest, True), (longest + 64, False)):
+        longer = own(file, "text", arguments={"seq_len": length})
+        assert fit_own(longer, [budget], search=False).verdicts[0].fits == fits
+    short = fit_own(own(file, "text", arguments={"positions": 200}), [budget]).verdicts[0]
+    assert (short.longest_sequence, short.longest_is_the_models) == (192, True)
+    assert fit_own(own(file, "deep"), [budget]).verdicts[0].longest_sequence is None
 
 
 def test_plans_are_judged_by_the_same_prediction(file: Path):

@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -30,6 +30,7 @@ from stepscope.measure.fake_memory_of_own import LARGEST_REAL, FakeMemoryOfOwn
 from stepscope.measure.step import Phase
 from stepscope.memory.prediction.estimate import WORKSPACE_BYTES, DeviceType
 from stepscope.models.own.factory import find_factory
+from stepscope.models.own.hugging_face import BATCH_SIZE, SEQ_LEN
 from stepscope.models.own.identity import describe_own
 from stepscope.models.own.loading import load_module
 from stepscope.models.own.own_module import OwnModule
@@ -63,7 +64,10 @@ def watch_own_step(
     """
     if workload.compile != "eager":
         raise InputError(f"compile {workload.compile} cannot be run on fake tensors: leave it out")
-    arguments, by_argument = workload.arguments, batch_size is not None and takes_batch_size(workload.factory)
+    arguments, by_argument = (
+        workload.arguments,
+        batch_size is not None and default_of(workload.factory, "batch_size") is not None,
+    )
     if by_argument:
         arguments = {**arguments, "batch_size": batch_size}
     with _UnfilledParameters():
@@ -156,15 +160,18 @@ def _on_fake_tensors(own: OwnModule, workload: OwnWorkload, mode: FakeTensorMode
     return OwnModule(name=own.name, module=own.module, batches=batches, loss=own.loss, optimizer=own.optimizer)
 
 
-def takes_batch_size(factory: str) -> bool:
-    """Whether a factory takes an argument `batch_size`, as every configuration does."""
+def default_of(factory: str, size: Literal["batch_size", "seq_len"]) -> int | None:
+    """The value of a factory's argument of this name where none is given, 1 if it has no default; None for a factory
+    without such an argument. A configuration has both."""
     if is_configuration(factory):
-        return True
-    found = find_factory(factory).found
+        return {"batch_size": BATCH_SIZE, "seq_len": SEQ_LEN}[size]
     try:
-        return "batch_size" in inspect.signature(found).parameters
+        argument = inspect.signature(find_factory(factory).found).parameters.get(size)
     except (TypeError, ValueError):
-        return False
+        return None
+    if argument is None:
+        return None
+    return argument.default if isinstance(argument.default, int) else 1
 
 
 def resized(batch: Any, batch_size: int | None) -> Any:

@@ -9,7 +9,7 @@ import msgspec
 from stepscope.core.errors import InputError
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.engine.fake_step import STEPS_BEFORE, RefusedInPhase, replayed
-from stepscope.engine.own_fake_step import OwnWatchedStep, watch_own_step
+from stepscope.engine.own_fake_step import OwnWatchedStep, default_of, watch_own_step
 from stepscope.memory.prediction import plans
 from stepscope.memory.prediction.caching_allocator import CachingAllocator
 from stepscope.memory.prediction.estimate import DeviceType
@@ -20,6 +20,10 @@ from stepscope.memory.prediction.symbolic_tensors import RoundingAllocator
 
 MOST_PLANS = 6
 MOST_BATCH = 2**20
+SEQUENCE_UNIT = 64
+"""Sequences are looked for in multiples of so many tokens, if the one that is asked about is such a multiple."""
+MOST_TIMES = 8
+"""A search begins at no more than so many times the size that is asked about."""
 MOST_MICRO_BATCHES = 64
 """A plan of more would have its GPU wait for launches."""
 
@@ -28,7 +32,7 @@ def fit_own(
     workload: OwnWorkload, budgets: Sequence[Budget], device_type: DeviceType = "cuda", *, search: bool = True
 ) -> OwnFit:
     """Predict the peak of a step, and for each budget say whether it fits; with `search` also what would make it fit,
-    and the largest batch."""
+    the largest batch and the longest sequence."""
     watched = watch_own_step(workload, device_type)
     variants = _Search(watched.workload, device_type)
     return OwnFit(
@@ -68,10 +72,12 @@ class _Search:
     def verdict(self, watched: OwnWatchedStep, budget: Budget, *, search: bool) -> OwnVerdict:
         kept_free = _unseen(watched).kept_free(budget)
         fails_in = self._fails_in(watched, budget)
+        longest, is_models = self._longest_sequence(watched, budget) if search else (None, False)
         return OwnVerdict(
             budget=budget, fits=fails_in is None, kept_free_bytes=kept_free, fails_in=fails_in,
             plans=tuple(self._plans(budget)) if search and fails_in is not None else (),
-            largest_batch=self._largest(watched, budget) if search else None,
+            largest_batch=self._largest_batch(watched, budget) if search else None,
+            longest_sequence=longest, longest_is_the_models=is_models,
         )  # fmt: skip
 
     def _fails_in(self, watched: OwnWatchedStep, budget: Budget) -> str | None:
@@ -96,8 +102,10 @@ class _Search:
                 self._watched[key] = None
         return self._watched[key]
 
-    def _fits(self, workload: OwnWorkload, budget: Budget, batch: int | None = None) -> bool:
-        watched = self._variant(workload, batch)
+    def _fits(self, workload: OwnWorkload, budget: Budget) -> bool:
+        return self._runs(self._variant(workload), budget)
+
+    def _runs(self, watched: OwnWatchedStep | None, budget: Budget) -> bool:
         return watched is not None and self._fails_in(watched, budget) is None
 
     def _plans(self, budget: Budget) -> Iterator[Plan]:
@@ -132,28 +140,50 @@ class _Search:
                 return chosen
         return None
 
-    def _largest(self, watched: OwnWatchedStep, budget: Budget) -> int | None:
+    def _largest_batch(self, watched: OwnWatchedStep, budget: Budget) -> int | None:
         """The largest batch that fits. A batch with one sample more in each micro-batch does not fit."""
-        start = self._workload.model.batch_size
+        start, unit = self._workload.model.batch_size, self._workload.accumulation
         if not start:
             return None
-        unit = self._workload.accumulation
+        return self._largest(start, unit, lambda size: self._variant(self._workload, size), watched, budget)
 
+    def _longest_sequence(self, watched: OwnWatchedStep, budget: Budget) -> tuple[int | None, bool]:
+        """The longest sequence that fits, where `seq_len` is an argument that changes the batch, and whether the model
+        takes no longer one."""
+        workload = self._workload
+        start = workload.arguments.get("seq_len", default_of(workload.factory, "seq_len"))
+        if not isinstance(start, int) or start < 1:
+            return None, False
+
+        def variant(length: int) -> OwnWatchedStep | None:
+            return self._variant(
+                msgspec.structs.replace(
+                    workload, model=OwnModel(name=""), arguments={**workload.arguments, "seq_len": length}
+                )
+            )
+
+        unit = SEQUENCE_UNIT if start % SEQUENCE_UNIT == 0 else 1
+        shorter = variant(max(1, start // 2))
+        if shorter is None or shorter.workload.model.inputs == watched.workload.model.inputs:
+            return None, False  # an image model takes the argument and does not read it
+        longest = self._largest(start, unit, variant, watched, budget)
+        return longest, bool(longest) and variant(longest + unit) is None
+
+    def _largest(
+        self, start: int, unit: int, variant: Callable[[int], OwnWatchedStep | None], watched: OwnWatchedStep,
+        budget: Budget,
+    ) -> int | None:  # fmt: skip
+        """The largest multiple of `unit` whose variant fits, looked for from `start` on; the next one does not fit."""
         limit = budget.usable_bytes - _unseen(watched).kept_free(budget)
-
-        def peak(units: int) -> int | None:
-            variant = self._variant(self._workload, units * unit)
-            return None if variant is None else _estimate(variant, self._device_type).peak_bytes
-
-        def fits(units: int) -> bool:
-            return self._fits(self._workload, budget, units * unit)
-
         first = max(1, start // unit)
-        one, two = peak(first), peak(2 * first)
-        if one is None or two is None:
+        half = variant(max(1, first // 2) * unit)
+        if half is None:
             return None
-        by_unit = max(1, (two - one) // first)
-        return _edge(first + (limit - one) // by_unit, fits) * unit
+        one, part = (_estimate(each, self._device_type).peak_bytes for each in (watched, half))
+        by_unit = max(1, (one - part) // max(1, first - first // 2))
+        # Peaks that barely differ foretell nothing, and a factory makes its batch in truth.
+        guess = min(first + (limit - one) // by_unit, MOST_TIMES * first)
+        return _edge(guess, lambda units: self._runs(variant(units * unit), budget)) * unit
 
 
 def _edge(guess: int, fits: Callable[[int], bool]) -> int:

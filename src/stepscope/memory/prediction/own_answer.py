@@ -70,11 +70,12 @@ def _said(verdict: OwnVerdict, estimate: OwnEstimate) -> Line:
 
 
 def _sizes(verdict: OwnVerdict) -> list[Line]:
-    if verdict.largest_batch is None:
-        return []
-    if not verdict.largest_batch:
+    sizes = {"the largest batch": verdict.largest_batch, "the longest sequence": verdict.longest_sequence}
+    if 0 in sizes.values():
         return [Line("Not even the smallest batch fits.", "bad")]
-    return [Line(f"The largest batch that fits is {verdict.largest_batch:,}.")]
+    known = [f"{name} that fits is {size:,}" for name, size in sizes.items() if size is not None]
+    bound = ", and the model takes no longer one" if verdict.longest_is_the_models else ""
+    return [Line(f"{', '.join(known).capitalize()}{bound}.")] if known else []
 
 
 def _categories(estimate: OwnEstimate) -> Table:

@@ -62,6 +62,10 @@ class OwnVerdict(msgspec.Struct, frozen=True, kw_only=True):
     plans: tuple[Plan, ...] = ()
     largest_batch: int | None = None
     """The largest batch that fits, in samples; 0 if not even one fits, None if the size cannot be changed."""
+    longest_sequence: int | None = None
+    """The longest sequence that fits, in tokens; 0 if none fits, None if there is no seq_len to change."""
+    longest_is_the_models: bool = False
+    """Whether the model takes no longer sequence than that, whatever the memory."""
 
 
 class OwnFit(msgspec.Struct, frozen=True, kw_only=True):
