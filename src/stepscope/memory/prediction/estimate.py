@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from stepscope.core.attentions import ATTENTIONS, Attention
 from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import CATEGORIES, MemoryCategory
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
@@ -73,13 +74,15 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that the caching allocator takes from the device; None where it was not simulated."""
 
 
-_remembered = functools.lru_cache(maxsize=1024)
-"""Stored runs and searches ask of one workload several times, and a simulated step takes a tenth of a second."""
-
-
-@_remembered
 def estimate(workload: Workload, device_type: DeviceType = "cuda") -> MemoryEstimate:
     """Peaks of a steady step, every block as large as PyTorch's caching allocator makes it."""
+    return _estimated(workload, ATTENTIONS.get(workload.attention), device_type)
+
+
+# Stored runs and searches ask of one workload several times, and a simulated step takes a tenth of a second. The record
+# of the attention is part of the question.
+@functools.lru_cache(maxsize=1024)
+def _estimated(workload: Workload, _attention: Attention | None, device_type: DeviceType) -> MemoryEstimate:
     allocator: Allocator = CachingAllocator() if device_type == "cuda" else RoundingAllocator(64)
     return SymbolicStep(workload, device_type, allocator).run(STEPS)
 
@@ -91,9 +94,13 @@ def estimate_quickly(workload: Workload) -> MemoryEstimate:
     return step.run(1)
 
 
-@_remembered
 def runs_within(workload: Workload, limit_bytes: int) -> str | None:
     """None if the step runs while the allocator may take no more than this; else the phase in which it fails."""
+    return _run_within(workload, ATTENTIONS.get(workload.attention), limit_bytes)
+
+
+@functools.lru_cache(maxsize=1024)
+def _run_within(workload: Workload, _attention: Attention | None, limit_bytes: int) -> str | None:
     step = SymbolicStep(workload, "cuda", CachingAllocator(limit_bytes))
     try:
         step.run(STEPS_TO_FAIL)
