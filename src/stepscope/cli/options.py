@@ -113,7 +113,9 @@ OPTIONS = (
         "model", str, MODEL,
         "A preset, or the config.json of a Hugging Face model, which gets random weights: nothing is downloaded.",
         ModelConfig, choices=tuple(PRESETS),
-        verbs=("run", "sweep", "fit", "study compile", "study speed", "study underflow", "study swallowed"),
+        verbs=(
+            "run", "sweep", "fit", "study compile", "study speed", "study underflow", "study swallowed", "study parity",
+        ),
     ),
     Option("model", str, MODEL, "The config.json of a Hugging Face model, which gets random weights.",
            verbs=("study scaling", "study normalisation")),
@@ -138,7 +140,9 @@ OPTIONS = (
     Option("accumulation", int, WORKLOAD, "Micro-batches that a step is split into.", Workload),
     Option(
         "seed", int, WORKLOAD, "Seed of parameters and data.", Workload, 0,
-        verbs=("run", "sweep", "study underflow", "study scaling", "study swallowed", "study quality"),
+        verbs=(
+            "run", "sweep", "study underflow", "study scaling", "study swallowed", "study quality", "study parity",
+        ),
     ),
     # What a verb has besides, or says otherwise.
     Option("model", str, MODEL, "A toy, a preset, or the config.json of a Hugging Face model.",
