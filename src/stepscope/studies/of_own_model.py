@@ -18,6 +18,7 @@ _FUNCTIONS = {
     "swallowed": "stepscope.numerics.gradients.swallowed:study_swallowed",
     "normalisation": "stepscope.numerics.normalisation.of_own:study_own_normalisation",
     "parity": "stepscope.numerics.parity.study:study_parity",
+    "shadow": "stepscope.numerics.shadow.study:study_shadow",
 }
 """The place of each study's function."""
 
