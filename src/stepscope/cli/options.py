@@ -113,7 +113,10 @@ OPTIONS = (
         "model", str, MODEL,
         "A preset, or the config.json of a Hugging Face model, which gets random weights: nothing is downloaded.",
         ModelConfig, choices=tuple(PRESETS),
-        verbs=("run", "sweep", "fit", "study compile", "study speed", "study underflow", "study swallowed"),
+        verbs=(
+            "run", "sweep", "fit", "study compile", "study speed", "study underflow", "study swallowed", "study parity",
+            "study shadow",
+        ),
     ),
     Option("model", str, MODEL, "The config.json of a Hugging Face model, which gets random weights.",
            verbs=("study scaling", "study normalisation")),
@@ -138,7 +141,10 @@ OPTIONS = (
     Option("accumulation", int, WORKLOAD, "Micro-batches that a step is split into.", Workload),
     Option(
         "seed", int, WORKLOAD, "Seed of parameters and data.", Workload, 0,
-        verbs=("run", "sweep", "study underflow", "study scaling", "study swallowed", "study quality"),
+        verbs=(
+            "run", "sweep", "study underflow", "study scaling", "study swallowed", "study quality", "study parity",
+            "study shadow",
+        ),
     ),
     # What a verb has besides, or says otherwise.
     Option("model", str, MODEL, "A toy, a preset, or the config.json of a Hugging Face model.",
@@ -156,6 +162,8 @@ OPTIONS = (
     Option("model_size", str, MODEL, "What is trained: cpu or gpu; the device's if left out.",
            complete=completion.words("cpu", "gpu")),
     Option("dtype", str, WORKLOAD, "", choices=("fp16", "bf16"), verbs=("study autocast",)),
+    Option("to", str, WORKLOAD, "The precision that one module at a time gets.", default="bf16",
+           choices=("bf16", "fp16")),
     Option("dtype", str, WORKLOAD, "", choices=("fp32", "bf16", "fp16"), verbs=_ATTENTION),
     Option("attention", str, WORKLOAD, "", choices=tuple(ATTENTIONS), verbs=_ATTENTION),
     Option("compile", str, WORKLOAD, "", choices=("none", "default"), verbs=("study attention",)),

@@ -16,7 +16,9 @@ from stepscope.cli.studies.attention_steps import attention_step
 from stepscope.cli.studies.autocast import autocast
 from stepscope.cli.studies.compile import compiled
 from stepscope.cli.studies.kernels import kernels
+from stepscope.cli.studies.parity import parity
 from stepscope.cli.studies.quality import quality
+from stepscope.cli.studies.shadow import shadow
 from stepscope.cli.studies.speed import speed
 from stepscope.cli.verb import verb
 
@@ -62,6 +64,7 @@ class _Studies(Verbs):
         "accumulation": study_precision.accumulation_study, "normalisation": study_precision.normalisation_study,
         "softmax": study_precision.softmax_study, "underflow": study_gradients.underflow,
         "scaling": study_gradients.scaling, "swallowed": study_gradients.swallowed, "autocast": autocast,
+        "parity": parity, "shadow": shadow,
         "speed": speed, "quality": quality, "attention": attention, "attention-step": attention_step,
         "attention-gate": attention_gate,
     }  # fmt: skip

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from stepscope.core.answer import Cell
 from stepscope.core.errors import InputError
+from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
 from stepscope.core.workload import Workload
 from stepscope.models.own.batches import moved
@@ -20,6 +21,17 @@ from stepscope.models.training_step import TrainingStep
 def own_workload(factory: str, arguments: Mapping[str, Any] | None, **choices: Any) -> OwnWorkload:
     """The workload of a module that a factory, or a configuration, makes of these arguments."""
     return OwnWorkload(factory=factory, arguments=dict(arguments or {}), model=OwnModel(name=""), **choices)
+
+
+def one_step_of(
+    own: str | None, arguments: Mapping[str, Any] | None, *, model: ModelConfig | None, batch_size: int, seq_len: int,
+    seed: int,
+) -> DrivenWorkload:  # fmt: skip
+    """The workload of one forward and backward: of a module of the user's own, or of the textbook's in these sizes."""
+    if own is not None:
+        return own_workload(own, arguments, phase="forward-backward", seed=seed)
+    sizes = model or configure("tiny")
+    return Workload(model=sizes, batch_size=batch_size, seq_len=seq_len, phase="forward-backward", seed=seed)
 
 
 def step_of(workload: DrivenWorkload, device: torch.device) -> TrainingStep | OwnStep:

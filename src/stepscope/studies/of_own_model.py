@@ -1,8 +1,10 @@
 """A study of the user's own module, which runs with the user's rights in a process of its own."""
 
 import importlib
+import inspect
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from stepscope.core.answer import Answer, decode_answer, encode_answer
@@ -15,6 +17,8 @@ _FUNCTIONS = {
     "scaling": "stepscope.numerics.gradients.scaling:study_scaling",
     "swallowed": "stepscope.numerics.gradients.swallowed:study_swallowed",
     "normalisation": "stepscope.numerics.normalisation.of_own:study_own_normalisation",
+    "parity": "stepscope.numerics.parity.study:study_parity",
+    "shadow": "stepscope.numerics.shadow.study:study_shadow",
 }
 """The place of each study's function."""
 
@@ -24,14 +28,25 @@ def answer_of_own(study: str, named: str, arguments: Mapping[str, Any], **option
     arguments."""
     what = f"--model {named}" if is_configuration(named) else f"--module {named}"
     said = json.dumps({"own": named, "arguments": arguments, **options})
-    return decode_answer(ask_apart(__name__, named, _FUNCTIONS[study], said, what=what), what)
+    return decode_answer(ask_apart(__name__, named, study, said, what=what), what)
 
 
-def main(_named: str, function: str, said: str) -> str:
+def study_function(study: str) -> Callable[..., Answer]:
+    """The function of a study. PyTorch comes with it."""
+    place, _, name = _FUNCTIONS[study].partition(":")
+    return getattr(importlib.import_module(place), name)
+
+
+def main(_named: str, study: str, said: str) -> str:
     """The answer as JSON, for `answer_of_own`."""
-    place, _, name = function.partition(":")
-    # PyTorch comes with it: only the child needs that.
-    return encode_answer(getattr(importlib.import_module(place), name)(**json.loads(said)))
+    answer = study_function(study)
+    told = {"tell": _tell} if "tell" in inspect.signature(answer).parameters else {}
+    return encode_answer(answer(**json.loads(said), **told))
+
+
+def _tell(name: str, _share: float) -> None:
+    """Say on stderr how far a study is that takes a while."""
+    print(f"stepscope: {name}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

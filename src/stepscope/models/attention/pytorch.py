@@ -30,17 +30,26 @@ def sdpa(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen_ST, scale=scale, enable_gqa=grouped)
 
 
-def _by(backend: SDPBackend) -> AttentionFunction:
+BACKENDS: dict[str, SDPBackend] = {
+    "sdpa-math": SDPBackend.MATH,
+    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+"""PyTorch's backends by the names of the attentions that run them."""
+
+
+def _by(backend: str) -> AttentionFunction:
     def attention(
         q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
     ) -> Tensor:
-        with sdpa_kernel(backend):
+        with sdpa_kernel(BACKENDS[backend]):
             return sdpa(q, k, v, causal=causal, scale=scale, window=window)
 
     return attention
 
 
-sdpa_math, sdpa_cudnn = _by(SDPBackend.MATH), _by(SDPBackend.CUDNN_ATTENTION)
+sdpa_math, sdpa_cudnn = _by("sdpa-math"), _by("sdpa-cudnn")
 
 
 def sdpa_efficient(
@@ -48,7 +57,7 @@ def sdpa_efficient(
 ) -> Tensor:
     """PyTorch's memory-efficient backend. Some releases lack grouped heads there, so keys and values are repeated."""
     k, v = for_all_heads(q, k, v)
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+    with sdpa_kernel(BACKENDS["sdpa-efficient"]):
         return sdpa(q, k, v, causal=causal, scale=scale, window=window)
 
 
@@ -59,7 +68,7 @@ def sdpa_flash(
     on, and queries from T on see all keys.
     """
     queries, keys = q.shape[-2], k.shape[-2]
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    with sdpa_kernel(BACKENDS["sdpa-flash"]):
         if not causal or queries == keys:
             return sdpa(q, k, v, causal=causal, scale=scale, window=window)
         if queries < keys:

@@ -25,14 +25,14 @@ from stepscope.core.errors import InputError, choose
 from stepscope.core.figures import digits
 from stepscope.core.finding import Finding, note
 from stepscope.core.float_format import FORMATS, FloatFormat, float_format
-from stepscope.core.model_config import ModelConfig, configure
+from stepscope.core.model_config import ModelConfig
 from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.workload import Workload
 from stepscope.measure.device import resolve_device
 from stepscope.measure.step import drive
 from stepscope.numerics.answers import computed_answer, curves
 from stepscope.numerics.setting import check_room
-from stepscope.numerics.steps import folded, own_workload, settings_of, step_of
+from stepscope.numerics.steps import folded, one_step_of, settings_of, step_of
 
 COMPARED = ("fp16", "bf16", "fp8-e5m2", "fp8-e4m3")
 SCALES = (0, 10, 16)
@@ -100,14 +100,8 @@ def study_underflow(
     """
     choose(format_name, COMPARED, "format")
     chosen, on = float_format(format_name), resolve_device(device)
-    workload: DrivenWorkload
-    if own is not None:
-        workload = own_workload(own, arguments, phase="forward-backward", seed=seed)
-    else:
-        workload = Workload(
-            model=model or configure("tiny"), batch_size=batch_size, seq_len=seq_len, phase="forward-backward",
-            seed=seed,
-        )  # fmt: skip
+    workload = one_step_of(own, arguments, model=model, batch_size=batch_size, seq_len=seq_len, seed=seed)
+    if isinstance(workload, Workload):
         check_room(workload, on, bytes_per_parameter=_STEP_BYTES)
     found = gradients_of(workload, on)
     everything = [each.magnitudes for each in found if each.magnitudes.numel()]

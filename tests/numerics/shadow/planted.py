@@ -1,0 +1,149 @@
+"""Small models with a module whose precision matters, or does not, by construction."""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH = 8
+
+
+class Weigh(nn.Module):
+    """Each number times a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Weigh(), Weigh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+class Sharp(nn.Module):
+    """A softmax of large logits, of which only the differences matter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(x + 300, -1)
+
+
+class Cancel(nn.Module):
+    """A sum with a large number, which is taken away again."""
+
+    def __init__(self, large: float = 100.0) -> None:
+        super().__init__()
+        self.large = large
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.large) - self.large
+
+
+class Double(nn.Module):
+    """Twice the input. Before every parameter, of whole numbers, it is exact in any precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class Large(nn.Module):
+    """Beyond fp16's largest number, and back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.abs() * 1e6 + 1e5) * 1e-5
+
+
+class Wide(nn.Module):
+    """Refuses 16 bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            raise TypeError("only fp32")
+        return 1.5 * x
+
+
+class Forgetful(nn.Module):
+    """Gives something else at every other call, by an attribute that nothing restores."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * (1 + 1e-2 * (self.calls % 2))
+
+
+class Draws(nn.Module):
+    """Drops out by a function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.3)
+
+
+class Seen(nn.Linear):
+    """Keeps the dtypes in which it computed."""
+
+    dtypes: ClassVar[list[torch.dtype]] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        Seen.dtypes.append(input.dtype)
+        return super().forward(input)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Seen(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+PLANTED: dict[str, Any] = {
+    "sharp": Sharp, "cancel": Cancel, "double": Double, "large": Large, "wide": Wide, "forgetful": Forgetful,
+    "draws": Draws, "residual": Residual, "norm": lambda: nn.BatchNorm1d(WIDTH), "dropout": lambda: nn.Dropout(0.3),
+}  # fmt: skip
+
+
+def make(*, first: str = "", middle: str = "", last: str = "") -> Any:
+    """Linear layers with what is planted before, between and behind them; the input is whole numbers."""
+    torch.manual_seed(0)
+    parts = {"first": first, "in": "linear", "middle": middle, "out": "linear", "last": last}
+    model = nn.Sequential()
+    for name, kind in parts.items():
+        if kind:
+            model.add_module(name, nn.Linear(WIDTH, WIDTH) if kind == "linear" else PLANTED[kind]())
+    return model, torch.randint(-8, 8, (4, WIDTH)).float(), square
+
+
+def square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def make_two() -> Any:
+    torch.manual_seed(0)
+    return Two(), torch.randn(1, WIDTH), torch.sum
+
+
+def make_layers() -> Any:
+    """Layers of one class, of which the second cancels more."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), Cancel(large)) for large in (1.0, 1000.0, 1.0))
+    return nn.Sequential(*layers), torch.randn(4, WIDTH), square
+
+
+def make_half() -> Any:
+    return nn.Linear(WIDTH, WIDTH).bfloat16(), torch.randn(4, WIDTH).bfloat16(), square
+
+
+def make_encoder() -> Any:
+    """PyTorch's attention, which takes a weight of a module in it that never runs."""
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True, dropout=0.0)
+    return nn.Sequential(layer, nn.Linear(WIDTH, WIDTH)), torch.randn(2, 4, WIDTH), square
