@@ -291,9 +291,9 @@ def _table(document: dict[str, Any]) -> list[str]:
             continue
         bound = "  a bound: shapes depend on data" if row["is_bound"] else ""
         figures = f"{row['predicted_peak']:>14,}{row['measured_peak']:>14,}{100 * row['error']:>+8.2f} %"
-        autocast = row.get("autocast") or {}
-        if "modules" in autocast:
-            figures += f"{row['traced_modules']:>9}{autocast['gave_bf16']:>5} of {autocast['modules']:<4}"
+        figures += f"{row['traced_modules']:>9}" if row.get("traced_modules") else ""
+        if "modules" in (autocast := row.get("autocast") or {}):
+            figures += f"{autocast['gave_bf16']:>6} of {autocast['modules']:>2}"
         lines.append(f"{row['name']:16}{figures}{bound}")
     median, worst = 100 * document["median_error"], 100 * document["worst_error"]
     lines.append(f"{document['judged']} judged: the median error is {median:.2f} %, the worst {worst:.2f} %.")
