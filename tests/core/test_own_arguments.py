@@ -45,13 +45,13 @@ def test_an_argument_that_is_given_twice_is_refused():
 
 def test_the_digest_follows_the_file_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    package = tmp_path / "mine"
+    package = tmp_path / "digested"
     package.mkdir()
     for file in (package / "__init__.py", package / "model.py", tmp_path / "single.py"):
         file.write_text("raise SystemExit('imported')\n")
-    digests = [code_digest(name) for name in ("mine.model:make", "mine:make", "single:make", "single.py:make")]
+    digests = [code_digest(name) for name in ("digested.model:make", "digested:make", "single:make", "single.py:make")]
     assert all(digests) and len(set(digests)) == 1
     (package / "model.py").write_text("x = 1\n")
-    assert code_digest("mine.model:make") != digests[0] == code_digest("mine:make")
-    for nothing in ("mine.other:make", "nowhere:make", "absent.py:make", "", ":make", "single.py"):
+    assert code_digest("digested.model:make") != digests[0] == code_digest("digested:make")
+    for nothing in ("digested.other:make", "nowhere:make", "absent.py:make", "", ":make", "single.py"):
         assert code_digest(nothing) == ""

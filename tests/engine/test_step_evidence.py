@@ -85,7 +85,7 @@ def test_a_compilation_in_a_measured_step_is_an_error_whatever_the_count(
     assert exit_code(run) == (EXIT_CHECK_FAILED if wrong else EXIT_DONE)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("fp16", marks=pytest.mark.long)])
 def test_a_run_has_the_evidence_of_what_ran_and_reads_back_with_it(out: Path, dtype: str):
     run = measured(out, dtype=dtype, accumulation=2, checkpointing="every-1", attention="sdpa")
     evidence = run.evidence

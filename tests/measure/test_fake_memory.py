@@ -149,7 +149,8 @@ def stored(pattern: str) -> tuple[Workload, dict[str, int | None]]:
 @pytest.mark.parametrize(
     "pattern",
     [
-        "plain/*-small-b4-s512-fp32-*", "plain/*-small-b4-s1024-bf16-*", "plain/*-medium-b4-s1024-fp32-*",
+        "plain/*-small-b4-s512-fp32-*", "plain/*-small-b4-s1024-bf16-*", 
+        pytest.param("plain/*-medium-b4-s1024-fp32-*", marks=pytest.mark.long),
         pytest.param("plain/*-2.7B-b4-s512-bf16-*", marks=pytest.mark.long),
         "optimizer/*-small-b4-s512-fp32-*-adamw-fused-*", "optimizer/*-small-b4-s512-bf16-*-adamw-loop-*",
         "tf32/*-small-b4-s512-*",

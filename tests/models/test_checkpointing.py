@@ -51,10 +51,11 @@ def test_gradients_are_bitwise_those_without(checkpointing: str, attention: str,
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
 
 
-# As few blocks as have a whole group and a rest: each takes a cold compiler ten seconds and more.
+# As few blocks as have a whole group and a rest: each takes a cold compiler half a minute and more.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("checkpointing", "layers", "dtype"),
-    [("every-2", 3, "fp32"), pytest.param("selective", 2, "bf16", marks=pytest.mark.long)],
+    [("every-2", 3, "fp32"), ("selective", 2, "bf16")],
 )
 def test_compiled_gradients_are_those_without(checkpointing: str, layers: int, dtype: str):
     reset_compilation()

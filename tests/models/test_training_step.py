@@ -71,6 +71,7 @@ def test_accumulation_in_low_precision_agrees_with_the_whole_batch(dtype: str):
         torch.testing.assert_close(a, b, rtol=0, atol=3e-4)  # one update of lr 1e-4 each
 
 
+@pytest.mark.long
 def test_accumulation_under_compile_compiles_once():
     reset_compilation()
     eager, compiled = (TrainingStep(mini(batch_size=4, accumulation=2, compile=c), CPU) for c in ("eager", "default"))

@@ -112,7 +112,7 @@ def drawn(seed: int) -> Workload:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(n, marks=pytest.mark.long) for n in range(5, 12))])
 def test_the_symbolic_model_allocates_and_releases_what_the_step_does(seed: int):
     workload = drawn(seed)
     symbolic, fake = on_symbolic_tensors(workload), on_fake_tensors(workload)
@@ -122,7 +122,7 @@ def test_the_symbolic_model_allocates_and_releases_what_the_step_does(seed: int)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "every-3"])
-@pytest.mark.parametrize("d_ff", [960, 1440])
+@pytest.mark.parametrize("d_ff", [960, pytest.param(1440, marks=pytest.mark.long)])
 def test_what_is_taken_from_the_device_is_alike_for_odd_sizes_and_a_large_vocabulary(checkpointing: str, d_ff: int):
     """cuBLAS gets its workspace after the first product's output is there: so it is decided which blocks are left for
     the optimizer. The other order predicted 4 % less here."""
