@@ -205,7 +205,7 @@ def test_no_cell_judges_that_the_model_was_corrected_by():
     assert len(judged().errors) == sum(c.error is not None for c in judged().comparisons)
 
 
-@pytest.mark.parametrize("folders", [("memory",), OLDER], ids=["judges", "older"])
+@pytest.mark.parametrize("folders", [("memory",), pytest.param(OLDER, marks=pytest.mark.long)], ids=["judges", "older"])
 def test_the_bar(folders: tuple[str, ...]):
     """Median error at most 2 %, worst at most 6 %, and nothing said to fit that ran out of memory."""
     found = judged() if folders == ("memory",) else accuracy(*folders)

@@ -135,7 +135,9 @@ def jacobian(attend: AttentionFunction) -> Tensor:
 
 
 @needs_kernels
-@pytest.mark.parametrize("transformed", [gradients, of_each_sample, mapped_over_one, jacobian])
+@pytest.mark.parametrize(
+    "transformed", [gradients, of_each_sample, mapped_over_one, pytest.param(jacobian, marks=pytest.mark.long)]
+)
 def test_flash_is_transformed_as_attention_written_out_is(transformed: Transformed):
     torch.testing.assert_close(
         transformed(implementation("flash")), transformed(implementation("reference")), atol=1e-4, rtol=1e-4

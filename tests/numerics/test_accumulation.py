@@ -57,6 +57,7 @@ def test_the_command_gives_the_known_results_and_reads_them_again(tmp_path: Path
     assert again.stdout == written.stdout and (tmp_path / "sums.svg").stat().st_size > 1000
 
 
+@pytest.mark.long
 def test_only_shows_the_tables_named_or_the_sentences(tmp_path: Path):
     kept = tmp_path / "sums.json"
     kept.write_text(run("--json").stdout)

@@ -106,8 +106,16 @@ def test_a_model_without_norms_is_refused(own: str):
 @pytest.mark.parametrize(
     ("study", "asked"),
     [
-        ("scaling", ("--module", "{own}:linear", "--arg", "dropout=0.5", "--steps", "9", "--device", "cpu")),
-        ("swallowed", ("--module", "{own}:linear", "--steps", "2", "--learning-rate", "1e-3", "--device", "cpu")),
+        pytest.param(
+            "scaling",
+            ("--module", "{own}:linear", "--arg", "dropout=0.5", "--steps", "9", "--device", "cpu"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "swallowed",
+            ("--module", "{own}:linear", "--steps", "2", "--learning-rate", "1e-3", "--device", "cpu"),
+            marks=pytest.mark.long,
+        ),
         ("normalisation", ("--module", "{own}:normed", "--arg", "value=300.0", "--device", "cpu")),
     ],
     ids=["scaling", "swallowed", "normalisation"],

@@ -239,6 +239,7 @@ def test_bad_input_is_one_line(tmp_path: Path):
     check_refused("speed", lone, refused)
 
 
+@pytest.mark.long
 def test_a_bare_machine_measures_and_another_reads_the_captures(tmp_path: Path):
     """Without polars the sweep answers as far as it goes; with it the same folder has the shares."""
     sizes = (
