@@ -19,6 +19,8 @@ from stepscope.engine.request import MemoryRequest, StepRequest
 from stepscope.engine.step import measure_step
 from tests.conftest import mini
 
+pytestmark = pytest.mark.slow
+
 ROWS, WIDTH = 32, 64
 ACTIVATION = ROWS * WIDTH * 4
 STATE = 2 * (WIDTH * WIDTH + WIDTH) * 4 * 2 + 4 * 4

@@ -296,6 +296,8 @@ FACTORY = """
 import torch
 from torch import nn
 
+pytestmark = pytest.mark.slow
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()

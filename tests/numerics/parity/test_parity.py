@@ -17,6 +17,8 @@ from stepscope.numerics.parity.study import ROUNDING, VARIANTS, study_parity
 from tests.numerics.parity.planted import LENGTH, make
 from tests.numerics.verbs import answered, refused
 
+pytestmark = pytest.mark.slow
+
 OWN = "tests.numerics.parity.planted:make"
 LEFT_OUT = (5, 4, 1, 0)
 """Targets of each sample that are left out, of 8: 3, 4, 7 and 8 count, 22 in all."""

@@ -15,6 +15,8 @@ from stepscope.numerics.shadow.study import LAYERS, RANKING, study_shadow
 from tests.numerics.shadow import planted
 from tests.numerics.verbs import answered, refused
 
+pytestmark = pytest.mark.slow
+
 SMALL = configure("tiny", d_model=32, d_ff=64, layers=2, heads=2, vocabulary=101)
 HERE = "tests.numerics.shadow.planted"
 
