@@ -232,6 +232,7 @@ def test_gradients_of_ones_own_by_its_modules(own: Path):
         (("autocast", "--model", "config.json"), "--model config.json cannot be read: No such file or directory"),
         (("underflow", "--model", "config.json", "--seq-len", "8"), "--seq-len says nothing with --model: leave it"),
         (("underflow", "--module", "own.py:make", "--seq-len", "8"), "--seq-len says nothing with --module: leave it"),
+        (("parity", "--module", "own.py:make", "--arg", "width=8,9"), "--arg width has 2 values"),
         (("attention-step", "--module", "own.py:make"), "No such option: --module"),
     ],
 )

@@ -130,6 +130,26 @@ def test_attention_becomes_the_kernel_that_a_gpu_runs(backend: AttentionBackend)
     assert ("aten.bmm.default" in operators) == (backend == "math")
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_inside_pytorchs_own_module_becomes_that_kernel_too(dropout: float):
+    """nn.MultiheadAttention calls it in a function of Python, for which PyTorch takes the mode off."""
+    asked: list[tuple[int, ...]] = []
+
+    def backend(query: torch.Tensor) -> AttentionBackend:
+        asked.append(tuple(query.shape))
+        return "efficient"
+
+    before = F.softmax, F.scaled_dot_product_attention
+    with FakeTensorMode(), FakeMemory() as watch:
+        module = torch.nn.MultiheadAttention(16, 2, dropout=dropout, batch_first=True)
+        x = torch.empty(3, 8, 16)
+        with AsOnCuda(backend):
+            module(x, x, x, need_weights=False)[0].sum().backward()
+    assert asked == [(3, 2, 8, 8)]
+    assert "aten._scaled_dot_product_efficient_attention.default" in {a.operator for a in watch.allocations}
+    assert (F.softmax, F.scaled_dot_product_attention) == before
+
+
 def test_autocast_is_cudas():
     with FakeTensorMode(), AsOnCuda(lambda _: "math"), torch.autocast("cpu", torch.bfloat16):
         x = torch.empty(4, 4) @ torch.empty(4, 4)

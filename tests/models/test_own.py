@@ -222,7 +222,7 @@ def test_arguments_reach_the_factory(file: str):
         ("no_parameters", "has no parameters to train"),
         ("frozen", "has no parameters to train"),
         ("no_gradient", "has a loss without gradients"),
-        ("no_number", r"has no loss: forward returned a tensor \(4, 5\) of torch.float32, and no number"),
+        ("no_number", r"has no loss: forward returned a tensor \(4, 5\) of torch.float32, and no floating tensor"),
         ("counts", r"its loss function returned a tensor \(\) of torch.int64"),
         ("bad_shape", "fails in forward: RuntimeError"),
         ("bad_backward", "fails in backward: ValueError: not written yet"),

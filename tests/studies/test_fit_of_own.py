@@ -264,6 +264,7 @@ def test_the_contract_in_json_and_its_screen(file: Path):
         (("--tensors",), "--tensors is for the textbook's model"),
         (("--batch-size", 4), "give the factory an argument"),
         (("--model", "small"), "--module and --model both say which model"),
+        (("--arg", "batch_size=1,2"), "--arg batch_size has 2 values: one model is looked at, so write one"),
     ],
 )
 def test_wrong_input_is_one_line(file: Path, options: tuple[object, ...], said: str):

@@ -28,6 +28,7 @@ class OneWorkload:
     @property
     def own(self) -> OwnWorkload | None:
         """The workload of a model of the user's own, where one was said."""
+        _one_value_each(self.said.get("arg", ()))
         found = _own_workloads({name: value if name == "arg" else (value,) for name, value in self.said.items()})
         return found[0] if found else None
 
@@ -125,10 +126,16 @@ def factory_arguments(own: str | None, written: Sequence[str]) -> dict[str, Any]
     and for any where no such model is named."""
     if written and own is None:
         raise InputError(_ARG_ALONE)
+    return _one_value_each(written)
+
+
+def _one_value_each(written: Sequence[str]) -> dict[str, Any]:
     found = parse_arguments(written)
     for name, values in found.items():
         if len(values) > 1:
-            raise InputError(f"--arg {name} has {len(values)} values: one model is looked at, so write one")
+            raise InputError(
+                f"--arg {name} has {len(values)} values: one model is looked at, so write one; sweep takes several"
+            )
     return {name: values[0] for name, values in found.items()}
 
 

@@ -14,12 +14,11 @@ from stepscope.memory.prediction import plans
 from stepscope.memory.prediction.caching_allocator import CachingAllocator
 from stepscope.memory.prediction.estimate import DeviceType
 from stepscope.memory.prediction.fit import Budget
-from stepscope.memory.prediction.own_fit import OwnEstimate, OwnFit, OwnVerdict, Unseen
+from stepscope.memory.prediction.own_fit import MOST_SEARCHED, OwnEstimate, OwnFit, OwnVerdict, Unseen
 from stepscope.memory.prediction.plans import Change, Lever, Plan, together
 from stepscope.memory.prediction.symbolic_tensors import RoundingAllocator
 
 MOST_PLANS = 6
-MOST_BATCH = 2**20
 SEQUENCE_UNIT = 64
 """Sequences are looked for in multiples of so many tokens, if the one that is asked about is such a multiple."""
 MOST_TIMES = 8
@@ -183,13 +182,15 @@ class _Search:
         by_unit = max(1, (one - part) // max(1, first - first // 2))
         # Peaks that barely differ foretell nothing, and a factory makes its batch in truth.
         guess = min(first + (limit - one) // by_unit, MOST_TIMES * first)
-        return _edge(guess, lambda units: self._runs(variant(units * unit), budget)) * unit
+        found = _edge(guess, lambda units: self._runs(variant(units * unit), budget)) * unit
+        # Beyond the end of the search nothing is known but that the size that was asked about fits.
+        return max(found, start) if self._runs(watched, budget) else found
 
 
 def _edge(guess: int, fits: Callable[[int], bool]) -> int:
     """The largest number that fits, or 0 if none does. The search begins at a guess, in strides that double."""
-    low, high, stride = 0, MOST_BATCH, 1
-    number = min(max(1, guess), MOST_BATCH - 1)
+    low, high, stride = 0, MOST_SEARCHED, 1
+    number = min(max(1, guess), MOST_SEARCHED - 1)
     while high - low > 1:
         if fits(number):
             low = number

@@ -75,6 +75,9 @@ class AsOnCuda(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func is F.scaled_dot_product_attention and self._attention is not None:
             return self._attend(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self._inside():
+                return func(*args, **kwargs)
         if torch.is_autocast_enabled("cpu"):
             if name in _IN_FP32:
                 args = tuple(_in_fp32(value) for value in args)
@@ -82,6 +85,23 @@ class AsOnCuda(TorchFunctionMode):
             elif name in _SUMS_INTO_FP32 and kwargs.get("dtype") is None and _is_half(args[0]):
                 kwargs["dtype"] = torch.float32
         return func(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """While open, attention that is written in Python calls this mode. PyTorch takes a mode off while it handles a
+        function, so the operators that the function calls would be the CPU's."""
+        softmax, attend = F.softmax, F.scaled_dot_product_attention
+
+        def softmax_as_on_cuda(*args: Any, **kwargs: Any) -> Tensor:
+            return self.__torch_function__(softmax, (), args, kwargs)
+
+        F.softmax = softmax_as_on_cuda
+        if self._attention is not None:
+            F.scaled_dot_product_attention = self._attend
+        try:
+            yield
+        finally:
+            F.softmax, F.scaled_dot_product_attention = softmax, attend
 
     def _attend(  # noqa: PLR0917  (the parameters of scaled_dot_product_attention, which is called by place, too)
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,

@@ -58,7 +58,8 @@ def _groups_that_grow(
         yield LeftBehind(
             site=site or "(unknown)",
             category=largest["category"],
-            bytes_a_step=(after - at_ends[0]) // (steps - 1),
+            # What a step keeps from the step before is once more at the first ends, and grows no further.
+            bytes_a_step=min(later - earlier for earlier, later in pairwise([*at_ends[:-1], min(at_ends[-1], after)])),
             tensors_a_step=(of_ends[-1][1] - of_ends[0][1]) / (steps - 1),
             shape=None if largest["shape"] is None else tuple(largest["shape"]),
             **{name: largest[name] for name in ("dtype", "name", "module")},

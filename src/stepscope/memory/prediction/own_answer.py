@@ -3,7 +3,14 @@
 from stepscope.core.answer import TEXT, Answer, Line, Table, table_of
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.units import format_bytes
-from stepscope.memory.prediction.own_fit import CONVOLUTION_WORKSPACES, OwnEstimate, OwnFit, OwnVerdict, Unseen
+from stepscope.memory.prediction.own_fit import (
+    CONVOLUTION_WORKSPACES,
+    MOST_SEARCHED,
+    OwnEstimate,
+    OwnFit,
+    OwnVerdict,
+    Unseen,
+)
 
 
 def answer_own_fit(found: OwnFit) -> list[Answer]:
@@ -73,7 +80,10 @@ def _sizes(verdict: OwnVerdict) -> list[Line]:
     sizes = {"the largest batch": verdict.largest_batch, "the longest sequence": verdict.longest_sequence}
     if 0 in sizes.values():
         return [Line("Not even the smallest batch fits.", "bad")]
-    known = [f"{name} that fits is {size:,}" for name, size in sizes.items() if size is not None]
+    known = [
+        f"{name} that fits is {'at least ' if size >= MOST_SEARCHED - 1 else ''}{size:,}"
+        for name, size in sizes.items() if size is not None
+    ]  # fmt: skip
     bound = ", and the model takes no longer one" if verdict.longest_is_the_models else ""
     return [Line(f"{', '.join(known).capitalize()}{bound}.")] if known else []
 

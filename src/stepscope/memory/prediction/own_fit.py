@@ -17,6 +17,9 @@ KEPT_FREE_FOR_CUSTOM = 0.1
 """Share of the memory that is left free in addition, if the step calls operators that are not PyTorch's."""
 
 
+MOST_SEARCHED = 2**20
+"""Where the search for the largest batch ends: a number so large is said to be a bound."""
+
 CONVOLUTION_WORKSPACES = 4
 """For cuDNN's workspaces, this many times the operands of the largest convolution is kept free. The workspaces of a
 U-Net in fp32 on an H200 raised its peak by 3.1 times these bytes (results/h200/architectures.json)."""

@@ -34,13 +34,15 @@ def make_from_config(file: str, arguments: Mapping[str, Any]) -> OwnModule:
     fields = _fields(Path(file), name)
     sizes = {"batch_size": BATCH_SIZE, "seq_len": SEQ_LEN}
     sizes |= {key: arguments[key] for key in sizes if key in arguments}
+    length_is_asked = "seq_len" in arguments
     for key, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InputError(f"{name}: {key} is {value!r}: give a whole number from 1 on")
     with printed_to_stderr():
         config = _config(fields, {key: v for key, v in arguments.items() if key not in sizes}, name)
         model = _model(config, fields, name)
-        batches = [_batch(model, config, sizes["batch_size"], sizes["seq_len"], name) for _ in range(_BATCHES)]
+        length = sizes["seq_len"] if length_is_asked else min(sizes["seq_len"], _positions(config) or SEQ_LEN)
+        batches = [_batch(model, config, sizes["batch_size"], length, name) for _ in range(_BATCHES)]
     return OwnModule(name=name, module=model, batches=batches)
 
 
@@ -102,7 +104,6 @@ def _model(config: Any, fields: dict[str, Any], name: str) -> Any:
 
 def _batch(model: Any, config: Any, samples: int, length: int, name: str) -> dict[str, Tensor]:
     """Random inputs and labels, as the model's class takes them."""
-    text = config.get_text_config(decoder=True)
     inputs = _INPUTS.get(model.main_input_name)
     if inputs is None:
         raise InputError(f"{name} reads {model.main_input_name}, for which no batch is known: write a factory")
@@ -114,10 +115,16 @@ def _batch(model: Any, config: Any, samples: int, length: int, name: str) -> dic
                 f"{name}: {type(model).__name__} has no loss that is known: name another class in `architectures`, "
                 "or write a factory"
             )
-        longest = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
+        longest = _positions(config)
         if longest is not None and model.main_input_name == "input_ids" and length > longest:
             raise InputError(f"{name} has {longest} positions, and seq_len is {length}: choose at most {longest}")
         return batch | labels(config, samples, min(length, longest) if longest else length)
+
+
+def _positions(config: Any) -> int | None:
+    """The longest sequence that the model has positions for; None where it says none."""
+    text = config.get_text_config(decoder=True)
+    return getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
 
 
 def _tokens(config: Any, samples: int, length: int) -> Tensor:

@@ -156,7 +156,9 @@ def _number(value: Any, name: str, whose: str) -> Tensor:
         return loss
     inside = "" if loss is value else f"{type(value).__name__} whose loss is "
     shape = f"a tensor {tuple(loss.shape)} of {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
-    raise InputError(f"{name} has no loss: {whose} returned {inside}{shape}, and no number; {FORMS}")
+    raise InputError(
+        f"{name} has no loss: {whose} returned {inside}{shape}, and no floating tensor of one number; {FORMS}"
+    )
 
 
 def _is_number(value: object) -> TypeGuard[Tensor]:
