@@ -1,7 +1,7 @@
 """The steps that a study of training runs: the textbook's, or those of a module of the user's own."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -65,6 +65,21 @@ def settings_of(workload: DrivenWorkload) -> dict[str, Cell]:
 def folded(module: str) -> str:
     """The path of a module of the user's own, with one name for those that differ in a number alone."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", module) or "the model itself"
+
+
+def layers_folded(model: nn.Module) -> Callable[[str], str]:
+    """A function from a module's path to one name for it and its like: modules of one class whose paths differ in a
+    number alone. Of a Sequential, whose modules are of several classes, each keeps its path."""
+    alike: dict[str, list[nn.Module]] = {}
+    for path, module in model.named_modules():
+        alike.setdefault(folded(path), []).append(module)
+
+    def name(path: str) -> str:
+        like = alike.get(folded(path), [])
+        are_layers = len(like) > 1 and len({type(module) for module in like}) == 1
+        return folded(path) if are_layers or not path else path
+
+    return name
 
 
 def elements_of(step: TrainingStep | OwnStep) -> tuple[int, int]:

@@ -54,7 +54,7 @@ def heading(run: Run) -> tuple[Line, ...]:
 def _watched_step(loop: WatchedLoop) -> str:
     """What was taken for a step of a watched loop, and why."""
     ends = f"ends with a step of {loop.optimizers[0]}" if loop.optimizers else "ends where the loop says so"
-    others = f", in which {', '.join(loop.optimizers[1:])} step too" if loop.optimizers[1:] else ""
+    others = f", in which {', '.join(loop.optimizers[1:])} also steps" if loop.optimizers[1:] else ""
     forwards = f"{counted(loop.forwards, 'forward')} of {' and '.join(loop.modules)}"
     autocast = f", autocast to {loop.autocast}" if loop.autocast else ""
     return f"A step {ends}{others} ({loop.why}): {forwards}{autocast}, {counted(loop.backwards, 'backward')}."
@@ -194,7 +194,10 @@ def _clocks(run: Run) -> str:
     if loop is None:
         return f"step by {clock} round a synchronised region, phases by {_phase_clock(run)}"
     first = loop.first_step
-    which = f", numbers {first} to {first + run.samples['step'].count - 1}" if first is not None else ""
+    which = ""
+    if first is not None:
+        last = first + run.samples["step"].count - 1
+        which = f", numbers {first} to {last}" if last > first else f", number {first}"
     return f"all by {clock}, from the end of a step to the end of the next, with nothing synchronised{which}"
 
 

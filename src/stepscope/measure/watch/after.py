@@ -106,7 +106,7 @@ class ForwardUntilBackward(Recorder):
 class ObservedStep:
     """The stage of one step whose memory is counted by phase, on a GPU. It resets the allocator's peaks."""
 
-    name = "observe"
+    name = "the memory of each phase"
     has_a_profiler = False
 
     def __init__(self, step: Step, phases: Phases, device: torch.device, keep: Callable[[PhaseMemory], None]) -> None:

@@ -32,8 +32,8 @@ from stepscope.numerics.answers import computed_answer, curves, pivot
 from stepscope.numerics.setting import threads_for
 from stepscope.numerics.steps import (
     elements_of,
-    folded,
     in_fp32,
+    layers_folded,
     own_workload,
     settings_of,
     step_of,
@@ -189,7 +189,11 @@ def _train(workload: DrivenWorkload, name: str, rate: float, steps: int, device:
     if name == "fp32":
         in_fp32(step)
     names = {parameter: of for of, parameter in trained_parameters(step.model).items()}
-    trained, layer = _Trained(), layer_of if isinstance(workload, Workload) else _own_layer
+    trained = _Trained()
+    module_of = layers_folded(step.model)
+
+    def layer(parameter: str) -> str:
+        return layer_of(parameter) if isinstance(workload, Workload) else module_of(parameter.rpartition(".")[0])
 
     def watch(parameter: Tensor, before: Tensor, wanted: Tensor, made: Tensor) -> None:
         of_layer = trained.by_layer.setdefault(layer(names[parameter]), Tally())
@@ -229,10 +233,6 @@ def layer_of(parameter: str) -> str:
     """The part of the model that a parameter belongs to: in a block its attention, feed-forward or one of its norms."""
     parts = parameter.split(".")
     return ".".join(parts[:3]) if parts[0] == "blocks" else parts[0]
-
-
-def _own_layer(parameter: str) -> str:
-    return folded(parameter.rpartition(".")[0])
 
 
 @dataclass(frozen=True)

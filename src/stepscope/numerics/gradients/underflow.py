@@ -32,7 +32,7 @@ from stepscope.measure.device import resolve_device
 from stepscope.measure.step import drive
 from stepscope.numerics.answers import computed_answer, curves
 from stepscope.numerics.setting import check_room
-from stepscope.numerics.steps import folded, one_step_of, settings_of, step_of
+from stepscope.numerics.steps import layers_folded, one_step_of, settings_of, step_of
 
 COMPARED = ("fp16", "bf16", "fp8-e5m2", "fp8-e4m3")
 SCALES = (0, 10, 16)
@@ -137,7 +137,7 @@ def gradients_of(workload: DrivenWorkload, device: torch.device, scale: int = 0)
     Raises InputError where the gradients of an fp32 step are not finite or all zero.
     """
     step = step_of(workload, device)
-    kind_of = kind_of_module if isinstance(workload, Workload) else folded
+    kind_of = kind_of_module if isinstance(workload, Workload) else layers_folded(step.model)
     # The study multiplies by a scale of its own choosing.
     step.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**scale)
     found: dict[tuple[str, str], Gradients] = {}

@@ -19,7 +19,7 @@ from stepscope.measure.device import resolve_device
 from stepscope.numerics.against_float64 import DTYPES, Deviation, deviation
 from stepscope.numerics.answers import computed_answer, curves, pivot
 from stepscope.numerics.normalisation.cases import BUILT_IN, MEAN, SUM, UPCAST, normalise
-from stepscope.numerics.steps import folded, own_workload, settings_of, step_of
+from stepscope.numerics.steps import layers_folded, own_workload, settings_of, step_of
 
 TRIED = (SUM, MEAN, UPCAST, BUILT_IN)
 """The ways that are tried. In turn is left out: a step has too many rows for one call a number."""
@@ -79,12 +79,13 @@ def kind_of_norm(module: nn.Module) -> str | None:
 def _kept(model: nn.Module) -> Iterator[dict[tuple[str, str, float], list[Tensor]]]:
     """While open, keeps what each norm reads, by its folded path, kind and epsilon."""
     found: dict[tuple[str, str, float], list[Tensor]] = {}
+    name_of = layers_folded(model)
 
     def keep(name: str, module: nn.Module, kind: str, args: Sequence[Any]) -> None:
         if args and isinstance(args[0], Tensor) and args[0].dim() and args[0].is_floating_point():
             width = _width(module, args[0])
             rows = args[0].detach().float().reshape(-1, width)
-            found.setdefault((folded(name), kind, _epsilon(module)), []).append(rows)
+            found.setdefault((name_of(name), kind, _epsilon(module)), []).append(rows)
 
     handles = [
         module.register_forward_pre_hook(lambda module, args, n=name, k=kind: keep(n, module, k, args))
