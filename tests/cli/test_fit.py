@@ -135,6 +135,7 @@ def test_the_largest_that_fits_is_the_largest():
         assert not said(*budget, name, row[option] + step)["fits"]
 
 
+@pytest.mark.long
 def test_two_predictions_that_know_nothing_of_each_other_agree():
     """By the symbolic model, and on PyTorch's fake tensors."""
     command = ["--model", "tiny", "--seq-len", 128, "--memory", "80GiB", "--fake"]

@@ -406,6 +406,7 @@ def test_inference_runs_the_module_without_its_loss(file: str):
     assert [phase.name for phase in step.phases] == ["forward"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_compiled_step_computes_what_the_eager_one_does(file: str):
     found = [

@@ -313,6 +313,7 @@ def test_blocks_in_one_piece_come_to_the_same(compile: str):
             assert -0.0005 * whole <= in_one_piece - whole <= of_a_block, workload.key
 
 
+@pytest.mark.long
 def test_the_quick_prediction_lacks_the_remainders_of_the_cache_alone():
     """Each at most 1 MiB: three hundredths of the whole, or a few tens of MiB."""
     for choices in GRID:

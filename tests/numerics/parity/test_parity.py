@@ -178,6 +178,7 @@ def test_random_numbers_that_cannot_be_turned_off_leave_the_question_open():
     assert answer.findings[0].sentence.startswith("The one way to run this step gives")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_compiled_by_inductor_a_layer_agrees_and_a_fault_in_compiled_code_is_named():
     own, ways = "tests.numerics.parity.planted:make_linear", {"compile": ("default",)}
