@@ -29,6 +29,8 @@ from stepscope.models.own.loading import make_own_step
 from stepscope.models.own.own_step import DrivenStep
 from tests.conftest import make_run
 
+pytestmark = pytest.mark.slow
+
 HABITS = {
     "waiting-for-data", "rest-is-large", "host-waits", "gradients-zeroed", "no-gradient", "graph-kept-alive",
     "eval-while-training", "fp32-beside-half", "batch-not-pinned", "micro-batches-synchronised", "optimizer-loops",
@@ -295,8 +297,6 @@ def test_39_shapes_that_change(tmp_path: Path):
 FACTORY = """
 import torch
 from torch import nn
-
-pytestmark = pytest.mark.slow
 
 class Net(nn.Module):
     def __init__(self):
