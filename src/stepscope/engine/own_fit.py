@@ -110,7 +110,7 @@ class _Search:
     def _plans(self, budget: Budget) -> Iterator[Plan]:
         """The single changes that suffice. If fewer than two do, pairs, triples and so on as well."""
         levers, found = list(_levers(self._workload)), list[tuple[Change, ...]]()
-        # Of two levers that set one option, the last one is stronger.
+        # Two levers may set one option; the later of them saves more, and overrides the other.
         strongest = [settings[-1] for settings in levers]
         if not levers or not self._fits(_with(self._workload, strongest), budget):
             return

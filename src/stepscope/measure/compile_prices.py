@@ -57,7 +57,7 @@ class Pricing:
         self.steps = 0
         """Steps in which recompilations were looked for."""
         self.recompilations: tuple[Recompilation, ...] = ()
-        """Those of the step as it is."""
+        """The recompilations of the step with no break avoided."""
         if settings is not None:
             self._start_the_compiler()
         self._known: dict[str, CompiledStep] = {}
@@ -139,7 +139,7 @@ class Pricing:
         step: Any = self._make()
         watch = CompilationWatch(self._device)
         watch.start()
-        # Of these it is said how long compiling took.
+        # The answer says how long inductor took to compile the step as given, so that step finds no cache.
         as_for_the_first_time = not config and self._backend == "inductor"
         with torch._dynamo.config.patch(**config), _without_caches(as_for_the_first_time):
             step.forward_module = torch.compile(step.forward_module, backend=backend, dynamic=dynamic)

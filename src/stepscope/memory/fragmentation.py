@@ -16,7 +16,7 @@ from stepscope.memory.replay import segments_after
 from stepscope.memory.snapshot import Segment
 
 _MOST_LOOKED_AT = 20
-"""Of new segments, the largest; where the free memory lay is worked out for each."""
+"""How many new segments are listed, the largest first. For each, the place of the free memory has to be worked out."""
 
 
 class FreePiece(NamedTuple):

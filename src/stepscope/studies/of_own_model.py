@@ -3,12 +3,12 @@
 import importlib
 import inspect
 import json
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from stepscope.core.answer import Answer, decode_answer, encode_answer
 from stepscope.core.own_arguments import is_configuration
+from stepscope.core.shown_text import warn
 from stepscope.engine.own_code import answer_apart, ask_apart
 
 _FUNCTIONS = {
@@ -46,7 +46,7 @@ def main(_named: str, study: str, said: str) -> str:
 
 def _tell(name: str, _share: float) -> None:
     """Say on stderr how far a study is that takes a while."""
-    print(f"stepscope: {name}", file=sys.stderr, flush=True)
+    warn(name)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ SIMT_SGEMM: dict[str, Any] = {
     "library": "CUTLASS", "architecture": "sm80", **FP32, "transposes": "nt", "tile": (128, 256, 8), "stages": 4,
     "unit": "cuda core",
 }  # fmt: skip
-"""Of a kernel whose name two profilers write differently, one of them mangled."""
+"""The fields of one kernel. Two profilers write its name differently, one of them mangled."""
 
 EXPECTED: dict[str, dict[str, Any]] = {
     "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma_aligna4_alignc4_execute_kernel__5x_cublas": {

@@ -1,4 +1,4 @@
-"""The same step in other ways: correct models agree, planted mistakes are found, named and explained with figures."""
+"""A step run in several ways: correct models agree; planted mistakes are found, named and explained with figures."""
 
 import json
 from pathlib import Path
@@ -104,7 +104,7 @@ def test_a_mean_over_the_tokens_of_each_micro_batch_is_explained_with_its_figure
     assert "divide the sum" in two.remedy
     assert answer.findings[0].severity == "warning"
 
-    # The same loop, written out: the mean of two means beside the mean over all.
+    # The loop is written out here: the mean of two means beside the mean over all.
     module, (tokens, target), loss = _made(ignored=LEFT_OUT)
     whole = _gradients(module, loss(module(tokens), target))
     halves = [loss(module(tokens[half]), target[half]) for half in (slice(0, 2), slice(2, 4))]

@@ -25,7 +25,7 @@ FACTOR = 8.0
 """How many times as far as rounding moves the plain step another may be. What moves a step by rounding differs from
 variant to variant, in the order of sums above all; a mistake is off by thousands."""
 FACTOR_OF_ONE = 64.0
-"""The same for a single parameter: of many small ones, one is far from its own rounding by chance."""
+"""How many times its own rounding a single parameter may be off. With many small ones, one is far off by chance."""
 MOVED = 3
 """How often the weights are moved by a rounding."""
 
