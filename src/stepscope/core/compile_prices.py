@@ -91,6 +91,8 @@ class CompilePrices(msgspec.Struct, frozen=True, kw_only=True):
     """With all breaks avoided that can be."""
     breaks: tuple[PricedBreak, ...] = ()
     recompilations: tuple[Recompilation, ...] = ()
+    gave_up_at: str = ""
+    """The guard whose failure reached dynamo's limit of recompilations; empty where none did."""
     steps: int = 0
     """Steps in which recompilations were looked for."""
     dynamic: CompiledStep | None = None

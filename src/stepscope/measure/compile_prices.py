@@ -168,7 +168,9 @@ class Pricing:
                 samples = measure_one(step, device=timing_device(self._device), settings=self._settings)["step"]
         if dynamic is None and not config and not self.steps:
             self.steps = steps
-            self.recompilations = tuple(_recompilation(i, metric) for i, metric in again)
+            # Where dynamo reaches its limit it compiles nothing, and its record names no function.
+            self.recompilations = tuple(_recompilation(i, metric) for i, metric in again if metric.co_filename)
+            self.gave_up_at = next((_test_of(_guard(metric)) for _, metric in again if not metric.co_filename), "")
         return CompiledStep(
             pieces=pieces,
             graphs=dynamo_utils.counters["stats"]["unique_graphs"],
@@ -243,14 +245,24 @@ def _breaks() -> Iterator[GraphBreak]:
             yield GraphBreak(place, frame.name, reason)
 
 
+def _guard(metric: Any) -> str:
+    """The guard that failed, as dynamo words it."""
+    return str(metric.recompile_reason).splitlines()[0].partition(": ")[2] or str(metric.recompile_reason)
+
+
+def _test_of(guard: str) -> str:
+    """What a guard tests, without the line of source that made it."""
+    return guard.partition("#")[0].strip()[:200]
+
+
 def _recompilation(step: int, metric: Any) -> Recompilation:
-    guard = str(metric.recompile_reason).splitlines()[0].partition(": ")[2] or str(metric.recompile_reason)
+    guard = _guard(metric)
     named = _LINE.search(guard)
     place = named[0] if named else f"{portable_path(metric.co_filename)}:{metric.co_firstlineno}"
     if _OURS in place:
         place = "the call of the module"
     return Recompilation(
-        function=metric.co_name, place=portable_path(place), guard=guard.partition("#")[0].strip()[:200], step=step,
+        function=metric.co_name, place=portable_path(place), guard=_test_of(guard), step=step,
         seconds=metric.entire_frame_compile_time_s or 0.0,
     )  # fmt: skip
 

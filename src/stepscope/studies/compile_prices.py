@@ -61,7 +61,7 @@ def main(request: str) -> str:
         dynamic = pricing.dynamic()
     prices = CompilePrices(
         module=type(make().model).__name__, as_it_is=pricing.as_it_is, clean=clean, breaks=breaks,
-        recompilations=pricing.recompilations, steps=pricing.steps, dynamic=dynamic,
+        recompilations=pricing.recompilations, gave_up_at=pricing.gave_up_at, steps=pricing.steps, dynamic=dynamic,
         environment=read_environment(device), date=datetime.now(UTC).date().isoformat(),
     )  # fmt: skip
     return msgspec.json.encode(prices).decode()

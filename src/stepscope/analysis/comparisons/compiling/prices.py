@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from stepscope.core.answer import Answer, Cell, Table, known_columns, measured_answer
 from stepscope.core.compile_prices import CompiledStep, CompilePrices, GraphBreak, PricedBreak, Recompilation
 from stepscope.core.figures import digits, median_ms, milliseconds, times_within
-from stepscope.core.finding import Finding, note, warning
+from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.samples import Ratio
 from stepscope.core.units import counted, format_bytes, format_seconds
 
@@ -152,6 +152,15 @@ def _price(each: PricedBreak) -> Finding:
 
 def _recompilations(prices: CompilePrices) -> Iterator[Finding]:
     found = prices.recompilations
+    if prices.gave_up_at:
+        yield error(
+            "recompile-limit",
+            f"torch.compile reached its limit of recompilations in the first {prices.steps} steps, and ran a function "
+            f"eagerly from there on. The guard that failed: {prices.gave_up_at}.",
+            {"recompilations": len(found)},
+            "inputs of fewer shapes; torch._dynamo.mark_dynamic for a dimension that changes; "
+            "torch._dynamo.config.recompile_limit",
+        )
     if not found:
         return
     first, total = _slowest(found)[0], sum(each.seconds for each in found)
