@@ -137,7 +137,7 @@ def test_a_run_says_where_time_and_memory_went_by_the_modules_own_paths(own: Pat
 
 
 def test_a_model_that_memory_does_not_hold_is_a_result(own: Path):
-    done = stepscope("run", "--module", "own.py:make", "--arg", "width=4000000000", "--device", "cpu", cwd=own)
+    done = stepscope("run", "--module", "own.py:make", "--arg", "width=40000000000000", "--device", "cpu", cwd=own)
     assert done.returncode == 3 and "make: parameters not counted (made by own.py:make with width" in done.stdout
     assert "out-of-memory (build)" in done.stdout and "--checkpointing every-1" in done.stdout
     assert "Traceback" not in done.stderr

@@ -259,7 +259,8 @@ def test_a_module_runs_as_python_runs_it(tmp_path: Path):
     assert isinstance(workload, WatchedWorkload) and workload.program == "package.train --lr 3"
 
 
-def test_workers_of_a_loader_and_forked_children_leave_no_run(tmp_path: Path):
+def test_workers_of_a_loader_and_forked_children_leave_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # an optimizer asks CUDA, which no forked child can
     ending = """
     import os
     from torch.utils.data import DataLoader, TensorDataset
