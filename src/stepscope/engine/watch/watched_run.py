@@ -144,7 +144,8 @@ class WatchedRun:
                 return None
             left = [stage for stage in (stage, *watch.left_out) if stage != TimedSteps.name]
             if left:
-                draft.note(f"{', '.join(left)}, since the loop ended before")
+                fewer = f": --steps 2:{watch.steps // 2} times fewer steps" if watch.steps >= 8 else ""
+                draft.note(f"{', '.join(left)}, since the loop ended before{fewer}")
             self._finish()
         return self.run
 
