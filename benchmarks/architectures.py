@@ -1,18 +1,21 @@
 """Predicted and measured memory of architectures that people train: twelve from transformers' configurations with
 random weights, and three of plain PyTorch. Nothing is downloaded.
 
-    python benchmarks/architectures.py results/cpu/architectures.json [--device cuda] [--only llama,unet]
+    python benchmarks/architectures.py results/cpu/architectures.json [--device cuda] [--only llama,unet] [--jobs 4]
 
 Each runs as a user's module does: measured by `run`, traced, its allocations recorded, predicted by `fit`, and looked
 at under autocast by `study autocast`. Without transformers those of plain PyTorch alone are run. A document that
-exists already keeps the rows of the architectures that are not run again.
+exists already keeps the rows of the architectures that are not run again. With `--jobs` several run side by side: their
+memory is the same, and their times, which others disturb, are left out.
 """
 
 import argparse
+import concurrent.futures
 import importlib.metadata
 import importlib.util
 import itertools
 import json
+import multiprocessing
 import statistics
 import subprocess
 import sys
@@ -266,6 +269,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", default=",".join([*CONFIGURATIONS, *PLAIN]))
+    parser.add_argument("--jobs", type=int, default=1, help="how many run side by side")
     parser.add_argument("--show", action="store_true", help="print the table of a document written before")
     asked = parser.parse_args()
     if asked.show:
@@ -275,9 +279,12 @@ def main() -> None:
     if asked.out.exists():
         stored = json.loads(asked.out.read_text())
         rows = {row["name"]: {**row, "environment": stored["environment"]} for row in stored["architectures"]}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in asked.only.split(","):
-            rows[name] = _compared(name, Path(folder), asked.device)
+    apart = concurrent.futures.ProcessPoolExecutor(asked.jobs, multiprocessing.get_context("spawn"))
+    with tempfile.TemporaryDirectory() as folder, apart as workers:
+        begun = {workers.submit(_compared, name, Path(folder), asked.device): name for name in asked.only.split(",")}
+        for done in concurrent.futures.as_completed(begun):
+            name = begun[done]
+            rows[name] = done.result() | ({"step_s": None} if asked.jobs > 1 else {})
             _write(asked.out, list(rows.values()))  # whatever ends the next one, this one is kept
             print(f"{name}: {rows[name].get('predicted_peak')} predicted, {rows[name].get('measured_peak')} measured")
 
