@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
 
 from stepscope.core.model_config import configure
 from stepscope.core.workload import Workload
@@ -53,6 +54,22 @@ def test_fused_attention_on_a_cpu_counts_and_its_backward_multiplies_once_more()
         torch.nn.functional.scaled_dot_product_attention(q, k, v).sum().backward()
 
     assert _counted(attend).work["forward"].flops == 7 * product
+
+
+def test_heads_of_keys_that_queries_share_count_for_each_query_head():
+    query, key = torch.empty(1, 4, 8, 16, device="meta"), torch.empty(1, 2, 8, 16, device="meta")
+    attend = torch.ops.aten._scaled_dot_product_flash_attention
+    counts = _counted(lambda: attend(query, key, key, 0.0, True, False))
+    assert counts.work["forward"].flops == 2 * (2 * 4 * 8 * 8 * 16) and not counts.unknown
+
+
+def test_a_formula_that_fails_is_unknown_and_ends_nothing(monkeypatch: pytest.MonkeyPatch):
+    def fails(*_: object, **__: object) -> int:
+        raise AssertionError("shapes are incompatible")
+
+    monkeypatch.setitem(flop_registry, torch.ops.aten.mm, fails)
+    counts = _counted(lambda: torch.ones(2, 3) @ torch.ones(3, 2))
+    assert counts.unknown == {"aten::mm": 1} and counts.work["forward"].flops == 0
 
 
 def test_a_compiled_step_counts_as_its_eager_one():

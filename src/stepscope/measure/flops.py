@@ -30,11 +30,19 @@ _NO_WORK = ("profiler", "prim", "prims", "inductor", "c10d", "_c10d_functional",
 
 
 def _sdpa(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
+    return sdpa_flop_count(query.shape, _for_each_query_head(key, query), _for_each_query_head(value, query))
 
 
 def _sdpa_backward(grad: Any, query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
-    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+    keys, values = _for_each_query_head(key, query), _for_each_query_head(value, query)
+    return sdpa_backward_flop_count(grad.shape, query.shape, keys, values)
+
+
+def _for_each_query_head(shared: Any, query: Any) -> tuple[int, ...]:
+    """The shape (B, H, S, D) of keys or values with as many heads as queries, each of which is multiplied by its own;
+    PyTorch 2.11 counts no heads that queries share."""
+    batch, _, length, head_dim = shared.shape
+    return (batch, query.shape[1], length, head_dim)
 
 
 def _matrix_by_vector(matrix: Any, _vector: Any, *_: object, **__: object) -> int:
@@ -47,13 +55,29 @@ def _sum_and_matrix_by_vector(_sum: Any, matrix: Any, *_: object, **__: object) 
 
 _aten = torch.ops.aten
 _FORMULAS: dict[object, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _sdpa,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward,
+    **dict.fromkeys(
+        (
+            _aten._scaled_dot_product_flash_attention_for_cpu,
+            _aten._scaled_dot_product_flash_attention,
+            _aten._scaled_dot_product_efficient_attention,
+            _aten._scaled_dot_product_cudnn_attention,
+        ),
+        _sdpa,
+    ),
+    **dict.fromkeys(
+        (
+            _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+            _aten._scaled_dot_product_flash_attention_backward,
+            _aten._scaled_dot_product_efficient_attention_backward,
+            _aten._scaled_dot_product_cudnn_attention_backward,
+        ),
+        _sdpa_backward,
+    ),
     _aten.mv: _matrix_by_vector,
     _aten.dot: _matrix_by_vector,
     _aten.addmv: _sum_and_matrix_by_vector,
 }
-"""Formulas that PyTorch's counter does not have."""
+"""Formulas that PyTorch's counter does not have, or not for every shape."""
 
 
 class FlopCounts(Recorder):
@@ -88,13 +112,17 @@ class FlopCounts(Recorder):
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         packet = func._overloadpacket
-        formula = _FORMULAS.get(packet)
-        if formula is not None:
-            self._add(formula(*args, **kwargs))
-        elif packet in flop_registry:
-            self._add(flop_registry[packet](*args, **kwargs, out_val=out))
-        elif func.namespace not in _NO_WORK and self._may_multiply(func):
+        try:
+            if packet in _FORMULAS:
+                return self._add(_FORMULAS[packet](*args, **kwargs))
+            if packet in flop_registry:
+                return self._add(flop_registry[packet](*args, **kwargs, out_val=out))
+        except Exception:
             self.unknown[func.name().partition(".")[0]] += 1
+            return None
+        if func.namespace not in _NO_WORK and self._may_multiply(func):
+            self.unknown[func.name().partition(".")[0]] += 1
+        return None
 
     def _add(self, flops: int) -> None:
         self._flops[self._phase] = self._flops.get(self._phase, 0) + int(flops)
