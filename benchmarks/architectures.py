@@ -159,7 +159,7 @@ class Routed(nn.Module):
         out = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             rows = (chosen == number).nonzero()[:, 0]
-            out = out.index_add(0, rows, expert(x[rows]) * weight[rows, None])
+            out = out.index_add(0, rows, (expert(x[rows]) * weight[rows, None]).to(out.dtype))
         return out
 
 

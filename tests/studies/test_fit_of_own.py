@@ -19,6 +19,8 @@ from stepscope.memory.prediction.own_fit import KEPT_FREE, Unseen
 from tests.command import stepscope
 from tests.conftest import mini
 
+RESULTS = Path(__file__).parents[2] / "results"
+
 pytestmark = pytest.mark.slow
 
 OWN = """
@@ -169,6 +171,14 @@ def test_convolutions_keep_their_operands_free_once_more(file: Path):
     image, weight, out = 4 * 2 * 3 * 16 * 16, 4 * (8 * 3 * 9), 4 * 2 * 8 * 16 * 16
     assert unseen.convolutions > 0
     assert unseen.convolution_bytes >= image + weight + out
+
+
+def test_no_convolution_that_was_measured_took_more_than_is_kept_free():
+    measured = json.loads((RESULTS / "h200" / "convolutions" / "workspaces.json").read_bytes())["convolutions"]
+    assert len(measured) > 1000
+    for each in measured:
+        unseen = Unseen(convolutions=1, convolution_bytes=each["operand_bytes"])
+        assert max(each["workspace_bytes"].values()) <= unseen.workspace_bytes, each
 
 
 def test_a_verdict_never_says_fits_above_the_budget(file: Path):

@@ -4,7 +4,7 @@ from stepscope.core.answer import TEXT, Answer, Line, Table, table_of
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.units import format_bytes
 from stepscope.memory.prediction.own_fit import (
-    CONVOLUTION_WORKSPACES,
+    CONVOLUTION_WORKSPACE_BYTES,
     MOST_SEARCHED,
     OwnEstimate,
     OwnFit,
@@ -51,10 +51,10 @@ def _doubts(unseen: Unseen) -> list[str]:
             "chosen, so that the peak is a bound, and the truth may be far lower."
         )
     if unseen.convolutions:
-        kept = CONVOLUTION_WORKSPACES * unseen.convolution_bytes
         found.append(
-            f"The step has convolutions, for which cuDNN takes workspaces: {format_bytes(kept)} are "
-            f"kept free beside the peak, {CONVOLUTION_WORKSPACES} times the operands of the largest."
+            f"The step has convolutions, for which cuDNN takes workspaces: {format_bytes(unseen.workspace_bytes)} are "
+            "kept free beside the peak, the bytes of the largest one's operands and "
+            f"{format_bytes(CONVOLUTION_WORKSPACE_BYTES)}."
         )
     if unseen.custom:
         found.append(

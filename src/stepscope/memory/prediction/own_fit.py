@@ -20,9 +20,9 @@ KEPT_FREE_FOR_CUSTOM = 0.1
 MOST_SEARCHED = 2**20
 """Where the search for the largest batch ends: a number so large is said to be a bound."""
 
-CONVOLUTION_WORKSPACES = 4
-"""For cuDNN's workspaces, this many times the operands of the largest convolution is kept free. The workspaces of a
-U-Net in fp32 on an H200 raised its peak by 3.1 times these bytes (results/h200/architectures.json)."""
+CONVOLUTION_WORKSPACE_BYTES = 72 * 2**20
+"""For cuDNN's workspaces, the bytes of the largest convolution's operands and so many more are kept free: copies in
+another layout, and partial sums. No convolution took more on an H200 (results/h200/convolutions/workspaces.json)."""
 
 
 class Unseen(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,12 @@ class Unseen(msgspec.Struct, frozen=True, kw_only=True):
     def kept_free(self, budget: Budget) -> int:
         """Bytes of the memory that a step must leave free to fit."""
         share = KEPT_FREE + (KEPT_FREE_FOR_CUSTOM if self.custom else 0)
-        return int(budget.usable_bytes * share) + CONVOLUTION_WORKSPACES * self.convolution_bytes
+        return int(budget.usable_bytes * share) + self.workspace_bytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The most that cuDNN takes for a convolution; 0 where there is none."""
+        return self.convolution_bytes + CONVOLUTION_WORKSPACE_BYTES if self.convolutions else 0
 
 
 class OwnEstimate(msgspec.Struct, frozen=True, kw_only=True):
