@@ -150,6 +150,27 @@ def test_attention_inside_pytorchs_own_module_becomes_that_kernel_too(dropout: f
     assert (F.softmax, F.scaled_dot_product_attention) == before
 
 
+@pytest.mark.parametrize("call", ["function", "attention"])
+def test_dropout_saves_a_byte_an_element(call: str):
+    """CUDA's fused kernel saves a mask; a CPU saves factors of four bytes."""
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with FakeTensorMode():
+        module = torch.nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True)
+        x = torch.empty(3, 8, 16, requires_grad=True)
+        with AsOnCuda(lambda _: "math"), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            if call == "function":
+                F.dropout(x, 0.1)
+            else:
+                module(x, x, x, need_weights=True)
+    masks = [tensor.nbytes for tensor in saved if tensor.dtype == torch.bool]
+    assert masks == [3 * 8 * 16 if call == "function" else 3 * 2 * 8 * 8]
+
+
 def test_autocast_is_cudas():
     with FakeTensorMode(), AsOnCuda(lambda _: "math"), torch.autocast("cpu", torch.bfloat16):
         x = torch.empty(4, 4) @ torch.empty(4, 4)

@@ -1,11 +1,12 @@
 """Fake tensors on the CPU that are treated as CUDA treats its own.
 
 A PyTorch that was built without CUDA has no autograd for fake CUDA tensors. Fake CPU tensors work everywhere. An
-operator's tensors depend on the device for two reasons only, both above autograd: which operators autocast runs in
-fp32, and which kernel scaled_dot_product_attention becomes. This mode decides both as CUDA does.
+operator's tensors depend on the device for three reasons only, all above autograd: which operators autocast runs in
+fp32, which kernel scaled_dot_product_attention becomes, and what dropout saves. This mode decides each as CUDA does.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ _SUMS_INTO_FP32 = frozenset({"sum"})
 
 
 class AsOnCuda(TorchFunctionMode):
-    """A mode in which autocast("cpu") casts what autocast("cuda") would, and fused attention is CUDA's."""
+    """A mode in which autocast("cpu") casts what autocast("cuda") would, and fused attention and dropout are CUDA's."""
 
     def __init__(
         self, attention: Callable[[Tensor], AttentionBackend] | None = None, *, heads_as_given: bool = False
@@ -75,6 +76,8 @@ class AsOnCuda(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func is F.scaled_dot_product_attention and self._attention is not None:
             return self._attend(*args, **kwargs)
+        if func is F.dropout:
+            return _dropout(func, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self._inside():
                 return func(*args, **kwargs)
@@ -90,18 +93,19 @@ class AsOnCuda(TorchFunctionMode):
     def _inside(self) -> Iterator[None]:
         """While open, attention that is written in Python calls this mode. PyTorch takes a mode off while it handles a
         function, so the operators that the function calls would be the CPU's."""
-        softmax, attend = F.softmax, F.scaled_dot_product_attention
+        softmax, attend, dropout = F.softmax, F.scaled_dot_product_attention, F.dropout
 
         def softmax_as_on_cuda(*args: Any, **kwargs: Any) -> Tensor:
             return self.__torch_function__(softmax, (), args, kwargs)
 
         F.softmax = softmax_as_on_cuda
+        F.dropout = functools.partial(_dropout, dropout)
         if self._attention is not None:
             F.scaled_dot_product_attention = self._attend
         try:
             yield
         finally:
-            F.softmax, F.scaled_dot_product_attention = softmax, attend
+            F.softmax, F.scaled_dot_product_attention, F.dropout = softmax, attend, dropout
 
     def _attend(  # noqa: PLR0917  (the parameters of scaled_dot_product_attention, which is called by place, too)
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -157,6 +161,16 @@ def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
     if query.dim() != 4:
         return mask
     return mask.to(query.dtype).expand(*query.shape[:2], *mask.shape[-2:])
+
+
+def _dropout(
+    otherwise: Callable[..., Tensor], input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """Dropout as CUDA's fused kernel has it, which saves a mask of one byte an element, where a CPU saves the factors
+    in the dtype of the input (aten/src/ATen/native/Dropout.cpp)."""
+    if training and not inplace and 0 < p < 1 and input.numel():
+        return torch.native_dropout(input, p, True)[0]
+    return otherwise(input, p, training, inplace)
 
 
 def _is_half(value: object) -> bool:
