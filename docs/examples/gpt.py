@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 block_size, batch_size, n_embd, n_head, n_layer = 64, 8, 128, 4, 4
-gradient_accumulation_steps, max_iters, learning_rate, grad_clip = 2, 60, 1e-3, 1.0
+gradient_accumulation_steps, max_iters, learning_rate, grad_clip = 2, 200, 1e-3, 1.0
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
 torch.manual_seed(1337)

@@ -35,7 +35,7 @@ class Classifier(lightning.LightningModule):
 lightning.seed_everything(0)
 images = TensorDataset(torch.randn(2048, 3, 32, 32), torch.randint(10, (2048,)))
 trainer = lightning.Trainer(
-    max_steps=60, accelerator="auto", devices=1, logger=False, enable_checkpointing=False,
+    max_steps=200, accelerator="auto", devices=1, logger=False, enable_checkpointing=False,
     enable_progress_bar=False, enable_model_summary=False,
 )  # fmt: skip
 trainer.fit(Classifier(), DataLoader(images, batch_size=32, shuffle=True))

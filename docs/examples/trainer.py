@@ -22,7 +22,7 @@ config = LlamaConfig(
     num_key_value_heads=2,
 )  # fmt: skip
 arguments = TrainingArguments(
-    output_dir="trainer-output", per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=60,
+    output_dir="trainer-output", per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=200,
     logging_steps=10, save_strategy="no", report_to=[], disable_tqdm=True, bf16=True,
     use_cpu=not torch.cuda.is_available(),
 )  # fmt: skip
