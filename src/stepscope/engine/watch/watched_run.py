@@ -138,7 +138,7 @@ class WatchedRun:
             elif error is not None and not isinstance(error, SystemExit) and draft.run.status == "unfinished":
                 draft.fail(error, stage, failed_in)
             elif draft.run.status == "unfinished" and (times is None or not times.count):
-                self.why_not = f"the loop ended after {counted(watch.steps, 'step')}, before any was timed"
+                self.why_not = self._why_nothing()
                 shutil.rmtree(draft.directory, ignore_errors=True)
                 self._draft = None
                 return None
@@ -149,8 +149,15 @@ class WatchedRun:
         return self.run
 
     def _why_nothing(self) -> str:
-        if self.watch.optimizer_stepped:
-            return f"the loop ended after {counted(self.watch.steps, 'step')}, before any was timed"
+        if self.watch.optimizer_stepped or self._draft is not None:
+            ended, between = f"the loop ended after {counted(self.watch.steps, 'step')}", self.request.between
+            if between is None or self.watch.steps > between[0]:
+                return f"{ended}, before any was timed"
+            first, last = between[0], between[1] - 1
+            which = (
+                f"none of the steps {first} to {last} was reached" if last > first else f"step {first} was not reached"
+            )
+            return f"{which}, since {ended}"
         return "no optimizer of PyTorch stepped in this process"
 
     def _keep_times(self) -> None:
@@ -163,7 +170,8 @@ class WatchedRun:
         draft.say_first_step(self.watch.steps - count if count else None)
         readings.read_after(count)
         if count < asked:
-            draft.note(f"{asked - count} of the {asked} steps that were asked for, since the loop ended before")
+            missing = f"{asked - count} of the {asked} steps" if count else counted(asked, "step")
+            draft.note(f"{missing} that {'was' if asked == 1 else 'were'} asked for, since the loop ended before")
         if count >= asked:
             draft.set(status="done")
             draft.save_meanwhile()
