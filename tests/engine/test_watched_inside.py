@@ -71,6 +71,25 @@ def test_no_time_is_told_where_an_exception_ends_the_loop_before_the_steps(tmp_p
     assert "step" not in [row[0] for table in answer_run(run).tables for row in table.rows]
 
 
+def test_evaluations_of_a_closure_are_told_as_such(tmp_path: Path):
+    model = Net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    with stepscope.watch(model, optimizer, steps=(2, 4), runs=tmp_path, quiet=True) as watched:
+        for _ in range(4):
+            optimizer.step(closure)
+    run = watched.run
+    assert run is not None and (run.workload.accumulation, run.workload.batch_size) == (1, 4)
+    ending = ": 3 forwards of Net, 3 backwards; LBFGS evaluates its closure 3 times."
+    assert any(line.text.endswith(ending) for line in answer_run(run).lead)
+
+
 def test_without_an_optimizer_the_loop_says_where_a_step_ends(tmp_path: Path):
     model = Net()
     with stepscope.watch(model, steps=(2, 6), runs=tmp_path, quiet=True) as watched:

@@ -220,6 +220,8 @@ class WatchedLoop(msgspec.Struct, frozen=True, kw_only=True):
     forwards: int = 0
     """Calls of these modules in the step that was looked at."""
     backwards: int = 0
+    evaluations: int = 0
+    """Times that the optimizer's step evaluated its closure, which runs forward and backward."""
     autocast: str | None = None
     """The dtype of autocast in forward; None where it was off."""
     parameter_dtype: str = ""

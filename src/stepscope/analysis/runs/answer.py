@@ -57,7 +57,10 @@ def _watched_step(loop: WatchedLoop) -> str:
     others = f", in which {', '.join(loop.optimizers[1:])} also steps" if loop.optimizers[1:] else ""
     forwards = f"{counted(loop.forwards, 'forward')} of {' and '.join(loop.modules)}"
     autocast = f", autocast to {loop.autocast}" if loop.autocast else ""
-    return f"A step {ends}{others} ({loop.why}): {forwards}{autocast}, {counted(loop.backwards, 'backward')}."
+    times = counted(loop.evaluations, "time")
+    closure = f"; {loop.optimizers[0]} evaluates its closure {times}" if loop.evaluations else ""
+    backwards = counted(loop.backwards, "backward")
+    return f"A step {ends}{others} ({loop.why}): {forwards}{autocast}, {backwards}{closure}."
 
 
 def answer_list(runs: Sequence[Run]) -> Answer:

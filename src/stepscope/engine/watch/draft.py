@@ -94,14 +94,14 @@ def watched_workload(found: Found, loop: WatchedLoop, program: str) -> WatchedWo
         model=OwnModel(
             name=class_name(model),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
-            inputs=_inputs(found.roots[0], max(1, found.roots[0].calls)),
+            inputs=_inputs(found.roots[0], found.batches),
             structure=structure_digest(model),
             source=source_digest(model, [_script()]),
         ),
         dtype=_dtype(loop),
         compile="default" if found.compiled else "eager",
         optimizer=class_name(found.optimizer) if found.optimizer is not None else None,
-        accumulation=max(1, min(found.backwards, found.roots[0].calls)),
+        accumulation=found.micro_batches,
         program=program,
         rank=int(os.environ.get("RANK", "0")) if world > 1 else None,
         world_size=world,
@@ -125,6 +125,7 @@ def _loop(found: Found) -> WatchedLoop:
         optimizers=tuple(class_name(optimizer) for optimizer in found.optimizers),
         forwards=found.forwards,
         backwards=found.backwards,
+        evaluations=found.evaluations,
         autocast=next((root.autocast for root in found.roots if root.autocast), None),
         parameter_dtype=max(dtypes, key=lambda name: dtypes[name], default=""),
     )
@@ -139,7 +140,8 @@ def _dtype(loop: WatchedLoop) -> Dtype:
 
 
 def _inputs(root: ModuleSeen, calls: int) -> dict[str, Input]:
-    """The tensors of a whole step. Each micro-batch counts as large as the largest of them."""
+    """The tensors of a whole step, in which the root is called so many times on samples that differ. Each call counts
+    as large as the largest of them."""
     largest = {name: max(seen, key=lambda tensor: tensor.shape) for name, seen in root.inputs.items()}
     first = next((tensor.shape[0] for tensor in largest.values() if tensor.shape), None)
     inputs: dict[str, Input] = {}
