@@ -57,6 +57,22 @@ def test_steps_that_the_loop_never_reaches_are_no_result(tmp_path: Path, steps: 
     assert watched.why_not == f"{why}, since the loop ended after 12 steps"
 
 
+@pytest.mark.parametrize("steps", [(3, 5), (3, 8)], ids=["after every stage", "between the times and the other stages"])
+def test_an_exception_after_the_timed_steps_is_told_beside_them(tmp_path: Path, steps: tuple[int, int]):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = stepscope.watch(model, optimizer, steps=steps, runs=tmp_path, quiet=True)
+    with pytest.raises(ZeroDivisionError), watching:
+        for i in range(12):
+            train_step(model, optimizer)
+            assert 1 / (9 - i)
+    run = watching.run
+    assert run is not None and (run.status, run.failure) == ("done", None) and watching.directory is not None
+    answer = answer_run(load_run(watching.directory))
+    last = "The loop ended with an exception after the measured steps, which are whole: ZeroDivisionError: "
+    assert answer.asides[-1] == f"{last}division by zero" and answer.checked
+
+
 def test_no_time_is_told_where_an_exception_ends_the_loop_before_the_steps(tmp_path: Path):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

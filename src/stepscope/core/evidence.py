@@ -228,6 +228,8 @@ class WatchedLoop(msgspec.Struct, frozen=True, kw_only=True):
     """The dtype of most parameters."""
     first_step: int | None = None
     """The number of the first timed step in its loop, from 0; None where none was timed."""
+    ended_by: str | None = None
+    """The exception that ended the loop after its timed steps, in a line. The times are whole all the same."""
 
 
 class CodeLine(msgspec.Struct, frozen=True, kw_only=True):

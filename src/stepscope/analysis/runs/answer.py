@@ -39,7 +39,7 @@ def answer_run(run: Run, directory: str | None = None) -> Answer:
         panels=_phase_panel(run),
         findings=run.findings,
         checked=bool(run.findings) or (run.status == "done" and run.failure is None),
-        asides=tuple(f"Not observed: {note}." for note in run.evidence.notes),
+        asides=(*(f"Not observed: {note}." for note in run.evidence.notes), *_later(run)),
         origin=(identify(run), *([f"Saved in {directory}"] if directory else [])),
     )
 
@@ -49,6 +49,14 @@ def heading(run: Run) -> tuple[Line, ...]:
     where = [run.environment.described] if run.environment else []
     step = [_watched_step(run.evidence.loop)] if run.evidence.loop else []
     return as_lines(Line(describe_model(run.workload), "strong"), describe_workload(run.workload), *step, *where)
+
+
+def _later(run: Run) -> list[str]:
+    """What ended a watched loop after its steps were measured."""
+    ended_by = run.evidence.loop.ended_by if run.evidence.loop is not None else None
+    if ended_by is None:
+        return []
+    return [printable(f"The loop ended with an exception after the measured steps, which are whole: {ended_by}")]
 
 
 def _watched_step(loop: WatchedLoop) -> str:

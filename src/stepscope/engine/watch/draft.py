@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from stepscope.core.device_spec import find_device_spec
+from stepscope.core.errors import named_line
 from stepscope.core.evidence import Capture, Evidence, Habits, PhaseMemory, WatchedLoop
 from stepscope.core.own_workload import Input, OwnModel, WatchedWorkload
 from stepscope.core.run import Run
@@ -58,6 +59,11 @@ class WatchedDraft(RunDraft):
     def say_first_step(self, first: int | None) -> None:
         """Keep the number of the first step that was timed."""
         self.set_evidence(loop=msgspec.structs.replace(self.loop, first_step=first))
+
+    def say_ended_by(self, error: Exception) -> None:
+        """Keep what ended the loop after its steps were timed."""
+        loop = self.run.evidence.loop or self.loop
+        self.set_evidence(loop=msgspec.structs.replace(loop, ended_by=named_line(error)))
 
     def keep_memory(self, memory: PhaseMemory) -> None:
         self.set_evidence(memory=memory)

@@ -128,6 +128,8 @@ class WatchedRun:
         watch, draft = self.watch, self._draft
         failed_in, stage, under_way = watch.phases.failed, watch.stage, watch.running
         watch.stop()
+        if draft is not None and draft.run.status == "done" and isinstance(error, Exception):
+            draft.say_ended_by(error)
         if draft is None:
             self.why_not = self.why_not or self._why_nothing()
         elif under_way:
@@ -146,6 +148,8 @@ class WatchedRun:
             if left:
                 draft.note(f"{', '.join(left)}, since the loop ended before")
             self._finish()
+        elif self.run is not None and self.run is not draft.run:  # What ended the loop has come to be known.
+            self._finish()
         return self.run
 
     def _why_nothing(self) -> str:
@@ -154,10 +158,9 @@ class WatchedRun:
             if between is None or self.watch.steps > between[0]:
                 return f"{ended}, before any was timed"
             first, last = between[0], between[1] - 1
-            which = (
-                f"none of the steps {first} to {last} was reached" if last > first else f"step {first} was not reached"
-            )
-            return f"{which}, since {ended}"
+            if first == last:
+                return f"step {first} was not reached, since {ended}"
+            return f"none of the steps {first} to {last} was reached, since {ended}"
         return "no optimizer of PyTorch stepped in this process"
 
     def _keep_times(self) -> None:
