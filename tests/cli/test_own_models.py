@@ -106,6 +106,8 @@ def test_a_cell_whose_factory_fails_leaves_nothing_and_the_others_go_on(own: Pat
     assert done.returncode == 2
     failed = "make-fp32-train-width0, warm-up 1: failed (refused): --module own.py:make fails: AssertionError: a width"
     assert failed in done.stderr and "Traceback" not in done.stderr
+    assert "1 of 2 cells measured, 1 failed; runs in runs" in done.stdout
+    assert done.stderr.endswith("1 of 2 cells ended without a result: the same command tries it again\n")
     assert [place.name.partition("-")[2] for place in own.glob("runs/2*")] == [
         next(own.glob("runs/*width8*")).name.partition("-")[2]
     ]

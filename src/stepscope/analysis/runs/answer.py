@@ -1,5 +1,6 @@
 """A run as an answer: what ran, where, how long, how well, and what to doubt. Lists of runs too."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from stepscope.analysis.runs import metrics
@@ -100,9 +101,19 @@ def answer_cells(runs: Sequence[Run], folder: str | None = None) -> Answer:
         "cell", *((f"{name} ms", "ms of s") for name in (*PHASES, STEP)), ("tokens/s", ",.0f"),
         ("MFU", "%"), ("peak", "B"), "findings",
         rows=rows, tones={i: "bad" for i, run in enumerate(runs) if run.status != "done"},
-        notes=as_lines(f"{len(runs)} runs in {folder}") if runs and folder else (),
+        notes=as_lines(_how_many(runs, folder)) if runs and folder else (),
     )  # fmt: skip
     return Answer(study="sweep", question="", tables=(table,))
+
+
+def _how_many(runs: Sequence[Run], folder: str) -> str:
+    """How many cells were measured, what became of the others, and where the runs are."""
+    ends = Counter(status_word(run) for run in runs)
+    measured = ends.pop("done", 0)
+    if not ends:
+        return f"{counted(measured, 'run')} in {folder}"
+    others = ", ".join(f"{count} {word}" for word, count in ends.items())
+    return f"{measured} of {counted(len(runs), 'cell')} measured, {others}; runs in {folder}"
 
 
 def _phase_table(run: Run) -> Table:
