@@ -56,7 +56,8 @@ class OwnStep(AssembledStep):
         check_choices(choices, device)
         trained = [parameter for parameter in own.module.parameters() if parameter.requires_grad]
         if choices.phase != "forward" and not trained:
-            raise InputError(f"{own.name} has no parameters to train: choose --phase forward, or give it some")
+            remedy = "give it some, or measure forward alone with stepscope run --phase forward"
+            raise InputError(f"{own.name} has no parameters to train: {remedy}")
         own = own.on(device, torch.bfloat16 if choices.dtype == "bf16-pure" else None)
         blocks = checkpoint_blocks(own.module, choices.checkpointing, own.name)
         self.own = own
