@@ -295,10 +295,13 @@ class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
     tensors_a_step: float
     """How many more there are after a step; 0 where one tensor grows."""
     shape: tuple[int, ...] | None = None
-    """The shape of the newest; None where it is not known."""
+    """The shape of the largest; None where it is not known."""
     dtype: str = ""
     name: str = ""
     module: str = ""
+    other_kinds: int = 0
+    """Kinds of tensors beside the largest: each another category, shape or dtype."""
+    other_categories: tuple[str, ...] = ()
     kept_by: str = ""
     """What holds them, as in `losses[...] in main()`, or the graph of such a thing; empty where it cannot be told."""
 
