@@ -106,6 +106,8 @@ def test_a_cell_whose_factory_fails_leaves_nothing_and_the_others_go_on(own: Pat
     assert done.returncode == 2
     failed = "make-fp32-train-width0, warm-up 1: failed (refused): --module own.py:make fails: AssertionError: a width"
     assert failed in done.stderr and "Traceback" not in done.stderr
+    assert "1 of 2 cells measured, 1 failed; runs in runs" in done.stdout
+    assert done.stderr.endswith("1 of 2 cells ended without a result: the same command tries it again\n")
     assert [place.name.partition("-")[2] for place in own.glob("runs/2*")] == [
         next(own.glob("runs/*width8*")).name.partition("-")[2]
     ]
@@ -187,7 +189,7 @@ def test_autocast_of_a_configuration(own: Path):
     pytest.importorskip("transformers", reason="needs transformers: pip install 'stepscope[transformers]'")
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     (own / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2, **sizes}))
-    arguments = ("--arg", "num_hidden_layers=1", "--arg", "seq_len=8")
+    arguments = ("--arg", "num_hidden_layers=1", "--seq-len", "8")
     done = stepscope("study", "autocast", "--model", "config.json", *arguments, "--device", "cpu", "--json", cwd=own)
     assert done.returncode == 0, done.stderr
     rows = {row[0].strip(): row for row in json.loads(done.stdout)["tables"][0]["rows"]}
@@ -230,8 +232,15 @@ def test_gradients_of_ones_own_by_its_modules(own: Path):
         (("autocast", "--module", "own.py:make", "--arg", "depth=8"), "depth"),
         (("autocast", "--module", "own.py:make", "--model", "toy"), "--module and --model both say which model"),
         (("autocast", "--model", "config.json"), "--model config.json cannot be read: No such file or directory"),
-        (("underflow", "--model", "config.json", "--seq-len", "8"), "--seq-len says nothing with --model: leave it"),
-        (("underflow", "--module", "own.py:make", "--seq-len", "8"), "--seq-len says nothing with --module: leave it"),
+        (("autocast", "--seq-len", "8"), "--seq-len belongs to --model CONFIG.json here: leave it out, or name one"),
+        (
+            ("underflow", "--model", "config.json", "--seq-len", "8", "--arg", "seq_len=9"),
+            "--seq-len and --arg seq_len say the same: give one of them",
+        ),
+        (
+            ("underflow", "--module", "own.py:make", "--seq-len", "8"),
+            "--seq-len belongs to the textbook's model, and not to --module: give the factory an argument",
+        ),
         (("parity", "--module", "own.py:make", "--arg", "width=8,9"), "--arg width has 2 values"),
         (("attention-step", "--module", "own.py:make"), "No such option: --module"),
     ],

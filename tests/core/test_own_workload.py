@@ -45,6 +45,13 @@ def test_a_run_of_each_kind_is_read_as_it_was_written(of: AnyWorkload, tmp_path:
     assert msgspec.json.decode(msgspec.json.encode(notes), type=MemoryNotes) == notes
 
 
+def test_a_run_that_ended_before_its_module_was_made_is_named_by_its_factory():
+    never_made = msgspec.structs.replace(OWN, model=OwnModel(name=""))
+    runs = [_run(OWN), msgspec.structs.replace(_run(never_made), status="timed-out")]
+    table = shown(answer_table(runs, TableQuery(rows=("model",), where=(("model", ("make",)),)), bare=False))
+    assert re.search(r"^ make +timed-out", table, re.MULTILINE)
+
+
 @pytest.mark.parametrize("of", [OWN, WATCHED, msgspec.structs.replace(OWN, model=IMAGES)])
 def test_every_reader_of_runs_takes_a_run_whose_model_is_not_ours(of: AnyWorkload):
     run = _run(of)

@@ -17,6 +17,7 @@ from stepscope.core.finding import Finding
 from stepscope.core.run import Run, Settings
 from stepscope.engine.request import MemoryRequest, StepRequest
 from stepscope.engine.step import measure_step
+from stepscope.memory.left_behind import growth_tables
 from tests.conftest import mini
 
 pytestmark = pytest.mark.slow
@@ -114,6 +115,7 @@ def test_a_module_that_keeps_its_activations(out: Path):
     _, growth = told(watched(out, nothing, keeps=True))
     (left,) = growth.left
     assert (left.kept_by, left.category) == ("Net.history[...]", "saved for backward")
+    assert (left.other_kinds, left.other_categories) == (0, ())
     assert left.site == site("hidden = self.a(x).relu()") and left.bytes_a_step == ACTIVATION
 
 
@@ -148,6 +150,8 @@ def test_states_of_an_optimizer_that_is_made_anew(out: Path):
 
     _, growth = told(watched(out, anew))
     assert growth.bytes_a_step == STATE and growth.left[0].category == "optimizer state"
+    (row, *_) = growth_tables(growth)[1].rows
+    assert str(row[1]).endswith("64 x 64 float32 and 2 other kinds"), "of a bias, and a count of steps"
     assert growth.left[0].kept_by.startswith("states[...]['state']")
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import stepscope
+from stepscope.analysis.runs.answer import answer_run
 from stepscope.core.errors import InputError
 from stepscope.core.run_directory import load_run
 from tests.measure.watch.loops import Net, nothing_is_left, train_step
@@ -40,6 +41,69 @@ def test_an_exception_passes_and_what_was_measured_is_kept(tmp_path: Path):
     assert watching.run is not None and watching.run.status == "failed"
     assert watching.run.samples["step"].count == 8
     assert nothing_is_left(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("steps", "why"),
+    [((500, 600), "none of the steps 500 to 599 was reached"), ((12, 13), "step 12 was not reached")],
+)
+def test_steps_that_the_loop_never_reaches_are_no_result(tmp_path: Path, steps: tuple[int, int], why: str):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stepscope.watch(model, optimizer, steps=steps, runs=tmp_path, quiet=True) as watched:
+        for _ in range(12):
+            train_step(model, optimizer)
+    assert watched.run is None and not list(tmp_path.iterdir())
+    assert watched.why_not == f"{why}, since the loop ended after 12 steps"
+
+
+@pytest.mark.parametrize("steps", [(3, 5), (3, 8)], ids=["after every stage", "between the times and the other stages"])
+def test_an_exception_after_the_timed_steps_is_told_beside_them(tmp_path: Path, steps: tuple[int, int]):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = stepscope.watch(model, optimizer, steps=steps, runs=tmp_path, quiet=True)
+    with pytest.raises(ZeroDivisionError), watching:
+        for i in range(12):
+            train_step(model, optimizer)
+            assert 1 / (9 - i)
+    run = watching.run
+    assert run is not None and (run.status, run.failure) == ("done", None) and watching.directory is not None
+    answer = answer_run(load_run(watching.directory))
+    last = "The loop ended with an exception after the measured steps, which are whole: ZeroDivisionError: "
+    assert answer.asides[-1] == f"{last}division by zero" and answer.checked
+
+
+def test_no_time_is_told_where_an_exception_ends_the_loop_before_the_steps(tmp_path: Path):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = stepscope.watch(model, optimizer, steps=(80, 90), runs=tmp_path, quiet=True)
+    with pytest.raises(ZeroDivisionError), watching:
+        for i in range(12):
+            train_step(model, optimizer)
+            assert 1 / (10 - i)
+    run = watching.run
+    assert run is not None and (run.status, run.samples["step"].count) == ("failed", 0)
+    assert run.evidence.notes[0] == "10 steps that were asked for, since the loop ended before"
+    assert "step" not in [row[0] for table in answer_run(run).tables for row in table.rows]
+
+
+def test_evaluations_of_a_closure_are_told_as_such(tmp_path: Path):
+    model = Net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    with stepscope.watch(model, optimizer, steps=(2, 4), runs=tmp_path, quiet=True) as watched:
+        for _ in range(4):
+            optimizer.step(closure)
+    run = watched.run
+    assert run is not None and (run.workload.accumulation, run.workload.batch_size) == (1, 4)
+    ending = ": 3 forwards of Net, 3 backwards; LBFGS evaluates its closure 3 times."
+    assert any(line.text.endswith(ending) for line in answer_run(run).lead)
 
 
 def test_without_an_optimizer_the_loop_says_where_a_step_ends(tmp_path: Path):

@@ -527,6 +527,7 @@ def test_20_spread_and_outliers_are_said():
     run = make_run(step=steps)
     assert kinds(run)["wide-spread"] == "warning"
     assert "1 of 10 are outliers" in check_run(run)[0].sentence
+    assert "wide-spread" not in kinds(make_run(step=[1.0, 1.5, 1.0, 1.5])), "four steps have no middle half to judge"
 
 
 def test_20_a_launch_bound_step_is_named():

@@ -147,6 +147,21 @@ def bad_phase():
     steps = Steps()
     steps.phases = [("forward", 3)]
     return steps
+def failing_phase():
+    steps = Steps()
+    steps.phases = [*steps.phases, ("late", lambda: data(4)[9])]
+    return steps
+def failing_optimizer():
+    class Broken(torch.optim.SGD):
+        def step(self, closure=None): raise Unsayable()
+    model = Net()
+    return model, data(4)[0], square, Broken(model.parameters(), 0.1)
+class Unsayable(Exception):
+    def __str__(self): raise RuntimeError("no words")
+def unsayable(): raise Unsayable()
+def unsayable_forward():
+    def loss(*_): raise Unsayable()
+    return Net(), data(4)[0], loss
 def no_tensor(): return Net(), {"x": 3}, square
 """
 
@@ -230,6 +245,10 @@ def test_arguments_reach_the_factory(file: str):
         ("scripted", "is compiled by torch.jit"),
         ("others_optimizer", "its optimizer holds none of the module's parameters"),
         ("no_optimizer", "the optimizer is str, and no torch.optim.Optimizer"),
+        ("failing_phase", "fails in late: IndexError: tuple index out of range"),
+        ("failing_optimizer", "fails in optimizer: Unsayable$"),
+        ("unsayable", "fails: Unsayable$"),
+        ("unsayable_forward", "fails in forward: Unsayable$"),
         ("bad_phase", r"a step with the phase \('forward', 3\): each is a name and a function"),
     ],
 )
@@ -555,7 +574,11 @@ def test_the_source_of_a_module_from_another_file_counts(tmp_path: Path):
     assert made(f"{factory}:make")[1].model.source != before.model.source
 
 
-def test_a_step_that_calls_exit_in_the_middle_keeps_what_was_measured(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [("sys.exit(5)", "the step called sys.exit(5)"), ("raise ValueError('five')", "ValueError: five")],
+)
+def test_a_step_that_ends_in_the_middle_keeps_what_was_measured(tmp_path: Path, ending: str, said: str):
     (tmp_path / "exits.py").write_text(
         "import sys, torch\n"
         "class Model(torch.nn.Module):\n"
@@ -564,7 +587,7 @@ def test_a_step_that_calls_exit_in_the_middle_keeps_what_was_measured(tmp_path: 
         "        self.weight, self.calls = torch.nn.Parameter(torch.ones(3)), 0\n"
         "    def forward(self, x):\n"
         "        self.calls += 1\n"
-        "        if self.calls > 5: sys.exit(5)\n"
+        f"        if self.calls > 5: {ending}\n"
         "        return (self.weight * x).sum()\n"
         "def make():\n"
         "    return Model(), torch.ones(3)\n"
@@ -573,5 +596,6 @@ def test_a_step_that_calls_exit_in_the_middle_keeps_what_was_measured(tmp_path: 
     settings = Settings(warmup_floor=1, warmup_cap=1, steps_floor=10, steps_cap=10)
     run, directory = measure_step(StepRequest(workload=workload, device="cpu", settings=settings, out=str(tmp_path)))
     assert run.status == "failed" and run.failure is not None
-    assert (run.failure.during, run.failure.phase) == ("measure", "forward") and "sys.exit(5)" in run.failure.message
+    assert (run.failure.during, run.failure.phase) == ("measure", "forward")
+    assert run.failure.message.startswith(said)
     assert 0 < run.samples["step"].count < 5 and load_run(directory).samples == run.samples

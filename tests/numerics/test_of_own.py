@@ -1,15 +1,22 @@
 """The studies of precision on a user's own module: hand-made modules, and the textbook given as one."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig
+from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.numerics.gradients.scaling import study_scaling
 from stepscope.numerics.gradients.swallowed import study_swallowed
+from stepscope.numerics.gradients.underflow import gradients_of
 from stepscope.numerics.normalisation.of_own import study_own_normalisation
+from stepscope.numerics.parity.study import study_parity
+from stepscope.numerics.shadow.study import study_shadow
 from tests.numerics.verbs import answered, refused
 
 OWN = """
@@ -46,6 +53,15 @@ class Normed(nn.Module):
 
 def normed(value, width=8):
     return Normed(value, width), torch.tensor([[value, -value]]).repeat(2, width // 2)
+
+def no_number(times="loss"):
+    model = nn.Linear(4, 1)
+    if times == "loss":
+        return model, torch.ones(2, 4), lambda out: out.sum() * float("nan")
+    return model, torch.ones(2, 4), lambda out: (out * 0).sqrt().sum()  # The slope of the root at 0 is infinite.
+
+def untrained():
+    return nn.Linear(4, 1).requires_grad_(False), torch.ones(2, 4), lambda out: out.sum()
 
 def frozen():
     model = nn.Linear(4, 1)
@@ -108,6 +124,26 @@ def test_a_norm_breaks_in_fp16_where_the_square_of_what_it_reads_does(own: str):
     (read,) = fits.table("What the norms read in a step").rows
     assert read[1:6] == ("RMSNorm", 1, 8, 1e-5, pytest.approx(255.875, rel=2e-3))
     assert all(figure == pytest.approx(256, rel=2e-3) for figure in read[6:])
+
+
+@pytest.mark.parametrize("study", [study_parity, study_shadow])
+def test_what_is_not_finite_and_what_cannot_be_trained_are_named(own: str, study: Callable[..., Answer]):
+    with pytest.raises(InputError, match=r"^the loss of .* is not finite"):
+        study(own=f"{own}:no_number", device="cpu")
+    with pytest.raises(InputError, match=r"^the gradient of \S*(weight|bias) of .* is not finite"):
+        study(own=f"{own}:no_number", arguments={"times": "gradient"}, device="cpu")
+    with pytest.raises(InputError, match="give it some, or measure forward alone with stepscope run --phase forward"):
+        study(own=f"{own}:untrained", device="cpu")
+
+
+def test_a_loss_that_is_not_finite_has_no_gradients_to_look_at(own: str):
+    step = OwnWorkload(factory=f"{own}:no_number", model=OwnModel(name=""), phase="forward-backward")
+    with pytest.raises(InputError, match=r"^the loss of this step is nan, which is not finite: give it another batch"):
+        gradients_of(step, torch.device("cpu"))
+    with pytest.raises(InputError, match=r"^the loss of this step is nan, which is not finite: give another batch"):
+        study_scaling(own=f"{own}:no_number", steps=1, planted=(), device="cpu")
+    with pytest.raises(InputError, match=r"^the loss of this step is nan, which is not finite: give another batch"):
+        study_swallowed(own=f"{own}:no_number", steps=1, learning_rates=(1e-3,), device="cpu")
 
 
 def test_a_model_without_norms_is_refused(own: str):

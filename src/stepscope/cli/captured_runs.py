@@ -89,7 +89,7 @@ def is_wanted(run: Run, wanted: Mapping[str, tuple[Any, ...]]) -> bool:
     """Whether the run's workload has, in each of these fields, one of the values."""
     workload = run.workload
     return all(
-        (workload.model.name if field == "model" else getattr(workload, field, None)) in values
+        (workload.name if field == "model" else getattr(workload, field, None)) in values
         for field, values in wanted.items()
     )
 

@@ -23,6 +23,7 @@ from stepscope.core.errors import (
 )
 from stepscope.core.finding import worst
 from stepscope.core.run import Run, Settings
+from stepscope.core.units import counted
 
 if TYPE_CHECKING:
     from stepscope.engine.plan import Policy, SweepPlan
@@ -92,7 +93,7 @@ def sweep(
 def measure_and_report(plan: "SweepPlan", policy: "Policy", report: Callable[[list[Run]], None]) -> NoReturn:
     """Run the sweep under a display, report its runs, and leave with the sweep's exit code."""
     from stepscope.engine.plan import BROKEN
-    from stepscope.engine.sweep import SweepInterrupted, run_sweep
+    from stepscope.engine.sweep import SweepInterrupted, leaves_nothing, run_sweep
 
     _foretell(plan)
     try:
@@ -106,9 +107,11 @@ def measure_and_report(plan: "SweepPlan", policy: "Policy", report: Callable[[li
                 warn(str(error))
         raise Stopped("interrupted: the same command goes on where this one stopped") from None
     report(runs)
-    broken = sum(run.status in BROKEN for run in runs)
+    broken = [run for run in runs if run.status in BROKEN]
     if broken:
-        warn(f"{broken} of {len(runs)} cells ended without a result: the same command with --retry tries them again")
+        again = "the same command" if all(map(leaves_nothing, broken)) else "the same command with --retry"
+        tries = f"{again} tries {'it' if len(broken) == 1 else 'them'} again"
+        warn(f"{len(broken)} of {counted(len(runs), 'cell')} ended without a result: {tries}")
     raise typer.Exit(sweep_exit_code(runs))
 
 

@@ -114,13 +114,6 @@ def _own_workloads(said: Mapping[str, Sequence[Any]]) -> list[OwnWorkload]:
     ]  # fmt: skip
 
 
-def own_model(module: str | None, model: str | None) -> str | None:
-    """What names one model of the user's own: a factory, or a config.json. None for the textbook's."""
-    if module is not None and model is not None:
-        raise InputError(_TWO_MODELS)
-    return module or (model if model is not None and is_configuration(model) else None)
-
-
 def factory_arguments(own: str | None, written: Sequence[str]) -> dict[str, Any]:
     """What one factory, or one configuration, gets as arguments. Raises InputError for several values of an argument,
     and for any where no such model is named."""

@@ -38,11 +38,27 @@ class DeviceError(StepscopeError):
 
 def one_line(error: BaseException, limit: int = 300) -> str:
     """The first sentence-like line of an exception's message, safe to print on one line."""
+    return middle_cut(printable(_first_line(error) or type(error).__name__), limit)
+
+
+def named_line(error: BaseException, limit: int = 300) -> str:
+    """The exception's class and its first line: `ValueError: no more`. An error of our own is its message alone."""
+    line = _first_line(error)
+    if not line or isinstance(error, StepscopeError):
+        return one_line(error, limit)
+    return middle_cut(printable(f"{type(error).__name__}: {line}"), limit)
+
+
+def message_of(error: BaseException) -> str:
+    """The exception's message; empty where its own `__str__` raises."""
     try:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    except Exception:  # str() runs the __str__ of a user's own class, which may raise anything
-        lines = []
-    return middle_cut(printable(lines[0] if lines else type(error).__name__), limit)
+        return str(error)
+    except Exception:  # A user's own class may raise anything.
+        return ""
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in message_of(error).splitlines() if line.strip()), "")
 
 
 def choose(value: str, choices: tuple[str, ...] | list[str], what: str) -> str:

@@ -220,12 +220,16 @@ class WatchedLoop(msgspec.Struct, frozen=True, kw_only=True):
     forwards: int = 0
     """Calls of these modules in the step that was looked at."""
     backwards: int = 0
+    evaluations: int = 0
+    """Times that the optimizer's step evaluated its closure, which runs forward and backward."""
     autocast: str | None = None
     """The dtype of autocast in forward; None where it was off."""
     parameter_dtype: str = ""
     """The dtype of most parameters."""
     first_step: int | None = None
     """The number of the first timed step in its loop, from 0; None where none was timed."""
+    ended_by: str | None = None
+    """The exception that ended the loop after its timed steps, in a line. The times are whole all the same."""
 
 
 class CodeLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -291,10 +295,13 @@ class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
     tensors_a_step: float
     """How many more there are after a step; 0 where one tensor grows."""
     shape: tuple[int, ...] | None = None
-    """The shape of the newest; None where it is not known."""
+    """The shape of the largest; None where it is not known."""
     dtype: str = ""
     name: str = ""
     module: str = ""
+    other_kinds: int = 0
+    """Kinds of tensors beside the largest: each another category, shape or dtype."""
+    other_categories: tuple[str, ...] = ()
     kept_by: str = ""
     """What holds them, as in `losses[...] in main()`, or the graph of such a thing; empty where it cannot be told."""
 

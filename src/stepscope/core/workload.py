@@ -111,6 +111,11 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
         digest = hashlib.sha256(msgspec.json.encode(self.identity, order="sorted")).hexdigest()[:8]
         return "-".join([*self.words(), digest])
 
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return self.model.name
+
     def words(self, *without: str) -> list[str]:
         """The words of the key, but for these fields: sizes, and choices that are not the usual."""
         said = {

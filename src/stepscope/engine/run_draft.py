@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from stepscope.core.errors import StepscopeError, one_line
+from stepscope.core.errors import StepscopeError, named_line, one_line
 from stepscope.core.evidence import Evidence
 from stepscope.core.run import Failure, Run, Status
 from stepscope.core.run_directory import save_run
@@ -65,7 +65,8 @@ class RunDraft:
             (self.directory / FAILURE_FILE).write_text(portable_traceback(error))
             self.keep_files(failure=FAILURE_FILE)
         module = failing_module(self.model, error.__traceback__) if self.model is not None else None
-        self.set(status=status, failure=Failure(message=one_line(error), during=during, phase=phase, module=module))
+        message = one_line(error) if status == "out-of-memory" else named_line(error)
+        self.set(status=status, failure=Failure(message=message, during=during, phase=phase, module=module))
 
     def interrupt(self) -> None:
         """End the run as Ctrl-C asks. Once the times are whole the run stays done; the failure says what is missing."""

@@ -11,7 +11,7 @@ import stepscope.measure  # noqa: F401  # pyright: ignore[reportUnusedImport]  (
 from stepscope.analysis.runs.checks import check_run
 from stepscope.analysis.runs.metrics import summarise
 from stepscope.core import interrupts
-from stepscope.core.errors import DeviceError, InputError, StepscopeError, one_line
+from stepscope.core.errors import DeviceError, InputError, StepscopeError, named_line
 from stepscope.core.run import Run
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.workload import Workload
@@ -99,7 +99,7 @@ def _go_through_the_stages(draft: Draft) -> None:
                     try:
                         stage(draft)
                     except (Exception, SystemExit) as error:  # a failure here must not cost the times
-                        draft.note(f"{failed.format(stage=draft.stage)}: {one_line(error)}")
+                        draft.note(f"{failed.format(stage=draft.stage)}: {named_line(error)}")
     except KeyboardInterrupt:
         draft.interrupt()
 

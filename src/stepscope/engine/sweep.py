@@ -222,11 +222,16 @@ class _Sweep:
                 artifacts["log"] = LOG_FILE
         run = msgspec.structs.replace(run, status=status, failure=failure, artifacts=artifacts)
         run = msgspec.structs.replace(run, findings=check_run(run), summary=summarise(run))
-        if failure.during == REFUSED and isinstance(cell.workload, OwnWorkload):
+        if leaves_nothing(run):
             shutil.rmtree(directory, ignore_errors=True)
         else:
             save_run(run, directory)
         return run
+
+
+def leaves_nothing(run: Run) -> bool:
+    """Whether this run is not kept: a user's own code was refused, so the same command tries it again."""
+    return run.failure is not None and run.failure.during == REFUSED and isinstance(run.workload, OwnWorkload)
 
 
 def _run_in(directory: Path | None) -> Run | None:

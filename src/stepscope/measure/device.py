@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
-from stepscope.core.errors import DeviceError, InputError, one_line
+from stepscope.core.errors import DeviceError, InputError, message_of, one_line
 from stepscope.core.units import format_bytes
 from stepscope.measure.clock import Clock, HostClock
 
@@ -131,7 +131,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception is some allocator's way of saying that memory ran out."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    text = str(error)
+    text = message_of(error)
     return isinstance(error, RuntimeError) and (
         "can't allocate memory" in text or "out of memory" in text or "CUBLAS_STATUS_ALLOC_FAILED" in text
     )

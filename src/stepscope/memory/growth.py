@@ -54,7 +54,9 @@ def _groups_that_grow(
         held = Counter[str]()
         for address, block in new.select("address", "block").iter_rows():
             held[kept[address].kept_by if address in kept else ""] += block
-        largest = new.sort("block", "alloc_event", descending=True).row(0, named=True)
+        new = new.sort("block", "alloc_event", descending=True)
+        largest = new.row(0, named=True)
+        categories = dict.fromkeys(new["category"])
         yield LeftBehind(
             site=site or "(unknown)",
             category=largest["category"],
@@ -63,5 +65,7 @@ def _groups_that_grow(
             tensors_a_step=(of_ends[-1][1] - of_ends[0][1]) / (steps - 1),
             shape=None if largest["shape"] is None else tuple(largest["shape"]),
             **{name: largest[name] for name in ("dtype", "name", "module")},
+            other_kinds=new.select("category", "shape", "dtype").n_unique() - 1,
+            other_categories=tuple(name for name in categories if name != largest["category"]),
             kept_by=held.most_common(1)[0][0],
         )

@@ -62,8 +62,8 @@ def growth_tables(growth: MemoryGrowth | None) -> list[Table]:
     left = table_of(
         "left behind by each step, allocated at", "tensor", "category", "held by", ("a step", "B"), ("tensors", TEXT),
         rows=[
-            (one.site, _tensor(one), one.category, one.kept_by or "(not known)", one.bytes_a_step,
-             f"{one.tensors_a_step:g}")
+            (one.site, _tensor(one), ", ".join((one.category, *one.other_categories)), one.kept_by or "(not known)",
+             one.bytes_a_step, f"{one.tensors_a_step:g}")
             for one in shown
         ],
         notes=as_lines(*([f"{len(growth.left) - SHOWN} more lines grow."] if len(growth.left) > SHOWN else [])),
@@ -73,4 +73,5 @@ def growth_tables(growth: MemoryGrowth | None) -> list[Table]:
 
 def _tensor(left: LeftBehind) -> str:
     shape = "" if left.shape is None else " x ".join(map(str, left.shape))
-    return " ".join(part for part in (left.name, shape, left.dtype) if part)
+    kinds = f" and {counted(left.other_kinds, 'other kind')}" if left.other_kinds else ""
+    return f"{' '.join(part for part in (left.name, shape, left.dtype) if part)}{kinds}"

@@ -1,5 +1,6 @@
 """The steps that a study of training runs: the textbook's, or those of a module of the user's own."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -48,6 +49,12 @@ def in_fp32(step: TrainingStep | OwnStep) -> None:
     """Turn a step of bf16 into fp32. Parameters and inputs keep the values to which bf16 has rounded them."""
     step.model.float()
     step.batches = [moved(batch, step.device, torch.float32, "the step") for batch in step.batches]
+
+
+def check_loss(loss: float, remedy: str = "give another batch") -> None:
+    """Raise InputError where the loss of a step is not finite, since its gradients then mean nothing."""
+    if not math.isfinite(loss):
+        raise InputError(f"the loss of this step is {loss}, which is not finite: {remedy}")
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:

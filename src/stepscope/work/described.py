@@ -36,8 +36,7 @@ def describe_model(workload: AnyWorkload) -> str:
     """A model's name, parameter count, and its sizes or where it comes from, on one line."""
     parameters = parameters_of(workload)
     count = f"{format_count(parameters)} parameters" if parameters is not None else "parameters not counted"
-    name = workload.model.name if isinstance(workload, Workload) else workload.name
-    return f"{name}: {count} ({_origin(workload)})"
+    return f"{workload.name}: {count} ({_origin(workload)})"
 
 
 def _origin(workload: AnyWorkload) -> str:

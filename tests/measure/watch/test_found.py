@@ -1,5 +1,6 @@
 """What a step of a loop is: found where it shows, and otherwise said not to be."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -71,6 +72,48 @@ def test_two_modules_of_one_optimizer_are_two_models_unless_a_module_holds_both(
     whole = Both()
     found = loop(whole.net, whole.critic).answer
     assert found is not None and found.model is whole and found.forwards == 2
+
+
+def gan_step(net: nn.Module, critic: nn.Module, one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    """Two samples a generator's update: the critic's update comes first, and takes samples of its own."""
+    made = net(torch.randn(4, 8))
+    critic(torch.randn(4, 8)).sum().backward()
+    critic(made.detach()).sum().backward()
+    other.step()
+    critic(net(torch.randn(4, 8))).sum().backward()
+    one.step()
+
+
+@pytest.mark.parametrize(
+    ("step_of", "micro_batches"), [("Net", 1), ("Critic", 2)], ids=["the generator", "the critic, real and made"]
+)
+@pytest.mark.parametrize("begins_with_critic", [True, False])
+def test_what_runs_for_another_update_is_no_micro_batch(step_of: str, micro_batches: int, begins_with_critic: bool):
+    net, critic = Net(), Critic()
+    one, other = torch.optim.Adam(net.parameters()), torch.optim.SGD(critic.parameters(), lr=0.1)
+    told = Told(DiaryStage())
+    watch(told, step_of=step_of)
+    if not begins_with_critic:
+        train_step(net, one)
+    for _ in range(4):
+        gan_step(net, critic, one, other)
+    assert told.answer is not None
+    assert (told.answer.micro_batches, told.answer.batches) == (micro_batches, micro_batches)
+    assert told.answer.evaluations == 0
+
+
+@pytest.mark.parametrize("step_of", ["Adam", "SGD"])
+def test_micro_batches_before_two_updates_count_for_both(step_of: str):
+    model, told = Net(), Told(DiaryStage())
+    first, second = model.inner[0], model.inner[2]
+    one, other = torch.optim.Adam(first.parameters()), torch.optim.SGD(second.parameters(), lr=0.1)
+    watch(told, step_of=step_of)
+    for _ in range(4):
+        for _ in range(3):
+            model(torch.randn(4, 8)).sum().backward()
+        one.step()
+        other.step()
+    assert told.answer is not None and told.answer.micro_batches == 3
 
 
 def test_losses_and_frozen_models_beside_the_model_do_not_matter():

@@ -104,7 +104,8 @@ def test_gradients_of_gradients_are_backward_whoever_holds_grad():
 def test_a_closure_runs_inside_the_optimizers_step():
     model, diary = Net(), DiaryStage()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, line_search_fn=None)
-    watch(Told(diary))
+    told = Told(diary)
+    watch(told)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -114,6 +115,9 @@ def test_a_closure_runs_inside_the_optimizers_step():
 
     for _ in range(3):
         optimizer.step(closure)
+    assert told.answer is not None
+    assert (told.answer.forwards, told.answer.evaluations) == (2, 2)
+    assert (told.answer.micro_batches, told.answer.batches) == (1, 1), "the closure takes one batch again and again"
     once = ["optimizer", "/optimizer", "forward", "/forward", "optimizer", "/optimizer", "backward", "/backward"]
     assert diary.steps == [[*once * 2, "optimizer", "/optimizer"]]
 

@@ -116,7 +116,11 @@ def test_a_step_by_the_rules_of_cuda_on_a_cpu(dtype: str):
     assert columns["layer_norm"][:2] == ("fp32", "fp32") and columns["layer_norm"][5] == "kept up"
     (treated,) = [finding for finding in found.findings if finding.kind == "operators"]
     assert "autocast on cuda has 13 sent down" in treated.sentence
-    assert all(finding.kind != "rules" for finding in study_autocast(dtype=dtype, device="cpu").findings)
+    assert [line.text for line in found.table(TREE).notes] == ["By CUDA's rules, imitated here."]
+    plain = study_autocast(dtype=dtype, device="cpu")
+    assert all(finding.kind != "rules" for finding in plain.findings)
+    assert plain.settings["rules"] == "cpu" and plain.question.endswith("by the CPU's rules?")
+    assert [line.text for line in plain.table(TREE).notes] == ["By the CPU's rules."]
 
 
 def test_what_the_imitation_of_cuda_gets_wrong_is_named():

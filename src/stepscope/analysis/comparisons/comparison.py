@@ -73,8 +73,7 @@ class ComparedRun:
 
     @property
     def model(self) -> str:
-        workload = self.run.workload
-        return workload.model.name if isinstance(workload, Workload) else workload.name
+        return self.run.workload.name
 
     @property
     def shape(self) -> str:

@@ -1,5 +1,6 @@
 """A run as an answer: what ran, where, how long, how well, and what to doubt. Lists of runs too."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from stepscope.analysis.runs import metrics
@@ -39,7 +40,7 @@ def answer_run(run: Run, directory: str | None = None) -> Answer:
         panels=_phase_panel(run),
         findings=run.findings,
         checked=bool(run.findings) or (run.status == "done" and run.failure is None),
-        asides=tuple(f"Not observed: {note}." for note in run.evidence.notes),
+        asides=(*(f"Not observed: {note}." for note in run.evidence.notes), *_later(run)),
         origin=(identify(run), *([f"Saved in {directory}"] if directory else [])),
     )
 
@@ -51,13 +52,24 @@ def heading(run: Run) -> tuple[Line, ...]:
     return as_lines(Line(describe_model(run.workload), "strong"), describe_workload(run.workload), *step, *where)
 
 
+def _later(run: Run) -> list[str]:
+    """What ended a watched loop after its steps were measured."""
+    ended_by = run.evidence.loop.ended_by if run.evidence.loop is not None else None
+    if ended_by is None:
+        return []
+    return [printable(f"The loop ended with an exception after the measured steps, which are whole: {ended_by}")]
+
+
 def _watched_step(loop: WatchedLoop) -> str:
     """What was taken for a step of a watched loop, and why."""
     ends = f"ends with a step of {loop.optimizers[0]}" if loop.optimizers else "ends where the loop says so"
     others = f", in which {', '.join(loop.optimizers[1:])} also steps" if loop.optimizers[1:] else ""
     forwards = f"{counted(loop.forwards, 'forward')} of {' and '.join(loop.modules)}"
     autocast = f", autocast to {loop.autocast}" if loop.autocast else ""
-    return f"A step {ends}{others} ({loop.why}): {forwards}{autocast}, {counted(loop.backwards, 'backward')}."
+    times = counted(loop.evaluations, "time")
+    closure = f"; {loop.optimizers[0]} evaluates its closure {times}" if loop.evaluations else ""
+    backwards = counted(loop.backwards, "backward")
+    return f"A step {ends}{others} ({loop.why}): {forwards}{autocast}, {backwards}{closure}."
 
 
 def answer_list(runs: Sequence[Run]) -> Answer:
@@ -89,9 +101,19 @@ def answer_cells(runs: Sequence[Run], folder: str | None = None) -> Answer:
         "cell", *((f"{name} ms", "ms of s") for name in (*PHASES, STEP)), ("tokens/s", ",.0f"),
         ("MFU", "%"), ("peak", "B"), "findings",
         rows=rows, tones={i: "bad" for i, run in enumerate(runs) if run.status != "done"},
-        notes=as_lines(f"{len(runs)} runs in {folder}") if runs and folder else (),
+        notes=as_lines(_how_many(runs, folder)) if runs and folder else (),
     )  # fmt: skip
     return Answer(study="sweep", question="", tables=(table,))
+
+
+def _how_many(runs: Sequence[Run], folder: str) -> str:
+    """How many cells were measured, what became of the others, and where the runs are."""
+    ends = Counter(status_word(run) for run in runs)
+    measured = ends.pop("done", 0)
+    if not ends:
+        return f"{counted(measured, 'run')} in {folder}"
+    others = ", ".join(f"{count} {word}" for word, count in ends.items())
+    return f"{measured} of {counted(len(runs), 'cell')} measured, {others}; runs in {folder}"
 
 
 def _phase_table(run: Run) -> Table:

@@ -75,7 +75,7 @@ _CHECKPOINTINGS = ("none", "selective", *(f"every-{group}" for group in range(1,
 _TIED: dict[bool | None, Scalar] = {True: "true", False: "false", None: None}
 
 FIELDS: dict[str, Field] = {
-    "model": Field(read=lambda run: run.workload.model.name, order=tuple(PRESETS)),
+    "model": Field(read=lambda run: run.workload.name, order=tuple(PRESETS)),
     "factory": Field(read=_workload("factory")),
     "code": Field(read=_workload("code")),
     "parameters": Field(read=lambda run: parameters_of(run.workload)),

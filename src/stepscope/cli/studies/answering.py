@@ -22,7 +22,7 @@ from stepscope.cli.given_options import refuse_beside
 from stepscope.cli.output import check_picture, draw, progress, stdout_kept_clean, warn
 from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
-from stepscope.cli.workloads import ManyWorkloads, factory_arguments, own_model
+from stepscope.cli.workloads import ManyWorkloads, OneWorkload, factory_arguments
 from stepscope.core.answer import Answer, decode_answer
 from stepscope.core.bounded_file import read_named
 from stepscope.core.errors import EXIT_INTERRUPTED, InputError
@@ -204,23 +204,39 @@ class Comparing:
 
 
 def of_own_model(
-    study: str, module: str | None, model: str | None, arg: Sequence[str], *takes: str, **options: Any
-) -> Answer | None:
-    """The study's answer about a model of the user's own; None where none was named. takes: what else it reads."""
-    named = own_model(module, model)
-    arguments = factory_arguments(named, arg)
-    if named is None:
+    study: str, module: str | None, model: str | None, arg: Sequence[str], *takes: str, batch_size: int | None = None,
+    seq_len: int | None = None, **options: Any,
+) -> Answer | None:  # fmt: skip
+    """The study's answer about a model of the user's own; None where none was named.
+
+    takes: what else it reads. batch_size and seq_len: of a config.json's batch; a factory has arguments of its own.
+    """
+    named = {"module": module, "model": model, "arg": arg, "batch_size": batch_size, "seq_len": seq_len}
+    own = OneWorkload({name: value for name, value in named.items() if value not in (None, ())}).own
+    if own is None:
         return None
     from stepscope.studies.of_own_model import answer_of_own
 
-    refuse_beside("--module" if module else "--model", "--arg", *takes)
-    return answer_of_own(study, named, arguments, **options)
+    refuse_beside("--module" if module else "--model", "--arg", "--batch-size", "--seq-len", *takes)
+    return answer_of_own(study, own.factory, own.arguments, **options)
 
 
 def refuse_preset(model: str | None) -> None:
     """Raise InputError for a preset, where a study has a small model of its own, or none."""
     if model is not None:
         raise InputError(f"--model {model} is no config.json: this study takes one, or none at all")
+
+
+def given_ones(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were given: the study itself has values for the others."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def refuse_sizes(**sizes: int | None) -> None:
+    """Raise InputError for sizes of a batch, where a study has them of a config.json only."""
+    given = ", ".join(f"--{name.replace('_', '-')}" for name in given_ones(sizes))
+    if given:
+        raise InputError(f"{given} belongs to --model CONFIG.json here: leave it out, or name one")
 
 
 def study_verb(study: str, *examples: str, plot: bool = True, **usual: str) -> _Decorator:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from stepscope.cli.given_numbers import Numbers
-from stepscope.cli.studies.answering import of_own_model, refuse_preset, study_verb
+from stepscope.cli.studies.answering import given_ones, of_own_model, refuse_preset, refuse_sizes, study_verb
 from stepscope.core.answer import Answer
 
 
@@ -36,22 +36,26 @@ def accumulation_study(*, addend: float | None, count: int | None) -> Answer:
     "normalisation",
     "stepscope study normalisation --scales 0.1,10,300 --widths 256,4096",
     "stepscope study normalisation --from results/cpu/precision/normalisation.json --save normalisation.svg",
+    batch_size="4 of a config.json",
+    seq_len="512 of a config.json",
 )
 def normalisation_study(
-    *, module: str | None, arg: tuple[str, ...] = (), model: str | None, scales: Numbers | None,
-    widths: Numbers | None, epsilon: float | None, device: str = "cpu",
+    *, module: str | None, arg: tuple[str, ...] = (), model: str | None, batch_size: int | None,
+    seq_len: int | None, scales: Numbers | None, widths: Numbers | None, epsilon: float | None, device: str = "cpu",
 ) -> Answer:  # fmt: skip
     """RMSNorm and LayerNorm in fp16, bf16 and fp32: where squares overflow and epsilon vanishes, and the safe way.
 
     With --module or --model CONFIG.json: on what the norms of that model read in a step.
     """
-    if found := of_own_model("normalisation", module, model, arg, device=device):
+    sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len}
+    if found := of_own_model("normalisation", module, model, arg, **sizes, device=device):
         return found
     refuse_preset(model)
+    refuse_sizes(**sizes)
     from stepscope.numerics.normalisation.study import study_normalisation
 
     given = {"scales": scales, "widths": widths, "epsilon": epsilon}
-    return study_normalisation(device=device, **_given(given))
+    return study_normalisation(device=device, **given_ones(given))
 
 
 @study_verb(
@@ -63,8 +67,4 @@ def softmax_study(*, row: Numbers | None, scales: Numbers | None, device: str = 
     """Softmax, naive, safe and online, and attention's scores: where each overflows as its inputs grow."""
     from stepscope.numerics.softmax.study import study_softmax
 
-    return study_softmax(row=row, device=device, **_given({"scales": scales}))
-
-
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
+    return study_softmax(row=row, device=device, **given_ones({"scales": scales}))

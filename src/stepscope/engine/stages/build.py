@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def build(draft: Draft) -> None:
     """Make the step on the device."""
     workload, device = draft.request.workload, draft.device
-    draft.begin("build", workload.model.name)
+    draft.begin("build", workload.name)
     if workload.compile != "eager":
         reset_compilation()
     draft.held_before_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

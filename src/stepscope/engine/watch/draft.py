@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from stepscope.core.device_spec import find_device_spec
+from stepscope.core.errors import named_line
 from stepscope.core.evidence import Capture, Evidence, Habits, PhaseMemory, WatchedLoop
 from stepscope.core.own_workload import Input, OwnModel, WatchedWorkload
 from stepscope.core.run import Run
@@ -59,6 +60,11 @@ class WatchedDraft(RunDraft):
         """Keep the number of the first step that was timed."""
         self.set_evidence(loop=msgspec.structs.replace(self.loop, first_step=first))
 
+    def say_ended_by(self, error: Exception) -> None:
+        """Keep what ended the loop after its steps were timed."""
+        loop = self.run.evidence.loop or self.loop
+        self.set_evidence(loop=msgspec.structs.replace(loop, ended_by=named_line(error)))
+
     def keep_memory(self, memory: PhaseMemory) -> None:
         self.set_evidence(memory=memory)
 
@@ -94,14 +100,14 @@ def watched_workload(found: Found, loop: WatchedLoop, program: str) -> WatchedWo
         model=OwnModel(
             name=class_name(model),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
-            inputs=_inputs(found.roots[0], max(1, found.roots[0].calls)),
+            inputs=_inputs(found.roots[0], found.batches),
             structure=structure_digest(model),
             source=source_digest(model, [_script()]),
         ),
         dtype=_dtype(loop),
         compile="default" if found.compiled else "eager",
         optimizer=class_name(found.optimizer) if found.optimizer is not None else None,
-        accumulation=max(1, min(found.backwards, found.roots[0].calls)),
+        accumulation=found.micro_batches,
         program=program,
         rank=int(os.environ.get("RANK", "0")) if world > 1 else None,
         world_size=world,
@@ -125,6 +131,7 @@ def _loop(found: Found) -> WatchedLoop:
         optimizers=tuple(class_name(optimizer) for optimizer in found.optimizers),
         forwards=found.forwards,
         backwards=found.backwards,
+        evaluations=found.evaluations,
         autocast=next((root.autocast for root in found.roots if root.autocast), None),
         parameter_dtype=max(dtypes, key=lambda name: dtypes[name], default=""),
     )
@@ -139,7 +146,8 @@ def _dtype(loop: WatchedLoop) -> Dtype:
 
 
 def _inputs(root: ModuleSeen, calls: int) -> dict[str, Input]:
-    """The tensors of a whole step. Each micro-batch counts as large as the largest of them."""
+    """The tensors of a whole step, in which the root is called so many times on samples that differ. Each call counts
+    as large as the largest of them."""
     largest = {name: max(seen, key=lambda tensor: tensor.shape) for name, seen in root.inputs.items()}
     first = next((tensor.shape[0] for tensor in largest.values() if tensor.shape), None)
     inputs: dict[str, Input] = {}

@@ -128,6 +128,8 @@ class WatchedRun:
         watch, draft = self.watch, self._draft
         failed_in, stage, under_way = watch.phases.failed, watch.stage, watch.running
         watch.stop()
+        if draft is not None and draft.run.status == "done" and isinstance(error, Exception):
+            draft.say_ended_by(error)
         if draft is None:
             self.why_not = self.why_not or self._why_nothing()
         elif under_way:
@@ -138,7 +140,7 @@ class WatchedRun:
             elif error is not None and not isinstance(error, SystemExit) and draft.run.status == "unfinished":
                 draft.fail(error, stage, failed_in)
             elif draft.run.status == "unfinished" and (times is None or not times.count):
-                self.why_not = f"the loop ended after {counted(watch.steps, 'step')}, before any was timed"
+                self.why_not = self._why_nothing()
                 shutil.rmtree(draft.directory, ignore_errors=True)
                 self._draft = None
                 return None
@@ -147,11 +149,19 @@ class WatchedRun:
                 fewer = f": --steps 2:{watch.steps // 2} times fewer steps" if watch.steps >= 8 else ""
                 draft.note(f"{', '.join(left)}, since the loop ended before{fewer}")
             self._finish()
+        elif self.run is not None and self.run is not draft.run:  # What ended the loop has come to be known.
+            self._finish()
         return self.run
 
     def _why_nothing(self) -> str:
-        if self.watch.optimizer_stepped:
-            return f"the loop ended after {counted(self.watch.steps, 'step')}, before any was timed"
+        if self.watch.optimizer_stepped or self._draft is not None:
+            ended, between = f"the loop ended after {counted(self.watch.steps, 'step')}", self.request.between
+            if between is None or self.watch.steps > between[0]:
+                return f"{ended}, before any was timed"
+            first, last = between[0], between[1] - 1
+            if first == last:
+                return f"step {first} was not reached, since {ended}"
+            return f"none of the steps {first} to {last} was reached, since {ended}"
         return "no optimizer of PyTorch stepped in this process"
 
     def _keep_times(self) -> None:
@@ -164,7 +174,8 @@ class WatchedRun:
         draft.say_first_step(self.watch.steps - count if count else None)
         readings.read_after(count)
         if count < asked:
-            draft.note(f"{asked - count} of the {asked} steps that were asked for, since the loop ended before")
+            missing = f"{asked - count} of the {asked} steps" if count else counted(asked, "step")
+            draft.note(f"{missing} that {'was' if asked == 1 else 'were'} asked for, since the loop ended before")
         if count >= asked:
             draft.set(status="done")
             draft.save_meanwhile()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from stepscope.core.range_names import BACKWARD
 from stepscope.measure.step import Recorder
@@ -23,6 +23,7 @@ from stepscope.measure.watch.found import (
     ModuleSeen,
     TensorSeen,
     Unclear,
+    UpdateSeen,
     bare_optimizer,
     decide,
     is_compiled,
@@ -57,6 +58,8 @@ class Finder(Recorder):
         """The optimizer whose step ended last."""
         self._first: torch.optim.Optimizer | None = None
         self._scaling: torch.optim.Optimizer | None = None
+        self._stepping = False
+        """Whether an optimizer's step runs, which may call a closure."""
         self._outermost: ModuleSeen | None = None
         """The module whose forward runs, until it calls another."""
         self._undo: list[Undo] = []
@@ -67,6 +70,7 @@ class Finder(Recorder):
         return self._first is not None
 
     def start(self) -> None:
+        self._undo.append(register_optimizer_step_pre_hook(self._begin_hook()).remove)
         self._undo.append(register_optimizer_step_post_hook(self._hook()).remove)
         self._undo.append(replace(GradScaler, "step", self._around_scaler))
         if self._model is not None or self._optimizer is not None:
@@ -88,6 +92,11 @@ class Finder(Recorder):
     def phase_begins(self, name: str) -> None:
         if self._seen is not None and name == BACKWARD:
             self._seen.backwards += 1
+            update = self._seen.updates[-1]
+            if self._stepping:
+                update.closure_backwards += 1
+            else:
+                update.backwards += 1
 
     def _look(self) -> None:
         self._seen = LoopSeen(modules=[], optimizers=[])
@@ -108,14 +117,25 @@ class Finder(Recorder):
             return
         if optimizer is not None:
             seen.optimizers = [*(each for each in seen.optimizers if each is not optimizer), optimizer]
+        seen.updates[-1].optimizer = optimizer
+        seen.updates.append(UpdateSeen())
         if self.counts_this_end:
             given = self._optimizer
             self._ended(decide(seen, step_of=self._step_of, model=self._model, optimizer=given, said=optimizer is None))
         else:
             self._ended(None)
 
+    def _begin_hook(self) -> Callable[..., None]:
+        def begins(*_: Any) -> None:
+            if self._is_the_loops_thread():
+                self._stepping = True
+
+        return begins
+
     def _hook(self) -> Callable[..., None]:
         def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if self._is_the_loops_thread():
+                self._stepping = False
             if optimizer is not self._scaling and self._is_the_loops_thread():
                 self._stepped(optimizer)
 
@@ -169,6 +189,8 @@ class Finder(Recorder):
             seen = ModuleSeen(module=module, training=module.training)
             self._seen.modules.append(seen)
         seen.calls += 1
+        update = self._seen.updates[-1]
+        (update.closure_forwards if self._stepping else update.forwards)[id(module)] += 1
         seen.autocast = seen.autocast or _autocast(module)
         for name, value in (*enumerate(args), *kwargs.items()):
             for inner, tensor in _tensors(str(name), value):

@@ -4,6 +4,7 @@ It does not guess. Where two modules or two optimizers could be meant, the answe
 """
 
 import gc
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -35,6 +36,37 @@ class ModuleSeen:
 
 
 @dataclass(kw_only=True)
+class UpdateSeen:
+    """What ran between the update before this one and its end. A closure runs inside the optimizer's step."""
+
+    optimizer: torch.optim.Optimizer | None = None
+    """The optimizer that stepped; None until one has."""
+    forwards: Counter[int] = field(default_factory=Counter[int])
+    """Calls of each module before the optimizer's step, by the module's id."""
+    backwards: int = 0
+    closure_forwards: Counter[int] = field(default_factory=Counter[int])
+    closure_backwards: int = 0
+
+    @property
+    def ran_backward(self) -> bool:
+        return self.backwards + self.closure_backwards > 0
+
+    def evaluations_of(self, module: nn.Module) -> int:
+        """How often the closure ran forward of this module, and backward."""
+        return min(self.closure_backwards, self.closure_forwards[id(module)])
+
+    def forwards_of(self, module: nn.Module) -> int:
+        """Calls of this module, of which those in a closure count for one evaluation."""
+        inside = self.closure_forwards[id(module)]
+        return self.forwards[id(module)] + -(-inside // max(1, self.evaluations_of(module)))
+
+    def micro_batches_of(self, module: nn.Module) -> int:
+        """The number of batches whose gradients add up. A closure is evaluated again and again on one batch."""
+        inside = min(1, self.evaluations_of(module))
+        return max(1, min(self.backwards, self.forwards[id(module)]) + inside)
+
+
+@dataclass(kw_only=True)
 class LoopSeen:
     """What one whole step of a loop called."""
 
@@ -42,6 +74,16 @@ class LoopSeen:
     optimizers: list[torch.optim.Optimizer]
     """The optimizers that stepped, in the order of their last steps."""
     backwards: int = 0
+    updates: list[UpdateSeen] = field(default_factory=lambda: [UpdateSeen()])
+    """Each update in turn, and last what ran after them."""
+
+    def update_by(self, optimizer: torch.optim.Optimizer) -> UpdateSeen:
+        """The update of this optimizer, with the backward that made its gradients. Another optimizer may step between
+        that backward and this update, or the step that was looked at may have begun there."""
+        turns = self.updates
+        last = max((i for i, each in enumerate(turns) if each.optimizer is optimizer), default=len(turns) - 1)
+        before = [*turns[last + 1 :], *turns[: last + 1]]
+        return next((each for each in reversed(before) if each.ran_backward), before[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +96,8 @@ class Found:
     step ends."""
     backwards: int
     why: str
+    update: UpdateSeen | None = None
+    """The update that ends a step. None where the loop itself says where a step ends."""
     given: nn.Module | None = None
     """The whole model, where the loop calls only parts of it: the one given, or the one found to hold them all."""
 
@@ -68,6 +112,25 @@ class Found:
     @property
     def forwards(self) -> int:
         return sum(root.calls for root in self.roots)
+
+    @property
+    def evaluations(self) -> int:
+        """How often the optimizer's step evaluated a closure."""
+        return self.update.evaluations_of(self.roots[0].module) if self.update is not None else 0
+
+    @property
+    def micro_batches(self) -> int:
+        """Batches whose gradients add up before the update that ends a step."""
+        root = self.roots[0]
+        if self.update is None:
+            return max(1, min(self.backwards, root.calls))
+        return self.update.micro_batches_of(root.module)
+
+    @property
+    def batches(self) -> int:
+        """Calls of the first module in a step, each with other samples."""
+        root = self.roots[0]
+        return max(1, root.calls if self.update is None else self.update.forwards_of(root.module))
 
     @property
     def compiled(self) -> bool:
@@ -189,7 +252,10 @@ def _of_optimizer(
         names = _names(root.module for root in roots)
         return Unclear(f"{len(roots)} modules with parameters of {class_name(optimizer)} are called ({names})")
     others = [each for each in seen.optimizers if each is not optimizer]
-    return Found(roots=tuple(roots), optimizers=(optimizer, *others), backwards=seen.backwards, why=why, given=whole)
+    return Found(
+        roots=tuple(roots), optimizers=(optimizer, *others), backwards=seen.backwards, why=why,
+        update=seen.update_by(optimizer), given=whole,
+    )  # fmt: skip
 
 
 def _owned(modules: Sequence[ModuleSeen], optimizer: torch.optim.Optimizer) -> list[ModuleSeen]:

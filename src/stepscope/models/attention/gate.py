@@ -37,7 +37,7 @@ from torch import Tensor
 from stepscope.core.attention_support import find_fault
 from stepscope.core.attention_verdict import AttentionShape, AttentionVerdict, GateReport, TensorError
 from stepscope.core.attentions import ATTENTIONS, Attention, AttentionCall, TensorDtype
-from stepscope.core.errors import InputError, one_line
+from stepscope.core.errors import InputError, named_line
 from stepscope.models.attention import AttentionFunction, fault_of_device, implementation
 from stepscope.models.attention.cases import GivenTensor, draw_tensors, scale_of
 from stepscope.models.attention.masks import for_all_heads
@@ -152,7 +152,7 @@ class _Case:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the mistake is its own
-            why = f"sdpa, by whose error the gate judges, raises {type(error).__name__}: {one_line(error)}"
+            why = f"sdpa, by whose error the gate judges, raises {named_line(error)}"
             raise RuntimeError(why) from error
         errors = [{name: _errors(found[name], exact[name], terms[name]) for name in exact} for found in made]
         worst: dict[_Result, tuple[float, float]] = {
@@ -191,7 +191,7 @@ class _Case:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever it raises on what it says it supports is its failure
-            return verdict(outcome="failed", reason=f"{type(error).__name__}: {one_line(error)}")
+            return verdict(outcome="failed", reason=named_line(error))
         wrong = self._overwritten() or self._wrong_kind(found)
         if wrong:
             return verdict(outcome="failed", reason=wrong)

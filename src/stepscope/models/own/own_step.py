@@ -6,8 +6,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from stepscope.core.errors import InputError, StepscopeError, one_line
-from stepscope.core.range_names import BACKWARD, FORWARD
+from stepscope.core.errors import InputError, StepscopeError, message_of, named_line
+from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.measure.step import Phase
 from stepscope.models.own.batches import input_names, named_tensors, split
 from stepscope.models.own.blocks import checkpoint_blocks
@@ -49,49 +49,66 @@ class ModuleAlone(nn.Module):
 
 
 class OwnStep(AssembledStep):
-    """A step of a user's module. If its first forward or backward fails, one line says what is wrong."""
+    """A step of a user's module. If the first run of one of its phases fails, one line says what is wrong."""
 
     def __init__(self, own: OwnModule, choices: OwnChoices, device: torch.device) -> None:
         """own: the module as the factory returned it. It is moved to the device."""
         check_choices(choices, device)
         trained = [parameter for parameter in own.module.parameters() if parameter.requires_grad]
         if choices.phase != "forward" and not trained:
-            raise InputError(f"{own.name} has no parameters to train: choose --phase forward, or give it some")
+            remedy = "give it some, or measure forward alone with stepscope run --phase forward"
+            raise InputError(f"{own.name} has no parameters to train: {remedy}")
         own = own.on(device, torch.bfloat16 if choices.dtype == "bf16-pure" else None)
         blocks = checkpoint_blocks(own.module, choices.checkpointing, own.name)
         self.own = own
-        self._unproved = {FORWARD, BACKWARD}
+        self._first = _FirstRuns(own.name)
         super().__init__(_parts(own, choices, blocks), choices, device)
 
     def _forward(self, micro: int) -> None:
-        if FORWARD not in self._unproved:
+        if FORWARD in self._first.done:
             super()._forward(micro)
             return
-        self._prove(FORWARD, lambda: super(OwnStep, self)._forward(micro))
+        self._first.run(FORWARD, lambda: super(OwnStep, self)._forward(micro))
         assert self.loss is not None
         check_gradient(self.loss, self.own.name)
 
     def _infer(self, micro: int) -> None:
-        self._prove(FORWARD, lambda: super(OwnStep, self)._infer(micro))
+        self._first.run(FORWARD, lambda: super(OwnStep, self)._infer(micro))
 
     def _backward(self) -> None:
-        self._prove(BACKWARD, super()._backward)
+        self._first.run(BACKWARD, super()._backward)
 
-    def _prove(self, phase: str, run: Callable[[], None]) -> None:
-        """Run a part. Raises InputError if its first run fails, unless the device failed: that is not the user's
+    def _optimize(self) -> None:
+        self._first.run(OPTIMIZER, super()._optimize)
+
+
+class _FirstRuns:
+    """Runs the phases of a user's step. What a phase raises in its first run is a mistake in the user's code; later, it
+    is a failure of the run, which keeps the steps before it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.done: set[str] = set()
+
+    def run(self, phase: str, run: Callable[[], object]) -> None:
+        """Run a phase. Raises InputError if its first run fails, unless the device failed: that is not the user's
         mistake."""
-        if phase not in self._unproved:
+        if phase in self.done:
             run()
             return
         try:
             run()
         except (StepscopeError, torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
             raise
-        except Exception as error:  # The user's own code may raise anything.
-            if "memory" in str(error):
+        except (Exception, SystemExit) as error:  # The user's own code may raise anything.
+            if isinstance(error, RuntimeError) and "memory" in message_of(error):
                 raise
-            raise InputError(f"{self.own.name} fails in {phase}: {type(error).__name__}: {one_line(error)}") from error
-        self._unproved.discard(phase)
+            raise InputError(f"{self._name} fails in {phase}: {named_line(error)}") from error
+        self.done.add(phase)
+
+    def of(self, phase: Phase) -> Phase:
+        """The phase, run by this."""
+        return Phase(name=phase.name, run=lambda: self.run(phase.name, phase.run))
 
 
 class DrivenStep:
@@ -99,7 +116,8 @@ class DrivenStep:
 
     def __init__(self, given: Any, name: str, device: torch.device) -> None:
         self.given, self.device = given, device
-        self.phases = tuple(_phase(phase, name) for phase in _list_of(given.phases, name))
+        self._first = _FirstRuns(name)
+        self.phases = tuple(self._first.of(_phase(phase, name)) for phase in _list_of(given.phases, name))
         self.model: nn.Module = _module_of(given, name)
         self.forward_module: nn.Module = getattr(given, "forward_module", self.model)
         self.blocks: Sequence[nn.Module] = tuple(getattr(given, "blocks", ()))
@@ -135,7 +153,7 @@ class DrivenStep:
         """Run what the user's step prepares before each step. It is not timed."""
         prepare = getattr(self.given, "prepare", None)
         if prepare is not None:
-            prepare()
+            self._first.run("prepare", prepare)
 
 
 def _parts(own: OwnModule, choices: OwnChoices, blocks: Sequence[nn.Module]) -> StepParts:

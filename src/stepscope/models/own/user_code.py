@@ -4,7 +4,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from stepscope.core.errors import DeviceError, InputError, StepscopeError, one_line
+from stepscope.core.errors import DeviceError, InputError, StepscopeError, named_line, one_line
 from stepscope.measure.device import is_out_of_memory
 
 
@@ -18,7 +18,7 @@ def said_of(what: str) -> Iterator[None]:
     except BaseException as error:  # The user's own code may raise anything.
         if is_out_of_memory(error):
             raise DeviceError(f"{what}: {one_line(error)}") from error
-        raise InputError(f"{what}: {type(error).__name__}: {one_line(error)}") from error
+        raise InputError(f"{what}: {named_line(error)}") from error
 
 
 def printed_to_stderr() -> contextlib.AbstractContextManager[object]:

@@ -9,9 +9,10 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import torch
 
-from stepscope.core.answer import Answer, Cell, Table
+from stepscope.core.answer import Answer, Cell, Table, as_lines
 from stepscope.core.errors import InputError, choose
 from stepscope.core.finding import Finding
 from stepscope.measure.as_on_cuda import AsOnCuda
@@ -45,6 +46,7 @@ TREE, CASTS, OPERATOR_TABLE = "Modules", "Casts", "Operators"
 """Titles of the tables."""
 RULES = ("cpu", "cuda")
 """Devices whose rules autocast may go by."""
+_WHOSE = {"cpu": "the CPU's", "cuda": "CUDA's"}
 
 
 def study_autocast(
@@ -79,21 +81,21 @@ def study_autocast(
         "model": looked_at.name,
         "dtype": dtype,
         "device": where.type,
+        "rules": rules,
         "CUDA's rules": "observed on this GPU" if where.type == "cuda" else "observed on tensors without data",
     }
     said: list[Finding] = []
     if imitated:
-        settings["rules"] = rules
         with AsOnCuda():
             said.append(imitation_found(operators["cuda"], observe_operators(cpu, low)))
     return computed_answer(
         where,
         study="autocast",
-        question=f"What dtype does everything in {looked_at.name} have under {dtype} autocast"
-        + (", by CUDA's rules?" if imitated else "?"),
+        question=f"What dtype does everything in {looked_at.name} have under {dtype} autocast, "
+        f"by {_WHOSE[rules]} rules?",
         settings=settings,
         tables=(
-            tree_table(looked_at, recording, TREE),
+            msgspec.structs.replace(tree_table(looked_at, recording, TREE), notes=as_lines(_by(rules, imitated))),
             _casts_table(recording, repeats),
             _operator_table(operators, rules, dtype),
         ),
@@ -109,6 +111,10 @@ def study_autocast(
             *differences_found(operators),
         ),
     )
+
+
+def _by(rules: str, imitated: bool) -> str:
+    return f"By {_WHOSE[rules]} rules{', imitated here' if imitated else ''}."
 
 
 def _casts_table(recording: AutocastRecord, repeats: Mapping[str, Casts]) -> Table:

@@ -22,7 +22,7 @@ from stepscope.numerics.gradients.loss_scaler import (
     DynamicLossScaler,
 )
 from stepscope.numerics.setting import one_thread
-from stepscope.numerics.steps import own_workload, settings_of, step_of, trained_parameters
+from stepscope.numerics.steps import check_loss, own_workload, settings_of, step_of, trained_parameters
 
 PLANTED = (7, 8, 60, 90, 91, 92, 150)
 """Steps whose batch is made to overflow: alone, in a row, and soon after the scale has grown."""
@@ -140,6 +140,7 @@ class _OwnTrainee:
     def __init__(self, step: AssembledStep, seed: int) -> None:
         self.model = step.model
         self._step, self._seed = step, seed
+        self._checked = False
 
     def loss(self, *, planted: bool) -> Tensor:
         self._step.prepare()
@@ -148,6 +149,9 @@ class _OwnTrainee:
         self._seed += 1
         self._step.phases[0].run()
         assert self._step.loss is not None
+        if not self._checked:
+            check_loss(self._step.loss.item())
+            self._checked = True
         return self._step.loss.float() * (_MULTIPLIED if planted else 1.0)
 
 

@@ -31,6 +31,7 @@ from stepscope.models.training_step import TrainingStep
 from stepscope.numerics.answers import computed_answer, curves, pivot
 from stepscope.numerics.setting import threads_for
 from stepscope.numerics.steps import (
+    check_loss,
     elements_of,
     in_fp32,
     layers_folded,
@@ -257,6 +258,7 @@ def _outcomes(workload: DrivenWorkload, runs: dict[str, _Trained], device: torch
     judge.model.eval()
     parameters = trained_parameters(judge.model).values()
     start = [parameter.detach().clone() for parameter in parameters]
+    check_loss(runs["fp32"].losses[0])
     exact = runs["fp32"].held
     way = _distance(exact, start)
     if not way:

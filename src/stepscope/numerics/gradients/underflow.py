@@ -32,7 +32,7 @@ from stepscope.measure.device import resolve_device
 from stepscope.measure.step import drive
 from stepscope.numerics.answers import computed_answer, curves
 from stepscope.numerics.setting import check_room
-from stepscope.numerics.steps import layers_folded, one_step_of, settings_of, step_of
+from stepscope.numerics.steps import check_loss, layers_folded, one_step_of, settings_of, step_of
 
 COMPARED = ("fp16", "bf16", "fp8-e5m2", "fp8-e4m3")
 SCALES = (0, 10, 16)
@@ -134,7 +134,7 @@ def study_underflow(
 def gradients_of(workload: DrivenWorkload, device: torch.device, scale: int = 0) -> list[Gradients]:
     """Gradients of one step by kind of module, its loss multiplied by 2**scale; they are still scaled.
 
-    Raises InputError where the gradients of an fp32 step are not finite or all zero.
+    Raises InputError where the loss or the gradients of an fp32 step are not finite, or the gradients all zero.
     """
     step = step_of(workload, device)
     kind_of = kind_of_module if isinstance(workload, Workload) else layers_folded(step.model)
@@ -157,6 +157,8 @@ def gradients_of(workload: DrivenWorkload, device: torch.device, scale: int = 0)
         smaller, larger = "choose a smaller --model", "choose a larger --batch-size or --seq-len"
         if not isinstance(workload, Workload):
             smaller = larger = "give it another batch"
+        if step.loss is not None:
+            check_loss(step.loss.item(), smaller)
         for each in kinds:
             for name, tensor in each.tensors.items():
                 if not tensor.isfinite().all():

@@ -121,8 +121,8 @@ class Plain:
         self.result = setting.run(PLAIN)
         if not self.result.is_finite:
             raise InputError(
-                f"the plain step of {setting.subject.name} in {setting.dtype} gives a loss or a gradient "
-                "that is not finite: there is nothing to compare with; choose another --dtype, or a batch"
+                f"{self.result.not_finite} of the plain step of {setting.subject.name} in {setting.dtype} is not "
+                "finite: there is nothing to compare with; choose another --dtype, or a batch"
             )
         self.moved: dict[str, Distance] = {}
         self.refused: dict[str, str] = {}

@@ -33,7 +33,15 @@ class StepResult:
     @property
     def is_finite(self) -> bool:
         """Whether the loss and every gradient are finite."""
-        return math.isfinite(self.loss) and all(bool(each.isfinite().all()) for each in self.gradients.values())
+        return self.not_finite is None
+
+    @property
+    def not_finite(self) -> str | None:
+        """What is not finite, in words: the loss, or else the first such gradient; None where all is finite."""
+        if not math.isfinite(self.loss):
+            return "the loss"
+        broken = (name for name, each in self.gradients.items() if not bool(each.isfinite().all()))
+        return next((f"the gradient of {name}" for name in broken), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,7 +86,9 @@ class Replay:
         self._found = find_parts(self._step, subject.seed)
         self._given = self._run(())
         if not self._given.is_finite:
-            raise InputError(f"the step of {subject.name} gives a loss or a gradient that is not finite as it is given")
+            raise InputError(
+                f"{self._given.not_finite} of the step of {subject.name} is not finite: give another batch"
+            )
 
     def ranking(self, to: str) -> Ranking:
         """Every part alone, then all at once, then the layers of the first."""

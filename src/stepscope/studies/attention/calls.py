@@ -26,7 +26,7 @@ from stepscope.core.attention_timing import (
 )
 from stepscope.core.attention_verdict import AttentionShape, AttentionVerdict, Numbers
 from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
-from stepscope.core.errors import one_line
+from stepscope.core.errors import named_line, one_line
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.run import Settings
 from stepscope.engine.device_failure import let_go
@@ -361,5 +361,5 @@ def _fallen(cell: AttentionCell, error: BaseException, during: str) -> Attention
     """The timing row of a cell that raised an error."""
     if is_out_of_memory(error):
         return AttentionTiming(cell=cell, outcome="out of memory", reason=f"in {during}: {one_line(error)}")
-    reason = f"in {during}: {type(error).__name__}: {one_line(error)}"
+    reason = f"in {during}: {named_line(error)}"
     return AttentionTiming(cell=cell, outcome="failed", reason=reason)

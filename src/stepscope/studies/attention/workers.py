@@ -20,7 +20,7 @@ import msgspec
 from stepscope.core.attention_timing import CallCompile
 from stepscope.core.attention_verdict import AttentionShape, AttentionVerdict, GateReport
 from stepscope.core.attentions import Attention, TensorDtype
-from stepscope.core.errors import one_line
+from stepscope.core.errors import named_line
 
 WORKER_COMMAND = (sys.executable, "-P", "-m", "stepscope.studies.attention.workers")
 
@@ -154,7 +154,7 @@ def perform(task: WorkerTask) -> WorkerAnswer:
             task.names, device=device, dtypes=(task.dtype,), shapes=(task.shape,), seed=task.seed, repeat=task.repeat
         )
     except Exception as error:  # the next task may go well
-        return WorkerAnswer(error=f"{type(error).__name__}: {one_line(error)}")
+        return WorkerAnswer(error=named_line(error))
     finally:
         if device.type == "cuda":
             with contextlib.suppress(RuntimeError):  # a device that failed says so in the next task

@@ -11,6 +11,7 @@ from stepscope.core.evidence import CodeLine, Habits
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.range_names import DATA, REST, STEP
 from stepscope.core.run import Run
+from stepscope.core.samples import MINIMUM_FOR_INTERVAL
 from stepscope.core.units import counted, format_bytes, format_seconds, format_share
 from stepscope.memory.left_behind import growth_finding
 
@@ -218,9 +219,12 @@ def shapes_change(habits: Habits) -> Finding | None:
 
 
 def _share(run: Run, name: str) -> float | None:
-    """The part's share of all timed steps together; a loader with workers waits in some of them only."""
+    """The part's share of all timed steps together; a loader with workers waits in some of them only. None of a few
+    steps, in which one line of a log or one batch is a large share."""
     part, step = run.samples.get(name), run.samples.get(STEP)
     if run.evidence.loop is None or part is None or step is None or not sum(step.values_s):
+        return None
+    if step.count < MINIMUM_FOR_INTERVAL:
         return None
     return sum(part.values_s) / sum(step.values_s)
 

@@ -218,9 +218,9 @@ def correlated_samples(run: Run) -> Finding | None:
 
 
 def wide_spread(run: Run) -> Finding | None:
-    """[20] Samples that scatter."""
+    """[20] Samples that scatter. The middle half of a few is one or two of them."""
     samples = run.samples.get(STEP)
-    if samples is None or samples.spread is None or samples.median_s is None:
+    if samples is None or samples.count < MINIMUM_FOR_INTERVAL or samples.spread is None:
         return None
     if samples.spread <= 0.1:
         return None
