@@ -63,6 +63,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def at_length(*cases: Any) -> list[Any]:
+    """Cases of a parametrised test that --long alone runs, beside others that say whether it works."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long) for case in cases]
+
+
+def in_the_interpreter_at_length(*cases: Any) -> list[Any]:
+    """Such cases of a kernel's test: where there is a GPU they take little, and are always run."""
+    return list(cases) if Path("/dev/nvidiactl").exists() else at_length(*cases)
+
+
 @pytest.fixture
 def share(request: pytest.FixtureRequest) -> float:
     """Which share of a campaign's cases to run: a part that says whether it works, or with --long all of them."""

@@ -200,6 +200,7 @@ def test_ctrl_c_leaves_a_usable_run(tmp_path: Path):
     assert run.status == "interrupted" and run.samples["step"].count >= 1
 
 
+@pytest.mark.long
 def test_ctrl_c_while_observing_keeps_the_times(tmp_path: Path):
     process = run_until(("profile", "ceiling"), *QUICK, "--runs", str(tmp_path))
     for _ in range(3):  # an impatient user
@@ -214,6 +215,7 @@ def test_ctrl_c_while_observing_keeps_the_times(tmp_path: Path):
     assert process.returncode == 130 if run.failure else process.returncode in (0, 130, -signal.SIGINT)
 
 
+@pytest.mark.long
 def test_a_display_that_is_gone_is_no_failure_of_the_device(tmp_path: Path):
     with Path("/dev/full").open("w") as full:
         result = subprocess.run(
@@ -303,7 +305,20 @@ def test_a_closed_pipe_is_no_failure(measured: tuple[Path, subprocess.CompletedP
 
 
 def test_warm_up_study(tmp_path: Path):
-    result = stepscope("study", "warmup", "--seq-len", "8", "--steps", "3", "--warmup", "0,2", "--runs", str(tmp_path))
+    result = stepscope(
+        "study",
+        "warmup",
+        "--model",
+        "tiny",
+        "--seq-len",
+        "8",
+        "--steps",
+        "3",
+        "--warmup",
+        "0,2",
+        "--runs",
+        str(tmp_path),
+    )
     assert result.returncode == 0, result.stderr
     assert "After 0 warm-up steps the mean step is" in result.stdout
     runs, _ = load_runs([tmp_path])

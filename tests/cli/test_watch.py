@@ -15,6 +15,7 @@ from stepscope.core.range_names import TIMED
 from stepscope.core.run import Run
 from stepscope.core.run_directory import load_runs
 from tests.command import stepscope
+from tests.conftest import at_length
 
 HEAD = """
 import sys
@@ -184,7 +185,7 @@ def test_an_exception_in_a_watched_forward_shows_no_frame_of_ours(tmp_path: Path
     assert run.status == "out-of-memory" and run.failure is not None and run.failure.phase == "forward"
 
 
-@pytest.mark.parametrize(("call", "code", "said"), [("3", 3, ""), ("None", 0, ""), ("'gone'", 1, "gone\n")])
+@pytest.mark.parametrize(("call", "code", "said"), [("3", 3, ""), *at_length(("None", 0, ""), ("'gone'", 1, "gone\n"))])
 def test_sys_exit_is_the_scripts_own(tmp_path: Path, call: str, code: int, said: str):
     done, (run,) = ended(tmp_path, f"sys.exit({call})\n", "--steps", "3:100")
     assert done.returncode == code and done.stderr.endswith(said)
@@ -192,6 +193,7 @@ def test_sys_exit_is_the_scripts_own(tmp_path: Path, call: str, code: int, said:
     assert run.evidence.notes[0] == "90 of the 97 steps that were asked for, since the loop ended before"
 
 
+@pytest.mark.long
 def test_what_runs_at_exit_still_runs(tmp_path: Path):
     ending = """
     import atexit
@@ -302,6 +304,7 @@ def test_ctrl_c_is_the_scripts_own_and_what_was_measured_is_kept(tmp_path: Path)
     assert run.status == "interrupted" and run.samples["step"].count > 10
 
 
+@pytest.mark.long
 def test_the_scripts_own_handlers_stand(tmp_path: Path):
     ending = """
     import os, signal

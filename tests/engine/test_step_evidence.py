@@ -17,7 +17,7 @@ from stepscope.engine.step import measure_step
 from stepscope.measure.environment import HostLoad
 from stepscope.models import training_step
 from stepscope.models.training_step import TrainingStep
-from tests.conftest import mini
+from tests.conftest import at_length, mini
 from tests.textbook import textbook
 
 pytestmark = pytest.mark.slow
@@ -70,7 +70,7 @@ def compiled_without_a_backend(module: torch.nn.Module, _mode: str) -> torch.nn.
 
 
 @pytest.mark.parametrize(("warmup", "wrong"), [(0, True), (1, False)])
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("steps", [1, *at_length(4)])
 def test_a_compilation_in_a_measured_step_is_an_error_whatever_the_count(
     out: Path, monkeypatch: pytest.MonkeyPatch, warmup: int, wrong: bool, steps: int
 ):

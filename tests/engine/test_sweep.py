@@ -20,7 +20,7 @@ from stepscope.engine.plan import Cell, CellState, Policy, SweepPlan, SweepState
 from stepscope.engine.recipe import load_recipe
 from stepscope.engine.sweep import run_sweep
 from stepscope.studies.warmup import warmup_cells
-from tests.conftest import make_run, mini, workload
+from tests.conftest import at_length, make_run, mini, workload
 from tests.hostile import kills
 from tests.hostile.campaign import processes_with, wait_until_it_answers
 
@@ -69,8 +69,8 @@ def test_out_of_memory_is_a_row_with_its_place_and_larger_cells_are_skipped(out:
     assert skipped.failure.message.endswith("ran out of memory") and f"s{IMPOSSIBLE}" in skipped.failure.message
     assert by_key[LONGER, "bf16"].status == "out-of-memory"  # another dtype: tried
 
-    tried = run_sweep(plan(out, *cells), Policy(skip=False))
-    assert statuses(tried).count("out-of-memory") == 3 and statuses(tried).count("done") == 1
+    (tried,) = run_sweep(plan(out, Cell(workload=impossible(LONGER), settings=QUICK)), Policy(skip=False))
+    assert tried.status == "out-of-memory"
 
 
 def test_a_crash_is_a_row_and_its_last_words_are_kept(out: Path, monkeypatch: pytest.MonkeyPatch):
@@ -111,6 +111,7 @@ def test_a_cell_that_is_killed_is_a_row_and_the_sweep_goes_on(out: Path):
     assert runs[0].environment is not None
 
 
+@pytest.mark.long
 def test_a_cell_killed_while_it_observes_keeps_its_times(out: Path):
     settings = Settings(warmup_floor=1, warmup_cap=1, steps_floor=5, steps_cap=5, seconds=0)
 
@@ -134,6 +135,7 @@ def test_a_cell_whose_process_does_not_end_is_a_result_all_the_same(
     assert statuses(run_sweep(plan(out, cell()))) == ["done"]
 
 
+@pytest.mark.long
 def test_cells_of_one_workload_do_not_fall_over_each_other(out: Path):
     """The warm-up study of a workload that does not fit: three rows of one key within one millisecond."""
     runs = run_sweep(plan(out, *warmup_cells(impossible(), steps=2)))
@@ -197,7 +199,7 @@ from stepscope.core.workload import Workload
 
 def sweep():
     model = configure("tiny", d_model=32, d_ff=64, layers=2, heads=2, vocabulary=101)
-    return [Workload(model=model, seq_len=n, batch_size=2) for n in (8, 16, 24, 32)]
+    return [Workload(model=model, seq_len=n, batch_size=2) for n in (8, 16)]
 """
 
 
@@ -236,12 +238,12 @@ def test_killed_in_the_middle_the_same_command_finishes_and_repeats_only_that_ce
     stdout, stderr = start_sweep(tmp_path, out).communicate(timeout=120)
     assert stderr.count("(already measured)") == 1
     done = {name for name, status in ended(out).items() if status == "done"}
-    assert len(done) == 4 and {name for name, status in before.items() if status == "done"} < done
-    assert stdout.count("tiny+") == 4
+    assert len(done) == 2 and {name for name, status in before.items() if status == "done"} < done
+    assert stdout.count("tiny+") == 2
 
     _, stderr = start_sweep(tmp_path, out).communicate(timeout=60)
-    assert stderr.count("(already measured)") == 4
-    assert len(ended(out)) == 5  # the unfinished one stays to be seen
+    assert stderr.count("(already measured)") == 2
+    assert len(ended(out)) == 3  # the unfinished one stays to be seen
 
 
 def test_ctrl_c_keeps_what_the_running_cell_has(tmp_path: Path, out: Path):
@@ -460,6 +462,7 @@ def test_nothing_that_a_cell_started_lives_on(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.long
 def test_what_a_killed_sweep_and_its_cell_left_behind_ends_when_it_starts_again(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -474,9 +477,10 @@ def test_what_a_killed_sweep_and_its_cell_left_behind_ends_when_it_starts_again(
     assert len(processes_with(f"HOSTILE={tmp_path}")) == 3
     _, stderr = start_sweep(tmp_path, out).communicate(timeout=200)
     assert not processes_with(f"HOSTILE={tmp_path}") and "Traceback" not in stderr
-    assert sorted(ended(out).values()).count("done") == 4
+    assert sorted(ended(out).values()).count("done") == 2
 
 
+@pytest.mark.long
 def test_a_cell_killed_while_the_clock_jumps_back_is_the_row_of_its_directory(out: Path):
     def jump(state: SweepState) -> None:
         if state.cells[0].stage == "observe":
@@ -490,6 +494,7 @@ def test_a_cell_killed_while_the_clock_jumps_back_is_the_row_of_its_directory(ou
     assert ended(out) == {run.id: "killed"}
 
 
+@pytest.mark.long
 def test_a_cell_that_somebody_stops_is_killed_with_what_it_had(out: Path):
     def stop(state: SweepState) -> None:
         if state.cells[0].stage == "measure" and "step 3" in state.cells[0].detail:
@@ -503,7 +508,7 @@ def test_a_cell_that_somebody_stops_is_killed_with_what_it_had(out: Path):
 
 @pytest.mark.parametrize(
     ("sent", "delay_s"),
-    [(signal.SIGINT, 0.2), (signal.SIGTERM, 1.5), (signal.SIGHUP, 4.0)],
+    [(signal.SIGTERM, 1.5), *at_length((signal.SIGINT, 0.2), (signal.SIGHUP, 4.0))],
     ids=str,
 )
 def test_a_sweep_stops_with_the_code_of_its_signal(tmp_path: Path, out: Path, sent: signal.Signals, delay_s: float):

@@ -353,6 +353,7 @@ def test_a_history_that_fails_is_a_note_and_the_run_is_done(out: Path, monkeypat
     assert not torch.is_grad_enabled() or not any(m._forward_hooks for m in warmed().model.modules())
 
 
+@pytest.mark.long
 def test_ctrl_c_while_recording_keeps_the_times(tmp_path: Path):
     process = run_until(("stepscope: memory",), *QUICK, "--no-profile", "--record", "memory", "--runs", str(tmp_path))
     process.send_signal(signal.SIGINT)

@@ -26,6 +26,7 @@ from stepscope.models.attention.pytorch import sdpa
 from stepscope.models.attention.written_out import CHUNK, reference
 from stepscope.studies.attention.calls import odd_shapes
 from stepscope.studies.attention.matrix import shapes_of
+from tests.conftest import in_the_interpreter_at_length
 from tests.models.test_attention_gate import CPU, PLAIN, PROBES, judged, square
 
 pytestmark = pytest.mark.slow
@@ -240,7 +241,7 @@ HIDDEN: dict[str, AttentionFunction] = {
 
 
 @pytest.mark.parametrize("name", HIDDEN)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", *in_the_interpreter_at_length("fp32", "fp16")])
 def test_a_mistake_that_plain_calls_hide_is_refused(name: str, dtype: TensorDtype):
     """Each passes on scores of the size 1, the usual scale, tensors laid out alike and all three gradients."""
     assert judged(HIDDEN[name], *PLAIN, dtype=dtype).passed

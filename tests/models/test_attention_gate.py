@@ -30,6 +30,7 @@ from stepscope.models.attention.pytorch import sdpa
 from stepscope.models.attention.written_out import reference
 from stepscope.studies.attention import matrix as attention_matrix
 from stepscope.studies.attention.matrix import GateMatrix, decode_matrix
+from tests.conftest import at_length
 from tests.shown import shown
 
 CPU = torch.device("cpu")
@@ -55,7 +56,7 @@ def judged(function: AttentionFunction, *shapes: AttentionShape, dtype: TensorDt
 # ---- what is right passes
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", *at_length("fp16")])
 def test_every_implementation_passes_on_every_length_and_head_dim(dtype: TensorDtype):
     names: list[Attention] = [name for name in ATTENTIONS if name not in ("flash", "flex")]
     reports = check_attention_matrix(

@@ -12,7 +12,7 @@ from stepscope.measure.device import HostDevice
 from stepscope.measure.driven import observe_step, profile_step
 from stepscope.measure.profile import union_length
 from stepscope.models.training_step import TrainingStep, check_supported
-from tests.conftest import mini, run_steps
+from tests.conftest import at_length, mini, run_steps
 from tests.models.by_dtype import BY_DTYPE
 
 pytestmark = pytest.mark.slow
@@ -95,7 +95,7 @@ def test_the_micro_batches_are_the_batch():
     assert torch.equal(torch.cat(seen), step.tokens) and torch.equal(step.tokens, step.batches[0][0])
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "bf16-pure"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16-pure", *at_length("bf16", "fp16")])
 def test_training_learns_in_every_precision(dtype: str):
     step = TrainingStep(mini(dtype=dtype), CPU)
     step.batches = step.batches[:1]
@@ -186,6 +186,7 @@ def test_the_mode_of_compilation_is_the_one_asked_for(mode: str, tuned: bool, gr
     assert (configuration["max_autotune"], configuration["triton.cudagraphs"]) == (tuned, graphs)
 
 
+@pytest.mark.long
 def test_what_is_timed_under_compile_is_the_compiled_module():
     reset_compilation()
     step = TrainingStep(mini(compile="default"), CPU)

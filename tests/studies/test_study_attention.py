@@ -434,6 +434,7 @@ def test_a_budget_that_is_over_leaves_the_rest():
     assert not interrupted and {row.outcome for row in found.timings} == {"not reached"}
 
 
+@pytest.mark.long
 def test_eager_beside_compiled_is_one_row(tmp_path: Path):
     found, _ = measure(groups_of("reference", compiles=("none", "default")))
     (row,) = answer_attention(found).table(COMPILED).rows

@@ -19,7 +19,7 @@ from stepscope.measure.driven import capture_memory
 from stepscope.memory.prediction.estimate import estimate, symbolic_model
 from stepscope.memory.prediction.symbolic_tensors import Ledger, Node, RoundingAllocator, Storage, Tape
 from stepscope.models.training_step import TrainingStep
-from tests.conftest import mini
+from tests.conftest import at_length, mini
 from tests.cpu_allocations import allocated_bytes
 
 pytestmark = pytest.mark.slow
@@ -143,7 +143,7 @@ def test_every_phase_has_the_peak_that_is_predicted(dtype: str, attention: str, 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("attention", ["reference", "sdpa", "sdpa-math"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", *at_length("bf16")])
 def test_a_step_with_shared_keys_is_predicted_to_the_byte(dtype: str, attention: str, kv_heads: int):
     shared = {"d_model": 64, "heads": 4, "kv_heads": kv_heads, "dtype": dtype, "attention": attention}
     assert kept_in_truth(three(**shared)) == kept_by_symbolic_model(three(**shared))
@@ -153,7 +153,7 @@ def test_a_step_with_shared_keys_is_predicted_to_the_byte(dtype: str, attention:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("phase", ["forward-backward", "train"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "bf16-pure"])
+@pytest.mark.parametrize("dtype", ["bf16", *at_length("fp32", "bf16-pure")])
 def test_a_step_with_a_tied_head_is_predicted_to_the_byte(dtype: str, phase: str, accumulation: int):
     """With a vocabulary so large that the weight's two gradients and their sum are the peak of backward."""
     tied = {"tied": True, "vocabulary": 512, "dtype": dtype, "phase": phase, "accumulation": accumulation}
