@@ -109,7 +109,9 @@ class _Search:
 
     def _plans(self, budget: Budget) -> Iterator[Plan]:
         """The single changes that suffice. If fewer than two do, pairs, triples and so on as well."""
-        levers, found = list(_levers(self._workload)), list[tuple[Change, ...]]()
+        # A model without blocks cannot be checkpointed, and its other levers are tried all the same.
+        levers = [lever for lever in _levers(self._workload) if self._variant(_with(self._workload, lever[-1:]))]
+        found: list[tuple[Change, ...]] = []
         # Two levers may set one option; the later of them saves more, and overrides the other.
         strongest = [settings[-1] for settings in levers]
         if not levers or not self._fits(_with(self._workload, strongest), budget):
