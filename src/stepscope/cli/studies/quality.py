@@ -21,11 +21,10 @@ def quality(
 
     With --module or --model CONFIG.json: that model, trained on its own batches, by its own optimizer or by AdamW.
     """
-    options: dict[str, Any] = {
-        "steps": steps, "learning_rate": learning_rate, "variants": variants, "device": device, "seed": seed,
-    }  # fmt: skip
-    takes = ("--steps", "--learning-rate", "--variants", "--seed")
-    if found := of_own_model("quality", module, model, arg, *takes, **options):
+    asked = {"steps": steps, "learning_rate": learning_rate, "variants": variants, "seed": seed}
+    read = [f"--{name.replace('_', '-')}" for name in asked]
+    options: dict[str, Any] = {**asked, "device": device}
+    if found := of_own_model("quality", module, model, arg, *read, **options):
         return found
     refuse_preset(model)
     from stepscope.numerics.quality.study import study_quality

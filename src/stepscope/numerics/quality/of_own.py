@@ -27,16 +27,7 @@ from stepscope.models.training_step import check_choices
 from stepscope.numerics.answers import computed_answer
 from stepscope.numerics.quality.answer import panels_of, tables_of
 from stepscope.numerics.quality.findings import FinalLoss, RunsJudged, quality_findings
-from stepscope.numerics.quality.runs import (
-    PlannedRun,
-    Told,
-    check_training,
-    chosen_variants,
-    device_failures,
-    judged_runs,
-    planned_runs,
-    run_in_turn,
-)
+from stepscope.numerics.quality.runs import PlannedRun, Told, check_training, judged_runs, planned_runs, run_in_turn
 from stepscope.numerics.quality.training import (
     REFERENCE,
     VARIANTS,
@@ -82,15 +73,14 @@ def study_own_quality(
     on = resolve_device(device)
     length, highest = STEPS if steps is None else steps, LEARNING_RATE if learning_rate is None else learning_rate
     check_training(length, highest, seed)
-    with own_randomness(on), device_failures(on):
+    with own_randomness(on):
         subject = _Subject(own, arguments, on, seed)
         if subject.optimizer is not None and learning_rate is not None:
             raise InputError(
                 f"{subject.name} gives an optimizer of its own, {subject.optimizer}, with its own learning rate: leave "
                 "out --learning-rate"
             )
-        names, left_out = chosen_variants(variants, subject.check)
-        planned = planned_runs(names, seed)
+        planned, left_out = planned_runs(variants, subject.check, seed)
         training = _Training(subject, length, highest, left_out)
         with threads_for(*subject.elements):
             runs, interrupted = run_in_turn(planned, training.run, length, tell)

@@ -13,44 +13,40 @@ from stepscope.numerics.quality.departure import departure, not_finite_from, rea
 from stepscope.numerics.quality.findings import FinalLoss, RunJudged, RunsJudged
 from stepscope.numerics.quality.training import REFERENCE, VARIANTS, Trained, Variant
 
-OTHER_STARTS = 2
-"""How many more runs of fp32 there are, each from the parameters of the next seed."""
-LEAST_STEPS = 20
-
-Told = Callable[[str, float], None]
-"""A function that is called with the name of the run and the share of the study that is done."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """One run of the study."""
+    """One run of the study. Its parameters begin as those of `start_seed`."""
 
     name: str
     variant: Variant
     start_seed: int
-    """Of the parameters at the start."""
     of_starts: bool = False
     """Whether it is fp32 from the parameters of another seed: a yardstick."""
 
 
-def planned_runs(names: Sequence[str], seed: int) -> list[PlannedRun]:
-    """fp32, fp32 from OTHER_STARTS other starts, and each of these variants."""
+OTHER_STARTS = 2  # More runs of fp32, each from the parameters of the next seed.
+
+
+def planned_runs(
+    asked: Sequence[str] | None, check: Callable[[str, Variant], None], seed: int
+) -> tuple[list[PlannedRun], dict[str, str]]:
+    """fp32, fp32 from OTHER_STARTS other starts, and each variant, all if none is asked for; and why each other variant
+    is left out.
+
+    check: raises InputError for a variant that cannot run. So does this function, for one that was asked for.
+    """
+    names, left_out = _chosen(asked, check)
     reference = VARIANTS[REFERENCE]
     starts = [
         PlannedRun(name=f"fp32, start of seed {start}", variant=reference, start_seed=start, of_starts=True)
         for start in range(seed + 1, seed + OTHER_STARTS + 1)
     ]
     others = [PlannedRun(name=name, variant=VARIANTS[name], start_seed=seed) for name in names if name != REFERENCE]
-    return [PlannedRun(name=REFERENCE, variant=reference, start_seed=seed), *starts, *others]
+    return [PlannedRun(name=REFERENCE, variant=reference, start_seed=seed), *starts, *others], left_out
 
 
-def chosen_variants(
-    asked: Sequence[str] | None, check: Callable[[str, Variant], None]
-) -> tuple[list[str], dict[str, str]]:
-    """The variants to run, all if none is asked for, and why each other is left out.
-
-    check: raises InputError for a variant that cannot run. So does this function, for one that was asked for.
-    """
+def _chosen(asked: Sequence[str] | None, check: Callable[[str, Variant], None]) -> tuple[list[str], dict[str, str]]:
     if asked is not None and not asked:
         raise InputError(f"no variant is given: choose of {', '.join(VARIANTS)}")
     for name in asked or ():
@@ -66,6 +62,11 @@ def chosen_variants(
         else:
             names.append(name)
     return names, left_out
+
+
+LEAST_STEPS = 20
+Told = Callable[[str, float], None]
+"""A function that is called with the name of the run and the share of the study that is done."""
 
 
 def check_training(steps: int, learning_rate: float, seed: int) -> None:
@@ -84,12 +85,14 @@ def run_in_turn(
 ) -> tuple[dict[str, Trained], str | None]:
     """The results of the runs by name, and the name of the run in which the user stopped the study.
 
-    train: returns None for a run that is left out. Raises KeyboardInterrupt where not even the first run has ended.
+    train: returns None for a run that is left out. Raises KeyboardInterrupt where not even the first run has ended, and
+    DeviceError where a GPU lacks memory.
     """
     runs: dict[str, Trained] = {}
     for i, each in enumerate(planned):
         try:
-            trained = train(each, _teller(tell, f"{each.name} ({i + 1} of {len(planned)})", i, len(planned), steps))
+            with _device_failures():
+                trained = train(each, _teller(tell, f"{each.name} ({i + 1} of {len(planned)})", i, len(planned), steps))
         except KeyboardInterrupt:
             if not runs:
                 raise
@@ -109,12 +112,11 @@ def _teller(tell: Told | None, name: str, before: int, runs: int, steps: int) ->
 
 
 @contextlib.contextmanager
-def device_failures(device: torch.device) -> Iterator[None]:
-    """While open, memory that a GPU lacks is an error of one line."""
+def _device_failures() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise DeviceError(f"{device} has too little memory for this size: {one_line(error)}") from error
+        raise DeviceError(f"the GPU has too little memory for this size: {one_line(error)}") from error
 
 
 def judged_runs(

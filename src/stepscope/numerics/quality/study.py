@@ -24,16 +24,7 @@ from stepscope.numerics.answers import computed_answer
 from stepscope.numerics.quality.answer import panels_of, tables_of
 from stepscope.numerics.quality.bundled_text import BYTE_VALUES, LICENCE, WORKS, bundled_text
 from stepscope.numerics.quality.findings import FinalLoss, RunsJudged, quality_findings
-from stepscope.numerics.quality.runs import (
-    PlannedRun,
-    Told,
-    check_training,
-    chosen_variants,
-    device_failures,
-    judged_runs,
-    planned_runs,
-    run_in_turn,
-)
+from stepscope.numerics.quality.runs import PlannedRun, Told, check_training, judged_runs, planned_runs, run_in_turn
 from stepscope.numerics.quality.training import REFERENCE, Trained, TrainingSize, Variant, train
 from stepscope.numerics.setting import threads_for
 
@@ -78,14 +69,13 @@ def study_quality(
     def check(_name: str, variant: Variant) -> None:
         check_supported(Workload(model=chosen.model, dtype=variant.dtype), on)
 
-    names, left_out = chosen_variants(variants, check)
-    planned = planned_runs(names, seed)
+    planned, left_out = planned_runs(variants, check, seed)
     text = bundled_text()
 
     def trained(each: PlannedRun, told: Callable[[int], None]) -> Trained:
         return train(each.variant, chosen, text, device=on, seed=seed, start_seed=each.start_seed, tell_step=told)
 
-    with _threads(chosen, on), device_failures(on):
+    with _threads(chosen, on):
         runs, interrupted = run_in_turn(planned, trained, chosen.steps, tell)
     outcomes = judged_runs(runs, planned, chosen.steps, VALIDATION, text.unigram_loss)
     parameters = sum(parameter.numel() for parameter in runs[REFERENCE].parameters)
