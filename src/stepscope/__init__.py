@@ -5,7 +5,7 @@
     stepscope.measure({"forward": forward, "backward": backward})  # phases of anything, on the same timer
     stepscope.trace("trace.json.gz")                               # any capture of torch.profiler or nsys, explained
     stepscope.memory("snapshot.pickle")                            # any snapshot of PyTorch's allocator, explained
-    stepscope.fit("xl", seq_len=1024, memory="80GiB")              # will it fit?
+    stepscope.fit(net, batch, loss, memory="80GiB")                # will it fit? Or fit("xl", seq_len=1024, ...)
     stepscope.show("last")                                         # a run that is stored
     with stepscope.watch(model, optimizer) as watched:
         ...  # your own training loop

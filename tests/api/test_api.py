@@ -7,6 +7,7 @@ import pydoc
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,7 +173,7 @@ def test_what_a_run_recorded_is_explained_with_it(tmp_path: Path):
     [
         ({"model": "huge"}, "unknown model 'huge': choose one of tiny"),
         ({"model": 3}, "the model is int: give an nn.Module, the name of a preset, or module="),
-        ({"model": net(), "module": "a.py:make"}, "model and module both say what is measured"),
+        ({"model": net(), "module": "a.py:make"}, "model and module both say which model is meant"),
         (
             {"model": "tiny", "batch": torch.ones(2)},
             "batch: only a model that is an nn.Module takes it, the textbook's model has its own",
@@ -309,8 +310,54 @@ def test_a_prediction_is_that_of_the_command(capsys: pytest.CaptureFixture[str])
     assert (alone.fits, alone.peak_bytes) == (None, found.peak_bytes)
     with pytest.raises(InputError, match="memory and device both say how much there is"):
         stepscope.fit("xl", memory="80GiB", device="H100")
-    with pytest.raises(InputError, match="the model is Linear: give the name of a preset"):
-        stepscope.fit(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="the model is int: give an nn"):
+        stepscope.fit(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_module_of_ones_own_is_predicted_as_its_factory_is(tmp_path: Path):
+    """By its factory, in a process of its own, and as an object, in this one, of which nothing is trained or faked."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "def make(width):\n"
+        "    model = nn.Sequential(nn.Linear(width, 256), nn.GELU(), nn.Linear(256, width))\n"
+        "    return model, torch.randn(2, 8192, width), lambda output: output.square().mean()\n"
+    )
+    asked: dict[str, Any] = {"phase": "forward-backward", "dtype": "bf16", "memory": "96MiB"}
+    by_factory = stepscope.fit(module=f"{file}:make", arguments={"width": 64}, **asked)
+    model, batch = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)), torch.randn(2, 8192, 64)
+    before = copy.deepcopy(model.state_dict())
+    found = stepscope.fit(model, batch, square, **asked)
+    assert isinstance(found.workload, OwnWorkload) and found.workload.model.parameters == 2 * 64 * 256 + 256 + 64
+    assert found.peak_bytes == by_factory.peak_bytes > 96 * 2**20  # of which cuBLAS takes 64 MiB
+    assert (found.fits, found.largest_batch, found.longest_sequence) == (False, 1, None)
+    # It has no blocks, so that nothing can be checkpointed.
+    assert [plan.options for plan in found.plans] == ["--accumulation 2"] and found.plans == by_factory.plans
+    assert all(type(value) is torch.Tensor and torch.equal(value, before[k]) for k, value in model.state_dict().items())
+    assert "It does not fit into 96.00 MiB for PyTorch's allocator" in repr(found)
+    assert "<table>" in found._repr_html_()
+    trained = stepscope.fit(model, batch, square, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert trained.fits is None and trained.workload.optimizer == "SGD"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"model": net(), "batch": torch.ones(2, 8), "loss": square, "seq_len": 4}, "seq_len belong to the textbook's"),
+        ({"model": net(), "module": "a.py:make"}, "model and module both say which model is meant"),
+        ({"model": net(), "batch": torch.ones(2, 8)}, "the model Sequential has no loss"),
+        ({"model": net(), "batch": torch.ones(2, 8), "loss": square, "compile": "default"}, "cannot be run on fake"),
+        ({"model": "tiny", "batch": torch.ones(2)}, "batch: only a model that is an nn.Module takes it"),
+        ({"model": SimpleNamespace(phases=[("forward", print)])}, "is a step of its own, with phases"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(value),
+)
+def test_what_cannot_be_predicted_is_refused(given: dict[str, Any], message: str):
+    with pytest.raises(InputError) as caught:
+        stepscope.fit(**given)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_stored_run_shows_as_it_did():

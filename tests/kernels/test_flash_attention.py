@@ -16,7 +16,6 @@ from stepscope.kernels.flash import launch as flash_launch
 from stepscope.kernels.flash import tuning as flash_tuning
 from stepscope.kernels.flash.attention import FlashAttention, flash_attention
 from stepscope.kernels.flash.configuration import (
-from tests.conftest import in_the_interpreter_at_length
     LARGEST_TILE,
     BackwardConfiguration,
     ForwardConfiguration,
@@ -28,6 +27,7 @@ from tests.conftest import in_the_interpreter_at_length
     default_forward,
     tiles,
 )
+from tests.conftest import in_the_interpreter_at_length
 
 pytestmark = pytest.mark.slow
 

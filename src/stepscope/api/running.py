@@ -1,17 +1,15 @@
 """`stepscope.run`: measure one training step here, of a module, of a factory, or of the textbook's model."""
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from stepscope.api.reading import Measured, measured
-from stepscope.api.workloads import given, textbook
+from stepscope.api.workloads import check_one_model, given, of_factory, of_object, textbook
 from stepscope.core.attentions import Attention
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
-from stepscope.core.own_arguments import code_digest
-from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
+from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.run import settings_from
 from stepscope.core.shown_text import warn
 from stepscope.core.workload import Compile, Dtype, Optimizer, Phase
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
 
     from stepscope.models.own.loading import Loaded
 
-_OF_ANY_MODEL = ("dtype", "phase", "compile", "optimizer", "checkpointing", "accumulation", "seed")
-"""The choices for a step of any model. All others belong to the textbook's model."""
 _RECORDED = ("memory", *TRACE_TOOLS)
 
 
@@ -114,8 +110,7 @@ def run(
     )  # fmt: skip
     asked = _recorded(record)
     settings = settings_from(warmup, steps, seconds, not profile)
-    own_optimizer = None if isinstance(optimizer, str) else optimizer
-    _check_one_model(model, module, {"batch": batch, "loss": loss, "optimizer": own_optimizer}, arguments)
+    check_one_model(model, module, arguments, batch=batch, loss=loss, optimizer=optimizer)
 
     from stepscope.engine.step import measure_step  # noqa: PLC0415  (torch, only now that the input may be sound)
     from stepscope.measure.device import resolve_device  # noqa: PLC0415
@@ -124,12 +119,14 @@ def run(
     workload: DrivenWorkload
     made: Callable[[], Loaded] | None = None
     if module is not None:
-        workload = _own(module, code_digest(module), said, arguments=dict(arguments or {}))
+        workload = of_factory(module, arguments, said)
     elif model is None or isinstance(model, str):
         usual = {"seq_len": 512 if on_gpu else 128}
         workload = textbook(model or ("small" if on_gpu else "tiny"), {**usual, **said})
     else:
-        workload, made = _taken(model, batch, loss, said, asked)
+        if "nsys" in asked:
+            raise InputError("nsys watches a process of its own, which has no such object: give module='FILE:FACTORY'")
+        workload, made = of_object(model, batch, loss, said)
     request = StepRequest(
         workload=workload, settings=settings, device=device, out=str(runs), tag=tag, peak_flops_per_s=peak_flops,
         trace=TraceRequest(tools=_tools(asked), steps=trace_steps),
@@ -144,55 +141,6 @@ def run(
 
 def _say_nothing(_: Stage) -> None:
     pass
-
-
-def _check_one_model(
-    model: object, module: str | None, of_a_module: Mapping[str, object], arguments: Mapping[str, Any] | None
-) -> None:
-    """Raise InputError if two models are named, or if a model is given something that it does not take."""
-    if model is not None and module is not None:
-        raise InputError("model and module both say what is measured: give one of them")
-    if arguments and module is None:
-        raise InputError("arguments belong to module, a factory: say whose they are")
-    strangers = [name for name, value in of_a_module.items() if value is not None]
-    if strangers and (module is not None or model is None or isinstance(model, str)):
-        whose = "a factory gives its own" if module is not None else "the textbook's model has its own"
-        raise InputError(f"{' and '.join(strangers)}: only a model that is an nn.Module takes it, {whose}")
-
-
-def _taken(
-    model: object, batch: object, loss: object, said: dict[str, Any], asked: tuple[str, ...]
-) -> "tuple[OwnWorkload, Callable[[], Loaded]]":
-    """The workload of a module that exists already, and a function that returns a copy of the module."""
-    from torch import nn, optim  # noqa: PLC0415  (the caller has it)
-
-    from stepscope.models.own.loading import code_of, copy_of, take_own  # noqa: PLC0415
-
-    is_step = not isinstance(model, nn.Module) and hasattr(model, "phases")
-    if not isinstance(model, nn.Module) and not is_step:
-        kind = type(model).__name__
-        raise InputError(f"the model is {kind}: give an nn.Module, the name of a preset, or module='file.py:factory'")
-    if "seed" in said:
-        raise InputError("seed is of weights that are made, and this model has its own: leave it out")
-    if "nsys" in asked:
-        raise InputError("nsys watches a process of its own, which has no such object: give module='file.py:factory'")
-    own = said.pop("optimizer") if isinstance(said.get("optimizer"), optim.Optimizer) else None
-    name = type(model).__name__
-    parts = {"module": model, "batch": () if batch is None else batch, "loss": loss, "optimizer": own}
-    loaded = take_own(model if is_step else parts, f"the model {name}")
-    return _own(name, code_of(loaded), said), functools.partial(copy_of, loaded)
-
-
-def _own(factory: str, code: str, said: Mapping[str, Any], arguments: dict[str, Any] | None = None) -> OwnWorkload:
-    strangers = [name for name in said if name not in _OF_ANY_MODEL]
-    if strangers:
-        remedy = (
-            "give the factory arguments"
-            if arguments is not None
-            else "your module and its batch have sizes of their own"
-        )
-        raise InputError(f"{', '.join(strangers)} belong to the textbook's model: {remedy}")
-    return OwnWorkload(factory=factory, code=code, model=OwnModel(name=""), arguments=arguments or {}, **said)
 
 
 def _recorded(record: str | Iterable[str]) -> tuple[str, ...]:

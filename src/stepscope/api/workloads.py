@@ -1,11 +1,20 @@
-"""Makes the textbook's workload from what a caller in Python says: preset, sizes, and the step's choices."""
+"""Makes the workload from what a caller in Python says: of the textbook's model, of a factory, or of a module."""
 
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig, configure
+from stepscope.core.own_arguments import code_digest
+from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.workload import Workload
 
+if TYPE_CHECKING:
+    from stepscope.models.own.loading import Loaded
+
+_OF_ANY_MODEL = ("dtype", "phase", "compile", "optimizer", "checkpointing", "accumulation", "seed")
+"""The choices for a step of any model. All others belong to the textbook's model."""
 _SIZES = tuple(field for field in ModelConfig.__struct_fields__ if field != "name")
 
 
@@ -21,3 +30,58 @@ def textbook(preset: object, said: dict[str, Any]) -> Workload:
     chosen = dict(said)
     sizes = {name: chosen.pop(name) for name in _SIZES if name in chosen}
     return Workload(model=configure(preset, **sizes), **chosen)
+
+
+def check_one_model(
+    model: object, module: str | None, arguments: Mapping[str, Any] | None, *, batch: object, loss: object,
+    optimizer: object,
+) -> None:  # fmt: skip
+    """Raise InputError if two models are named, or if a model is given something that it does not take."""
+    if model is not None and module is not None:
+        raise InputError("model and module both say which model is meant: give one of them")
+    if arguments and module is None:
+        raise InputError("arguments belong to module, a factory: say whose they are")
+    of_a_module = {"batch": batch, "loss": loss, "optimizer": None if isinstance(optimizer, str) else optimizer}
+    strangers = [name for name, value in of_a_module.items() if value is not None]
+    if strangers and (module is not None or model is None or isinstance(model, str)):
+        whose = "a factory gives its own" if module is not None else "the textbook's model has its own"
+        raise InputError(f"{' and '.join(strangers)}: only a model that is an nn.Module takes it, {whose}")
+
+
+def of_factory(factory: str, arguments: Mapping[str, Any] | None, said: Mapping[str, Any]) -> OwnWorkload:
+    """The workload of what a factory makes of its arguments. Raises InputError for choices of the textbook's model."""
+    _check_choices(said, "give the factory arguments")
+    return OwnWorkload(
+        factory=factory, code=code_digest(factory), model=OwnModel(name=""), arguments=dict(arguments or {}), **said
+    )
+
+
+def of_object(
+    model: object, batch: object, loss: object, said: dict[str, Any]
+) -> "tuple[OwnWorkload, Callable[[], Loaded]]":
+    """The workload of a module that exists already, and a function that returns a copy of the module. Raises InputError
+    for another object, and for choices of the textbook's model."""
+    from torch import nn, optim  # noqa: PLC0415  (the caller has it)
+
+    from stepscope.models.own.loading import code_of, copy_of, take_own  # noqa: PLC0415
+
+    is_step = not isinstance(model, nn.Module) and hasattr(model, "phases")
+    if not isinstance(model, nn.Module) and not is_step:
+        kind = type(model).__name__
+        raise InputError(f"the model is {kind}: give an nn.Module, the name of a preset, or module='file.py:factory'")
+    if "seed" in said:
+        raise InputError("seed is of weights that are made, and this model has its own: leave it out")
+    own = said.pop("optimizer") if isinstance(said.get("optimizer"), optim.Optimizer) else None
+    _check_choices(said, "your module and its batch have sizes of their own")
+    name = type(model).__name__
+    parts = {"module": model, "batch": () if batch is None else batch, "loss": loss, "optimizer": own}
+    loaded = take_own(model if is_step else parts, f"the model {name}")
+    return OwnWorkload(factory=name, code=code_of(loaded), model=OwnModel(name=""), **said), functools.partial(
+        copy_of, loaded
+    )
+
+
+def _check_choices(said: Mapping[str, Any], remedy: str) -> None:
+    strangers = [name for name in said if name not in _OF_ANY_MODEL]
+    if strangers:
+        raise InputError(f"{', '.join(strangers)} belong to the textbook's model: {remedy}")

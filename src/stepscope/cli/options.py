@@ -119,7 +119,7 @@ OPTIONS = (
         ),
     ),
     Option("model", str, MODEL, "The config.json of a Hugging Face model, which gets random weights.",
-           verbs=("study scaling", "study normalisation")),
+           verbs=("study scaling", "study normalisation", "study quality")),
     Option("d_model", int, MODEL, "Width of the model, in place of the preset's.", ModelConfig),
     Option("d_ff", int, MODEL, "Width inside the feed-forward network, in place of the preset's.", ModelConfig),
     Option("layers", int, MODEL, "Blocks, in place of the preset's.", ModelConfig),

@@ -26,7 +26,8 @@ from types import FrameType, TracebackType
 SIGNALS = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
 _AGAIN_S = 0.05
 """The delay before a KeyboardInterrupt that could not be raised, or got lost, is raised again."""
-_SAME_REQUEST_S = 0.5
+SAME_REQUEST_S = 0.5
+"""Signals within this time of the first are the same request."""
 _SHOW_CURSOR = b"\x1b[?25h"
 
 Reaction = Callable[[int, FrameType | None], None]
@@ -181,7 +182,7 @@ def _end_silently(number: int, _frame: FrameType | None) -> None:
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    again = _state.raised and time.monotonic() > _state.received_at_s + _SAME_REQUEST_S
+    again = _state.raised and time.monotonic() > _state.received_at_s + SAME_REQUEST_S
     if again or (_importing(frame) and not _state.raised):
         _end(number, frame)
     _raise_once(number, frame)

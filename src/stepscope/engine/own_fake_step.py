@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import gc
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -54,16 +54,19 @@ class OwnWatchedStep(WatchedStep):
 
 
 def watch_own_step(
-    workload: OwnWorkload, device_type: DeviceType, *, batch_size: int | None = None, steps: int = STEPS_BEFORE + 1
-) -> OwnWatchedStep:
+    workload: OwnWorkload, device_type: DeviceType, *, batch_size: int | None = None, steps: int = STEPS_BEFORE + 1,
+    given: Callable[[], OwnModule] | None = None,
+) -> OwnWatchedStep:  # fmt: skip
     """Make and run `steps` steps on fake tensors. Raises InputError for compiled steps, for steps of the user's own,
     and for operators that depend on data.
 
     batch_size: samples in a step, in place of the factory's. It is given as the argument of this name, or the batch is
-    repeated.
+    repeated. given: returns a copy of a module that exists already, in place of what the workload's factory would make.
     """
     if workload.compile != "eager":
         raise InputError(f"compile {workload.compile} cannot be run on fake tensors: leave it out")
+    if given is not None:
+        return watch_module(given().on(_CPU), workload, device_type, batch_size=batch_size, steps=steps)
     arguments, by_argument = (
         workload.arguments,
         batch_size is not None and default_of(workload.factory, "batch_size") is not None,

@@ -17,6 +17,7 @@ from stepscope.memory.prediction.fit import Budget
 from stepscope.memory.prediction.own_fit import MOST_SEARCHED, OwnEstimate, OwnFit, OwnVerdict, Unseen
 from stepscope.memory.prediction.plans import Change, Lever, Plan, together
 from stepscope.memory.prediction.symbolic_tensors import RoundingAllocator
+from stepscope.models.own.own_module import OwnModule
 
 MOST_PLANS = 6
 SEQUENCE_UNIT = 64
@@ -28,12 +29,17 @@ MOST_MICRO_BATCHES = 64
 
 
 def fit_own(
-    workload: OwnWorkload, budgets: Sequence[Budget], device_type: DeviceType = "cuda", *, search: bool = True
-) -> OwnFit:
+    workload: OwnWorkload, budgets: Sequence[Budget], device_type: DeviceType = "cuda", *, search: bool = True,
+    given: Callable[[], OwnModule] | None = None,
+) -> OwnFit:  # fmt: skip
     """Predict the peak of a step, and for each budget say whether it fits; with `search` also what would make it fit,
-    the largest batch and the longest sequence."""
-    watched = watch_own_step(workload, device_type)
-    variants = _Search(watched.workload, device_type)
+    the largest batch and the longest sequence.
+
+    given: returns a copy of a module that exists already, in place of what the workload's factory would make. Its
+    sequences have one length.
+    """
+    watched = watch_own_step(workload, device_type, given=given)
+    variants = _Search(watched.workload, device_type, given)
     return OwnFit(
         workload=watched.workload,
         estimate=_estimate(watched, device_type),
@@ -63,8 +69,10 @@ def _unseen(watched: OwnWatchedStep) -> Unseen:
 class _Search:
     """Predicts variants of one step, and remembers the predictions."""
 
-    def __init__(self, workload: OwnWorkload, device_type: DeviceType) -> None:
-        self._workload = workload
+    def __init__(
+        self, workload: OwnWorkload, device_type: DeviceType, given: Callable[[], OwnModule] | None = None
+    ) -> None:
+        self._workload, self._given = workload, given
         self._device_type: DeviceType = device_type
         self._watched: dict[tuple[bytes, int | None], OwnWatchedStep | None] = {}
 
@@ -96,7 +104,9 @@ class _Search:
         key = (msgspec.json.encode(workload), batch)
         if key not in self._watched:
             try:
-                self._watched[key] = watch_own_step(workload, self._device_type, batch_size=batch, steps=STEPS_BEFORE)
+                self._watched[key] = watch_own_step(
+                    workload, self._device_type, batch_size=batch, steps=STEPS_BEFORE, given=self._given
+                )
             except InputError:
                 self._watched[key] = None
         return self._watched[key]
@@ -109,7 +119,9 @@ class _Search:
 
     def _plans(self, budget: Budget) -> Iterator[Plan]:
         """The single changes that suffice. If fewer than two do, pairs, triples and so on as well."""
-        levers, found = list(_levers(self._workload)), list[tuple[Change, ...]]()
+        # A model without blocks cannot be checkpointed, and its other levers are tried all the same.
+        levers = [lever for lever in _levers(self._workload) if self._variant(_with(self._workload, lever[-1:]))]
+        found: list[tuple[Change, ...]] = []
         # Two levers may set one option; the later of them saves more, and overrides the other.
         strongest = [settings[-1] for settings in levers]
         if not levers or not self._fits(_with(self._workload, strongest), budget):
@@ -150,6 +162,8 @@ class _Search:
         """The longest sequence that fits, where `seq_len` is an argument that changes the batch, and whether the model
         takes no longer one."""
         workload = self._workload
+        if self._given is not None:
+            return None, False
         start = workload.arguments.get("seq_len", default_of(workload.factory, "seq_len"))
         if not isinstance(start, int) or start < 1:
             return None, False

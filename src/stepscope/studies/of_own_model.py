@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from stepscope.core import interrupts
 from stepscope.core.answer import Answer, decode_answer, encode_answer
 from stepscope.core.own_arguments import is_configuration
 from stepscope.core.shown_text import warn
@@ -17,10 +18,14 @@ _FUNCTIONS = {
     "scaling": "stepscope.numerics.gradients.scaling:study_scaling",
     "swallowed": "stepscope.numerics.gradients.swallowed:study_swallowed",
     "normalisation": "stepscope.numerics.normalisation.of_own:study_own_normalisation",
+    "quality": "stepscope.numerics.quality.of_own:study_own_quality",
     "parity": "stepscope.numerics.parity.study:study_parity",
     "shadow": "stepscope.numerics.shadow.study:study_shadow",
 }
 """The place of each study's function."""
+
+_KEEPING = ("quality",)
+"""Studies that answer from what is done already when they are interrupted."""
 
 
 def answer_of_own(study: str, named: str, arguments: Mapping[str, Any], **options: Any) -> Answer:
@@ -28,7 +33,7 @@ def answer_of_own(study: str, named: str, arguments: Mapping[str, Any], **option
     arguments."""
     what = f"--model {named}" if is_configuration(named) else f"--module {named}"
     said = json.dumps({"own": named, "arguments": arguments, **options})
-    return decode_answer(ask_apart(__name__, named, study, said, what=what), what)
+    return decode_answer(ask_apart(__name__, named, study, said, what=what, keeps=study in _KEEPING), what)
 
 
 def study_function(study: str) -> Callable[..., Answer]:
@@ -40,14 +45,23 @@ def study_function(study: str) -> Callable[..., Answer]:
 def main(_named: str, study: str, said: str) -> str:
     """The answer as JSON, for `answer_of_own`."""
     answer = study_function(study)
-    told = {"tell": _tell} if "tell" in inspect.signature(answer).parameters else {}
+    told = {"tell": _teller()} if "tell" in inspect.signature(answer).parameters else {}
     return encode_answer(answer(**json.loads(said), **told))
 
 
-def _tell(name: str, _share: float) -> None:
-    """Say on stderr how far a study is that takes a while."""
-    warn(name)
+def _teller() -> Callable[[str, float], None]:
+    """A function that says on stderr how far a study is that takes a while, each part of it once."""
+    said: list[str] = []
+
+    def tell(name: str, _share: float) -> None:
+        if name not in said[-1:]:
+            said.append(name)
+            warn(name)
+
+    return tell
 
 
 if __name__ == "__main__":
-    answer_apart(main)
+    interrupts.install()
+    with interrupts.keeping():  # until the answer is written
+        answer_apart(main)

@@ -11,10 +11,13 @@ import pytest
 
 from stepscope.core.answer import Answer, decode_answer, encode_answer
 from stepscope.core.errors import InputError
+from stepscope.core.finding import note
 from stepscope.numerics.quality import study as quality
+from stepscope.numerics.quality.answer import ABOVE, BY_STEP, RUNS
 from stepscope.numerics.quality.departure import smoothed
 from stepscope.numerics.quality.findings import RunJudged, RunsJudged, quality_findings
-from stepscope.numerics.quality.study import ABOVE, BY_STEP, RUNS, SIZES, study_quality
+from stepscope.numerics.quality.runs import LEAST_STEPS
+from stepscope.numerics.quality.study import SIZES, VALIDATION, study_quality
 from stepscope.numerics.quality.training import (
     VARIANTS,
     Trained,
@@ -80,7 +83,7 @@ def test_sentences_agree_with_the_table(found: Answer):
 def made(name: str, *, last: float, validation: float, departs: int | None = None, start: bool = False) -> RunJudged:
     counts = dict.fromkeys(("not_finite_from", "skipped_steps", "zero_gradients", "swallowed"))
     losses = [3.0, last]
-    return RunJudged(name=name, of_starts=start, losses=losses, validation_loss=validation, departs=departs, **counts)  # pyright: ignore[reportArgumentType]
+    return RunJudged(name=name, of_starts=start, losses=losses, final_loss=validation, departs=departs, **counts)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -107,9 +110,10 @@ def test_worse_in_training_and_better_on_other_text_is_said(
         window=1,
         reach=0,
         seed=0,
-        unigram_loss=3.0,
+        final=VALIDATION,
+        bar=3.0,
     )
-    found = quality_findings(outcomes, left_out={}, interrupted=None, planned=3)
+    found = quality_findings(outcomes, note("reference-learned", "It has."), left_out={}, interrupted=None, planned=3)
     sentences = [f.sentence for f in found if f.sentence.startswith("Lost precision is said to cost quality")]
     assert len(sentences) == said
     assert not said or "ends 0.1 below it on held-out text: there fp32 loses 1.5 for 1 in training" in sentences[0]
@@ -190,4 +194,4 @@ def test_ctrl_c_leaves_an_answer():
 
 def test_default_sizes_are_whole():
     for name, size in SIZES.items():
-        assert size.model.vocabulary == 256 and size.steps >= quality.LEAST_STEPS, name
+        assert size.model.vocabulary == 256 and size.steps >= LEAST_STEPS, name

@@ -40,7 +40,7 @@ def test_fp32_is_the_loop_that_anyone_would_write():
         sequences = held_out[: len(held_out) // 17 * 17].view(-1, 17)
         logits = model(sequences[:, :-1])
         by_hand = F.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten()).item()
-    assert run.validation_loss == pytest.approx(by_hand, rel=1e-5)
+    assert run.final_loss == pytest.approx(by_hand, rel=1e-5)
     assert run.losses[-1] < run.losses[0] - 1
 
 
@@ -121,7 +121,7 @@ def test_fp16_scales_its_loss_and_without_a_scale_nothing_is_skipped():
 def test_a_run_that_is_lost_is_stopped():
     lost = trained("fp16-unscaled", dataclasses.replace(SMALL, steps=400, learning_rate=1e6))
     begun = not_finite_from(lost.losses)
-    assert begun is not None and len(lost.losses) < 400 and math.isnan(lost.validation_loss)
+    assert begun is not None and len(lost.losses) < 400 and math.isnan(lost.final_loss)
 
 
 def test_the_rate_warms_up_and_falls_to_a_tenth():

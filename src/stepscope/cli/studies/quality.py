@@ -1,6 +1,8 @@
 """`stepscope study quality`: the same training in every precision."""
 
-from stepscope.cli.studies.answering import study_verb
+from typing import Any
+
+from stepscope.cli.studies.answering import of_own_model, refuse_preset, refuse_sizes, study_verb
 from stepscope.core import interrupts
 from stepscope.core.answer import Answer
 from stepscope.engine.request import Stage, Tell
@@ -8,18 +10,29 @@ from stepscope.engine.request import Stage, Tell
 
 @study_verb(
     "quality",
-    "stepscope study quality --save curves.svg",
+    "stepscope study quality --module train.py:make --save curves.svg",
     "stepscope study quality --from results/h200/precision/quality.json --only runs",
+    batch_size="4 of a config.json",
+    seq_len="512 of a config.json",
 )
 def quality(
-    tell: Tell, *, model_size: str | None, seed: int, steps: int | None, learning_rate: float | None,
+    tell: Tell, *, module: str | None, arg: tuple[str, ...] = (), model: str | None, batch_size: int | None,
+    seq_len: int | None, model_size: str | None, seed: int, steps: int | None, learning_rate: float | None,
     variants: tuple[str, ...] | None, device: str,
 ) -> Answer:  # fmt: skip
-    """A small transformer trained on real text in every precision: quality, and the step at which a run departs."""
+    """A small transformer trained on real text in every precision: quality, and the step at which a run departs.
+
+    With --module or --model CONFIG.json: that model, trained on its own batches, by its own optimizer or by AdamW.
+    """
+    asked = {"steps": steps, "learning_rate": learning_rate, "variants": variants, "seed": seed}
+    read = [f"--{name.replace('_', '-')}" for name in asked]
+    options: dict[str, Any] = {**asked, "device": device}
+    sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len}
+    if found := of_own_model("quality", module, model, arg, *read, **sizes, **options):
+        return found
+    refuse_preset(model)
+    refuse_sizes(**sizes)
     from stepscope.numerics.quality.study import study_quality
 
     with interrupts.keeping():
-        return study_quality(
-            lambda name, share: tell(Stage(name=name, fraction=share)), size=model_size, steps=steps,
-            learning_rate=learning_rate, variants=variants, device=device, seed=seed,
-        )  # fmt: skip
+        return study_quality(lambda name, share: tell(Stage(name=name, fraction=share)), size=model_size, **options)

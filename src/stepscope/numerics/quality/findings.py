@@ -6,7 +6,25 @@ from dataclasses import dataclass
 
 from stepscope.core.finding import Finding, note, warning
 
-_BYTES_ALIKE = math.log(256)
+
+@dataclass(frozen=True, kw_only=True)
+class FinalLoss:
+    """The loss by which runs are judged after their last step, in words."""
+
+    column: str
+    """The head of its column."""
+    where: str
+    """Its place in a sentence: a run ends so much above fp32 there."""
+    evidence: str
+    """The word for it in the names of the figures that a sentence quotes."""
+    unit: str
+    """The unit of every loss; empty where it is not known."""
+    axis: str
+    """The unit on the axis of a panel."""
+    decimals: int | None
+    """The decimals of a loss in a table; None for four significant digits."""
+    held_out: bool
+    """Whether no run trains on what it is judged by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +36,8 @@ class RunJudged:
     """Whether it is fp32 from the parameters of another seed: a yardstick."""
     losses: list[float]
     """Smoothed losses by step. They end early where the run was stopped because nothing was finite any more."""
-    validation_loss: float
+    final_loss: float
+    """The loss by which the run is judged after its last step."""
     departs: int | None
     not_finite_from: int | None
     skipped_steps: int | None
@@ -51,7 +70,11 @@ class RunsJudged:
     window: int
     reach: int
     seed: int
-    unigram_loss: float
+    final: FinalLoss
+    bar: float
+    """The final loss of a model that has learned nothing."""
+    same_starts: bool = False
+    """Whether no run has another start, since the factory makes the same parameters whatever the seed."""
 
     @property
     def all(self) -> tuple[RunJudged, ...]:
@@ -67,22 +90,23 @@ class RunsJudged:
 
     @property
     def learned(self) -> bool:
-        """Whether fp32 knows more of the held-out text than how often each byte occurs."""
-        return self.reference.validation_loss < self.unigram_loss
+        """Whether fp32 has learned anything."""
+        return self.reference.final_loss < self.bar
 
     @property
-    def starts_validation(self) -> float:
-        """The most that two fp32 runs differ in validation loss."""
-        losses = [each.validation_loss for each in (self.reference, *self.starts)]
+    def starts_final(self) -> float:
+        """The most that the final losses of two fp32 runs differ."""
+        losses = [each.final_loss for each in (self.reference, *self.starts)]
         return max(losses) - min(losses)
 
 
 def quality_findings(
-    outcomes: RunsJudged, *, left_out: dict[str, str], interrupted: str | None, planned: int
+    outcomes: RunsJudged, learned: Finding, *, left_out: dict[str, str], interrupted: str | None, planned: int
 ) -> Iterator[Finding]:
     """Findings on every run, and on what they say together.
 
-    left_out: variants that do not run here, and why. interrupted: the run in which the user stopped the study.
+    learned: the finding on whether fp32 has learned anything. left_out: variants that do not run here, and why.
+    interrupted: the run in which the user stopped the study.
     """
     if interrupted is not None:
         yield warning(
@@ -90,9 +114,11 @@ def quality_findings(
             f"Interrupted in {interrupted}: {len(outcomes.all)} of {planned} runs ended, and only they are here.",
             {"runs": len(outcomes.all), "planned": planned, "interrupted": interrupted},
         )
-    yield _learned(outcomes)
+    yield learned
     if outcomes.apart is None:
         yield _no_yardstick(outcomes)
+        if outcomes.reference.not_finite_from is None:
+            yield from (_alone(each, outcomes) for each in outcomes.variants)
     else:
         yield _yardstick(outcomes)
         for each in outcomes.variants:
@@ -104,24 +130,16 @@ def quality_findings(
         yield note("not-run", f"{name} was not run: {reason}.", {"run": name})
 
 
-def _learned(outcomes: RunsJudged) -> Finding:
-    reference, unigram, learned = outcomes.reference, outcomes.unigram_loss, outcomes.learned
-    judged = "so it has learned more than how often each byte occurs"
-    if not learned:
-        judged = "so it has not even learned how often each byte occurs, and its curves say little"
-    if not math.isfinite(reference.validation_loss):
-        judged = "so it has learned nothing, and there is nothing to compare with"
-    return Finding(
-        kind="reference-learned",
-        severity="note" if learned else "warning",
-        sentence=f"fp32 ends at {reference.validation_loss:.4g} nats a byte on held-out text, where equal chances for "
-        f"all bytes give {_BYTES_ALIKE:.4g} and their frequencies {unigram:.4g}: {judged}.",
-        remedy="" if learned else "train longer (--steps), or at another learning rate (--learning-rate)",
-        evidence={"validation_loss": reference.validation_loss, "unigram_loss": unigram},
-    )
-
-
 def _no_yardstick(outcomes: RunsJudged) -> Finding:
+    if outcomes.same_starts:
+        return warning(
+            "no-yardstick",
+            "No departure is told: the factory makes the same parameters whatever PyTorch's seed is, so no other start "
+            "shows how large a difference must be to mean something.",
+            {"runs": len(outcomes.all)},
+            remedy="let PyTorch's seed decide the parameters: the factory then calls no torch.manual_seed and loads no "
+            "checkpoint",
+        )
     failed = [each.name for each in (outcomes.reference, *outcomes.starts) if each.not_finite_from is not None]
     why = f"the loss of {_listed(failed)} does not stay finite" if failed else "no run from another start ended"
     return warning(
@@ -134,44 +152,62 @@ def _no_yardstick(outcomes: RunsJudged) -> Finding:
 
 def _yardstick(outcomes: RunsJudged) -> Finding:
     assert outcomes.apart is not None
+    unit = f" {outcomes.final.unit}" if outcomes.final.unit else ""
     seeds = ", ".join(str(outcomes.seed + i) for i in range(len(outcomes.starts) + 1))
     return note(
         "starts-apart",
-        f"fp32 from the parameters of seeds {seeds}, over the same batches, ends up to {outcomes.apart[-1]:.2g} nats "
-        f"apart in training (smoothed over {outcomes.window} steps, within the last {outcomes.reach + 1}) and "
-        f"{outcomes.starts_validation:.2g} in validation. A run departs at the first step from which on its smoothed "
-        f"loss is farther from fp32's than these are from each other within {outcomes.reach} steps of there, for "
-        f"{outcomes.reach} steps or more and to the end; or from which on its loss is not finite.",
+        f"fp32 from the parameters of seeds {seeds}, over the same batches, ends up to "
+        f"{outcomes.apart[-1]:.2g}{unit} apart in training (smoothed over {outcomes.window} steps, within the last "
+        f"{outcomes.reach + 1}) and {outcomes.starts_final:.2g} {outcomes.final.where}. A run departs at the first "
+        "step from which on its smoothed loss is farther from fp32's than these are from each other within "
+        f"{outcomes.reach} steps of there, for {outcomes.reach} steps or more and to the end; or from which on its "
+        "loss is not finite.",
         {
-            "training": outcomes.apart[-1], "validation": outcomes.starts_validation, "window": outcomes.window,
+            "training": outcomes.apart[-1], outcomes.final.evidence: outcomes.starts_final, "window": outcomes.window,
             "reach": outcomes.reach,
         },
     )  # fmt: skip
 
 
 def _beside(each: RunJudged, outcomes: RunsJudged) -> Finding:
-    evidence: dict[str, float | int | str | None] = {
-        "run": each.name, "departs": each.departs, "training_loss": each.last,
-        "validation_loss": each.validation_loss, "not_finite_from": each.not_finite_from,
-        "skipped_steps": each.skipped_steps, "zero_gradients": each.zero_gradients, "swallowed": each.swallowed,
-    }  # fmt: skip
     if each.not_finite_from is not None:
         return note(
             "run-lost",
             f"{each.name} departs at step {each.departs}; from step {each.not_finite_from} on its loss is not "
             f"finite{_known(each)}.",
-            evidence,
+            _figures(each, outcomes),
         )
-    training = each.last - outcomes.reference.last
-    validation = each.validation_loss - outcomes.reference.validation_loss
-    ends = (
-        f"it ends {_signed(training)} fp32 in training, {_signed(validation)} it in validation "
-        f"({_times(validation, outcomes.starts_validation)} what starts change){_known(each)}"
-    )
+    final = each.final_loss - outcomes.reference.final_loss
+    times = f" ({_times(final, outcomes.starts_final)} what starts change)"
     departs = "does not depart from fp32" if each.departs is None else f"departs from fp32 at step {each.departs}"
     return note(
-        "run-beside-fp32" if each.departs is None else "run-departs", f"{each.name} {departs}: {ends}.", evidence
+        "run-beside-fp32" if each.departs is None else "run-departs",
+        f"{each.name} {departs}: it {_ends(each, outcomes)}{times}{_known(each)}.",
+        _figures(each, outcomes),
     )
+
+
+def _alone(each: RunJudged, outcomes: RunsJudged) -> Finding:
+    """The finding on a run where nothing tells which difference means something."""
+    if each.not_finite_from is not None:
+        said = f"The loss of {each.name} is not finite from step {each.not_finite_from} on{_known(each)}."
+        return note("run-lost", said, _figures(each, outcomes))
+    said = f"{each.name} {_ends(each, outcomes)}{_known(each)}."
+    return note("run-beside-fp32", said, _figures(each, outcomes))
+
+
+def _figures(each: RunJudged, outcomes: RunsJudged) -> dict[str, float | int | str | None]:
+    return {
+        "run": each.name, "departs": each.departs, "training_loss": each.last,
+        f"{outcomes.final.evidence}_loss": each.final_loss, "not_finite_from": each.not_finite_from,
+        "skipped_steps": each.skipped_steps, "zero_gradients": each.zero_gradients, "swallowed": each.swallowed,
+    }  # fmt: skip
+
+
+def _ends(each: RunJudged, outcomes: RunsJudged) -> str:
+    training = each.last - outcomes.reference.last
+    final = each.final_loss - outcomes.reference.final_loss
+    return f"ends {_signed(training)} fp32 in training, {_signed(final)} it {outcomes.final.where}"
 
 
 def _signed(difference: float) -> str:
@@ -196,12 +232,13 @@ def _within(outcomes: RunsJudged) -> Iterator[Finding]:
     """A finding for the case that no run departs from fp32."""
     if not outcomes.variants or any(each.departs is not None for each in outcomes.variants):
         return
-    farthest = max(outcomes.variants, key=lambda each: abs(each.validation_loss - outcomes.reference.validation_loss))
-    difference = farthest.validation_loss - outcomes.reference.validation_loss
+    farthest = max(outcomes.variants, key=lambda each: abs(each.final_loss - outcomes.reference.final_loss))
+    difference = farthest.final_loss - outcomes.reference.final_loss
     yield note(
         "nothing-beyond-the-start",
         f"None of {len(outcomes.variants)} runs departs: at this size and length no precision changes the training "
-        f"more than another start does. Farthest in validation is {farthest.name}, {_signed(difference)} fp32.",
+        f"more than another start does. Farthest {outcomes.final.where} is {farthest.name}, {_signed(difference)} "
+        "fp32.",
         {"runs": len(outcomes.variants), "farthest": farthest.name, "difference": difference},
     )
 
@@ -216,7 +253,7 @@ def _against_wisdom(outcomes: RunsJudged) -> Iterator[Finding]:
         yield note(
             "wisdom-contradicted",
             "fp16 is said to need a loss scale. Here it trains as well without: "
-            f"{zeros:.3g} % of the gradients' elements, the embedding's left out, are zero at the end, where in fp32 "
+            f"{zeros:.3g} % of the gradients' elements, embeddings' left out, are zero at the end, where in fp32 "
             f"{usual:.3g} % are, and what is lost does not show in the loss.",
             {"run": unscaled.name, "zero_gradients": zeros, "zero_gradients_fp32": usual},
         )
@@ -236,7 +273,8 @@ def _against_wisdom(outcomes: RunsJudged) -> Iterator[Finding]:
                 f"{name} is said to train as fp32 does. Here it departs at step {mixed.departs}.",
                 {"run": name, "departs": mixed.departs},
             )
-    yield from _better_on_other_text(outcomes)
+    if outcomes.final.held_out:
+        yield from _better_on_other_text(outcomes)
     yield from _remedies(runs)
 
 
@@ -244,21 +282,21 @@ def _better_on_other_text(outcomes: RunsJudged) -> Iterator[Finding]:
     """Findings on runs that fit the training text worse than fp32, and held-out text better by more than starts do."""
     reference = outcomes.reference
     for each in outcomes.variants:
-        gained = reference.validation_loss - each.validation_loss
-        memorised = reference.validation_loss - reference.last
+        gained = reference.final_loss - each.final_loss
+        memorised = reference.final_loss - reference.last
         if each.departs is None or not each.last > reference.last:
             continue
-        if not memorised > gained > outcomes.starts_validation:
+        if not memorised > gained > outcomes.starts_final:
             continue
         yield note(
             "wisdom-contradicted",
             f"Lost precision is said to cost quality. Here {each.name} departs above fp32 in training and "
-            f"ends {gained:.2g} below it on held-out text: there fp32 loses {reference.validation_loss:.4g} for "
-            f"{reference.last:.4g} in training, {each.name} {each.validation_loss:.4g} for {each.last:.4g}. Where "
+            f"ends {gained:.2g} below it on held-out text: there fp32 loses {reference.final_loss:.4g} for "
+            f"{reference.last:.4g} in training, {each.name} {each.final_loss:.4g} for {each.last:.4g}. Where "
             "fp32 knows its training text so much better than other text, less exact updates may even help.",
             {
-                "run": each.name, "gained": gained, "validation_loss": each.validation_loss,
-                "training_loss": each.last, "fp32_validation_loss": reference.validation_loss,
+                "run": each.name, "gained": gained, "validation_loss": each.final_loss,
+                "training_loss": each.last, "fp32_validation_loss": reference.final_loss,
                 "fp32_training_loss": reference.last,
             },
         )  # fmt: skip

@@ -1,5 +1,7 @@
 """Training in every precision from the same initial parameters, with the same batches and the same learning rates.
 
+`train` is of the textbook's model; `of_own.py` gives the same loop a module of the user's own.
+
 fp32, tf32, bf16 and fp16 have parameters in fp32; the latter two run forward under autocast. fp16's loss is scaled by a
 DynamicLossScaler; fp16-unscaled's is not. bf16-pure has everything that forward and backward see in bf16, from the
 rounded fp32 parameters on; its moments and its optimizer's arithmetic are fp32 (`models/bf16_parameters.py`).
@@ -7,11 +9,11 @@ rounded fp32 parameters on; its moments and its optimizer's arithmetic are fp32 
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.workload import Dtype
@@ -73,12 +75,13 @@ class Trained:
 
     losses: list[float] = field(default_factory=list)
     """The loss of each step before its update, in the run's own arithmetic; ends early if nothing is finite then."""
-    validation_loss: float = math.nan
-    """Nats a byte over the whole held-out text, by the parameters that forward uses, in fp32 arithmetic."""
+    final_loss: float = math.nan
+    """The loss by which the run is judged after its last step, of the parameters that forward uses, in fp32 arithmetic:
+    of the textbook's model in nats a byte over the whole held-out text."""
     skipped_steps: int | None = None
     """How many steps the loss scaler skipped; None without a loss scale."""
     zero_gradients: float | None = None
-    """Share of the elements of gradients, the embedding's left out, that are zero, over the last WATCHED_STEPS."""
+    """Share of the elements of gradients, embeddings' left out, that are zero, over the last WATCHED_STEPS."""
     swallowed: float | None = None
     """Share of the updates of bf16 parameters that changed nothing, over the same steps."""
     parameters: list[Tensor] = field(default_factory=list)
@@ -151,22 +154,39 @@ def train(
         model = model.to(torch.bfloat16)
     data = batches(size, text.train, device, seed)
     # So that rounding at random is the same whatever ran before, and leaves no trace.
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), matmul_precision(variant.dtype):
+    with own_randomness(device), matmul_precision(variant.dtype):
         torch.manual_seed(seed)
-        trained = _train(variant, size, model, data, tell_step)
+        trained = train_steps(_trainee(variant, size, model, data), size.steps, variant.scaled, tell_step)
     trained.parameters = [parameter.detach().float().clone() for parameter in model.parameters()]
     with matmul_precision("fp32"):
-        trained.validation_loss = _mean_loss(model.float(), _on(device, text.held_out), size.seq_len)
+        trained.final_loss = _mean_loss(model.float(), _on(device, text.held_out), size.seq_len)
     return trained
 
 
-def _train(
-    variant: Variant, size: TrainingSize, model: Transformer, data: Batches, tell_step: Callable[[int], None]
-) -> Trained:
-    trained = Trained(skipped_steps=0 if variant.scaled else None)
-    forward = ForwardLoss(model)
-    optimizer = _optimizer(model, variant, data.text.device)
-    scaler = DynamicLossScaler() if variant.scaled else None
+def own_randomness(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """While open, random numbers of the CPU and of the device are drawn apart from those of the caller."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainee:
+    """What one run trains, on its device and in its dtype."""
+
+    loss: Callable[[int], Tensor]
+    """The loss of a step's batch. Forward runs in the variant's precision; steps count from 1."""
+    optimizer: torch.optim.Optimizer
+    rate: Callable[[int], float] | None
+    """The learning rate of a step; None where the optimizer has its own."""
+    counted: Sequence[Tensor]
+    """The parameters of which gradients of zero are counted."""
+
+
+def train_steps(trainee: Trainee, steps: int, scaled: bool, tell_step: Callable[[int], None]) -> Trained:
+    """Train for so many steps, fewer if nothing is finite any more. scaled: whether a DynamicLossScaler scales the
+    loss."""
+    trained = Trained(skipped_steps=0 if scaled else None)
+    optimizer = trainee.optimizer
+    scaler = DynamicLossScaler() if scaled else None
     waiting: list[Tensor] = []
     zeros: list[Tensor] = []
     lost_updates: list[tuple[Tensor, Tensor]] = []
@@ -174,14 +194,14 @@ def _train(
     def watch(_parameter: Tensor, _before: Tensor, wanted: Tensor, made: Tensor) -> None:
         lost_updates.append((((made == 0) & (wanted != 0)).sum(), (wanted != 0).sum()))
 
-    for step in range(1, size.steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = rate_at(step, size.steps, size.learning_rate)
-        with _autocast(variant, data.text.device):
-            loss = forward(*data.at(step))
+    for step in range(1, steps + 1):
+        if trainee.rate is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = trainee.rate(step)
+        loss = trainee.loss(step)
         (loss if scaler is None else scaler.scaled(loss)).backward()
-        if step > size.steps - WATCHED_STEPS:
-            zeros.append(_share_of_zeros(model))
+        if step > steps - WATCHED_STEPS:
+            zeros += _share_of_zeros(trainee.counted)
             if isinstance(optimizer, AdamWBf16Parameters):
                 optimizer.watch = watch
         if scaler is None:
@@ -191,7 +211,7 @@ def _train(
             scaler.update()
         optimizer.zero_grad(set_to_none=True)
         waiting.append(loss.detach())
-        if step % _FETCHED_EVERY == 0 or step == size.steps:
+        if step % _FETCHED_EVERY == 0 or step == steps:
             fetched = torch.stack(waiting).tolist()
             waiting.clear()
             trained.losses += fetched
@@ -206,11 +226,27 @@ def _train(
     return trained
 
 
-def _optimizer(model: nn.Module, variant: Variant, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW with PyTorch's defaults. The learning rate is set before each step."""
+def adamw(parameters: Sequence[Tensor], variant: Variant, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW with PyTorch's defaults, which keeps parameters as the variant says. Each step sets its learning rate."""
     if variant.keeping is not None:
-        return AdamWBf16Parameters(model.parameters(), keeping=variant.keeping)
-    return torch.optim.AdamW(model.parameters(), fused=device.type == "cuda")
+        return AdamWBf16Parameters(parameters, keeping=variant.keeping)
+    return torch.optim.AdamW(parameters, fused=device.type == "cuda")
+
+
+def _trainee(variant: Variant, size: TrainingSize, model: Transformer, data: Batches) -> Trainee:
+    forward, device = ForwardLoss(model), data.text.device
+
+    def loss(step: int) -> Tensor:
+        with _autocast(variant, device):
+            return forward(*data.at(step))
+
+    return Trainee(
+        loss=loss,
+        optimizer=adamw(list(model.parameters()), variant, device),
+        rate=lambda step: rate_at(step, size.steps, size.learning_rate),
+        # Bytes that a batch lacks have rows of zeros in the embedding's gradient.
+        counted=[parameter for parameter in model.parameters() if parameter is not model.embedding.weight],
+    )
 
 
 def _autocast(variant: Variant, device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -219,14 +255,11 @@ def _autocast(variant: Variant, device: torch.device) -> contextlib.AbstractCont
     return torch.autocast(device.type, dtype=variant.autocast)
 
 
-def _share_of_zeros(model: Transformer) -> Tensor:
-    """Share of gradient elements that are zero, without the embedding: bytes that a batch lacks have rows of zeros."""
-    gradients = [
-        parameter.grad
-        for parameter in model.parameters()
-        if parameter.grad is not None and parameter is not model.embedding.weight
-    ]
-    return torch.stack([(gradient == 0).sum() for gradient in gradients]).sum() / sum(g.numel() for g in gradients)
+def _share_of_zeros(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The share of gradient elements that are zero, as a list of one; an empty list where there are none."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    elements = sum(gradient.numel() for gradient in gradients)
+    return [torch.stack([(gradient == 0).sum() for gradient in gradients]).sum() / elements] if elements else []
 
 
 @torch.no_grad()
