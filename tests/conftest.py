@@ -63,14 +63,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def at_length(*cases: Any) -> list[Any]:
-    """Cases of a parametrised test that --long alone runs, beside others that say whether it works."""
-    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long) for case in cases]
+def at_length(*cases: Any, long: bool = True) -> list[Any]:
+    """Cases of a parametrised test that --long alone runs, beside others that say whether it works. A tuple is the
+    values of several names."""
+    marks = [pytest.mark.long] if long else []
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks) for case in cases]
 
 
 def in_the_interpreter_at_length(*cases: Any) -> list[Any]:
     """Such cases of a kernel's test: where there is a GPU they take little, and are always run."""
-    return list(cases) if Path("/dev/nvidiactl").exists() else at_length(*cases)
+    return at_length(*cases, long=not Path("/dev/nvidiactl").exists())
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import pytest
 
 from stepscope.core.run_directory import load_runs
 from tests.cli.test_cli import run_until
-from tests.conftest import at_length
 from tests.hostile import signals
 from tests.hostile.campaign import wait_until_it_answers
 from tests.hostile.signals import CODES, QUICK
@@ -43,7 +42,9 @@ def test_signals_at_random_moments():
     assert signals.main(["--signals", "6", "--span", "4", "--seed", "1"]) == 0
 
 
-@pytest.mark.parametrize("sent", [SENT[0], *at_length(*SENT[1:])])
+@pytest.mark.parametrize(
+    "sent", [SENT[0], *(pytest.param(*sent.values, marks=pytest.mark.long, id=sent.id) for sent in SENT[1:])]
+)
 def test_what_was_measured_is_kept_however_often_it_is_asked(sent: signal.Signals, tmp_path: Path):
     process = run_until(("measure",), *QUICK, "--steps", "10000000", "--runs", str(tmp_path))
     time.sleep(1.0)

@@ -141,7 +141,7 @@ def way(request: pytest.FixtureRequest):
     "sizes",  # queries, keys, head_dim, query heads of a key head, window
     [(1, 1, 16, 1, None), (45, 19, 24, 2, None), (45, 33, 16, 1, 7), (33, 50, 16, 1, 40),
      *in_the_interpreter_at_length(
-         (37, 37, 16, 1, None), (64, 64, 16, 1, None), (19, 45, 40, 1, None), (60, 40, 16, 2, 1))],
+         ((37, 37, 16, 1, None),), ((64, 64, 16, 1, None),), ((19, 45, 40, 1, None),), ((60, 40, 16, 2, 1),))],
 )  # fmt: skip
 def test_every_way_is_as_good_as_attention_written_out(
     way: str, sizes: tuple[int, int, int, int, int | None], causal: bool
