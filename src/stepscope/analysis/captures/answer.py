@@ -186,7 +186,8 @@ def _kernel_table(summary: TraceSummary, phase: str) -> Table:
     rest = rest if any(row.family == GEMM for row in top) else []
     first = top[0]
     label, share = middle_cut(name_shown(kernel_label(first.name)), _IN_A_SENTENCE), format_share(first.share)
-    sentence = f"{label} takes the most time in {phase}: {share}, in {first.calls:g} calls a step."
+    calls = "1 call" if first.calls == 1 else f"{first.calls:g} calls"
+    sentence = f"{label} takes the most time in {phase}: {share}, in {calls} a step."
     rules = (len(top),) if rest else ()
     return _kernels(summary, f"top of {phase}", [*top, *rest], rules=rules, notes=as_lines(sentence))
 
