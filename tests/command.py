@@ -14,10 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import IO, Any
 
 Done = subprocess.CompletedProcess[str]
+_Environment = tuple[int, frozenset[tuple[str, str]]]
+"""A process of tests, and its variables."""
 _COMMAND = (sys.executable, "-m", "stepscope")
 _NO_MATTER = ("PYTEST_CURRENT_TEST", "COLUMNS", "LINES")
 """Variables that change from test to test, or that are read when something is shown: no import depends on them."""
@@ -27,7 +30,7 @@ def stepscope(*arguments: object, cwd: Path | None = None, timeout: float = 240,
     """Run `stepscope` with these arguments to its end. Keywords are further variables of its environment."""
     words = [str(argument) for argument in arguments]
     variables = {**os.environ, **environment}
-    if _of_imports(variables) == _of_imports(dict(os.environ)) and (fork := _Fork.here(variables)) is not None:
+    if _of_imports(variables) == _of_imports(dict(os.environ)) and (fork := _Fork.here()) is not None:
         return fork.run(words, cwd or Path.cwd(), variables, timeout)
     return subprocess.run(
         [*_COMMAND, *words], cwd=cwd, env=variables, capture_output=True, text=True, check=False, timeout=timeout
@@ -41,18 +44,22 @@ def _of_imports(variables: dict[str, str]) -> dict[str, str]:
 class _Fork:
     """The process that forks, as the tests see it."""
 
-    _known: "dict[int, _Fork]" = {}  # noqa: RUF012  (one for each process of tests)
+    _known: "dict[_Environment, _Fork]" = {}  # noqa: RUF012  (shared by all calls, as it must be)
+    _asked: "Counter[_Environment]" = Counter()  # noqa: RUF012
 
     @classmethod
-    def here(cls, variables: dict[str, str]) -> "_Fork | None":
-        """That of this process of tests; None where it started in another environment."""
+    def here(cls) -> "_Fork | None":
+        """That of the present environment, which libraries change for good. An environment that one test alone has is
+        not worth a process that imports everything: there is none at the first call, once there is one of another."""
         if not hasattr(os, "fork"):
             return None
-        fork = cls._known.get(os.getpid()) or cls._known.setdefault(os.getpid(), cls())
-        return fork if fork._started_in == _of_imports(variables) else None
+        environment = (os.getpid(), frozenset(_of_imports(dict(os.environ)).items()))
+        cls._asked[environment] += 1
+        if environment not in cls._known and (cls._asked[environment] > 1 or not cls._known):
+            cls._known[environment] = cls()
+        return cls._known.get(environment)
 
     def __init__(self) -> None:
-        self._started_in = _of_imports(dict(os.environ))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.command"], cwd=Path(__file__).parent.parent,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

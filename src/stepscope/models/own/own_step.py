@@ -106,9 +106,9 @@ class _FirstRuns:
             raise InputError(f"{self._name} fails in {phase}: {named_line(error)}") from error
         self.done.add(phase)
 
-    def of(self, phase: Phase) -> Phase:
-        """The phase, run by this."""
-        return Phase(name=phase.name, run=lambda: self.run(phase.name, phase.run))
+    def of(self, given: Phase) -> Phase:
+        """The phase, to be run by this where a step runs it."""
+        return Phase(name=given.name, run=lambda: self.run(given.name, given.run))
 
 
 class DrivenStep:
