@@ -11,6 +11,7 @@ import stepscope
 from stepscope.analysis.runs.answer import answer_run
 from stepscope.core.errors import InputError
 from stepscope.core.run_directory import load_run
+from stepscope.engine.watch.inside import Watched
 from tests.measure.watch.loops import Net, nothing_is_left, train_step
 
 
@@ -30,17 +31,23 @@ def test_two_lines_make_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert nothing_is_left(model, optimizer)
 
 
-def test_an_exception_passes_and_what_was_measured_is_kept(tmp_path: Path):
+def watched_until_an_exception(runs: Path, steps: tuple[int, int], *, after: int) -> Watched:
+    """The watch of a loop whose step of this number ends in an exception; nothing of it is left in the process."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watching = stepscope.watch(model, optimizer, steps=(3, 80), runs=tmp_path, quiet=True)
+    watching = stepscope.watch(model, optimizer, steps=steps, runs=runs, quiet=True)
     with pytest.raises(ZeroDivisionError), watching:
         for i in range(12):
             train_step(model, optimizer)
-            assert 1 / (10 - i)
+            assert 1 / (after - 1 - i)
+    assert nothing_is_left(model, optimizer)
+    return watching
+
+
+def test_an_exception_passes_and_what_was_measured_is_kept(tmp_path: Path):
+    watching = watched_until_an_exception(tmp_path, (3, 80), after=11)
     assert watching.run is not None and watching.run.status == "failed"
     assert watching.run.samples["step"].count == 8
-    assert nothing_is_left(model, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +66,7 @@ def test_steps_that_the_loop_never_reaches_are_no_result(tmp_path: Path, steps: 
 
 @pytest.mark.parametrize("steps", [(3, 5), (3, 8)], ids=["after every stage", "between the times and the other stages"])
 def test_an_exception_after_the_timed_steps_is_told_beside_them(tmp_path: Path, steps: tuple[int, int]):
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watching = stepscope.watch(model, optimizer, steps=steps, runs=tmp_path, quiet=True)
-    with pytest.raises(ZeroDivisionError), watching:
-        for i in range(12):
-            train_step(model, optimizer)
-            assert 1 / (9 - i)
+    watching = watched_until_an_exception(tmp_path, steps, after=10)
     run = watching.run
     assert run is not None and (run.status, run.failure) == ("done", None) and watching.directory is not None
     answer = answer_run(load_run(watching.directory))
@@ -74,14 +75,7 @@ def test_an_exception_after_the_timed_steps_is_told_beside_them(tmp_path: Path, 
 
 
 def test_no_time_is_told_where_an_exception_ends_the_loop_before_the_steps(tmp_path: Path):
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watching = stepscope.watch(model, optimizer, steps=(80, 90), runs=tmp_path, quiet=True)
-    with pytest.raises(ZeroDivisionError), watching:
-        for i in range(12):
-            train_step(model, optimizer)
-            assert 1 / (10 - i)
-    run = watching.run
+    run = watched_until_an_exception(tmp_path, (80, 90), after=11).run
     assert run is not None and (run.status, run.samples["step"].count) == ("failed", 0)
     assert run.evidence.notes[0] == "10 steps that were asked for, since the loop ended before"
     assert "step" not in [row[0] for table in answer_run(run).tables for row in table.rows]
