@@ -30,6 +30,7 @@ from stepscope.core.evidence import (
     ProfiledStep,
     StepObservation,
     StepOperators,
+    WatchedLoop,
 )
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.own_workload import OwnModel, OwnWorkload
@@ -168,7 +169,13 @@ def test_25_steps_that_resemble_their_neighbours():
     assert kinds(wandering)["correlated-samples"] == "note"
     finding = next(f for f in check_run(wandering) if f.kind == "correlated-samples")
     assert "cannot be told" in finding.sentence and finding.evidence["samples"] == 60
+    assert "--seconds" in finding.remedy
     assert "correlated-samples" not in kinds(make_run(step=[1.0, 1.01, 0.99] * 10))
+
+    loop = Evidence(loop=WatchedLoop(why="", modules=("Net",)))
+    watched = check_run(msgspec.structs.replace(wandering, evidence=loop))
+    remedy = next(f.remedy for f in watched if f.kind == "correlated-samples")
+    assert remedy == "measure more steps: --steps FIRST:END", "watch has no --seconds"
 
 
 def test_2_still_drifting():

@@ -146,7 +146,7 @@ class WatchedRun:
                 return None
             left = [stage for stage in (stage, *watch.left_out) if stage != TimedSteps.name]
             if left:
-                fewer = f": --steps 2:{watch.steps // 2} times fewer steps" if watch.steps >= 8 else ""
+                fewer = f"; --steps 2:{watch.steps // 2} leaves steps for that" if watch.steps >= 8 else ""
                 draft.note(f"{', '.join(left)}, since the loop ended before{fewer}")
             self._finish()
         elif self.run is not None and self.run is not draft.run:  # What ended the loop has come to be known.

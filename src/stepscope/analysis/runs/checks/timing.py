@@ -114,6 +114,13 @@ def _warm_up_more(run: Run) -> str:
     return "warm up more: leave --warmup out, or raise it"
 
 
+def _measure_more(run: Run) -> str:
+    """How more steps are measured: a watched loop goes on for as long as its script does."""
+    if run.evidence.loop is not None:
+        return "measure more steps: --steps FIRST:END"
+    return "measure more steps: raise --steps, or leave it out and raise --seconds"
+
+
 def _slow_start(samples: Samples) -> tuple[str, float, str, float] | None:
     """What was slow at the start, its time, what it is compared with, and that time; None if nothing was slow."""
     first, head_s, median_s = samples.values_s[0], statistics.median(samples.values_s[:3]), samples.median_s or 0.0
@@ -208,7 +215,7 @@ def correlated_samples(run: Run) -> Finding | None:
     return note(
         "correlated-samples",
         f"How exact the median is cannot be told: {samples.why_no_interval}.",
-        remedy="measure more steps: raise --steps, or leave it out and raise --seconds",
+        remedy=_measure_more(run),
         evidence={
             "samples": samples.count,
             "effective_samples": samples.effective_count,
