@@ -171,7 +171,7 @@ class WatchedRun:
         samples = timed.samples()
         count, asked = samples["step"].count, self.request.settings.steps_floor
         draft.set(samples=samples, warmup_steady=timed.steady)
-        draft.say_first_step(self.watch.steps - count if count else None)
+        draft.say_timed_steps(self.watch.steps - count if count else None, timed.backwards(count))
         readings.read_after(count)
         if count < asked:
             missing = f"{asked - count} of the {asked} steps" if count else counted(asked, "step")

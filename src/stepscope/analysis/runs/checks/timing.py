@@ -121,6 +121,17 @@ def _measure_more(run: Run) -> str:
     return "measure more steps: raise --steps, or leave it out and raise --seconds"
 
 
+def _spread_less(run: Run) -> str:
+    """What narrows the spread: first what the steps themselves differ in, as the last micro-batches of an epoch do."""
+    loop = run.evidence.loop
+    fewest, most = (loop and loop.backwards_between) or (0, 0)
+    if loop and fewest != most and not loop.evaluations:  # how often a closure is evaluated is the optimizer's choice
+        return (
+            f"time steps of one length: they ran {fewest} to {most} backwards; drop_last, or --steps FIRST:END, helps"
+        )
+    return "measure more steps (--steps), on a quieter machine"
+
+
 def _slow_start(samples: Samples) -> tuple[str, float, str, float] | None:
     """What was slow at the start, its time, what it is compared with, and that time; None if nothing was slow."""
     first, head_s, median_s = samples.values_s[0], statistics.median(samples.values_s[:3]), samples.median_s or 0.0
@@ -235,7 +246,7 @@ def wide_spread(run: Run) -> Finding | None:
         "wide-spread",
         f"The middle half of the steps spreads over {format_share(samples.spread)} of the median, "
         f"{samples.outliers} of {samples.count} are outliers.",
-        remedy="measure more steps (--steps), on a quieter machine",
+        remedy=_spread_less(run),
         evidence={"spread": samples.spread, "outliers": samples.outliers, "samples": samples.count},
     )
 
