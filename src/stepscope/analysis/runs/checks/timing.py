@@ -114,13 +114,6 @@ def _warm_up_more(run: Run) -> str:
     return "warm up more: leave --warmup out, or raise it"
 
 
-def _measure_more(run: Run) -> str:
-    """How more steps are measured: a watched loop goes on for as long as its script does."""
-    if run.evidence.loop is not None:
-        return "measure more steps: --steps FIRST:END"
-    return "measure more steps: raise --steps, or leave it out and raise --seconds"
-
-
 def _spread_less(run: Run) -> str:
     """What narrows the spread: first what the steps themselves differ in, as the last micro-batches of an epoch do."""
     loop = run.evidence.loop
@@ -223,10 +216,12 @@ def correlated_samples(run: Run) -> Finding | None:
     samples = run.samples.get(STEP)
     if samples is None or samples.count < MINIMUM_FOR_INTERVAL or samples.why_no_interval is None:
         return None
+    # A watched loop goes on for as long as its script does.
+    how = "--steps FIRST:END" if run.evidence.loop is not None else "raise --steps, or leave it out and raise --seconds"
     return note(
         "correlated-samples",
         f"How exact the median is cannot be told: {samples.why_no_interval}.",
-        remedy=_measure_more(run),
+        remedy=f"measure more steps: {how}",
         evidence={
             "samples": samples.count,
             "effective_samples": samples.effective_count,
