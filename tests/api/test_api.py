@@ -185,14 +185,19 @@ def test_what_a_run_recorded_is_explained_with_it(tmp_path: Path):
         ({"arguments": {"width": 3}}, "arguments belong to module, a factory"),
         (
             {"model": net(), "seq_len": 4},
-            "seq_len belong to the textbook's model: your module and its batch have sizes",
+            "only the textbook's model takes seq_len: your module and its batch say their own sizes",
         ),
-        ({"module": "a.py:make", "layers": 2}, "layers belong to the textbook's model: give the factory arguments"),
+        ({"module": "a.py:make", "layers": 2}, "only the textbook's model takes layers: give the factory arguments"),
         ({"model": net(), "batch": torch.ones(2, 8), "seed": 1}, "seed is of weights that are made"),
         ({"model": net(), "batch": torch.ones(2, 8), "record": "nsys"}, "nsys watches a process of its own"),
         ({"record": "vtune"}, "unknown record 'vtune': choose one of memory, kineto, nsys"),
         ({"model": net(), "batch": torch.ones(2, 8)}, "the model Sequential has no loss: forward returned a tensor"),
-        ({"model": net(), "batch": torch.ones(2, 7), "loss": square}, "the model Sequential fails in forward"),
+        ({"model": net(), "batch": torch.ones(2, 7), "loss": square}, "the model Sequential fails in forward: "),
+        (
+            {"model": net(), "batch": torch.ones(2, 8), "loss": lambda output: output.nope},
+            "the model Sequential fails in forward, in its loss function: AttributeError",
+        ),
+        ({"model": nn.Linear, "batch": torch.ones(2, 8)}, "the model is the class Linear: give an nn.Module"),
         (
             {"model": "tiny", "optimizer": torch.optim.SGD(net().parameters())},
             "optimizer: only a model that is an nn.Module takes it",
@@ -345,7 +350,10 @@ def test_a_module_of_ones_own_is_predicted_as_its_factory_is(tmp_path: Path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"model": net(), "batch": torch.ones(2, 8), "loss": square, "seq_len": 4}, "seq_len belong to the textbook's"),
+        (
+            {"model": net(), "batch": torch.ones(2, 8), "loss": square, "seq_len": 4},
+            "only the textbook's model takes seq_len",
+        ),
         ({"model": net(), "module": "a.py:make"}, "model and module both say which model is meant"),
         ({"model": net(), "batch": torch.ones(2, 8)}, "the model Sequential has no loss"),
         ({"model": net(), "batch": torch.ones(2, 8), "loss": square, "compile": "default"}, "cannot be run on fake"),

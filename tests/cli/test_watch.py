@@ -191,6 +191,9 @@ def test_sys_exit_is_the_scripts_own(tmp_path: Path, call: str, code: int, said:
     assert done.returncode == code and done.stderr.endswith(said)
     assert run.status == "done" and run.samples["step"].count == 7
     assert run.evidence.notes[0] == "90 of the 97 steps that were asked for, since the loop ended before"
+    assert run.evidence.notes[1].endswith(
+        "what the loop does, since the loop ended before; --steps 2:5 leaves steps for that"
+    )
 
 
 @pytest.mark.long
@@ -221,7 +224,8 @@ def test_a_script_that_ends_before_a_step_is_timed_leaves_nothing(tmp_path: Path
         (HEAD, "nothing was measured: no optimizer of PyTorch stepped in this process"),
         (
             HEAD + "other = torch.optim.SGD(model.parameters())\nfor _ in range(4): step(); other.step()\n",
-            "nothing is measured, since it cannot be told what a step is: 2 optimizers step (SGD, AdamW); "
+            "nothing is measured, since it cannot be told what a step is: 2 optimizers step (SGD of Sequential, "
+            "AdamW of Sequential); "
             "--step-of CLASS, of a model or an optimizer, says whose step counts",
         ),
     ],

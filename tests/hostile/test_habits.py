@@ -240,6 +240,19 @@ def test_35_products_in_fp32_beside_others_in_bf16(tmp_path: Path):
     assert "others took bfloat16" in found.sentence
 
 
+class DropsAttention(Net):
+    """A model whose attention drops weights. On a CPU that is PyTorch's math kernel, which leaves 16 bits by design."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inside(x)[None, None]
+        x = nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+        return self.head(x).square().mean() + sum(block(x).mean() for block in self.blocks)
+
+
+def test_35_attention_in_fp32_by_design_is_no_fp32_by_mistake(tmp_path: Path):
+    assert not habits(Loop(batch_size=8, model=DropsAttention(), autocast=True).run(tmp_path)).get("fp32-beside-half")
+
+
 def test_37_each_micro_batch_synchronises(tmp_path: Path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
     try:

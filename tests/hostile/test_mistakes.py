@@ -30,8 +30,10 @@ from stepscope.core.evidence import (
     ProfiledStep,
     StepObservation,
     StepOperators,
+    WatchedLoop,
 )
 from stepscope.core.model_config import ModelConfig
+from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.run import Run, Settings
 from stepscope.core.work import Work
 from stepscope.core.workload import COMPILES, OPTIMIZERS, Workload
@@ -167,7 +169,13 @@ def test_25_steps_that_resemble_their_neighbours():
     assert kinds(wandering)["correlated-samples"] == "note"
     finding = next(f for f in check_run(wandering) if f.kind == "correlated-samples")
     assert "cannot be told" in finding.sentence and finding.evidence["samples"] == 60
+    assert "--seconds" in finding.remedy
     assert "correlated-samples" not in kinds(make_run(step=[1.0, 1.01, 0.99] * 10))
+
+    loop = Evidence(loop=WatchedLoop(why="", modules=("Net",)))
+    watched = check_run(msgspec.structs.replace(wandering, evidence=loop))
+    remedy = next(f.remedy for f in watched if f.kind == "correlated-samples")
+    assert remedy == "measure more steps: --steps FIRST:END", "watch has no --seconds"
 
 
 def test_2_still_drifting():
@@ -252,6 +260,25 @@ def test_3_attention_in_fp32_excuses_no_step_that_is_fp32_throughout(others: boo
         workload(dtype="bf16", attention="sdpa-math"), evidence=Evidence(precision=precision, profile=profile)
     )
     assert ("precision-mismatch" in kinds(run)) is not others
+
+
+@pytest.mark.parametrize("others", [("bfloat16",), ()])
+def test_3_a_module_of_ones_own_may_get_pytorchs_math_kernel(others: tuple[str, ...]):
+    """PyTorch takes it for dropout on a CPU, for instance. A step that is fp32 throughout is not excused."""
+    seen = observed(TrainingStep(mini(dtype="bf16"), CPU)).evidence.observation
+    assert seen is not None
+    seen = msgspec.structs.replace(seen, product_dtypes=(*others, "float32"))
+    ran = ProfiledStep(
+        step_s=1.0, kernel_launches=1, busy_s=1.0, kernels=(),
+        attention_operators=("aten::_scaled_dot_product_attention_math",),
+    )  # fmt: skip
+    precision = Precision(float32_matmul="highest", probe_relative_error=2e-7)
+    own = OwnWorkload(factory="Net", code="", model=OwnModel(name="Net"), dtype="bf16")
+    run = msgspec.structs.replace(
+        make_run(evidence=Evidence(precision=precision, observation=seen, profile=ran)), workload=own
+    )
+    found = kinds(run)
+    assert ("precision-mismatch" in found) is not bool(others) and "attention-in-fp32" in found
 
 
 def test_4_compile_fell_back_to_eager():

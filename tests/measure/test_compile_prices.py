@@ -10,13 +10,14 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._traceback import shorten_filename
 
 from stepscope.analysis.comparisons.compiling.prices import answer_prices
 from stepscope.core.answer import Answer
 from stepscope.core.compile_prices import CompiledStep, CompilePrices, GraphBreak, PricedBreak
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.samples import Samples
-from stepscope.measure.compile_prices import Pricing
+from stepscope.measure.compile_prices import Pricing, place_named
 from stepscope.models.own.loading import make_own_step, take_own
 from stepscope.models.own.own_step import OwnStep
 from stepscope.studies.compile_prices import compile_prices
@@ -193,3 +194,15 @@ def test_in_a_process_of_its_own(tmp_path: Path):
     prices = compile_prices(workload, "cpu", backend="aot_eager")
     assert (prices.module, prices.as_it_is.pieces, prices.breaks) == ("Linear", 1, ())
     assert prices.environment is not None and prices.environment.device_type == "cpu"
+
+
+def test_a_file_that_pytorch_shortened_is_named_whole():
+    """A file that shares nothing but the root with PyTorch loses a letter more; one in a package keeps its name."""
+    mine = "/elsewhere/mine/own.py"
+    assert (
+        place_named(f"{shorten_filename(mine)}:9", mine)
+        == place_named("lsewhere/mine/own.py:9", mine)
+        == "mine/own.py:9"
+    )
+    assert place_named(f"{shorten_filename(nn.__file__)}:2", mine) == "torch/nn/__init__.py:2"
+    assert place_named("unknown/own.py:3", mine) == "unknown/own.py:3"

@@ -248,7 +248,7 @@ def test_arguments_reach_the_factory(file: str):
         ("failing_phase", "fails in late: IndexError: tuple index out of range"),
         ("failing_optimizer", "fails in optimizer: Unsayable$"),
         ("unsayable", "fails: Unsayable$"),
-        ("unsayable_forward", "fails in forward: Unsayable$"),
+        ("unsayable_forward", "fails in forward, in its loss function: Unsayable$"),
         ("bad_phase", r"a step with the phase \('forward', 3\): each is a name and a function"),
     ],
 )

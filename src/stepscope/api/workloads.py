@@ -67,12 +67,12 @@ def of_object(
 
     is_step = not isinstance(model, nn.Module) and hasattr(model, "phases")
     if not isinstance(model, nn.Module) and not is_step:
-        kind = type(model).__name__
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise InputError(f"the model is {kind}: give an nn.Module, the name of a preset, or module='file.py:factory'")
     if "seed" in said:
         raise InputError("seed is of weights that are made, and this model has its own: leave it out")
     own = said.pop("optimizer") if isinstance(said.get("optimizer"), optim.Optimizer) else None
-    _check_choices(said, "your module and its batch have sizes of their own")
+    _check_choices(said, "your module and its batch say their own sizes and attention")
     name = type(model).__name__
     parts = {"module": model, "batch": () if batch is None else batch, "loss": loss, "optimizer": own}
     loaded = take_own(model if is_step else parts, f"the model {name}")
@@ -84,4 +84,4 @@ def of_object(
 def _check_choices(said: Mapping[str, Any], remedy: str) -> None:
     strangers = [name for name in said if name not in _OF_ANY_MODEL]
     if strangers:
-        raise InputError(f"{', '.join(strangers)} belong to the textbook's model: {remedy}")
+        raise InputError(f"only the textbook's model takes {', '.join(strangers)}: {remedy}")

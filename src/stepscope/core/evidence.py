@@ -228,6 +228,9 @@ class WatchedLoop(msgspec.Struct, frozen=True, kw_only=True):
     """The dtype of most parameters."""
     first_step: int | None = None
     """The number of the first timed step in its loop, from 0; None where none was timed."""
+    backwards_between: tuple[int, int] | None = None
+    """The fewest and the most backwards in a timed step; None where none was timed, and in runs from before it was
+    counted."""
     ended_by: str | None = None
     """The exception that ended the loop after its timed steps, in a line. The times are whole all the same."""
 

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,6 +21,7 @@ import torch._dynamo
 from torch import nn
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.backends.registry import lookup_backend
+from torch.utils._traceback import shorten_filename
 
 from stepscope.core.compile_prices import CompiledStep, GraphBreak, PricedBreak, Recompilation
 from stepscope.core.portable_paths import portable_path
@@ -255,14 +257,30 @@ def _test_of(guard: str) -> str:
     return guard.partition("#")[0].strip()[:200]
 
 
+def place_named(shortened: str, compiled: str) -> str:
+    """The file and line that dynamo shortened, as they are named elsewhere. compiled: the file of the function that was
+    compiled, which is most often the same.
+
+    PyTorch cuts off what a file's path shares with its own; where that is the root alone, a letter, too: `/tmp/a.py` is
+    `mp/a.py` then.
+    """
+    file, _, line = shortened.rpartition(":")
+    modules = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    whole = next((each for each in (compiled, *modules) if each and shorten_filename(each) == file), file)
+    return f"{portable_path(whole)}:{line}"
+
+
 def _recompilation(step: int, metric: Any) -> Recompilation:
     guard = _guard(metric)
     named = _LINE.search(guard)
-    place = named[0] if named else f"{portable_path(metric.co_filename)}:{metric.co_firstlineno}"
-    if _OURS in place:
+    if _OURS in (named[0] if named else metric.co_filename):
         place = "the call of the module"
+    elif named:
+        place = place_named(named[0], metric.co_filename)
+    else:
+        place = f"{portable_path(metric.co_filename)}:{metric.co_firstlineno}"
     return Recompilation(
-        function=metric.co_name, place=portable_path(place), guard=_test_of(guard), step=step,
+        function=metric.co_name, place=place, guard=_test_of(guard), step=step,
         seconds=metric.entire_frame_compile_time_s or 0.0,
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ def two_models(told: Told, steps: int = 4, **given: object) -> None:
 def test_two_optimizers_are_not_told_apart():
     told = Told()
     two_models(told)
-    assert told.reason == "2 optimizers step (Adam, SGD)"
+    assert told.reason == "2 optimizers step (Adam of Net, SGD of Critic)"
 
 
 def test_the_class_of_a_model_says_whose_step_counts():

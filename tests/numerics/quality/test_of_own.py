@@ -66,6 +66,9 @@ def slow():
 def wrong():
     return nn.Linear(6, 1), torch.ones(4, 5), lambda output: output.sum()
 
+def lossless(factor):  # a loss that is 0 or NaN whatever the model does
+    return nn.Linear(6, 1), torch.ones(4, 6), lambda output: output.mean() * float(factor)
+
 class OnlyInTraining(nn.Linear):
     def forward(self, x):
         return super().forward(x).sum() if self.training else "a prediction"
@@ -146,6 +149,18 @@ def test_a_loss_beyond_fp16_departs_from_the_first_step_on(own: str):
     found = studied(f"{own}:far", "fp16-unscaled")
     (lost,) = (finding for finding in found.findings if finding.kind == "run-lost")
     assert lost.evidence["departs"] == 1 and math.isnan(rows(found)["fp16-unscaled"][1])
+
+
+def test_losses_that_do_not_differ_are_said_to_be_level(own: str):
+    found = studied(f"{own}:lossless", "bf16", arguments={"factor": 0})
+    (said,) = (finding.sentence for finding in found.findings if finding.kind == "run-beside-fp32")
+    assert "ends level with fp32 in training" in said and "(no more than what starts change)" in said
+
+
+def test_a_loss_that_is_lost_before_any_update_is_not_the_learning_rates_doing(own: str):
+    found = studied(f"{own}:lossless", "bf16", arguments={"factor": "nan"})
+    (remedy,) = (finding.remedy for finding in found.findings if finding.kind == "no-yardstick")
+    assert remedy.startswith("mend the loss or the batch")
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,9 @@ def _watched_step(loop: WatchedLoop) -> str:
     times = counted(loop.evaluations, "time")
     closure = f"; {loop.optimizers[0]} evaluates its closure {times}" if loop.evaluations else ""
     backwards = counted(loop.backwards, "backward")
-    return f"A step {ends}{others} ({loop.why}): {forwards}{autocast}, {backwards}{closure}."
+    fewest, most = loop.backwards_between or (0, 0)
+    unlike = f" Those timed ran {fewest} to {most} backwards each." if fewest != most else ""
+    return f"A step {ends}{others} ({loop.why}): {forwards}{autocast}, {backwards}{closure}.{unlike}"
 
 
 def answer_list(runs: Sequence[Run]) -> Answer:

@@ -56,9 +56,9 @@ class WatchedDraft(RunDraft):
     def device_name(self) -> str:
         return self.run.environment.device_name if self.run.environment else ""
 
-    def say_first_step(self, first: int | None) -> None:
-        """Keep the number of the first step that was timed."""
-        self.set_evidence(loop=msgspec.structs.replace(self.loop, first_step=first))
+    def say_timed_steps(self, first: int | None, backwards: tuple[int, int] | None) -> None:
+        """Keep the number of the first step that was timed, and the fewest and most backwards in a timed step."""
+        self.set_evidence(loop=msgspec.structs.replace(self.loop, first_step=first, backwards_between=backwards))
 
     def say_ended_by(self, error: Exception) -> None:
         """Keep what ended the loop after its steps were timed."""

@@ -146,7 +146,7 @@ class WatchedRun:
                 return None
             left = [stage for stage in (stage, *watch.left_out) if stage != TimedSteps.name]
             if left:
-                fewer = f": --steps 2:{watch.steps // 2} times fewer steps" if watch.steps >= 8 else ""
+                fewer = f"; --steps 2:{watch.steps // 2} leaves steps for that" if watch.steps >= 8 else ""
                 draft.note(f"{', '.join(left)}, since the loop ended before{fewer}")
             self._finish()
         elif self.run is not None and self.run is not draft.run:  # What ended the loop has come to be known.
@@ -171,7 +171,7 @@ class WatchedRun:
         samples = timed.samples()
         count, asked = samples["step"].count, self.request.settings.steps_floor
         draft.set(samples=samples, warmup_steady=timed.steady)
-        draft.say_first_step(self.watch.steps - count if count else None)
+        draft.say_timed_steps(self.watch.steps - count if count else None, timed.backwards(count))
         readings.read_after(count)
         if count < asked:
             missing = f"{asked - count} of the {asked} steps" if count else counted(asked, "step")

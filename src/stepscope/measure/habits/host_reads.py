@@ -37,6 +37,7 @@ _READS = {
 }
 """Functions of tensors that give the host a value, and how a program writes them. `to` is left out: on a CPU, a program
 that moves everything to its device calls it as well."""
+_ATTENTION = "scaled_dot_product_attention"
 _OF_SCALERS = "amp/grad_scaler.py"
 
 
@@ -50,7 +51,10 @@ class HostReads(TorchFunctionMode):
         self.lines: Counter[tuple[str, str]] = Counter()
         self.from_the_model: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         """Tensors on a CPU that the program would hold on a GPU. Tensors that require a gradient count as well."""
-        self._on_gpu = device.type == "cuda"
+        self.in_attention_of_half = False
+        """Whether PyTorch's attention runs, on operands of 16 bits or under autocast. Its math kernel multiplies in
+        fp32 by design."""
+        self._device, self._on_gpu = device, device.type == "cuda"
         self._function = ""
 
     def follow(self, inputs: Iterable[Any], outputs: Iterable[Any], *, always: bool = False) -> None:
@@ -85,11 +89,17 @@ class HostReads(TorchFunctionMode):
             with contextlib.suppress(Exception):  # This runs inside the loop, which an error of ours must not end.
                 if args and self._is_of_the_model(args[0]):
                     self._note(_READS[name])
-        outside, self._function = self._function, name
+        outside = self._function, self.in_attention_of_half
+        self._function = name
+        self.in_attention_of_half = name == _ATTENTION and self._in_half((*args, *(kwargs or {}).values()))
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            self._function = outside
+            self._function, self.in_attention_of_half = outside
+
+    def _in_half(self, operands: Iterable[Any]) -> bool:
+        dtypes = {each.dtype for each in operands if isinstance(each, torch.Tensor)}
+        return bool(dtypes & {torch.bfloat16, torch.float16}) or torch.is_autocast_enabled(self._device.type)
 
     def _is_of_the_model(self, thing: Any) -> bool:
         return isinstance(thing, torch.Tensor) and (thing.requires_grad or thing in self.from_the_model)

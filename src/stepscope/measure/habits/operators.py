@@ -38,7 +38,8 @@ class OperatorHabits(TorchDispatchMode):
         self.many_at_once = False
         """Whether one of the optimizer's operators takes many tensors."""
         self.product_flops: Counter[str] = Counter()
-        """FLOPs of forward's products by the dtype of their operands."""
+        """FLOPs of forward's products by the dtype of their operands, without those that attention takes in fp32 by
+        design."""
         self.fp32_modules: Counter[str] = Counter()
         self.unpinned: Counter[tuple[str, str]] = Counter()
         self._reads, self._modules = reads, modules
@@ -70,7 +71,7 @@ class OperatorHabits(TorchDispatchMode):
     def _look_at_product(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         dtypes = {each.dtype for each in args if isinstance(each, torch.Tensor) and each.is_floating_point()}
         dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
-        if dtype is None:
+        if dtype is None or (dtype is torch.float32 and self._reads.in_attention_of_half):
             return
         flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
         self.product_flops[str(dtype).removeprefix("torch.")] += flops

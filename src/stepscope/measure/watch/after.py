@@ -134,7 +134,7 @@ class LookedAtSteps:
     """The stage of steps that are looked at for habits that cost time or memory. It also counts the FLOPs of one
     step."""
 
-    name = "look at what the loop does"
+    name = "what the loop does"
     has_a_profiler = False
 
     def __init__(

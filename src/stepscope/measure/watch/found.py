@@ -218,7 +218,8 @@ def _decide(
     if not seen.optimizers:
         return Unclear("no optimizer stepped")
     if len(seen.optimizers) > 1:
-        return Unclear(f"{len(seen.optimizers)} optimizers step ({_names(seen.optimizers)})")
+        whose = ", ".join(_with_its_models(each, seen.modules) for each in seen.optimizers)
+        return Unclear(f"{len(seen.optimizers)} optimizers step ({whose})")
     return _of_optimizer(seen.optimizers[0], seen, seen.modules, "the only one that steps", alone=not apart)
 
 
@@ -256,6 +257,13 @@ def _of_optimizer(
         roots=tuple(roots), optimizers=(optimizer, *others), backwards=seen.backwards, why=why,
         update=seen.update_by(optimizer), given=whole,
     )  # fmt: skip
+
+
+def _with_its_models(optimizer: torch.optim.Optimizer, modules: Sequence[ModuleSeen]) -> str:
+    """An optimizer by its class and the classes of its models, either of which may be what tells it from others."""
+    models = list(dict.fromkeys(class_name(each.module) for each in _outermost(_owned(modules, optimizer))))
+    of = f" of {', '.join(models[:3])}{', ...' if len(models) > 3 else ''}" if models else ""
+    return f"{class_name(optimizer)}{of}"
 
 
 def _owned(modules: Sequence[ModuleSeen], optimizer: torch.optim.Optimizer) -> list[ModuleSeen]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from stepscope.core.range_names import REST, STEP, TIMED
+from stepscope.core.range_names import BACKWARD, REST, STEP, TIMED
 from stepscope.core.samples import Samples
 from stepscope.measure.step import Recorder
 
@@ -119,6 +119,7 @@ class Stopwatch(Recorder):
         self._last: Mark = None
         self._waiting: list[_Row] = []
         self._times: list[dict[str, float]] = []
+        self._backwards: list[int] = []
 
     @property
     def count(self) -> int:
@@ -149,7 +150,8 @@ class Stopwatch(Recorder):
     def drop_all_but(self, last: int) -> None:
         """Forget the times of all steps except the last ones."""
         self.read()
-        del self._times[: max(0, self.count - last)]
+        too_many = max(0, self.count - last)
+        del self._times[:too_many], self._backwards[:too_many]
 
     def read(self, *, wait: bool = False) -> list[dict[str, float]]:
         """Seconds by name, of the step and of each of its parts, for each step that the device has finished.
@@ -163,6 +165,7 @@ class Stopwatch(Recorder):
             elif not self._marks.reached(row.marks[-1]):
                 break
             self._times.append(self._seconds(row))
+            self._backwards.append(row.names.count(BACKWARD))
             # The last mark is the next step's first.
             self._marks.free(row.marks[:-1])
             done += 1
@@ -179,6 +182,11 @@ class Stopwatch(Recorder):
         rest = whole - sum(seconds.values())
         seconds[REST] = rest if rest > _SHORTEST_S else 0.0
         return {STEP: whole, **seconds}
+
+    def backwards(self, last: int) -> tuple[int, int] | None:
+        """The fewest and the most backwards in one of the last steps; None without steps."""
+        counts = self._backwards[-last:] if last else []
+        return (min(counts), max(counts)) if counts else None
 
     def samples(self, warmups: int) -> dict[str, Samples]:
         """The samples of the step and its parts; the first `warmups` steps are warm-up.

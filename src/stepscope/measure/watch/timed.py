@@ -94,6 +94,10 @@ class TimedSteps:
         warm = self._warm if self._ready else min(max(0, self._settings.warmup_floor - BEFORE), max(0, count - 1))
         return self._stopwatch.samples(warm)
 
+    def backwards(self, count: int) -> tuple[int, int] | None:
+        """The fewest and the most backwards in one of the `count` steps that `samples` gave; None without steps."""
+        return self._stopwatch.backwards(count)
+
     def _is_warm(self) -> bool:
         settings, rows = self._settings, self._stopwatch.read()
         done = self._stopwatch.count + BEFORE

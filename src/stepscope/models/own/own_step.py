@@ -1,5 +1,6 @@
 """Makes a step like the textbook's of a user's own module, or takes the step that a user's factory made."""
 
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -103,7 +104,9 @@ class _FirstRuns:
         except (Exception, SystemExit) as error:  # The user's own code may raise anything.
             if isinstance(error, RuntimeError) and "memory" in message_of(error):
                 raise
-            raise InputError(f"{self._name} fails in {phase}: {named_line(error)}") from error
+            called = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+            where = f"{phase}, in its loss function" if OwnModule.loss_of.__code__ in called else phase
+            raise InputError(f"{self._name} fails in {where}: {named_line(error)}") from error
         self.done.add(phase)
 
     def of(self, given: Phase) -> Phase:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stepscope.core.finding import Finding, note, warning
+from stepscope.core.units import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,12 +141,16 @@ def _no_yardstick(outcomes: RunsJudged) -> Finding:
             remedy="let PyTorch's seed decide the parameters: the factory then calls no torch.manual_seed and loads no "
             "checkpoint",
         )
-    failed = [each.name for each in (outcomes.reference, *outcomes.starts) if each.not_finite_from is not None]
+    lost = [each for each in (outcomes.reference, *outcomes.starts) if each.not_finite_from is not None]
+    failed = [each.name for each in lost]
+    slower = "choose a lower learning rate (--learning-rate)"
+    if any(each.not_finite_from == 1 for each in lost):  # before the first update, which no rate has a part in
+        slower = "mend the loss or the batch: it is not finite in the first step, before any update"
     why = f"the loss of {_listed(failed)} does not stay finite" if failed else "no run from another start ended"
     return warning(
         "no-yardstick",
         f"No departure is told: {why}, so there is nothing to hold a difference against.",
-        remedy="choose a lower learning rate (--learning-rate)" if failed else "let the study run on",
+        remedy=slower if failed else "let the study run on",
         evidence={"runs": len(outcomes.all)},
     )
 
@@ -157,9 +162,9 @@ def _yardstick(outcomes: RunsJudged) -> Finding:
     return note(
         "starts-apart",
         f"fp32 from the parameters of seeds {seeds}, over the same batches, ends up to "
-        f"{outcomes.apart[-1]:.2g}{unit} apart in training (smoothed over {outcomes.window} steps, within the last "
-        f"{outcomes.reach + 1}) and {outcomes.starts_final:.2g} {outcomes.final.where}. A run departs at the first "
-        "step from which on its smoothed loss is farther from fp32's than these are from each other within "
+        f"{outcomes.apart[-1]:.2g}{unit} apart in training (smoothed over {counted(outcomes.window, 'step')}, within "
+        f"the last {outcomes.reach + 1}) and {outcomes.starts_final:.2g} {outcomes.final.where}. A run departs at the "
+        "first step from which on its smoothed loss is farther from fp32's than these are from each other within "
         f"{outcomes.reach} steps of there, for {outcomes.reach} steps or more and to the end; or from which on its "
         "loss is not finite.",
         {
@@ -211,11 +216,13 @@ def _ends(each: RunJudged, outcomes: RunsJudged) -> str:
 
 
 def _signed(difference: float) -> str:
+    if not difference:
+        return "level with"
     return f"{abs(difference):.2g} {'above' if difference >= 0 else 'below'}"
 
 
 def _times(difference: float, yardstick: float) -> str:
-    return f"{abs(difference) / yardstick:.2g} times" if yardstick else "more than"
+    return f"{abs(difference) / yardstick:.2g} times" if yardstick else "more than" if difference else "no more than"
 
 
 def _known(each: RunJudged) -> str:
@@ -236,9 +243,9 @@ def _within(outcomes: RunsJudged) -> Iterator[Finding]:
     difference = farthest.final_loss - outcomes.reference.final_loss
     yield note(
         "nothing-beyond-the-start",
-        f"None of {len(outcomes.variants)} runs departs: at this size and length no precision changes the training "
-        f"more than another start does. Farthest {outcomes.final.where} is {farthest.name}, {_signed(difference)} "
-        "fp32.",
+        f"None of {counted(len(outcomes.variants), 'run')} departs: at this size and length no precision changes the "
+        f"training more than another start does. Farthest {outcomes.final.where} is {farthest.name}, "
+        f"{_signed(difference)} fp32.",
         {"runs": len(outcomes.variants), "farthest": farthest.name, "difference": difference},
     )
 

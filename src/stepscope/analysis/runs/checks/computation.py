@@ -13,6 +13,9 @@ from stepscope.core.units import format_bytes
 TF32_ERROR = 1e-5
 """Relative error of the fp32 probe above which TF32 ran: true fp32 is near 2e-7, TF32 near 3e-4."""
 
+_MATH = "aten::_scaled_dot_product_attention_math"
+"""PyTorch's attention of plain operators."""
+
 _REASONS = 3
 """Reasons that a sentence quotes."""
 
@@ -63,11 +66,12 @@ def attention_in_fp32(run: Run) -> Finding | None:
     """[3] An attention that leaves the 16 bits that were asked for, by its own design."""
     observation = run.evidence.observation
     seen = observation.product_dtypes if observation else None
-    if not run.textbook or not _attention_in_fp32(run) or "float32" not in (seen or ()):
+    if not _attention_in_fp32(run) or "float32" not in (seen or ()):
         return None
+    attention = run.textbook.attention if run.textbook else "scaled_dot_product_attention"
     return note(
         "attention-in-fp32",
-        f"{run.workload.dtype} was asked for, and {run.textbook.attention} multiplies in fp32 all the same: PyTorch's "
+        f"{run.workload.dtype} was asked for, and {attention} multiplies in fp32 all the same: PyTorch's "
         "math kernel is made so.",
         {"asked": run.workload.dtype},
         "take another attention, or torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)",
@@ -75,8 +79,14 @@ def attention_in_fp32(run: Run) -> Finding | None:
 
 
 def _attention_in_fp32(run: Run) -> bool:
-    record = ATTENTIONS.get(run.textbook.attention) if run.textbook else None
-    return run.workload.dtype not in ("fp32", "tf32") and record is not None and record.in_fp32
+    """Whether attention multiplies in fp32 though 16 bits were asked for. Which attention a module of one's own gets is
+    known from the operators that ran: PyTorch itself takes the math kernel for dropout on a CPU, for instance."""
+    if run.workload.dtype in ("fp32", "tf32"):
+        return False
+    if run.textbook is None:
+        return run.evidence.profile is not None and _MATH in run.evidence.profile.attention_operators
+    record = ATTENTIONS.get(run.textbook.attention)
+    return record is not None and record.in_fp32
 
 
 def _others_beside(fp32: tuple[str, ...], run: Run) -> bool:

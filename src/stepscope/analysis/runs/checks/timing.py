@@ -114,6 +114,17 @@ def _warm_up_more(run: Run) -> str:
     return "warm up more: leave --warmup out, or raise it"
 
 
+def _spread_less(run: Run) -> str:
+    """What narrows the spread: first what the steps themselves differ in, as the last micro-batches of an epoch do."""
+    loop = run.evidence.loop
+    fewest, most = (loop and loop.backwards_between) or (0, 0)
+    if loop and fewest != most and not loop.evaluations:  # how often a closure is evaluated is the optimizer's choice
+        return (
+            f"time steps of one length: they ran {fewest} to {most} backwards; drop_last, or --steps FIRST:END, helps"
+        )
+    return "measure more steps (--steps), on a quieter machine"
+
+
 def _slow_start(samples: Samples) -> tuple[str, float, str, float] | None:
     """What was slow at the start, its time, what it is compared with, and that time; None if nothing was slow."""
     first, head_s, median_s = samples.values_s[0], statistics.median(samples.values_s[:3]), samples.median_s or 0.0
@@ -205,10 +216,12 @@ def correlated_samples(run: Run) -> Finding | None:
     samples = run.samples.get(STEP)
     if samples is None or samples.count < MINIMUM_FOR_INTERVAL or samples.why_no_interval is None:
         return None
+    # A watched loop goes on for as long as its script does.
+    how = "--steps FIRST:END" if run.evidence.loop is not None else "raise --steps, or leave it out and raise --seconds"
     return note(
         "correlated-samples",
         f"How exact the median is cannot be told: {samples.why_no_interval}.",
-        remedy="measure more steps: raise --steps, or leave it out and raise --seconds",
+        remedy=f"measure more steps: {how}",
         evidence={
             "samples": samples.count,
             "effective_samples": samples.effective_count,
@@ -228,7 +241,7 @@ def wide_spread(run: Run) -> Finding | None:
         "wide-spread",
         f"The middle half of the steps spreads over {format_share(samples.spread)} of the median, "
         f"{samples.outliers} of {samples.count} are outliers.",
-        remedy="measure more steps (--steps), on a quieter machine",
+        remedy=_spread_less(run),
         evidence={"spread": samples.spread, "outliers": samples.outliers, "samples": samples.count},
     )
 
