@@ -3,9 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Tests side by side, a file to a process. Several files start measurements of their own and wait for them: on two cores
-# a third process uses the time.
-WORKERS ?= 3
+# Tests side by side, a file to a process: each has a core to itself.
+WORKERS ?= 2
 
 .PHONY: run test quick lint measures hostile mutants nsys clean
 

@@ -78,7 +78,7 @@ def in_the_interpreter_at_length(*cases: Any) -> list[Any]:
 @pytest.fixture
 def share(request: pytest.FixtureRequest) -> float:
     """Which share of a campaign's cases to run: a part that says whether it works, or with --long all of them."""
-    return 1.0 if request.config.getoption("--long") else 0.25
+    return 1.0 if request.config.getoption("--long") else 0.15
 
 
 def pytest_collection_finish() -> None:

@@ -440,7 +440,7 @@ if "cell" in "".join(sys.orig_argv[3:4]):
 """
 
 
-@pytest.mark.parametrize("killed", [False, True], ids=["done", "killed"])
+@pytest.mark.parametrize("killed", [False, *at_length(True)], ids=["done", "killed"])
 def test_nothing_that_a_cell_started_lives_on(
     out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool, capfd: pytest.CaptureFixture[str]
 ):
@@ -524,5 +524,6 @@ def test_a_sweep_stops_with_the_code_of_its_signal(tmp_path: Path, out: Path, se
     assert len(said) == 1 and said[0].startswith("stepscope: interrupted")
 
 
+@pytest.mark.long
 def test_cells_killed_at_random_moments_have_one_result_each():
     assert kills.main(["--kills", "3", "--cells", "2", "--span", "5"]) == 0

@@ -326,6 +326,7 @@ def test_a_module_that_ends_its_process_is_named(tmp_path: Path, ends: str):
 # The campaign
 
 
+@pytest.mark.long
 def test_a_short_campaign_finds_no_fault(tmp_path: Path):
     """`make hostile` runs the long one."""
     out = tmp_path / "inputs.json"

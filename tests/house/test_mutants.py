@@ -50,6 +50,7 @@ def fault(old: str, new: str) -> Mutant:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_fault_that_no_test_sees_survives_and_one_that_is_seen_names_its_test(tmp_path: Path):
     small_tree(tmp_path)
     report = run_mutants([fault("a + b", "a - b"), fault("a - b", "b - a"), fault("a + b", "a +")], tmp_path)

@@ -136,7 +136,7 @@ def way(request: pytest.FixtureRequest):
         yield request.param
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [True, *in_the_interpreter_at_length(False)])
 @pytest.mark.parametrize(
     "sizes",  # queries, keys, head_dim, query heads of a key head, window
     [(1, 1, 16, 1, None), (45, 19, 24, 2, None), (45, 33, 16, 1, 7), (33, 50, 16, 1, 40),

@@ -40,6 +40,7 @@ from stepscope.kernels.flash.tune import (
 )
 from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
 from stepscope.measure.precision import matmul_precision
+from tests.conftest import in_the_interpreter_at_length
 
 pytestmark = pytest.mark.slow
 
@@ -295,7 +296,7 @@ def test_wrong_input_to_tuning_is_one_clear_error():
         tune(q, k, v, causal=True, seconds=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, *in_the_interpreter_at_length(torch.bfloat16)])
 def test_candidates_are_run_into_poison_and_compared(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     """Everything but the clock, with grouped heads: right by far, and wrong where the truth is another."""
     monkeypatch.setattr(flash_tuning, "_capability", lambda device: (0, 0))

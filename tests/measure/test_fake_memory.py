@@ -216,6 +216,7 @@ def test_the_make_up_of_the_peak_adds_up_to_it():
         assert min(estimate.categories.values()) >= 0
 
 
+@pytest.mark.long
 def test_choices_do_to_memory_what_they_are_for():
     sizes = {"d_model": 64, "d_ff": 256, "layers": 4, "seq_len": 128}
     plain = estimate_by_running(mini(**sizes)).memory
@@ -267,6 +268,7 @@ def test_sizes_beyond_counting_are_refused():
         pytest.param("compile/*-small-b4-s512-bf16-*-compile-default-*", 0.03, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_what_a_compiled_step_saves_is_what_was_measured_on_a_gpu(pattern: str, tolerance: float):
     workload, measured = stored(pattern)
     assert saved_by_compiled_step(workload) == pytest.approx(measured["saved_for_backward"], rel=tolerance)

@@ -124,6 +124,7 @@ def test_an_nsys_that_fails_after_the_steps_costs_the_trace_alone(stand_in: Stan
     assert [path.name for path in (tmp_path / "runs" / run.id).iterdir()] == ["run.json"]
 
 
+@pytest.mark.long
 def test_an_nsys_that_ends_before_it_began_is_asked_once_more(stand_in: StandIn, tmp_path: Path):
     """As a real one does now and then on a busy machine."""
     stand_in(f"echo once >> {tmp_path}/asked; echo 'The agent did not answer' >&2; exit 1")
@@ -132,6 +133,7 @@ def test_an_nsys_that_ends_before_it_began_is_asked_once_more(stand_in: StandIn,
     assert (tmp_path / "asked").read_text() == "once\nonce\n"
 
 
+@pytest.mark.long
 def test_ctrl_c_while_nsys_works_keeps_the_times_and_leaves_no_process(stand_in: StandIn, tmp_path: Path):
     stand_in(f"echo $$ > {tmp_path}/pid; exec cat > /dev/null")  # ends when its stdin does, as the watched process
     process = run_until(("trace nsys",), *QUICK, *FEW, "--record", "nsys", "--runs", str(tmp_path / "runs"))

@@ -198,6 +198,7 @@ def test_what_is_timed_under_compile_is_the_compiled_module():
     assert report.compile_s is not None and report.compile_s > 0
 
 
+@pytest.mark.long
 def test_compiled_step_computes_what_the_eager_one_does():
     eager, compiled = (TrainingStep(mini(compile=mode), CPU) for mode in ("eager", "default"))
     for step in (eager, compiled):

@@ -254,6 +254,7 @@ def test_png_has_two_pixels_for_one_of_the_svg(tmp_path: Path, chart: alt.TopLev
     assert (width, height) == tuple(2 * int(n) for n in re.findall(r'<svg[^>]* width="(\d+)" height="(\d+)"', svg)[0])
 
 
+@pytest.mark.long
 def test_the_same_input_gives_the_same_bytes_in_any_process(tmp_path: Path, chart: alt.TopLevelMixin):
     again = timeline(a_step(), PHASES, title="</script><b>a step", interactive=True)
     for suffix in (".svg", ".png", ".html", ".json"):

@@ -203,6 +203,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(file: Path):
         assert found.fits == fits
 
 
+@pytest.mark.long
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(file: Path):
     budget = budget_of_memory(160 * MIB)
     verdict = fit_own(own(file, "text"), [budget]).verdicts[0]

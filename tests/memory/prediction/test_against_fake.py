@@ -14,6 +14,7 @@ from stepscope.core.workload import Workload
 from stepscope.engine.fake_step import estimate_by_running, watch_fake_step
 from stepscope.memory.prediction.estimate import STEPS, SymbolicStep, estimate
 from stepscope.memory.snapshot import read_snapshot
+from tests.conftest import at_length
 
 pytestmark = pytest.mark.slow
 
@@ -112,7 +113,7 @@ def drawn(seed: int) -> Workload:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(n, marks=pytest.mark.long) for n in range(5, 12))])
+@pytest.mark.parametrize("seed", [*range(3), *at_length(*range(3, 12))])
 def test_the_symbolic_model_allocates_and_releases_what_the_step_does(seed: int):
     workload = drawn(seed)
     symbolic, fake = on_symbolic_tensors(workload), on_fake_tensors(workload)
@@ -136,7 +137,9 @@ def test_what_is_taken_from_the_device_is_alike_for_odd_sizes_and_a_large_vocabu
         assert getattr(symbolic, name) == pytest.approx(getattr(fake, name), rel=0.01), name
 
 
-@pytest.mark.parametrize("cell", ["tiny-b4-s128-fp32-train", "small-b4-s512-fp32-forward", "small-b4-s512-bf16-train"])
+@pytest.mark.parametrize(
+    "cell", ["small-b4-s512-bf16-train", *at_length("tiny-b4-s128-fp32-train", "small-b4-s512-fp32-forward")]
+)
 def test_both_are_what_a_gpu_recorded(cell: str):
     """The symbolic model to the event. Where a sum over many rows is shared by thread blocks, the kernel of the H200
     takes a buffer and gives it back; nothing else is there that neither prediction has."""
