@@ -11,7 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from stepscope.core.range_names import TIMED
+from stepscope.core.run import Settings
 from stepscope.measure.watch.found import class_name
+from stepscope.measure.watch.stopwatch import HostMarks, Stopwatch
+from stepscope.measure.watch.timed import TimedSteps
 from tests.measure.watch.loops import DiaryStage, Net, Told, nothing_is_left, parts_of, timed, train_step, watch
 
 PLAIN = ["forward", "/forward", "backward", "/backward", "optimizer", "/optimizer"]
@@ -234,6 +237,21 @@ def test_the_parts_of_a_step_add_up_to_it_and_steps_to_the_time_that_passed():
     assert parts_of(samples) == list(TIMED)
     for i, whole in enumerate(samples["step"].values_s):
         assert sum(samples[name].values_s[i] for name in TIMED) == pytest.approx(whole, abs=2e-9)
+
+
+@pytest.mark.parametrize("steps", [3, 5, 6, 7, 9])
+def test_a_loop_that_ends_as_warm_up_does_keeps_its_last_steps(steps: int):
+    # Two steps show what a step is, warm-up ends after the fifth, and one more passes before those that count.
+    stopwatch = Stopwatch(HostMarks())
+    stage = TimedSteps(stopwatch, Settings(warmup_floor=2, warmup_cap=5, steps_floor=50))
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = watch(Told(stage))
+    for _ in range(steps):
+        train_step(model, optimizer)
+    watching.stop()
+    warm = 4 if steps > 6 else 0
+    assert stage.samples()["step"].count == steps - 2 - warm
 
 
 def test_the_loop_says_where_a_step_ends():

@@ -86,12 +86,12 @@ class TimedSteps:
         self._after()
 
     def samples(self) -> dict[str, Samples]:
-        """The samples so far. Where the loop ended in warm-up, its last steps count, from the floor of warm-up on; but
-        no step counts before the given steps."""
+        """The samples so far. Where the loop ended in warm-up, or as that was over, its last steps count, from the
+        floor of warm-up on; but no step counts before the given steps."""
         count = self._stopwatch.count
-        if self._between is not None and not self._ready:
+        if self._between is not None and not self.measured:
             return self._stopwatch.samples(count)
-        warm = self._warm if self._ready else min(max(0, self._settings.warmup_floor - BEFORE), max(0, count - 1))
+        warm = self._warm if self.measured else min(max(0, self._settings.warmup_floor - BEFORE), max(0, count - 1))
         return self._stopwatch.samples(warm)
 
     def backwards(self, count: int) -> tuple[int, int] | None:
