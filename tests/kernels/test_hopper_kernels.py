@@ -58,6 +58,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @needs_gluon
+@pytest.mark.slow  # a GPU's compiler for every case: twenty seconds
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("mask", ["causal", "full"])
 @pytest.mark.parametrize("kernel", ["forward", "backward"])

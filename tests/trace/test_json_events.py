@@ -310,6 +310,7 @@ def test_many_false_beginnings_take_no_longer(tmp_path: Path, header: bytes):
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [b" ", b"\x00", b'{"ph": "X"}, '])
 def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bytes):
     """A hundred thousandth of the size for real; the limit of a gigabyte is lowered to reach it sooner."""
