@@ -36,6 +36,7 @@ def assemble(
     other: dict[str, int] | None = None,
     recorder: str | None = None,
     lost: int = 0,
+    threads: dict[tuple[int, int], str] | None = None,
 ) -> TraceTable:
     """Check the schemas and times and join the launches; in a trace without device work its operators stand in.
 
@@ -69,6 +70,7 @@ def assemble(
         other=other or {},
         recorder=recorder,
         lost=lost,
+        threads=threads or {},
     )
 
 

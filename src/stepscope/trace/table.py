@@ -93,6 +93,7 @@ class TraceTable:
 
     `devices`: names by index where the trace says them. `other`: rows of the file without a place here, by category.
     `recorder`: the profiler's version, where the trace says it. `lost`: events the profiler itself says it lost.
+    `threads`: the names of threads by (process, thread), where the trace says them.
     """
 
     profiler: Profiler
@@ -105,6 +106,7 @@ class TraceTable:
     other: dict[str, int] = field(default_factory=dict[str, int])
     recorder: str | None = None
     lost: int = 0
+    threads: dict[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
 
     @property
     def on_cpu(self) -> bool:

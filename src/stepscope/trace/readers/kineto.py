@@ -71,6 +71,8 @@ class _Arguments(msgspec.Struct, frozen=True, gc=False):
     shapes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Dims")
     shapes_old: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input dims")
     dtypes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input type")
+    name: msgspec.Raw = msgspec.Raw(b"")
+    """Of a thread, in an event that names one."""
 
 
 _Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -170,6 +172,7 @@ class _Reader:
         self._other: dict[str, int] = defaultdict(int)
         self._names: dict[str, int] = {}
         self._fields: dict[str, Any] = {}
+        self._threads: dict[tuple[int, int], str] = {}
         self._events = 0
 
     def note_fields(self, fields: dict[str, Any]) -> None:
@@ -197,6 +200,16 @@ class _Reader:
                 self._take_links(group, begins=ph == "s")
             elif ph:
                 self._other[cat or f"phase {ph}"] += len(group)
+                if ph == "M":
+                    self._name_threads(group)
+
+    def _name_threads(self, group: list[_Event]) -> None:
+        """Keep the names of threads. One may have several: of the process, then its own; all are kept in one text."""
+        for event in group:
+            if event.name == "thread_name" and event.args is not None and event.args.name:
+                thread = self._identity(event.pid), self._identity(event.tid)
+                name = _readable(bytes(event.args.name))
+                self._threads[thread] = f"{before}, {name}" if (before := self._threads.get(thread)) else name
 
     def _take_work(self, kind: str, group: list[_Event]) -> None:
         arguments = [event.args or _NO_ARGUMENTS for event in group]
@@ -338,6 +351,7 @@ class _Reader:
             },
             other=dict(self._other),
             recorder=_recorder(self._fields),
+            threads=self._threads,
         )
 
     def _frame(self, name: str, schema: pl.Schema, texts: pl.Series) -> pl.DataFrame:

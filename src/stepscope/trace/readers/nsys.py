@@ -115,7 +115,19 @@ def _read(tables: Tables, *, without_ranges: bool) -> TraceTable:
         devices=_devices(tables),
         other=other,
         recorder=_recorder(tables),
+        threads=_threads(tables, strings),
     )
+
+
+def _threads(tables: Tables, strings: pl.DataFrame) -> dict[tuple[int, int], str]:
+    """The names of threads, by process and thread as other frames number them."""
+    if not _has(tables, "ThreadNames", ["nameId", "globalTid"]):
+        return {}
+    frame = _whole(tables, "ThreadNames", ["nameId", "globalTid"], [])
+    named = frame.select(_process("globalTid").alias("process"), pl.col("globalTid").alias("thread")).with_columns(
+        _looked_up(frame, "nameId", strings).cast(pl.String).alias("name")
+    )
+    return {(process, thread): name for process, thread, name in named.drop_nulls().iter_rows()}
 
 
 def _strings(tables: Tables) -> pl.DataFrame:
