@@ -8,6 +8,7 @@ import polars as pl
 from stepscope.analysis.captures.critical_path import CriticalPath
 from stepscope.analysis.captures.overlap import Overlap
 from stepscope.analysis.captures.summary import GEMM, OUTSIDE, KernelRow, TraceSummary
+from stepscope.analysis.captures.unmarked_phases import RANGES
 from stepscope.analysis.kernels.names.decoding import decode
 from stepscope.analysis.kernels.names.label import kernel_label
 from stepscope.analysis.roofline.answer import roofline_panel, roofline_tables
@@ -156,6 +157,10 @@ def _phase_words(summary: TraceSummary) -> Iterator[str]:
     for role, busy_ns in summary.roles.items():
         does = {RECOMPUTATION: "recomputes what forward did not keep"}.get(role, f"is {role}")
         yield f"{ms_text(busy_ns)} ms a step {does}."
+    sought = {phase.phase: phase.found_by for phase in summary.phases if phase.found_by not in (None, RANGES)}
+    if sought:
+        told = ", ".join(f"{phase} by {way}" for phase, way in sought.items())
+        yield f"No range marks {' or '.join(sought)}. Found instead: {told}."
     if OUTSIDE in named:
         yield f"{ms_text(named[OUTSIDE].busy_ns)} ms a step ran outside the phases, or no launch of it is known."
 
@@ -187,7 +192,8 @@ def _kernel_table(summary: TraceSummary, phase: str) -> Table:
     first = top[0]
     label, share = middle_cut(name_shown(kernel_label(first.name)), _IN_A_SENTENCE), format_share(first.share)
     calls = "1 call" if first.calls == 1 else f"{first.calls:g} calls"
-    sentence = f"{label} takes the most time in {phase}: {share}, in {calls} a step."
+    where = "outside the phases" if phase == OUTSIDE else f"in {phase}"
+    sentence = f"{label} takes the most time {where}: {share}, in {calls} a step."
     rules = (len(top),) if rest else ()
     return _kernels(summary, f"top of {phase}", [*top, *rest], rules=rules, notes=as_lines(sentence))
 

@@ -43,7 +43,7 @@ def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...]) -> dict[
         "copies_ns": copies_ns,
         "phases": [
             {
-                **_fields(phase, "phase", "kernels", "busy_ns", "gemm_fraction", "range_ns"),
+                **_fields(phase, "phase", "kernels", "busy_ns", "gemm_fraction", "range_ns", "found_by"),
                 "products": phase.product_kernels,
                 "expected_products": phase.expected_products,
                 "unprofiled_s": phase.unprofiled_s,

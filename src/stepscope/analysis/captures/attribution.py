@@ -18,6 +18,7 @@ from stepscope.analysis.captures.range_names import (
     phase_of,
     range_kind,
 )
+from stepscope.analysis.captures.unmarked_phases import with_found_phases
 from stepscope.analysis.kernels.families import FAMILIES, classify
 from stepscope.core.range_names import BACKWARD, FORWARD, GRADIENT_ACCUMULATION, OPTIMIZER, PHASES, RECOMPUTATION, STEP
 from stepscope.trace.launches import operator_order
@@ -33,8 +34,10 @@ ROOT = ""
 class Attribution:
     """A TraceTable with each row's place.
 
-    `work` is the table's `work` with columns step, phase, module, part, role, operator, operator_row, family, ranged.
-    `operator_row`: the row in `table.operators` of the call that `operator` names. `ranged`: inside any named range.
+    `work` is the table's `work` with columns step, phase, found_by, module, part, role, operator, operator_row, family,
+    ranged. `operator_row`: the row in `table.operators` of the call that `operator` names. `ranged`: inside any named
+    range, or in a phase. `found_by`: how the phase of a row was found (unmarked_phases.FOUND_BY).
+    `passes`: the backward passes that were found without ranges.
     `links_checked`: backward operators whose forward operator was found both by sequence number and by the profiler's
     own arrow. `links_agree`: those where both are the same operator.
     `instances`: the steps and phases of the first process that has any (what, start_ns, end_ns). Overlapping ranges of
@@ -46,6 +49,7 @@ class Attribution:
     instances: pl.DataFrame
     links_checked: int
     links_agree: int
+    passes: int = 0
 
     @cached_property
     def kernels(self) -> pl.DataFrame:
@@ -93,10 +97,11 @@ class Attribution:
         """The number of traced steps, at least 1.
 
         It is the number of step ranges or, without any, the smaller of the numbers of forward and optimizer ranges. A
-        step may have several forwards (micro-batches) for one optimizer, or several optimizers for one forward.
+        step may have several forwards (micro-batches) for one optimizer, or several optimizers for one forward. Without
+        any of these it is the number of backward passes.
         """
         counts = {what: self.instances.filter(pl.col("what") == what).height for what in (STEP, *PHASES)}
-        return counts[STEP] or min((n for n in (counts[FORWARD], counts[OPTIMIZER]) if n), default=1)
+        return counts[STEP] or min((n for n in (counts[FORWARD], counts[OPTIMIZER]) if n), default=max(1, self.passes))
 
     def self_check(self) -> None:
         """Raise AssertionError unless the parts sum to the whole exactly and no row was lost or doubled."""
@@ -125,8 +130,9 @@ def attribute(table: TraceTable) -> Attribution:
         _phase(work, few, threads),
         _step(work, few),
     )
-    work = work.with_columns(_ranged(work, table.ranges))
     operators = _on_threads(table.operators.with_row_index("row"), threads)
+    work, passes = with_found_phases(work, operators, table, threads)
+    work = work.with_columns(_ranged(work, table.ranges))
     work = work.with_columns(_operator_row(work, operators, table))
     work = work.with_columns(gather(table.operators["name"], work["operator_row"]).alias("operator"))
     work, checked, agree = _through_forward(work, operators, table, (modules, parts), threads)
@@ -144,6 +150,7 @@ def attribute(table: TraceTable) -> Attribution:
         instances=_instances(few),
         links_checked=checked,
         links_agree=agree,
+        passes=passes,
     )
 
 
@@ -274,13 +281,14 @@ def _step(work: pl.DataFrame, few: pl.DataFrame) -> pl.Series:
 
 
 def _ranged(work: pl.DataFrame, ranges: pl.DataFrame) -> pl.Series:
-    """Whether each launch lies in any range of its process."""
+    """Whether each launch lies in any range of its process, or has a place without one."""
     placed = pl.col("phase").is_not_null() | pl.col("module").is_not_null() | pl.col("step").is_not_null()
     certain = work.select(placed.alias("ranged")).to_series()
     if certain.all():
         return certain
     merged = lasting(union(ranges, ["process"]))
-    return Nest(merged, "process").innermost(work["process"], work["launch_ns"]).is_not_null().alias("ranged")
+    inside = Nest(merged, "process").innermost(work["process"], work["launch_ns"]).is_not_null()
+    return (certain | inside).alias("ranged")
 
 
 def lasting(intervals: pl.DataFrame) -> pl.DataFrame:

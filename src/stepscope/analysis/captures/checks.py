@@ -5,7 +5,7 @@ from collections.abc import Callable
 import polars as pl
 
 from stepscope.analysis.captures.range_names import phase_of
-from stepscope.analysis.captures.summary import GEMM, TraceSummary
+from stepscope.analysis.captures.summary import GEMM, OUTSIDE, TraceSummary
 from stepscope.analysis.kernels.names.decoding import decode, is_tf32
 from stepscope.core.finding import SEVERITIES, Finding, error, note, warning
 from stepscope.core.range_names import BACKWARD, STEP
@@ -19,6 +19,7 @@ _FEW = 5
 _LOST_SHARE, _BROKEN_SHARE = 0.005, 0.1
 _SLOWED = 1.1
 _WORTH_A_WORD = 0.01
+_MOST = 0.5
 
 TraceCheck = Callable[[TraceSummary], Finding | None]
 
@@ -132,7 +133,10 @@ def phases_span_threads(summary: TraceSummary) -> Finding | None:
     backward = attribution.kernels.filter(pl.col("phase") == BACKWARD)
     if not backward.height or table.on_cpu:
         return None
-    owners = table.ranges.filter(pl.col("name").cast(pl.String).is_in(_phase_ranges(summary))).select(
+    named = _phase_ranges(summary)
+    if not named:  # autograd's nodes told this backward, and they are on the threads that launch
+        return None
+    owners = table.ranges.filter(pl.col("name").cast(pl.String).is_in(named)).select(
         "process", pl.col("thread").alias("launch_thread")
     )
     own = backward.join(owners.unique(), on=["process", "launch_thread"], how="semi")
@@ -219,6 +223,26 @@ def outside_steps(summary: TraceSummary) -> Finding | None:
         "marked steps (an evaluation between them, say); figures per step divide them among the steps all the same.",
         {"outside_ns": outside_ns, "kernels": outside.height, "steps": steps},
         remedy="capture the steps alone, or name the ranges of what lies between them otherwise than a step's phases",
+    )
+
+
+def outside_phases(summary: TraceSummary) -> Finding | None:
+    """A finding on a capture most of whose kernel time lies in no phase: an inference, or a loop without ranges."""
+    launched = pl.col("launch_ns").is_not_null()  # `launches_unknown` says what the others lack
+    outside = summary.attribution.kernels.filter(pl.col("phase").is_null() & launched)
+    outside_ns = int(outside["duration_ns"].sum())
+    share = outside_ns / summary.busy_ns if summary.busy_ns else 0.0
+    if share <= _MOST:
+        return None
+    known = [phase.phase for phase in summary.phases if phase.phase != OUTSIDE]
+    told = f"only {' and '.join(known)} could be told" if known else "no phase could be told"
+    return warning(
+        "outside-phases",
+        f"{in_ms(outside_ns)} of {in_ms(summary.busy_ns)} of kernels ({format_share(share)}) lie outside forward, "
+        f"backward and optimizer: {told}, neither by ranges nor by autograd's operators.",
+        {"outside_ns": outside_ns, "busy_ns": summary.busy_ns, "share": share},
+        remedy='put torch.profiler.record_function("forward") around the forward, and so for the other phases, or '
+        "capture the loop with `stepscope watch --record kineto`; for inference read the families and kernels alone",
     )
 
 
@@ -318,6 +342,7 @@ TRACE_CHECKS: tuple[TraceCheck, ...] = (
     launches_unknown,
     graphs_unseen,
     outside_steps,
+    outside_phases,
     products_by_unit,
     products_miscounted,
     arrows_disagree,

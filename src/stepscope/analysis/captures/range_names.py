@@ -16,20 +16,30 @@ _PHASES: tuple[tuple[str, re.Pattern[str]], ...] = (
     (BACKWARD, re.compile(r"(?:loss[ _.]?)?(?:backward|bwd)(?:[ _](?:pass|step))?", re.IGNORECASE)),
     (OPTIMIZER, re.compile(r"opt(?:imi[sz]er)?(?:[ _.]?(?:step|update|pass))?|Optimizer\.step#.*", re.IGNORECASE)),
 )
+_FRAMED = re.compile(r"[#=*\-<\[(|]+\s*([^#=*\-<>\[\]()|]*[^#=*\-<>\[\]()|\s])\s*[#=*\->\])|]+")
 _ASIDE = re.compile(
     rf"Optimizer\.zero_grad#|zero[ _]?grad|{MARKING}|PyTorch Profiler|nccl|cub::|CUB|thrust::|cudnn|cublas|"
-    r"DataLoader|enumerate\(|## Call CompiledFxGraph|Torch-Compiled Region|"
+    r"DataLoader|enumerate\(|(?:## )?Call CompiledFxGraph|Torch-Compiled Region|"
     r"(?:aten|autograd|torch|c10d)::|[^,]+, sizes = \[",
     re.IGNORECASE,
 )
 """A pattern of ranges that are not modules: of libraries, and of work outside the model."""
 
+_OF_PYTORCH = re.compile(r"Optimizer\.|ProfilerStep|(?:Fully\w+|Distributed)DataParallel\.forward")
+
 RANGE_KINDS: tuple[RangeKind, ...] = get_args(RangeKind)
+
+
+def _undecorated(name: str) -> str:
+    """The name without what frames it: `## forward ##` is forward."""
+    name = name[:200].strip()
+    framed = _FRAMED.fullmatch(name)
+    return framed[1] if framed else name
 
 
 def range_kind(name: str) -> RangeKind:
     """The kind of a range, by its name only."""
-    name = name[:200].strip()
+    name = _undecorated(name)
     if _STEP.fullmatch(name):
         return "step"
     if phase_of(name):
@@ -39,7 +49,12 @@ def range_kind(name: str) -> RangeKind:
     return "aside" if _ASIDE.match(name) else "module"
 
 
+def is_of_pytorch(name: str) -> bool:
+    """Whether PyTorch itself emits ranges of this name, in a loop that marks nothing."""
+    return _OF_PYTORCH.match(name) is not None
+
+
 def phase_of(name: str) -> str | None:
     """The phase that a range's name means, in any of the usual spellings, or None."""
-    name = name[:200].strip()
+    name = _undecorated(name)
     return next((phase for phase, pattern in _PHASES if pattern.fullmatch(name)), None)

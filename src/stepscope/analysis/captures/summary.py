@@ -49,7 +49,8 @@ class PhaseSummary(msgspec.Struct, frozen=True, kw_only=True):
     `kernels` does not count graphs recorded as a whole. `range_ns` is the time that the phase's range was open on the
     host; None outside. `product_kernels` counts matrix products, without the second passes of split products; None on a
     CPU, whose operators call one another. `expected_products` follows from the model's sizes, if a run has them.
-    `unprofiled_s` is the phase's median without a profiler, by the device's clock.
+    `unprofiled_s` is the phase's median without a profiler, by the device's clock. `found_by` is how the phase of most
+    of this time was found (unmarked_phases.FOUND_BY); None outside, and in older digests.
     """
 
     phase: str
@@ -60,6 +61,7 @@ class PhaseSummary(msgspec.Struct, frozen=True, kw_only=True):
     product_kernels: float | None
     expected_products: int | None
     unprofiled_s: float | None
+    found_by: str | None = None
 
     @property
     def gemm_fraction(self) -> float:
@@ -137,6 +139,7 @@ class TraceSummary:
             "role",
             "duration_ns",
             "kind",
+            "found_by",
             pl.col("phase").cast(pl.String).fill_null(OUTSIDE).alias("phase"),
         )
 
@@ -200,9 +203,11 @@ class TraceSummary:
             )
             .iter_rows(named=True)
         }
-        return tuple(self._phase(phase, totals[phase]) for phase in self.phase_names)
+        ways = self._kernels.group_by("phase", "found_by").agg(pl.col("duration_ns").sum()).sort("duration_ns")
+        found_by = dict(ways.select("phase", "found_by").iter_rows())  # of a phase, the longest comes last
+        return tuple(self._phase(phase, totals[phase], found_by[phase]) for phase in self.phase_names)
 
-    def _phase(self, phase: str, total: dict) -> PhaseSummary:
+    def _phase(self, phase: str, total: dict, found_by: str | None) -> PhaseSummary:
         # Ranges hold only a part of a phase, so they are not compared with figures of the whole phase.
         run = None if self.ranged else self.run
         opened = self.attribution.instances.filter(pl.lit(not self.ranged) & (pl.col("what") == phase))
@@ -217,6 +222,7 @@ class TraceSummary:
             product_kernels=None if on_cpu else total["products"] / self.steps,
             expected_products=_expected_products(textbook, phase) if textbook and not on_cpu else None,
             unprofiled_s=sample.median_s if sample and sample.count else None,
+            found_by=found_by,
         )
 
     @property
