@@ -180,9 +180,9 @@ def _under_nodes(path: Path) -> tuple[float, float]:
         if event.get("cat") != "kernel":
             continue
         total += event["dur"]
-        call = calls.get(event["args"]["correlation"])
-        spans = nodes.get(call["tid"], []) if call else []
-        at = bisect_right(spans, (call["ts"], float("inf"))) - 1 if call else -1
+        call = calls[event["args"]["correlation"]]
+        spans = nodes.get(call["tid"], [])
+        at = bisect_right(spans, (call["ts"], float("inf"))) - 1
         inside += event["dur"] if at >= 0 and call["ts"] < spans[at][1] else 0
     return inside / 1000, total / 1000
 
