@@ -8,6 +8,7 @@ from stepscope.core.errors import InputError
 from stepscope.trace.launches import operators_as_work, with_launches
 from stepscope.trace.table import (
     CALL_SCHEMA,
+    COLLECTIVE_SCHEMA,
     COPIES,
     KIND,
     LINK_SCHEMA,
@@ -37,6 +38,9 @@ def assemble(
     recorder: str | None = None,
     lost: int = 0,
     threads: dict[tuple[int, int], str] | None = None,
+    collectives: pl.DataFrame | None = None,
+    rank: int | None = None,
+    ranks: int | None = None,
 ) -> TraceTable:
     """Check the schemas and times and join the launches; in a trace without device work its operators stand in.
 
@@ -44,12 +48,14 @@ def assemble(
     """
     operators = empty(OPERATOR_SCHEMA) if operators is None else operators
     links = empty(LINK_SCHEMA) if links is None else links
+    collectives = empty(COLLECTIVE_SCHEMA) if collectives is None else collectives
     for frame, schema in (
         (work, WORK_SCHEMA),
         (calls, CALL_SCHEMA),
         (ranges, RANGE_SCHEMA),
         (operators, OPERATOR_SCHEMA),
         (links, LINK_SCHEMA),
+        (collectives, COLLECTIVE_SCHEMA),
     ):
         assert frame.schema == schema, f"{frame.schema} is not {schema}"
         check_clock(path, frame["start_ns"])
@@ -71,6 +77,9 @@ def assemble(
         recorder=recorder,
         lost=lost,
         threads=threads or {},
+        collectives=collectives,
+        rank=rank,
+        ranks=ranks,
     )
 
 

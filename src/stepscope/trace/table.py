@@ -78,6 +78,24 @@ LINK_SCHEMA = pl.Schema(
 )
 """Columns of the profiler's arrows from a forward operator (`begins`) to its backward operator: one row an end."""
 
+COLLECTIVE_SCHEMA = pl.Schema(
+    {
+        "start_ns": pl.Int64,
+        "process": pl.Int64,
+        "thread": pl.Int64,
+        "correlation": pl.Int64,
+        "collective": pl.String,
+        "group": pl.String,
+        "group_size": pl.Int64,
+        "elements_in": pl.Int64,
+        "elements_out": pl.Int64,
+        "dtype": pl.String,
+        "sequence": pl.Int64,
+    }
+)
+"""Columns of what the profiler says of collectives: of a kernel (`correlation` is known) or of the operator round its
+launch (`thread` is known). `sequence` counts the collectives of a process group, and is equal on all its ranks."""
+
 Profiler = Literal["Kineto", "Nsight Systems"]
 
 
@@ -93,7 +111,8 @@ class TraceTable:
 
     `devices`: names by index where the trace says them. `other`: rows of the file without a place here, by category.
     `recorder`: the profiler's version, where the trace says it. `lost`: events the profiler itself says it lost.
-    `threads`: the names of threads by (process, thread), where the trace says them.
+    `threads`: the names of threads by (process, thread), where the trace says them. `rank`: which rank of `ranks` the
+    process was; None where it was alone, or the trace does not say.
     """
 
     profiler: Profiler
@@ -107,6 +126,9 @@ class TraceTable:
     recorder: str | None = None
     lost: int = 0
     threads: dict[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
+    collectives: pl.DataFrame = field(default_factory=lambda: empty(COLLECTIVE_SCHEMA))
+    rank: int | None = None
+    ranks: int | None = None
 
     @property
     def on_cpu(self) -> bool:

@@ -6,20 +6,20 @@ How its times are written is told in event_times.
 
 from collections import defaultdict
 from collections.abc import Iterable
-from contextlib import suppress
-from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import msgspec
 import polars as pl
 
 from stepscope.core.errors import InputError, one_line, printable
 from stepscope.trace.assemble import assemble
-from stepscope.trace.readers.event_times import EXACT_BELOW_US, UNREADABLE, is_readable, nanoseconds
+from stepscope.trace.readers.event_times import UNREADABLE, is_readable, nanoseconds
 from stepscope.trace.readers.json_events import read_events
+from stepscope.trace.readers.kineto_events import NO_ARGUMENTS, Event, decode_block
 from stepscope.trace.table import (
     CALL_SCHEMA,
+    COLLECTIVE_SCHEMA,
     KIND,
     LINK_SCHEMA,
     OPERATOR_SCHEMA,
@@ -58,108 +58,15 @@ _ANNOTATIONS = ("ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#", "Dis
 """Names of ranges that older versions list among the operators."""
 
 
-class _Arguments(msgspec.Struct, frozen=True, gc=False):
-    external: int | None = msgspec.field(default=None, name="External id")
-    external_old: int | None = msgspec.field(default=None, name="external id")
-    sequence: int | None = msgspec.field(default=None, name="Sequence number")
-    forward_thread: int | None = msgspec.field(default=None, name="Fwd thread id")
-    forward_thread_old: int | None = msgspec.field(default=None, name="Fwd thread ID")
-    correlation: int | None = None
-    device: int | None = None
-    stream: int | None = None
-    graph_node: int | None = msgspec.field(default=None, name="graph node id")
-    shapes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Dims")
-    shapes_old: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input dims")
-    dtypes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input type")
-    name: msgspec.Raw = msgspec.Raw(b"")
-    """Of a thread, in an event that names one."""
-
-
-_Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-
-
-class _Event(msgspec.Struct, gc=False):
-    ph: str = ""
-    cat: str | None = None
-    name: str | int | float | None = ""
-    pid: int | str | float | None = None
-    tid: int | str | float | None = None
-    ts: int | float | None = None
-    dur: int | float | None = None
-    id: int | str | None = None
-    args: _Arguments | None = None
-
-
-class _ExactEvent(_Event, gc=False):
-    ts: Decimal | None = None  # type: ignore[assignment]
-    dur: Decimal | None = None  # type: ignore[assignment]
-
-
-class _LooseEvent(_Event, gc=False):
-    """An event with arguments of unexpected types: those that fit are taken, the rest of the event as it is."""
-
-    id: Any = None
-    args: Any = None
-
-
-class _ExactLooseEvent(_LooseEvent, gc=False):
-    ts: Decimal | None = None  # type: ignore[assignment]
-    dur: Decimal | None = None  # type: ignore[assignment]
-
-
-_NO_ARGUMENTS = _Arguments()
-_decode = msgspec.json.Decoder(list[_Event], strict=False).decode
-_decode_exact = msgspec.json.Decoder(list[_ExactEvent], strict=False).decode
-_decode_loose = msgspec.json.Decoder(list[_LooseEvent], strict=False).decode
-_decode_exact_loose = msgspec.json.Decoder(list[_ExactLooseEvent], strict=False).decode
-
-
 def read_kineto(path: Path) -> TraceTable:
     """The TraceTable of a Kineto trace. Raises InputError where it is broken or holds no events of a profiler."""
     reader = _Reader(path)
-    for block in read_events(path, _decode_block):
+    for block in read_events(path, decode_block):
         if isinstance(block, dict):
             reader.note_fields(block)
         else:
             reader.take(block)
     return reader.table()
-
-
-def _decode_block(text: bytes) -> list[_Event]:
-    try:
-        events = _decode(text)
-    except msgspec.ValidationError:
-        events = [_tightened(event) for event in _decode_loose(text)]
-    if not any(isinstance(event.ts, float) and abs(event.ts) >= EXACT_BELOW_US for event in events[:1000]):
-        return events
-    try:
-        return _decode_exact(text)  # type: ignore[return-value]
-    except msgspec.ValidationError:
-        return [_tightened(event) for event in _decode_exact_loose(text)]
-
-
-def _tightened(event: _LooseEvent) -> _Event:
-    arguments: dict[str, int | msgspec.Raw] = {}
-    given = event.args
-    loose = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
-    for field in msgspec.structs.fields(_Arguments):
-        value = loose.get(field.encode_name)
-        if field.type is msgspec.Raw and value is not None:
-            arguments[field.name] = msgspec.Raw(msgspec.json.encode(value))
-        elif isinstance(value, int | str) and not isinstance(value, bool):
-            with suppress(msgspec.ValidationError):
-                arguments[field.name] = msgspec.convert(value, _Number, strict=False)
-    return _Event(
-        ph=event.ph,
-        cat=event.cat,
-        name=event.name,
-        pid=event.pid,
-        tid=event.tid,
-        ts=event.ts,
-        dur=event.dur,
-        id=event.id if isinstance(event.id, int | str) else None,
-        args=_Arguments(**arguments),  # type: ignore[arg-type]
-    )
 
 
 class _Reader:
@@ -178,9 +85,9 @@ class _Reader:
     def note_fields(self, fields: dict[str, Any]) -> None:
         self._fields.update(fields)
 
-    def take(self, events: list[_Event]) -> None:
+    def take(self, events: list[Event]) -> None:
         self._events += len(events)
-        sorted_events: dict[tuple[str, str | None], list[_Event]] = defaultdict(list)
+        sorted_events: dict[tuple[str, str | None], list[Event]] = defaultdict(list)
         for event in events:
             sorted_events[event.ph, event.cat].append(event)
         for (ph, cat), group in sorted_events.items():
@@ -203,7 +110,7 @@ class _Reader:
                 if ph == "M":
                     self._name_threads(group)
 
-    def _name_threads(self, group: list[_Event]) -> None:
+    def _name_threads(self, group: list[Event]) -> None:
         """Keep the names of threads. One may have several: of the process, then its own; all are kept in one text."""
         for event in group:
             if event.name == "thread_name" and event.args is not None and event.args.name:
@@ -211,8 +118,8 @@ class _Reader:
                 name = _readable(bytes(event.args.name))
                 self._threads[thread] = f"{before}, {name}" if (before := self._threads.get(thread)) else name
 
-    def _take_work(self, kind: str, group: list[_Event]) -> None:
-        arguments = [event.args or _NO_ARGUMENTS for event in group]
+    def _take_work(self, kind: str, group: list[Event]) -> None:
+        arguments = [event.args or NO_ARGUMENTS for event in group]
         self._parts["work"].append(
             pl.DataFrame(
                 [
@@ -228,9 +135,33 @@ class _Reader:
                 ]
             )
         )
+        self._take_collectives(group)
 
-    def _take_calls(self, group: list[_Event]) -> None:
-        arguments = [event.args or _NO_ARGUMENTS for event in group]
+    def _take_collectives(self, group: list[Event]) -> None:
+        """Keep what the events say of collectives: kernels of NCCL, and the operators that launch them."""
+        told = [event for event in group if event.args is not None and event.args.collective]
+        if not told:
+            return
+        arguments = [event.args or NO_ARGUMENTS for event in told]
+        start, _ = self._times(told)
+        whole = ("correlation", "group_size", "elements_in", "elements_out")
+        texts = {
+            name: [_word(getattr(given, name)) for given in arguments] for name in ("collective", "group", "dtype")
+        }
+        self._parts["collectives"].append(
+            pl.DataFrame(
+                [
+                    start,
+                    *self._host(told),
+                    *(self._column(name, [getattr(given, name) for given in arguments]) for name in whole),
+                    *(self._text(name, values) for name, values in texts.items()),
+                    self._column("sequence", [given.collective_sequence for given in arguments]),
+                ]
+            )
+        )
+
+    def _take_calls(self, group: list[Event]) -> None:
+        arguments = [event.args or NO_ARGUMENTS for event in group]
         self._parts["calls"].append(
             pl.DataFrame(
                 [
@@ -243,8 +174,8 @@ class _Reader:
             )
         )
 
-    def _take_operators(self, group: list[_Event]) -> None:
-        arguments = [event.args or _NO_ARGUMENTS for event in group]
+    def _take_operators(self, group: list[Event]) -> None:
+        arguments = [event.args or NO_ARGUMENTS for event in group]
         self._parts["operators"].append(
             pl.DataFrame(
                 [
@@ -262,8 +193,9 @@ class _Reader:
                 ]
             )
         )
+        self._take_collectives(group)
 
-    def _take_ranges(self, group: list[_Event]) -> None:
+    def _take_ranges(self, group: list[Event]) -> None:
         self._parts["ranges"].append(
             pl.DataFrame(
                 [
@@ -275,7 +207,7 @@ class _Reader:
             )
         )
 
-    def _take_links(self, group: list[_Event], *, begins: bool) -> None:
+    def _take_links(self, group: list[Event], *, begins: bool) -> None:
         start, _ = self._times(group)
         identity = [event.id if isinstance(event.id, int) else self._number(str(event.id)) for event in group]
         self._parts["links"].append(
@@ -289,7 +221,7 @@ class _Reader:
             )
         )
 
-    def _times(self, group: list[_Event]) -> tuple[pl.Series, pl.Series]:
+    def _times(self, group: list[Event]) -> tuple[pl.Series, pl.Series]:
         try:
             start, duration = nanoseconds([event.ts for event in group], [event.dur or 0 for event in group])
         except UNREADABLE:
@@ -303,7 +235,7 @@ class _Reader:
             raise InputError(f"{self._path}: the event {_name(bad)} has a negative duration ({bad.dur})")
         return start, duration
 
-    def _host(self, group: list[_Event]) -> tuple[pl.Series, pl.Series]:
+    def _host(self, group: list[Event]) -> tuple[pl.Series, pl.Series]:
         return (
             self._column("process", [self._identity(event.pid) for event in group]),
             self._column("thread", [self._identity(event.tid) for event in group]),
@@ -336,6 +268,7 @@ class _Reader:
                 "capture it with torch.profiler (activities CPU and CUDA) or nsys"
             )
         texts = pl.Series([_readable(text) for text in self._texts], dtype=pl.String)
+        rank, ranks = _rank(self._fields)
         return assemble(
             path=self._path,
             profiler="Kineto",
@@ -352,6 +285,9 @@ class _Reader:
             other=dict(self._other),
             recorder=_recorder(self._fields),
             threads=self._threads,
+            collectives=self._frame("collectives", COLLECTIVE_SCHEMA, texts),
+            rank=rank,
+            ranks=ranks,
         )
 
     def _frame(self, name: str, schema: pl.Schema, texts: pl.Series) -> pl.DataFrame:
@@ -374,7 +310,7 @@ def _dicts(value: list[Any] | str | float | None) -> list[dict[str, Any]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
-def _integers(name: str, values: Iterable[int | None], group: list[_Event], otherwise: str) -> pl.Series:
+def _integers(name: str, values: Iterable[int | None], group: list[Event], otherwise: str) -> pl.Series:
     """A number from the arguments, or from where the event itself holds it; -1 where neither does."""
     found: list[int] = []
     for value, event in zip(values, group, strict=True):
@@ -393,13 +329,27 @@ def _readable(text: object) -> str:
     return str(text).encode("utf-8", "replace").decode()
 
 
-def _name(event: _Event) -> str:
+def _name(event: Event) -> str:
     return repr(str(event.name)[:80])
 
 
 def _int(value: object) -> int:
     assert isinstance(value, int)
     return value
+
+
+def _word(raw: msgspec.Raw) -> str:
+    """A text without its quotes."""
+    return bytes(raw).decode("utf-8", "replace").strip('"')
+
+
+def _rank(fields: dict[str, Any]) -> tuple[int | None, int | None]:
+    """The rank of the process and the number of ranks, as PyTorch writes them where torch.distributed is in use."""
+    given = fields.get("distributedInfo")
+    told = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    rank, ranks = told.get("rank"), told.get("world_size")
+    both = type(rank) is int and type(ranks) is int and 0 <= rank < ranks
+    return (rank, ranks) if both else (None, None)
 
 
 def _recorder(fields: dict[str, Any]) -> str | None:
