@@ -40,7 +40,12 @@ FORWARD_AND_BACKWARD = "forward + backward"
 """The name of both phases taken as one."""
 
 
-_LAYERS_TOGETHER = pl.col("module").cast(pl.String).fill_null("?").str.replace_all(r"(^|\.)\d+(\.|$)", "${1}*${2}")
+def layers_together(column: str) -> pl.Expr:
+    """The names of modules with the number of a layer as `*`; "?" for null."""
+    return pl.col(column).cast(pl.String).fill_null("?").str.replace_all(r"(^|\.)\d+(\.|$)", "${1}*${2}")
+
+
+_LAYERS_TOGETHER = layers_together("module")
 
 
 class PhaseSummary(msgspec.Struct, frozen=True, kw_only=True):

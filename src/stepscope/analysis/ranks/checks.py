@@ -1,0 +1,167 @@
+"""Checks of a job's ranks: is one late, and do these captures belong together?"""
+
+from collections.abc import Callable
+
+from stepscope.analysis.ranks.job import Excess, Job
+from stepscope.analysis.ranks.rank import COMPUTATION
+from stepscope.core.finding import SEVERITIES, Finding, note, warning
+from stepscope.core.units import counted, format_count, format_share, in_ms
+
+_WORTH_A_WORD = 0.01
+_MOSTLY = 0.5
+_NAMED = 3
+"""The most ranks that a sentence names."""
+
+JobCheck = Callable[[Job], Finding | None]
+
+
+def check_job(job: Job) -> tuple[Finding, ...]:
+    """All findings on this job, the most severe first."""
+    found = [finding for check in JOB_CHECKS if (finding := check(job)) is not None]
+    return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))
+
+
+def straggler(job: Job) -> Finding | None:
+    """A finding on a rank for which the others wait: it comes last to most collectives."""
+    others = len(job.ranks) - 1
+    if not others:
+        return None
+    late = max(job.ranks, key=lambda rank: job.waited_for_ns(rank.number))
+    each_ns = job.waited_for_ns(late.number) / others
+    span_ns = min(rank.end_ns - rank.start_ns for rank in job.ranks)
+    meetings = job.matched.arrivals["collective"].n_unique()
+    last = job.last_arrivals(late.number)
+    if each_ns < _WORTH_A_WORD * span_ns or last < _MOSTLY * meetings:
+        return None
+    excesses = job.excesses(late.number)
+    return warning(
+        "straggler",
+        f"Rank {late.number} arrives last at {format_count(last)} of {counted(meetings, 'collective')}: each of the "
+        f"others waits {in_ms(each_ns / job.steps)} a step for it"
+        f"{f', {format_share(each_ns / span_ns)} of the time' if span_ns else ''}."
+        f"{_reason(excesses[0], job) if excesses else ''}",
+        {
+            "rank": late.number,
+            "waited_for_ns": job.waited_for_ns(late.number),
+            "each_ns_a_step": each_ns / job.steps,
+            "last_arrivals": last,
+            "collectives": meetings,
+            "excess_ns": excesses[0].excess_ns if excesses else 0.0,
+            "excess_in": _place(excesses[0]) if excesses else "",
+        },
+        remedy="look at that rank alone (--rank), at what its modules compute and what its device waits for; uneven "
+        "batches, a slower GPU or host, and work that one rank does alone are the usual reasons",
+    )
+
+
+def _reason(excess: Excess, job: Job) -> str:
+    more = f"{in_ms(excess.excess_ns / job.steps)} a step more than the others do"
+    if excess.what == COMPUTATION:
+        return f" It computes {more}, in {_place(excess)}."
+    return f" Its device is idle {more}, in {_place(excess)}."
+
+
+def _place(excess: Excess) -> str:
+    if excess.what == COMPUTATION:
+        module = excess.place or "the model itself"
+        return f"{excess.phase} of {module}" if excess.phase else module
+    return f"{excess.phase}: {excess.place}" if excess.phase else str(excess.place)
+
+
+def ranks_missing(job: Job) -> Finding | None:
+    """A note where not all ranks of the job are here."""
+    missing = job.size - len(job.ranks)
+    if missing <= 0:
+        return None
+    return note(
+        "ranks-missing",
+        f"{len(job.ranks)} of the job's {job.size} ranks are here: a rank is said to wait for the last of these, so "
+        "that it may have waited longer, for a rank that is not here.",
+        {"ranks": len(job.ranks), "of": job.size},
+        remedy="give the captures of all ranks",
+    )
+
+
+def steps_differ(job: Job) -> Finding | None:
+    """A finding on captures of different steps, or of which one was cut short."""
+    by_steps: dict[tuple[int, ...], list[int]] = {}
+    for rank in job.ranks:
+        by_steps.setdefault(rank.step_numbers or tuple(range(rank.steps)), []).append(rank.number)
+    if len(by_steps) == 1:
+        return None
+    said = [f"{_ranks(numbers)} {'has' if len(numbers) == 1 else 'have'} {_steps(steps)}"
+            for steps, numbers in by_steps.items()]  # fmt: skip
+    return warning(
+        "steps-differ",
+        f"The captures are not of the same steps: {'; '.join(said)}. Collectives are compared where both sides have "
+        "them; figures a step are of each rank's own steps.",
+        {"kinds": len(by_steps)},
+        remedy="capture the same steps on every rank, and let each capture end before the process does",
+    )
+
+
+def _ranks(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_NAMED]))
+    return f"rank {shown}" if len(numbers) == 1 else f"ranks {shown}{', ...' if len(numbers) > _NAMED else ''}"
+
+
+def _steps(steps: tuple[int, ...]) -> str:
+    if not steps:
+        return "none"
+    return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+
+
+def collectives_alone(job: Job) -> Finding | None:
+    """A finding on collectives that no other rank has: another job's capture, or one with lost events."""
+    total = sum(rank.collectives.height for rank in job.ranks)
+    alone = sum(job.matched.unmatched.values())
+    if len(job.ranks) < 2 or not total or alone <= _WORTH_A_WORD * total:
+        return None
+    sentence = (
+        f"{format_count(alone)} of {counted(total, 'collective')} have no counterpart on another rank that is here"
+    )
+    if alone == total:
+        return warning(
+            "collectives-alone",
+            f"{sentence}, so nothing says who waits for whom: are these captures of one job, and of the same steps?",
+            {"alone": alone, "collectives": total},
+            remedy="give captures of one job that were taken together",
+        )
+    return note(
+        "collectives-alone",
+        f"{sentence}: their peers are not here, or the capture lost them. Waiting is counted at the others.",
+        {"alone": alone, "collectives": total},
+    )
+
+
+def clocks_apart(job: Job) -> Finding | None:
+    """A finding on clocks that differ, or that nothing compares."""
+    moved = [clock for clock in job.matched.clocks if clock.offset_ns]
+    if moved:
+        far = max(moved, key=lambda clock: abs(clock.offset_ns))
+        return note(
+            "clocks-moved",
+            f"The clocks of {counted(len(moved), 'rank')} differ from that of rank {job.ranks[0].number}, by up to "
+            f"{in_ms(abs(far.offset_ns))}. They are set by the ends of {counted(far.compared, 'collective')}, which "
+            f"then agree within {in_ms(far.residual_ns or 0)} in the median.",
+            {"moved": len(moved), "offset_ns": far.offset_ns, "residual_ns": far.residual_ns or 0},
+        )
+    first, *others = job.ranks
+    unknown = [clock.rank for clock in job.matched.clocks if clock.measured_ns is None and clock.rank != first.number]
+    strangers = [
+        rank.number
+        for rank in others
+        if rank.number in unknown and (rank.start_ns > first.end_ns or rank.end_ns < first.start_ns)
+    ]
+    if not strangers:
+        return None
+    return warning(
+        "clocks-unknown",
+        f"The times of {_ranks(strangers)} do not overlap with those of rank {first.number}, and no collective that "
+        "both have says how far their clocks are apart.",
+        {"ranks": len(strangers)},
+        remedy="capture the same steps on every rank",
+    )
+
+
+JOB_CHECKS: tuple[JobCheck, ...] = (straggler, steps_differ, collectives_alone, clocks_apart, ranks_missing)

@@ -1,0 +1,53 @@
+"""Reads the captures of a job's ranks, one after the other: what is kept of each is small."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from stepscope.analysis.captures.load import load_capture
+from stepscope.analysis.ranks.job import Job, job_of
+from stepscope.analysis.ranks.rank import Rank, rank_of
+from stepscope.core.errors import InputError
+from stepscope.core.run_files import CAPTURE_FILES, RUN_FILE
+
+_CAPTURES = (".json", ".json.gz", ".sqlite", ".nsys-rep")
+_RANK = re.compile(r"rank[-_ .]?(\d{1,6})", re.IGNORECASE)
+_NUMBERS = re.compile(r"(\d+)")
+
+
+def captures_in(folder: Path) -> list[Path]:
+    """The captures that a folder holds, or that lie in its run directories, in the order of the numbers in their names.
+
+    Empty for a file, for a run directory, and for the parquet files of one export.
+    """
+    if not folder.is_dir() or (folder / RUN_FILE).exists() or any(folder.glob("*.parquet")):
+        return []
+    try:
+        entries = list(folder.iterdir())
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read: {error.strerror or error}") from None
+    if any((folder / name).exists() for name in CAPTURE_FILES):
+        return []
+    found = [
+        entry
+        for entry in entries
+        if (entry.is_file() and entry.name.endswith(_CAPTURES))
+        or (entry.is_dir() and any((entry / name).exists() for name in CAPTURE_FILES))
+    ]
+    return sorted(found, key=lambda path: [int(part) if part.isdigit() else part for part in _NUMBERS.split(path.name)])
+
+
+def load_job(captures: list[Path], *, say: Callable[[str], None], without_ranges: bool = False) -> Job:
+    """Read the captures of a job's ranks. Raises InputError where one cannot be read, or they are not of one job.
+
+    A rank is the one that the capture says, or the number after "rank" in its name, or else its place in the list.
+    `say` is told which rank is read.
+    """
+    ranks: list[Rank] = []
+    for place, path in enumerate(captures):
+        say(f"reading rank {place + 1} of {len(captures)}: {path.name}")
+        summary = load_capture(path, without_ranges=without_ranges, say=say)
+        told, named = summary.attribution.table.rank, _RANK.search(path.name)
+        number = told if told is not None else int(named[1]) if named else place
+        ranks.append(rank_of(summary, number, str(path)))
+    return job_of(ranks)

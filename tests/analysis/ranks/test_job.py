@@ -1,0 +1,189 @@
+"""Several ranks of one job: who waits for whom, worked out by hand; clocks; and captures that do not fit together."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepscope.analysis.ranks.as_json import job_as_json
+from stepscope.analysis.ranks.checks import check_job
+from stepscope.analysis.ranks.job import Job
+from stepscope.analysis.ranks.load import captures_in, load_job
+from stepscope.core.errors import InputError
+from stepscope.work.collectives import KINDS, kind_of, message_bytes
+from tests.analysis.ranks.jobs import TRANSFER_NS, Made
+from tests.public import public_capture
+
+LATER_NS = 5_000_000
+
+
+def load(paths: list[Path]) -> Job:
+    return load_job(paths, say=lambda _: None)
+
+
+def kinds(job: Job) -> set[str]:
+    return {finding.kind for finding in check_job(job)}
+
+
+def test_a_rank_that_computes_longer_is_waited_for(tmp_path: Path):
+    job = load(Made(ranks=3, steps=4, later_ns={1: LATER_NS}).write(tmp_path))
+    assert [rank.number for rank in job.ranks] == [0, 1, 2] and job.size == 3 and job.steps == 4
+    assert [job.waiting_ns(rank) for rank in range(3)] == [4 * LATER_NS, 0, 4 * LATER_NS]
+    assert job.waited_for_ns(1) == 8 * LATER_NS and job.last_arrivals(1) == 4
+    assert job.matched.by_sequence and set(job.matched.unmatched.values()) == {0}
+    exposed = [rank.exposed_ns for rank in job.ranks]
+    assert exposed == [4 * (LATER_NS + TRANSFER_NS), 4 * TRANSFER_NS, 4 * (LATER_NS + TRANSFER_NS)]
+    (row,) = job.collectives.to_dicts()
+    # nccl-tests: 2 (n - 1) / n bytes on each link for each byte; 25 million floats in 2 ms.
+    assert row["bus_bytes_per_s"] == pytest.approx(2 * 2 / 3 * 100e6 / 2e-3)
+    assert (row["kind"], row["bytes"], row["calls"], row["skew_ns"]) == ("all-reduce", 100_000_000, 4, LATER_NS)
+
+
+def test_the_straggler_is_named_with_the_module_that_delays_it(tmp_path: Path):
+    job = load(Made(ranks=4, steps=4, later_ns={2: LATER_NS}).write(tmp_path))
+    (finding,) = [finding for finding in check_job(job) if finding.kind == "straggler"]
+    assert finding.sentence == (
+        "Rank 2 arrives last at 4 of 4 collectives: each of the others waits 5.00 ms a step for it, 6.3 % of the time. "
+        "It computes 5.00 ms a step more than the others do, in forward of layers.1.mlp."
+    )
+    assert finding.evidence["each_ns_a_step"] == LATER_NS == finding.evidence["excess_ns"] / 4
+
+
+def test_ranks_that_keep_step_have_no_straggler(tmp_path: Path):
+    job = load(Made(ranks=4, steps=4, later_ns={2: 10_000}).write(tmp_path))
+    assert kinds(job) == set()
+
+
+@pytest.mark.parametrize("sequences", [True, False])
+def test_clocks_of_different_hosts_are_set_by_the_ends_of_collectives(tmp_path: Path, sequences: bool):
+    made = Made(ranks=3, later_ns={0: LATER_NS}, clocks_ns={1: 40_000_000, 2: -7_000_000}, sequences=sequences)
+    job = load(made.write(tmp_path))
+    assert [clock.offset_ns for clock in job.matched.clocks] == [0, 40_000_000, -7_000_000]
+    assert [job.waiting_ns(rank) for rank in range(3)] == [0, 4 * LATER_NS, 4 * LATER_NS]
+    assert kinds(job) == {"straggler", "clocks-moved"}
+
+
+def test_a_shared_clock_is_left_as_it_is(tmp_path: Path):
+    job = load(Made(clocks_ns={1: 30_000}).write(tmp_path))
+    clock = job.matched.clocks[1]
+    assert (clock.offset_ns, clock.measured_ns, clock.residual_ns) == (0, 30_000, 0)
+    assert job.waiting_ns(0) == 4 * 30_000  # as the clock says
+
+
+def test_without_what_the_profiler_says_names_and_order_match(tmp_path: Path):
+    job = load(Made(later_ns={1: LATER_NS}, told=False).write(tmp_path))
+    assert not job.matched.by_sequence and job.waiting_ns(0) == 4 * LATER_NS
+    (row,) = job.collectives.to_dicts()
+    assert (row["kind"], row["bytes"], row["bus_bytes_per_s"]) == ("all-reduce", None, None)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 20_000_000), min_size=2, max_size=5))
+def test_waiting_is_what_the_last_comes_later(tmp_path_factory: pytest.TempPathFactory, later: list[int]):
+    made = Made(ranks=len(later), steps=2, later_ns=dict(enumerate(later)))
+    job = load(made.write(tmp_path_factory.mktemp("job")))
+    assert [job.waiting_ns(rank) for rank in range(len(later))] == [2 * (max(later) - own) for own in later]
+    assert sum(job.waited_for_ns(rank) for rank in range(len(later))) == sum(2 * (max(later) - own) for own in later)
+
+
+def test_a_missing_rank_is_said(tmp_path: Path):
+    paths = Made(ranks=4, later_ns={3: LATER_NS}).write(tmp_path)
+    job = load(paths[:3])
+    assert job.size == 4 and kinds(job) == {"ranks-missing"}
+    assert [job.waiting_ns(rank) for rank in range(3)] == [0, 0, 0]
+
+
+def test_one_rank_twice_and_ranks_of_two_jobs_are_refused(tmp_path: Path):
+    paths = Made().write(tmp_path)
+    copy = tmp_path / "again.json"
+    copy.write_text(paths[0].read_text())
+    with pytest.raises(InputError, match=r"rank 0 is here twice: .*job_0\.json and .*again\.json: give one of them"):
+        load([*paths, copy])
+    other = Made(ranks=3).write(tmp_path / "other")
+    with pytest.raises(InputError, match=r"of different jobs: .* is of 2 ranks and .* of 3"):
+        load([paths[0], other[1]])
+
+
+def test_a_rank_that_was_cut_short(tmp_path: Path):
+    paths = Made(steps=4, later_ns={1: LATER_NS}).write(tmp_path)
+    short = Made(steps=2, later_ns={1: LATER_NS}).trace(1)
+    paths[1].write_text(json.dumps(short))
+    job = load(paths)
+    assert job.waiting_ns(0) == 2 * LATER_NS and job.matched.unmatched == {0: 2, 1: 0}
+    (said,) = [finding.sentence for finding in check_job(job) if finding.kind == "steps-differ"]
+    assert "rank 0 has 4 steps from 7 to 10; rank 1 has 2 steps from 7 to 8" in said
+
+
+def test_ranks_of_different_steps_meet_nowhere(tmp_path: Path):
+    paths = Made(sequences=False).write(tmp_path)
+    later = json.loads(paths[1].read_text())
+    for event in later["traceEvents"]:
+        event["name"] = event["name"].replace("ProfilerStep#", "ProfilerStep#9")
+        if "ts" in event:
+            event["ts"] += 10_000_000
+    paths[1].write_text(json.dumps(later))
+    job = load(paths)
+    assert kinds(job) == {"steps-differ", "collectives-alone", "clocks-unknown"}
+    assert not job.waits.height
+
+
+def test_a_rank_by_its_files_name_or_its_place(tmp_path: Path):
+    made = Made(ranks=2)
+    named, plain = tmp_path / "trace_rank5.json", tmp_path / "other.json"
+    for rank, path in enumerate((named, plain)):
+        trace = made.trace(rank)
+        del trace["distributedInfo"]
+        path.write_text(json.dumps(trace))
+    job = load([named, plain])
+    assert [rank.number for rank in job.ranks] == [1, 5] and job.size == 2
+    assert job.matched.arrivals.height == 8
+
+
+def test_a_folder_gives_its_captures_in_the_order_of_their_numbers(tmp_path: Path):
+    for rank in (10, 9, 1):
+        (tmp_path / f"rank{rank}.json.gz").touch()
+    (tmp_path / "notes.txt").touch()
+    run = tmp_path / "run-rank2"
+    run.mkdir()
+    (run / "trace.kineto.json.gz").touch()
+    assert [path.name for path in captures_in(tmp_path)] == [
+        "rank1.json.gz",
+        "rank9.json.gz",
+        "rank10.json.gz",
+        run.name,
+    ]
+    assert captures_in(run) == captures_in(tmp_path / "notes.txt") == []
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_each_kind_has_an_example(kind):
+    assert kind_of(kind.example) is kind
+
+
+def test_names_of_collectives():
+    given = {
+        "_allgather_base": "all-gather", "reduce_scatter_tensor_coalesced": "reduce-scatter",
+        "ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*)": "all-reduce", "all_to_allv": "all-to-all",
+        "multimem_all_reduce_kernel": "all-reduce",
+        "ncclDevKernel_Broadcast_RING_LL": "broadcast", "nccl:recv 0<-1": "send and receive", "wait": "other",
+    }  # fmt: skip
+    assert {name: kind_of(name).name for name in given} == given
+    assert [message_bytes(3, name) for name in ("BFloat16", "Float8_e4m3fn", "Long", "unknown")] == [6, 3, 24, None]
+
+
+def test_two_published_ranks_of_128():
+    paths = [public_capture(f"hta_sampled_rank-{rank}.json.gz") for rank in (0, 1)]
+    job = load(paths)
+    # Events of these captures are missing: of each rank's ten collectives, five end when one of the other's does.
+    assert (job.size, job.matched.unmatched) == (128, {0: 5, 1: 5})
+    # In microseconds: when each of them began on rank 0 and on rank 1, which always came later.
+    began = ((125052, 129911), (295662, 298964), (585321, 585405), (1146327, 1168655), (1185890, 1187182))
+    assert job.waiting_ns(0) == sum(1000 * (late - early) for early, late in began)
+    assert job.waiting_ns(1) == 0
+    document = job_as_json(job, check_job(job))
+    assert [(row["rank"], row["steps"], row["busy_ns"]) for row in document["ranks"]] == [
+        (0, 2, 606_519_000), (1, 2, 651_026_000)
+    ]  # fmt: skip
+    assert {"straggler", "ranks-missing", "collectives-alone"} == kinds(job)
