@@ -287,7 +287,7 @@ OPTIONS = (
     Option("stat", str, QUESTION, "median, median-interval or mean-std, for times.", default="median",
            complete=completion.words("median", "median-interval", "mean-std")),
     Option("speedup", str, QUESTION, "A column's label: show speed-ups over it."),
-    Option("no_ranges", bool, QUESTION, "Read an nsys export without NVTX ranges: kernels alone.", default=False),
+    Option("no_ranges", bool, QUESTION, "Needed no more: a capture without ranges is read in any case.", default=False),
     Option("tool", str, QUESTION, "Whose captures to read.", default="kineto", choices=TRACE_TOOLS),
     # Runs and results that are stored.
     Option("runs", Path, STORED, "Where runs lie.", default=Path("runs"), metavar="DIR"),

@@ -47,10 +47,11 @@ def trace(
             raise InputError("--save draws one capture, --against compares two: leave one of them out")
         check_target(save)
     place = find_place(file, runs)
-    summary = load_summary(place, without_ranges=no_ranges)
+    del no_ranges  # captures without ranges are read in any case
+    summary = load_summary(place)
     asked = _part(summary, place, range_, phase, step) if is_part else summary
     if against is not None:
-        before = load_summary(against, without_ranges=no_ranges)
+        before = load_summary(against)
         _compare(_part(before, against, range_, phase, step) if is_part else before, asked, against, place, shown)
         return
     from stepscope.analysis.captures.checks import check_trace
@@ -89,9 +90,9 @@ def _compare(before: "TraceSummary", after: "TraceSummary", old: Path, new: Path
     )
 
 
-def load_summary(path: Path, *, without_ranges: bool = False) -> "TraceSummary":
+def load_summary(path: Path) -> "TraceSummary":
     """Read and attribute a capture, with the run it belongs to where one lies beside it."""
     give_pages_back()
     from stepscope.analysis.captures.load import load_capture
 
-    return load_capture(path, without_ranges=without_ranges, say=warn)
+    return load_capture(path, say=warn)

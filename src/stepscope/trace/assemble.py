@@ -14,6 +14,7 @@ from stepscope.trace.table import (
     OPERATOR_SCHEMA,
     RANGE_SCHEMA,
     WORK_SCHEMA,
+    Damage,
     Profiler,
     TraceTable,
     empty,
@@ -36,6 +37,7 @@ def assemble(
     other: dict[str, int] | None = None,
     recorder: str | None = None,
     lost: int = 0,
+    damage: Damage | None = None,
 ) -> TraceTable:
     """Check the schemas and times and join the launches; in a trace without device work its operators stand in.
 
@@ -69,6 +71,7 @@ def assemble(
         other=other or {},
         recorder=recorder,
         lost=lost,
+        damage=damage or Damage(),
     )
 
 

@@ -78,6 +78,21 @@ LINK_SCHEMA = pl.Schema(
 )
 """Columns of the profiler's arrows from a forward operator (`begins`) to its backward operator: one row an end."""
 
+WORK, CALLS, OPERATORS, RANGES = "kernels, copies and fills", "calls", "operators", "ranges"
+"""What rows are, where damaged ones are counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damage:
+    """Rows that cannot be as they stand, counted by what they are.
+
+    `backwards`: they end before they begin, and count as 0 ns. `nameless`: their name is not in the file.
+    """
+
+    backwards: dict[str, int] = field(default_factory=dict[str, int])
+    nameless: dict[str, int] = field(default_factory=dict[str, int])
+
+
 Profiler = Literal["Kineto", "Nsight Systems"]
 
 
@@ -105,6 +120,7 @@ class TraceTable:
     other: dict[str, int] = field(default_factory=dict[str, int])
     recorder: str | None = None
     lost: int = 0
+    damage: Damage = field(default_factory=Damage)
 
     @property
     def on_cpu(self) -> bool:

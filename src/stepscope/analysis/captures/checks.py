@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import polars as pl
 
+from stepscope.analysis.captures.damage import correlation_repeats, ends_before_begin, names_missing, ranges_missing
 from stepscope.analysis.captures.range_names import phase_of
 from stepscope.analysis.captures.summary import GEMM, TraceSummary
 from stepscope.analysis.kernels.names.decoding import decode, is_tf32
@@ -315,6 +316,10 @@ def arrows_disagree(summary: TraceSummary) -> Finding | None:
 
 TRACE_CHECKS: tuple[TraceCheck, ...] = (
     incomplete_trace,
+    names_missing,
+    ends_before_begin,
+    correlation_repeats,
+    ranges_missing,
     launches_unknown,
     graphs_unseen,
     outside_steps,

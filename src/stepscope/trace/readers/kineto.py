@@ -20,11 +20,16 @@ from stepscope.trace.readers.event_times import EXACT_BELOW_US, UNREADABLE, is_r
 from stepscope.trace.readers.json_events import read_events
 from stepscope.trace.table import (
     CALL_SCHEMA,
+    CALLS,
     KIND,
     LINK_SCHEMA,
     OPERATOR_SCHEMA,
+    OPERATORS,
     RANGE_SCHEMA,
+    RANGES,
+    WORK,
     WORK_SCHEMA,
+    Damage,
     TraceTable,
     empty,
 )
@@ -171,6 +176,7 @@ class _Reader:
         self._names: dict[str, int] = {}
         self._fields: dict[str, Any] = {}
         self._events = 0
+        self._damage = Damage()
 
     def note_fields(self, fields: dict[str, Any]) -> None:
         self._fields.update(fields)
@@ -203,7 +209,7 @@ class _Reader:
         self._parts["work"].append(
             pl.DataFrame(
                 [
-                    *self._times(group),
+                    *self._times(group, WORK),
                     _integers("device", (given.device for given in arguments), group, "pid"),
                     _integers("stream", (given.stream for given in arguments), group, "tid"),
                     pl.Series("kind", [kind], dtype=KIND).new_from_index(0, len(group)),
@@ -221,7 +227,7 @@ class _Reader:
         self._parts["calls"].append(
             pl.DataFrame(
                 [
-                    *self._times(group),
+                    *self._times(group, CALLS),
                     *self._host(group),
                     self._text("name", (event.name for event in group)),
                     self._column("correlation", [given.correlation for given in arguments]),
@@ -235,7 +241,7 @@ class _Reader:
         self._parts["operators"].append(
             pl.DataFrame(
                 [
-                    *self._times(group),
+                    *self._times(group, OPERATORS),
                     *self._host(group),
                     self._text("name", (event.name for event in group)),
                     self._column("external", [_first(given.external, given.external_old) for given in arguments]),
@@ -254,7 +260,7 @@ class _Reader:
         self._parts["ranges"].append(
             pl.DataFrame(
                 [
-                    *self._times(group),
+                    *self._times(group, RANGES),
                     *self._host(group),
                     self._text("name", (event.name for event in group)),
                     pl.Series("nested", [True], dtype=pl.Boolean).new_from_index(0, len(group)),
@@ -263,7 +269,7 @@ class _Reader:
         )
 
     def _take_links(self, group: list[_Event], *, begins: bool) -> None:
-        start, _ = self._times(group)
+        start, _ = self._times(group, "arrows")
         identity = [event.id if isinstance(event.id, int) else self._number(str(event.id)) for event in group]
         self._parts["links"].append(
             pl.DataFrame(
@@ -276,7 +282,7 @@ class _Reader:
             )
         )
 
-    def _times(self, group: list[_Event]) -> tuple[pl.Series, pl.Series]:
+    def _times(self, group: list[_Event], what: str) -> tuple[pl.Series, pl.Series]:
         try:
             start, duration = nanoseconds([event.ts for event in group], [event.dur or 0 for event in group])
         except UNREADABLE:
@@ -286,8 +292,9 @@ class _Reader:
                 f"(ts {str(bad.ts)[:40]}, dur {str(bad.dur)[:40]})"
             ) from None
         if group and _int(duration.min()) < 0:
-            bad = group[duration.arg_min() or 0]
-            raise InputError(f"{self._path}: the event {_name(bad)} has a negative duration ({bad.dur})")
+            backwards = self._damage.backwards
+            backwards[what] = backwards.get(what, 0) + int((duration < 0).sum())
+            duration = duration.clip(lower_bound=0)
         return start, duration
 
     def _host(self, group: list[_Event]) -> tuple[pl.Series, pl.Series]:
@@ -338,6 +345,7 @@ class _Reader:
             },
             other=dict(self._other),
             recorder=_recorder(self._fields),
+            damage=self._damage,
         )
 
     def _frame(self, name: str, schema: pl.Schema, texts: pl.Series) -> pl.DataFrame:

@@ -15,6 +15,7 @@ from urllib.parse import quote
 import adbc_driver_sqlite.dbapi
 import polars as pl
 
+from stepscope.core.bounded_file import check_no_pointer
 from stepscope.core.errors import InputError, one_line
 
 NO_NUMBER = 1 - 2**63
@@ -129,6 +130,8 @@ class ParquetTables:
         try:
             return tuple(pl.read_parquet_schema(self._files[table]))
         except _BROKEN_PARQUET as error:
+            with self._files[table].open("rb") as file:
+                check_no_pointer(self._files[table], file.read(64))
             raise InputError(f"{self._files[table]}: cannot be read as parquet: {one_line(error)}") from None
 
     def batches(self, table: str, numbers: list[str], texts: list[str]) -> Iterator[pl.DataFrame]:
