@@ -18,11 +18,10 @@ import msgspec
 import polars as pl
 
 from stepscope.analysis.captures.attribution import ROOT, Attribution
-from stepscope.analysis.kernels.names.label import kernel_label
+from stepscope.analysis.kernels.names.label import kernel_labels
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.run_files import CAPTURE_FILES, DIGEST_FILE, RUN_FILE
-from stepscope.core.shown_text import name_shown
 from stepscope.trace.read import find_capture
 
 _BLOCK = 65_536
@@ -299,5 +298,6 @@ def _spans(work: pl.DataFrame, by: list[str]) -> pl.DataFrame:
 def _labels(names: pl.Series, alias: str) -> pl.Series:
     """The kernels' short names: the whole one stands on the stream's track."""
     distinct = names.unique().cast(pl.String)
-    labels = pl.Series([name_shown(kernel_label(name)) for name in distinct.to_list()], dtype=pl.String)
-    return names.cast(pl.String).replace_strict(distinct, labels).alias(alias)
+    labels = kernel_labels(distinct.to_list())
+    shown = pl.Series([labels[name] for name in distinct.to_list()], dtype=pl.String)
+    return names.cast(pl.String).replace_strict(distinct, shown).alias(alias)
