@@ -241,11 +241,15 @@ class Worker:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._written = tempfile.TemporaryFile()  # noqa: SIM115  (by libraries, to stderr itself)
+        self._errors = 0
 
     def run(self, arguments: list[str]) -> Done:
         if self._process is None:
             command = [sys.executable, "-m", "tests.hostile.inputs", "--worker"]
-            self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._written
+            )
         assert self._process.stdin is not None and self._process.stdout is not None
         began = time.monotonic()
         self._process.stdin.write(json.dumps(arguments).encode() + b"\n")
@@ -253,9 +257,16 @@ class Worker:
         ready, _, _ = select.select([self._process.stdout], [], [], DEADLINE_S)
         line = self._process.stdout.readline() if ready else b""
         if line:
-            return msgspec.json.decode(line, type=Done)
+            done = msgspec.json.decode(line, type=Done)
+            done.stderr += self._newly_written()
+            return done
         self.end()
         return Done(code=None, seconds=time.monotonic() - began)
+
+    def _newly_written(self) -> str:
+        text = os.pread(self._written.fileno(), 1 << 20, self._errors)
+        self._errors += len(text)
+        return text.decode("utf-8", "replace")
 
     def end(self) -> None:
         if self._process is not None:

@@ -514,6 +514,18 @@ def test_broken_parquet_is_refused(tmp_path: Path, content: bytes, table: str):
         read_trace(folder)
 
 
+def test_a_panic_of_polars_is_not_heard(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """The footer is whole, and says where pages lie that are gone."""
+    folder = write_parquetdir(tables_of(training_steps(steps=40)), tmp_path / "pq")
+    file = folder / f"{KERNELS}.parquet"
+    whole = file.read_bytes()
+    footer = 8 + int.from_bytes(whole[-8:-4], "little")
+    file.write_bytes(whole[:64] + whole[-footer:])
+    with pytest.raises(InputError, match="cannot be read"):
+        read_trace(folder)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_damage_that_makes_polars_panic_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def panic(_: pl.LazyFrame) -> None:
         raise pl.exceptions.PanicException("assertion failed\nleft == right")
