@@ -333,3 +333,36 @@ def test_hostile_names_stay_names(tmp_path: Path):
     table = read([kernel(1, 1, 1, name) for name in names] + [kernel(1, 1, 1) | {"name": None}], tmp_path)
     assert table.work["name"].to_list()[:-1] == names
     assert read([kernel(1, 1, 1) | {"name": 12}], tmp_path).work["name"].to_list() == ["12"]
+
+
+def test_counters_of_memory_and_of_copies(tmp_path: Path):
+    """Figures that do not fit 64 bits, or are missing, cost only themselves."""
+    at = {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "pid": 5, "tid": 5, "s": "t"}
+    said = {"Total Allocated": 700, "Total Reserved": 900, "Device Id": 0, "Device Type": 1}
+    copy = {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD", "pid": 0, "tid": 7}
+    events = [
+        launch(1, 2),
+        at | {"ts": 1, "args": said},
+        at | {"ts": 2, "args": said | {"Total Allocated": 8, "Device Id": -1}},
+        at | {"ts": 3, "args": {"Total Allocated": 2**70}},
+        at | {"ts": 4},
+        at | {"ts": 5, "name": "another instant"},
+        copy | {"ts": 10, "dur": 2, "args": {"device": 0, "bytes": 4000}},
+        copy | {"ts": 11, "dur": 2, "args": {"device": 0, "bytes": 2000}},
+        copy | {"ts": 12, "dur": 2, "args": {"device": 0, "bytes": 2**70}},
+    ]
+    table = read(events, tmp_path)
+    assert table.work.height == 3 and table.other == {"cpu_instant_event": 1}
+    by_name = {
+        (name, device): values.sort("start_ns").select("start_ns", "value").rows()
+        for (name, device), values in table.counters.group_by(pl.col("name").cast(pl.String), "device")
+    }
+    assert by_name == {
+        ("bytes allocated", 0): [(1000, 700)],
+        ("bytes reserved", 0): [(1000, 900)],
+        ("bytes allocated", -1): [(2000, 8)],
+        ("bytes reserved", -1): [(2000, 900)],
+        ("copy bandwidth, bytes/s", 0): [
+            (10_000, 2_000_000_000), (11_000, 3_000_000_000), (12_000, 1_000_000_000), (13_000, 0),
+        ],
+    }  # fmt: skip

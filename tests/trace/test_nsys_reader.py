@@ -211,6 +211,16 @@ def test_copies_and_fills(tmp_path: Path):
     assert names[2:] == ["Memcpy HtoD", "Memcpy DtoH", "Memcpy DtoD", "Memcpy PtoP"] + ["Memcpy other"] * 2 + ["Memset"]
 
 
+def test_the_bandwidth_of_copies(tmp_path: Path):
+    capture = one_step()
+    capture.kernel(700, 5, kind="memcpy", call="cudaMemcpyAsync")
+    tables = tables_of(capture)
+    tables[COPIES][0]["bytes"] = 4000
+    counters = read(tables, tmp_path).counters
+    assert counters.select("start_ns", "device", "value").rows() == [(1700, 0, 800_000_000_000), (1705, 0, 0)]
+    assert counters["name"].unique().to_list() == ["copy bandwidth, bytes/s"]
+
+
 OPTIONAL = [
     (KERNELS, "deviceId"), (KERNELS, "streamId"), (KERNELS, "correlationId"), (KERNELS, "globalPid"),
     (KERNELS, "graphNodeId"), (KERNELS, "demangledName"), (RANGES, "text"), (RANGES, "textId"), (CALLS, "nameId"),
@@ -493,6 +503,14 @@ def test_two_gpus_of_which_emit_nvtx_told_the_operators():
     assert attribution.work["operator"].count() > 2000 and table.damage == Damage()
     kinds = {finding.kind for finding in check_trace(TraceSummary(attribution=attribution, run=None))}
     assert {"ranges-missing", "launches-unknown"} <= kinds and "correlation-repeats" not in kinds
+
+
+def test_rows_that_are_damaged_far_in_are_refused(tmp_path: Path):
+    """SQLite comes upon them in the middle of a page of NVTX_EVENTS, while the first rows are already taken."""
+    whole = gzip.decompress(public_capture("nsys_ai_h100_2gpu_1s.sqlite.gz").read_bytes())
+    path = tmp_path / "report.sqlite"
+    path.write_bytes(whole[:1_950_869] + b"\xff" * 200 + whole[1_951_069:])
+    assert "malformed" in refused(path)
 
 
 def test_truncated_databases_are_refused(tmp_path: Path):

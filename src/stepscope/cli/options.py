@@ -309,7 +309,7 @@ OPTIONS = (
     Option("style", str, OUTPUT, f"{', '.join(STYLES)}; csv and jsonl with bare figures.", Presentation, "terminal",
            complete=completion.words(*STYLES)),
     Option("figures", Path, OUTPUT, "Keep the figures in this file, as they come; --from shows it.", metavar="FILE"),
-    Option("perfetto", Path, OUTPUT, "Write a trace for Perfetto, with phases and families as tracks.",
+    Option("perfetto", Path, OUTPUT, "Write a trace for Perfetto, with phases, families and counters as tracks.",
            metavar="FILE"),
     Option("save", Path, OUTPUT, "Draw a plot into this file: .svg, .png, .html or .json.", metavar="FILE"),
     Option("json", bool, OUTPUT, "JSON on stdout, and nothing else there.", Presentation, False),

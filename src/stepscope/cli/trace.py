@@ -58,10 +58,10 @@ def trace(
 
     findings = check_trace(summary)
     if perfetto is not None:
-        from stepscope.report.perfetto import write_perfetto
+        from stepscope.report.perfetto import Rank, write_perfetto
 
         gaps = summary.occupation.gaps if summary.occupation else None
-        written = write_perfetto(summary.attribution, gaps, perfetto, source=place)
+        written = write_perfetto([Rank("", summary.attribution, gaps)], perfetto, sources=[place])
         warn(f"{written} slices in {perfetto}: open it at https://ui.perfetto.dev")
     from stepscope.analysis.captures.answer import answer_trace
     from stepscope.analysis.captures.as_json import trace_as_json

@@ -5,6 +5,7 @@ from pathlib import Path
 import polars as pl
 
 from stepscope.core.errors import InputError
+from stepscope.trace.counters import COUNTER_SCHEMA
 from stepscope.trace.launches import operators_as_work, with_launches
 from stepscope.trace.table import (
     CALL_SCHEMA,
@@ -38,6 +39,7 @@ def assemble(
     recorder: str | None = None,
     lost: int = 0,
     damage: Damage | None = None,
+    counters: pl.DataFrame | None = None,
 ) -> TraceTable:
     """Check the schemas and times and join the launches; in a trace without device work its operators stand in.
 
@@ -45,12 +47,14 @@ def assemble(
     """
     operators = empty(OPERATOR_SCHEMA) if operators is None else operators
     links = empty(LINK_SCHEMA) if links is None else links
+    counters = empty(COUNTER_SCHEMA) if counters is None else counters
     for frame, schema in (
         (work, WORK_SCHEMA),
         (calls, CALL_SCHEMA),
         (ranges, RANGE_SCHEMA),
         (operators, OPERATOR_SCHEMA),
         (links, LINK_SCHEMA),
+        (counters, COUNTER_SCHEMA),
     ):
         assert frame.schema == schema, f"{frame.schema} is not {schema}"
         check_clock(path, frame["start_ns"])
@@ -72,6 +76,7 @@ def assemble(
         recorder=recorder,
         lost=lost,
         damage=damage or Damage(),
+        counters=counters,
     )
 
 

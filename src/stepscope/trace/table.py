@@ -9,6 +9,8 @@ from typing import Literal
 
 import polars as pl
 
+from stepscope.trace.counters import COUNTER_SCHEMA
+
 KINDS = ("kernel", "memcpy", "memset", "graph", "operator")
 """`graph`: a CUDA graph recorded as a whole. `operator`: a CPU operator, in traces that hold no device work."""
 
@@ -121,6 +123,7 @@ class TraceTable:
     recorder: str | None = None
     lost: int = 0
     damage: Damage = field(default_factory=Damage)
+    counters: pl.DataFrame = field(default_factory=lambda: empty(COUNTER_SCHEMA))
 
     @property
     def on_cpu(self) -> bool:

@@ -16,6 +16,7 @@ import polars as pl
 
 from stepscope.core.errors import InputError, one_line, printable
 from stepscope.trace.assemble import assemble
+from stepscope.trace.counters import COPY_SCHEMA, COUNTER_SCHEMA, copies_of, copy_bandwidth, memory_counters
 from stepscope.trace.readers.event_times import EXACT_BELOW_US, UNREADABLE, is_readable, nanoseconds
 from stepscope.trace.readers.json_events import read_events
 from stepscope.trace.table import (
@@ -59,6 +60,9 @@ _CATEGORIES = {
 }
 """Categories of events in all versions of Kineto, in lower case."""
 
+_INSTANT, _MEMORY = "cpu_instant_event", "[memory]"
+"""The allocator's events, of a capture with `profile_memory`."""
+
 _ANNOTATIONS = ("ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#", "DistributedDataParallel.forward")
 """Names of ranges that older versions list among the operators."""
 
@@ -76,6 +80,10 @@ class _Arguments(msgspec.Struct, frozen=True, gc=False):
     shapes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Dims")
     shapes_old: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input dims")
     dtypes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input type")
+    copied: int | None = msgspec.field(default=None, name="bytes")
+    allocated: int | None = msgspec.field(default=None, name="Total Allocated")
+    reserved: int | None = msgspec.field(default=None, name="Total Reserved")
+    memory_of: int | None = msgspec.field(default=None, name="Device Id")
 
 
 _Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -177,6 +185,8 @@ class _Reader:
         self._fields: dict[str, Any] = {}
         self._events = 0
         self._damage = Damage()
+        self._counters: list[pl.DataFrame] = []
+        self._copies = [empty(COPY_SCHEMA)]
 
     def note_fields(self, fields: dict[str, Any]) -> None:
         self._fields.update(fields)
@@ -199,6 +209,15 @@ class _Reader:
                 self._take_operators([event for event in group if not str(event.name).startswith(_ANNOTATIONS)])
             elif ph == "X" and place == "range":
                 self._take_ranges(group)
+            elif ph == "i" and cat == _INSTANT:
+                memory = [event for event in group if event.name == _MEMORY]
+                if memory:
+                    start, _ = self._times(memory, "memory events")
+                    process, _ = self._host(memory)
+                    said = [(given.memory_of, given.allocated, given.reserved) for given in map(_arguments, memory)]
+                    self._counters.append(memory_counters(start, process, said))
+                if len(memory) < len(group):
+                    self._other[_INSTANT] += len(group) - len(memory)
             elif place == "link" and ph in ("s", "f"):
                 self._take_links(group, begins=ph == "s")
             elif ph:
@@ -206,21 +225,22 @@ class _Reader:
 
     def _take_work(self, kind: str, group: list[_Event]) -> None:
         arguments = [event.args or _NO_ARGUMENTS for event in group]
-        self._parts["work"].append(
-            pl.DataFrame(
-                [
-                    *self._times(group, WORK),
-                    _integers("device", (given.device for given in arguments), group, "pid"),
-                    _integers("stream", (given.stream for given in arguments), group, "tid"),
-                    pl.Series("kind", [kind], dtype=KIND).new_from_index(0, len(group)),
-                    self._text("name", (event.name for event in group)),
-                    pl.Series("process", [None], dtype=pl.Int64).new_from_index(0, len(group)),
-                    self._column("correlation", [given.correlation for given in arguments]),
-                    self._column("external", [_first(given.external, given.external_old) for given in arguments]),
-                    self._column("graph_node", [given.graph_node for given in arguments]),
-                ]
-            )
+        work = pl.DataFrame(
+            [
+                *self._times(group, WORK),
+                _integers("device", (given.device for given in arguments), group, "pid"),
+                _integers("stream", (given.stream for given in arguments), group, "tid"),
+                pl.Series("kind", [kind], dtype=KIND).new_from_index(0, len(group)),
+                self._text("name", (event.name for event in group)),
+                pl.Series("process", [None], dtype=pl.Int64).new_from_index(0, len(group)),
+                self._column("correlation", [given.correlation for given in arguments]),
+                self._column("external", [_first(given.external, given.external_old) for given in arguments]),
+                self._column("graph_node", [given.graph_node for given in arguments]),
+            ]
         )
+        self._parts["work"].append(work)
+        if kind == "memcpy":
+            self._copies.append(copies_of(work, [given.copied for given in arguments]))
 
     def _take_calls(self, group: list[_Event]) -> None:
         arguments = [event.args or _NO_ARGUMENTS for event in group]
@@ -346,6 +366,7 @@ class _Reader:
             other=dict(self._other),
             recorder=_recorder(self._fields),
             damage=self._damage,
+            counters=pl.concat([empty(COUNTER_SCHEMA), *self._counters, copy_bandwidth(pl.concat(self._copies))]),
         )
 
     def _frame(self, name: str, schema: pl.Schema, texts: pl.Series) -> pl.DataFrame:
@@ -361,6 +382,10 @@ class _Reader:
             .with_columns(pl.when(pl.col(optional) != pl.lit("", pl.Categorical())).then(pl.col(optional)))
             .select(list(schema))
         )
+
+
+def _arguments(event: _Event) -> _Arguments:
+    return event.args or _NO_ARGUMENTS
 
 
 def _dicts(value: list[Any] | str | float | None) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ import polars as pl
 from stepscope.core.errors import InputError, StepscopeError, printable
 from stepscope.core.nsight import export_report, find_importer, find_nsys, how_to_get_nsys, import_stream
 from stepscope.trace.assemble import assemble, check_clock
+from stepscope.trace.counters import copy_bandwidth
 from stepscope.trace.readers.nsys_tables import NO_NUMBER, ParquetTables, SqliteTables, Tables, utf8
 from stepscope.trace.readers.nvtx_operators import operators_apart
 from stepscope.trace.readers.unpacked import unpacked
@@ -36,9 +37,10 @@ from stepscope.trace.table import (
 _PUSH_POP, _START_END = (59, 70), (60, 71)
 """Types of the events that are ranges, with plain and with extended payload."""
 _UNTIMED = "rows without a time"
+_COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
 _WORK_TABLES = {
     "CUPTI_ACTIVITY_KIND_KERNEL": "kernel",
-    "CUPTI_ACTIVITY_KIND_MEMCPY": "memcpy",
+    _COPIES: "memcpy",
     "CUPTI_ACTIVITY_KIND_MEMSET": "memset",
     "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "graph",
 }
@@ -120,6 +122,7 @@ def _read(tables: Tables) -> TraceTable:
         devices=_devices(tables),
         other=counts.other,
         damage=counts.damage,
+        counters=copy_bandwidth(pl.concat(counts.copies)) if counts.copies else None,
         recorder=_recorder(tables),
     )
 
@@ -129,6 +132,7 @@ class _Counts:
     """Rows without a place, and rows that are damaged, as they are come upon."""
 
     other: dict[str, int] = field(default_factory=dict[str, int])
+    copies: list[pl.DataFrame] = field(default_factory=list[pl.DataFrame])
     damage: Damage = field(default_factory=Damage)
 
 
@@ -244,9 +248,15 @@ def _work_batches(tables: Tables, table: str, counts: _Counts) -> Iterator[pl.Da
     present = set(tables.columns(table))
     names = [name for name in ("demangledName", "shortName", "copyKind", "graphId") if name in present][:1]
     optional = ["deviceId", "streamId", "correlationId", "globalPid", "graphNodeId"]
+    optional += ["bytes"] if table == _COPIES else []
     wanted = ["start", "end", *(name for name in optional if name in present), *names]
     absent = [pl.lit(NO_NUMBER, pl.Int64).alias(name) for name in optional if name not in present]
     for frame in _timed(tables, table, wanted, [], what=WORK, counts=counts):
+        if table == _COPIES and "bytes" in present:
+            device = _number("deviceId").fill_null(-1) if "deviceId" in present else pl.lit(-1, pl.Int64)
+            counts.copies.append(
+                frame.select(pl.col("start").alias("start_ns"), _duration(), device.alias("device"), "bytes")
+            )
         yield frame.with_columns(absent)
 
 

@@ -100,7 +100,7 @@ class SqliteTables:
                 # As Arrow hands it over, one column that is kept keeps all columns of its batch alive. Rechunking
                 # copies, since there are several batches: a capture of 1 GB takes a third less memory.
                 return frame.rechunk()
-        except self._errors as error:
+        except (self._errors, pl.exceptions.PolarsError) as error:  # it reads on while polars takes the rows
             reason = one_line(error)
             raise InputError(f"{self.path}: cannot be read as an SQLite database: {reason}: export it again") from None
 
