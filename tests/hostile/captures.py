@@ -11,7 +11,6 @@ import contextlib
 import gzip
 import json
 import os
-import shutil
 import sqlite3
 import sys
 import tempfile
@@ -234,7 +233,7 @@ def parquetdir() -> Write:
             file = dice.choice(files)
             file.write_bytes(damaged(file.read_bytes(), dice))
         elif dice.random() < 0.05:
-            shutil.copyfile(dice.choice(files), dice.choice(files).with_name("StringIds.parquet"))
+            (place / "StringIds.parquet").write_bytes(dice.choice(files).read_bytes())
         return ["trace", str(place), *dice.choice(_OPTIONS)]
 
     return write
