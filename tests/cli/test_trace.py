@@ -191,6 +191,12 @@ def missing(folder: Path) -> Path:
     return folder / "nothing.json"
 
 
+def a_pointer(folder: Path) -> Path:
+    path = folder / "t.json.gz"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+    return path
+
+
 def no_json(folder: Path) -> Path:
     path = folder / "t.json"
     path.write_bytes(bytes(range(256)) * 100)
@@ -199,8 +205,8 @@ def no_json(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "make",
-    [truncated_gzip, truncated_json, not_a_number, deep, no_sqlite_of_nsys, without_cuda, without_ranges, bomb, empty,
-     missing, no_json],
+    [truncated_gzip, truncated_json, not_a_number, deep, no_sqlite_of_nsys, without_cuda, bomb, empty, missing, no_json,
+     a_pointer],
 )  # fmt: skip
 def test_what_cannot_be_read_is_one_line(tmp_path: Path, make):
     path = make(tmp_path)
@@ -211,7 +217,10 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, make):
 
 
 def test_kernels_alone_where_there_are_no_ranges(tmp_path: Path):
-    said = spoken(without_ranges(tmp_path), "--no-ranges")
+    path = without_ranges(tmp_path)
+    said = spoken(path)
+    assert said == spoken(path, "--no-ranges")
+    assert [finding["kind"] for finding in said["findings"] if finding["severity"] != "note"] == ["ranges-missing"]
     assert said["kernels"] == 34
     assert said["unattributed_ns"] == said["busy_ns"]
     assert said["ranges"] == {}

@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -170,13 +171,13 @@ def nsys() -> Write:
         else:
             file.write_bytes(whole)
             with contextlib.closing(sqlite3.connect(file)) as connection, connection:
-                _damage_tables(connection, dice)
+                damage_tables(connection, dice)
         return ["trace", str(file), *dice.choice(([], ["--json"], ["--no-ranges"]))]
 
     return write
 
 
-def _damage_tables(connection: sqlite3.Connection, dice: Dice) -> None:
+def damage_tables(connection: sqlite3.Connection, dice: Dice) -> None:
     tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
     for _ in range(dice.randint(1, 4)):
         table = dice.choice(tables)
@@ -240,11 +241,15 @@ class Worker:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._written = tempfile.TemporaryFile()  # noqa: SIM115  (by libraries, to stderr itself)
+        self._errors = 0
 
     def run(self, arguments: list[str]) -> Done:
         if self._process is None:
             command = [sys.executable, "-m", "tests.hostile.inputs", "--worker"]
-            self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._written
+            )
         assert self._process.stdin is not None and self._process.stdout is not None
         began = time.monotonic()
         self._process.stdin.write(json.dumps(arguments).encode() + b"\n")
@@ -252,9 +257,16 @@ class Worker:
         ready, _, _ = select.select([self._process.stdout], [], [], DEADLINE_S)
         line = self._process.stdout.readline() if ready else b""
         if line:
-            return msgspec.json.decode(line, type=Done)
+            done = msgspec.json.decode(line, type=Done)
+            done.stderr += self._newly_written()
+            return done
         self.end()
         return Done(code=None, seconds=time.monotonic() - began)
+
+    def _newly_written(self) -> str:
+        text = os.pread(self._written.fileno(), 1 << 20, self._errors)
+        self._errors += len(text)
+        return text.decode("utf-8", "replace")
 
     def end(self) -> None:
         if self._process is not None:
@@ -342,43 +354,78 @@ def faults_of(done: Done, arguments: list[str]) -> list[str]:
     return found
 
 
-def campaign(cases: int, seed: int, tell: Callable[[str], None]) -> dict[str, Any]:
+def campaign(
+    cases: int,
+    seed: int,
+    tell: Callable[[str], None],
+    *,
+    kinds: dict[str, Callable[[], Write]] = KINDS,
+    commanded_each: int = THROUGH_COMMAND,
+    jobs: int = 1,
+) -> dict[str, Any]:
     """Run so many cases, the kinds in turn. What comes back is the result as it is kept."""
-    writers = {kind: make() for kind, make in KINDS.items()}
-    counts = {kind: Counter[str]() for kind in KINDS}
-    faults: list[dict[str, Any]] = []
-    slowest, peak, commanded = 0.0, 0, 0
-    worker, began = Worker(), time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="stepscope-hostile-") as folder:
-        for number, kind in zip(range(cases), itertools.cycle(KINDS), strict=False):
-            place = Path(folder) / str(number)
+    writers = {kind: make() for kind, make in kinds.items()}
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="stepscope-hostile-") as folder, ThreadPoolExecutor(jobs) as pool:
+
+        def written(number: int, kind: str) -> tuple[Path, list[str]]:
+            place = Path(folder, str(number))
             place.mkdir()
-            arguments = writers[kind](random.Random(f"{seed} {kind} {number}"), place)
-            by_command = number % THROUGH_COMMAND == THROUGH_COMMAND - 1
-            done = through_command(arguments) if by_command else worker.run(arguments)
-            commanded += by_command
-            slowest, peak = max(slowest, done.seconds), max(peak, done.peak_bytes)
-            wrong = faults_of(done, arguments)
-            counts[kind]["faults" if wrong else {0: "read", 1: "read"}.get(done.code or 0, "refused")] += 1
-            if wrong:
-                shown = [argument.replace(str(place), "CASE") for argument in arguments]
-                faults.append({"case": number, "kind": kind, "arguments": shown, "faults": wrong})
-                tell(f"case {number} ({kind}): {'; '.join(wrong)}: {' '.join(shown)}")
-            shutil.rmtree(place)
-    worker.end()
+            return place, writers[kind](random.Random(f"{seed} {kind} {number}"), place)
+
+        numbered = list(zip(range(cases), itertools.cycle(kinds), strict=False))
+        parts = [
+            pool.submit(_share, numbered[job::jobs], written, commanded_each=commanded_each, tell=tell)
+            for job in range(jobs)
+        ]
+        judged = sorted((one for part in parts for one in part.result()), key=lambda one: one["case"])
+    counts = {kind: Counter[str]() for kind in kinds}
+    for one in judged:
+        counts[one["kind"]][one["end"]] += 1
     return {
         "campaign": "inputs",
         "seed": seed,
         "cases": cases,
-        "through_command": commanded,
+        "through_command": sum(one["by_command"] for one in judged),
         "kinds": {kind: dict(sorted(count.items())) for kind, count in counts.items()},
         "seconds": round(time.monotonic() - began, 1),
-        "slowest_s": round(slowest, 2),
-        "peak_mib": round(peak / MIB),
+        "slowest_s": round(max((one["seconds"] for one in judged), default=0.0), 2),
+        "peak_mib": round(max((one["peak_bytes"] for one in judged), default=0) / MIB),
         "deadline_s": DEADLINE_S,
         "memory_limit_mib": MEMORY_BYTES // MIB,
-        "faults": faults,
+        "faults": [
+            {name: one[name] for name in ("case", "kind", "arguments", "faults")} for one in judged if one["faults"]
+        ],
     }
+
+
+def _share(
+    numbered: list[tuple[int, str]],
+    written: Callable[[int, str], tuple[Path, list[str]]],
+    *,
+    commanded_each: int,
+    tell: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """These cases, one after the other, each with how it ended."""
+    worker, judged = Worker(), []
+    for number, kind in numbered:
+        place, arguments = written(number, kind)
+        by_command = number % commanded_each == commanded_each - 1
+        done = through_command(arguments) if by_command else worker.run(arguments)
+        wrong = faults_of(done, arguments)
+        end = "faults" if wrong else {0: "read", 1: "read"}.get(done.code or 0, "refused")
+        shown = [argument.replace(str(place), "CASE") for argument in arguments]
+        if wrong:
+            tell(f"case {number} ({kind}): {'; '.join(wrong)}: {' '.join(shown)}")
+        judged.append(
+            {
+                "case": number, "kind": kind, "arguments": shown, "faults": wrong, "end": end,
+                "by_command": by_command, "seconds": done.seconds, "peak_bytes": done.peak_bytes,
+            }
+        )  # fmt: skip
+        shutil.rmtree(place)
+    worker.end()
+    return judged
 
 
 def closing_line(result: dict[str, Any]) -> str:
@@ -387,7 +434,7 @@ def closing_line(result: dict[str, Any]) -> str:
     for count in result["kinds"].values():
         total.update(count)
     return (
-        f"inputs: {result['cases']:,} hostile files, seed {result['seed']}: {total['read']:,} read, "
+        f"{result['campaign']}: {result['cases']:,} hostile files, seed {result['seed']}: {total['read']:,} read, "
         f"{total['refused']:,} refused in one line, {len(result['faults'])} faults; "
         f"slowest {result['slowest_s']} s, peak {result['peak_mib']:,} MiB"
     )

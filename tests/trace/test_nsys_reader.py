@@ -1,6 +1,8 @@
 """Exports of Nsight Systems, built by hand after its schema."""
 
+import gzip
 import sqlite3
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,12 @@ import polars as pl
 import pytest
 
 from stepscope.analysis.captures.attribution import attribute
+from stepscope.analysis.captures.checks import check_trace
+from stepscope.analysis.captures.summary import TraceSummary
 from stepscope.core.errors import InputError
 from stepscope.trace.read import read_trace
 from stepscope.trace.readers import nsys_tables
-from stepscope.trace.table import TraceTable
+from stepscope.trace.table import Damage, TraceTable
 from tests.captures import (
     AUTOGRAD,
     CALLS,
@@ -36,6 +40,7 @@ from tests.captures import (
 from tests.captures import (
     nsys_tables as tables_of,
 )
+from tests.public import public_capture
 
 MODES = ["sqlite", "parquetdir"]
 
@@ -206,6 +211,16 @@ def test_copies_and_fills(tmp_path: Path):
     assert names[2:] == ["Memcpy HtoD", "Memcpy DtoH", "Memcpy DtoD", "Memcpy PtoP"] + ["Memcpy other"] * 2 + ["Memset"]
 
 
+def test_the_bandwidth_of_copies(tmp_path: Path):
+    capture = one_step()
+    capture.kernel(700, 5, kind="memcpy", call="cudaMemcpyAsync")
+    tables = tables_of(capture)
+    tables[COPIES][0]["bytes"] = 4000
+    counters = read(tables, tmp_path).counters
+    assert counters.select("start_ns", "device", "value").rows() == [(1700, 0, 800_000_000_000), (1705, 0, 0)]
+    assert counters["name"].unique().to_list() == ["copy bandwidth, bytes/s"]
+
+
 OPTIONAL = [
     (KERNELS, "deviceId"), (KERNELS, "streamId"), (KERNELS, "correlationId"), (KERNELS, "globalPid"),
     (KERNELS, "graphNodeId"), (KERNELS, "demangledName"), (RANGES, "text"), (RANGES, "textId"), (CALLS, "nameId"),
@@ -373,20 +388,129 @@ def test_an_export_without_cuda_is_refused(tmp_path: Path):
         del tables[table]
     path = write_sqlite(tables, tmp_path / "report.sqlite")
     assert "holds no CUDA activity" in refused(path)
-    assert "--trace=cuda" in refused(path, without_ranges=True)
+    assert "--trace=cuda" in refused(path)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_export_without_ranges_is_read_if_asked(tmp_path: Path, mode: str):
+def test_an_export_without_ranges_is_read(tmp_path: Path, mode: str):
     tables = tables_of(one_step())
     del tables[RANGES]
-    path = tmp_path / "report"
-    write = write_sqlite if mode == "sqlite" else write_parquetdir
-    assert "holds no NVTX ranges" in refused(write(tables, path))
-    table = read_trace(path, without_ranges=True)
-    attribution = attribute(table)
+    attribution = attribute(read(tables, tmp_path, mode))
     attribution.self_check()
     assert attribution.unattributed_ns == attribution.busy_ns == 90
+
+
+def test_a_packed_export_is_read_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    whole = write_sqlite(tables_of(training_steps()), tmp_path / "whole.sqlite")
+    packed = tmp_path / "report.sqlite.gz"
+    packed.write_bytes(gzip.compress(whole.read_bytes()))
+    assert read_trace(packed).work.equals(read_trace(whole).work)
+    packed.write_bytes(packed.read_bytes()[:-100])
+    assert "truncated" in refused(packed)
+    packed.write_bytes(gzip.compress(whole.read_bytes()[:-4096]))
+    assert "truncated" in refused(packed)
+    packed.write_bytes(gzip.compress(whole.read_bytes() + bytes(1 << 27)))
+    assert "bomb" in refused(packed)
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    for name in ("report.sqlite", "report.nsys-rep", "trace.json.gz"):
+        (tmp_path / name).write_text(pointer)
+        assert refused(tmp_path / name).endswith("this is a Git LFS pointer, not the file: git lfs pull")
+    folder = write_parquetdir(tables_of(one_step()), tmp_path / "pq")
+    (folder / f"{KERNELS}.parquet").write_text(pointer)
+    with pytest.raises(InputError, match=f"{KERNELS}.parquet: this is a Git LFS pointer"):
+        read_trace(folder)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_that_end_before_they_begin_are_counted(tmp_path: Path, mode: str):
+    tables = tables_of(one_step())
+    for table, row in ((KERNELS, 1), (CALLS, 0), (RANGES, 1)):
+        tables[table][row]["end"] = tables[table][row]["start"] - 3
+    table = read(tables, tmp_path, mode)
+    assert table.damage == Damage(backwards={"calls": 1, "kernels, copies and fills": 1, "ranges": 1})
+    assert table.work["duration_ns"].to_list() == [40, 0]
+    assert read(tables_of(one_step()), tmp_path / "..", mode).damage == Damage()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_names_that_are_gone_are_counted(tmp_path: Path, mode: str):
+    """A range whose text stands in its row needs no string."""
+    tables = tables_of(one_step())
+    tables[RANGES] += [nvtx(None, 1000, 1100, text_id=900), nvtx("layers.1", 1200, 1300, text_id=900)]
+    tables[STRINGS] = [row for row in tables[STRINGS] if row["value"] != "second_kernel"]
+    table = read(tables, tmp_path, mode)
+    assert table.damage == Damage(nameless={"kernels, copies and fills": 1, "ranges": 1})
+    assert table.work["name"][1].startswith("string ")
+
+
+WRITTEN = [
+    ("aten::mm, seq = 4, op_id = 7, sizes = [[2, 3], [3, 5]], input_op_ids = [(5,0), (6,0)]",
+     ("aten::mm", 4, None, "[[2, 3], [3, 5]]")),
+    ("aten::mm, seq = 4, sizes = [[2, 3], []], input_op_ids = []", ("aten::mm", 4, None, "[[2, 3], []]")),
+    ("aten::mm, op_id = 123", ("aten::mm", None, None, None)),
+    ("aten::add.Tensor, seq = 9", ("aten::add.Tensor", 9, None, None)),
+    ("autograd::engine::evaluate_function: XBackward0, op_id = 5",
+     ("autograd::engine::evaluate_function: XBackward0", None, None, None)),
+    ("autograd::engine::evaluate_function: XBackward0, seq = 6, op_id = 5",
+     ("autograd::engine::evaluate_function: XBackward0", 6, 1, None)),
+    ("AddmmBackward0, seq = 6, op_id = 5", ("AddmmBackward0", 6, 1, None)),
+    ("torch::autograd::AccumulateGrad, op_id = 8", ("torch::autograd::AccumulateGrad", None, None, None)),
+    ("FlashAttnFunc, op_id = 9, sizes = [[1]]", ("FlashAttnFunc", None, None, "[[1]]")),
+    ("c10d::allreduce_, op_id = 10", ("c10d::allreduce_", None, None, None)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), WRITTEN)
+def test_operators_as_emit_nvtx_writes_them(tmp_path: Path, text: str, expected: tuple[Any, ...]):
+    capture = one_step()
+    capture.range(text, 250, 400)
+    table = read(tables_of(capture), tmp_path)
+    assert table.operators.select("name", "sequence", "forward_thread", "shapes").rows() == [expected]
+    assert table.ranges["name"].to_list() == ["forward", "layers.0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("backward, op_id = 3", "backward"),
+        ("ProfilerStep#3, op_id = 3", "ProfilerStep#3"),
+        ("FSDP::pre_forward (layers.0, first), op_id = 3", "FSDP::pre_forward (layers.0, first)"),
+        ("epoch 3, seq = many", "epoch 3, seq = many"),
+        ("a\nb, op_id = 4", "a\nb"),
+    ],
+)
+def test_ranges_of_the_users_as_emit_nvtx_writes_them(tmp_path: Path, text: str, name: str):
+    capture = one_step()
+    capture.range("aten::mm, op_id = 1", 250, 400)
+    capture.range(text, 5000, 6000)
+    table = read(tables_of(capture), tmp_path)
+    assert table.ranges["name"].to_list() == ["forward", "layers.0", name]
+
+
+def test_two_gpus_of_which_emit_nvtx_told_the_operators():
+    """A capture of one second out of the middle: of half of its kernels the launch was before it."""
+    table = read_trace(public_capture("nsys_ai_h100_2gpu_1s.sqlite.gz"))
+    attribution = attribute(table)
+    attribution.self_check()
+    assert (table.work.height, table.operators.height, table.ranges.height) == (4368, 16546, 236)
+    assert {name.split("::")[0] for name in table.ranges["name"].unique()} == {"FSDP"}
+    assert attribution.work["operator"].count() > 2000 and table.damage == Damage()
+    kinds = {finding.kind for finding in check_trace(TraceSummary(attribution=attribution, run=None))}
+    assert {"ranges-missing", "launches-unknown"} <= kinds and "correlation-repeats" not in kinds
+
+
+def test_rows_that_are_damaged_far_in_are_refused(tmp_path: Path):
+    """SQLite comes upon them in the middle of a page of NVTX_EVENTS, while the first rows are already taken."""
+    whole = gzip.decompress(public_capture("nsys_ai_h100_2gpu_1s.sqlite.gz").read_bytes())
+    path = tmp_path / "report.sqlite"
+    path.write_bytes(whole[:1_950_869] + b"\xff" * 200 + whole[1_951_069:])
+    assert "malformed" in refused(path)
 
 
 def test_truncated_databases_are_refused(tmp_path: Path):
@@ -406,6 +530,18 @@ def test_broken_parquet_is_refused(tmp_path: Path, content: bytes, table: str):
     (folder / f"{table}.parquet").write_bytes(content)
     with pytest.raises(InputError, match="parquet"):
         read_trace(folder)
+
+
+def test_a_panic_of_polars_is_not_heard(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """The footer is whole, and says where pages lie that are gone."""
+    folder = write_parquetdir(tables_of(training_steps(steps=40)), tmp_path / "pq")
+    file = folder / f"{KERNELS}.parquet"
+    whole = file.read_bytes()
+    footer = 8 + int.from_bytes(whole[-8:-4], "little")
+    file.write_bytes(whole[:64] + whole[-footer:])
+    with pytest.raises(InputError, match="cannot be read"):
+        read_trace(folder)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_damage_that_makes_polars_panic_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

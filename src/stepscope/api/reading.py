@@ -129,7 +129,8 @@ def trace(
 
     path: a trace of torch.profiler (.json, .json.gz), an nsys report or export, a run directory, a part of a run's
     name, or `last`. range, phase, step: only what was launched inside ranges of this name, in this phase (`forward`,
-    `backward`, `optimizer`), in this step (the first is 0). ranges=False reads an nsys export without NVTX ranges.
+    `backward`, `optimizer`), in this step (the first is 0). ranges=False changes nothing: a
+    capture without ranges is read in any case.
     runs: the folder in which names are looked up. Times are in nanoseconds in frames, and with their unit where shown.
 
     Raises InputError, with what is there, where there is no such file, range, phase or step, or the file is damaged.
@@ -142,7 +143,7 @@ def trace(
     from stepscope.analysis.captures.part import part_of  # noqa: PLC0415
 
     place = find_place(str(path), Path(runs))
-    whole = load_capture(place, without_ranges=not ranges, say=warn)
+    whole = load_capture(place, say=warn)
     findings = check_trace(whole)
     is_part = (range, phase, step) != (None, None, None)
     summary = part_of(whole, str(place), step=step, phase=phase, name=range) if is_part else whole

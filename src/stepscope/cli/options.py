@@ -287,7 +287,7 @@ OPTIONS = (
     Option("stat", str, QUESTION, "median, median-interval or mean-std, for times.", default="median",
            complete=completion.words("median", "median-interval", "mean-std")),
     Option("speedup", str, QUESTION, "A column's label: show speed-ups over it."),
-    Option("no_ranges", bool, QUESTION, "Read an nsys export without NVTX ranges: kernels alone.", default=False),
+    Option("no_ranges", bool, QUESTION, "Needed no more: a capture without ranges is read in any case.", default=False),
     Option("tool", str, QUESTION, "Whose captures to read.", default="kineto", choices=TRACE_TOOLS),
     # Runs and results that are stored.
     Option("runs", Path, STORED, "Where runs lie.", default=Path("runs"), metavar="DIR"),
@@ -309,7 +309,7 @@ OPTIONS = (
     Option("style", str, OUTPUT, f"{', '.join(STYLES)}; csv and jsonl with bare figures.", Presentation, "terminal",
            complete=completion.words(*STYLES)),
     Option("figures", Path, OUTPUT, "Keep the figures in this file, as they come; --from shows it.", metavar="FILE"),
-    Option("perfetto", Path, OUTPUT, "Write a trace for Perfetto, with phases and families as tracks.",
+    Option("perfetto", Path, OUTPUT, "Write a trace for Perfetto, with phases, families and counters as tracks.",
            metavar="FILE"),
     Option("save", Path, OUTPUT, "Draw a plot into this file: .svg, .png, .html or .json.", metavar="FILE"),
     Option("json", bool, OUTPUT, "JSON on stdout, and nothing else there.", Presentation, False),

@@ -47,20 +47,21 @@ def trace(
             raise InputError("--save draws one capture, --against compares two: leave one of them out")
         check_target(save)
     place = find_place(file, runs)
-    summary = load_summary(place, without_ranges=no_ranges)
+    del no_ranges  # captures without ranges are read in any case
+    summary = load_summary(place)
     asked = _part(summary, place, range_, phase, step) if is_part else summary
     if against is not None:
-        before = load_summary(against, without_ranges=no_ranges)
+        before = load_summary(against)
         _compare(_part(before, against, range_, phase, step) if is_part else before, asked, against, place, shown)
         return
     from stepscope.analysis.captures.checks import check_trace
 
     findings = check_trace(summary)
     if perfetto is not None:
-        from stepscope.report.perfetto import write_perfetto
+        from stepscope.report.perfetto import Rank, write_perfetto
 
         gaps = summary.occupation.gaps if summary.occupation else None
-        written = write_perfetto(summary.attribution, gaps, perfetto, source=place)
+        written = write_perfetto([Rank("", summary.attribution, gaps)], perfetto, sources=[place])
         warn(f"{written} slices in {perfetto}: open it at https://ui.perfetto.dev")
     from stepscope.analysis.captures.answer import answer_trace
     from stepscope.analysis.captures.as_json import trace_as_json
@@ -89,9 +90,9 @@ def _compare(before: "TraceSummary", after: "TraceSummary", old: Path, new: Path
     )
 
 
-def load_summary(path: Path, *, without_ranges: bool = False) -> "TraceSummary":
+def load_summary(path: Path) -> "TraceSummary":
     """Read and attribute a capture, with the run it belongs to where one lies beside it."""
     give_pages_back()
     from stepscope.analysis.captures.load import load_capture
 
-    return load_capture(path, without_ranges=without_ranges, say=warn)
+    return load_capture(path, say=warn)

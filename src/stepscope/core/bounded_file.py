@@ -37,6 +37,15 @@ def check_regular(path: Path) -> None:
         raise InputError(f"cannot read {path}: it is {what}")
 
 
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def check_no_pointer(path: Path, head: bytes) -> None:
+    """Raises InputError where a file that begins with `head` is what Git LFS left in the place of a file."""
+    if head.startswith(_POINTER):
+        raise InputError(f"{path}: this is a Git LFS pointer, not the file: git lfs pull")
+
+
 def read_named(path: Path) -> bytes:
     """A file that the user named. Raises InputError where it cannot be read."""
     try:

@@ -1,6 +1,7 @@
 """What every renderer needs of an answer: the text of a cell, its bare figure, and its sentences."""
 
 import math
+from collections import defaultdict
 
 from stepscope.core.answer import PROSE, TEXT, Answer, Cell, Doubted, Line, Table, Tone
 from stepscope.core.finding import Severity
@@ -37,6 +38,18 @@ def cell_text(table: Table, row: tuple[Cell, ...], column: int) -> str:
         text = _text(cell.value, unit_of(table, column))
         return f"{text} {cell.mark}" if text and cell.mark else text
     return _text(cell, unit_of(table, column))
+
+
+def row_texts(table: Table) -> list[list[str]]:
+    """Each row's cells as people read them. Different names that look the same, once cleaned and cut, are numbered."""
+    texts = [[cell_text(table, row, column) for column in range(len(row))] for row in table.rows]
+    for column in range(len(table.columns)):
+        looks: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        for row, shown in zip(table.rows, texts, strict=True):
+            if isinstance(name := row[column], str):
+                number = looks[shown[column]].setdefault(name, len(looks[shown[column]]) + 1)
+                shown[column] += f" ({number})" if number > 1 else ""
+    return texts
 
 
 def _text(cell: str | float | None, unit: str) -> str:

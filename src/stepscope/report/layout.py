@@ -6,6 +6,7 @@ the right go on in a second table below, each row of it under the same labels. F
 
 import copy
 import dataclasses
+from collections import defaultdict
 from collections.abc import Sequence
 
 from rich.cells import cell_len
@@ -130,7 +131,7 @@ class _Layout:
         part.columns = [
             dataclasses.replace(
                 measured.column, width=width, min_width=None, max_width=None, ratio=None, no_wrap=False,
-                overflow="fold", _index=i, _cells=[_shortened(cell, width) for cell in measured.column._cells],
+                overflow="fold", _index=i, _cells=_told_apart(measured.column._cells, width),
             )
             for i, (measured, width) in enumerate(zip(columns, widths, strict=True))
         ]  # fmt: skip
@@ -154,10 +155,52 @@ def _shrunk(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]
     return shrunk
 
 
+def _told_apart(cells: Sequence[RenderableType], width: int) -> list[RenderableType]:
+    """The cells shortened. Different ones that would look the same are cut where they differ, or else numbered."""
+    shortened = [_shortened(cell, width) for cell in cells]
+    by_look: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    for cell, short in zip(cells, shortened, strict=True):
+        if short is not cell:
+            by_look[str(short)][str(cell)] = None
+    alike = {text: list(texts) for texts in by_look.values() if len(texts) > 1 for text in texts}
+    if not alike:
+        return shortened
+    cuts: dict[str, str] = {}
+    for text, texts in alike.items():
+        cut = _cut_before(text, _shared(texts), width)
+        cuts[text] = cut if cut not in cuts.values() else _numbered(text, texts.index(text) + 1, width)
+    return [
+        _like(cell, cuts[str(cell)]) if str(cell) in cuts else short
+        for cell, short in zip(cells, shortened, strict=True)
+    ]
+
+
+def _cut_before(text: str, at: int, width: int) -> str:
+    """The text with what stands before `at` left out, but for a beginning that says what it is of."""
+    begin = min(at, max(1, width // 3))
+    return f"{text[:begin]}…{middle_cut(text[at:], max(1, width - begin - 1))}"
+
+
+def _numbered(text: str, number: int, width: int) -> str:
+    """The text with a number in the place of what is left out of its middle."""
+    mark = f"…{number}…"
+    return middle_cut(text, max(1, width - len(mark) + 1)).replace("…", mark, 1)
+
+
+def _shared(texts: Sequence[str]) -> int:
+    """How many characters all of these begin with."""
+    apart = (i for i, characters in enumerate(zip(*texts, strict=False)) if len(set(characters)) > 1)
+    return next(apart, min(map(len, texts)))
+
+
+def _like(cell: RenderableType, text: str) -> RenderableType:
+    return Text(text, style=cell.style) if isinstance(cell, Text) else text
+
+
 def _shortened(cell: RenderableType, width: int) -> RenderableType:
     """A cell whose words are no longer than its column is wide; what is no text shortens itself."""
     text = cell.plain if isinstance(cell, Text) else cell
     if not isinstance(text, str) or all(cell_len(word) <= width for word in text.split()):
         return cell
     cut = " ".join(middle_cut(word, width) for word in text.split(" "))
-    return Text(cut, style=cell.style) if isinstance(cell, Text) else cut
+    return _like(cell, cut)

@@ -1,29 +1,32 @@
-"""A capture as a trace for Perfetto (ui.perfetto.dev): device work as recorded, and beside it what was made of it.
+"""Captures as a trace for Perfetto (ui.perfetto.dev): device work as recorded, and beside it what was made of it.
 
-The Chrome trace format: one complete event ("X") a line, microseconds from the first event of the capture. Each device
-is a process with a track of steps, one of idle gaps with their causes, three a stream (work, phases, modules) and one a
-family; each process of the host has a track of ranges a thread. Perfetto draws slices of one track nested: where they
+The Chrome trace format: one complete event ("X") or counter ("C") a line, microseconds from the first event of all
+captures. Each device is a process with a track of steps, one of idle gaps with their causes, three a stream (work,
+phases, modules), one a family, and counters; each process of the host has a track of ranges a thread. Where there are
+several ranks, the names of processes begin with the rank's. Perfetto draws slices of one track nested: where they
 overlap without nesting, a track goes on in further lanes.
 """
 
 import contextlib
 import gzip
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import msgspec
 import polars as pl
 
 from stepscope.analysis.captures.attribution import ROOT, Attribution
-from stepscope.analysis.kernels.names.label import kernel_label
+from stepscope.analysis.kernels.names.label import kernel_labels
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.run_files import CAPTURE_FILES, DIGEST_FILE, RUN_FILE
-from stepscope.core.shown_text import name_shown
+from stepscope.core.shown_text import printable
+from stepscope.trace.counters import COUNTER_SCHEMA, stepwise
 from stepscope.trace.read import find_capture
+from stepscope.trace.table import COPIES, empty
 
 _BLOCK = 65_536
 """Events turned into text at once: some 30 MB."""
@@ -33,6 +36,31 @@ _OF_RUNS = (RUN_FILE, *CAPTURE_FILES, *(DIGEST_FILE.format(tool=tool) for tool i
 
 _MODEL = "(model)"
 """What ran in a phase but in no module's range."""
+
+
+_WAITING = "kernels launched, not started"
+"""The counter of the work that is queued for a device. What has no launch record is not counted."""
+
+
+class Rank(NamedTuple):
+    """One capture of those that are written: its label, empty where there is but one, and an Occupation's gaps."""
+
+    label: str
+    attribution: Attribution
+    gaps: pl.DataFrame | None = None
+
+    def named(self, group: str) -> str:
+        """A group's name, the rank's first."""
+        return f"{self.label}: {group}" if self.label else group
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Counter:
+    """Values (start_ns, value), each of which holds until the next, under one heading."""
+
+    group: str
+    title: str
+    values: pl.DataFrame
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +73,11 @@ class _Track:
     slices: pl.DataFrame
 
 
-def write_perfetto(
-    attribution: Attribution, gaps: pl.DataFrame | None, out: Path, *, source: Path | None = None
-) -> int:
+def write_perfetto(ranks: Sequence[Rank], out: Path, *, sources: Sequence[Path] = ()) -> int:
     """Write the trace to `out`, compressed if it is named .gz, whole or not at all; the number of slices in it.
 
-    `gaps` are an Occupation's. `source` is the capture (or its run directory): it is never overwritten.
-    Raises InputError where `out` cannot be written.
+    `sources` are the captures (or their run directories): none is ever overwritten. The ranks' clocks are taken to be
+    one. Raises InputError where `out` cannot be written.
     """
     if not out.name:
         raise InputError(f"cannot write {out}: it is no file; name another one")
@@ -61,15 +87,15 @@ def write_perfetto(
             raise InputError(f"cannot write {out}: it is no file; name another one")
         if out.exists() and (out.parent / RUN_FILE).exists() and out.name in _OF_RUNS:
             raise InputError(f"cannot write {out}: it is part of a run; name another file")
-        if _is_part_of(out, source):
+        if any(_is_part_of(out, source) for source in sources):
             raise InputError(f"cannot write {out}: it is the capture itself; name another file")
         with temporary.open("wb") as file:
             if out.name.endswith(".gz"):
                 # The lowest level: a million events in two seconds, a sixteenth of their size.
                 with gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=1, mtime=0) as compressed:
-                    written = _write(attribution, gaps, compressed)
+                    written = _write(ranks, compressed)
             else:
-                written = _write(attribution, gaps, file)
+                written = _write(ranks, file)
         temporary.replace(out)
     except OSError as error:
         raise InputError(f"cannot write {out}: {error.strerror or error}") from None
@@ -79,9 +105,9 @@ def write_perfetto(
     return written
 
 
-def _is_part_of(out: Path, source: Path | None) -> bool:
+def _is_part_of(out: Path, source: Path) -> bool:
     """Whether writing there would destroy what was read."""
-    if source is None or not out.exists():
+    if not out.exists():
         return False
     inside = [source / name for name in (*CAPTURE_FILES, RUN_FILE)] if source.is_dir() else []
     capture = find_capture(source)
@@ -96,16 +122,19 @@ class _Numbers:
     pids: dict[str, int] = field(default_factory=dict)
     lanes: int = 0
 
+    def process(self, group: str) -> tuple[int, list[dict]]:
+        """The process number of a group, and the events that introduce it where it is new."""
+        if group in self.pids:
+            return self.pids[group], []
+        pid = self.pids[group] = len(self.pids) + 1
+        return pid, [
+            _metadata("process_name", pid, 0, {"name": printable(group)}),
+            _metadata("process_sort_index", pid, 0, {"sort_index": pid}),
+        ]
+
     def names(self, track: _Track, lane: int) -> tuple[int, int, list[dict]]:
         """Process and thread number of a lane of a track, and the events that introduce them."""
-        events: list[dict] = []
-        pid = self.pids.get(track.group)
-        if pid is None:
-            pid = self.pids[track.group] = len(self.pids) + 1
-            events += [
-                _metadata("process_name", pid, 0, {"name": track.group}),
-                _metadata("process_sort_index", pid, 0, {"sort_index": pid}),
-            ]
+        pid, events = self.process(track.group)
         self.lanes += 1
         tid = 1_000_000 + self.lanes  # apart from every pid: a thread with its process's number is drawn first
         title = track.title if lane == 0 else f"{track.title} ({lane + 1})"
@@ -120,23 +149,43 @@ def _metadata(what: str, pid: int, tid: int, arguments: dict) -> dict:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": arguments}
 
 
-def _write(attribution: Attribution, gaps: pl.DataFrame | None, file: IO[bytes] | gzip.GzipFile) -> int:
-    table = attribution.table
-    starts = [frame["start_ns"].min() for frame in (table.work, table.ranges, table.operators) if frame.height]
-    origin = min(start for start in starts if isinstance(start, int)) if starts else 0
-    head = {"profiler": table.profiler, "origin_ns": origin}
+def _write(ranks: Sequence[Rank], file: IO[bytes] | gzip.GzipFile) -> int:
+    origin = _origin_ns(ranks)
+    profilers = sorted({rank.attribution.table.profiler for rank in ranks})
+    head = {"profiler": ", ".join(profilers), "origin_ns": origin}
     file.write(b'{"displayTimeUnit":"ns","otherData":' + msgspec.json.encode(head) + b',"traceEvents":[\n')
     numbers, written, separator = _Numbers(), 0, b""
-    for track in _tracks(attribution, gaps):
-        for lane, slices in enumerate(lanes(track.slices)):
-            pid, tid, events = numbers.names(track, lane)
+    for part in (part for rank in ranks for part in (*_tracks(rank), *_counters(rank))):
+        if isinstance(part, _Counter):
+            pid, events = numbers.process(part.group)
+            texts = [_counter_text(block, part.title, pid, origin) for block in part.values.iter_slices(_BLOCK)]
+            for text in (*map(msgspec.json.encode, events), *texts):
+                file.write(separator + text)
+                separator = b",\n"
+            continue
+        for lane, slices in enumerate(lanes(part.slices)):
+            pid, tid, events = numbers.names(part, lane)
             file.write(separator + b",\n".join(msgspec.json.encode(event) for event in events))
             separator = b",\n"
             for block in slices.iter_slices(_BLOCK):
-                file.write(separator + _text(block, track.category, pid, tid, origin))
+                file.write(separator + _text(block, part.category, pid, tid, origin))
             written += slices.height
     file.write(b"\n]}\n")
     return written
+
+
+def _origin_ns(ranks: Sequence[Rank]) -> int:
+    tables = [rank.attribution.table for rank in ranks]
+    frames = [frame for table in tables for frame in (table.work, table.ranges, table.operators, table.counters)]
+    starts = [*(frame["start_ns"].min() for frame in frames), *(table.work["launch_ns"].min() for table in tables)]
+    return min((start for start in starts if isinstance(start, int)), default=0)
+
+
+def _counter_text(values: pl.DataFrame, title: str, pid: int, origin: int) -> bytes:
+    head = msgspec.json.encode({"ph": "C", "name": title, "pid": pid}).decode()[:-1]
+    ts = _microseconds(pl.col("start_ns") - origin)
+    line = pl.concat_str(pl.lit(f'{head},"ts":'), ts, pl.lit(',"args":{"value":'), "value", pl.lit("}}"))
+    return ",\n".join(values.select(line).to_series().to_list()).encode()
 
 
 def _text(slices: pl.DataFrame, category: str, pid: int, tid: int, origin: int) -> bytes:
@@ -167,7 +216,7 @@ def _json(values: pl.Series) -> pl.Series:
         return values.cast(pl.String)
     texts = values.cast(pl.String)
     distinct = texts.unique().drop_nulls()
-    encoded = [msgspec.json.encode(text).decode() for text in distinct.to_list()]
+    encoded = [msgspec.json.encode(printable(text)).decode() for text in distinct.to_list()]
     return texts.replace_strict(distinct, pl.Series(encoded, dtype=pl.String), default=None)
 
 
@@ -216,15 +265,42 @@ def _lane_numbers(starts_ns: list[int], durations_ns: list[int]) -> list[int]:
     return numbers
 
 
-def _tracks(attribution: Attribution, gaps: pl.DataFrame | None) -> Iterator[_Track]:
-    table = attribution.table
-    if not table.on_cpu:
-        for device in attribution.work["device"].unique().sort().to_list():
-            name = table.devices.get(device)
-            group = f"device {device}: {name}" if name else f"device {device}"
+def _tracks(rank: Rank) -> Iterator[_Track]:
+    work, gaps = rank.attribution.work, rank.gaps
+    if not rank.attribution.table.on_cpu:
+        for device in work["device"].unique().sort().to_list():
             own = gaps.filter(pl.col("device") == device) if gaps is not None else None
-            yield from _device_tracks(group, attribution.work.filter(pl.col("device") == device), own)
-    yield from _host_tracks(attribution)
+            yield from _device_tracks(_device_group(rank, device), work.filter(pl.col("device") == device), own)
+    yield from _host_tracks(rank)
+
+
+def _device_group(rank: Rank, device: int) -> str:
+    name = rank.attribution.table.devices.get(device)
+    return rank.named(f"device {device}: {name}" if name else f"device {device}")
+
+
+def _counters(rank: Rank) -> Iterator[_Counter]:
+    """What waits for each device, and what the profiler recorded: copies' bandwidth, the allocators' bytes."""
+    table = rank.attribution.table
+    waiting = empty(COUNTER_SCHEMA) if table.on_cpu else _waiting(rank.attribution.work)
+    for (device, name, process), values in pl.concat([waiting, table.counters]).group_by(
+        "device", pl.col("name").cast(pl.String), "process", maintain_order=True
+    ):
+        assert isinstance(device, int)
+        of_host = rank.named(_process_group(rank, process if isinstance(process, int) else 0))
+        yield _Counter(
+            group=of_host if device < 0 else _device_group(rank, device),
+            title=str(name),
+            values=values.sort("start_ns", maintain_order=True).unique("start_ns", keep="last", maintain_order=True),
+        )
+
+
+def _waiting(work: pl.DataFrame) -> pl.DataFrame:
+    """The counter of kernels that were launched and have not started."""
+    known = work.filter((pl.col("launch_ns") <= pl.col("start_ns")) & ~pl.col("kind").is_in(list(COPIES)))
+    begins = known.select("device", pl.col("launch_ns").alias("start_ns"), pl.lit(1, pl.Int64).alias("change"))
+    ends = known.select("device", "start_ns", pl.lit(-1, pl.Int64).alias("change"))
+    return stepwise(pl.concat([begins, ends]), _WAITING)
 
 
 def _device_tracks(group: str, work: pl.DataFrame, gaps: pl.DataFrame | None) -> Iterator[_Track]:
@@ -255,10 +331,18 @@ def _device_tracks(group: str, work: pl.DataFrame, gaps: pl.DataFrame | None) ->
             yield _Track(group=group, title=title, category="family", slices=slices)
 
 
-def _host_tracks(attribution: Attribution) -> Iterator[_Track]:
-    table = attribution.table
-    # Nsight Systems' numbers carry the machine's above those of the system: 24 bits each of process and thread.
-    shift, mask = (24, 2**24 - 1) if table.profiler == "Nsight Systems" else (0, 2**63 - 1)
+def _host_bits(rank: Rank) -> tuple[int, int]:
+    """Nsight Systems' numbers carry the machine's above those of the system: 24 bits each of process and thread."""
+    return (24, 2**24 - 1) if rank.attribution.table.profiler == "Nsight Systems" else (0, 2**63 - 1)
+
+
+def _process_group(rank: Rank, process: int) -> str:
+    shift, mask = _host_bits(rank)
+    return f"process {(process >> shift) & mask}"
+
+
+def _host_tracks(rank: Rank) -> Iterator[_Track]:
+    table, (_, mask) = rank.attribution.table, _host_bits(rank)
     kinds = [
         ("ranges", "range", table.ranges.filter("nested")),
         ("ranges across threads", "range", table.ranges.filter(~pl.col("nested"))),
@@ -267,7 +351,7 @@ def _host_tracks(attribution: Attribution) -> Iterator[_Track]:
         kinds.append(("operators", "operator", table.operators))
     for title, category, frame in kinds:
         for process, own in _by_number(frame, "process"):
-            group = f"process {(process >> shift) & mask}"
+            group = rank.named(_process_group(rank, process))
             for thread, slices in _by_number(own, "thread"):
                 yield _Track(
                     group=group,
@@ -299,5 +383,6 @@ def _spans(work: pl.DataFrame, by: list[str]) -> pl.DataFrame:
 def _labels(names: pl.Series, alias: str) -> pl.Series:
     """The kernels' short names: the whole one stands on the stream's track."""
     distinct = names.unique().cast(pl.String)
-    labels = pl.Series([name_shown(kernel_label(name)) for name in distinct.to_list()], dtype=pl.String)
-    return names.cast(pl.String).replace_strict(distinct, labels).alias(alias)
+    labels = kernel_labels(distinct.to_list())
+    shown = pl.Series([labels[name] for name in distinct.to_list()], dtype=pl.String)
+    return names.cast(pl.String).replace_strict(distinct, shown).alias(alias)

@@ -9,7 +9,7 @@ from stepscope.core.answer import PROSE, Answer, Line
 from stepscope.core.answer import Table as Figures
 from stepscope.core.finding import Finding
 from stepscope.core.shown_text import middle_cut, printable
-from stepscope.report.cells import cell_text, is_figures, sentences_of, unit_of, where_of
+from stepscope.report.cells import is_figures, row_texts, sentences_of, unit_of, where_of
 from stepscope.report.layout import OneLine
 
 _STYLES = {"": "", "strong": "bold", "good": "bold green", "bad": "bold red", "care": "yellow", "aside": "dim"}
@@ -42,13 +42,10 @@ def make_table(figures: Figures) -> Table:
             overflow="fold",
             max_width=_WIDEST_PROSE if unit_of(figures, i) == PROSE else None,
         )
-    for i, row in enumerate(figures.rows):
+    for i, texts in enumerate(row_texts(figures)):
         if i in figures.rules:
             table.add_section()
-        table.add_row(
-            *(cell_text(figures, row, column) for column in range(len(row))),
-            style=_STYLES[figures.tones.get(i, "")],
-        )
+        table.add_row(*texts, style=_STYLES[figures.tones.get(i, "")])
     return table
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import polars as pl
 
 from stepscope.core.errors import InputError
+from stepscope.trace.counters import COUNTER_SCHEMA
 from stepscope.trace.launches import operators_as_work, with_launches
 from stepscope.trace.table import (
     CALL_SCHEMA,
@@ -15,6 +16,7 @@ from stepscope.trace.table import (
     OPERATOR_SCHEMA,
     RANGE_SCHEMA,
     WORK_SCHEMA,
+    Damage,
     Profiler,
     TraceTable,
     empty,
@@ -41,6 +43,8 @@ def assemble(
     collectives: pl.DataFrame | None = None,
     rank: int | None = None,
     ranks: int | None = None,
+    damage: Damage | None = None,
+    counters: pl.DataFrame | None = None,
 ) -> TraceTable:
     """Check the schemas and times and join the launches; in a trace without device work its operators stand in.
 
@@ -49,6 +53,7 @@ def assemble(
     operators = empty(OPERATOR_SCHEMA) if operators is None else operators
     links = empty(LINK_SCHEMA) if links is None else links
     collectives = empty(COLLECTIVE_SCHEMA) if collectives is None else collectives
+    counters = empty(COUNTER_SCHEMA) if counters is None else counters
     for frame, schema in (
         (work, WORK_SCHEMA),
         (calls, CALL_SCHEMA),
@@ -56,6 +61,7 @@ def assemble(
         (operators, OPERATOR_SCHEMA),
         (links, LINK_SCHEMA),
         (collectives, COLLECTIVE_SCHEMA),
+        (counters, COUNTER_SCHEMA),
     ):
         assert frame.schema == schema, f"{frame.schema} is not {schema}"
         check_clock(path, frame["start_ns"])
@@ -80,6 +86,8 @@ def assemble(
         collectives=collectives,
         rank=rank,
         ranks=ranks,
+        damage=damage or Damage(),
+        counters=counters,
     )
 
 

@@ -1,9 +1,8 @@
 """Reads any capture that stepscope knows, told apart by its content rather than its name."""
 
-import gzip
-import zlib
 from pathlib import Path
 
+from stepscope.core.bounded_file import check_no_pointer
 from stepscope.core.errors import InputError
 from stepscope.core.run_files import CAPTURE_FILES, EXPORT_FILE, RUN_FILE, STREAM_FILE
 from stepscope.trace.readers.kineto import read_kineto
@@ -12,43 +11,33 @@ from stepscope.trace.readers.nsys import (
     read_nsys_parquet,
     read_nsys_report,
     read_nsys_sqlite,
+    read_packed_sqlite,
 )
+from stepscope.trace.readers.unpacked import SQLITE, holds_sqlite
 from stepscope.trace.table import TraceTable
 
-_SQLITE = b"SQLite format 3\x00"
 
-
-def read_trace(path: Path, *, without_ranges: bool = False) -> TraceTable:
+def read_trace(path: Path) -> TraceTable:
     """The TraceTable of a Kineto trace, an nsys export or report, or of the capture in a run directory.
 
-    `without_ranges` admits an nsys export that holds no NVTX ranges. Raises InputError, naming the file and the remedy,
-    for everything that is no whole capture.
+    Raises InputError, naming the file and the remedy, for everything that is no whole capture.
     """
     try:
         found = find_capture(path)
         if found.is_dir():
-            return read_nsys_parquet(found, without_ranges=without_ranges)
+            return read_nsys_parquet(found)
         with found.open("rb") as file:
             head = file.read(64)
-        if head.startswith(_SQLITE):
-            return read_nsys_sqlite(found, without_ranges=without_ranges)
+        check_no_pointer(found, head)
+        if head.startswith(SQLITE):
+            return read_nsys_sqlite(found)
         if is_nsys_report(found, head):
-            return read_nsys_report(found, without_ranges=without_ranges)
-        if _packed_sqlite(found, head):
-            raise InputError(f"{path}: this is a compressed SQLite export: unpack it first, as with gunzip")
+            return read_nsys_report(found)
+        if holds_sqlite(found, head):
+            return read_packed_sqlite(found)
         return read_kineto(found)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-
-
-def _packed_sqlite(path: Path, head: bytes) -> bool:
-    if not head.startswith(b"\x1f\x8b"):
-        return False
-    try:
-        with gzip.open(path) as file:
-            return file.read(len(_SQLITE)) == _SQLITE
-    except (OSError, EOFError, zlib.error):
-        return False  # the reader says what is wrong with it
 
 
 def find_capture(path: Path) -> Path:

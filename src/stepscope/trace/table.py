@@ -9,6 +9,8 @@ from typing import Literal
 
 import polars as pl
 
+from stepscope.trace.counters import COUNTER_SCHEMA
+
 KINDS = ("kernel", "memcpy", "memset", "graph", "operator")
 """`graph`: a CUDA graph recorded as a whole. `operator`: a CPU operator, in traces that hold no device work."""
 
@@ -96,6 +98,22 @@ COLLECTIVE_SCHEMA = pl.Schema(
 """Columns of what the profiler says of collectives: of a kernel (`correlation` is known) or of the operator round its
 launch (`thread` is known). `sequence` counts the collectives of a process group, and is equal on all its ranks."""
 
+
+WORK, CALLS, OPERATORS, RANGES = "kernels, copies and fills", "calls", "operators", "ranges"
+"""What rows are, where damaged ones are counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damage:
+    """Rows that cannot be as they stand, counted by what they are.
+
+    `backwards`: they end before they begin, and count as 0 ns. `nameless`: their name is not in the file.
+    """
+
+    backwards: dict[str, int] = field(default_factory=dict[str, int])
+    nameless: dict[str, int] = field(default_factory=dict[str, int])
+
+
 Profiler = Literal["Kineto", "Nsight Systems"]
 
 
@@ -129,6 +147,8 @@ class TraceTable:
     collectives: pl.DataFrame = field(default_factory=lambda: empty(COLLECTIVE_SCHEMA))
     rank: int | None = None
     ranks: int | None = None
+    damage: Damage = field(default_factory=Damage)
+    counters: pl.DataFrame = field(default_factory=lambda: empty(COUNTER_SCHEMA))
 
     @property
     def on_cpu(self) -> bool:

@@ -10,7 +10,7 @@ from stepscope.analysis.captures.overlap import Overlap
 from stepscope.analysis.captures.summary import GEMM, OUTSIDE, KernelRow, TraceSummary
 from stepscope.analysis.captures.unmarked_phases import RANGES
 from stepscope.analysis.kernels.names.decoding import decode
-from stepscope.analysis.kernels.names.label import kernel_label
+from stepscope.analysis.kernels.names.label import kernel_label, kernel_labels
 from stepscope.analysis.roofline.answer import roofline_panel, roofline_tables
 from stepscope.analysis.runs.words import figure
 from stepscope.core.answer import Answer, Cell, Line, Panel, Point, Table, as_lines, table_of, text
@@ -190,7 +190,8 @@ def _kernel_table(summary: TraceSummary, phase: str) -> Table:
     rest = [row for row in summary.top_kernels(phase, without_products=True) if row not in top]
     rest = rest if any(row.family == GEMM for row in top) else []
     first = top[0]
-    label, share = middle_cut(name_shown(kernel_label(first.name)), _IN_A_SENTENCE), format_share(first.share)
+    labels = kernel_labels(row.name for row in (*top, *rest))
+    label, share = middle_cut(labels[first.name], _IN_A_SENTENCE), format_share(first.share)
     calls = "1 call" if first.calls == 1 else f"{first.calls:g} calls"
     where = "outside the phases" if phase == OUTSIDE else f"in {phase}"
     sentence = f"{label} takes the most time {where}: {share}, in {calls} a step."
@@ -203,11 +204,12 @@ def _kernels(summary: TraceSummary, head: str, rows: list[KernelRow], **more: An
     instances = summary.part.instances if summary.part else None
     each = summary.steps / instances if instances else None
     heads = (("calls an instance", ".4g"), ("us an instance", "us of ns")) if each else ()
+    labels = kernel_labels(row.name for row in rows)
     return table_of(
         head, "family", ("calls", "g"), ("ms a step", "ms of ns"), ("share", "%"), *heads,
         rows=[
             (
-                kernel_label(row.name), row.family, row.calls, row.busy_ns, row.share,
+                labels[row.name], row.family, row.calls, row.busy_ns, row.share,
                 *((row.calls * each, row.busy_ns * each) if each else ()),
             )
             for row in rows

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import polars as pl
 
+from stepscope.analysis.captures.damage import correlation_repeats, ends_before_begin, names_missing, ranges_missing
 from stepscope.analysis.captures.range_names import phase_of
 from stepscope.analysis.captures.summary import GEMM, OUTSIDE, TraceSummary
 from stepscope.analysis.kernels.names.decoding import decode, is_tf32
@@ -232,7 +233,7 @@ def outside_phases(summary: TraceSummary) -> Finding | None:
     outside = summary.attribution.kernels.filter(pl.col("phase").is_null() & launched)
     outside_ns = int(outside["duration_ns"].sum())
     share = outside_ns / summary.busy_ns if summary.busy_ns else 0.0
-    if share <= _MOST:
+    if share <= _MOST or ranges_missing(summary) is not None:
         return None
     known = [phase.phase for phase in summary.phases if phase.phase != OUTSIDE]
     told = f"only {' and '.join(known)} could be told" if known else "no phase could be told"
@@ -339,6 +340,10 @@ def arrows_disagree(summary: TraceSummary) -> Finding | None:
 
 TRACE_CHECKS: tuple[TraceCheck, ...] = (
     incomplete_trace,
+    names_missing,
+    ends_before_begin,
+    correlation_repeats,
+    ranges_missing,
     launches_unknown,
     graphs_unseen,
     outside_steps,

@@ -12,12 +12,12 @@ from stepscope.core.run_files import RUN_FILE
 from stepscope.trace.read import find_capture, read_trace
 
 
-def load_capture(path: Path, *, without_ranges: bool = False, say: Callable[[str], None]) -> TraceSummary:
+def load_capture(path: Path, *, say: Callable[[str], None]) -> TraceSummary:
     """Read and attribute a capture, with the run it belongs to where one lies beside it.
 
     `say` is told in one line why a run beside it is left out.
     """
-    attribution = attribute(read_trace(path, without_ranges=without_ranges))
+    attribution = attribute(read_trace(path))
     attribution.self_check()
     return TraceSummary(attribution=attribution, run=_run_beside(find_capture(path), say))
 

@@ -20,7 +20,7 @@ _FRAMED = re.compile(r"[#=*\-<\[(|]+\s*([^#=*\-<>\[\]()|]*[^#=*\-<>\[\]()|\s])\s
 _ASIDE = re.compile(
     rf"Optimizer\.zero_grad#|zero[ _]?grad|{MARKING}|PyTorch Profiler|nccl|cub::|CUB|thrust::|cudnn|cublas|"
     r"DataLoader|enumerate\(|(?:## )?Call CompiledFxGraph|Torch-Compiled Region|"
-    r"(?:aten|autograd|torch|c10d)::|[^,]+, sizes = \[",
+    r"(?:aten|autograd|torch|c10d|FSDP)::|[^,]+, sizes = \[",
     re.IGNORECASE,
 )
 """A pattern of ranges that are not modules: of libraries, and of work outside the model."""

@@ -5,7 +5,6 @@ included, divided by the number of steps of each capture. A kernel is told by it
 demanglers differ, by one spelling of it.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,11 +13,10 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.captures.attribution import Attribution
-from stepscope.analysis.kernels.names.label import kernel_label
+from stepscope.analysis.kernels.names.label import kernel_labels
 from stepscope.analysis.kernels.spelling import one_spelling
 from stepscope.core.answer import Answer, Cell, Line, Table, Tone, as_lines, table_of
 from stepscope.core.errors import InputError
-from stepscope.core.shown_text import name_shown
 from stepscope.core.units import format_seconds
 
 NAMED = 3
@@ -228,18 +226,11 @@ def _place_table(comparison: CaptureComparison) -> Table:
 
 def _kernel_table(comparison: CaptureComparison) -> Table:
     shown, rest = comparison.kernels.head(ROWS_SHOWN), comparison.kernels[ROWS_SHOWN:]
-    labels = _labels(shown["name"].to_list())
+    labels = kernel_labels(shown["name"].to_list())
     seen = {"appeared": "new", "disappeared": "gone"}
     rows = [(labels[row["name"]], seen.get(row["change"]), *_figures(row)) for row in shown.iter_rows(named=True)]
     rows += [(f"{rest.height} more kernels", None, *_figures(_sums(rest)))] if rest.height else []
     return table_of("kernel, ms a step", "status", *_FIGURES, rows=rows, tones=_tones(shown, rest))
-
-
-def _labels(names: list[str]) -> dict[str, str]:
-    """Each name's short label or, where two names have the same one, the whole of it."""
-    labels = {name: name_shown(kernel_label(name)) for name in names}
-    shared = Counter(labels.values())
-    return {name: label if shared[label] == 1 else name for name, label in labels.items()}
 
 
 def _sums(frame: pl.DataFrame) -> dict[str, float | None]:

@@ -37,7 +37,7 @@ def captures_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: [int(part) if part.isdigit() else part for part in _NUMBERS.split(path.name)])
 
 
-def load_job(captures: list[Path], *, say: Callable[[str], None], without_ranges: bool = False) -> Job:
+def load_job(captures: list[Path], *, say: Callable[[str], None]) -> Job:
     """Read the captures of a job's ranks. Raises InputError where one cannot be read, or they are not of one job.
 
     A rank is the one that the capture says, or the number after "rank" in its name, or else its place in the list.
@@ -46,7 +46,7 @@ def load_job(captures: list[Path], *, say: Callable[[str], None], without_ranges
     ranks: list[Rank] = []
     for place, path in enumerate(captures):
         say(f"reading rank {place + 1} of {len(captures)}: {path.name}")
-        summary = load_capture(path, without_ranges=without_ranges, say=say)
+        summary = load_capture(path, say=say)
         told, named = summary.attribution.table.rank, _RANK.search(path.name)
         number = told if told is not None else int(named[1]) if named else place
         ranks.append(rank_of(summary, number, str(path)))

@@ -1,7 +1,8 @@
 """The roofline as parts of an answer, as a panel, and as plain data."""
 
 import json
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -153,12 +154,13 @@ def _family_table(roofline: Roofline) -> Table:
 
 
 def _operator_table(roofline: Roofline, top: int) -> Table:
+    labels = _labels(roofline.operators[:top])
     return table_of(
         "operator", "phase", ("calls", "g"), ("ms a step", "ms of ns"), ("host us", "us of ns"),
         ("device us", "us of ns"), *_RATES, ("x bound", ".2f"), ("verdict", TEXT),
         rows=[
             (
-                operator_label(each),
+                label,
                 each.phase,
                 each.calls / roofline.steps,
                 each.device_ns / roofline.steps,
@@ -168,7 +170,7 @@ def _operator_table(roofline: Roofline, top: int) -> Table:
                 each.over_bound,
                 each.verdict,
             )
-            for each in roofline.operators[:top]
+            for each, label in zip(roofline.operators[:top], labels, strict=True)
         ],
     )  # fmt: skip
 
@@ -176,6 +178,19 @@ def _operator_table(roofline: Roofline, top: int) -> Table:
 def _rates(roof: FamilyRoof | OperatorRoof) -> tuple[float | None, float | None, float | None]:
     """FLOP/B, FLOP/s and B/s; no FLOP/s where the work is of bytes alone."""
     return roof.intensity, roof.flops_per_s if roof.flops else None, roof.bytes_per_s
+
+
+def _labels(operators: Sequence[OperatorRoof]) -> list[str]:
+    """A label for each row. Those alike in one phase have their family behind them or, where that is one, a number."""
+    labels = [operator_label(each) for each in operators]
+    alike: defaultdict[tuple[str, str | None], list[int]] = defaultdict(list)
+    for i, each in enumerate(operators):
+        alike[labels[i], each.phase].append(i)
+    for rows in alike.values():
+        by_family = len({operators[i].family for i in rows}) == len(rows)
+        for number, i in enumerate(rows if len(rows) > 1 else (), 1):
+            labels[i] += f" ({operators[i].family if by_family else number})"
+    return labels
 
 
 def operator_label(operator: OperatorRoof) -> str:

@@ -4,7 +4,7 @@ import html
 
 from stepscope.core.answer import Answer, Line, Table, Tone
 from stepscope.core.shown_text import middle_cut, printable
-from stepscope.report.cells import cell_text, is_figures, sentences_of, where_of
+from stepscope.report.cells import is_figures, row_texts, sentences_of, where_of
 
 _STYLES: dict[Tone, str] = {
     "": "", "strong": "font-weight:bold", "good": "color:#2e8b57;font-weight:bold",
@@ -40,10 +40,9 @@ def _table(table: Table) -> str:
         f"<th{_style(side)}>{_text(printable(head))}</th>" for head, side in zip(table.columns, sides, strict=True)
     )
     lines = ["<table>", f"<thead><tr>{heads}</tr></thead>", "<tbody>"]
-    for i, row in enumerate(table.rows):
+    for i, row in enumerate(row_texts(table)):
         of_row = ("border-top:1px solid" if i in table.rules else "", _STYLES[table.tones.get(i, "")])
-        texts = [_text(cell_text(table, row, column)) for column in range(len(row))]
-        cells = (f"<td{_style(side, *of_row)}>{text}</td>" for side, text in zip(sides, texts, strict=True))
+        cells = (f"<td{_style(side, *of_row)}>{_text(text)}</td>" for side, text in zip(sides, row, strict=True))
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return "\n".join([*lines, "</tbody>", "</table>"])
 

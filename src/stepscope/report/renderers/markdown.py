@@ -2,7 +2,7 @@
 
 from stepscope.core.answer import Answer, Table
 from stepscope.core.shown_text import printable
-from stepscope.report.cells import cell_text, is_figures, sentences_of, where_of
+from stepscope.report.cells import is_figures, row_texts, sentences_of, where_of
 
 
 def render(answer: Answer) -> str:
@@ -20,6 +20,6 @@ def render(answer: Answer) -> str:
 def _table(table: Table) -> str:
     heads = list(map(printable, table.columns))
     rule = ["---:" if is_figures(table, i) else "---" for i in range(len(table.columns))]
-    rows = [[cell_text(table, row, i) for i in range(len(row))] for row in table.rows]
+    rows = row_texts(table)
     escaped = [[cell.replace("|", "\\|") for cell in line] for line in (heads, rule, *rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in escaped)

@@ -48,6 +48,11 @@ def is_gzip(path: Path) -> bool:
         return file.read(2) == b"\x1f\x8b"
 
 
+def is_bomb(packed_bytes: int, unpacked_bytes: int) -> bool:
+    """Whether a file decompresses to more than any capture does."""
+    return unpacked_bytes > _SUSPICIOUS_BYTES and unpacked_bytes > _SUSPICIOUS_RATIO * packed_bytes
+
+
 def read_events(path: Path, decode: Callable[[bytes], list[T]]) -> Iterator[list[T] | dict[str, Any]]:
     """Blocks of events, each as `decode` makes it of a JSON array; and the top-level fields around them, as dicts.
 
@@ -79,7 +84,7 @@ class _Stream:
             raise InputError(f"{self.path}: cannot be read: {one_line(error)}") from None
         self.position += len(text)
         self.ended = not text
-        if self.position > _SUSPICIOUS_BYTES and self.position > _SUSPICIOUS_RATIO * self._size:
+        if is_bomb(self._size, self.position):
             raise InputError(
                 f"{self.path}: {self._size} bytes that decompress to more than {self.position} are no trace: "
                 "refused as a decompression bomb; if it is a trace, unpack it first"

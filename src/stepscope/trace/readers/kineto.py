@@ -14,17 +14,23 @@ import polars as pl
 
 from stepscope.core.errors import InputError, one_line, printable
 from stepscope.trace.assemble import assemble
+from stepscope.trace.counters import COPY_SCHEMA, COUNTER_SCHEMA, copies_of, copy_bandwidth, memory_counters
 from stepscope.trace.readers.event_times import UNREADABLE, is_readable, nanoseconds
 from stepscope.trace.readers.json_events import read_events
-from stepscope.trace.readers.kineto_events import NO_ARGUMENTS, Event, decode_block
+from stepscope.trace.readers.kineto_events import NO_ARGUMENTS, Arguments, Event, decode_block
 from stepscope.trace.table import (
     CALL_SCHEMA,
+    CALLS,
     COLLECTIVE_SCHEMA,
     KIND,
     LINK_SCHEMA,
     OPERATOR_SCHEMA,
+    OPERATORS,
     RANGE_SCHEMA,
+    RANGES,
+    WORK,
     WORK_SCHEMA,
+    Damage,
     TraceTable,
     empty,
 )
@@ -54,6 +60,9 @@ _CATEGORIES = {
 }
 """Categories of events in all versions of Kineto, in lower case."""
 
+_INSTANT, _MEMORY = "cpu_instant_event", "[memory]"
+"""The allocator's events, of a capture with `profile_memory`."""
+
 _ANNOTATIONS = ("ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#", "DistributedDataParallel.forward")
 """Names of ranges that older versions list among the operators."""
 
@@ -81,6 +90,9 @@ class _Reader:
         self._fields: dict[str, Any] = {}
         self._threads: dict[tuple[int, int], str] = {}
         self._events = 0
+        self._damage = Damage()
+        self._counters: list[pl.DataFrame] = []
+        self._copies = [empty(COPY_SCHEMA)]
 
     def note_fields(self, fields: dict[str, Any]) -> None:
         self._fields.update(fields)
@@ -103,12 +115,25 @@ class _Reader:
                 self._take_operators([event for event in group if not str(event.name).startswith(_ANNOTATIONS)])
             elif ph == "X" and place == "range":
                 self._take_ranges(group)
+            elif ph == "i" and cat == _INSTANT:
+                self._take_counters(group)
             elif place == "link" and ph in ("s", "f"):
                 self._take_links(group, begins=ph == "s")
             elif ph:
                 self._other[cat or f"phase {ph}"] += len(group)
                 if ph == "M":
                     self._name_threads(group)
+
+    def _take_counters(self, group: list[Event]) -> None:
+        """Keep how much memory was allocated and reserved, and count the instants that say something else."""
+        memory = [event for event in group if event.name == _MEMORY]
+        if memory:
+            start, _ = self._times(memory, "memory events")
+            process, _ = self._host(memory)
+            said = [(given.memory_of, given.allocated, given.reserved) for given in map(_arguments, memory)]
+            self._counters.append(memory_counters(start, process, said))
+        if len(memory) < len(group):
+            self._other[_INSTANT] += len(group) - len(memory)
 
     def _name_threads(self, group: list[Event]) -> None:
         """Keep the names of threads. One may have several: of the process, then its own; all are kept in one text."""
@@ -120,21 +145,22 @@ class _Reader:
 
     def _take_work(self, kind: str, group: list[Event]) -> None:
         arguments = [event.args or NO_ARGUMENTS for event in group]
-        self._parts["work"].append(
-            pl.DataFrame(
-                [
-                    *self._times(group),
-                    _integers("device", (given.device for given in arguments), group, "pid"),
-                    _integers("stream", (given.stream for given in arguments), group, "tid"),
-                    pl.Series("kind", [kind], dtype=KIND).new_from_index(0, len(group)),
-                    self._text("name", (event.name for event in group)),
-                    pl.Series("process", [None], dtype=pl.Int64).new_from_index(0, len(group)),
-                    self._column("correlation", [given.correlation for given in arguments]),
-                    self._column("external", [_first(given.external, given.external_old) for given in arguments]),
-                    self._column("graph_node", [given.graph_node for given in arguments]),
-                ]
-            )
+        work = pl.DataFrame(
+            [
+                *self._times(group, WORK),
+                _integers("device", (given.device for given in arguments), group, "pid"),
+                _integers("stream", (given.stream for given in arguments), group, "tid"),
+                pl.Series("kind", [kind], dtype=KIND).new_from_index(0, len(group)),
+                self._text("name", (event.name for event in group)),
+                pl.Series("process", [None], dtype=pl.Int64).new_from_index(0, len(group)),
+                self._column("correlation", [given.correlation for given in arguments]),
+                self._column("external", [_first(given.external, given.external_old) for given in arguments]),
+                self._column("graph_node", [given.graph_node for given in arguments]),
+            ]
         )
+        self._parts["work"].append(work)
+        if kind == "memcpy":
+            self._copies.append(copies_of(work, [given.copied for given in arguments]))
         self._take_collectives(group)
 
     def _take_collectives(self, group: list[Event]) -> None:
@@ -143,7 +169,7 @@ class _Reader:
         if not told:
             return
         arguments = [event.args or NO_ARGUMENTS for event in told]
-        start, _ = self._times(told)
+        start, _ = self._times(told, "collectives")
         whole = ("correlation", "group_size", "elements_in", "elements_out")
         texts = {
             name: [_word(getattr(given, name)) for given in arguments] for name in ("collective", "group", "dtype")
@@ -165,7 +191,7 @@ class _Reader:
         self._parts["calls"].append(
             pl.DataFrame(
                 [
-                    *self._times(group),
+                    *self._times(group, CALLS),
                     *self._host(group),
                     self._text("name", (event.name for event in group)),
                     self._column("correlation", [given.correlation for given in arguments]),
@@ -179,7 +205,7 @@ class _Reader:
         self._parts["operators"].append(
             pl.DataFrame(
                 [
-                    *self._times(group),
+                    *self._times(group, OPERATORS),
                     *self._host(group),
                     self._text("name", (event.name for event in group)),
                     self._column("external", [_first(given.external, given.external_old) for given in arguments]),
@@ -199,7 +225,7 @@ class _Reader:
         self._parts["ranges"].append(
             pl.DataFrame(
                 [
-                    *self._times(group),
+                    *self._times(group, RANGES),
                     *self._host(group),
                     self._text("name", (event.name for event in group)),
                     pl.Series("nested", [True], dtype=pl.Boolean).new_from_index(0, len(group)),
@@ -208,7 +234,7 @@ class _Reader:
         )
 
     def _take_links(self, group: list[Event], *, begins: bool) -> None:
-        start, _ = self._times(group)
+        start, _ = self._times(group, "arrows")
         identity = [event.id if isinstance(event.id, int) else self._number(str(event.id)) for event in group]
         self._parts["links"].append(
             pl.DataFrame(
@@ -221,7 +247,7 @@ class _Reader:
             )
         )
 
-    def _times(self, group: list[Event]) -> tuple[pl.Series, pl.Series]:
+    def _times(self, group: list[Event], what: str) -> tuple[pl.Series, pl.Series]:
         try:
             start, duration = nanoseconds([event.ts for event in group], [event.dur or 0 for event in group])
         except UNREADABLE:
@@ -231,8 +257,9 @@ class _Reader:
                 f"(ts {str(bad.ts)[:40]}, dur {str(bad.dur)[:40]})"
             ) from None
         if group and _int(duration.min()) < 0:
-            bad = group[duration.arg_min() or 0]
-            raise InputError(f"{self._path}: the event {_name(bad)} has a negative duration ({bad.dur})")
+            backwards = self._damage.backwards
+            backwards[what] = backwards.get(what, 0) + int((duration < 0).sum())
+            duration = duration.clip(lower_bound=0)
         return start, duration
 
     def _host(self, group: list[Event]) -> tuple[pl.Series, pl.Series]:
@@ -288,6 +315,8 @@ class _Reader:
             collectives=self._frame("collectives", COLLECTIVE_SCHEMA, texts),
             rank=rank,
             ranks=ranks,
+            damage=self._damage,
+            counters=pl.concat([empty(COUNTER_SCHEMA), *self._counters, copy_bandwidth(pl.concat(self._copies))]),
         )
 
     def _frame(self, name: str, schema: pl.Schema, texts: pl.Series) -> pl.DataFrame:
@@ -303,6 +332,10 @@ class _Reader:
             .with_columns(pl.when(pl.col(optional) != pl.lit("", pl.Categorical())).then(pl.col(optional)))
             .select(list(schema))
         )
+
+
+def _arguments(event: Event) -> Arguments:
+    return event.args or NO_ARGUMENTS
 
 
 def _dicts(value: list[Any] | str | float | None) -> list[dict[str, Any]]:

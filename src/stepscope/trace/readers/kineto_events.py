@@ -22,6 +22,10 @@ class Arguments(msgspec.Struct, frozen=True, gc=False):
     shapes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Dims")
     shapes_old: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input dims")
     dtypes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input type")
+    copied: int | None = msgspec.field(default=None, name="bytes")
+    allocated: int | None = msgspec.field(default=None, name="Total Allocated")
+    reserved: int | None = msgspec.field(default=None, name="Total Reserved")
+    memory_of: int | None = msgspec.field(default=None, name="Device Id")
     name: msgspec.Raw = msgspec.Raw(b"")
     """Of a thread, in an event that names one."""
     collective: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Collective name")

@@ -4,11 +4,11 @@ Which tables and columns exist differs between versions of nsys, so they are pro
 globalTid without the lowest 24 bits; names are ids into StringIds.
 """
 
-import re
 import shutil
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import polars as pl
@@ -16,13 +16,20 @@ import polars as pl
 from stepscope.core.errors import InputError, StepscopeError, printable
 from stepscope.core.nsight import export_report, find_importer, find_nsys, how_to_get_nsys, import_stream
 from stepscope.trace.assemble import assemble, check_clock
+from stepscope.trace.counters import copy_bandwidth
 from stepscope.trace.readers.nsys_tables import NO_NUMBER, ParquetTables, SqliteTables, Tables, utf8
+from stepscope.trace.readers.nvtx_operators import operators_apart
+from stepscope.trace.readers.unpacked import unpacked
 from stepscope.trace.table import (
     CALL_SCHEMA,
+    CALLS,
     KIND,
     OPERATOR_SCHEMA,
     RANGE_SCHEMA,
+    RANGES,
+    WORK,
     WORK_SCHEMA,
+    Damage,
     TraceTable,
     empty,
 )
@@ -30,31 +37,36 @@ from stepscope.trace.table import (
 _PUSH_POP, _START_END = (59, 70), (60, 71)
 """Types of the events that are ranges, with plain and with extended payload."""
 _UNTIMED = "rows without a time"
+_COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
 _WORK_TABLES = {
     "CUPTI_ACTIVITY_KIND_KERNEL": "kernel",
-    "CUPTI_ACTIVITY_KIND_MEMCPY": "memcpy",
+    _COPIES: "memcpy",
     "CUPTI_ACTIVITY_KIND_MEMSET": "memset",
     "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "graph",
 }
 _COPY_NAMES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
-_OPERATOR = re.compile(r"^(?P<name>[^,]+?), (?:seq = (?P<sequence>\d+)|op_id = \d+)")
-"""How `torch.autograd.profiler.emit_nvtx` writes an operator: `aten::mm, seq = 12, op_id = 34`."""
 
 
-def read_nsys_sqlite(path: Path, *, without_ranges: bool = False) -> TraceTable:
-    """The TraceTable of an SQLite export. Raises InputError where it is none, or lacks CUDA activity or ranges."""
-    return _read(SqliteTables(path), without_ranges=without_ranges)
+def read_nsys_sqlite(path: Path) -> TraceTable:
+    """The TraceTable of an SQLite export. Raises InputError where it is none, or lacks CUDA activity."""
+    return _read(SqliteTables(path))
 
 
-def read_nsys_parquet(path: Path, *, without_ranges: bool = False) -> TraceTable:
+def read_packed_sqlite(path: Path) -> TraceTable:
+    """The TraceTable of an SQLite export that gzip compressed, through a temporary file."""
+    with unpacked(path) as sqlite:
+        return _read(SqliteTables(sqlite, named=path))
+
+
+def read_nsys_parquet(path: Path) -> TraceTable:
     """The TraceTable of a folder made by `nsys export --type parquetdir`."""
-    return _read(ParquetTables(path), without_ranges=without_ranges)
+    return _read(ParquetTables(path))
 
 
-def read_nsys_report(path: Path, *, without_ranges: bool = False) -> TraceTable:
+def read_nsys_report(path: Path) -> TraceTable:
     """The TraceTable of a report or a raw capture, which Nsight Systems on this machine exports."""
     with exported(path) as sqlite:
-        return _read(SqliteTables(sqlite, named=path), without_ranges=without_ranges)
+        return _read(SqliteTables(sqlite, named=path))
 
 
 def is_nsys_report(path: Path, head: bytes) -> bool:
@@ -87,24 +99,19 @@ def exported(path: Path) -> Generator[Path]:
         yield sqlite
 
 
-def _read(tables: Tables, *, without_ranges: bool) -> TraceTable:
+def _read(tables: Tables) -> TraceTable:
     if not tables.columns("StringIds") and not tables.columns("NVTX_EVENTS"):
         raise InputError(f"{tables.path}: not an export of Nsight Systems (it has no table StringIds)")
     strings = _strings(tables)
-    other: dict[str, int] = {}
-    calls = _calls(tables, strings, other)
-    work = _work(tables, strings, other)
+    counts = _Counts()
+    calls = _calls(tables, strings, counts)
+    work = _work(tables, strings, counts)
     if not work.height:
         raise InputError(
             f"{tables.path}: this export holds no CUDA activity: capture with `nsys profile --trace=cuda,nvtx`"
         )
     last_ns = max(_end_ns(calls), _end_ns(work))
-    ranges, operators = (_closed(frame, last_ns) for frame in _ranges(tables, strings, other))
-    if not ranges.height and not without_ranges:
-        raise InputError(
-            f"{tables.path}: this export holds no NVTX ranges, so no phase or module can be told: capture with "
-            "`nsys profile --trace=cuda,nvtx` (or `--no-ranges` reads the kernels alone)"
-        )
+    ranges, operators = (_closed(frame, last_ns) for frame in _ranges(tables, strings, counts))
     return assemble(
         path=tables.path,
         profiler="Nsight Systems",
@@ -113,19 +120,35 @@ def _read(tables: Tables, *, without_ranges: bool) -> TraceTable:
         ranges=ranges,
         operators=operators,
         devices=_devices(tables),
-        other=other,
+        other=counts.other,
+        damage=counts.damage,
+        counters=copy_bandwidth(pl.concat(counts.copies)) if counts.copies else None,
         recorder=_recorder(tables),
-        threads=_threads(tables, strings),
+        threads=_threads(tables, strings, counts),
     )
 
 
-def _threads(tables: Tables, strings: pl.DataFrame) -> dict[tuple[int, int], str]:
+@dataclass(frozen=True)
+class _Counts:
+    """Rows without a place, and rows that are damaged, as they are come upon."""
+
+    other: dict[str, int] = field(default_factory=dict[str, int])
+    copies: list[pl.DataFrame] = field(default_factory=list[pl.DataFrame])
+    damage: Damage = field(default_factory=Damage)
+
+
+def _add(counts: dict[str, int], what: str, rows: int) -> None:
+    if rows:
+        counts[what] = counts.get(what, 0) + rows
+
+
+def _threads(tables: Tables, strings: pl.DataFrame, counts: _Counts) -> dict[tuple[int, int], str]:
     """The names of threads, by process and thread as other frames number them."""
     if not _has(tables, "ThreadNames", ["nameId", "globalTid"]):
         return {}
     frame = _whole(tables, "ThreadNames", ["nameId", "globalTid"], [])
     named = frame.select(_process("globalTid").alias("process"), pl.col("globalTid").alias("thread")).with_columns(
-        _looked_up(frame, "nameId", strings).cast(pl.String).alias("name")
+        _looked_up(frame, "nameId", strings, "names of threads", counts).cast(pl.String).alias("name")
     )
     return {(process, thread): name for process, thread, name in named.drop_nulls().iter_rows()}
 
@@ -151,11 +174,24 @@ def _decoded(column: pl.Series) -> pl.Series:
     return column.replace_strict(distinct, texts, return_dtype=pl.String).alias(column.name)
 
 
-def _looked_up(frame: pl.DataFrame, column: str, strings: pl.DataFrame) -> pl.Series:
-    """The strings of ids; an id without a string stays visible as its number, and no id is no string."""
+def _looked_up(
+    frame: pl.DataFrame,
+    column: str,
+    strings: pl.DataFrame,
+    what: str,
+    counts: _Counts,
+    *,
+    wanted: pl.Series | None = None,
+) -> pl.Series:
+    """The strings of ids; an id without a string stays visible as its number, and no id is no string.
+
+    Ids without a string are counted, as damage to `what`, where the string is `wanted`.
+    """
     joined = frame.select(pl.col(column)).join(
         strings, left_on=column, right_on="id", how="left", maintain_order="left"
     )
+    missing = joined.select(pl.col("value").is_null() & (pl.col(column) != NO_NUMBER)).to_series()
+    _add(counts.damage.nameless, what, int((missing if wanted is None else missing & wanted).sum()))
     return joined.select(
         pl.coalesce("value", pl.format("string {}", _number(column)), pl.lit("")).alias("name")
     ).to_series()
@@ -166,18 +202,21 @@ def _process(thread: str) -> pl.Expr:
 
 
 def _timed(
-    tables: Tables, table: str, numbers: list[str], texts: list[str], other: dict[str, int], *, may_be_open: bool
+    tables: Tables, table: str, numbers: list[str], texts: list[str], *, what: str, counts: _Counts
 ) -> Iterator[pl.DataFrame]:
-    """Batches of the rows that have a time; those that have none are counted in `other`."""
+    """Batches of the rows that have a time. Rows that have none, or end before they begin, are counted."""
+    may_be_open = what == RANGES
     needed = ("start",) if may_be_open else ("start", "end")
     for frame in tables.batches(table, numbers, texts):
         timed = frame
         if any(frame[column].min() == NO_NUMBER for column in needed):
             timed = frame.filter(*(pl.col(column) != NO_NUMBER for column in needed))
-            other[_UNTIMED] = other.get(_UNTIMED, 0) + frame.height - timed.height
+            _add(counts.other, _UNTIMED, frame.height - timed.height)
         ends = timed["end"]
         check_clock(tables.path, timed["start"])
         check_clock(tables.path, ends.filter(ends != NO_NUMBER) if may_be_open else ends)
+        backwards = (pl.col("end") < pl.col("start")) & (pl.col("end") != NO_NUMBER)
+        _add(counts.damage.backwards, what, int(timed.select(backwards.sum()).item()))
         yield timed
 
 
@@ -186,7 +225,7 @@ def _end_ns(frame: pl.DataFrame) -> int:
     return end if isinstance(end, int) else 0
 
 
-def _calls(tables: Tables, strings: pl.DataFrame, other: dict[str, int]) -> pl.DataFrame:
+def _calls(tables: Tables, strings: pl.DataFrame, counts: _Counts) -> pl.DataFrame:
     table = "CUPTI_ACTIVITY_KIND_RUNTIME"
     wanted = ["start", "end", "globalTid", "correlationId", "nameId"]
     if not _has(tables, table, wanted):
@@ -197,40 +236,46 @@ def _calls(tables: Tables, strings: pl.DataFrame, other: dict[str, int]) -> pl.D
             _duration(),
             _process("globalTid").alias("process"),
             pl.col("globalTid").alias("thread"),
-            _looked_up(frame, "nameId", strings).cast(pl.Categorical),
+            _looked_up(frame, "nameId", strings, CALLS, counts).cast(pl.Categorical),
             _number("correlationId").alias("correlation"),
             pl.lit(None, pl.Int64).alias("external"),
         )
-        for frame in _timed(tables, table, wanted, [], other, may_be_open=False)
+        for frame in _timed(tables, table, wanted, [], what=CALLS, counts=counts)
     ]
     return pl.concat([empty(CALL_SCHEMA), *parts])
 
 
-def _work(tables: Tables, strings: pl.DataFrame, other: dict[str, int]) -> pl.DataFrame:
+def _work(tables: Tables, strings: pl.DataFrame, counts: _Counts) -> pl.DataFrame:
     parts = [
-        _work_of(frame, kind, strings)
+        _work_of(frame, kind, strings, counts)
         for table, kind in _WORK_TABLES.items()
-        for frame in _work_batches(tables, table, other)
+        for frame in _work_batches(tables, table, counts)
     ]
     return pl.concat([empty(WORK_SCHEMA), *parts])
 
 
-def _work_batches(tables: Tables, table: str, other: dict[str, int]) -> Iterator[pl.DataFrame]:
+def _work_batches(tables: Tables, table: str, counts: _Counts) -> Iterator[pl.DataFrame]:
     if not _has(tables, table, ["start", "end"]):
         return
     present = set(tables.columns(table))
     names = [name for name in ("demangledName", "shortName", "copyKind", "graphId") if name in present][:1]
     optional = ["deviceId", "streamId", "correlationId", "globalPid", "graphNodeId"]
+    optional += ["bytes"] if table == _COPIES else []
     wanted = ["start", "end", *(name for name in optional if name in present), *names]
     absent = [pl.lit(NO_NUMBER, pl.Int64).alias(name) for name in optional if name not in present]
-    for frame in _timed(tables, table, wanted, [], other, may_be_open=False):
+    for frame in _timed(tables, table, wanted, [], what=WORK, counts=counts):
+        if table == _COPIES and "bytes" in present:
+            device = _number("deviceId").fill_null(-1) if "deviceId" in present else pl.lit(-1, pl.Int64)
+            counts.copies.append(
+                frame.select(pl.col("start").alias("start_ns"), _duration(), device.alias("device"), "bytes")
+            )
         yield frame.with_columns(absent)
 
 
-def _work_of(frame: pl.DataFrame, kind: str, strings: pl.DataFrame) -> pl.DataFrame:
+def _work_of(frame: pl.DataFrame, kind: str, strings: pl.DataFrame, counts: _Counts) -> pl.DataFrame:
     names = [name for name in ("demangledName", "shortName", "copyKind", "graphId") if name in frame.columns]
     if kind == "kernel" and names:
-        name = _looked_up(frame, names[0], strings)
+        name = _looked_up(frame, names[0], strings, WORK, counts)
     elif kind == "memcpy" and "copyKind" in names:
         copies = pl.col("copyKind").replace_strict(_COPY_NAMES, default="other", return_dtype=pl.String)
         name = frame.select(pl.format("Memcpy {}", copies).alias("name")).to_series()
@@ -252,7 +297,7 @@ def _work_of(frame: pl.DataFrame, kind: str, strings: pl.DataFrame) -> pl.DataFr
     )
 
 
-def _ranges(tables: Tables, strings: pl.DataFrame, other: dict[str, int]) -> tuple[pl.DataFrame, pl.DataFrame]:
+def _ranges(tables: Tables, strings: pl.DataFrame, counts: _Counts) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Ranges of the user's, and operators that `emit_nvtx` wrote as ranges; what is neither is counted in `other`."""
     table = "NVTX_EVENTS"
     if not _has(tables, table, ["start", "end", "eventType", "globalTid"]):
@@ -263,23 +308,23 @@ def _ranges(tables: Tables, strings: pl.DataFrame, other: dict[str, int]) -> tup
     operators: list[pl.DataFrame] = []
     others = 0
     texts = ["text"] if "text" in present else []
-    for frame in _timed(tables, table, numbers, texts, other, may_be_open=True):
+    for frame in _timed(tables, table, numbers, texts, what=RANGES, counts=counts):
         chosen = frame.filter(pl.col("eventType").is_in([*_PUSH_POP, *_START_END]))
         others += frame.height - chosen.height
-        ranges, written = _operators_apart(_ranges_of(chosen, strings))
+        ranges, written = operators_apart(_ranges_of(chosen, strings, counts))
         parts.append(ranges)
         operators.append(written)
-    if others:
-        other["NVTX marks and others"] = others
+    _add(counts.other, "NVTX marks and others", others)
     return pl.concat([empty(RANGE_SCHEMA), *parts]), pl.concat([empty(OPERATOR_SCHEMA), *operators])
 
 
-def _ranges_of(frame: pl.DataFrame, strings: pl.DataFrame) -> pl.DataFrame:
+def _ranges_of(frame: pl.DataFrame, strings: pl.DataFrame, counts: _Counts) -> pl.DataFrame:
     name = pl.Series("name", [""]).new_from_index(0, frame.height)
     if "text" in frame.columns:
         name = _decoded(frame["text"]).alias("name")
     if "textId" in frame.columns:
-        both = pl.DataFrame({"name": name, "registered": _looked_up(frame, "textId", strings), "id": frame["textId"]})
+        looked_up = _looked_up(frame, "textId", strings, RANGES, counts, wanted=name == "")
+        both = pl.DataFrame({"name": name, "registered": looked_up, "id": frame["textId"]})
         registered = pl.when((pl.col("name") == "") & (pl.col("id") != NO_NUMBER)).then("registered").otherwise("name")
         name = both.select(registered.alias("name")).to_series()
     return frame.select(
@@ -298,37 +343,6 @@ def _closed(ranges: pl.DataFrame, last_ns: int) -> pl.DataFrame:
         return ranges
     last = pl.max_horizontal((pl.col("start_ns") + pl.col("duration_ns").fill_null(0)).max(), last_ns)
     return ranges.with_columns(pl.col("duration_ns").fill_null(last - pl.col("start_ns")).clip(lower_bound=0))
-
-
-def _operators_apart(ranges: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    names = ranges["name"].unique()
-    found = {name: match for name in names.to_list() if (match := _OPERATOR.match(name[:4096]))}
-    if not found:
-        return ranges, empty(OPERATOR_SCHEMA)
-    parsed = pl.DataFrame(
-        {
-            "name": list(found),
-            "operator": [match["name"] for match in found.values()],
-            "sequence": [int(match["sequence"][:18]) if match["sequence"] else None for match in found.values()],
-        },
-        schema={"name": pl.Categorical, "operator": pl.String, "sequence": pl.Int64},
-    )
-    operators = ranges.join(parsed, on="name", how="inner", maintain_order="left")
-    backward = pl.col("operator").str.contains(r"Backward\d*$|^autograd::engine::evaluate_function")
-    nothing = pl.lit(None)
-    return ranges.join(parsed, on="name", how="anti", maintain_order="left"), operators.select(
-        "start_ns",
-        "duration_ns",
-        "process",
-        "thread",
-        pl.col("operator").cast(pl.Categorical).alias("name"),
-        nothing.cast(pl.Int64).alias("external"),
-        "sequence",
-        # emit_nvtx does not say the forward thread; one thread runs forward, which PyTorch numbers 1.
-        pl.when(backward & pl.col("sequence").is_not_null()).then(pl.lit(1, pl.Int64)).alias("forward_thread"),
-        nothing.cast(pl.Categorical).alias("shapes"),
-        nothing.cast(pl.Categorical).alias("dtypes"),
-    )
 
 
 def _devices(tables: Tables) -> dict[int, str]:

@@ -6,8 +6,9 @@ Which tables and columns exist differs between versions of nsys. An SQLite file 
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -15,6 +16,7 @@ from urllib.parse import quote
 import adbc_driver_sqlite.dbapi
 import polars as pl
 
+from stepscope.core.bounded_file import check_no_pointer
 from stepscope.core.errors import InputError, one_line
 
 NO_NUMBER = 1 - 2**63
@@ -98,7 +100,7 @@ class SqliteTables:
                 # As Arrow hands it over, one column that is kept keeps all columns of its batch alive. Rechunking
                 # copies, since there are several batches: a capture of 1 GB takes a third less memory.
                 return frame.rechunk()
-        except self._errors as error:
+        except (self._errors, pl.exceptions.PolarsError) as error:  # it reads on while polars takes the rows
             reason = one_line(error)
             raise InputError(f"{self.path}: cannot be read as an SQLite database: {reason}: export it again") from None
 
@@ -127,20 +129,45 @@ class ParquetTables:
         if table not in self._files:
             return ()
         try:
-            return tuple(pl.read_parquet_schema(self._files[table]))
+            return tuple(self._schema(table))
         except _BROKEN_PARQUET as error:
+            with self._files[table].open("rb") as file:
+                check_no_pointer(self._files[table], file.read(64))
             raise InputError(f"{self._files[table]}: cannot be read as parquet: {one_line(error)}") from None
+
+    def _schema(self, table: str) -> dict[str, pl.DataType]:
+        with _panics_unheard():
+            return pl.read_parquet_schema(self._files[table])
 
     def batches(self, table: str, numbers: list[str], texts: list[str]) -> Iterator[pl.DataFrame]:
         try:
-            schema = pl.read_parquet_schema(self._files[table])
+            schema = self._schema(table)
             scan = pl.scan_parquet(self._files[table]).select(
                 *(_integers(name, schema[name]).fill_null(NO_NUMBER) for name in numbers),
                 *(_bytes(name, schema[name]).fill_null(b"") for name in texts),
             )
-            yield scan.collect()
+            with _panics_unheard():
+                frame = scan.collect()
+            yield frame
         except _BROKEN_PARQUET as error:
             raise InputError(f"{self._files[table]}: cannot be read: {one_line(error)}") from None
+
+
+@contextmanager
+def _panics_unheard() -> Generator[None]:
+    """Inside, what is written to stderr is lost: where polars panics, its threads write backtraces there."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # stderr is closed
+        yield
+        return
+    try:
+        with Path(os.devnull).open("wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _integers(name: str, dtype: pl.DataType) -> pl.Expr:
