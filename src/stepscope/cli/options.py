@@ -270,6 +270,7 @@ OPTIONS = (
     Option("range", str, QUESTION, "Only what was launched inside ranges of this name.", metavar="NAME"),
     Option("phase", str, QUESTION, "Only this phase.", verbs=("trace",), choices=CAPTURED_PHASES),
     Option("step", int, QUESTION, "Only this step; the first is 0.", least=0),
+    Option("rank", int, QUESTION, "Of several captures, only that of this rank.", least=0),
     Option("against", Path, QUESTION, "Compare with the measured runs in this folder.", metavar="DIR",
            verbs=("fit",)),
     Option("apart", Path, QUESTION,

@@ -7,11 +7,11 @@ import typer
 
 from stepscope.cli.output import draw, json_line, warn
 from stepscope.cli.presentation import Presentation
+from stepscope.cli.trace_job import capture_of_rank, captures_of, show_job
 from stepscope.cli.verb import file_or_run, verb
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError
 from stepscope.core.finding import worst
 from stepscope.core.polars_memory import give_pages_back
-from stepscope.core.run_directory import find_place
 
 if TYPE_CHECKING:
     from stepscope.analysis.captures.summary import TraceSummary
@@ -20,15 +20,22 @@ if TYPE_CHECKING:
 @verb(
     "trace",
     "stepscope trace runs/small-b4-s512-fp32-train-4f2c --range softmax --phase forward",
-    "stepscope trace after.json.gz --against before.json.gz",
+    "stepscope trace rank0.json.gz rank1.json.gz",
 )
 def trace(
-    file: Annotated[str, file_or_run("A trace of torch.profiler (.json, .json.gz), an nsys report or export")],
+    file: Annotated[
+        list[str],
+        file_or_run(
+            "A trace of torch.profiler (.json, .json.gz), an nsys report or export; several, or a folder of them, are "
+            "the ranks of one job"
+        ),
+    ],
     *,
     against: Path | None,
     range_: str | None,
     phase: str | None,
     step: int | None,
+    rank: int | None,
     no_ranges: bool,
     perfetto: Path | None,
     runs: Path,
@@ -46,8 +53,18 @@ def trace(
         if against is not None:
             raise InputError("--save draws one capture, --against compares two: leave one of them out")
         check_target(save)
-    place = find_place(file, runs)
     del no_ranges  # captures without ranges are read in any case
+    captures = captures_of(file, runs)
+    if len(captures) > 1 and rank is None:
+        if is_part or against is not None:
+            asked_for = "--against reads" if against is not None else "--range, --phase and --step read"
+            raise InputError(
+                f"{asked_for} one capture, and these are {len(captures)}: choose a rank with --rank, or name one file"
+            )
+        if show_job(captures, perfetto=perfetto, save=save, shown=shown) == "error":
+            raise typer.Exit(EXIT_CHECK_FAILED)
+        return
+    place = captures[0] if rank is None else capture_of_rank(captures, rank)
     summary = load_summary(place)
     asked = _part(summary, place, range_, phase, step) if is_part else summary
     if against is not None:

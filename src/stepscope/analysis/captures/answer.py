@@ -74,7 +74,8 @@ def _heading(summary: TraceSummary, source: str) -> Iterator[Line]:
     attribution, table = summary.attribution, summary.attribution.table
     devices = ", ".join(f"{name} ({index})" for index, name in sorted(table.devices.items()))
     recorder = f" ({table.recorder})" if table.recorder else ""
-    yield Line(f"{source}: {table.profiler}{recorder}{f', {devices}' if devices else ''}", "strong")
+    rank = f", rank {table.rank} of {table.ranks}" if table.rank is not None else ""
+    yield Line(f"{source}: {table.profiler}{recorder}{rank}{f', {devices}' if devices else ''}", "strong")
     if summary.run:
         yield from as_lines(describe_model(summary.run.workload), describe_workload(summary.run.workload))
     if summary.part is not None:

@@ -61,16 +61,19 @@ def _tables(job: Job) -> Iterator[Table]:
 def _rank_table(job: Job) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for rank in job.ranks:
-        times = (rank.computation_ns, rank.communication_ns, rank.exposed_ns, job.waiting_ns(rank.number), rank.idle_ns)
+        times = (rank.computation_ns, rank.communication_ns, rank.exposed_ns, rank.idle_ns)
         a_step = (time_ns / max(1, rank.steps) for time_ns in times)
-        rows.append((str(rank.number), rank.steps, *a_step, job.last_arrivals(rank.number)))
+        waits = job.in_a_step(rank.number) if rank.collectives.height else (None, None)
+        rows.append((str(rank.number), rank.steps, *a_step, *waits, job.last_arrivals(rank.number)))
     return table_of(
         "rank, ms a step", ("steps", "d"), ("computation", "ms of ns"), ("communication", "ms of ns"),
-        ("exposed", "ms of ns"), ("waiting", "ms of ns"), ("idle", "ms of ns"), ("arrives last", "d"),
+        ("exposed", "ms of ns"), ("idle", "ms of ns"), ("waiting", "ms of ns"), ("stalled", "ms of ns"),
+        ("arrives last", "d"),
         rows=rows,
         notes=as_lines(
-            "Exposed is communication while the rank computes nothing. Waiting lasts from a rank's arrival at a "
-            "collective to the last rank's, and is part of its communication.",
+            "Exposed is communication while the rank computes nothing. Waiting, of the median step, lasts from a "
+            "rank's arrival at a collective to the last rank's, and is part of its communication; the rank is stalled "
+            "where it computes nothing meanwhile.",
         ),
     )  # fmt: skip
 
