@@ -1,0 +1,56 @@
+"""Families on captures that others published: what is left without one, and communication that is seen as such."""
+
+import gzip
+import shutil
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from stepscope.analysis.captures.attribution import Attribution, attribute
+from stepscope.analysis.captures.overlap import overlap
+from stepscope.trace.read import read_trace
+from tests.public import public_capture
+
+CAPTURES = (
+    "hta_a100_nccl_training.json.gz", "hta_mi250_training.json.gz", "hta_mtia_inference.json.gz",
+    "hta_sampled_rank-0.json.gz", "hta_sampled_rank-1.json.gz", "hta_v100_ddp_training.json.gz",
+    "tracelens_b200_inference.json.gz", "tracelens_experts.json.gz", "tracelens_h100_qwen.json.gz",
+    "tracelens_mi300_ddp_resnet18.json.gz", "tracelens_mi300_sglang_qwen3.json.gz", "tracelens_normalization.json.gz",
+    "tracelens_torch_compile.json.gz", "tracelens_vllm_graph_execution.json.gz",
+)  # fmt: skip
+
+
+def _shares(attribution: Attribution) -> dict[str, float]:
+    kernels = attribution.kernels
+    totals = kernels.group_by(pl.col("family").cast(pl.String)).agg(pl.col("duration_ns").sum())
+    return {family: busy_ns / kernels["duration_ns"].sum() for family, busy_ns in totals.iter_rows()}
+
+
+@pytest.mark.parametrize("name", CAPTURES)
+def test_hardly_any_kernel_time_is_without_a_family(name: str):
+    assert _shares(attribute(read_trace(public_capture(name)))).get("other", 0.0) <= 0.05
+
+
+def test_an_export_of_nsight_systems_too(tmp_path: Path):
+    export = tmp_path / "export.sqlite"
+    with gzip.open(public_capture("nsys_ai_h100_2gpu_1s.sqlite.gz")) as packed, export.open("wb") as unpacked:
+        shutil.copyfileobj(packed, unpacked)
+    assert _shares(attribute(read_trace(export, without_ranges=True))).get("other", 0.0) <= 0.05
+
+
+def test_an_all_reduce_through_multicast_memory_is_communication():
+    """73 all-reduces of 2.12 ms, hardly hidden: as reductions they would be computation that hides an all-gather."""
+    attribution = attribute(read_trace(public_capture("tracelens_b200_inference.json.gz")))
+    (found,) = overlap(attribution)
+    kernels = attribution.kernels.filter(pl.col("name").cast(pl.String).str.contains("multimem_all_reduce"))
+    assert kernels.height == 73
+    assert found.communication_ns >= int(kernels["duration_ns"].sum()) > 2_000_000
+    assert found.exposed_ns > 0.9 * found.communication_ns
+
+
+def test_a_residual_network_is_made_of_convolutions():
+    shares = _shares(attribute(read_trace(public_capture("tracelens_mi300_ddp_resnet18.json.gz"))))
+    assert shares["convolution"] > 0.25
+    # Layouts that are changed for them are copies: channels-last data would not need them.
+    assert 0.1 < shares["copy/cast"] < 0.2
