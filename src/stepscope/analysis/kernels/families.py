@@ -9,7 +9,7 @@ from stepscope.analysis.kernels.names.name import split_name
 from stepscope.analysis.kernels.operator_rules import OPERATOR_RULES
 from stepscope.core.range_names import OPTIMIZER, SOFTMAX
 
-__all__ = ["FAMILIES", "Family", "classify", "rule_of"]
+__all__ = ["FAMILIES", "Family", "classify", "is_generated", "rule_of"]
 
 FAMILIES: tuple[Family, ...] = get_args(Family)
 
@@ -52,6 +52,14 @@ def _place(family: Family, operator: str | None, part: str | None, phase: str | 
     if part == SOFTMAX:
         return "softmax"
     return "copy/cast" if (family, by_operator) == ("activation/elementwise", "copy/cast") else family
+
+
+_GENERATED = re.compile(r"triton_(?:poi|red|per|for|unk)_")
+
+
+def is_generated(name: str) -> bool:
+    """Whether a compiler made the kernel of several operators, whatever its family."""
+    return _GENERATED.match(name) is not None
 
 
 def rule_of(name: str) -> Rule | None:
