@@ -9,6 +9,7 @@ import pytest
 
 from stepscope.analysis.captures.attribution import Attribution, attribute
 from stepscope.analysis.captures.overlap import overlap
+from stepscope.analysis.roofline.roofline import roofline
 from stepscope.trace.read import read_trace
 from tests.public import public_capture
 
@@ -54,3 +55,13 @@ def test_a_residual_network_is_made_of_convolutions():
     assert shares["convolution"] > 0.25
     # Layouts that are changed for them are copies: channels-last data would not need them.
     assert 0.1 < shares["copy/cast"] < 0.2
+
+
+def test_the_flops_of_a_residual_network_are_those_of_its_paper():
+    """1.8 billion multiply-adds a picture (He et al. 2015, table 1), three times over in training but for the first
+    layer's input; 512 pictures a step, five steps."""
+    found = roofline(attribute(read_trace(public_capture("tracelens_mi300_ddp_resnet18.json.gz"))))
+    (family,) = [each for each in found.families if each.family == "convolution"]
+    assert family.coverage == 1
+    first = 2 * 512 * 112 * 112 * 64 * 3 * 7 * 7
+    assert family.flops / 5 == pytest.approx(3 * 2 * 1.8e9 * 512 - first, rel=0.02)
