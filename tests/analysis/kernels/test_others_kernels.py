@@ -4,6 +4,7 @@
 import pytest
 
 from stepscope.analysis.kernels.families import classify
+from stepscope.analysis.kernels.names.label import kernel_label
 
 KERNELS = {
     "communication": (
@@ -151,6 +152,18 @@ KERNELS = {
 @pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in KERNELS.items() for name in names])
 def test_by_the_names_of_their_sources(family: str, name: str):
     assert classify(name) == family
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("_ZN7ck_tile6kentryILi2ENS_13FmhaFwdKernelINS_8PipelineEEEEEvDpT1_", "FmhaFwdKernel"),
+        ("void ck_tile::kentry<256, 1, ck_tile::GemmKernel<ck_tile::X> >(ck_tile::GemmKernelArgs)", "GemmKernel"),
+        ("void ck_tile::kentry<1>(int)", "kentry"),
+    ],
+)
+def test_a_wrapper_of_composable_kernel_is_named_by_what_it_runs(name: str, label: str):
+    assert kernel_label(name) == label
 
 
 @pytest.mark.parametrize("operator", ["aten::cudnn_convolution", "aten::convolution_backward"])
