@@ -8,7 +8,10 @@ import polars as pl
 import pytest
 
 from stepscope.analysis.captures.attribution import Attribution, attribute
+from stepscope.analysis.captures.checks import accelerator_unread, products_by_unit
+from stepscope.analysis.captures.devices import device_names, used_devices
 from stepscope.analysis.captures.overlap import overlap
+from stepscope.analysis.captures.summary import TraceSummary
 from stepscope.analysis.roofline.roofline import roofline
 from stepscope.trace.read import read_trace
 from tests.public import public_capture
@@ -65,3 +68,37 @@ def test_the_flops_of_a_residual_network_are_those_of_its_paper():
     assert family.coverage == 1
     first = 2 * 512 * 112 * 112 * 64 * 3 * 7 * 7
     assert family.flops / 5 == pytest.approx(3 * 2 * 1.8e9 * 512 - first, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "used"),
+    [
+        ("hta_v100_ddp_training.json.gz", {0: "Tesla V100-SXM2-32GB"}),  # of eight that are listed
+        ("tracelens_mi300_ddp_resnet18.json.gz", {2: "AMD Instinct MI300X"}),
+        ("tracelens_mi300_sglang_qwen3.json.gz", {9: "AMD Instinct MI300X"}),  # listed as device 0 alone
+        ("tracelens_vllm_graph_execution.json.gz", {2: ""}),
+        ("hta_mtia_inference.json.gz", {}),
+    ],
+)
+def test_the_devices_that_ran_something_are_named(name: str, used: dict[int, str]):
+    assert used_devices(attribute(read_trace(public_capture(name)))) == used
+
+
+def test_the_peaks_are_those_of_the_device_that_ran():
+    attribution = attribute(read_trace(public_capture("tracelens_b200_inference.json.gz")))
+    assert device_names(attribution) == ("NVIDIA B200",)
+    assert roofline(attribution).peaks.flops_per_s["bf16"].rate == 2.25e15
+
+
+def test_volta_is_told_of_no_arithmetic_that_it_lacks():
+    attribution = attribute(read_trace(public_capture("hta_v100_ddp_training.json.gz")))
+    found = products_by_unit(TraceSummary(attribution=attribution, run=None))
+    assert found is not None and found.kind == "products-on-cuda-cores"
+    assert found.remedy.startswith("fp16 autocast with a GradScaler: Tesla V100")
+
+
+def test_an_accelerator_that_is_no_gpu_is_said_to_be_one():
+    attribution = attribute(read_trace(public_capture("hta_mtia_inference.json.gz")))
+    found = accelerator_unread(TraceSummary(attribution=attribution, run=None))
+    assert found is not None and "MTIA: ARTEMIS (17)" in found.sentence
+    assert found.evidence == {"mtia_ccp_events": 1313, "mtia_runtime": 823}

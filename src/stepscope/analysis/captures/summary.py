@@ -270,6 +270,11 @@ class TraceSummary:
         mine = self._kernels.filter(pl.col("phase").is_in([FORWARD, BACKWARD]))
         return self._longest(mine, FORWARD_AND_BACKWARD, int(mine["duration_ns"].sum()), top)
 
+    def other_kernels(self, top: int = 5) -> list[KernelRow]:
+        """The longest kernels of no known family; their shares are of all kernel time. A whole graph is not one."""
+        mine = self._kernels.filter((pl.col("family") == "other") & (pl.col("kind") != "graph"))
+        return self._longest(mine, "all", self.busy_ns, top)
+
     def softmax_kernels(self, top: int = 5) -> list[KernelRow]:
         """The kernels of softmax in forward; none if attention has no range for softmax."""
         inside = self._kernels.filter((pl.col("phase") == FORWARD) & (pl.col("part").cast(pl.String) == SOFTMAX))

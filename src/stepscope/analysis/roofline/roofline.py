@@ -10,6 +10,7 @@ from typing import get_args
 import polars as pl
 
 from stepscope.analysis.captures.attribution import Attribution
+from stepscope.analysis.captures.devices import device_names
 from stepscope.analysis.kernels.families import FAMILIES
 from stepscope.analysis.kernels.names.decoding import decode
 from stepscope.analysis.roofline.peaks import (
@@ -51,7 +52,7 @@ def roofline(
     no work here: another memory bounds them. Kernels launched in no operator (graphs, compiled code outside PyTorch's
     operators) count in their family's time alone. Raises InputError for ceilings of another device.
     """
-    devices = _device_names(attribution)
+    devices = device_names(attribution)
     if spec is None and len(devices) == 1:
         spec = find_device_spec(devices[0])
     peaks = peaks_for(spec, ceilings, devices)
@@ -71,12 +72,6 @@ def roofline(
         ),
         passes=_passes(attribution, operators),
     )
-
-
-def _device_names(attribution: Attribution) -> tuple[str, ...]:
-    """The names of the devices that ran something; none where the trace leaves one of them unnamed."""
-    names = [attribution.table.devices.get(device) for device in attribution.work["device"].unique().to_list()]
-    return tuple(sorted({name for name in names if name})) if all(names) else ()
 
 
 def _distinct(attribution: Attribution) -> pl.DataFrame:
