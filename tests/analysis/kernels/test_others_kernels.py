@@ -74,6 +74,7 @@ KERNELS = {
         "mla_dec_stage1_bf16_a16w16_subQ16_mqa16",
         "pa_bf16_pertokenFp8_gqa8_2tg_4w",
         "bwd_kernel_dk_dv",
+        "void flash::prepare_varlen_num_blocks_kernel<1, true>(P)",
     ),
     "convolution": (
         "causal_conv1d_fwd_kernel",
@@ -87,6 +88,7 @@ KERNELS = {
     "recurrence": (
         "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
         "_chunk_scan_fwd_kernel",
+        "gdr_decode_batch_kernel",
         "void at::native::(anonymous namespace)::kernel::lstm_cell_forward<float>(P)",
     ),
     "normalisation": (
@@ -97,6 +99,7 @@ KERNELS = {
         "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_1",
         "triton_per_fused__fused_rms_norm_add_2",
         "triton_red_fused_native_layer_norm_0",
+        "_fused_rms_fp8_group_quant_kernel",
     ),
     "softmax": ("triton_per_fused__softmax_add_1", "liger_cross_entropy_kernel"),
     "reduction": ("triton_red_fused_sum_3", "at::native::xpu::ReduceKernel<1, at::native::xpu::ReduceOp<float> >"),
@@ -115,6 +118,8 @@ KERNELS = {
         "_finalize_matmul_scatter_bf16",
         "_topk_forward",
         "_fwd_kernel_ep_gather",
+        "compute_masked_m_triton_kernel",
+        "void vllm::moe::shuffleInputRowsKernel<X>(P)",
         "_ZN7ck_tile6kentryILi1ENS_23MoeSortingMultiPhaseKernel_P0_v2I",
     ),
     "sampling": (

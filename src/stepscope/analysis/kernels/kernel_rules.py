@@ -25,7 +25,8 @@ KERNEL_RULES = Rulebook((
          r"cross_device_(?:reduce|store|load)|(?i:all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|"
          r"quick_?reduce|user_?buffers)",
          example="void vllm::cross_device_reduce_2stage<__nv_bfloat16, 8>(vllm::RankData*, vllm::RankSignals)"),
-    Rule(family="communication", function=r"^deep_ep::|^mori::|^pplx::|(?i:moe_?a2a|ep_?dispatch|ep_?combine|"
+    Rule(family="communication", function=r"^deep_ep::|^mori::|^(?:dispatch|combine)$|^pplx::|(?i:moe_?a2a|"
+         r"ep_?dispatch|ep_?combine|"
          r"notify_dispatch|put_signal|wait_signal|sendrecv)|^c10d::|^(?:symm_mem::|"
          r"\(anonymous namespace\)::)barrier_kernel",
          example="void deep_ep::internode_ll::dispatch<true, 3, 7168>(void*, void*, int*, long*)"),
@@ -63,7 +64,7 @@ KERNEL_RULES = Rulebook((
          r"expand_?input_?rows|_expt_data|_topk_(?:forward|backward)|bitmatrix|combined_routing|routing_?\w*(?:compute|"
          r"indices|indx)|finalize_matmul_scatter|^_?reduce_grouped|ep_(?:scatter|gather)|(?:pre|post)_reorder|"
          r"compute_src2dst|row_id_map|sort_chunks|_?permute_with_mask|unpermute|group_idx_and_topk|"
-         r"compute_problem_sizes|"
+         r"compute_problem_sizes|compute_masked_m|seg_indptr|fill_gateup|shuffle_?(?:input_?)?rows|"
          r"grouped_?gemm_?\w*(?:starts|data)|group_gemm_starts|ComputeStridesTma|gating_kernel",
          example="void vllm::moe::moe_align_block_size_kernel<int>(int const*, int*, int*, int*, int, int, int, long)"),
     Rule(family="expert routing", function=_KENTRY, arguments=r"^[^<]{0,40}(?:MoeSorting|TopkSoftmax)",
@@ -72,7 +73,8 @@ KERNEL_RULES = Rulebook((
     Rule(family="recurrence", function=r"(?i)delta_?rule|gated_delta|fused_recurrent|selective_(?:scan|state)|(?:^|"
          r"_)ssd_|mamba|"
          r"chunk_(?:scan|state|cumsum|local_cumsum|fwd_kernel|bwd_kernel|gla|kda|scaled_dot_kkt)|state_passing|"
-         r"recompute_w_u|solve_tril|rwkv|wkv\d?_|lstm|gru_cell|elemWiseRNN|(?:^|[_:])RNN_|_rnn_|retention_|_bmm_chunk_",
+         r"recompute_w_u|solve_tril|rwkv|wkv\d?_|lstm|gru_cell|elemWiseRNN|(?:^|[_:])RNN_|_rnn_|retention_|_bmm_chunk_|"
+         r"(?:^|_)(?:gdr|gdn|kda)_",
          example="void selective_scan_fwd_kernel<Selective_Scan_fwd_kernel_traits<128, 16, 1, true, true> "
                  ">(SSMParams)"),
     # Attention, before products: its names have their words too. Copies into the key-value cache are copies.
@@ -107,7 +109,8 @@ KERNEL_RULES = Rulebook((
          r"merge_?(?:attn_?)?states|(?:batch|single|^|[:_])(?:prefill|decode)_?with|lightning_indexer",
          example="void flashinfer::BatchDecodeWithPagedKVCacheKernel<(flashinfer::PosEncodingMode)0, 2u, 4u, 8u, "
                  "16u>(P)"),
-    Rule(family="attention (fused)", function=r"^_?kernel_mha|masked_multihead|(?:^|_)xqa|^_(?:fwd|"
+    Rule(family="attention (fused)", function=r"^flash(?:_\w*(?:decode|prefill|combine)|::)|^_?kernel_mha|"
+         r"masked_multihead|(?:^|_)xqa|^_(?:fwd|"
          r"bwd)(?:_grouped)?_kernel"
          r"(?:_stage\d|_dkdv|_dq)?$|^bwd_(?:kernel_(?:dk_dv|dq|fuse)|preprocess)|^_?_?decode_att|^reduce_segments$|"
          r"^pa_(?:bf16|fp16|fp8|fwd|decode|dec)|^_paged_|paged_attn",
@@ -115,7 +118,7 @@ KERNEL_RULES = Rulebook((
     # Convolutions, whose implicit products name themselves gemm.
     Rule(family="convolution", function=r"(?i)conv(?:olution|olve|[123]d|1x1|_(?:fwd|bwd|depthwise|dw|transpose|ck|"
          r"ab|v\d))|"
-         r"AsmConv|^conv_|winograd|im2(?:d2)?col|col2im|vol2(?:col|im)",
+         r"AsmConv|^conv_|_conv_kernel|winograd|im2(?:d2)?col|col2im|vol2(?:col|im)",
          example="void at::native::(anonymous namespace)::conv_depthwise2d_forward_kernel<3, float, int>(int)"),
     Rule(family="convolution", function=r"xmma_(?:fprop|dgrad|wgrad)|implicit_gemm|^igemm_(?:fwd|bwd|wrw)_|scudnn_|"
          r"\d(?:scudnn|cudnn)_|^cudnn::cnn::|^cask_\w*cudnn|^cutlass\w*_cudnn|(?:dgrad|wgrad|conv)\w*_engine|"
@@ -154,7 +157,7 @@ KERNEL_RULES = Rulebook((
     Rule(family="matrix multiplication", function=r"(?i)(?<!fb)gem[mv](?!.{0,40}softmax)",
          example="sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma_aligna4_alignc4_"
                  "execute_kernel__5x_cublas"),
-    Rule(family="matrix multiplication", function=r"(?i)mat_?mul|mul_mat|(?:^|[_:])(?:\w*scaled_|"
+    Rule(family="matrix multiplication", function=r"(?i)mat_?mul|mul_mat|spmm|csrmm|(?:^|[_:])(?:\w*scaled_|"
          r"\w*grouped_)?b?mm(?:_|$)|"
          r"(?:^|[_:])f?moe_(?:kernel|mmk|bf16|fp16|fp8|i8|int8|a8w8|wna16|stage\d)|fused_moe|batched_triton_kernel|"
          r"^wv_?splitk|marlin|machete|sgmv|bgmv|lora_(?:shrink|expand)",
@@ -166,7 +169,7 @@ KERNEL_RULES = Rulebook((
                  "<float> > >(cublasDotParams<cublasGemvTensor<float const> >)"),
     # Optimizers.
     Rule(family="optimizer", function=r"(?i)fused_?(?:adam|sgd|adagrad|lamb|lion)|^(?:adam|adamw|sgd|lion)_?\w*kernel$|"
-         r"kOptimizer|kPreconditionOptimizer|newton_?schulz|amp_update_scale",
+         r"kOptimizer|kPreconditionOptimizer|newton_?schulz|amp_update_scale|amp_non_finite",
          example="void at::native::(anonymous namespace)::fused_adagrad_kernel<float>(float*)"),
     Rule(family="optimizer", function=r"multi_tensor_apply_kernel$",
          arguments=r"FusedOptimizer|Fused(?:Adam|Sgd|SGD)|AdamFunctor|LAMB|SGDFunctor",
@@ -194,7 +197,8 @@ KERNEL_RULES = Rulebook((
     Rule(family="normalisation", function=r"(?i)(?:layer|rms|group|batch|instance|qk|l2)_?norm|GammaBetaBackward|"
          r"RowwiseMoments|cuCompute(?:Part)?GradGammaBeta|cuComputeGradInput|bn_(?:fw|bw)_|ln_(?:fwd|bwd)_|"
          r"Compute(?:Internal"
-         r"Gradients|FusedParams|BackwardFusedParams)CUDA|(?:^|::)norm::|_norm_(?:fwd|bwd|kernel)|welford",
+         r"Gradients|FusedParams|BackwardFusedParams)CUDA|(?:^|::)norm::|_norm_(?:fwd|bwd|kernel|rope)|(?:^|_)rms_|"
+         r"welford",
          example="void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, false>(int)"),
     Rule(family="normalisation", function=_KENTRY, arguments=r"^[^<]{0,40}(?i:rmsnorm|layernorm)",
          example="_ZN7ck_tile6kentryILi1ENS_12Rmsnorm2dFwdINS_27Rmsnorm2dFwdPipelineOnePassIEEEEEvDpT1_"),
@@ -235,7 +239,8 @@ KERNEL_RULES = Rulebook((
     # Copies: by what they are made for, then by the functor a general kernel is given.
     Rule(family="copy/cast", function=r"CatArrayBatchedCopy|(?:^|::|_)(?:copy|transpose|permute|concat)_?\w*kernel|"
          r"(?i:tensor_kernel_scan_copy|batched_transpose|nchw_?to_?nhwc|nhwc_?to_?nchw|chunk_cat|split_\w*copy|"
-         r"(?:reflection|replication|constant)_pad|AddPadding|transpose_kernel|(?:^|_)cpy_|_pack_|_unpack_|reorder)|"
+         r"(?:reflection|replication|constant)_pad|AddPadding|(?:^|[_:])transpose_|(?:^|[_:])cast_\w{0,20}kernel|"
+         r"(?:^|_)cpy_|_pack_|_unpack_|reorder)|"
          r"roll_cuda_kernel|flip_kernel|permute_\w+_kernel",
          example="void at::native::(anonymous namespace)::CatArrayBatchedCopy<at::native::(anonymous namespace)::"
                  "OpaqueType<4u>, unsigned int, 4, 64, 64>(at::native::(anonymous namespace)::OpaqueType<4u>*)"),
@@ -256,10 +261,14 @@ KERNEL_RULES = Rulebook((
          example="void rocprim::detail::"
          "trampoline_kernel<rocprim::detail::wrapped_scan_config<rocprim::default_config, long> >()"),
     # What is left of pointwise work.
-    Rule(family="activation/elementwise", function=r"(?i:elementwise_?kernel)|(?:^|::|_)(?:gelu|silu|swiglu|relu|"
+    Rule(family="activation/elementwise", function=r"(?i:elementwise)|(?:^|::|_)(?:add|sub|mul|div|scale|exp|clamp|"
+         r"cast)_kernel|transform_kernel|"
+         r"(?:^|::|_)(?:gelu|silu|swiglu|relu|"
          r"geglu)_?\w*kernel|(?i:pointwise|element_mul)|fill_kernel|triu_tril_kernel|scalePackedTensor|SubTensorOp|"
          r"^Op(?:1d|2d|3d|4d|5d)?Tensor|op_tensor\d?_kernel|unary_kernel|doActivationKernel|moe::dev::activation",
          example=_VECTORIZED + "at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >(int)"),
+    Rule(family="activation/elementwise", function=r"^thrust::", arguments=r"parallel_for|__transform", example="void "
+         "thrust::cuda_cub::core::_kernel_agent<thrust::cuda_cub::__parallel_for::ParallelForAgent<int> >(int)"),
     Rule(family="activation/elementwise", function=_KENTRY, arguments=r"^[^<]{0,40}ElementWise",
          example="void ck_tile::kentry<1, ck_tile::ElementWiseKernel<ck_tile::Problem> >(ck_tile::Args)"),
 ))  # fmt: skip
