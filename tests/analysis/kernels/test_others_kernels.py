@@ -3,6 +3,7 @@
 
 import pytest
 
+from stepscope.analysis.kernels.explanation import explain_kernel
 from stepscope.analysis.kernels.families import classify
 from stepscope.analysis.kernels.names.label import kernel_label
 
@@ -191,3 +192,13 @@ def test_a_product_that_a_convolution_launches_is_the_convolution(operator: str)
 )
 def test_an_operator_tells_what_a_name_does_not(operator: str, family: str):
     assert classify("my_kernel", operator=operator) == family
+
+
+def test_volta_and_turing_are_told_of_fp16_alone():
+    for name, own in (
+        ("volta_sgemm_64x64_nt", True),
+        ("turing_sgemm_64x64_nt", True),
+        ("ampere_sgemm_64x64_nt", False),
+    ):
+        unit = dict(explain_kernel(name).lines)["unit"]
+        assert ("GradScaler" in unit) is own and ("set_float32_matmul_precision" in unit) is not own
