@@ -3,6 +3,7 @@
 from typing import Any
 
 from stepscope.analysis.captures.critical_path import CriticalPath
+from stepscope.analysis.captures.devices import used_devices
 from stepscope.analysis.captures.occupation import Occupation
 from stepscope.analysis.captures.range_totals import range_totals
 from stepscope.analysis.captures.summary import Part, TraceSummary
@@ -37,6 +38,7 @@ def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...]) -> dict[
         "profiler": attribution.table.profiler,
         "recorder": attribution.table.recorder,
         "devices": {str(index): name for index, name in attribution.table.devices.items()},
+        "used_devices": {str(index): name for index, name in used_devices(attribution).items()},
         "steps": summary.steps,
         "gemm_fraction": summary.gemm_fraction,
         "copies": copies,
@@ -54,6 +56,7 @@ def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...]) -> dict[
             for phase in summary.phases
         ],
         "families": summary.families.to_dicts(),
+        "other_kernels": [_fields(row, "name", "calls", "busy_ns", "share") for row in summary.other_kernels(20)],
         "modules": summary.modules.to_dicts() if summary.has_modules else [],
         "attention": [_fields(row, "part", "busy_ns", "flops") for row in summary.attention],
         "roles": summary.roles,

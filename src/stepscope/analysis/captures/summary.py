@@ -13,6 +13,7 @@ from stepscope.analysis.captures.attribution import ROOT, Attribution
 from stepscope.analysis.captures.critical_path import CriticalPath, critical_path
 from stepscope.analysis.captures.occupation import Occupation, occupation
 from stepscope.analysis.captures.overlap import Overlap, overlap
+from stepscope.analysis.kernels.families import is_generated
 from stepscope.analysis.kernels.names.decoding import decode
 from stepscope.analysis.roofline.roofline import roofline
 from stepscope.analysis.roofline.roofs import Roofline
@@ -239,8 +240,18 @@ class TraceSummary:
     @cached_property
     def families(self) -> pl.DataFrame:
         """Calls and busy_ns per step, by family and phase (columns family, phase, calls, busy_ns)."""
+        return self._by_family(self._kernels)
+
+    @cached_property
+    def generated(self) -> pl.DataFrame:
+        """The part of `families` whose kernels a compiler generated, with the same columns."""
+        names = [name for name in self._kernels["name"].unique().to_list() if is_generated(name)]
+        named = pl.col("name").is_in(pl.Series(names, dtype=pl.Categorical()).implode())
+        return self._by_family(self._kernels.filter(named))
+
+    def _by_family(self, kernels: pl.DataFrame) -> pl.DataFrame:
         return (
-            self._kernels.group_by("family", "phase")
+            kernels.group_by("family", "phase")
             .agg((pl.len() / self.steps).alias("calls"), (pl.col("duration_ns").sum() / self.steps).alias("busy_ns"))
             .with_columns(pl.col("family").cast(pl.String))
             .sort("busy_ns", "family", "phase", descending=[True, False, False])
@@ -258,6 +269,11 @@ class TraceSummary:
             return []
         mine = self._kernels.filter(pl.col("phase").is_in([FORWARD, BACKWARD]))
         return self._longest(mine, FORWARD_AND_BACKWARD, int(mine["duration_ns"].sum()), top)
+
+    def other_kernels(self, top: int = 5) -> list[KernelRow]:
+        """The longest kernels of no known family; their shares are of all kernel time. A whole graph is not one."""
+        mine = self._kernels.filter((pl.col("family") == "other") & (pl.col("kind") != "graph"))
+        return self._longest(mine, "all", self.busy_ns, top)
 
     def softmax_kernels(self, top: int = 5) -> list[KernelRow]:
         """The kernels of softmax in forward; none if attention has no range for softmax."""

@@ -6,7 +6,7 @@ from stepscope.analysis.roofline.calls import Unknown, read_call
 from stepscope.analysis.roofline.rules import OPERATOR_WORK_RULES, OperatorRule
 from stepscope.core.work import CausalConvention, Convention, Work
 
-_PRODUCTS = ("matrix product", "attention", "attention backward")
+_PRODUCTS = ("matrix product", "attention", "attention backward", "convolution", "convolution backward")
 _RULES: dict[str, OperatorRule] = {name: rule for rule in OPERATOR_WORK_RULES for name in rule.operators}
 
 
@@ -16,7 +16,7 @@ def operator_rule(operator: str) -> OperatorRule | None:
 
 
 def is_product(operator: str) -> bool:
-    """Whether the operator's FLOPs are those of matrix products, fused attention's among them."""
+    """Whether the operator's FLOPs are those of matrix products; fused attention and convolutions have them too."""
     rule = _RULES.get(operator)
     return rule is not None and rule.name in _PRODUCTS
 

@@ -17,7 +17,7 @@ from stepscope.trace.assemble import assemble
 from stepscope.trace.counters import COPY_SCHEMA, COUNTER_SCHEMA, copies_of, copy_bandwidth, memory_counters
 from stepscope.trace.readers.event_times import UNREADABLE, is_readable, nanoseconds
 from stepscope.trace.readers.json_events import read_events
-from stepscope.trace.readers.kineto_events import NO_ARGUMENTS, Arguments, Event, decode_block
+from stepscope.trace.readers.kineto_events import NO_ARGUMENTS, Arguments, Event, decode_block, operator_shapes
 from stepscope.trace.table import (
     CALL_SCHEMA,
     CALLS,
@@ -214,7 +214,7 @@ class _Reader:
                         "forward_thread",
                         [_first(given.forward_thread, given.forward_thread_old) for given in arguments],
                     ),
-                    self._text("shapes", (bytes(given.shapes) or bytes(given.shapes_old) for given in arguments)),
+                    self._text("shapes", map(operator_shapes, group, arguments)),
                     self._text("dtypes", (bytes(given.dtypes) for given in arguments)),
                 ]
             )
