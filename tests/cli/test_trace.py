@@ -111,6 +111,21 @@ def test_hostile_names_move_no_cursor(tmp_path: Path):
         assert hostile in spoken(path)["ranges"]
 
 
+def test_names_that_mean_something_to_a_terminal_are_shown_as_text(tmp_path: Path):
+    names = ["[bold]x[/bold]", "\x1b[2Jevil", "\u202eevil", "a\nb", "a b", ""]
+    capture = Capture()
+    capture.range("forward", 0, 100_000)
+    for number, name in enumerate(names):
+        capture.range(f"[red]m{name}", 1000 * number + 100, 1000 * number + 600)
+        capture.kernel(1000 * number + 200, 50, name=name)
+    for path in (write_kineto(capture, tmp_path / "t.json"), write_sqlite(nsys_tables(capture), tmp_path / "t.sqlite")):
+        done = stepscope("trace", path)
+        rows = {line.strip().partition("   ")[0] for line in done.stdout.splitlines()}
+        told = {"[bold]x[/bold]", "\\u001b[2Jevil", "\\u202eevil", "a b (1)", "a b (2)", "(no name)"}
+        assert len(told & rows) == 5  # as many kernels as the table shows
+        assert {"[red]m[bold]x[/bold]", "[red]m\\u001b[2Jevil", "[red]ma b", "[red]ma b (2)", "[red]m"} <= rows
+
+
 def test_a_run_beside_the_capture_gives_the_unprofiled_times(tmp_path: Path):
     run = make_run(forward=[0.001, 0.002, 0.003])
     save_run(run, tmp_path)

@@ -432,6 +432,7 @@ def test_rows_that_end_before_they_begin_are_counted(tmp_path: Path, mode: str):
     tables = tables_of(one_step())
     for table, row in ((KERNELS, 1), (CALLS, 0), (RANGES, 1)):
         tables[table][row]["end"] = tables[table][row]["start"] - 3
+    tables[RANGES].append(nvtx("a mark", 500, 0, kind=34))
     table = read(tables, tmp_path, mode)
     assert table.damage == Damage(backwards={"calls": 1, "kernels, copies and fills": 1, "ranges": 1})
     assert table.work["duration_ns"].to_list() == [40, 0]

@@ -1,4 +1,4 @@
-"""The TraceTable: four checked polars frames that every reader gives, whatever the profiler.
+"""The TraceTable: checked polars frames that every reader gives, whatever the profiler.
 
 Times are integer nanoseconds on the trace's own clock. Nothing is dropped: device work without a launch record and
 launches without device work stay in, and what has no row (flow arrows, metadata, counters) is counted in `other`.

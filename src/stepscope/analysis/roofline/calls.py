@@ -107,11 +107,21 @@ class OperatorCall:
         return found.tensors
 
 
-def read_call(operator: str, shapes: str, dtypes: str, list_element_bytes: int | None = None) -> OperatorCall | None:
-    """The call, or None where the record cannot be read. `list_element_bytes`: of tensors in lists, if known."""
+def read_call(
+    operator: str, shapes: str, dtypes: str | None, list_element_bytes: int | None = None
+) -> OperatorCall | None:
+    """The call, or None where the record cannot be read. `list_element_bytes`: of tensors in lists, if known.
+
+    Without `dtypes` every argument with sides is a tensor of such elements, and one without sides a number.
+    """
     try:
-        read_shapes, read_dtypes = json.loads(shapes), json.loads(dtypes)
-    except (ValueError, RecursionError):
+        read_shapes = json.loads(shapes)
+        if dtypes is None:
+            sides = [_shape(shape) for shape in read_shapes]
+            tensors = [Operand(shape, None, list_element_bytes) if shape else None for shape in sides]
+            return OperatorCall(operator, tuple(tensors))
+        read_dtypes = json.loads(dtypes)
+    except (ValueError, RecursionError, TypeError, Unknown):
         return None
     if not isinstance(read_shapes, list) or not isinstance(read_dtypes, list) or len(read_shapes) != len(read_dtypes):
         return None

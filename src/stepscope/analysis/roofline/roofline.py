@@ -86,8 +86,11 @@ def _distinct(attribution: Attribution) -> pl.DataFrame:
     )
     calls = calls.with_columns(
         _leaves_work_to_inner(calls),
-        # Only lists of tensors need the element's size; elsewhere it would part calls that are alike.
-        pl.when(pl.col("dtypes").cast(pl.String).str.contains("TensorList"))
+        # Only lists of tensors, and calls without dtypes, need the element's size: it would part calls that are alike.
+        pl.when(
+            pl.col("dtypes").cast(pl.String).str.contains("TensorList")
+            | (pl.col("dtypes").is_null() & pl.col("shapes").is_not_null())
+        )
         .then("element_bytes")
         .alias("element_bytes"),
     )

@@ -32,11 +32,13 @@ def operator_work(
     """The work of one call; None for operators without a rule and for records that leave it open.
 
     `shapes`, `dtypes`: the JSON texts of Kineto's "Input Dims" and "Input type". `list_element_bytes`: bytes of an
-    element of tensors in lists, whose dtype Kineto does not record. What ran is counted, recomputation included: the
+    element of tensors in lists, whose dtype Kineto does not record, and of a matrix product's tensors where there are
+    no dtypes at all, as in a capture of emit_nvtx. What ran is counted, recomputation included: the
     result's convention says so. Fused attention counts as `causal` says; written out, it is two full products.
     """
     rule = _RULES.get(operator)
-    call = read_call(operator, shapes, dtypes, list_element_bytes) if rule and shapes and dtypes else None
+    countable = dtypes or (list_element_bytes and is_product(operator))
+    call = read_call(operator, shapes, dtypes, list_element_bytes) if rule and shapes and countable else None
     if rule is None or call is None:
         return None
     try:

@@ -216,6 +216,8 @@ def _timed(
         check_clock(tables.path, timed["start"])
         check_clock(tables.path, ends.filter(ends != NO_NUMBER) if may_be_open else ends)
         backwards = (pl.col("end") < pl.col("start")) & (pl.col("end") != NO_NUMBER)
+        if may_be_open:  # a mark has no end
+            backwards &= pl.col("eventType").is_in([*_PUSH_POP, *_START_END])
         _add(counts.damage.backwards, what, int(timed.select(backwards.sum()).item()))
         yield timed
 
