@@ -9,6 +9,7 @@ from stepscope.trace.launches import operators_as_work, with_launches
 from stepscope.trace.table import (
     CALL_SCHEMA,
     COPIES,
+    DETAIL_SCHEMA,
     KIND,
     LINK_SCHEMA,
     OPERATOR_SCHEMA,
@@ -44,8 +45,9 @@ def assemble(
     """
     operators = empty(OPERATOR_SCHEMA) if operators is None else operators
     links = empty(LINK_SCHEMA) if links is None else links
+    told = {name: dtype for name, dtype in DETAIL_SCHEMA.items() if name in work.columns}
     for frame, schema in (
-        (work, WORK_SCHEMA),
+        (work, pl.Schema({**WORK_SCHEMA, **told})),
         (calls, CALL_SCHEMA),
         (ranges, RANGE_SCHEMA),
         (operators, OPERATOR_SCHEMA),
@@ -59,6 +61,8 @@ def assemble(
     if not copies.is_sorted():
         work = work[copies.arg_sort()]  # stable: the order is the file's but for that
     work = with_launches(work, calls) if work.height else operators_as_work(operators)
+    untold = [pl.lit(None, dtype).alias(name) for name, dtype in DETAIL_SCHEMA.items() if name not in work.columns]
+    work = work.with_columns(untold)
     return TraceTable(
         profiler=profiler,
         work=work,

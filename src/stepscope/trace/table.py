@@ -32,6 +32,20 @@ WORK_SCHEMA = pl.Schema(
 )
 """Columns of device work as recorded: one row per kernel, copy, fill or whole graph."""
 
+DETAIL_SCHEMA = pl.Schema(
+    {
+        "bytes": pl.Int64,
+        "memory": pl.Categorical(),
+        "grid": pl.Categorical(),
+        "block": pl.Categorical(),
+        "registers": pl.Int32,
+        "occupancy": pl.Float32,
+    }
+)
+"""Columns of device work that some profilers record; null elsewhere. `bytes`, of a copy or fill. `memory`: where a copy
+comes from and goes to, as in `Pageable -> Device`, where the name does not say it. `grid` and `block`: blocks and
+threads of a kernel, as JSON lists. `registers`: of a thread. `occupancy`: the profiler's estimate, from 0 to 100."""
+
 CALL_SCHEMA = pl.Schema(
     {
         "start_ns": pl.Int64,
@@ -88,8 +102,8 @@ def empty(schema: pl.Schema) -> pl.DataFrame:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceTable:
-    """One capture. `work` carries, beside WORK_SCHEMA, its launch: `launch_row` in `calls`, `launch_ns` and
-    `launch_thread`; copies and fills come last in it.
+    """One capture. `work` carries, beside WORK_SCHEMA and DETAIL_SCHEMA, its launch: `launch_row` in `calls`,
+    `launch_ns` and `launch_thread`; copies and fills come last in it.
 
     `devices`: names by index where the trace says them. `other`: rows of the file without a place here, by category.
     `recorder`: the profiler's version, where the trace says it. `lost`: events the profiler itself says it lost.

@@ -5,7 +5,7 @@ How its times are written is told in event_times.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
@@ -20,6 +20,7 @@ from stepscope.trace.readers.event_times import EXACT_BELOW_US, UNREADABLE, is_r
 from stepscope.trace.readers.json_events import read_events
 from stepscope.trace.table import (
     CALL_SCHEMA,
+    DETAIL_SCHEMA,
     KIND,
     LINK_SCHEMA,
     OPERATOR_SCHEMA,
@@ -71,6 +72,11 @@ class _Arguments(msgspec.Struct, frozen=True, gc=False):
     shapes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Dims")
     shapes_old: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input dims")
     dtypes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input type")
+    bytes: int | None = None
+    grid: msgspec.Raw = msgspec.Raw(b"")
+    block: msgspec.Raw = msgspec.Raw(b"")
+    registers: int | None = msgspec.field(default=None, name="registers per thread")
+    occupancy: int | float | None = msgspec.field(default=None, name="est. achieved occupancy %")
     name: msgspec.Raw = msgspec.Raw(b"")
     """Of a thread, in an event that names one."""
 
@@ -139,13 +145,15 @@ def _decode_block(text: bytes) -> list[_Event]:
 
 
 def _tightened(event: _LooseEvent) -> _Event:
-    arguments: dict[str, int | msgspec.Raw] = {}
+    arguments: dict[str, float | msgspec.Raw] = {}
     given = event.args
     loose = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
     for field in msgspec.structs.fields(_Arguments):
         value = loose.get(field.encode_name)
         if field.type is msgspec.Raw and value is not None:
             arguments[field.name] = msgspec.Raw(msgspec.json.encode(value))
+        elif isinstance(value, float) and field.name == "occupancy":
+            arguments[field.name] = value
         elif isinstance(value, int | str) and not isinstance(value, bool):
             with suppress(msgspec.ValidationError):
                 arguments[field.name] = msgspec.convert(value, _Number, strict=False)
@@ -225,9 +233,25 @@ class _Reader:
                     self._column("correlation", [given.correlation for given in arguments]),
                     self._column("external", [_first(given.external, given.external_old) for given in arguments]),
                     self._column("graph_node", [given.graph_node for given in arguments]),
+                    *self._details(kind, arguments),
                 ]
             )
         )
+
+    def _details(self, kind: str, arguments: list[_Arguments]) -> Iterator[pl.Series]:
+        """The columns of DETAIL_SCHEMA: a kernel has no bytes, and a copy nothing else."""
+        kernel, nothing = kind == "kernel", [None] * len(arguments)
+        untold = self._text("memory", [b""]).new_from_index(0, len(arguments))
+        yield pl.Series(
+            "bytes", nothing if kernel else [_within(given.bytes, 2**62) for given in arguments], dtype=pl.Int64
+        )
+        yield untold
+        yield self._text("grid", (bytes(given.grid) for given in arguments)) if kernel else untold.alias("grid")
+        yield self._text("block", (bytes(given.block) for given in arguments)) if kernel else untold.alias("block")
+        registers = [_within(given.registers, 2**31) for given in arguments] if kernel else nothing
+        yield pl.Series("registers", registers, dtype=pl.Int32)
+        occupancy = [_within(given.occupancy, 2**31) for given in arguments] if kernel else nothing
+        yield pl.Series("occupancy", occupancy, dtype=pl.Float32, strict=False)
 
     def _take_calls(self, group: list[_Event]) -> None:
         arguments = [event.args or _NO_ARGUMENTS for event in group]
@@ -339,7 +363,7 @@ class _Reader:
         return assemble(
             path=self._path,
             profiler="Kineto",
-            work=self._frame("work", WORK_SCHEMA, texts),
+            work=self._frame("work", pl.Schema({**WORK_SCHEMA, **DETAIL_SCHEMA}), texts),
             calls=self._frame("calls", CALL_SCHEMA, texts),
             ranges=self._frame("ranges", RANGE_SCHEMA, texts),
             operators=self._frame("operators", OPERATOR_SCHEMA, texts),
@@ -381,6 +405,11 @@ def _integers(name: str, values: Iterable[int | None], group: list[_Event], othe
         given = getattr(event, otherwise) if value is None else value
         found.append(given if type(given) is int and abs(given) < 2**63 else -1)
     return pl.Series(name, found, dtype=pl.Int64)
+
+
+def _within(value: float | None, limit: int) -> float | None:
+    """A count from the arguments; null where it is damaged: no time depends on it."""
+    return value if value is not None and 0 <= value < limit else None
 
 
 def _first(value: int | None, otherwise: int | None) -> int | None:
