@@ -28,6 +28,7 @@ from stepscope.core.range_names import (
 )
 from stepscope.core.run import Run
 from stepscope.core.shown_text import name_shown
+from stepscope.core.units import Window, ms_text
 from stepscope.core.workload import Workload
 from stepscope.trace.nesting import union
 from stepscope.work.attention import attention_product_flops, softmax_flops
@@ -92,7 +93,8 @@ class AttentionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The limits of a summary: work launched in this step, in this phase, inside ranges of this name.
+    """The limits of a summary: work launched in this step, in this phase, inside ranges of this name, in this module or
+    one inside it, on this device and this stream, or that started between these nanoseconds from the first event.
 
     `instances`: the ranges that launched some of this work, if a range is named. `whole`: the whole capture.
     """
@@ -102,13 +104,31 @@ class Part:
     range: str | None
     instances: int | None
     whole: Attribution
+    module: str | None = None
+    device: int | None = None
+    stream: int | None = None
+    between: Window | None = None
+
+    @property
+    def places(self) -> dict[str, str | int | Window]:
+        """The limits that are no step, phase or range, by their names."""
+        named = {
+            "module": self.module,
+            "device": self.device,
+            "stream": self.stream,
+            "between_ns": self.between,
+        }
+        return {name: value for name, value in named.items() if value is not None}
 
     @property
     def words(self) -> str:
         """The part in words: `forward of step 1, inside range softmax`."""
         step = f"step {self.step}" if self.step is not None else ""
         inside = f"range {name_shown(self.range)}" if self.range is not None else ""
-        return ", inside ".join(filter(None, (" of ".join(filter(None, (self.phase, step))), inside)))
+        launched = ", inside ".join(filter(None, (" of ".join(filter(None, (self.phase, step))), inside)))
+        places = [f"{what} {name_shown(str(value))}" for what, value in self.places.items() if what != "between_ns"]
+        times = [f"from {ms_text(self.between.begin_ns)} to {ms_text(self.between.end_ns)} ms"] if self.between else []
+        return ", ".join(filter(None, (launched, *places, *times)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +147,7 @@ class TraceSummary:
     @property
     def has_whole_steps(self) -> bool:
         """Whether the summary has all phases and ranges, so that idle time has a meaning."""
-        return self.part is None or (self.part.phase is None and not self.ranged)
+        return self.part is None or (self.part.phase is None and not self.ranged and not self.part.places)
 
     @cached_property
     def _kernels(self) -> pl.DataFrame:

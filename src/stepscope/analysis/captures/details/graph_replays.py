@@ -41,7 +41,9 @@ def graph_replays(attribution: Attribution) -> pl.DataFrame:
             (end_ns.max() - pl.col("start_ns").min()).alias("span_ns"),
             pl.col("name").cast(pl.String).str.join("\n").hash().alias("work"),
         )
-        .with_columns(calls["duration_ns"].gather(pl.Series(work["launch_row"].unique(maintain_order=True))).alias("host_ns"))
+        .with_columns(
+            calls["duration_ns"].gather(pl.Series(work["launch_row"].unique(maintain_order=True))).alias("host_ns")
+        )
     )
     return (
         replays.group_by("work", "kernels", "copies", maintain_order=True)
@@ -59,7 +61,9 @@ def _replayed(attribution: Attribution) -> pl.DataFrame:
     """The work of replays, in the order of calls and, within one, of nodes or starts."""
     calls, work = attribution.table.calls, attribution.work
     launching = calls["name"].is_in(matching(calls["name"], _GRAPH_LAUNCH).implode())
-    chosen = work.filter(gather(launching, work["launch_row"]).fill_null(False) & (pl.col("kind").cast(pl.String) != "graph"))
+    chosen = work.filter(
+        gather(launching, work["launch_row"]).fill_null(False) & (pl.col("kind").cast(pl.String) != "graph")
+    )
     return chosen.with_columns(calls["start_ns"].gather(chosen["launch_row"]).alias("_called_ns")).sort(
         "_called_ns", "launch_row", "graph_node", "start_ns", nulls_last=True
     )
@@ -133,7 +137,11 @@ def nodes_of_graphs(attribution: Attribution, captures: tuple[Captured, ...]) ->
         )
         places = match.launches.with_row_index("node").cast({"node": pl.Int64})
         joined = totals.join(places, on="node", how="left").sort("node")
-        parts.append(joined.select(pl.lit(row["graph"], pl.Int64).alias("graph"), "node", "name", "operator", "module", "calls", "busy_ns"))
+        parts.append(
+            joined.select(
+                pl.lit(row["graph"], pl.Int64).alias("graph"), "node", "name", "operator", "module", "calls", "busy_ns"
+            )
+        )
     nothing = {
         "graph": pl.Int64, "node": pl.Int64, "name": pl.String, "operator": pl.String, "module": pl.String,
         "calls": pl.Int64, "busy_ns": pl.Int64,

@@ -30,13 +30,12 @@ def host_calls(attribution: Attribution, calls: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def data_loading(attribution: Attribution) -> pl.DataFrame:
-    """A row for each range or operator of PyTorch's DataLoader: `name`, `calls`, `total_ns`, `median_ns`, `max_ns`."""
-    columns = ["name", "duration_ns"]
-    table = attribution.table
+def data_loading(*recorded: pl.DataFrame) -> pl.DataFrame:
+    """A row for each of the recorded ranges and operators of PyTorch's DataLoader: name, calls, total_ns, median_ns,
+    max_ns."""
     loading = pl.concat(
         frame.select(pl.col("name").cast(pl.String), "duration_ns").filter(pl.col("name").str.contains(_LOADS))
-        for frame in (table.ranges.select(columns), table.operators.select(columns))
+        for frame in recorded
     )
     spent = pl.col("duration_ns")
     return (

@@ -63,8 +63,10 @@ def _roofs(summary: TraceSummary) -> pl.DataFrame:
     rows = [_row(roof) for roof in (summary.roofline.operators if summary.roofline else ())]
     frame = pl.DataFrame(rows, schema=_ROOFS, orient="row")
     known = [pl.when(pl.col(name).count() > 0).then(pl.col(name).sum()).alias(name) for name in _COUNTED]
-    return frame.sort("busy_ns", descending=True).group_by("name", "shapes", maintain_order=True).agg(
-        pl.col("launching", "kernels", "busy_ns").sum(), *known, pl.col("bound").drop_nulls().first()
+    return (
+        frame.sort("busy_ns", descending=True)
+        .group_by("name", "shapes", maintain_order=True)
+        .agg(pl.col("launching", "kernels", "busy_ns").sum(), *known, pl.col("bound").drop_nulls().first())
     )
 
 
