@@ -41,7 +41,9 @@ FORWARD_AND_BACKWARD = "forward + backward"
 """The name of both phases taken as one."""
 
 
-_LAYERS_TOGETHER = pl.col("module").cast(pl.String).fill_null("?").str.replace_all(r"(^|\.)\d+(\.|$)", "${1}*${2}")
+NO_MODULE = "?"
+"""The module of work of which none is known."""
+LAYERS_TOGETHER = pl.col("module").cast(pl.String).fill_null(NO_MODULE).str.replace_all(r"(^|\.)\d+(\.|$)", "${1}*${2}")
 
 
 class PhaseSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -307,7 +309,7 @@ class TraceSummary:
         The module is the innermost whose range was open. The rest of a phase belongs to the model itself, module "".
         """
         return (
-            self._kernels.with_columns(_LAYERS_TOGETHER.alias("pattern"))
+            self._kernels.with_columns(LAYERS_TOGETHER.alias("pattern"))
             .group_by("pattern", "phase")
             .agg(
                 pl.col("module").n_unique().alias("layers"),
@@ -322,7 +324,7 @@ class TraceSummary:
     def places(self) -> pl.DataFrame:
         """Kernel time per step by module, named as in `modules`, and family (columns module, family, busy_ns)."""
         return (
-            self._kernels.group_by(_LAYERS_TOGETHER.alias("module"), pl.col("family").cast(pl.String))
+            self._kernels.group_by(LAYERS_TOGETHER.alias("module"), pl.col("family").cast(pl.String))
             .agg((pl.col("duration_ns").sum() / self.steps).alias("busy_ns"))
             .sort("busy_ns", "module", "family", descending=[True, False, False])
         )
