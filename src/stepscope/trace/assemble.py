@@ -18,6 +18,7 @@ from stepscope.trace.table import (
     Profiler,
     TraceTable,
     empty,
+    with_details,
 )
 
 LARGEST_NS = 2**62
@@ -61,11 +62,9 @@ def assemble(
     if not copies.is_sorted():
         work = work[copies.arg_sort()]  # stable: the order is the file's but for that
     work = with_launches(work, calls) if work.height else operators_as_work(operators)
-    untold = [pl.lit(None, dtype).alias(name) for name, dtype in DETAIL_SCHEMA.items() if name not in work.columns]
-    work = work.with_columns(untold)
     return TraceTable(
         profiler=profiler,
-        work=work,
+        work=with_details(work),
         calls=calls,
         ranges=ranges,
         operators=operators,

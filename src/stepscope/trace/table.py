@@ -100,6 +100,13 @@ def empty(schema: pl.Schema) -> pl.DataFrame:
     return pl.DataFrame(schema=schema)
 
 
+def with_details(work: pl.DataFrame) -> pl.DataFrame:
+    """Device work with the columns of DETAIL_SCHEMA that its reader did not give, as null."""
+    return work.with_columns(
+        pl.lit(None, dtype).alias(name) for name, dtype in DETAIL_SCHEMA.items() if name not in work.columns
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TraceTable:
     """One capture. `work` carries, beside WORK_SCHEMA and DETAIL_SCHEMA, its launch: `launch_row` in `calls`,
