@@ -80,11 +80,11 @@ def test_calls_of_the_host(capture: tuple[TraceSummary, list[Event]]):
 
 
 def test_operators_and_their_tree(capture: tuple[TraceSummary, list[Event]]):
-    summary, events = capture
+    summary, _ = capture
     table, work = summary.attribution.table, summary.attribution.work
     found, tree = operator_totals(summary), operator_tree(summary.attribution)
     calls = Counter(dict(table.operators["name"].cast(pl.String).value_counts().iter_rows()))
-    assert calls == Counter({name: n for name, n in found.group_by("name").agg(pl.col("calls").sum()).iter_rows()})
+    assert calls == Counter(dict(found.group_by("name").agg(pl.col("calls").sum()).iter_rows()))
     inside = work.filter(pl.col("operator_row").is_not_null())
     assert found["busy_ns"].sum() == inside["duration_ns"].sum() == tree["self_device_ns"].sum()
     assert found["kernels"].sum() == inside.height == tree.filter(pl.col("depth") == 0)["kernels"].sum()
@@ -133,7 +133,9 @@ def test_a_cut_reads_as_its_part(capture: tuple[TraceSummary, list[Event]], sele
     if selection == "step" and not len(steps):
         pytest.skip("no step is marked")
     work, first = whole.attribution.work, whole.attribution.table
-    origin = min(frame["start_ns"].min() for frame in (first.work, first.calls, first.operators, first.ranges) if frame.height)
+    origin = min(
+        frame["start_ns"].min() for frame in (first.work, first.calls, first.operators, first.ranges) if frame.height
+    )
     half = Window(0, int(work["start_ns"].median()) - origin + 1)  # type: ignore[arg-type]
     asked = {"all": {}, "step": {"step": steps.max()}, "half": {"between": half}}[selection]
     part = part_of(whole, "it", **asked) if asked else whole

@@ -199,7 +199,7 @@ def _grid(row: dict[str, Any], name: str) -> str | None:
     text = row[name]
     if text is None:
         return None
-    sizes = "x".join(text.strip("[]").replace(" ", "").split(","))
+    sizes = "x".join("".join(text.split()).strip("[]").split(","))
     return f"{name_shown(sizes)} .." if name == "grid" and row["grids"] > 1 else name_shown(sizes)
 
 
