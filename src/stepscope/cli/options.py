@@ -278,7 +278,8 @@ OPTIONS = (
            "A trace of the steps in which CUDA graphs were captured: `--only \"graph nodes\"` then tells each kernel's "
            "operator and module.", metavar="FILE"),
     Option("top", int, QUESTION, 
-           "How many rows the tables of details have: 5, or all of those that --only names.", least=1),
+           "How many rows the tables of details have: 5, or all of those that --only names. With --json: adds trees of "
+           "so many nodes.", least=1),
     Option("sort", str, QUESTION, "The column by which the tables of details are ordered, as in calls.",
            metavar="COLUMN"),
     Option("range", str, QUESTION, "Only what was launched inside ranges of this name.", metavar="NAME"),

@@ -91,13 +91,14 @@ def trace(
     from stepscope.analysis.captures.answer import answer_trace
     from stepscope.analysis.captures.as_json import trace_as_json
 
-    answer = answer_trace(asked, findings, str(place), _view(shown.only, top, sort, graph_capture))
+    view = _view(shown.only, top, sort, graph_capture)
+    answer = answer_trace(asked, findings, str(place), view)
     if cut is not None:
         from stepscope.report.cut import write_cut
 
         warn(f"{write_cut(asked.attribution, cut, source=place)} rows of work in {cut}")
     _check_only(answer, shown.only)
-    shown.show(answer, document=lambda: json_line(trace_as_json(asked, findings)))
+    shown.show(answer, document=lambda: json_line(trace_as_json(asked, findings, view)))
     draw(answer, save)
     if worst(findings) == "error":
         raise typer.Exit(EXIT_CHECK_FAILED)

@@ -2,7 +2,8 @@
 
 It holds the part's device work, the calls that launched it, what the host did meanwhile (ranges, operators, calls that
 launch nothing), and the forward operators of the backward operators in it, so that work keeps its phase and module.
-Times are microseconds from the first event, exact to the nanosecond.
+Backward work keeps its module where the thread that ran forward launches some work of the part too. Times are
+microseconds from the first event, exact to the nanosecond.
 """
 
 import gzip

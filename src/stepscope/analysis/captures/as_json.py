@@ -3,7 +3,7 @@
 from typing import Any
 
 from stepscope.analysis.captures.critical_path import CriticalPath
-from stepscope.analysis.captures.details.tables import details_as_json
+from stepscope.analysis.captures.details.tables import View, details_as_json
 from stepscope.analysis.captures.occupation import Occupation
 from stepscope.analysis.captures.range_totals import range_totals
 from stepscope.analysis.captures.summary import Part, TraceSummary
@@ -11,7 +11,7 @@ from stepscope.analysis.roofline.answer import roofline_as_json
 from stepscope.core.finding import Finding
 
 
-def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...]) -> dict[str, Any]:
+def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...], view: View | None = None) -> dict[str, Any]:
     """The summary of a capture as plain data.
 
     Totals, `ranges`, `idle` and `overlap` are in nanoseconds over the whole capture. `phases`, `families`, `modules`,
@@ -64,7 +64,7 @@ def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...]) -> dict[
         "critical_path": _path(summary.critical_path) if summary.critical_path else None,
         "other_events": attribution.table.other,
         "roofline": roofline_as_json(summary.roofline) if summary.roofline else None,
-        **details_as_json(summary),
+        **details_as_json(summary, view or View()),
         **(part_as_json(summary.part) if summary.part else {}),
     }
 

@@ -16,7 +16,7 @@ from stepscope.analysis.captures.details.host_calls import host_calls
 from stepscope.analysis.captures.details.kernel_times import kernel_times
 from stepscope.analysis.captures.details.operators import operator_totals
 from stepscope.analysis.captures.details.trees import operator_tree, range_tree
-from stepscope.analysis.captures.part import part_of
+from stepscope.analysis.captures.part import first_event_ns, part_of
 from stepscope.analysis.captures.summary import TraceSummary
 from stepscope.core.units import Window
 from stepscope.report.cut import write_cut
@@ -132,11 +132,7 @@ def test_a_cut_reads_as_its_part(capture: tuple[TraceSummary, list[Event]], sele
     steps = whole.attribution.work["step"].drop_nulls()
     if selection == "step" and not len(steps):
         pytest.skip("no step is marked")
-    work, first = whole.attribution.work, whole.attribution.table
-    origin = min(
-        frame["start_ns"].min() for frame in (first.work, first.calls, first.operators, first.ranges) if frame.height
-    )
-    half = Window(0, int(work["start_ns"].median()) - origin + 1)  # type: ignore[arg-type]
+    half = Window(0, round(float(whole.attribution.work["start_ns"].median())) - first_event_ns(whole.attribution) + 1)  # type: ignore[arg-type]
     asked = {"all": {}, "step": {"step": steps.max()}, "half": {"between": half}}[selection]
     part = part_of(whole, "it", **asked) if asked else whole
     target = tmp_path / "cut.json.gz"

@@ -27,7 +27,7 @@ from stepscope.trace.nesting import Nest, union
 SHOWN = 5
 """Rows of a table that nobody asked for."""
 MOST_NODES = 2_000
-"""Nodes of a tree that JSON holds."""
+"""Nodes of a tree that is shown whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +76,13 @@ def detail_heads() -> tuple[str, ...]:
     return tuple(detail.head.partition(",")[0] for detail in _DETAILS)
 
 
-def details_as_json(summary: TraceSummary) -> dict[str, Any]:
-    """The tables as plain data, over the whole capture or part, in nanoseconds and bytes."""
+def details_as_json(summary: TraceSummary, view: View) -> dict[str, Any]:
+    """The tables as plain data, over the whole capture or part, in nanoseconds and bytes.
+
+    The trees are there where `view.top` says how many nodes: among a million ranges they cost what reading costs.
+    """
     attribution = summary.attribution
+    trees = {"operator_tree": operator_tree, "range_tree": range_tree} if view.top is not None else {}
     return {
         "operators": operator_totals(summary).to_dicts(),
         "kernel_times": kernel_times(attribution).to_dicts(),
@@ -87,8 +91,8 @@ def details_as_json(summary: TraceSummary) -> dict[str, Any]:
         "copies_by_direction": copy_totals(attribution).to_dicts(),
         "queues": [_queue_as_json(queue) for queue in _queues(summary)],
         "graph_replays": graph_replays(attribution).drop("launch_rows").to_dicts(),
-        "operator_tree": _whole(summary, operator_tree(attribution, MOST_NODES)).to_dicts(),
-        "range_tree": _whole(summary, range_tree(attribution, MOST_NODES)).to_dicts(),
+        **({"graph_nodes": nodes_of_graphs(attribution, view.captures).to_dicts()} if view.captures else {}),
+        **{name: _whole(summary, tree(attribution, view.top)).to_dicts() for name, tree in trees.items()},
     }
 
 
