@@ -6,6 +6,8 @@ from stepscope.analysis.captures.attribution import Attribution
 from stepscope.analysis.captures.host_waits import waits
 
 _LOADS = r"DataLoader"
+_VERSION = r"_v\d{4,}(_ptsz)?$"
+"""What Nsight Systems adds to a call's name: the version of CUDA in which it last changed."""
 
 
 def host_calls(attribution: Attribution, calls: pl.DataFrame) -> pl.DataFrame:
@@ -25,7 +27,7 @@ def host_calls(attribution: Attribution, calls: pl.DataFrame) -> pl.DataFrame:
             pl.col("waits").fill_null(False).sum().cast(pl.Int64),
             spent.filter("waits").sum().alias("waited_ns"),
         )
-        .with_columns(pl.col("name").cast(pl.String))
+        .with_columns(pl.col("name").cast(pl.String).str.replace(_VERSION, ""))
         .sort("total_ns", "name", descending=[True, False])
     )
 

@@ -12,7 +12,7 @@ from stepscope.analysis.captures.places import gather
 from stepscope.trace.nesting import Nest, numbered
 
 DEEPEST = 200
-"""Intervals that nest deeper count with the node at this depth."""
+"""Intervals that nest deeper are left out, with the work launched in them."""
 
 TREE_SCHEMA = pl.Schema(
     {
