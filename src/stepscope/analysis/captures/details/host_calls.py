@@ -6,7 +6,7 @@ from stepscope.analysis.captures.attribution import Attribution
 from stepscope.analysis.captures.host_waits import waits
 
 _LOADS = r"DataLoader"
-_VERSION = r"_v\d{4,}(_ptsz)?$"
+_VERSION = r"_v\d{4,}$"
 """What Nsight Systems adds to a call's name: the version of CUDA in which it last changed."""
 
 
