@@ -98,6 +98,39 @@ def test_text(tmp_path: Path):
     check_golden(done.stdout, GOLDEN)
 
 
+def test_tables_that_are_asked_for(tmp_path: Path):
+    path = write_kineto(training_steps(), tmp_path / "t.json")
+    for only, head in (
+        ("kernel durations", "kernel durations, us"),
+        ("tree", "operator tree, a step"),
+        ("queue", "queue"),
+    ):
+        done = stepscope("trace", path, "--only", only, "--top", "3")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f" {head} ")
+    by_calls = stepscope("trace", path, "--only", "operators", "--sort", "calls", "--style", "csv").stdout.splitlines()
+    assert by_calls[1].startswith("aten::mm 2x3 3x4,8")
+    said = spoken(path, "--top", "3")
+    assert len(said["operator_tree"]) == 3
+    assert {"operators", "kernel_times", "host_calls", "copies_by_direction", "queues"} <= set(spoken(path))
+    assert spoken(path, "--stream", "7", "--module", "layers.0")["part"]["module"] == "layers.0"
+    nothing = stepscope("trace", path, "--only", "graph replays")
+    assert (nothing.returncode, nothing.stdout) == (2, "")
+    assert "nothing for such a table" in nothing.stderr
+
+
+def test_a_cut_is_a_capture(tmp_path: Path):
+    path, cut = write_kineto(training_steps(), tmp_path / "t.json"), tmp_path / "cut.json.gz"
+    done = stepscope("trace", path, "--step", "1", "--cut", cut)
+    assert done.returncode == 0, done.stderr
+    assert "rows of work in" in done.stderr
+    one, other = spoken(path, "--step", "1"), spoken(cut)
+    for key in ("kernels", "busy_ns", "union_ns", "copies", "phases", "modules", "families"):
+        assert one[key] == other[key], key
+    assert stepscope("trace", path, "--cut", path).returncode == 2
+    assert stepscope("trace", path, "--against", path, "--cut", cut).returncode == 2
+
+
 def test_hostile_names_move_no_cursor(tmp_path: Path):
     capture = Capture()
     hostile = "\x1b[2J\x1b]0;owned\x07<script>alert(1)</script>\r\n" + "x" * 5000

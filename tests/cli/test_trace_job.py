@@ -26,7 +26,8 @@ def test_what_cannot_be_is_one_line(tmp_path: Path):
     paths = Made().write(tmp_path)
     refused = {
         ("--rank", "7"): "none of these captures is of rank 7: choose one of 0, 1",
-        ("--step", "1"): "--range, --phase and --step read one capture, and these are 2: choose a rank with --rank",
+        ("--step", "1"): "what chooses a part is for one capture, and these are 2: choose one with --rank",
+        ("--top", "3"): "--top is for one capture, and these are 2: choose one with --rank",
         (str(paths[0]),): f"{paths[0]} is named twice: name each capture once",
     }
     for words, said in refused.items():

@@ -6,6 +6,7 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.captures.critical_path import CriticalPath
+from stepscope.analysis.captures.details.tables import View, detail_tables, more_tables
 from stepscope.analysis.captures.devices import device_names, used_devices
 from stepscope.analysis.captures.overlap import Overlap
 from stepscope.analysis.captures.summary import GEMM, OUTSIDE, KernelRow, TraceSummary
@@ -38,8 +39,12 @@ _NAMED_SHARE = 0.005
 """The smallest share of the critical path that its sentence names."""
 
 
-def answer_trace(summary: TraceSummary, findings: tuple[Finding, ...], source: str) -> Answer:
-    """The answer of a capture: what ran, the time by phase, family, kernel and module, and the findings."""
+def answer_trace(summary: TraceSummary, findings: tuple[Finding, ...], source: str, view: View | None = None) -> Answer:
+    """The answer of a capture: what ran, the time by phase, family, kernel and module, and the findings.
+
+    `view`: which of the further tables are asked for, and how many rows of them.
+    """
+    view = view or View()
     run = summary.run
     return Answer(
         study="trace",
@@ -47,14 +52,15 @@ def answer_trace(summary: TraceSummary, findings: tuple[Finding, ...], source: s
         device=", ".join(device_names(summary.attribution)),
         versions=run.environment.versions if run and run.environment else {},
         lead=tuple(_heading(summary, source)),
-        tables=tuple(_tables(summary)),
+        tables=tuple(_tables(summary, view)),
         panels=tuple(_panels(summary)),
         findings=findings,
         checked=True,
+        asides=(more_tables(),) if summary.attribution.work.height else (),
     )
 
 
-def _tables(summary: TraceSummary) -> Iterator[Table]:
+def _tables(summary: TraceSummary, view: View) -> Iterator[Table]:
     if summary.part is not None and not summary.attribution.work.height:
         yield text("Nothing was launched there.")
         return
@@ -72,6 +78,7 @@ def _tables(summary: TraceSummary) -> Iterator[Table]:
         yield from roofline_tables(summary.roofline)
     if summary.occupation is not None:
         yield _idle_table(summary)
+    yield from detail_tables(summary, view)
 
 
 def _heading(summary: TraceSummary, source: str) -> Iterator[Line]:

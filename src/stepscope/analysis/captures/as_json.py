@@ -3,6 +3,7 @@
 from typing import Any
 
 from stepscope.analysis.captures.critical_path import CriticalPath
+from stepscope.analysis.captures.details.tables import View, details_as_json
 from stepscope.analysis.captures.devices import used_devices
 from stepscope.analysis.captures.occupation import Occupation
 from stepscope.analysis.captures.range_totals import range_totals
@@ -11,11 +12,12 @@ from stepscope.analysis.roofline.answer import roofline_as_json
 from stepscope.core.finding import Finding
 
 
-def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...]) -> dict[str, Any]:
+def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...], view: View | None = None) -> dict[str, Any]:
     """The summary of a capture as plain data.
 
     Totals, `ranges`, `idle` and `overlap` are in nanoseconds over the whole capture. `phases`, `families`, `modules`,
-    `attention` and `roles` are per step. `critical_path` is of one step. The summary of a part also has `part`, which
+    `attention` and `roles` are per step. `critical_path` is of one step. The tables of `details_as_json`, `operators`
+    among them, are over the whole capture. The summary of a part also has `part`, which
     names the part. Its `ranges` are the ranges that launched some of it.
     """
     copies, copies_ns = summary.copies
@@ -65,13 +67,14 @@ def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...]) -> dict[
         "critical_path": _path(summary.critical_path) if summary.critical_path else None,
         "other_events": attribution.table.other,
         "roofline": roofline_as_json(summary.roofline) if summary.roofline else None,
+        **details_as_json(summary, view or View()),
         **(part_as_json(summary.part) if summary.part else {}),
     }
 
 
 def part_as_json(part: Part) -> dict[str, Any]:
     """The part of the capture that the other keys describe. `instances` are the ranges that launched some of it."""
-    return {"part": _fields(part, "step", "phase", "range", "instances")}
+    return {"part": {**_fields(part, "step", "phase", "range", "instances"), **part.places}}
 
 
 def _idle(occupied: Occupation) -> dict[str, Any]:

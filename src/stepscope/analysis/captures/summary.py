@@ -29,6 +29,7 @@ from stepscope.core.range_names import (
 )
 from stepscope.core.run import Run
 from stepscope.core.shown_text import name_shown
+from stepscope.core.units import Window, ms_text
 from stepscope.core.workload import Workload
 from stepscope.trace.nesting import union
 from stepscope.work.attention import attention_product_flops, softmax_flops
@@ -41,12 +42,16 @@ FORWARD_AND_BACKWARD = "forward + backward"
 """The name of both phases taken as one."""
 
 
+NO_MODULE = "?"
+"""The module of work of which none is known."""
+
+
 def layers_together(column: str) -> pl.Expr:
     """The names of modules with the number of a layer as `*`; "?" for null."""
-    return pl.col(column).cast(pl.String).fill_null("?").str.replace_all(r"(^|\.)\d+(\.|$)", "${1}*${2}")
+    return pl.col(column).cast(pl.String).fill_null(NO_MODULE).str.replace_all(r"(^|\.)\d+(\.|$)", "${1}*${2}")
 
 
-_LAYERS_TOGETHER = layers_together("module")
+LAYERS_TOGETHER = layers_together("module")
 
 
 class PhaseSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +103,8 @@ class AttentionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The limits of a summary: work launched in this step, in this phase, inside ranges of this name.
+    """The limits of a summary: work launched in this step, in this phase, inside ranges of this name, in this module or
+    one inside it, on this device and this stream, or that started between these nanoseconds from the first event.
 
     `instances`: the ranges that launched some of this work, if a range is named. `whole`: the whole capture.
     """
@@ -108,13 +114,31 @@ class Part:
     range: str | None
     instances: int | None
     whole: Attribution
+    module: str | None = None
+    device: int | None = None
+    stream: int | None = None
+    between: Window | None = None
+
+    @property
+    def places(self) -> dict[str, str | int | Window]:
+        """The limits that are no step, phase or range, by their names."""
+        named = {
+            "module": self.module,
+            "device": self.device,
+            "stream": self.stream,
+            "between_ns": self.between,
+        }
+        return {name: value for name, value in named.items() if value is not None}
 
     @property
     def words(self) -> str:
         """The part in words: `forward of step 1, inside range softmax`."""
         step = f"step {self.step}" if self.step is not None else ""
         inside = f"range {name_shown(self.range)}" if self.range is not None else ""
-        return ", inside ".join(filter(None, (" of ".join(filter(None, (self.phase, step))), inside)))
+        launched = ", inside ".join(filter(None, (" of ".join(filter(None, (self.phase, step))), inside)))
+        places = [f"{what} {name_shown(str(value))}" for what, value in self.places.items() if what != "between_ns"]
+        times = [f"from {ms_text(self.between.begin_ns)} to {ms_text(self.between.end_ns)} ms"] if self.between else []
+        return ", ".join(filter(None, (launched, *places, *times)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +157,7 @@ class TraceSummary:
     @property
     def has_whole_steps(self) -> bool:
         """Whether the summary has all phases and ranges, so that idle time has a meaning."""
-        return self.part is None or (self.part.phase is None and not self.ranged)
+        return self.part is None or (self.part.phase is None and not self.ranged and not self.part.places)
 
     @cached_property
     def _kernels(self) -> pl.DataFrame:
@@ -308,7 +332,7 @@ class TraceSummary:
         The module is the innermost whose range was open. The rest of a phase belongs to the model itself, module "".
         """
         return (
-            self._kernels.with_columns(_LAYERS_TOGETHER.alias("pattern"))
+            self._kernels.with_columns(LAYERS_TOGETHER.alias("pattern"))
             .group_by("pattern", "phase")
             .agg(
                 pl.col("module").n_unique().alias("layers"),
@@ -323,7 +347,7 @@ class TraceSummary:
     def places(self) -> pl.DataFrame:
         """Kernel time per step by module, named as in `modules`, and family (columns module, family, busy_ns)."""
         return (
-            self._kernels.group_by(_LAYERS_TOGETHER.alias("module"), pl.col("family").cast(pl.String))
+            self._kernels.group_by(LAYERS_TOGETHER.alias("module"), pl.col("family").cast(pl.String))
             .agg((pl.col("duration_ns").sum() / self.steps).alias("busy_ns"))
             .sort("busy_ns", "module", "family", descending=[True, False, False])
         )

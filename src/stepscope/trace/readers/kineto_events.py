@@ -25,6 +25,10 @@ class Arguments(msgspec.Struct, frozen=True, gc=False):
     dtypes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input type")
     values: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Concrete Inputs")
     copied: int | None = msgspec.field(default=None, name="bytes")
+    grid: msgspec.Raw = msgspec.Raw(b"")
+    block: msgspec.Raw = msgspec.Raw(b"")
+    registers: int | None = msgspec.field(default=None, name="registers per thread")
+    occupancy: int | float | None = msgspec.field(default=None, name="est. achieved occupancy %")
     allocated: int | None = msgspec.field(default=None, name="Total Allocated")
     reserved: int | None = msgspec.field(default=None, name="Total Reserved")
     memory_of: int | None = msgspec.field(default=None, name="Device Id")
@@ -92,13 +96,15 @@ def decode_block(text: bytes) -> list[Event]:
 
 
 def _tightened(event: _LooseEvent) -> Event:
-    arguments: dict[str, int | msgspec.Raw] = {}
+    arguments: dict[str, float | msgspec.Raw] = {}
     given = event.args
     loose = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
     for field in msgspec.structs.fields(Arguments):
         value = loose.get(field.encode_name)
         if field.type is msgspec.Raw and value is not None:
             arguments[field.name] = msgspec.Raw(msgspec.json.encode(value))
+        elif isinstance(value, float) and field.name == "occupancy":
+            arguments[field.name] = value
         elif isinstance(value, int | str) and not isinstance(value, bool):
             with suppress(msgspec.ValidationError):
                 arguments[field.name] = msgspec.convert(value, _Number, strict=False)
