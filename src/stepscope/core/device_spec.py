@@ -13,6 +13,8 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     peak_flops_per_s: dict[str, float]
     peak_bytes_per_s: float | None = None
+    link_bytes_per_s: float | None = None
+    """What the links to the other devices of its host carry in one direction, all together."""
     source: str
 
     def peak_for(self, dtype: Dtype) -> float | None:
@@ -31,8 +33,19 @@ def _device(name: str, gb: int, tb_per_s: float, source: str, /, **teraflops: fl
         memory_bytes=gb * 10**9,
         peak_flops_per_s={dtype: rate * 1e12 for dtype, rate in teraflops.items()},
         peak_bytes_per_s=tb_per_s * 1e12,
+        link_bytes_per_s=next((gb_per_s * 1e9 for start, gb_per_s in _LINKS.items() if name.startswith(start)), None),
         source=source,
     )
+
+
+_LINKS = {
+    "NVIDIA GB300": 900, "NVIDIA B300": 900, "NVIDIA GB200": 900, "NVIDIA B200": 900, "NVIDIA GH200": 450,
+    "NVIDIA H200 NVL": 450, "NVIDIA H200": 450, "NVIDIA H100 80GB": 450, "NVIDIA H800": 200, "NVIDIA H20": 450,
+    "NVIDIA A100-SXM4": 300, "NVIDIA A800-SXM4": 200, "Tesla V100-SXM2": 150,
+    "AMD Instinct MI355X": 537.6, "AMD Instinct MI350X": 537.6, "AMD Instinct MI325X": 448, "AMD Instinct MI300X": 448,
+}  # fmt: skip
+"""GB/s of NVLink or Infinity Fabric in one direction, half of what the datasheets count in both. Cards on PCIe, alone
+or in bridged pairs, have none here: what connects them depends on the host."""
 
 
 def _rates(bf16: float, tf32: float | None = None, fp32: float = 0.0, fp8: float | None = None) -> dict[str, float]:
@@ -149,6 +162,7 @@ def overridden_spec(device_name: str, dtype: Dtype, peak_flops_per_s: float) -> 
         memory_bytes=known.memory_bytes if known else None,
         peak_flops_per_s=peaks,
         peak_bytes_per_s=known.peak_bytes_per_s if known else None,
+        link_bytes_per_s=known.link_bytes_per_s if known else None,
         source="stated by --peak-flops",
     )
 
