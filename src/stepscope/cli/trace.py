@@ -12,7 +12,7 @@ from stepscope.cli.trace_job import capture_of_rank, captures_of, show_job
 from stepscope.cli.verb import file_or_run, verb
 from stepscope.core.answer import Answer, name_of
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError
-from stepscope.core.finding import worst
+from stepscope.core.finding import Finding, worst
 from stepscope.core.polars_memory import give_pages_back
 from stepscope.core.units import Window
 
@@ -108,20 +108,38 @@ def trace(
         gaps = summary.occupation.gaps if summary.occupation else None
         written = write_perfetto([Rank("", summary.attribution, gaps)], perfetto, sources=[place])
         warn(f"{written} slices in {perfetto}: open it at https://ui.perfetto.dev")
-    from stepscope.analysis.captures.answer import answer_trace
-    from stepscope.analysis.captures.as_json import trace_as_json
-
     view = _view(shown.only, top, sort, graph_capture)
-    answer = answer_trace(asked, findings, str(place), view)
     if cut is not None:
         from stepscope.report.cut import write_cut
 
         warn(f"{write_cut(asked.attribution, cut, source=place)} rows of work in {cut}")
-    _check_only(answer, shown.only)
-    shown.show(answer, document=lambda: json_line(trace_as_json(asked, findings, view)))
-    draw(answer, save)
+    _show(asked, findings, place, view, save, shown)
     if worst(findings) == "error":
         raise typer.Exit(EXIT_CHECK_FAILED)
+
+
+def _show(
+    asked: "TraceSummary",
+    findings: tuple[Finding, ...],
+    place: Path,
+    view: "View",
+    save: Path | None,
+    shown: Presentation,
+) -> None:
+    from stepscope.analysis.captures.answer import answer_trace
+    from stepscope.analysis.captures.as_json import trace_as_json
+
+    def document() -> str:
+        return json_line(trace_as_json(asked, findings, view))
+
+    # The tables of an answer take as long as the figures; for --json alone only --sort needs them, to be checked.
+    if shown.json and save is None and view.sort is None:
+        shown.show(document=document)
+        return
+    answer = answer_trace(asked, findings, str(place), view)
+    _check_only(answer, shown.only)
+    shown.show(answer, document=document)
+    draw(answer, save)
 
 
 def _part(summary: "TraceSummary", file: Path, asked: Selection) -> "TraceSummary":

@@ -8,6 +8,7 @@ from stepscope.cli.output import draw, json_line, warn
 from stepscope.cli.presentation import Presentation
 from stepscope.core.errors import InputError
 from stepscope.core.finding import worst
+from stepscope.core.polars_memory import give_pages_back
 from stepscope.core.run_directory import find_place
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 def captures_of(names: Sequence[str], runs: Path) -> list[Path]:
     """The captures that these names give: files and runs are one each, and a folder is all that it holds."""
+    give_pages_back()  # before polars is imported
     from stepscope.analysis.ranks.load import captures_in
 
     found: list[Path] = []

@@ -92,7 +92,7 @@ class Attribution:
         """Busy time of the work launched outside all ranges, or by no recorded call."""
         return int(self.rows.filter(~pl.col("ranged"))["busy_ns"].sum())
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """The number of traced steps, at least 1.
 

@@ -4,8 +4,9 @@ Device events do not say their process, and name their device as `pid` and strea
 How its times are written is told in event_times.
 """
 
+import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -64,6 +65,8 @@ _CATEGORIES = {
 _INSTANT, _MEMORY = "cpu_instant_event", "[memory]"
 """The allocator's events, of a capture with `profile_memory`."""
 
+_COLLECTIVE = "record_param_comms"
+"""The operator that says what its collective is."""
 _ANNOTATIONS = ("ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#", "DistributedDataParallel.forward")
 """Names of ranges that older versions list among the operators."""
 
@@ -110,10 +113,10 @@ class _Reader:
             elif ph == "X" and place == "call":
                 self._take_calls(group)
             elif ph == "X" and place == "operator":
-                old = [event for event in group if str(event.name).startswith(_ANNOTATIONS)]
+                old = {name for name in {event.name for event in group} if str(name).startswith(_ANNOTATIONS)}
                 if old:
-                    self._take_ranges(old)
-                self._take_operators([event for event in group if not str(event.name).startswith(_ANNOTATIONS)])
+                    self._take_ranges([event for event in group if event.name in old])
+                self._take_operators([event for event in group if event.name not in old] if old else group)
             elif ph == "X" and place == "range":
                 self._take_ranges(group)
             elif ph == "i" and cat == _INSTANT:
@@ -155,7 +158,7 @@ class _Reader:
                 self._text("name", (event.name for event in group)),
                 pl.Series("process", [None], dtype=pl.Int64).new_from_index(0, len(group)),
                 self._column("correlation", [given.correlation for given in arguments]),
-                self._column("external", [_first(given.external, given.external_old) for given in arguments]),
+                self._column("external", _either(arguments, "external")),
                 self._column("graph_node", [given.graph_node for given in arguments]),
                 *self._details(kind, arguments),
             ]
@@ -212,7 +215,7 @@ class _Reader:
                     *self._host(group),
                     self._text("name", (event.name for event in group)),
                     self._column("correlation", [given.correlation for given in arguments]),
-                    self._column("external", [_first(given.external, given.external_old) for given in arguments]),
+                    self._column("external", _either(arguments, "external")),
                 ]
             )
         )
@@ -225,18 +228,16 @@ class _Reader:
                     *self._times(group, OPERATORS),
                     *self._host(group),
                     self._text("name", (event.name for event in group)),
-                    self._column("external", [_first(given.external, given.external_old) for given in arguments]),
+                    self._column("external", _either(arguments, "external")),
                     self._column("sequence", [given.sequence for given in arguments]),
-                    self._column(
-                        "forward_thread",
-                        [_first(given.forward_thread, given.forward_thread_old) for given in arguments],
-                    ),
-                    self._text("shapes", map(operator_shapes, group, arguments)),
-                    self._text("dtypes", (bytes(given.dtypes) for given in arguments)),
+                    self._column("forward_thread", _either(arguments, "forward_thread")),
+                    self._text("shapes", _texts(operator_shapes, group, arguments)),
+                    self._text("dtypes", _texts(lambda _, given: bytes(given.dtypes), group, arguments)),
                 ]
             )
         )
-        self._take_collectives(group)
+        if any(event.name == _COLLECTIVE for event in group):
+            self._take_collectives(group)
 
     def _take_ranges(self, group: list[Event]) -> None:
         self._parts["ranges"].append(
@@ -281,9 +282,12 @@ class _Reader:
 
     def _host(self, group: list[Event]) -> tuple[pl.Series, pl.Series]:
         return (
-            self._column("process", [self._identity(event.pid) for event in group]),
-            self._column("thread", [self._identity(event.tid) for event in group]),
+            self._column("process", self._identities([event.pid for event in group])),
+            self._column("thread", self._identities([event.tid for event in group])),
         )
+
+    def _identities(self, values: list[Any]) -> list[Any]:
+        return values if set(map(type, values)) == {int} else [self._identity(value) for value in values]
 
     def _identity(self, value: object) -> int:
         """The number of a process or thread; those that are words get negative numbers of their own."""
@@ -374,8 +378,19 @@ def _within(value: float | None, limit: int) -> float | None:
     return value if value is not None and 0 <= value < limit else None
 
 
-def _first(value: int | None, otherwise: int | None) -> int | None:
-    return otherwise if value is None else value
+def _either(arguments: list[Arguments], name: str) -> list[int | None]:
+    """The numbers of this name or, where there are none, of its older spelling."""
+    values: list[int | None] = list(map(operator.attrgetter(name), arguments))
+    if None not in values:
+        return values
+    older = map(operator.attrgetter(f"{name}_old"), arguments)
+    return [otherwise if value is None else value for value, otherwise in zip(values, older, strict=True)]
+
+
+def _texts(of: Callable[[Event, Arguments], bytes], group: list[Event], arguments: list[Arguments]) -> Iterable[bytes]:
+    """A text of each event; in a trace without shapes none has any, which is seen at once."""
+    has_shapes = any(given.shapes or given.shapes_old or given.dtypes for given in arguments)
+    return map(of, group, arguments) if has_shapes else [b""] * len(group)
 
 
 def _readable(text: object) -> str:

@@ -3,7 +3,7 @@
 import polars as pl
 
 from stepscope.analysis.captures.attribution import Attribution
-from stepscope.analysis.captures.host_waits import waits
+from stepscope.analysis.captures.host_waits import named, waits
 
 _LOADS = r"DataLoader"
 _VERSION = r"_v\d{4,}$"
@@ -36,7 +36,7 @@ def data_loading(*recorded: pl.DataFrame) -> pl.DataFrame:
     """A row for each of the recorded ranges and operators of PyTorch's DataLoader: name, calls, total_ns, median_ns,
     max_ns."""
     loading = pl.concat(
-        frame.select(pl.col("name").cast(pl.String), "duration_ns").filter(pl.col("name").str.contains(_LOADS))
+        named(frame.select("name", "duration_ns"), _LOADS).with_columns(pl.col("name").cast(pl.String))
         for frame in recorded
     )
     spent = pl.col("duration_ns")

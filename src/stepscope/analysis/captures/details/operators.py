@@ -50,7 +50,7 @@ def _called(operators: pl.DataFrame) -> pl.DataFrame:
         return pl.DataFrame(schema={**_ROOFS, "calls": pl.Int64, "host_ns": pl.Int64}).select(
             "name", "shapes", "calls", "host_ns"
         )
-    placed = operators[nest.order].select(pl.col("name", "shapes").cast(pl.Categorical))
+    placed = operators.select("name", "shapes")[nest.order]
     return (
         placed.with_columns(nest.self_ns(operators["duration_ns"]).alias("host_ns"))
         .group_by("name", "shapes")
