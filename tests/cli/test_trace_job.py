@@ -39,6 +39,20 @@ def test_what_cannot_be_is_one_line(tmp_path: Path):
     assert done.returncode == 2 and "this directory holds no trace" in done.stderr
 
 
+def test_a_job_against_another_rank_by_rank(tmp_path: Path):
+    Made(ranks=2).write(tmp_path / "before")
+    Made(ranks=2, later_ns={1: 5_000_000}).write(tmp_path / "after")
+    done = stepscope("trace", tmp_path / "after", "--against", tmp_path / "before", "--json")
+    assert done.returncode == 0, done.stderr
+    first, second = json.loads(done.stdout)["ranks"]
+    assert (first["before"]["waiting"], first["after"]["waiting"]) == (0, 5_000_000)
+    assert second["after"]["computation"] - second["before"]["computation"] == 5_000_000
+    shown = stepscope("trace", tmp_path / "after", "--against", tmp_path / "before")
+    assert "waiting by rank, ms a step" in shown.stdout
+    alone = stepscope("trace", tmp_path / "after", "--against", tmp_path / "before" / "job_0.json")
+    assert alone.returncode == 2 and "name a folder of the same ranks" in alone.stderr
+
+
 def test_all_ranks_in_one_file_for_perfetto(tmp_path: Path):
     Made(ranks=2, clocks_ns={1: 40_000_000}).write(tmp_path / "job")
     out = tmp_path / "job.json.gz"

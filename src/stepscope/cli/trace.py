@@ -8,7 +8,7 @@ import typer
 
 from stepscope.cli.output import draw, json_line, warn
 from stepscope.cli.presentation import Presentation
-from stepscope.cli.trace_job import capture_of_rank, captures_of, show_job
+from stepscope.cli.trace_job import capture_of_rank, captures_of, compare_jobs, show_job
 from stepscope.cli.verb import file_or_run, verb
 from stepscope.core.answer import Answer, name_of
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError
@@ -82,14 +82,16 @@ def trace(
     del no_ranges  # captures without ranges are read in any case
     captures = captures_of(file, runs)
     if len(captures) > 1 and rank is None:
-        of_one = {"--against": against, "--cut": cut, "--top": top, "--sort": sort, "--graph-capture": graph_capture}
+        of_one = {"--cut": cut, "--top": top, "--sort": sort, "--graph-capture": graph_capture}
         given = [option for option, value in of_one.items() if value is not None]
         if given or is_part:
             words = given[0] if given else "what chooses a part"
             raise InputError(
                 f"{words} is for one capture, and these are {len(captures)}: choose one with --rank, or name one file"
             )
-        if show_job(captures, perfetto=perfetto, save=save, shown=shown) == "error":
+        if against is not None:
+            compare_jobs(against, captures, shown)
+        elif show_job(captures, perfetto=perfetto, save=save, shown=shown) == "error":
             raise typer.Exit(EXIT_CHECK_FAILED)
         return
     place = captures[0] if rank is None else capture_of_rank(captures, rank)

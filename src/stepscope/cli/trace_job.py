@@ -48,6 +48,23 @@ def show_job(captures: list[Path], *, perfetto: Path | None, save: Path | None, 
     return worst(findings)
 
 
+def compare_jobs(before: Path, captures: list[Path], shown: Presentation) -> None:
+    """Show what changed in a job, rank by rank. Raises InputError where the other capture is of one rank alone."""
+    from stepscope.analysis.ranks.comparison import answer_jobs, jobs_as_json
+    from stepscope.analysis.ranks.load import captures_in, load_job
+
+    earlier = captures_in(before)
+    if len(earlier) < 2:
+        raise InputError(
+            f"--against {before} is one capture, and the others are {len(captures)}: name a folder of the same ranks, "
+            "or choose one with --rank"
+        )
+    old, new = load_job(earlier, say=warn), load_job(captures, say=warn)
+    folders = {path.parent for path in captures}
+    name = str(folders.pop()) if len(folders) == 1 else f"{len(captures)} captures"
+    shown.show(answer_jobs(old, new, str(before), name), document=lambda: json_line(jobs_as_json(old, new)))
+
+
 def capture_of_rank(captures: list[Path], rank: int) -> Path:
     """The capture of one rank of a job. Raises InputError where none is of it."""
     from stepscope.analysis.ranks.load import load_job
