@@ -329,7 +329,13 @@ def _is_meant(spec: DeviceSpec, wanted: list[str]) -> bool:
     return all(any(word.startswith(begin) for word in words) for begin in wanted)
 
 
+_PLAIN = {"h100": "NVIDIA H100 80GB HBM3"}
+"""The device that a plain name means, where its variants differ in memory: the one that most have."""
+
+
 def _find_device(name: str) -> DeviceSpec:
+    if name.lower() in _PLAIN:
+        return DATASHEET[_PLAIN[name.lower()]]
     wanted = name.lower().replace("-", " ").split()
     found = [spec for spec in DATASHEET.values() if _is_meant(spec, wanted)]
     found = [spec for spec in found if spec.name.lower() == name.lower()] or found
