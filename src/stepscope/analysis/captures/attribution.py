@@ -40,8 +40,9 @@ class Attribution:
     `passes`: the backward passes that were found without ranges.
     `links_checked`: backward operators whose forward operator was found both by sequence number and by the profiler's
     own arrow. `links_agree`: those where both are the same operator.
-    `instances`: the steps and phases of the first process that has any (what, start_ns, end_ns). Overlapping ranges of
-    one phase (a user's range around PyTorch's own) are one instance.
+    `instances`: the steps and phases of the first process that has any (what, start_ns, end_ns, again). Overlapping
+    ranges of one phase (a user's range around PyTorch's own) are one instance. `again`: the run of a second optimizer
+    in the same step.
     """
 
     table: TraceTable
@@ -96,12 +97,14 @@ class Attribution:
     def steps(self) -> int:
         """The number of traced steps, at least 1.
 
-        It is the number of step ranges or, without any, the smaller of the numbers of forward and optimizer ranges. A
-        step may have several forwards (micro-batches) for one optimizer, or several optimizers for one forward. Without
-        any of these it is the number of backward passes.
+        It is the number of step ranges or, without any, the smaller of the numbers of forwards and of runs of the
+        optimizer that runs most often. A step may have several forwards (micro-batches) for one optimizer, or several
+        optimizers for one forward. Forwards that no range marks are counted by their backward passes.
         """
-        counts = {what: self.instances.filter(pl.col("what") == what).height for what in (STEP, *PHASES)}
-        return counts[STEP] or min((n for n in (counts[FORWARD], counts[OPTIMIZER]) if n), default=max(1, self.passes))
+        once = self.instances.filter(~pl.col("again"))
+        counts = {what: once.filter(pl.col("what") == what).height for what in (STEP, *PHASES)}
+        forwards = counts[FORWARD] or self.passes
+        return counts[STEP] or min((n for n in (forwards, counts[OPTIMIZER]) if n), default=1)
 
     def self_check(self) -> None:
         """Raise AssertionError unless the parts sum to the whole exactly and no row was lost or doubled."""
@@ -113,7 +116,14 @@ class Attribution:
 def _instances(few: pl.DataFrame) -> pl.DataFrame:
     chosen = few.with_columns(pl.coalesce(pl.col("phase").cast(pl.String), "what").alias("what"))
     first = chosen.filter(pl.col("process") == pl.col("process").min())
-    return union(first, ["what"], touching=False)  # a step may begin in the nanosecond in which the last one ends
+    merged = union(first, ["what"], touching=False)  # a step may begin in the nanosecond in which the last one ends
+    names = first.filter(pl.col("what") == OPTIMIZER).group_by("name").agg(pl.len(), pl.col("start_ns").sort())
+    if not names.height:
+        return merged.with_columns(pl.lit(False).alias("again"))
+    most = names.sort(pl.col("len"), pl.col("start_ns").list.first(), descending=[True, False])["start_ns"][0]
+    before = most.search_sorted(merged["start_ns"], side="left")
+    within = most.search_sorted(merged["end_ns"], side="right")
+    return merged.with_columns(((pl.col("what") == OPTIMIZER) & (within <= before)).alias("again"))
 
 
 def attribute(table: TraceTable) -> Attribution:
