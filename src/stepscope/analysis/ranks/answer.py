@@ -108,8 +108,7 @@ def _collective_table(job: Job) -> Table:
 
 
 def _uneven_table(job: Job) -> Table:
-    step_ns = min(rank.end_ns - rank.start_ns for rank in job.ranks) / job.steps
-    least = _UNEVEN * step_ns * job.steps
+    least = _UNEVEN * job.step_ns * job.steps
     uneven = job.times.filter((pl.col("most_ns") - pl.col("mean_ns")) >= least).head(_ROWS)
     rows: list[tuple[Cell, ...]] = [
         (_where(row), row["mean_ns"] / job.steps, row["most_ns"] / job.steps, str(row["rank"]),
