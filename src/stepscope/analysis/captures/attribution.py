@@ -37,7 +37,7 @@ class Attribution:
     `work` is the table's `work` with columns step, phase, found_by, module, part, role, operator, operator_row, family,
     ranged. `operator_row`: the row in `table.operators` of the call that `operator` names. `ranged`: inside any named
     range, or in a phase. `found_by`: how the phase of a row was found (unmarked_phases.FOUND_BY).
-    `passes`: the backward passes that were found without ranges.
+    `forwards`: those that were found without ranges, of all processes; a backward follows each.
     `links_checked`: backward operators whose forward operator was found both by sequence number and by the profiler's
     own arrow. `links_agree`: those where both are the same operator.
     `instances`: the steps and phases of the first process that has any (what, start_ns, end_ns, again). Overlapping
@@ -50,7 +50,7 @@ class Attribution:
     instances: pl.DataFrame
     links_checked: int
     links_agree: int
-    passes: int = 0
+    forwards: pl.DataFrame
 
     @cached_property
     def kernels(self) -> pl.DataFrame:
@@ -92,6 +92,11 @@ class Attribution:
     def unattributed_ns(self) -> int:
         """Busy time of the work launched outside all ranges, or by no recorded call."""
         return int(self.rows.filter(~pl.col("ranged"))["busy_ns"].sum())
+
+    @property
+    def passes(self) -> int:
+        """The number of backward passes that were found without ranges, of the first process."""
+        return self.forwards.filter(pl.col("process") == pl.col("process").min()).height
 
     @property
     def steps(self) -> int:
@@ -141,7 +146,7 @@ def attribute(table: TraceTable) -> Attribution:
         _step(work, few),
     )
     operators = _on_threads(table.operators.with_row_index("row"), threads)
-    work, passes = with_found_phases(work, operators, table, threads)
+    work, forwards = with_found_phases(work, operators, table, threads)
     work = work.with_columns(_ranged(work, table.ranges))
     work = work.with_columns(_operator_row(work, operators, table))
     work = work.with_columns(gather(table.operators["name"], work["operator_row"]).alias("operator"))
@@ -160,7 +165,7 @@ def attribute(table: TraceTable) -> Attribution:
         instances=_instances(few),
         links_checked=checked,
         links_agree=agree,
-        passes=passes,
+        forwards=forwards,
     )
 
 
