@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepscope.analysis.ranks.answer import answer_job
 from stepscope.analysis.ranks.as_json import job_as_json
 from stepscope.analysis.ranks.checks import check_job
 from stepscope.analysis.ranks.job import Job
@@ -75,6 +76,19 @@ def test_a_shared_clock_is_left_as_it_is(tmp_path: Path):
     clock = job.matched.clocks[1]
     assert (clock.offset_ns, clock.measured_ns, clock.residual_ns) == (0, 30_000, 0)
     assert job.waiting_ns(0) == 4 * 30_000  # as the clock says
+
+
+@pytest.mark.parametrize(("apart_us", "said"), [(50, True), (1500, False)])
+def test_ends_far_apart_do_not_say_that_clocks_are_one(tmp_path: Path, apart_us: int, said: bool):
+    """Rank 1 ends earlier, at once and later by turns, so that the median difference is zero."""
+    paths = Made(steps=5).write(tmp_path)
+    trace = json.loads(paths[1].read_text())
+    met = [event for event in trace["traceEvents"] if event["name"] == ALL_REDUCE]
+    for event, sign in zip(met, (-1, 1, 0, -1, 1), strict=True):
+        event["dur"] += sign * apart_us
+    paths[1].write_text(json.dumps(trace))
+    lead = " ".join(line.text for line in answer_job(load(paths), (), "it").lead)
+    assert ("their clocks count as one" in lead) == said
 
 
 def test_without_what_the_profiler_says_names_and_order_match(tmp_path: Path):

@@ -13,6 +13,8 @@ from stepscope.core.units import counted, in_ms
 
 _ROWS = 8
 """The most rows of the tables that can be long."""
+_APART_NS = 1_000_000
+"""Ends of collectives that are further apart than this do not show that clocks are shared."""
 _UNEVEN = 0.01
 """The least excess that is shown, as a share of a step."""
 
@@ -47,6 +49,8 @@ def _clocks(job: Job) -> str:
     if not compared or any(clock.offset_ns for clock in compared):
         return ""
     farthest = max(abs(clock.measured_ns or 0) + (clock.residual_ns or 0) for clock in compared)
+    if farthest > _APART_NS:  # what ends so far apart says nothing of clocks
+        return ""
     return f"They end within {in_ms(farthest)} of each other on all ranks, so their clocks count as one."
 
 
