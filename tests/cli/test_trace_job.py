@@ -33,6 +33,10 @@ def test_what_cannot_be_is_one_line(tmp_path: Path):
     for words, said in refused.items():
         done = stepscope("trace", *paths, *words)
         assert done.returncode == 2 and said in done.stderr.splitlines()[-1], done.stderr
+    link = tmp_path / "link.json"
+    link.symlink_to(paths[0])
+    done = stepscope("trace", paths[0], link)
+    assert done.returncode == 2 and f"{link} is named twice" in done.stderr, done.stderr
     empty = tmp_path / "empty"
     empty.mkdir()
     done = stepscope("trace", empty)

@@ -24,7 +24,8 @@ def captures_of(names: Sequence[str], runs: Path) -> list[Path]:
     for name in names:
         place = find_place(name, runs)
         found += captures_in(place) or [place]
-    twice = next((path for place, path in enumerate(found) if path in found[:place]), None)
+    files = [path.resolve() for path in found]
+    twice = next((path for place, path in enumerate(found) if files[place] in files[:place]), None)
     if twice is not None:
         raise InputError(f"{twice} is named twice: name each capture once")
     return found

@@ -15,6 +15,7 @@ import polars as pl
 
 from stepscope.analysis.captures.attribution import Attribution
 from stepscope.analysis.captures.places import gather
+from stepscope.analysis.captures.unmarked_phases import is_node, tells_phase
 from stepscope.core.errors import InputError
 from stepscope.core.run_directory import write_atomically
 from stepscope.core.run_files import CAPTURE_FILES, RUN_FILE
@@ -93,12 +94,13 @@ def _parts(attribution: Attribution) -> Iterator[tuple[str, pl.DataFrame]]:
         yield "user_annotation", host(table.ranges)
         yield "cpu_op", host(_closed(table.operators[work["operator_row"].sort()], attribution.busy_ns))
         return
-    operators = _operators(attribution)
+    within = _within_steps(attribution)
+    operators = _operators(attribution, within)
     times = pl.concat([operators.select("start_ns"), work.select(pl.col("launch_ns").alias("start_ns"))]).drop_nulls()
     first, last = times.select(pl.col("start_ns").min(), pl.col("start_ns").max().alias("last")).row(0)
     if first is not None:
         open_then = (pl.col("start_ns") <= last) & (pl.col("start_ns") + pl.col("duration_ns") >= first)
-        yield "user_annotation", host(table.ranges.filter(open_then))
+        yield "user_annotation", host(table.ranges.filter(open_then | within))
         yield "cpu_op", host(operators)
         yield "cuda_runtime", host(_calls(attribution, open_then))
     for kind, category in _CATEGORIES.items():
@@ -111,6 +113,15 @@ def _parts(attribution: Attribution) -> Iterator[tuple[str, pl.DataFrame]]:
             )  # fmt: skip
 
 
+def _within_steps(attribution: Attribution) -> pl.Expr:
+    """Whether an interval lies between the first and the last moment of the part's steps and phases."""
+    spans = [frame.select("start_ns", "end_ns") for frame in (attribution.instances, attribution.forwards)]
+    first, last = pl.concat(spans).select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
+    if first is None:
+        return pl.lit(False)
+    return (pl.col("start_ns") >= first) & (pl.col("start_ns") + pl.col("duration_ns") <= last)
+
+
 def _closed(operators: pl.DataFrame, busy_ns: int) -> pl.DataFrame:
     """The operators of a CPU; raises InputError where their own times are no longer those of the part."""
     nest = Nest(operators.with_columns(numbered(operators, ["process", "thread"]).alias("track")), "track")
@@ -119,8 +130,11 @@ def _closed(operators: pl.DataFrame, busy_ns: int) -> pl.DataFrame:
     return operators
 
 
-def _operators(attribution: Attribution) -> pl.DataFrame:
-    """The operators open at the launches of the work, with all round them, and their forward operators."""
+def _operators(attribution: Attribution, within: pl.Expr) -> pl.DataFrame:
+    """The operators open at the launches of the work, with all round them, and their forward operators.
+
+    Where no range marks the phases, those that tell them are kept too: all within the steps, and the next backward.
+    """
     table, work = attribution.table, attribution.work
     recorded = table.operators
     if not recorded.height:
@@ -128,6 +142,10 @@ def _operators(attribution: Attribution) -> pl.DataFrame:
     rows = work["operator_row"].drop_nulls().unique()
     nest = Nest(recorded.with_columns(numbered(recorded, ["process", "thread"]).alias("track")), "track")
     kept = pl.Series([False]).new_from_index(0, recorded.height).scatter(rows, True)
+    if attribution.forwards.height:
+        after = recorded.filter(is_node(recorded) & (pl.col("start_ns") >= (work["launch_ns"].max() or 0)))["start_ns"]
+        near = within | pl.col("start_ns").is_in(after.sort().head(1).implode())
+        kept = kept | (recorded.select(near).to_series() & tells_phase(recorded))
     kept = _with_ancestors(kept, nest)
     sequences = recorded.filter(kept & recorded["sequence"].is_not_null()).select("process", "sequence").unique()
     tied = recorded.with_row_index("row").join(sequences, on=["process", "sequence"], how="semi")["row"]

@@ -83,7 +83,11 @@ def named_kind(name: str) -> CollectiveKind:
     return next((kind for kind in KINDS if kind.name == name), OTHER)
 
 
+_MOST_BYTES = 2**62
+"""No message has more: such a number of elements is damaged."""
+
+
 def message_bytes(elements: int | None, dtype: str | None) -> int | None:
-    """The size of a message of so many elements, or None where either is unknown."""
+    """The size of a message of so many elements, or None where either is unknown or cannot be."""
     size = _ITEM_BYTES.get((dtype or "").lower(), 1 if (dtype or "").lower().startswith("float8") else None)
-    return None if elements is None or size is None else elements * size
+    return elements * size if elements is not None and size and 0 <= elements * size <= _MOST_BYTES else None

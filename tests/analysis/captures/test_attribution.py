@@ -302,7 +302,7 @@ def test_forward_beside_another_threads_backward_is_forward():
 
 
 def test_steps_without_marks_are_the_fewer_of_forward_and_optimizer():
-    """Two micro-batches for one run of two optimizers, twice."""
+    """Two micro-batches for one run of the optimizers, twice."""
     capture = Capture()
     for begin in (0, 10_000):
         for batch in (0, 1000):
@@ -314,7 +314,21 @@ def test_steps_without_marks_are_the_fewer_of_forward_and_optimizer():
     for begin in (0, 10_000):
         capture.range("Optimizer.step#SGD.step", begin + 3500, begin + 3600)
         capture.range("Optimizer.step#Muon.step", begin + 3700, begin + 3800)
-    assert attributed(capture).steps == 4  # of four forward and six runs of an optimizer
+    assert attributed(capture).steps == 2  # three optimizers run in each of them
+    assert attributed(capture).instances.filter(pl.col("what") == "optimizer").height == 6
+
+
+@pytest.mark.parametrize("names", [("AdamW", "AdamW"), ("Muon", "AdamW")])
+def test_two_optimizers_of_one_unmarked_backward_are_one_step(names: tuple[str, str]):
+    """Nothing marks forward; of two optimizers of one class, only the backward passes tell the step."""
+    capture = training_steps(steps=3, layers=1)
+    steps = [row for row in capture.ranges if row["name"].startswith("ProfilerStep")]
+    capture.ranges = [row for row in capture.ranges if row["name"].startswith("layers.")]
+    for row in steps:
+        for place, name in enumerate(names):
+            begin = row["end"] - 100 + 40 * place
+            capture.range(f"Optimizer.step#{name}.step", begin, begin + 30)
+    assert attributed(capture).steps == 3
 
 
 def test_a_step_marked_twice_is_one_step():

@@ -1,12 +1,15 @@
 """Several ranks of one job: who waits for whom, worked out by hand; clocks; and captures that do not fit together."""
 
+import gzip
 import json
 from pathlib import Path
 
+import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepscope.analysis.ranks.answer import answer_job
 from stepscope.analysis.ranks.as_json import job_as_json
 from stepscope.analysis.ranks.checks import check_job
 from stepscope.analysis.ranks.job import Job
@@ -75,6 +78,19 @@ def test_a_shared_clock_is_left_as_it_is(tmp_path: Path):
     assert job.waiting_ns(0) == 4 * 30_000  # as the clock says
 
 
+@pytest.mark.parametrize(("apart_us", "said"), [(50, True), (1500, False)])
+def test_ends_far_apart_do_not_say_that_clocks_are_one(tmp_path: Path, apart_us: int, said: bool):
+    """Rank 1 ends earlier, at once and later by turns, so that the median difference is zero."""
+    paths = Made(steps=5).write(tmp_path)
+    trace = json.loads(paths[1].read_text())
+    met = [event for event in trace["traceEvents"] if event["name"] == ALL_REDUCE]
+    for event, sign in zip(met, (-1, 1, 0, -1, 1), strict=True):
+        event["dur"] += sign * apart_us
+    paths[1].write_text(json.dumps(trace))
+    lead = " ".join(line.text for line in answer_job(load(paths), (), "it").lead)
+    assert ("their clocks count as one" in lead) == said
+
+
 def test_without_what_the_profiler_says_names_and_order_match(tmp_path: Path):
     job = load(Made(later_ns={1: LATER_NS}, told=False).write(tmp_path))
     assert not job.matched.by_sequence and job.waiting_ns(0) == 4 * LATER_NS
@@ -136,6 +152,60 @@ def test_a_rank_that_was_cut_short(tmp_path: Path):
     assert "rank 0 has 4 steps from 7 to 10; rank 1 has 2 steps from 7 to 8" in said
 
 
+def test_ranks_with_more_steps_compute_no_more_in_each(tmp_path: Path):
+    """Six steps and three of equal length: what a rank spends a step is even."""
+    paths = Made(steps=6).write(tmp_path)
+    paths[1].write_text(json.dumps(Made(steps=3).trace(1)))
+    job = load(paths)
+    assert job.steps == 3 and not [excess for excess in job.excesses(0) if excess.what == "computation"]
+    computed = job.times.filter(pl.col("what") == "computation")
+    assert computed.height and computed["mean_ns"].to_list() == computed["most_ns"].to_list()
+    a_step = computed["most_ns"].sum() / job.steps
+    assert [rank.computation_ns / rank.steps for rank in job.ranks] == [a_step, a_step]
+
+
+def test_communication_of_a_cpu_is_no_computation(tmp_path: Path):
+    """Two operators of gloo in autograd's thread, 30 and 20 us; two of computation, 100 and 50 us."""
+    events = [
+        {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": 1, "ts": begin, "dur": length, "args": {}}
+        for name, begin, length in (
+            ("aten::mm", 0, 100), ("c10d::allreduce_", 100, 30), ("aten::mm", 200, 50), ("gloo:all_reduce", 260, 20),
+        )
+    ]  # fmt: skip
+    path = tmp_path / "rank0.json"
+    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
+    (rank,) = load([path]).ranks
+    assert (rank.computation_ns, rank.communication_ns, rank.exposed_ns) == (150_000, 50_000, 50_000)
+    assert rank.busy_ns == 200_000 and rank.times["duration_ns"].sum() == 150_000
+
+
+def test_figures_of_collectives_that_cannot_be_are_unknown(tmp_path: Path):
+    paths = Made().write(tmp_path)
+    for said in ({"In msg nelems": -5, "Out msg nelems": -5}, {"In msg nelems": 2**62, "Group size": 0}):
+        for path in paths:
+            trace = json.loads(path.read_text())
+            for event in trace["traceEvents"]:
+                if event["name"] == ALL_REDUCE:
+                    event["args"] |= said
+            path.write_text(json.dumps(trace))
+        (row,) = load(paths).collectives.to_dicts()
+        assert (row["bytes"], row["bus_bytes_per_s"], row["group_size"], row["calls"]) == (None, None, 2, 4)
+
+
+def test_a_copy_and_a_rank_beyond_the_job_are_refused(tmp_path: Path):
+    made, nameless = Made(), tmp_path / "x.json"
+    paths = made.write(tmp_path)
+    trace = made.trace(0)
+    del trace["distributedInfo"]
+    nameless.write_text(json.dumps(trace))
+    with pytest.raises(InputError, match=r"x\.json would be rank 2, but the job has 2 ranks, from 0: leave it out"):
+        load([*paths, nameless])
+    copy = tmp_path / "y.json"
+    copy.write_text(nameless.read_text())
+    with pytest.raises(InputError, match=r"x\.json and .*y\.json hold the same work at the same time: give one"):
+        load([nameless, copy])
+
+
 def test_ranks_of_different_steps_meet_nowhere(tmp_path: Path):
     paths = Made(sequences=False).write(tmp_path)
     later = json.loads(paths[1].read_text())
@@ -150,7 +220,7 @@ def test_ranks_of_different_steps_meet_nowhere(tmp_path: Path):
 
 
 def test_a_rank_by_its_files_name_or_its_place(tmp_path: Path):
-    made = Made(ranks=2)
+    made = Made(ranks=2, later_ns={1: LATER_NS})
     named, plain = tmp_path / "trace_rank5.json", tmp_path / "other.json"
     for rank, path in enumerate((named, plain)):
         trace = made.trace(rank)
@@ -165,6 +235,10 @@ def test_a_folder_gives_its_captures_in_the_order_of_their_numbers(tmp_path: Pat
     for rank in (10, 9, 1):
         (tmp_path / f"rank{rank}.json.gz").touch()
     (tmp_path / "notes.txt").touch()
+    (tmp_path / "config.json").write_text('{"learning_rate": 0.1}')
+    (tmp_path / "losses.json").write_text("[1.5, 1.25]")
+    (tmp_path / "state.json.gz").write_bytes(gzip.compress(b'{"traceEvents": []}'))
+    (tmp_path / "rank11.json").write_text('{"traceEvents": [{"ph": "X", ')  # damaged: not to be lost unseen
     run = tmp_path / "run-rank2"
     run.mkdir()
     (run / "trace.kineto.json.gz").touch()
@@ -172,6 +246,7 @@ def test_a_folder_gives_its_captures_in_the_order_of_their_numbers(tmp_path: Pat
         "rank1.json.gz",
         "rank9.json.gz",
         "rank10.json.gz",
+        "rank11.json",
         run.name,
     ]
     assert captures_in(run) == captures_in(tmp_path / "notes.txt") == []

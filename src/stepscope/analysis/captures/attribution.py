@@ -37,11 +37,12 @@ class Attribution:
     `work` is the table's `work` with columns step, phase, found_by, module, part, role, operator, operator_row, family,
     ranged. `operator_row`: the row in `table.operators` of the call that `operator` names. `ranged`: inside any named
     range, or in a phase. `found_by`: how the phase of a row was found (unmarked_phases.FOUND_BY).
-    `passes`: the backward passes that were found without ranges.
+    `forwards`: those that were found without ranges, of all processes; a backward follows each.
     `links_checked`: backward operators whose forward operator was found both by sequence number and by the profiler's
     own arrow. `links_agree`: those where both are the same operator.
-    `instances`: the steps and phases of the first process that has any (what, start_ns, end_ns). Overlapping ranges of
-    one phase (a user's range around PyTorch's own) are one instance.
+    `instances`: the steps and phases of the first process that has any (what, start_ns, end_ns, again). Overlapping
+    ranges of one phase (a user's range around PyTorch's own) are one instance. `again`: the run of a second optimizer
+    in the same step.
     """
 
     table: TraceTable
@@ -49,7 +50,7 @@ class Attribution:
     instances: pl.DataFrame
     links_checked: int
     links_agree: int
-    passes: int = 0
+    forwards: pl.DataFrame
 
     @cached_property
     def kernels(self) -> pl.DataFrame:
@@ -92,16 +93,23 @@ class Attribution:
         """Busy time of the work launched outside all ranges, or by no recorded call."""
         return int(self.rows.filter(~pl.col("ranged"))["busy_ns"].sum())
 
+    @property
+    def passes(self) -> int:
+        """The number of backward passes that were found without ranges, of the first process."""
+        return self.forwards.filter(pl.col("process") == pl.col("process").min()).height
+
     @cached_property
     def steps(self) -> int:
         """The number of traced steps, at least 1.
 
-        It is the number of step ranges or, without any, the smaller of the numbers of forward and optimizer ranges. A
-        step may have several forwards (micro-batches) for one optimizer, or several optimizers for one forward. Without
-        any of these it is the number of backward passes.
+        It is the number of step ranges or, without any, the smaller of the numbers of forwards and of runs of the
+        optimizer that runs most often. A step may have several forwards (micro-batches) for one optimizer, or several
+        optimizers for one forward. Forwards that no range marks are counted by their backward passes.
         """
-        counts = {what: self.instances.filter(pl.col("what") == what).height for what in (STEP, *PHASES)}
-        return counts[STEP] or min((n for n in (counts[FORWARD], counts[OPTIMIZER]) if n), default=max(1, self.passes))
+        once = self.instances.filter(~pl.col("again"))
+        counts = {what: once.filter(pl.col("what") == what).height for what in (STEP, *PHASES)}
+        forwards = counts[FORWARD] or self.passes
+        return counts[STEP] or min((n for n in (forwards, counts[OPTIMIZER]) if n), default=1)
 
     def self_check(self) -> None:
         """Raise AssertionError unless the parts sum to the whole exactly and no row was lost or doubled."""
@@ -113,7 +121,14 @@ class Attribution:
 def _instances(few: pl.DataFrame) -> pl.DataFrame:
     chosen = few.with_columns(pl.coalesce(pl.col("phase").cast(pl.String), "what").alias("what"))
     first = chosen.filter(pl.col("process") == pl.col("process").min())
-    return union(first, ["what"], touching=False)  # a step may begin in the nanosecond in which the last one ends
+    merged = union(first, ["what"], touching=False)  # a step may begin in the nanosecond in which the last one ends
+    names = first.filter(pl.col("what") == OPTIMIZER).group_by("name").agg(pl.len(), pl.col("start_ns").sort())
+    if not names.height:
+        return merged.with_columns(pl.lit(False).alias("again"))
+    most = names.sort(pl.col("len"), pl.col("start_ns").list.first(), descending=[True, False])["start_ns"][0]
+    before = most.search_sorted(merged["start_ns"], side="left")
+    within = most.search_sorted(merged["end_ns"], side="right")
+    return merged.with_columns(((pl.col("what") == OPTIMIZER) & (within <= before)).alias("again"))
 
 
 def attribute(table: TraceTable) -> Attribution:
@@ -131,7 +146,7 @@ def attribute(table: TraceTable) -> Attribution:
         _step(work, few),
     )
     operators = _on_threads(table.operators.with_row_index("row"), threads)
-    work, passes = with_found_phases(work, operators, table, threads)
+    work, forwards = with_found_phases(work, operators, table, threads)
     work = work.with_columns(_ranged(work, table.ranges))
     work = work.with_columns(_operator_row(work, operators, table))
     work = work.with_columns(gather(table.operators["name"], work["operator_row"]).alias("operator"))
@@ -150,7 +165,7 @@ def attribute(table: TraceTable) -> Attribution:
         instances=_instances(few),
         links_checked=checked,
         links_agree=agree,
-        passes=passes,
+        forwards=forwards,
     )
 
 

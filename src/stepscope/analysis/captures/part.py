@@ -40,6 +40,7 @@ def part_of(
     whole = summary.attribution
     # The time when a stream was free before a row also depends on the rows of other parts.
     work, instances, opened = whole.with_free_ns, whole.instances, None
+    forwards = whole.forwards
     if step is not None:
         work = _of_step(work, step, source)
         instances = _inside_step(instances, step)
@@ -54,6 +55,7 @@ def part_of(
             work = _of_number(work, column, number, source)
     if between is not None:
         work, instances = _between(whole, work, instances, between, source)
+        forwards = _leading_to(work, forwards)
     asked = {
         "--range": name, "--phase": phase, "--step": step, "--module": module, "--device": device, "--stream": stream,
         "--between": None if between is None else "T0:T1",
@@ -61,7 +63,9 @@ def part_of(
     given = [f"{option} {value}" for option, value in asked.items() if value is not None]
     if not work.height and len(given) > 1:
         raise InputError(f"{' and '.join(given)}: nothing was launched in all of these in {source}: leave one out")
-    attribution = dataclasses.replace(whole, work=work, instances=instances, links_checked=0, links_agree=0)
+    attribution = dataclasses.replace(
+        whole, work=work, instances=instances, forwards=forwards, links_checked=0, links_agree=0
+    )
     if opened is not None:
         opened = launching(opened, attribution).height
     part = Part(
@@ -137,6 +141,16 @@ def _between(
         until = f"the capture ends at {ms_text((last or first) - first)}ms"
         raise InputError(f"--between: nothing started then in {source}: {until}")
     return chosen, instances.filter((pl.col("start_ns") < end) & (pl.col("end_ns") > begin))
+
+
+def _leading_to(work: pl.DataFrame, forwards: pl.DataFrame) -> pl.DataFrame:
+    """The forwards that were the last to begin before some of the work was launched."""
+    launches = work.select("process", pl.col("launch_ns").alias("start_ns")).drop_nulls().sort("start_ns")
+    begins = forwards.select("process", "start_ns", pl.col("start_ns").alias("begin_ns")).sort("start_ns")
+    last = launches.join_asof(begins, on="start_ns", by="process", strategy="backward", check_sortedness=False)
+    return forwards.join(
+        last.select("process", pl.col("begin_ns").alias("start_ns")), on=["process", "start_ns"], how="semi"
+    )
 
 
 def _inside_ranges(whole: Attribution, work: pl.DataFrame, name: str, source: str) -> tuple[pl.DataFrame, pl.DataFrame]:

@@ -9,7 +9,7 @@ import polars as pl
 
 from stepscope.analysis.captures.range_names import is_of_pytorch, phase_of
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER, PHASES
-from stepscope.trace.nesting import Nest
+from stepscope.trace.nesting import Nest, numbered
 from stepscope.trace.table import TraceTable
 
 RANGES, NODES, THREAD, ORDER, UPDATES, ZEROED = FOUND_BY = (
@@ -26,14 +26,16 @@ _NODE = r"^autograd::engine::evaluate_function|Backward\d*$|^torch::autograd::Ac
 _UPDATE = r"^aten::_fused_(?:adam|adamw|sgd|adagrad)|^aten::_foreach_|^aten::_amp_(?:foreach|update)"
 _ENGINE = "pt_autograd"
 """PyTorch names the threads of its engine `pt_autograd_0`, `pt_autograd_1`, ..."""
+_FOLLOWED = (pl.col("sequence") >= 0) & ~(pl.col("forward_thread").fill_null(0) > 0)
 _PHASE = pl.Enum(PHASES)
 _WAY = pl.Enum(FOUND_BY)
+_NO_FORWARDS = pl.DataFrame(schema={"process": pl.Int64, "start_ns": pl.Int64, "end_ns": pl.Int64})
 
 
 def with_found_phases(
     work: pl.DataFrame, operators: pl.DataFrame, table: TraceTable, threads: pl.DataFrame
-) -> tuple[pl.DataFrame, int]:
-    """The work with `phase` filled in and its `found_by`, and the number of backward passes that were found.
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The work with `phase` filled in and its `found_by`, and the forwards that were found (process, start_ns, end_ns).
 
     `work` has track, process, launch_ns and the `phase` that its ranges give; `operators` have their track. A phase
     that the user's ranges mark anywhere is not sought: what they leave out is outside of it.
@@ -43,8 +45,9 @@ def with_found_phases(
     marked = {phase_of(name) for name in table.ranges["name"].unique().to_list() if not is_of_pytorch(name)}
     wanted = [phase for phase in PHASES if phase not in marked]
     if not wanted or not work["phase"].has_nulls():
-        return work, 0
-    nodes = operators.filter(_named(operators, _NODE))
+        return work, _NO_FORWARDS
+    operators = _with_other_threads(operators, table.operators)
+    nodes = operators.filter(is_node(operators))
     in_node = _inside(nodes, work)
     makers = _makers(operators, nodes)
     engine = _engine_tracks(threads, table, nodes, makers)
@@ -67,8 +70,32 @@ def with_found_phases(
                 pl.when(fits).then(pl.lit(way, _WAY)).otherwise("found_by").alias("found_by"),
                 pl.when(fits).then(pl.lit(phase, _PHASE)).otherwise("phase").alias("phase"),
             )
-    passes = forward.filter(pl.col("process") == pl.col("process").min()).height
-    return work, passes
+    ends = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
+    return work, forward.select("process", "start_ns", ends)
+
+
+def is_node(operators: pl.DataFrame) -> pl.Series:
+    """Whether each operator is a node of autograd's."""
+    return _named(operators, _NODE)
+
+
+def tells_phase(operators: pl.DataFrame) -> pl.Series:
+    """Whether each operator tells a phase that no range marks: a node of autograd's, or one that it may follow."""
+    return is_node(operators) | operators.select(_FOLLOWED).to_series().fill_null(False)
+
+
+def _with_other_threads(operators: pl.DataFrame, every: pl.DataFrame) -> pl.DataFrame:
+    """These operators and those of threads that launch nothing, on tracks of their own.
+
+    In the cut of a phase, the other phases' threads launch nothing, and still tell where a forward begins and ends.
+    """
+    thread = ["process", "thread"]
+    others = every.join(operators.select(thread).unique(), on=thread, how="anti", nulls_equal=True)
+    highest = operators["track"].max()
+    track = (numbered(others, thread) + (highest if isinstance(highest, int) else 0) + 1).cast(pl.Int64)
+    columns = ["track", *thread, "name", "start_ns", "duration_ns", "sequence", "forward_thread"]
+    own = operators.with_columns(pl.col("track").cast(pl.Int64)).select(columns)
+    return pl.concat([own, others.with_columns(track.alias("track")).select(columns)])
 
 
 def _named(frame: pl.DataFrame, pattern: str) -> pl.Series:
@@ -88,8 +115,7 @@ def _makers(operators: pl.DataFrame, nodes: pl.DataFrame) -> pl.DataFrame:
 
     Operators have a sequence number where gradients are enabled: an evaluation and an update have none.
     """
-    followed = (pl.col("sequence") >= 0) & ~(pl.col("forward_thread").fill_null(0) > 0)
-    makers = operators.filter(followed & ~_named(operators, _NODE))
+    makers = operators.filter(_FOLLOWED & ~is_node(operators))
     return makers.filter(Nest(nodes, "track").innermost(makers["track"], makers["start_ns"]).is_null())
 
 

@@ -14,6 +14,8 @@ from stepscope.core.units import counted, format_rate, in_ms
 
 _ROWS = 8
 """The most rows of the tables that can be long."""
+_APART_NS = 1_000_000
+"""Ends of collectives that are further apart than this do not show that clocks are shared."""
 _UNEVEN = 0.01
 """The least excess that is shown, as a share of a step."""
 
@@ -48,6 +50,8 @@ def _clocks(job: Job) -> str:
     if not compared or any(clock.offset_ns for clock in compared):
         return ""
     farthest = max(abs(clock.measured_ns or 0) + (clock.residual_ns or 0) for clock in compared)
+    if farthest > _APART_NS:  # what ends so far apart says nothing of clocks
+        return ""
     return f"They end within {in_ms(farthest)} of each other on all ranks, so their clocks count as one."
 
 
@@ -116,8 +120,7 @@ def _collective_table(job: Job) -> Table:
 
 
 def _uneven_table(job: Job) -> Table:
-    step_ns = min(rank.end_ns - rank.start_ns for rank in job.ranks) / job.steps
-    least = _UNEVEN * step_ns * job.steps
+    least = _UNEVEN * job.step_ns * job.steps
     uneven = job.times.filter((pl.col("most_ns") - pl.col("mean_ns")) >= least).head(_ROWS)
     rows: list[tuple[Cell, ...]] = [
         (_where(row), row["mean_ns"] / job.steps, row["most_ns"] / job.steps, str(row["rank"]),

@@ -31,18 +31,17 @@ def straggler(job: Job) -> Finding | None:
     late, steps = counts.row(0)
     latest = job.lateness.filter(pl.col("late") == late)["latest_ns"].median()
     latest_ns = latest if isinstance(latest, float) else 0.0
-    span_ns = min(rank.end_ns - rank.start_ns for rank in job.ranks) / job.steps
     meetings = job.matched.arrivals["collective"].n_unique()
     last = job.last_arrivals(late)
-    if latest_ns < _WORTH_A_WORD * span_ns or steps <= _MOSTLY * job.lateness.height or last < _MOSTLY * meetings:
+    if latest_ns < _WORTH_A_WORD * job.step_ns or steps <= _MOSTLY * job.lateness.height or last < _MOSTLY * meetings:
         return None
     stalled_ns = max(job.in_a_step(rank.number)[1] for rank in job.ranks if rank.number != late)
     excesses = job.excesses(late)
     return warning(
         "straggler",
         f"Rank {late} arrives last at {format_count(last)} of {counted(meetings, 'collective')}, by up to "
-        f"{in_ms(latest_ns)} in the median step, {format_share(latest_ns / span_ns)} of it; for {in_ms(stalled_ns)} of "
-        f"that another rank does nothing but wait."
+        f"{in_ms(latest_ns)} in the median step, {format_share(latest_ns / job.step_ns)} of it; for "
+        f"{in_ms(stalled_ns)} of that another rank does nothing but wait."
         f"{_reason(excesses[0], job) if excesses else ''}",
         {
             "rank": late,

@@ -11,12 +11,13 @@ from stepscope.analysis.captures.summary import layers_together
 from stepscope.analysis.ranks.matching import Matched, match_collectives
 from stepscope.analysis.ranks.rank import COMPUTATION, Rank
 from stepscope.core.errors import InputError
+from stepscope.core.units import counted
 from stepscope.work.collectives import named_kind
 
 
 @dataclass(frozen=True, kw_only=True)
 class Excess:
-    """Time that a rank spends beyond the mean of the other ranks, over the capture: computing in a module, or idle."""
+    """Time that a rank spends beyond the mean of the others, over the job's steps: computing in a module, or idle."""
 
     rank: int
     what: str
@@ -41,6 +42,11 @@ class Job:
     def steps(self) -> int:
         """The steps that every rank has."""
         return min(rank.steps for rank in self.ranks)
+
+    @property
+    def step_ns(self) -> float:
+        """The shortest mean step of any rank."""
+        return min((rank.end_ns - rank.start_ns) / rank.steps for rank in self.ranks)
 
     @cached_property
     def meetings(self) -> pl.DataFrame:
@@ -144,7 +150,8 @@ class Job:
     def times(self) -> pl.DataFrame:
         """Computation by phase and module, and idle time by phase and cause, of all layers together.
 
-        Its columns: what, phase, place, mean_ns over the ranks, most_ns, and rank (who has the most).
+        Its columns: what, phase, place, mean_ns over the ranks, most_ns, and rank (who has the most). The times are
+        of the job's steps: those of a rank with more steps are scaled down.
         """
         numbers = [rank.number for rank in self.ranks]
         wide = self._by_rank(folded=True)
@@ -171,12 +178,13 @@ class Job:
         return [Excess(rank=rank, **row) for row in rows.iter_rows(named=True) if row["excess_ns"] > 0]
 
     def _by_rank(self, *, folded: bool) -> pl.DataFrame:
-        """The times of the ranks side by side: what, phase, place, and a column of nanoseconds for each rank."""
+        """The times of the job's steps side by side: what, phase, place, and a column of nanoseconds for each rank."""
         place = layers_together("place") if folded else pl.col("place")
         every = pl.concat(
             [
                 rank.times.with_columns(
                     pl.when(pl.col("what") == COMPUTATION).then(place).otherwise("place").alias("place"),
+                    (pl.col("duration_ns") * self.steps / rank.steps).round().cast(pl.Int64).alias("duration_ns"),
                     pl.lit(str(rank.number)).alias("rank"),
                 )
                 for rank in self.ranks
@@ -197,6 +205,7 @@ def job_of(ranks: list[Rank]) -> Job:
             raise InputError(
                 f"rank {before.number} is here twice: {before.source} and {after.source}: give one of them"
             )
+    _check_distinct(ordered)
     sizes = {rank.ranks: rank for rank in ordered if rank.ranks is not None}
     if len(sizes) > 1:
         one, other, *_ = sizes.values()
@@ -204,4 +213,23 @@ def job_of(ranks: list[Rank]) -> Job:
             f"these captures are of different jobs: {one.source} is of {one.ranks} ranks and {other.source} of "
             f"{other.ranks}: give the captures of one job"
         )
+    beyond = next((rank for rank in ordered for size in sizes if rank.number >= (size or 0)), None)
+    if beyond is not None:
+        size = next(iter(sizes))
+        raise InputError(
+            f"{beyond.source} would be rank {beyond.number}, but the job has {counted(size or 0, 'rank')}, from 0: "
+            "leave it out, or name it by its rank, as in rank0.json"
+        )
     return Job(ranks=ordered, matched=match_collectives(ordered))
+
+
+def _check_distinct(ranks: tuple[Rank, ...]) -> None:
+    """Raise InputError where one capture has two names: no two processes run alike to the nanosecond.
+
+    Captures that say which rank of how many they are need no such guess.
+    """
+    seen: dict[tuple[int, ...], Rank] = {}
+    for rank in (rank for rank in ranks if rank.ranks is None):
+        same = seen.setdefault((rank.start_ns, rank.end_ns, rank.kernels, rank.computation_ns), rank)
+        if same is not rank and same.kernels > 1:
+            raise InputError(f"{same.source} and {rank.source} hold the same work at the same time: give one of them")

@@ -1,8 +1,12 @@
 """Reads the captures of a job's ranks, one after the other: what is kept of each is small."""
 
+import gzip
 import re
+import zlib
 from collections.abc import Callable
 from pathlib import Path
+
+import msgspec
 
 from stepscope.analysis.captures.load import load_capture
 from stepscope.analysis.ranks.job import Job, job_of
@@ -12,13 +16,16 @@ from stepscope.core.run_files import CAPTURE_FILES, RUN_FILE
 
 _CAPTURES = (".json", ".json.gz", ".sqlite", ".nsys-rep")
 _RANK = re.compile(r"rank[-_ .]?(\d{1,6})", re.IGNORECASE)
+_SETTINGS_BYTES = 2**22
+"""A larger JSON file beside captures is taken for a capture without a look inside."""
 _NUMBERS = re.compile(r"(\d+)")
 
 
 def captures_in(folder: Path) -> list[Path]:
     """The captures that a folder holds, or that lie in its run directories, in the order of the numbers in their names.
 
-    Empty for a file, for a run directory, and for the parquet files of one export.
+    Empty for a file, for a run directory, and for the parquet files of one export. Whole JSON documents that hold no
+    events, such as settings, are left out; whatever is damaged is not, so that no rank is lost unseen.
     """
     if not folder.is_dir() or (folder / RUN_FILE).exists() or any(folder.glob("*.parquet")):
         return []
@@ -31,10 +38,24 @@ def captures_in(folder: Path) -> list[Path]:
     found = [
         entry
         for entry in entries
-        if (entry.is_file() and entry.name.endswith(_CAPTURES))
+        if (entry.is_file() and entry.name.endswith(_CAPTURES) and not _holds_no_events(entry))
         or (entry.is_dir() and any((entry / name).exists() for name in CAPTURE_FILES))
     ]
     return sorted(found, key=lambda path: [int(part) if part.isdigit() else part for part in _NUMBERS.split(path.name)])
+
+
+def _holds_no_events(path: Path) -> bool:
+    """Whether the file is a whole JSON document that is no trace."""
+    try:
+        with (gzip.open if path.name.endswith(".gz") else open)(path, "rb") as file:
+            text = file.read(_SETTINGS_BYTES + 1)
+        if len(text) > _SETTINGS_BYTES:
+            return False
+        held = msgspec.json.decode(text)
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError):
+        return False
+    events = held.get("traceEvents") if isinstance(held, dict) else held
+    return not isinstance(events, list) or not any(isinstance(event, dict) and "ph" in event for event in events)
 
 
 def load_job(captures: list[Path], *, say: Callable[[str], None]) -> Job:

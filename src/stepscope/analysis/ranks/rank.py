@@ -71,6 +71,8 @@ def rank_of(summary: TraceSummary, number: int, source: str) -> Rank:
     attribution, table = summary.attribution, summary.attribution.table
     work, occupied = attribution.work, summary.occupation
     steps = _step_numbers(attribution)
+    # The own times of a CPU's operators do not overlap: what is no communication is computation, and hides none of it.
+    on_cpu = int(attribution.kernels.filter(~_COMPUTES)["duration_ns"].sum()) if table.on_cpu else 0
     used = [table.devices[device] for device in work["device"].unique().sort().to_list() if device in table.devices]
     start, end = work["start_ns"].min(), (work["start_ns"] + work["duration_ns"]).max()
     return Rank(
@@ -84,10 +86,11 @@ def rank_of(summary: TraceSummary, number: int, source: str) -> Rank:
         busy_ns=summary.busy_ns,
         union_ns=summary.union_ns,
         idle_ns=sum(device.idle_ns for device in occupied.devices) if occupied else 0,
-        communication_ns=sum(one.communication_ns for one in summary.overlaps),
-        exposed_ns=sum(one.exposed_ns for one in summary.overlaps),
-        # The times of a CPU's operators are nested, so that nothing overlaps: its own time is all computation.
-        computation_ns=summary.busy_ns if table.on_cpu else sum(one.computation_ns for one in summary.overlaps),
+        communication_ns=on_cpu + sum(one.communication_ns for one in summary.overlaps),
+        exposed_ns=on_cpu + sum(one.exposed_ns for one in summary.overlaps),
+        computation_ns=summary.busy_ns - on_cpu
+        if table.on_cpu
+        else sum(one.computation_ns for one in summary.overlaps),
         start_ns=start if isinstance(start, int) else 0,
         end_ns=end if isinstance(end, int) else 0,
         times=_times(summary),
@@ -138,13 +141,14 @@ def collectives_of(attribution: Attribution, steps: dict[int, int]) -> pl.DataFr
         (count, dtype): message_bytes(count, dtype)
         for count, dtype in told.select(elements, "dtype").unique().iter_rows()
     }
+    size = pl.col("group_size")
     bytes_ = [sizes[row] for row in told.select(elements, "dtype").iter_rows()]
     return told.select(
         "device",
         "stream",
         names.replace_strict(kinds, return_dtype=pl.String).alias("kind"),
         "group",
-        "group_size",
+        pl.when(size > 0).then(size).alias("group_size"),
         pl.Series("bytes", bytes_, dtype=pl.Int64),
         "sequence",
         pl.col("step").replace_strict(steps, default=pl.col("step"), return_dtype=pl.Int64),

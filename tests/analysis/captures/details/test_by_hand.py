@@ -19,9 +19,10 @@ from stepscope.analysis.captures.details.operators import operator_totals
 from stepscope.analysis.captures.details.queue import PIECES, queues
 from stepscope.analysis.captures.details.tables import View, detail_tables
 from stepscope.analysis.captures.details.trees import operator_tree, range_tree
-from stepscope.analysis.captures.part import part_of
+from stepscope.analysis.captures.part import first_event_ns, part_of
 from stepscope.analysis.captures.summary import TraceSummary
 from stepscope.core.errors import InputError
+from stepscope.core.range_names import PHASES
 from stepscope.core.units import Window, parse_window
 from stepscope.report.cut import write_cut
 from stepscope.trace.read import read_trace
@@ -239,12 +240,50 @@ def test_only_short_tables_are_shown_unasked(steps: TraceSummary):
         list(detail_tables(steps, View(only="operators", sort="colour")))
 
 
-@given(st.integers(0, 20_000), st.integers(1, 20_000), st.integers(1, 3), st.booleans())
+def unmarked_steps(steps: int = 3, layers: int = 1) -> Capture:
+    """Steps whose ranges mark modules alone: phases are those that autograd's operators tell."""
+    capture = training_steps(steps=steps, layers=layers)
+    capture.ranges = [row for row in capture.ranges if row["name"].startswith("layers.")]
+    return capture
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_cut_keeps_what_tells_unmarked_phases_and_steps(tmp_path: Path, phase: str):
+    whole = summary_of(attribute(read_trace(write_kineto(unmarked_steps(), tmp_path / "t.json"))))
+    part = part_of(whole, "it", phase=phase).attribution
+    write_cut(part, tmp_path / "cut.json")
+    cut = attribute(read_trace(tmp_path / "cut.json"))
+    assert cut.work.height == part.work.height and set(cut.work["phase"]) == {phase}
+    assert cut.steps == part.steps == 3
+
+
+def test_a_cut_of_a_phase_keeps_the_last_step(tmp_path: Path):
+    """Steps are the fewer of forwards and optimizers, and the last optimizer runs after the last forward."""
+    capture = training_steps(steps=3, layers=1)
+    capture.ranges = [row for row in capture.ranges if not row["name"].startswith("ProfilerStep")]
+    whole = summary_of(attribute(read_trace(write_kineto(capture, tmp_path / "t.json"))))
+    write_cut(part_of(whole, "it", phase="forward").attribution, tmp_path / "cut.json")
+    assert attribute(read_trace(tmp_path / "cut.json")).steps == whole.steps == 3
+
+
+def test_a_window_has_the_unmarked_steps_that_launched_its_work(tmp_path: Path):
+    """Kernels run long after their launches: by the times of the kernels alone, no forward is in any window."""
+    whole = summary_of(attribute(read_trace(write_kineto(unmarked_steps(), tmp_path / "t.json"))))
+    starts = whole.attribution.work.sort("launch_ns")["start_ns"]
+    begin = first_event_ns(whole.attribution)
+    first = part_of(whole, "it", between=Window(starts[0] - begin, starts[3] - begin))
+    assert (whole.steps, first.steps) == (3, 1)
+    assert part_of(whole, "it", between=Window(starts[0] - begin, starts[-1] - begin)).steps == 3
+
+
+@given(st.integers(0, 20_000), st.integers(1, 20_000), st.integers(1, 3), st.tuples(st.booleans(), st.booleans()))
 def test_a_cut_of_any_window_reads_as_the_part(
-    tmp_path_factory: pytest.TempPathFactory, begin: int, length: int, layers: int, packed: bool
+    tmp_path_factory: pytest.TempPathFactory, begin: int, length: int, layers: int, ways: tuple[bool, bool]
 ):
+    packed, marked = ways
     folder = tmp_path_factory.mktemp("cut")
-    whole = summary_of(attribute(read_trace(write_kineto(training_steps(layers=layers), folder / "t.json"))))
+    capture = training_steps(layers=layers) if marked else unmarked_steps(2, layers)
+    whole = summary_of(attribute(read_trace(write_kineto(capture, folder / "t.json"))))
     try:
         part = part_of(whole, "it", between=Window(begin, begin + length))
     except InputError:
