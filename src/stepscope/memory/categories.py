@@ -66,7 +66,7 @@ def by_evidence(table: pl.DataFrame) -> pl.DataFrame:
     before, never = pl.col("alloc_event").is_null(), pl.col("free_event").is_null()
     phase, freed_in = pl.col("phase"), pl.col("free_phase")
     zeroed = _has("free_signs", Sign.ZERO_GRAD)
-    in_optimizer = phase == OPTIMIZER
+    in_optimizer, freed_in_optimizer = _of_optimizer(phase), _of_optimizer(freed_in)
     return table.with_columns(
         category=pl.when(_has("signs", Sign.WORKSPACE))
         .then(pl.lit("workspaces"))
@@ -76,11 +76,11 @@ def by_evidence(table: pl.DataFrame) -> pl.DataFrame:
         .then(pl.lit("saved for backward"))
         .when(before & zeroed)
         .then(pl.lit("gradients"))
-        .when(before & (freed_in == OPTIMIZER))
+        .when(before & freed_in_optimizer)
         .then(pl.lit("optimizer state"))
         .when(in_optimizer & (never | (pl.col("span") != pl.col("free_span"))))
         .then(pl.lit("optimizer state"))
-        .when((phase == BACKWARD) & (zeroed | never | (freed_in == OPTIMIZER)))
+        .when((phase == BACKWARD) & (zeroed | never | freed_in_optimizer))
         .then(pl.lit("gradients"))
         .when(_has("free_signs", Sign.AUTOCAST_EXIT))
         .then(pl.lit("cast copies"))
@@ -88,6 +88,11 @@ def by_evidence(table: pl.DataFrame) -> pl.DataFrame:
         .then(pl.lit("saved for backward"))
         .otherwise(pl.lit("temporaries"))
     )
+
+
+def _of_optimizer(phase: pl.Expr) -> pl.Expr:
+    """Whether a phase is the optimizer's, by stepscope's name or by the range that PyTorch puts round each step."""
+    return (phase == OPTIMIZER) | phase.str.starts_with("Optimizer.step#")
 
 
 def _has(column: str, sign: Sign) -> pl.Expr:
