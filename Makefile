@@ -14,7 +14,7 @@ run: $(INSTALLED)  ## Measure one training step here, and show it.
 test: lint  ## Lint, types and tests.
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile
 
-hostile: $(INSTALLED)  ## The long campaigns: kills, signals, directories that vanish, damaged files. An hour on two cores.
+hostile: $(INSTALLED)  ## The long campaigns: kills, signals, directories that vanish, damaged files. Over an hour on two cores.
 	$(BIN)/python -m tests.hostile.signals --out results/cpu/hostile/signals.json
 	$(BIN)/python -m tests.hostile.churn --out results/cpu/hostile/churn.json
 	$(BIN)/python -m tests.hostile.kills --out results/cpu/hostile/kills.json

@@ -7,7 +7,7 @@ import polars as pl
 
 from stepscope.analysis.captures.attribution import Attribution, attribute
 from stepscope.trace.launches import operators_as_work, with_launches
-from stepscope.trace.table import CALL_SCHEMA, OPERATOR_SCHEMA, RANGE_SCHEMA, WORK_SCHEMA, TraceTable
+from stepscope.trace.table import CALL_SCHEMA, OPERATOR_SCHEMA, RANGE_SCHEMA, WORK_SCHEMA, TraceTable, with_details
 
 PROCESS, MAIN, AUTOGRAD = 1, 11, 12
 
@@ -66,7 +66,7 @@ def traced(
     )  # fmt: skip
     table = TraceTable(
         profiler="Kineto",
-        work=with_launches(recorded, table_calls),
+        work=with_details(with_launches(recorded, table_calls)),
         calls=table_calls,
         ranges=pl.DataFrame(
             [(start, end - start, PROCESS, *(thread or [MAIN]), name, True) for name, start, end, *thread in ranges],
@@ -90,7 +90,7 @@ def of_a_cpu(*operators: tuple[Any, ...]) -> Attribution:
     return attribute(
         TraceTable(
             profiler="Kineto",
-            work=operators_as_work(frame),
+            work=with_details(operators_as_work(frame)),
             calls=CALL_SCHEMA.to_frame(),
             ranges=RANGE_SCHEMA.to_frame(),
             operators=frame,

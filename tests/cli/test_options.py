@@ -199,7 +199,7 @@ def test_a_shell_is_offered_names():
     assert offered("stepscope run --model s") == ["small"]
     assert offered("stepscope sweep --model small,x") == ["small,xl"]
     assert offered("stepscope sweep --dtype bf16,fp1") == ["bf16,fp16"]
-    assert offered("stepscope fit --device H2") == ["H200"]
+    assert offered("stepscope fit --device H2") == ["H200", "H20"]
     assert offered("stepscope memory last --at b") == ["backward"]
     (name,) = offered("stepscope show --runs results/h200/limit-80GiB xl-b4-s1024")
     assert name.startswith("xl-b4-s1024") and list(ROOT.glob(f"results/h200/limit-80GiB/*{name}/run.json"))

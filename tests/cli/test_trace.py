@@ -98,6 +98,39 @@ def test_text(tmp_path: Path):
     check_golden(done.stdout, GOLDEN)
 
 
+def test_tables_that_are_asked_for(tmp_path: Path):
+    path = write_kineto(training_steps(), tmp_path / "t.json")
+    for only, head in (
+        ("kernel durations", "kernel durations, us"),
+        ("tree", "operator tree, a step"),
+        ("queue", "queue"),
+    ):
+        done = stepscope("trace", path, "--only", only, "--top", "3")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f" {head} ")
+    by_calls = stepscope("trace", path, "--only", "operators", "--sort", "calls", "--style", "csv").stdout.splitlines()
+    assert by_calls[1].startswith("aten::mm 2x3 3x4,8")
+    said = spoken(path, "--top", "3")
+    assert len(said["operator_tree"]) == 3
+    assert {"operators", "kernel_times", "host_calls", "copies_by_direction", "queues"} <= set(spoken(path))
+    assert spoken(path, "--stream", "7", "--module", "layers.0")["part"]["module"] == "layers.0"
+    nothing = stepscope("trace", path, "--only", "graph replays")
+    assert (nothing.returncode, nothing.stdout) == (2, "")
+    assert "nothing for such a table" in nothing.stderr
+
+
+def test_a_cut_is_a_capture(tmp_path: Path):
+    path, cut = write_kineto(training_steps(), tmp_path / "t.json"), tmp_path / "cut.json.gz"
+    done = stepscope("trace", path, "--step", "1", "--cut", cut)
+    assert done.returncode == 0, done.stderr
+    assert "rows of work in" in done.stderr
+    one, other = spoken(path, "--step", "1"), spoken(cut)
+    for key in ("kernels", "busy_ns", "union_ns", "copies", "phases", "modules", "families"):
+        assert one[key] == other[key], key
+    assert stepscope("trace", path, "--cut", path).returncode == 2
+    assert stepscope("trace", path, "--against", path, "--cut", cut).returncode == 2
+
+
 def test_hostile_names_move_no_cursor(tmp_path: Path):
     capture = Capture()
     hostile = "\x1b[2J\x1b]0;owned\x07<script>alert(1)</script>\r\n" + "x" * 5000
@@ -109,6 +142,21 @@ def test_hostile_names_move_no_cursor(tmp_path: Path):
         assert done.returncode == 0
         assert "\x1b" not in done.stdout and "\r" not in done.stdout
         assert hostile in spoken(path)["ranges"]
+
+
+def test_names_that_mean_something_to_a_terminal_are_shown_as_text(tmp_path: Path):
+    names = ["[bold]x[/bold]", "\x1b[2Jevil", "\u202eevil", "a\nb", "a b", ""]
+    capture = Capture()
+    capture.range("forward", 0, 100_000)
+    for number, name in enumerate(names):
+        capture.range(f"[red]m{name}", 1000 * number + 100, 1000 * number + 600)
+        capture.kernel(1000 * number + 200, 50, name=name)
+    for path in (write_kineto(capture, tmp_path / "t.json"), write_sqlite(nsys_tables(capture), tmp_path / "t.sqlite")):
+        done = stepscope("trace", path)
+        rows = {line.strip().partition("   ")[0] for line in done.stdout.splitlines()}
+        told = {"[bold]x[/bold]", "\\u001b[2Jevil", "\\u202eevil", "a b (1)", "a b (2)", "(no name)"}
+        assert len(told & rows) == 5  # as many kernels as the table shows
+        assert {"[red]m[bold]x[/bold]", "[red]m\\u001b[2Jevil", "[red]ma b", "[red]ma b (2)", "[red]m"} <= rows
 
 
 def test_a_run_beside_the_capture_gives_the_unprofiled_times(tmp_path: Path):

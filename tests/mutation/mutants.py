@@ -141,7 +141,7 @@ MUTANTS = (
     ),
     Mutant(
         name="PyTorch's FlashAttention is unknown",
-        file="analysis/kernels/family_rules.py",
+        file="analysis/kernels/kernel_rules.py",
         old='r"(?:^|::|_)(?:flash_(?:fwd|bwd)|fmha_|',
         new='r"(?:^|::|_)(?:fmha_|',
         falsifies="fused attention is no attention",

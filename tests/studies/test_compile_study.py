@@ -227,6 +227,21 @@ def test_kernels_by_name_and_by_capture():
     assert found[PRODUCTS].busy_s == pytest.approx(0.012)
 
 
+def test_generated_kernels_are_one_kind_whatever_their_families():
+    rows = [("normalisation", "forward", 6, 6e6), ("softmax", "forward", 2, 1e6), ("reduction", "optimizer", 3, 3e6)]
+    generated = [
+        ("normalisation", "forward", 4, 5e6),
+        ("softmax", "forward", 2, 1e6),
+        ("reduction", "optimizer", 3, 3e6),
+    ]
+    families, of_compiler = (
+        tuple(FamilyRow(family=f, phase=p, calls=n, busy_ns=ns) for f, p, n, ns in each) for each in (rows, generated)
+    )
+    found = kernels_of_capture(msgspec.structs.replace(digest(families), generated=of_compiler))
+    assert {kind: total.calls for kind, total in found.items()} == {REDUCTIONS: 2, GENERATED: 6, OPTIMIZER: 3}
+    assert found[REDUCTIONS].busy_s == pytest.approx(0.001) and found[GENERATED].busy_s == pytest.approx(0.006)
+
+
 def digest(families: tuple[FamilyRow, ...]) -> TraceDigest:
     busy = int(sum(row.busy_ns for row in families))
     return TraceDigest(

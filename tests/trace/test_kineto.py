@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stepscope.core.errors import InputError
 from stepscope.trace.read import read_trace
-from stepscope.trace.table import Damage, TraceTable
+from stepscope.trace.table import DETAIL_SCHEMA, Damage, TraceTable
 from tests.captures import AUTOGRAD, MAIN, PROCESS, kineto_trace, training_steps
 
 Event = dict[str, Any]
@@ -77,7 +77,7 @@ def test_spellings_of_all_versions(tmp_path: Path, spelling: str):
     ]
     trace = {"deviceProperties": [{"id": 0, "name": "NVIDIA H200"}], "traceEvents": events, "pytorch_version": "2.11"}
     table = read(json.dumps(events) if spelling == "list" else trace, tmp_path)
-    assert table.work.rows(named=True) == [
+    assert table.work.drop(list(DETAIL_SCHEMA)).rows(named=True) == [
         {
             "start_ns": 130_000, "duration_ns": 40_000, "device": 0, "stream": 7, "kind": "kernel", "name": "gemm",
             "process": 10, "correlation": 77, "external": 3, "graph_node": None,
@@ -114,6 +114,29 @@ def test_amd(tmp_path: Path):
     assert table.work.select("device", "kind", "launch_ns").rows() == [
         (8, "kernel", 10_000), (8, "kernel", 14_000), (8, "memcpy", 18_000), (8, "memset", 22_000),
     ]  # fmt: skip
+
+
+def test_what_is_told_of_kernels_and_copies(tmp_path: Path):
+    """A damaged count is null: no time depends on it."""
+    told = {"grid": [512, 1, 1], "block": [64, 2, 1], "registers per thread": 40, "est. achieved occupancy %": 75}
+    copy = event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 90, 5, 0, 7, bytes=4096)
+    table = read(
+        [
+            launch(10, 1), kernel(30, 5, 1, **told),
+            launch(11, 2), kernel(40, 5, 2, **{**told, "registers per thread": -1, "est. achieved occupancy %": 7.5}),
+            launch(12, 3), kernel(50, 5, 3, grid="wide", **{"registers per thread": 2**40}),
+            copy, copy | {"args": {"bytes": 2**70}}, copy | {"args": {"bytes": "many"}},
+        ],
+        tmp_path,
+    )  # fmt: skip
+    assert table.work.select("bytes", "grid", "block", "registers", "occupancy").rows() == [
+        (None, "[512,1,1]", "[64,2,1]", 40, 75.0),
+        (None, "[512,1,1]", "[64,2,1]", None, 7.5),
+        (None, '"wide"', None, None, None),
+        (4096, None, None, None, None),
+        (None, None, None, None, None),
+        (None, None, None, None, None),
+    ]
 
 
 US = 1_000

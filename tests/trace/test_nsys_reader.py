@@ -15,7 +15,7 @@ from stepscope.analysis.captures.summary import TraceSummary
 from stepscope.core.errors import InputError
 from stepscope.trace.read import read_trace
 from stepscope.trace.readers import nsys_tables
-from stepscope.trace.table import Damage, TraceTable
+from stepscope.trace.table import DETAIL_SCHEMA, Damage, TraceTable
 from tests.captures import (
     AUTOGRAD,
     CALLS,
@@ -76,7 +76,7 @@ def one_step() -> Capture:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step(tmp_path: Path, mode: str):
     table = read(tables_of(one_step()), tmp_path, mode)
-    assert table.work.rows(named=True)[0] == {
+    assert table.work.drop(list(DETAIL_SCHEMA)).rows(named=True)[0] == {
         "start_ns": 1300, "duration_ns": 40, "device": 0, "stream": 7, "kind": "kernel", "name": GEMM,
         "process": global_pid(PROCESS), "correlation": 1, "external": None, "graph_node": None,
         "launch_row": 0, "launch_ns": 300, "launch_thread": global_tid(PROCESS, MAIN),
@@ -219,6 +219,25 @@ def test_the_bandwidth_of_copies(tmp_path: Path):
     counters = read(tables, tmp_path).counters
     assert counters.select("start_ns", "device", "value").rows() == [(1700, 0, 800_000_000_000), (1705, 0, 0)]
     assert counters["name"].unique().to_list() == ["copy bandwidth, bytes/s"]
+
+
+def test_what_is_told_of_kernels_and_copies(tmp_path: Path):
+    capture = one_step()
+    capture.kernel(700, 5, kind="memcpy", call="cudaMemcpyAsync")
+    capture.kernel(720, 6, kind="memset", call="cudaMemsetAsync")
+    tables = tables_of(capture)
+    sizes = {"gridX": 2, "gridY": 3, "gridZ": 1, "blockX": 128, "blockY": 1, "blockZ": 1, "registersPerThread": 40}
+    tables[KERNELS] = [{**row, **sizes} for row in tables[KERNELS]]
+    tables[KERNELS][1] |= {"gridY": None, "registersPerThread": -1}
+    tables[COPIES] = [{**row, "bytes": 4096, "srcKind": 0, "dstKind": 2} for row in tables[COPIES]]
+    tables[COPIES] += [{**tables[COPIES][0], "bytes": -5, "srcKind": 99}]
+    assert read(tables, tmp_path).work.select(list(DETAIL_SCHEMA)).rows() == [
+        (None, None, "[2, 3, 1]", "[128, 1, 1]", 40, None),
+        (None, None, None, "[128, 1, 1]", None, None),
+        (4096, "Pageable -> Device", None, None, None, None),
+        (None, None, None, None, None, None),
+        (None, None, None, None, None, None),
+    ]
 
 
 OPTIONAL = [
@@ -432,6 +451,7 @@ def test_rows_that_end_before_they_begin_are_counted(tmp_path: Path, mode: str):
     tables = tables_of(one_step())
     for table, row in ((KERNELS, 1), (CALLS, 0), (RANGES, 1)):
         tables[table][row]["end"] = tables[table][row]["start"] - 3
+    tables[RANGES].append(nvtx("a mark", 500, 0, kind=34))
     table = read(tables, tmp_path, mode)
     assert table.damage == Damage(backwards={"calls": 1, "kernels, copies and fills": 1, "ranges": 1})
     assert table.work["duration_ns"].to_list() == [40, 0]

@@ -24,7 +24,7 @@ from stepscope.core.model_config import PRESETS, ModelConfig
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.range_names import PHASES as CAPTURED_PHASES
 from stepscope.core.run import Settings
-from stepscope.core.units import parse_bytes, parse_flops_per_s
+from stepscope.core.units import parse_bytes, parse_flops_per_s, parse_window
 from stepscope.core.workload import (
     CHECKPOINTING_CHOICES,
     COMPILES,
@@ -267,9 +267,25 @@ OPTIONS = (
     Option("fake", bool, QUESTION, "Predict a second time, by running the step on PyTorch's fake tensors.",
            default=False),
     Option("against", Path, QUESTION, "Another capture: what changed from it to this one."),
+    Option("between", parse_window, QUESTION, 
+           "Only work that starts in this window from the first event, as in 12ms:20ms.",
+           metavar="T0:T1"),
+    Option("module", str, QUESTION, "Only this module and those inside it, as in layers.0, or layers.*.mlp for all.",
+           metavar="NAME", verbs=("trace",)),
+    Option("device", int, QUESTION, "Only this device, by its number.", least=0, verbs=("trace",)),
+    Option("stream", int, QUESTION, "Only this stream, by its number.", least=0),
+    Option("graph_capture", Path, QUESTION,
+           "A trace of the steps in which CUDA graphs were captured: `--only \"graph nodes\"` then tells each kernel's "
+           "operator and module.", metavar="FILE"),
+    Option("top", int, QUESTION, 
+           "How many rows the tables of details have: 5, or all of those that --only names. With --json: adds trees of "
+           "so many nodes.", least=1),
+    Option("sort", str, QUESTION, "The column by which the tables of details are ordered, as in calls.",
+           metavar="COLUMN"),
     Option("range", str, QUESTION, "Only what was launched inside ranges of this name.", metavar="NAME"),
     Option("phase", str, QUESTION, "Only this phase.", verbs=("trace",), choices=CAPTURED_PHASES),
     Option("step", int, QUESTION, "Only this step; the first is 0.", least=0),
+    Option("rank", int, QUESTION, "Of several captures, only that of this rank.", least=0),
     Option("against", Path, QUESTION, "Compare with the measured runs in this folder.", metavar="DIR",
            verbs=("fit",)),
     Option("apart", Path, QUESTION,
@@ -309,6 +325,8 @@ OPTIONS = (
     Option("style", str, OUTPUT, f"{', '.join(STYLES)}; csv and jsonl with bare figures.", Presentation, "terminal",
            complete=completion.words(*STYLES)),
     Option("figures", Path, OUTPUT, "Keep the figures in this file, as they come; --from shows it.", metavar="FILE"),
+    Option("cut", Path, OUTPUT,
+           "Write what is asked for as a smaller trace of torch.profiler's format (.json, .json.gz).", metavar="FILE"),
     Option("perfetto", Path, OUTPUT, "Write a trace for Perfetto, with phases, families and counters as tracks.",
            metavar="FILE"),
     Option("save", Path, OUTPUT, "Draw a plot into this file: .svg, .png, .html or .json.", metavar="FILE"),

@@ -1,5 +1,6 @@
 """`stepscope trace`: what a capture says, whichever profiler made it."""
 
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,28 +8,58 @@ import typer
 
 from stepscope.cli.output import draw, json_line, warn
 from stepscope.cli.presentation import Presentation
+from stepscope.cli.trace_job import capture_of_rank, captures_of, show_job
 from stepscope.cli.verb import file_or_run, verb
+from stepscope.core.answer import Answer, name_of
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError
 from stepscope.core.finding import worst
 from stepscope.core.polars_memory import give_pages_back
-from stepscope.core.run_directory import find_place
+from stepscope.core.units import Window
 
 if TYPE_CHECKING:
+    from stepscope.analysis.captures.details.tables import View
     from stepscope.analysis.captures.summary import TraceSummary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What --range, --phase, --step, --module, --device, --stream and --between say."""
+
+    range_: str | None
+    phase: str | None
+    step: int | None
+    module: str | None
+    device: int | None
+    stream: int | None
+    between: Window | None
+
+    @property
+    def is_part(self) -> bool:
+        """Whether any of them is given."""
+        return any(getattr(self, field.name) is not None for field in fields(self))
 
 
 @verb(
     "trace",
     "stepscope trace runs/small-b4-s512-fp32-train-4f2c --range softmax --phase forward",
-    "stepscope trace after.json.gz --against before.json.gz",
+    "stepscope trace rank0.json.gz rank1.json.gz",
 )
 def trace(
-    file: Annotated[str, file_or_run("A trace of torch.profiler (.json, .json.gz), an nsys report or export")],
+    file: Annotated[
+        list[str],
+        file_or_run(
+            "A trace of torch.profiler (.json, .json.gz), an nsys report or export; several, or a folder of them, are "
+            "the ranks of one job"
+        ),
+    ],
     *,
     against: Path | None,
-    range_: str | None,
-    phase: str | None,
-    step: int | None,
+    asked_for: Selection,
+    rank: int | None,
+    top: int | None,
+    sort: str | None,
+    graph_capture: Path | None,
+    cut: Path | None,
     no_ranges: bool,
     perfetto: Path | None,
     runs: Path,
@@ -36,9 +67,11 @@ def trace(
     shown: Presentation,
 ) -> None:
     """Where the time of a captured step went: by phase, family, kernel and module, every nanosecond accounted for."""
-    is_part = (range_, phase, step) != (None, None, None)
+    is_part = asked_for.is_part
+    if cut is not None and against is not None:
+        raise InputError("--cut writes one capture, --against compares two: ask for one after the other")
     if perfetto is not None and (against is not None or is_part):
-        other = "--against compares two" if against is not None else "--range, --phase and --step show a part"
+        other = "--against compares two" if against is not None else "other options show a part"
         raise InputError(f"--perfetto shows one whole capture, {other}: ask for one after the other")
     if save is not None:
         from stepscope.report.plots.save import check_target
@@ -46,13 +79,25 @@ def trace(
         if against is not None:
             raise InputError("--save draws one capture, --against compares two: leave one of them out")
         check_target(save)
-    place = find_place(file, runs)
     del no_ranges  # captures without ranges are read in any case
+    captures = captures_of(file, runs)
+    if len(captures) > 1 and rank is None:
+        of_one = {"--against": against, "--cut": cut, "--top": top, "--sort": sort, "--graph-capture": graph_capture}
+        given = [option for option, value in of_one.items() if value is not None]
+        if given or is_part:
+            words = given[0] if given else "what chooses a part"
+            raise InputError(
+                f"{words} is for one capture, and these are {len(captures)}: choose one with --rank, or name one file"
+            )
+        if show_job(captures, perfetto=perfetto, save=save, shown=shown) == "error":
+            raise typer.Exit(EXIT_CHECK_FAILED)
+        return
+    place = captures[0] if rank is None else capture_of_rank(captures, rank)
     summary = load_summary(place)
-    asked = _part(summary, place, range_, phase, step) if is_part else summary
+    asked = _part(summary, place, asked_for) if is_part else summary
     if against is not None:
         before = load_summary(against)
-        _compare(_part(before, against, range_, phase, step) if is_part else before, asked, against, place, shown)
+        _compare(_part(before, against, asked_for) if is_part else before, asked, against, place, shown)
         return
     from stepscope.analysis.captures.checks import check_trace
 
@@ -66,17 +111,49 @@ def trace(
     from stepscope.analysis.captures.answer import answer_trace
     from stepscope.analysis.captures.as_json import trace_as_json
 
-    answer = answer_trace(asked, findings, str(place))
-    shown.show(answer, document=lambda: json_line(trace_as_json(asked, findings)))
+    view = _view(shown.only, top, sort, graph_capture)
+    answer = answer_trace(asked, findings, str(place), view)
+    if cut is not None:
+        from stepscope.report.cut import write_cut
+
+        warn(f"{write_cut(asked.attribution, cut, source=place)} rows of work in {cut}")
+    _check_only(answer, shown.only)
+    shown.show(answer, document=lambda: json_line(trace_as_json(asked, findings, view)))
     draw(answer, save)
     if worst(findings) == "error":
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
-def _part(summary: "TraceSummary", file: Path, name: str | None, phase: str | None, step: int | None) -> "TraceSummary":
+def _part(summary: "TraceSummary", file: Path, asked: Selection) -> "TraceSummary":
     from stepscope.analysis.captures.part import part_of
 
-    return part_of(summary, str(file), step=step, phase=phase, name=name)
+    return part_of(
+        summary, str(file), step=asked.step, phase=asked.phase, name=asked.range_, module=asked.module,
+        device=asked.device, stream=asked.stream, between=asked.between,
+    )  # fmt: skip
+
+
+def _view(only: str | None, top: int | None, sort: str | None, graph_capture: Path | None) -> "View":
+    from stepscope.analysis.captures.details.graph_replays import captured_graphs
+    from stepscope.analysis.captures.details.tables import View
+    from stepscope.trace.read import read_trace
+
+    captures = captured_graphs(read_trace(graph_capture)) if graph_capture is not None else ()
+    if graph_capture is not None and not captures:
+        raise InputError(f"--graph-capture {graph_capture}: no CUDA graph is captured in this trace")
+    return View(only=only, top=top, sort=sort, captures=captures)
+
+
+def _check_only(answer: Answer, only: str | None) -> None:
+    """Raise InputError where --only names no table, with the names of those that are made when they are asked for."""
+    if only is None or answer.has(only):
+        return
+    from stepscope.analysis.captures.details.tables import detail_heads
+
+    if any(only.casefold() in head for head in detail_heads()):
+        raise InputError(f"--only {only!r}: this capture, or this part of it, has nothing for such a table")
+    titles = ", ".join(dict.fromkeys(repr(name) for name in (*map(name_of, answer.tables), *detail_heads()) if name))
+    raise InputError(f"--only {only!r} names no table: there are {titles}, and findings")
 
 
 def _compare(before: "TraceSummary", after: "TraceSummary", old: Path, new: Path, shown: Presentation) -> None:

@@ -13,6 +13,8 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     peak_flops_per_s: dict[str, float]
     peak_bytes_per_s: float | None = None
+    link_bytes_per_s: float | None = None
+    """What the links to the other devices of its host carry in one direction, all together."""
     source: str
 
     def peak_for(self, dtype: Dtype) -> float | None:
@@ -25,56 +27,129 @@ def product_dtype(dtype: Dtype) -> Dtype:
     return "bf16" if dtype == "bf16-pure" else dtype
 
 
-def _nvidia(name: str, gb: int, tb_per_s: float, source: str, /, **teraflops: float) -> tuple[str, DeviceSpec]:
+def _device(name: str, gb: int, tb_per_s: float, source: str, /, **teraflops: float) -> tuple[str, DeviceSpec]:
     return name, DeviceSpec(
         name=name,
         memory_bytes=gb * 10**9,
         peak_flops_per_s={dtype: rate * 1e12 for dtype, rate in teraflops.items()},
         peak_bytes_per_s=tb_per_s * 1e12,
+        link_bytes_per_s=next((gb_per_s * 1e9 for start, gb_per_s in _LINKS.items() if name.startswith(start)), None),
         source=source,
     )
 
 
-_HOPPER = {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9}
-_A100 = {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}
+_LINKS = {
+    "NVIDIA GB300": 900, "NVIDIA B300": 900, "NVIDIA GB200": 900, "NVIDIA B200": 900, "NVIDIA GH200": 450,
+    "NVIDIA H200 NVL": 450, "NVIDIA H200": 450, "NVIDIA H100 80GB": 450, "NVIDIA H800": 200, "NVIDIA H20": 450,
+    "NVIDIA A100-SXM4": 300, "NVIDIA A800-SXM4": 200, "Tesla V100-SXM2": 150,
+    "AMD Instinct MI355X": 537.6, "AMD Instinct MI350X": 537.6, "AMD Instinct MI325X": 448, "AMD Instinct MI300X": 448,
+}  # fmt: skip
+"""GB/s of NVLink or Infinity Fabric in one direction, half of what the datasheets count in both. Cards on PCIe, alone
+or in bridged pairs, have none here: what connects them depends on the host."""
+
+
+def _rates(bf16: float, tf32: float | None = None, fp32: float = 0.0, fp8: float | None = None) -> dict[str, float]:
+    """TFLOP/s by dtype, of which fp16 has as many as bf16. A dtype that the device does not multiply is left out."""
+    rates = {"bf16": bf16, "fp16": bf16, "tf32": tf32, "fp32": fp32, "fp8": fp8}
+    return {dtype: rate for dtype, rate in rates.items() if rate}
+
+
+_HOPPER = _rates(989.4, 494.7, 66.9, 1978.9)
+_HOPPER_NVL = _rates(835.5, 417.5, 60, 1670.5)
+_A100 = _rates(312, 156, 19.5)
+_V100 = {"fp16": 125, "fp32": 15.7}
+_B200, _GB200 = _rates(2250, 1100, 75, 4500), _rates(2500, 1250, 80, 5000)
+_MI300 = _rates(1307.4, 653.7, 163.4, 2614.9)
+_MI350X, _MI355X = _rates(2306.9, None, 144.2, 4613.7), _rates(2516.6, None, 157.3, 5033.2)
+_GA102 = "NVIDIA Ampere GA102 whitepaper (fp32 accumulate)"
+_ADA = "NVIDIA Ada architecture whitepaper (fp32 accumulate)"
+_RTX_BLACKWELL = "NVIDIA RTX Blackwell architecture whitepaper (fp32 accumulate)"
+_HALF_OF_TWO = ", half of it: one of its two dies is a device"
 
 DATASHEET: dict[str, DeviceSpec] = dict(
     [
-        # The name is the one the driver reports. Sparse figures of the datasheets are halved.
-        _nvidia("NVIDIA H200", 141, 4.8, "NVIDIA H200 datasheet (SXM)", **_HOPPER),
-        _nvidia("NVIDIA H100 80GB HBM3", 80, 3.35, "NVIDIA H100 datasheet (SXM)", **_HOPPER),
-        _nvidia(
-            "NVIDIA H100 PCIe", 80, 2.0, "NVIDIA H100 datasheet (PCIe)",
-            bf16=756, fp16=756, tf32=378, fp32=51,
+        # The name is the one the driver reports. Rates are at the boost clock. Sparse figures are halved.
+        _device("NVIDIA GB300", 288, 8.0, "NVIDIA GB300 NVL72 datasheet, for each of 72 GPUs", **_GB200),
+        _device("NVIDIA B300 SXM6 AC", 288, 8.0, "NVIDIA HGX B300 datasheet, for each of 8 GPUs", **_B200),
+        _device("NVIDIA GB200", 186, 8.0, "NVIDIA Blackwell datasheet (GB200 NVL72)", **_GB200),
+        _device("NVIDIA B200", 180, 7.7, "NVIDIA Blackwell datasheet (HGX B200)", **_B200),
+        _device("NVIDIA GH200 480GB", 96, 4.0, "NVIDIA GH200 datasheet (96GB HBM3)", **_HOPPER),
+        _device("NVIDIA GH200 144G HBM3e", 144, 4.9, "NVIDIA GH200 datasheet (144GB HBM3e)", **_HOPPER),
+        _device("NVIDIA H200", 141, 4.8, "NVIDIA H200 datasheet (SXM)", **_HOPPER),
+        _device("NVIDIA H200 NVL", 141, 4.8, "NVIDIA H200 datasheet (NVL)", **_HOPPER_NVL),
+        _device("NVIDIA H100 80GB HBM3", 80, 3.35, "NVIDIA H100 datasheet (SXM)", **_HOPPER),
+        _device("NVIDIA H100 NVL", 94, 3.9, "NVIDIA H100 datasheet (NVL)", **_HOPPER_NVL),
+        _device("NVIDIA H100 PCIe", 80, 2.0, "NVIDIA H100 datasheet (PCIe)", **_rates(756, 378, 51, 1513)),
+        _device("NVIDIA H800", 80, 3.35, "NVIDIA H800 datasheet (SXM)", **_HOPPER),
+        _device("NVIDIA H20", 96, 4.0, "NVIDIA H20 datasheet", **_rates(148, 74, 44, 296)),
+        _device("NVIDIA A100-SXM4-80GB", 80, 2.039, "NVIDIA A100 datasheet (80GB SXM)", **_A100),
+        _device("NVIDIA A100-SXM4-40GB", 40, 1.555, "NVIDIA A100 datasheet (40GB SXM)", **_A100),
+        _device("NVIDIA A100 80GB PCIe", 80, 1.935, "NVIDIA A100 datasheet (80GB PCIe)", **_A100),
+        _device("NVIDIA A100-PCIE-40GB", 40, 1.555, "NVIDIA A100 datasheet (40GB PCIe)", **_A100),
+        _device("NVIDIA A800-SXM4-80GB", 80, 2.039, "NVIDIA A800 datasheet (80GB SXM)", **_A100),
+        _device("NVIDIA A40", 48, 0.696, "NVIDIA A40 datasheet", **_rates(149.7, 74.8, 37.4)),
+        _device("NVIDIA A30", 24, 0.933, "NVIDIA A30 datasheet", **_rates(165, 82, 10.3)),
+        _device("NVIDIA A10", 24, 0.6, "NVIDIA A10 datasheet", **_rates(125, 62.5, 31.2)),
+        _device("NVIDIA A10G", 24, 0.6, "NVIDIA A10G datasheet", **_rates(70, 35, 35)),
+        _device("NVIDIA L40S", 48, 0.864, "NVIDIA L40S datasheet", **_rates(362.05, 183, 91.6, 733)),
+        _device("NVIDIA L40", 48, 0.864, "NVIDIA L40 datasheet", **_rates(181.05, 90.5, 90.5, 362)),
+        _device("NVIDIA L4", 24, 0.3, "NVIDIA L4 datasheet", **_rates(121, 60, 30.3, 242.5)),
+        _device("NVIDIA RTX A6000", 48, 0.768, "NVIDIA Ampere GA102 whitepaper", **_rates(154.8, 77.4, 38.7)),
+        _device(
+            "NVIDIA RTX 6000 Ada Generation", 48, 0.96, "NVIDIA RTX 6000 Ada datasheet",
+            **_rates(364.2, 182.1, 91.1, 728.5),
         ),
-        _nvidia("NVIDIA A100-SXM4-80GB", 80, 2.039, "NVIDIA A100 datasheet (80GB SXM)", **_A100),
-        _nvidia("NVIDIA A100-SXM4-40GB", 40, 1.555, "NVIDIA A100 datasheet (40GB SXM)", **_A100),
-        _nvidia("NVIDIA A100 80GB PCIe", 80, 1.935, "NVIDIA A100 datasheet (80GB PCIe)", **_A100),
-        _nvidia("NVIDIA A100-PCIE-40GB", 40, 1.555, "NVIDIA A100 datasheet (40GB PCIe)", **_A100),
-        _nvidia(
-            "NVIDIA L40S", 48, 0.864, "NVIDIA L40S datasheet",
-            bf16=362.05, fp16=362.05, tf32=183, fp32=91.6,
+        _device("Tesla T4", 16, 0.32, "NVIDIA T4 datasheet", fp16=65, fp32=8.1),
+        _device("Tesla V100-SXM2-16GB", 16, 0.9, "NVIDIA V100 datasheet (SXM2)", **_V100),
+        _device("Tesla V100-SXM2-32GB", 32, 0.9, "NVIDIA V100 datasheet (SXM2)", **_V100),
+        _device("Tesla V100-PCIE-16GB", 16, 0.9, "NVIDIA V100 datasheet (PCIe)", fp16=112, fp32=14),
+        _device("Tesla V100-PCIE-32GB", 32, 0.9, "NVIDIA V100 datasheet (PCIe)", fp16=112, fp32=14),
+        _device("Tesla V100S-PCIE-32GB", 32, 1.134, "NVIDIA V100 datasheet (V100S)", fp16=130, fp32=16.4),
+        _device("NVIDIA GeForce RTX 5090", 32, 1.792, _RTX_BLACKWELL, **_rates(209.5, 104.8, 104.8, 419)),
+        _device("NVIDIA GeForce RTX 5080", 16, 0.96, _RTX_BLACKWELL, **_rates(112.6, 56.3, 56.3, 225.1)),
+        _device("NVIDIA GeForce RTX 5070 Ti", 16, 0.896, _RTX_BLACKWELL, **_rates(87.9, 43.9, 43.9, 175.8)),
+        _device("NVIDIA GeForce RTX 5070", 12, 0.672, _RTX_BLACKWELL, **_rates(61.7, 30.9, 30.9, 123.5)),
+        _device("NVIDIA GeForce RTX 4090", 24, 1.008, _ADA, **_rates(165.2, 82.6, 82.6, 330.3)),
+        _device("NVIDIA GeForce RTX 4080", 16, 0.717, _ADA, **_rates(97.5, 48.7, 48.7, 194.9)),
+        _device("NVIDIA GeForce RTX 4070 Ti", 12, 0.504, _ADA, **_rates(80.2, 40.1, 40.1, 160.4)),
+        _device("NVIDIA GeForce RTX 3090 Ti", 24, 1.008, _GA102, **_rates(80, 40, 40)),
+        _device("NVIDIA GeForce RTX 3090", 24, 0.936, _GA102, **_rates(71, 35.6, 35.6)),
+        _device("NVIDIA GeForce RTX 3080", 10, 0.76, _GA102, **_rates(59.5, 29.8, 29.8)),
+        _device("NVIDIA GeForce RTX 3070", 8, 0.448, _GA102, **_rates(40.6, 20.3, 20.3)),
+        # AMD's fp32 is that of its matrix cores, which take fp32 as it is.
+        _device("AMD Instinct MI355X", 288, 8.0, "AMD Instinct MI355X datasheet", **_MI355X),
+        _device("AMD Instinct MI350X", 288, 8.0, "AMD Instinct MI350X datasheet", **_MI350X),
+        _device("AMD Instinct MI325X", 256, 6.0, "AMD Instinct MI325X datasheet", **_MI300),
+        _device("AMD Instinct MI300X", 192, 5.3, "AMD Instinct MI300X datasheet", **_MI300),
+        _device(
+            "AMD Instinct MI250X", 64, 1.638, f"AMD Instinct MI250X datasheet{_HALF_OF_TWO}",
+            **_rates(191.5, None, 47.85),
         ),
-        _nvidia("NVIDIA L4", 24, 0.3, "NVIDIA L4 datasheet", bf16=121, fp16=121, tf32=60, fp32=30.3),
-        _nvidia("NVIDIA A10", 24, 0.6, "NVIDIA A10 datasheet", bf16=125, fp16=125, tf32=62.5, fp32=31.2),
-        _nvidia("Tesla T4", 16, 0.32, "NVIDIA T4 datasheet", fp16=65, fp32=8.1),
-        _nvidia("Tesla V100-SXM2-16GB", 16, 0.9, "NVIDIA V100 datasheet (SXM2)", fp16=125, fp32=15.7),
-        _nvidia("Tesla V100-SXM2-32GB", 32, 0.9, "NVIDIA V100 datasheet (SXM2)", fp16=125, fp32=15.7),
-        _nvidia(
-            "NVIDIA GeForce RTX 4090", 24, 1.008, "NVIDIA Ada architecture whitepaper (fp32 accumulate)",
-            bf16=165.2, fp16=165.2, tf32=82.6, fp32=82.6,
+        _device(
+            "AMD Instinct MI250", 64, 1.638, f"AMD Instinct MI250 datasheet{_HALF_OF_TWO}",
+            **_rates(181.05, None, 45.25),
         ),
-        _nvidia(
-            "NVIDIA GeForce RTX 3090", 24, 0.936, "NVIDIA Ampere GA102 whitepaper (fp32 accumulate)",
-            bf16=71, fp16=71, tf32=35.6, fp32=35.6,
-        ),
+        _device("AMD Instinct MI210", 64, 1.638, "AMD Instinct MI210 datasheet", **_rates(181, None, 45.3)),
     ]
 )  # fmt: skip
 
 
 def find_device_spec(device_name: str) -> DeviceSpec | None:
-    """The datasheet of the device with exactly this name, or None."""
-    return DATASHEET.get(device_name)
+    """The datasheet of the device of this name, or None.
+
+    Older drivers leave the maker out, and a virtual machine adds VF.
+    """
+    named = device_name.removesuffix(" VF")
+    return DATASHEET.get(named) or DATASHEET.get(f"NVIDIA {named}")
+
+
+def lacks(device_name: str, dtype: str) -> bool:
+    """Whether the device is known not to multiply matrices of this dtype: Volta and Turing have neither bf16 nor TF32.
+
+    Of an unknown device nothing is known.
+    """
+    spec = find_device_spec(device_name)
+    return spec is not None and dtype not in spec.peak_flops_per_s
 
 
 def overridden_spec(device_name: str, dtype: Dtype, peak_flops_per_s: float) -> DeviceSpec:
@@ -87,6 +162,7 @@ def overridden_spec(device_name: str, dtype: Dtype, peak_flops_per_s: float) -> 
         memory_bytes=known.memory_bytes if known else None,
         peak_flops_per_s=peaks,
         peak_bytes_per_s=known.peak_bytes_per_s if known else None,
+        link_bytes_per_s=known.link_bytes_per_s if known else None,
         source="stated by --peak-flops",
     )
 

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 from stepscope.core.errors import InputError
 
@@ -147,6 +148,28 @@ def parse_seconds(text: str, option: str, *, zero: bool = False) -> float:
         least = "0" if zero else "above 0"
         raise InputError(f"{option} is {text[:40]!r}: write seconds, {least} to {MOST_SECONDS:,.0f}, as in {option} 90")
     return seconds
+
+
+_WINDOW = re.compile(r"(?:(\d+(?:\.\d+)?)(us|ms|s))?:(?:(\d+(?:\.\d+)?)(us|ms|s))?")
+_NANOSECONDS = {"us": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
+_NO_END_NS = 2**61
+
+
+class Window(NamedTuple):
+    """A stretch of time, its end excluded."""
+
+    begin_ns: int
+    end_ns: int
+
+
+def parse_window(text: str) -> Window:
+    """`12ms:20ms`, `1.5s:`, `:300us`."""
+    found = _WINDOW.fullmatch(text.strip())
+    begin_ns = round(float(found[1] or 0) * _NANOSECONDS[found[2] or "s"]) if found else 0
+    end_ns = round(float(found[3]) * _NANOSECONDS[found[4]]) if found and found[3] else _NO_END_NS
+    if found is None or not begin_ns < end_ns <= _NO_END_NS:
+        raise InputError(f"cannot read the window {text[:40]!r}: write begin and end, as in 12ms:20ms, 1.5s: or :300us")
+    return Window(begin_ns, end_ns)
 
 
 def parse_flops_per_s(text: str) -> float:

@@ -43,11 +43,15 @@ _WAITING = "kernels launched, not started"
 
 
 class Rank(NamedTuple):
-    """One capture of those that are written: its label, empty where there is but one, and an Occupation's gaps."""
+    """One capture of those that are written: its label, empty where there is but one, and an Occupation's gaps.
+
+    `offset_ns`: how far its clock is ahead of the first rank's.
+    """
 
     label: str
     attribution: Attribution
     gaps: pl.DataFrame | None = None
+    offset_ns: int = 0
 
     def named(self, group: str) -> str:
         """A group's name, the rank's first."""
@@ -76,8 +80,8 @@ class _Track:
 def write_perfetto(ranks: Sequence[Rank], out: Path, *, sources: Sequence[Path] = ()) -> int:
     """Write the trace to `out`, compressed if it is named .gz, whole or not at all; the number of slices in it.
 
-    `sources` are the captures (or their run directories): none is ever overwritten. The ranks' clocks are taken to be
-    one. Raises InputError where `out` cannot be written.
+    `sources` are the captures (or their run directories): none is ever overwritten. Raises InputError where
+    `out` cannot be written.
     """
     if not out.name:
         raise InputError(f"cannot write {out}: it is no file; name another one")
@@ -150,12 +154,13 @@ def _metadata(what: str, pid: int, tid: int, arguments: dict) -> dict:
 
 
 def _write(ranks: Sequence[Rank], file: IO[bytes] | gzip.GzipFile) -> int:
-    origin = _origin_ns(ranks)
+    first_ns = _origin_ns(ranks)
     profilers = sorted({rank.attribution.table.profiler for rank in ranks})
-    head = {"profiler": ", ".join(profilers), "origin_ns": origin}
+    head = {"profiler": ", ".join(profilers), "origin_ns": first_ns}
     file.write(b'{"displayTimeUnit":"ns","otherData":' + msgspec.json.encode(head) + b',"traceEvents":[\n')
     numbers, written, separator = _Numbers(), 0, b""
-    for part in (part for rank in ranks for part in (*_tracks(rank), *_counters(rank))):
+    for rank, part in ((one, part) for one in ranks for part in (*_tracks(one), *_counters(one))):
+        origin = first_ns + rank.offset_ns
         if isinstance(part, _Counter):
             pid, events = numbers.process(part.group)
             texts = [_counter_text(block, part.title, pid, origin) for block in part.values.iter_slices(_BLOCK)]
@@ -175,10 +180,14 @@ def _write(ranks: Sequence[Rank], file: IO[bytes] | gzip.GzipFile) -> int:
 
 
 def _origin_ns(ranks: Sequence[Rank]) -> int:
-    tables = [rank.attribution.table for rank in ranks]
-    frames = [frame for table in tables for frame in (table.work, table.ranges, table.operators, table.counters)]
-    starts = [*(frame["start_ns"].min() for frame in frames), *(table.work["launch_ns"].min() for table in tables)]
-    return min((start for start in starts if isinstance(start, int)), default=0)
+    """The first moment of any rank, on the first rank's clock."""
+    first: list[int] = []
+    for rank in ranks:
+        table = rank.attribution.table
+        frames = (table.work, table.ranges, table.operators, table.counters)
+        starts = (*(frame["start_ns"].min() for frame in frames), table.work["launch_ns"].min())
+        first += [start - rank.offset_ns for start in starts if isinstance(start, int)]
+    return min(first, default=0)
 
 
 def _counter_text(values: pl.DataFrame, title: str, pid: int, origin: int) -> bytes:

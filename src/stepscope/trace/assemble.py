@@ -11,6 +11,7 @@ from stepscope.trace.table import (
     CALL_SCHEMA,
     COLLECTIVE_SCHEMA,
     COPIES,
+    DETAIL_SCHEMA,
     KIND,
     LINK_SCHEMA,
     OPERATOR_SCHEMA,
@@ -20,6 +21,7 @@ from stepscope.trace.table import (
     Profiler,
     TraceTable,
     empty,
+    with_details,
 )
 
 LARGEST_NS = 2**62
@@ -54,8 +56,9 @@ def assemble(
     links = empty(LINK_SCHEMA) if links is None else links
     collectives = empty(COLLECTIVE_SCHEMA) if collectives is None else collectives
     counters = empty(COUNTER_SCHEMA) if counters is None else counters
+    told = {name: dtype for name, dtype in DETAIL_SCHEMA.items() if name in work.columns}
     for frame, schema in (
-        (work, WORK_SCHEMA),
+        (work, pl.Schema({**WORK_SCHEMA, **told})),
         (calls, CALL_SCHEMA),
         (ranges, RANGE_SCHEMA),
         (operators, OPERATOR_SCHEMA),
@@ -73,7 +76,7 @@ def assemble(
     work = with_launches(work, calls) if work.height else operators_as_work(operators)
     return TraceTable(
         profiler=profiler,
-        work=work,
+        work=with_details(work),
         calls=calls,
         ranges=ranges,
         operators=operators,

@@ -1,4 +1,4 @@
-"""The TraceTable: four checked polars frames that every reader gives, whatever the profiler.
+"""The TraceTable: checked polars frames that every reader gives, whatever the profiler.
 
 Times are integer nanoseconds on the trace's own clock. Nothing is dropped: device work without a launch record and
 launches without device work stay in, and what has no row (flow arrows, metadata, counters) is counted in `other`.
@@ -33,6 +33,20 @@ WORK_SCHEMA = pl.Schema(
     }
 )
 """Columns of device work as recorded: one row per kernel, copy, fill or whole graph."""
+
+DETAIL_SCHEMA = pl.Schema(
+    {
+        "bytes": pl.Int64,
+        "memory": pl.Categorical(),
+        "grid": pl.Categorical(),
+        "block": pl.Categorical(),
+        "registers": pl.Int32,
+        "occupancy": pl.Float32,
+    }
+)
+"""Columns of device work that some profilers record; null elsewhere. `bytes`, of a copy or fill. `memory`: where a copy
+comes from and goes to, as in `Pageable -> Device`, where the name does not say it. `grid` and `block`: blocks and
+threads of a kernel, as JSON lists. `registers`: of a thread. `occupancy`: the profiler's estimate, from 0 to 100."""
 
 CALL_SCHEMA = pl.Schema(
     {
@@ -122,10 +136,17 @@ def empty(schema: pl.Schema) -> pl.DataFrame:
     return pl.DataFrame(schema=schema)
 
 
+def with_details(work: pl.DataFrame) -> pl.DataFrame:
+    """Device work with the columns of DETAIL_SCHEMA that its reader did not give, as null."""
+    return work.with_columns(
+        pl.lit(None, dtype).alias(name) for name, dtype in DETAIL_SCHEMA.items() if name not in work.columns
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TraceTable:
-    """One capture. `work` carries, beside WORK_SCHEMA, its launch: `launch_row` in `calls`, `launch_ns` and
-    `launch_thread`; copies and fills come last in it.
+    """One capture. `work` carries, beside WORK_SCHEMA and DETAIL_SCHEMA, its launch: `launch_row` in `calls`,
+    `launch_ns` and `launch_thread`; copies and fills come last in it.
 
     `devices`: names by index where the trace says them. `other`: rows of the file without a place here, by category.
     `recorder`: the profiler's version, where the trace says it. `lost`: events the profiler itself says it lost.

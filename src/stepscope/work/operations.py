@@ -25,6 +25,14 @@ def matmul_work(m: int, n: int, k: int, bytes_per_element: int, batch: int = 1) 
     )
 
 
+def convolution_work(*, places: int, filters: int, weight: int, x: int, size: int) -> Work:
+    """A multiply and an add for each element of the weight at each of the output's places (batch times its sides).
+
+    `filters`: the output's channels. `weight`, `x`: elements. Groups have smaller weights, and so fewer FLOPs.
+    """
+    return Work(flops=2 * places * weight, bytes_read=(x + weight) * size, bytes_written=places * filters * size)
+
+
 def copy_work(bytes_copied: int) -> Work:
     """Work of a device-to-device copy: every byte read once and written once."""
     return Work(flops=0, bytes_read=bytes_copied, bytes_written=bytes_copied)

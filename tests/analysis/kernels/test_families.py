@@ -4,7 +4,9 @@
 import pytest
 
 from stepscope.analysis.kernels.families import FAMILIES, classify, rule_of
-from stepscope.analysis.kernels.family_rules import KERNEL_RULES, OPERATOR_RULES, Rule
+from stepscope.analysis.kernels.family_rules import Rule
+from stepscope.analysis.kernels.kernel_rules import KERNEL_RULES
+from stepscope.analysis.kernels.operator_rules import OPERATOR_RULES
 
 ELEMENTWISE = (
     "void at::native::vectorized_elementwise_kernel<4, at::native::exp_kernel_cuda(at::TensorIteratorBase&)::{lambda()"
@@ -28,15 +30,22 @@ SORT = (
 GEMM = "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize64x64x8_stage3_warpsize1x4x1_ffma_aligna4_alignc4_execute_kernel"
 
 
-@pytest.mark.parametrize("rule", KERNEL_RULES.rules + OPERATOR_RULES.rules, ids=lambda rule: rule.example[:60])
-def test_each_rule_holds_for_its_example(rule: Rule):
+@pytest.mark.parametrize("rule", KERNEL_RULES.rules, ids=lambda rule: rule.example[:60])
+def test_each_rule_of_kernels_holds_for_its_example(rule: Rule):
     """Through that rule: none is dead, none hidden by an earlier one."""
     assert rule_of(rule.example) is rule
     assert classify(rule.example) == rule.family
 
 
+@pytest.mark.parametrize("rule", OPERATOR_RULES.rules, ids=lambda rule: rule.example[:60])
+def test_each_rule_of_operators_holds_for_its_example(rule: Rule):
+    """For a kernel that such an operator launched, and whose own name says nothing."""
+    assert OPERATOR_RULES.find(rule.example) is rule
+    assert classify("my_kernel", operator=rule.example) == rule.family
+
+
 def test_every_family_but_other_has_a_rule():
-    assert {rule.family for rule in KERNEL_RULES.rules} | {"other"} == set(FAMILIES)
+    assert {rule.family for rule in KERNEL_RULES.rules + OPERATOR_RULES.rules} | {"other"} == set(FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +78,8 @@ def test_every_family_but_other_has_a_rule():
         ("hopper_gradients", "attention (fused)"),
         ("flash_query_gradients", "attention (fused)"),
         ("triton_tem_fused_flex_attention_backward_3", "attention (fused)"),
-        ("triton_poi_fused_embedding_dense_backward_16", "Triton/compiled fusion"),
-        ("triton_red_fused__log_softmax__to_copy_nll_loss_forward_sub_view_10", "Triton/compiled fusion"),
+        ("triton_poi_fused_embedding_dense_backward_16", "embedding/gather"),
+        ("triton_red_fused__log_softmax__to_copy_nll_loss_forward_sub_view_10", "softmax"),
         ("void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float>(x)", "softmax"),
         ("void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float>(x)", "normalisation"),
         ("_rms_norm_forward_kernel", "normalisation"),
@@ -80,7 +89,7 @@ def test_every_family_but_other_has_a_rule():
         ("void at::native::_scatter_gather_elementwise_kernel<128, 8, x>(x)", "embedding/gather"),
         ("void at::native::(anonymous namespace)::fused_dropout_kernel_vec<float, float, unsigned int, 1, 4, bool>(x)",
          "random"),
-        (SORT, "other"),
+        (SORT, "sorting"),
         ("Memset (Device)", "memcpy/memset"),
         ("[CUDA memcpy Device-to-Host]", "memcpy/memset"),
         ("", "other"),
@@ -97,13 +106,13 @@ def test_every_family_but_other_has_a_rule():
         ("AddmmBackward0", "matrix multiplication"),
         ("NativeLayerNormBackward0", "normalisation"),
         ("LogSoftmaxBackward0", "softmax"),
-        ("ViewBackward0", "other"),
+        ("ViewBackward0", "view/allocation"),
         ("autograd::engine::evaluate_function: AddmmBackward0", "other"),
         ("torch::autograd::AccumulateGrad", "other"),
-        ("aten::empty", "other"),
-        ("aten::view", "other"),
-        ("aten::t", "other"),
-        ("aten::as_strided", "other"),
+        ("aten::empty", "view/allocation"),
+        ("aten::view", "view/allocation"),
+        ("aten::t", "view/allocation"),
+        ("aten::as_strided", "view/allocation"),
         ("aten::index_put_", "embedding/gather"),
         ("Optimizer.step#AdamW.step", "optimizer"),
         ("c10d::allreduce_", "communication"),
@@ -120,7 +129,7 @@ def test_by_name(name: str, family: str):
         (REDUCTION, {"part": "softmax"}, "softmax"),
         (COPY, {"part": "softmax"}, "softmax"),
         ("aten::exp", {"part": "softmax"}, "softmax"),
-        ("aten::view", {"part": "softmax"}, "other"),
+        ("aten::view", {"part": "softmax"}, "view/allocation"),
         (GEMM, {"part": "softmax"}, "matrix multiplication"),
         # A scale or mask beside a product is none, whether range or operator says where it ran.
         (ELEMENTWISE, {"part": "attention scores"}, "activation/elementwise"),

@@ -83,6 +83,13 @@ BY_HAND: dict[str, tuple[int, int, int]] = {
     "_foreach_norm": (2 * 32, 32 * 4, 0),
     "_foreach_zero_": (0, 0, 32 * 4),
     "_fused_adamw_": (0, 4 * 32 * 4, 3 * 32 * 4),
+    # 16 filters of 3 x 3 x 3 over 8 pictures of 3 x 32 x 32; stride 2 leaves 16 x 16 places of each.
+    "convolution": (2 * 8 * 32 * 32 * 432, (8 * 3 * 1024 + 432) * 4, 8 * 16 * 1024 * 4),
+    "cudnn_convolution": (2 * 8 * 16 * 16 * 432, (8 * 3 * 1024 + 432) * 2, 8 * 16 * 256 * 2),
+    "miopen_convolution": (2 * 8 * 16 * 16 * 432, (8 * 3 * 1024 + 432) * 2, 8 * 16 * 256 * 2),
+    "_conv_depthwise2d": (2 * 8 * 32 * 32 * 16 * 9, (8 * 16 * 1024 + 16 * 9) * 4, 8 * 16 * 1024 * 4),
+    # The picture needs no gradient: that of the weight alone.
+    "convolution_backward": (2 * 8 * 32 * 32 * 432, (8 * 16 * 1024 + 8 * 3 * 1024) * 4, 432 * 4),
 }  # fmt: skip
 
 
@@ -118,6 +125,34 @@ def test_causal_attention_counts_full_where_asked_or_where_it_cannot_be_causal()
         _ = half + full
     decoding = work_of("_scaled_dot_product_flash_attention", [[2, 12, 1, 64], q, q, [], [], [], []], dtypes)
     assert decoding and decoding.flops == 2 * 12 * 1 * 512 * 4 * 64
+
+
+CONVOLUTION = ["float", "float", "", "ScalarList", "ScalarList", "ScalarList", "Scalar", "ScalarList", "Scalar"]
+
+
+def test_a_convolution_counts_its_groups_gaps_and_windows():
+    """64 channels in 4 groups, a window of 3 with gaps of 2: (30 + 2 - 4 - 1) / 3 + 1 = 10 places."""
+    shapes = [[2, 64, 30], [32, 16, 3], [], [3], [1], [2], [], [0], []]
+    work = work_of("convolution", shapes, CONVOLUTION)
+    assert work and work.flops == 2 * (2 * 10) * 32 * 16 * 3
+    assert work.bytes_written == 2 * 32 * 10 * 4
+
+
+@pytest.mark.parametrize("stride", [[], [1, 1, 1], [0]])
+def test_a_convolution_whose_output_is_not_known_has_no_work(stride: list[int]):
+    shapes = [[2, 64, 30, 30], [32, 64, 3, 3], [], stride, [1, 1], [1, 1], [], [0], []]
+    assert work_of("convolution", shapes, CONVOLUTION) is None
+
+
+def test_backward_of_a_convolution_takes_both_gradients_where_nothing_else_is_said():
+    dtypes = ["float"] * 3 + ["ScalarList"] * 4 + ["Scalar", "ScalarList", "Scalar", "ScalarList"]
+    shapes = [[2, 32, 28, 28], [2, 64, 30, 30], [32, 64, 3, 3], *[[]] * 8]
+    both = work_of("convolution_backward", shapes, dtypes)
+    assert both and both.flops == 2 * 2 * (2 * 28 * 28) * 32 * 64 * 9
+    # Transposed, the roles of the two sides are exchanged: (2, 32, 14, 14) becomes (2, 64, 28, 28).
+    shapes = [[2, 64, 28, 28], [2, 32, 14, 14], [32, 64, 2, 2], *[[]] * 8]
+    turned = work_of("convolution_backward", shapes, dtypes)
+    assert turned and turned.flops == 2 * 2 * (2 * 14 * 14) * 32 * 64 * 4
 
 
 def test_keys_may_have_fewer_heads_and_values_another_width():

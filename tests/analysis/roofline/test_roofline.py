@@ -22,6 +22,7 @@ from stepscope.core.device_spec import Ceiling, Ceilings, find_device_spec
 from stepscope.core.errors import InputError
 from stepscope.trace.read import read_trace
 from stepscope.work.transformer import forward_flops
+from tests.captures import Capture, nsys_tables, write_sqlite
 from tests.conftest import mini
 from tests.shown import shown
 
@@ -359,3 +360,19 @@ def test_a_trace_of_the_model_has_the_models_flops(tmp_path: Path, attention: At
     extra = counted_half // 2 if attention == "sdpa" else 0
     assert found.passes.backward_flops == 2 * (2 * forward + extra)
     assert not any(each.verdict for each in found.operators)
+
+
+def test_products_of_which_emit_nvtx_told_the_sizes(tmp_path: Path):
+    """It tells no dtypes: the kernel's name says how large an element is. What is no product has no work."""
+    capture = Capture()
+    capture.range("forward", 0, 1000)
+    capture.range("aten::addmm, seq = 4, op_id = 7, sizes = [[5], [2, 3], [3, 5], [], []]", 20, 200)
+    capture.range("aten::add, op_id = 8, sizes = [[2, 5], [2, 5], []]", 300, 400)
+    capture.kernel(100, 20)
+    capture.kernel(350, 10, name=ADD)
+    table = read_trace(write_sqlite(nsys_tables(capture), tmp_path / "t.sqlite"))
+    product, add = roofline(attribute(table)).operators
+    assert (product.operator, product.shapes) == ("aten::addmm", "[[5], [2, 3], [3, 5], [], []]")
+    assert product.flops == 2 * 2 * 3 * 5
+    assert product.bytes_moved == 4 * (2 * 3 + 3 * 5 + 5 + 2 * 5)
+    assert add.work is None

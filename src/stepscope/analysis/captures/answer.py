@@ -6,6 +6,8 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.captures.critical_path import CriticalPath
+from stepscope.analysis.captures.details.tables import View, detail_tables, more_tables
+from stepscope.analysis.captures.devices import device_names, used_devices
 from stepscope.analysis.captures.overlap import Overlap
 from stepscope.analysis.captures.summary import GEMM, OUTSIDE, KernelRow, TraceSummary
 from stepscope.analysis.captures.unmarked_phases import RANGES
@@ -30,27 +32,35 @@ _IN_A_SENTENCE = 64
 _ON_A_BAR = 44
 """The most characters of a kernel's name beside its bar."""
 
+_OTHERS_NAMED = 4
+"""The number of kernels of no known family that a sentence names."""
+
 _NAMED_SHARE = 0.005
 """The smallest share of the critical path that its sentence names."""
 
 
-def answer_trace(summary: TraceSummary, findings: tuple[Finding, ...], source: str) -> Answer:
-    """The answer of a capture: what ran, the time by phase, family, kernel and module, and the findings."""
-    run, table = summary.run, summary.attribution.table
+def answer_trace(summary: TraceSummary, findings: tuple[Finding, ...], source: str, view: View | None = None) -> Answer:
+    """The answer of a capture: what ran, the time by phase, family, kernel and module, and the findings.
+
+    `view`: which of the further tables are asked for, and how many rows of them.
+    """
+    view = view or View()
+    run = summary.run
     return Answer(
         study="trace",
         question=f"Where does the time of {source} go?",
-        device=", ".join(sorted(set(table.devices.values()))),
+        device=", ".join(device_names(summary.attribution)),
         versions=run.environment.versions if run and run.environment else {},
         lead=tuple(_heading(summary, source)),
-        tables=tuple(_tables(summary)),
+        tables=tuple(_tables(summary, view)),
         panels=tuple(_panels(summary)),
         findings=findings,
         checked=True,
+        asides=(more_tables(),) if summary.attribution.work.height else (),
     )
 
 
-def _tables(summary: TraceSummary) -> Iterator[Table]:
+def _tables(summary: TraceSummary, view: View) -> Iterator[Table]:
     if summary.part is not None and not summary.attribution.work.height:
         yield text("Nothing was launched there.")
         return
@@ -68,13 +78,15 @@ def _tables(summary: TraceSummary) -> Iterator[Table]:
         yield from roofline_tables(summary.roofline)
     if summary.occupation is not None:
         yield _idle_table(summary)
+    yield from detail_tables(summary, view)
 
 
 def _heading(summary: TraceSummary, source: str) -> Iterator[Line]:
     attribution, table = summary.attribution, summary.attribution.table
-    devices = ", ".join(f"{name} ({index})" for index, name in sorted(table.devices.items()))
+    devices = ", ".join(f"{name or 'unnamed device'} ({index})" for index, name in used_devices(attribution).items())
     recorder = f" ({table.recorder})" if table.recorder else ""
-    yield Line(f"{source}: {table.profiler}{recorder}{f', {devices}' if devices else ''}", "strong")
+    rank = f", rank {table.rank} of {table.ranks}" if table.rank is not None else ""
+    yield Line(f"{source}: {table.profiler}{recorder}{rank}{f', {devices}' if devices else ''}", "strong")
     if summary.run:
         yield from as_lines(describe_model(summary.run.workload), describe_workload(summary.run.workload))
     if summary.part is not None:
@@ -175,7 +187,20 @@ def _family_table(summary: TraceSummary) -> Table:
             (family, *(cells.get((family, phase)) for phase in phases), busy_ns, busy_ns / whole if whole else None)
             for family, busy_ns in _family_totals(summary)
         ],
+        notes=as_lines(*_other_words(summary)),
     )  # fmt: skip
+
+
+def _other_words(summary: TraceSummary) -> Iterator[str]:
+    """The kernels of no known family, by name: what the family other hides."""
+    rows = summary.other_kernels(_OTHERS_NAMED + 1)
+    named = [
+        f"{middle_cut(name_shown(kernel_label(row.name)), _IN_A_SENTENCE)} ({format_share(row.share)})"
+        for row in rows[:_OTHERS_NAMED]
+    ]
+    if named:
+        more = ", and more" if len(rows) > _OTHERS_NAMED else ""
+        yield f"Of no known family are {', '.join(named)}{more}."
 
 
 def _family_totals(summary: TraceSummary) -> list[tuple[str, float]]:

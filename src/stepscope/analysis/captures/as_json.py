@@ -3,6 +3,8 @@
 from typing import Any
 
 from stepscope.analysis.captures.critical_path import CriticalPath
+from stepscope.analysis.captures.details.tables import View, details_as_json
+from stepscope.analysis.captures.devices import used_devices
 from stepscope.analysis.captures.occupation import Occupation
 from stepscope.analysis.captures.range_totals import range_totals
 from stepscope.analysis.captures.summary import Part, TraceSummary
@@ -10,11 +12,12 @@ from stepscope.analysis.roofline.answer import roofline_as_json
 from stepscope.core.finding import Finding
 
 
-def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...]) -> dict[str, Any]:
+def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...], view: View | None = None) -> dict[str, Any]:
     """The summary of a capture as plain data.
 
     Totals, `ranges`, `idle` and `overlap` are in nanoseconds over the whole capture. `phases`, `families`, `modules`,
-    `attention` and `roles` are per step. `critical_path` is of one step. The summary of a part also has `part`, which
+    `attention` and `roles` are per step. `critical_path` is of one step. The tables of `details_as_json`, `operators`
+    among them, are over the whole capture. The summary of a part also has `part`, which
     names the part. Its `ranges` are the ranges that launched some of it.
     """
     copies, copies_ns = summary.copies
@@ -37,6 +40,7 @@ def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...]) -> dict[
         "profiler": attribution.table.profiler,
         "recorder": attribution.table.recorder,
         "devices": {str(index): name for index, name in attribution.table.devices.items()},
+        "used_devices": {str(index): name for index, name in used_devices(attribution).items()},
         "steps": summary.steps,
         "gemm_fraction": summary.gemm_fraction,
         "copies": copies,
@@ -54,6 +58,7 @@ def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...]) -> dict[
             for phase in summary.phases
         ],
         "families": summary.families.to_dicts(),
+        "other_kernels": [_fields(row, "name", "calls", "busy_ns", "share") for row in summary.other_kernels(20)],
         "modules": summary.modules.to_dicts() if summary.has_modules else [],
         "attention": [_fields(row, "part", "busy_ns", "flops") for row in summary.attention],
         "roles": summary.roles,
@@ -62,13 +67,14 @@ def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...]) -> dict[
         "critical_path": _path(summary.critical_path) if summary.critical_path else None,
         "other_events": attribution.table.other,
         "roofline": roofline_as_json(summary.roofline) if summary.roofline else None,
+        **details_as_json(summary, view or View()),
         **(part_as_json(summary.part) if summary.part else {}),
     }
 
 
 def part_as_json(part: Part) -> dict[str, Any]:
     """The part of the capture that the other keys describe. `instances` are the ranges that launched some of it."""
-    return {"part": _fields(part, "step", "phase", "range", "instances")}
+    return {"part": {**_fields(part, "step", "phase", "range", "instances"), **part.places}}
 
 
 def _idle(occupied: Occupation) -> dict[str, Any]:

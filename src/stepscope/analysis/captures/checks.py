@@ -5,11 +5,14 @@ from collections.abc import Callable
 import polars as pl
 
 from stepscope.analysis.captures.damage import correlation_repeats, ends_before_begin, names_missing, ranges_missing
+from stepscope.analysis.captures.devices import device_names
 from stepscope.analysis.captures.range_names import phase_of
 from stepscope.analysis.captures.summary import GEMM, OUTSIDE, TraceSummary
 from stepscope.analysis.kernels.names.decoding import decode, is_tf32
+from stepscope.core.device_spec import lacks
 from stepscope.core.finding import SEVERITIES, Finding, error, note, warning
 from stepscope.core.range_names import BACKWARD, STEP
+from stepscope.core.shown_text import name_shown
 from stepscope.core.units import format_count, format_share, in_ms
 from stepscope.trace.launches import is_launch
 from stepscope.trace.nesting import Nest, numbered
@@ -74,6 +77,29 @@ def _kernels_missing(launches: int) -> Finding | None:
         {"launches": launches, "without_kernel": launches, "kernels": 0},
         remedy="capture with ProfilerActivity.CUDA, under no other profiler, as a user who may read the GPU's "
         "counters, and synchronise before the profiler stops",
+    )
+
+
+_ACCELERATORS = {"mtia": "MTIA", "hpu": "HPU", "xpu": "XPU", "npu": "NPU", "tpu": "TPU", "glow": "Glow"}
+"""Devices that are no GPU, by the first word of their events' category."""
+
+
+def accelerator_unread(summary: TraceSummary) -> Finding | None:
+    """A finding on events of an accelerator whose format is not known: its time is in no figure."""
+    table = summary.attribution.table
+    counts = {name: count for name, count in table.other.items() if name.lower().partition("_")[0] in _ACCELERATORS}
+    if not counts:
+        return None
+    maker = _ACCELERATORS[next(iter(counts)).lower().partition("_")[0]]
+    named = ", ".join(f"{name} ({index})" for index, name in sorted(table.devices.items()) if name)
+    listed = " and ".join(f"{format_count(count)} of {name_shown(name)}" for name, count in sorted(counts.items()))
+    figures = "the host's time in operators" if table.on_cpu else "those of other devices"
+    return warning(
+        "accelerator-unread",
+        f"The device is an accelerator ({maker}{f': {name_shown(named)}' if named else ''}) whose events stepscope "
+        f"counts and does not read: {listed}. The figures are {figures}, not this device's.",
+        {**counts},
+        remedy="read the device's own time in its vendor's tools",
     )
 
 
@@ -249,8 +275,9 @@ def outside_phases(summary: TraceSummary) -> Finding | None:
 
 def products_by_unit(summary: TraceSummary) -> Finding | None:
     """A finding on the units that ran fp32 products: CUDA cores instead of Tensor Cores, or TF32 instead of fp32."""
+    convolution = pl.col("family") == "convolution"
     products = (
-        summary.attribution.kernels.filter(pl.col("family") == GEMM)
+        summary.attribution.kernels.filter((pl.col("family") == GEMM) | convolution)
         .group_by("name")
         .agg(pl.col("duration_ns").sum())
         .with_columns(pl.col("name").cast(pl.String))
@@ -272,7 +299,8 @@ def products_by_unit(summary: TraceSummary) -> Finding | None:
                 f"{in_ms(tf32)} of {in_ms(total)} in matrix products ran as TF32 (10 bits of mantissa), by the "
                 f"kernels' names{': the run says fp32' if said == 'fp32' else ': do not call these numbers fp32'}."
             ),
-            remedy='torch.set_float32_matmul_precision("highest") gives true fp32',
+            remedy='torch.set_float32_matmul_precision("highest") gives true fp32, and for convolutions '
+            "torch.backends.cudnn.allow_tf32 = False",
             evidence={"tf32_ns": tf32, "products_ns": total},
         )
     if cuda_core > _WORTH_A_WORD * total:
@@ -281,9 +309,16 @@ def products_by_unit(summary: TraceSummary) -> Finding | None:
             f"{in_ms(cuda_core)} of {in_ms(total)} in matrix products ({format_share(cuda_core / total)}) ran as "
             "true fp32 on CUDA cores: the Tensor Cores took no part in them.",
             {"cuda_core_ns": cuda_core, "products_ns": total},
-            remedy="bf16 autocast, or TF32 where its precision is enough",
+            remedy=_onto_tensor_cores(device_names(summary.attribution)),
         )
     return None
+
+
+def _onto_tensor_cores(devices: tuple[str, ...]) -> str:
+    """How fp32 products come onto the Tensor Cores of these devices: Volta's and Turing's multiply fp16 alone."""
+    if any(lacks(device, "bf16") for device in devices):
+        return f"fp16 autocast with a GradScaler: {devices[0]} multiplies neither bf16 nor TF32 on Tensor Cores"
+    return "bf16 autocast, or TF32 where its precision is enough"
 
 
 def profiler_slows(summary: TraceSummary) -> Finding | None:
@@ -344,6 +379,7 @@ TRACE_CHECKS: tuple[TraceCheck, ...] = (
     ends_before_begin,
     correlation_repeats,
     ranges_missing,
+    accelerator_unread,
     launches_unknown,
     graphs_unseen,
     outside_steps,

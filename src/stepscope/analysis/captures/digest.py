@@ -79,6 +79,8 @@ class TraceDigest(msgspec.Struct, frozen=True, kw_only=True):
     """The longest kernels of forward and backward together. Older digests have none."""
     softmax_kernels: tuple[KernelRow, ...] = ()
     """The kernels of softmax in forward. Older digests have none."""
+    generated: tuple[FamilyRow, ...] = ()
+    """The part of `families` that a compiler generated. Older digests have none: to them it is a family of its own."""
 
     @property
     def tool(self) -> str:
@@ -115,6 +117,7 @@ def digest_of(summary: TraceSummary, findings: tuple[Finding, ...]) -> TraceDige
         places=tuple(PlaceRow(**row) for row in summary.places.iter_rows(named=True)) if summary.has_modules else (),
         top_together=tuple(summary.top_together(KEPT_ROWS)),
         softmax_kernels=tuple(summary.softmax_kernels(KEPT_ROWS)),
+        generated=tuple(FamilyRow(**row) for row in summary.generated.iter_rows(named=True)),
     )
 
 

@@ -2,16 +2,18 @@
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Sequence
 
 import polars as pl
 
-from stepscope.analysis.captures.attribution import Attribution, lasting
+from stepscope.analysis.captures.attribution import ROOT, Attribution, lasting
 from stepscope.analysis.captures.range_totals import launching, named_ranges
 from stepscope.analysis.captures.summary import OUTSIDE, Part, TraceSummary
 from stepscope.core.errors import InputError
 from stepscope.core.range_names import PHASES, STEP
 from stepscope.core.shown_text import name_shown
+from stepscope.core.units import Window, ms_text
 from stepscope.trace.nesting import Nest, union
 
 _NAMED, _COMPARED = 6, 10_000
@@ -19,9 +21,19 @@ _NAMED, _COMPARED = 6, 10_000
 
 
 def part_of(
-    summary: TraceSummary, source: str, *, step: int | None = None, phase: str | None = None, name: str | None = None
+    summary: TraceSummary,
+    source: str,
+    *,
+    step: int | None = None,
+    phase: str | None = None,
+    name: str | None = None,
+    module: str | None = None,
+    device: int | None = None,
+    stream: int | None = None,
+    between: Window | None = None,
 ) -> TraceSummary:
-    """The summary of the work launched in this step, in this phase and inside the ranges of this name.
+    """The summary of the work launched in this step, in this phase and inside the ranges of this name; in this module
+    or one inside it; on this device and stream; and that started between these times from the first event.
 
     Every table covers only that part. Raises InputError, with the existing names, if a name is not in the capture.
     """
@@ -35,14 +47,27 @@ def part_of(
         work = _of_phase(work, phase, source)
     if name is not None:
         work, opened = _inside_ranges(whole, work, name, source)
-    asked = {"--range": name, "--phase": phase, "--step": step}
+    if module is not None:
+        work = _of_module(work, module, source)
+    for column, number in (("device", device), ("stream", stream)):
+        if number is not None:
+            work = _of_number(work, column, number, source)
+    if between is not None:
+        work, instances = _between(whole, work, instances, between, source)
+    asked = {
+        "--range": name, "--phase": phase, "--step": step, "--module": module, "--device": device, "--stream": stream,
+        "--between": None if between is None else "T0:T1",
+    }  # fmt: skip
     given = [f"{option} {value}" for option, value in asked.items() if value is not None]
     if not work.height and len(given) > 1:
         raise InputError(f"{' and '.join(given)}: nothing was launched in all of these in {source}: leave one out")
     attribution = dataclasses.replace(whole, work=work, instances=instances, links_checked=0, links_agree=0)
     if opened is not None:
         opened = launching(opened, attribution).height
-    part = Part(step=step, phase=phase, range=name, instances=opened, whole=whole)
+    part = Part(
+        step=step, phase=phase, range=name, instances=opened, whole=whole, module=module, device=device, stream=stream,
+        between=between,
+    )  # fmt: skip
     return dataclasses.replace(summary, attribution=attribution, part=part)
 
 
@@ -71,6 +96,47 @@ def _of_phase(work: pl.DataFrame, phase: str, source: str) -> pl.DataFrame:
     present = set(names.unique().to_list())
     there = [known for known in (*PHASES, OUTSIDE) if known in present]
     raise InputError(f"--phase {phase!r}: nothing ran in it in {source}: there is {', '.join(there) or 'no work'}")
+
+
+def _of_module(work: pl.DataFrame, module: str, source: str) -> pl.DataFrame:
+    """The work of a module and of those inside it; of all layers where `module` has `*` for their number."""
+    names = work["module"].unique().cast(pl.String).drop_nulls()
+    names = names.filter(names != ROOT)
+    pattern = r"\d+".join(re.escape(piece) for piece in module.split("*"))
+    inside = names.filter(names.str.contains(rf"^{pattern}(?:\.|$)"))
+    if not len(inside):
+        raise InputError(f"--module {module!r}: no work in it in {source}: {_near(module, names.sort().to_list())}")
+    return work.filter(pl.col("module").is_in(inside.cast(work["module"].dtype).implode()))
+
+
+def _of_number(work: pl.DataFrame, column: str, number: int, source: str) -> pl.DataFrame:
+    chosen = work.filter(pl.col(column) == number)
+    if chosen.height:
+        return chosen
+    present = ", ".join(map(str, work[column].unique().sort().head(_NAMED).to_list()))
+    raise InputError(f"--{column} {number}: nothing ran on it in {source}: there is {present or 'no work'}")
+
+
+def first_event_ns(whole: Attribution) -> int:
+    """The moment from which --between counts: when the first recorded event begins."""
+    table = whole.table
+    frames = (table.work, table.calls, table.ranges, table.operators)
+    starts = [frame["start_ns"].min() for frame in frames if frame.height]
+    return min((start for start in starts if isinstance(start, int)), default=0)
+
+
+def _between(
+    whole: Attribution, work: pl.DataFrame, instances: pl.DataFrame, between: Window, source: str
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The work that starts in the window, its end excluded, and the instances that overlap it."""
+    first = first_event_ns(whole)
+    begin, end = first + between.begin_ns, first + between.end_ns
+    chosen = work.filter((pl.col("start_ns") >= begin) & (pl.col("start_ns") < end))
+    if not chosen.height:
+        last = whole.work.select((pl.col("start_ns") + pl.col("duration_ns")).max()).item()
+        until = f"the capture ends at {ms_text((last or first) - first)}ms"
+        raise InputError(f"--between: nothing started then in {source}: {until}")
+    return chosen, instances.filter((pl.col("start_ns") < end) & (pl.col("end_ns") > begin))
 
 
 def _inside_ranges(whole: Attribution, work: pl.DataFrame, name: str, source: str) -> tuple[pl.DataFrame, pl.DataFrame]:

@@ -13,6 +13,7 @@ from stepscope.analysis.captures.attribution import ROOT, Attribution
 from stepscope.analysis.captures.critical_path import CriticalPath, critical_path
 from stepscope.analysis.captures.occupation import Occupation, occupation
 from stepscope.analysis.captures.overlap import Overlap, overlap
+from stepscope.analysis.kernels.families import is_generated
 from stepscope.analysis.kernels.names.decoding import decode
 from stepscope.analysis.roofline.roofline import roofline
 from stepscope.analysis.roofline.roofs import Roofline
@@ -28,6 +29,7 @@ from stepscope.core.range_names import (
 )
 from stepscope.core.run import Run
 from stepscope.core.shown_text import name_shown
+from stepscope.core.units import Window, ms_text
 from stepscope.core.workload import Workload
 from stepscope.trace.nesting import union
 from stepscope.work.attention import attention_product_flops, softmax_flops
@@ -40,12 +42,16 @@ FORWARD_AND_BACKWARD = "forward + backward"
 """The name of both phases taken as one."""
 
 
+NO_MODULE = "?"
+"""The module of work of which none is known."""
+
+
 def layers_together(column: str) -> pl.Expr:
     """The names of modules with the number of a layer as `*`; "?" for null."""
-    return pl.col(column).cast(pl.String).fill_null("?").str.replace_all(r"(^|\.)\d+(\.|$)", "${1}*${2}")
+    return pl.col(column).cast(pl.String).fill_null(NO_MODULE).str.replace_all(r"(^|\.)\d+(\.|$)", "${1}*${2}")
 
 
-_LAYERS_TOGETHER = layers_together("module")
+LAYERS_TOGETHER = layers_together("module")
 
 
 class PhaseSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +103,8 @@ class AttentionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The limits of a summary: work launched in this step, in this phase, inside ranges of this name.
+    """The limits of a summary: work launched in this step, in this phase, inside ranges of this name, in this module or
+    one inside it, on this device and this stream, or that started between these nanoseconds from the first event.
 
     `instances`: the ranges that launched some of this work, if a range is named. `whole`: the whole capture.
     """
@@ -107,13 +114,31 @@ class Part:
     range: str | None
     instances: int | None
     whole: Attribution
+    module: str | None = None
+    device: int | None = None
+    stream: int | None = None
+    between: Window | None = None
+
+    @property
+    def places(self) -> dict[str, str | int | Window]:
+        """The limits that are no step, phase or range, by their names."""
+        named = {
+            "module": self.module,
+            "device": self.device,
+            "stream": self.stream,
+            "between_ns": self.between,
+        }
+        return {name: value for name, value in named.items() if value is not None}
 
     @property
     def words(self) -> str:
         """The part in words: `forward of step 1, inside range softmax`."""
         step = f"step {self.step}" if self.step is not None else ""
         inside = f"range {name_shown(self.range)}" if self.range is not None else ""
-        return ", inside ".join(filter(None, (" of ".join(filter(None, (self.phase, step))), inside)))
+        launched = ", inside ".join(filter(None, (" of ".join(filter(None, (self.phase, step))), inside)))
+        places = [f"{what} {name_shown(str(value))}" for what, value in self.places.items() if what != "between_ns"]
+        times = [f"from {ms_text(self.between.begin_ns)} to {ms_text(self.between.end_ns)} ms"] if self.between else []
+        return ", ".join(filter(None, (launched, *places, *times)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +157,7 @@ class TraceSummary:
     @property
     def has_whole_steps(self) -> bool:
         """Whether the summary has all phases and ranges, so that idle time has a meaning."""
-        return self.part is None or (self.part.phase is None and not self.ranged)
+        return self.part is None or (self.part.phase is None and not self.ranged and not self.part.places)
 
     @cached_property
     def _kernels(self) -> pl.DataFrame:
@@ -239,8 +264,18 @@ class TraceSummary:
     @cached_property
     def families(self) -> pl.DataFrame:
         """Calls and busy_ns per step, by family and phase (columns family, phase, calls, busy_ns)."""
+        return self._by_family(self._kernels)
+
+    @cached_property
+    def generated(self) -> pl.DataFrame:
+        """The part of `families` whose kernels a compiler generated, with the same columns."""
+        names = [name for name in self._kernels["name"].unique().to_list() if is_generated(name)]
+        named = pl.col("name").is_in(pl.Series(names, dtype=pl.Categorical()).implode())
+        return self._by_family(self._kernels.filter(named))
+
+    def _by_family(self, kernels: pl.DataFrame) -> pl.DataFrame:
         return (
-            self._kernels.group_by("family", "phase")
+            kernels.group_by("family", "phase")
             .agg((pl.len() / self.steps).alias("calls"), (pl.col("duration_ns").sum() / self.steps).alias("busy_ns"))
             .with_columns(pl.col("family").cast(pl.String))
             .sort("busy_ns", "family", "phase", descending=[True, False, False])
@@ -258,6 +293,11 @@ class TraceSummary:
             return []
         mine = self._kernels.filter(pl.col("phase").is_in([FORWARD, BACKWARD]))
         return self._longest(mine, FORWARD_AND_BACKWARD, int(mine["duration_ns"].sum()), top)
+
+    def other_kernels(self, top: int = 5) -> list[KernelRow]:
+        """The longest kernels of no known family; their shares are of all kernel time. A whole graph is not one."""
+        mine = self._kernels.filter((pl.col("family") == "other") & (pl.col("kind") != "graph"))
+        return self._longest(mine, "all", self.busy_ns, top)
 
     def softmax_kernels(self, top: int = 5) -> list[KernelRow]:
         """The kernels of softmax in forward; none if attention has no range for softmax."""
@@ -292,7 +332,7 @@ class TraceSummary:
         The module is the innermost whose range was open. The rest of a phase belongs to the model itself, module "".
         """
         return (
-            self._kernels.with_columns(_LAYERS_TOGETHER.alias("pattern"))
+            self._kernels.with_columns(LAYERS_TOGETHER.alias("pattern"))
             .group_by("pattern", "phase")
             .agg(
                 pl.col("module").n_unique().alias("layers"),
@@ -307,7 +347,7 @@ class TraceSummary:
     def places(self) -> pl.DataFrame:
         """Kernel time per step by module, named as in `modules`, and family (columns module, family, busy_ns)."""
         return (
-            self._kernels.group_by(_LAYERS_TOGETHER.alias("module"), pl.col("family").cast(pl.String))
+            self._kernels.group_by(LAYERS_TOGETHER.alias("module"), pl.col("family").cast(pl.String))
             .agg((pl.col("duration_ns").sum() / self.steps).alias("busy_ns"))
             .sort("busy_ns", "module", "family", descending=[True, False, False])
         )

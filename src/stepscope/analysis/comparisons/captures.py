@@ -1,4 +1,4 @@
-"""What changed between two captures, per traced step: by phase and family, and by kernel.
+"""What changed between two captures, per traced step: by phase and family, kernel, operator and module.
 
 Times are sums of the durations of device work (of CPU operators' own times, in traces of a CPU), copies and fills
 included, divided by the number of steps of each capture. A kernel is told by its full name; between profilers, whose
@@ -12,11 +12,13 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.captures.attribution import Attribution
+from stepscope.analysis.captures.attribution import ROOT, Attribution
+from stepscope.analysis.captures.summary import LAYERS_TOGETHER, NO_MODULE
 from stepscope.analysis.kernels.names.label import kernel_labels
 from stepscope.analysis.kernels.spelling import one_spelling
 from stepscope.core.answer import Answer, Cell, Line, Table, Tone, as_lines, table_of
 from stepscope.core.errors import InputError
+from stepscope.core.shown_text import name_shown
 from stepscope.core.units import format_seconds
 
 NAMED = 3
@@ -36,7 +38,8 @@ class CaptureComparison:
     `places` and `kernels` have before_ns, after_ns, difference_ns, before_calls, after_calls, and `share`: the size of
     the difference as a part of all rows' differences, up and down together, so that it means something where they
     cancel; null where nothing differs. `places` is by phase (null outside all phases) and family; `kernels` by name and
-    family (that of most of its time), with `change`: "appeared", "disappeared" or "both". The largest come first.
+    family (that of most of its time), with `change`: "appeared", "disappeared" or "both". `operators` is by the
+    operator that launched the work, null outside all; `modules` by module, all layers together. The largest come first.
     """
 
     before_ns: float
@@ -45,6 +48,8 @@ class CaptureComparison:
     after_steps: int
     places: pl.DataFrame
     kernels: pl.DataFrame
+    operators: pl.DataFrame
+    modules: pl.DataFrame
     on_cpu: bool
     caveats: tuple[str, ...]
 
@@ -78,8 +83,8 @@ class CaptureComparison:
                 yield f"{row['family']} {sign}{_time(abs(row['difference_ns']))} {where}"
 
     def self_check(self) -> None:
-        """Raise AssertionError unless places and kernels both add up to the totals (but for rounding)."""
-        for frame in (self.places, self.kernels):
+        """Raise AssertionError unless each table's rows add up to the totals (but for rounding)."""
+        for frame in (self.places, self.kernels, self.operators, self.modules):
             for column, total in (("before_ns", self.before_ns), ("after_ns", self.after_ns)):
                 assert abs(float(frame[column].sum()) - total) <= 1e-9 * max(1.0, total), f"{column} does not add up"
 
@@ -107,6 +112,8 @@ def compare_captures(before: Attribution, after: Attribution) -> CaptureComparis
             .otherwise(pl.lit("both"))
             .alias("change")
         ),
+        operators=_joined(_by(before, pl.col("operator")), _by(after, pl.col("operator")), ["name"]),
+        modules=_joined(_by(before, LAYERS_TOGETHER), _by(after, LAYERS_TOGETHER), ["name"]),
         on_cpu=before.table.on_cpu or after.table.on_cpu,
         caveats=tuple(_caveats(before, after)),
     )
@@ -122,6 +129,10 @@ def _totals(attribution: Attribution) -> list[pl.Expr]:
 def _by_place(attribution: Attribution) -> pl.DataFrame:
     totals = attribution.work.group_by("phase", "family").agg(_totals(attribution))
     return totals.with_columns(pl.col("phase", "family").cast(pl.String))
+
+
+def _by(attribution: Attribution, name: pl.Expr) -> pl.DataFrame:
+    return attribution.work.group_by(name.cast(pl.String).alias("name")).agg(_totals(attribution))
 
 
 def _by_kernel(attribution: Attribution, as_written: bool) -> pl.DataFrame:
@@ -194,7 +205,12 @@ def answer_captures(comparison: CaptureComparison, before: str, after: str, part
         study="trace",
         question=f"What changed from {before} to {after}?",
         lead=(Line(compared, "strong"), *as_lines(comparison.summary), *cautions),
-        tables=(_place_table(comparison), _kernel_table(comparison)),
+        tables=(
+            _place_table(comparison),
+            _kernel_table(comparison),
+            *_named_tables("operator", comparison.operators),
+            *_named_tables("module", comparison.modules),
+        ),
     )
 
 
@@ -206,6 +222,8 @@ def comparison_as_json(comparison: CaptureComparison) -> dict[str, Any]:
         "caveats": list(comparison.caveats),
         "places": comparison.places.to_dicts(),
         "kernels": comparison.kernels.to_dicts(),
+        "operators": comparison.operators.to_dicts(),
+        "modules": comparison.modules.to_dicts(),
     }
 
 
@@ -231,6 +249,18 @@ def _kernel_table(comparison: CaptureComparison) -> Table:
     rows = [(labels[row["name"]], seen.get(row["change"]), *_figures(row)) for row in shown.iter_rows(named=True)]
     rows += [(f"{rest.height} more kernels", None, *_figures(_sums(rest)))] if rest.height else []
     return table_of("kernel, ms a step", "status", *_FIGURES, rows=rows, tones=_tones(shown, rest))
+
+
+def _named_tables(what: str, frame: pl.DataFrame) -> Iterator[Table]:
+    """The table by operator or module; none where the captures name none."""
+    if not frame["name"].is_in([NO_MODULE, ROOT]).fill_null(True).not_().any():
+        return
+    outside = {"operator": "(in no operator)", "module": "(no module known)"}[what]
+    labels = {None: outside, NO_MODULE: outside, ROOT: "(the model itself)"}
+    shown, rest = frame.head(ROWS_SHOWN), frame[ROWS_SHOWN:]
+    rows = [(labels.get(row["name"]) or name_shown(row["name"]), *_figures(row)) for row in shown.iter_rows(named=True)]
+    rows += [(f"{rest.height} more {what}s", *_figures(_sums(rest)))] if rest.height else []
+    yield table_of(f"{what}, ms a step", *_FIGURES, rows=rows, tones=_tones(shown, rest))
 
 
 def _sums(frame: pl.DataFrame) -> dict[str, float | None]:

@@ -110,6 +110,10 @@ def _is_plain_fp32(kernel: KernelName) -> bool:
     return kernel.unit == "cuda core" and kernel.input_dtype == "fp32"
 
 
+_WITHOUT_TF32 = ("sm70", "sm72", "sm75")
+"""Volta and Turing, whose Tensor Cores multiply fp16 and integers."""
+
+
 def _unit(kernel: KernelName) -> str:
     if kernel.unit == "tensor core":
         return "Tensor Cores" + (
@@ -117,6 +121,11 @@ def _unit(kernel: KernelName) -> str:
         )
     if kernel.unit is None:
         return ""
+    if kernel.input_dtype == "fp32" and kernel.architecture in _WITHOUT_TF32:
+        return (
+            "CUDA cores, by fused multiply-adds (FFMA): Tensor Cores have no fp32 of their own, and those of Volta and "
+            "Turing multiply neither TF32 nor bf16, but fp16 (torch.autocast with a GradScaler)"
+        )
     if kernel.input_dtype == "fp32":
         return (
             "CUDA cores, by fused multiply-adds (FFMA): Tensor Cores have no fp32 of their own. To use them, allow "

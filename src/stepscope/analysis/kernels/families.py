@@ -3,11 +3,13 @@
 import re
 from typing import get_args
 
-from stepscope.analysis.kernels.family_rules import KERNEL_RULES, OPERATOR_RULES, Family, Rule
+from stepscope.analysis.kernels.family_rules import Family, Rule
+from stepscope.analysis.kernels.kernel_rules import KERNEL_RULES
 from stepscope.analysis.kernels.names.name import split_name
+from stepscope.analysis.kernels.operator_rules import OPERATOR_RULES
 from stepscope.core.range_names import OPTIMIZER, SOFTMAX
 
-__all__ = ["FAMILIES", "Family", "classify", "rule_of"]
+__all__ = ["FAMILIES", "Family", "classify", "is_generated", "rule_of"]
 
 FAMILIES: tuple[Family, ...] = get_args(Family)
 
@@ -15,7 +17,7 @@ FUNCTION_LIMIT = 512
 """Characters of a function's name that patterns look at; the longest real ones have some 250."""
 
 _POINTWISE: frozenset[Family] = frozenset(
-    {"activation/elementwise", "copy/cast", "reduction", "Triton/compiled fusion"}
+    {"activation/elementwise", "copy/cast", "reduction", "sorting", "Triton/compiled fusion"}
 )
 """Kernels of these families serve any layer: what they belong to is decided by operator, part and phase."""
 
@@ -25,13 +27,15 @@ def classify(name: str, *, operator: str | None = None, part: str | None = None,
 
     Where the name leaves it open, the innermost PyTorch operator decides, then the phase of the step and the part of
     the model: a softmax made of max, sub, exp, sum and div is softmax. A kernel named pointwise is never a product,
-    wherever it ran.
+    wherever it ran. A product that an operator of convolution launches is how that convolution is computed.
     """
     rule = rule_of(name)
     family: Family = rule.family if rule else "other"
+    if family == "matrix multiplication" and operator and not _is_operator(name):
+        return "convolution" if _family_of_operator(operator) == "convolution" else family
     if family in _POINTWISE:
         return _place(family, operator, part, phase)
-    if family == "other" and not _is_operator(name) and operator:
+    if family == "other" and operator and not _is_operator(name):
         return _family_of_operator(operator)
     return family
 
@@ -39,14 +43,23 @@ def classify(name: str, *, operator: str | None = None, part: str | None = None,
 def _place(family: Family, operator: str | None, part: str | None, phase: str | None) -> Family:
     """The family that a pointwise kernel, copy or reduction works for; its own where nothing says."""
     by_operator = _family_of_operator(operator) if operator else "other"
-    # A copy launched by aten::addmm itself is the bias's: it stays what its name says.
-    if by_operator not in _POINTWISE | {"other", "matrix multiplication"}:
+    # A copy launched by aten::addmm itself is the bias's, one by a convolution changes a layout: they stay what their
+    # names say.
+    if by_operator not in _POINTWISE | {"other", "matrix multiplication", "convolution", "view/allocation"}:
         return by_operator
     if phase == OPTIMIZER:
         return "optimizer"
     if part == SOFTMAX:
         return "softmax"
     return "copy/cast" if (family, by_operator) == ("activation/elementwise", "copy/cast") else family
+
+
+_GENERATED = re.compile(r"triton_(?:poi|red|per|for|unk)_")
+
+
+def is_generated(name: str) -> bool:
+    """Whether a compiler made the kernel of several operators, whatever its family."""
+    return _GENERATED.match(name) is not None
 
 
 def rule_of(name: str) -> Rule | None:

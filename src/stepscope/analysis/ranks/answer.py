@@ -7,9 +7,10 @@ import polars as pl
 from stepscope.analysis.ranks.job import Job
 from stepscope.analysis.ranks.rank import COMPUTATION
 from stepscope.core.answer import Answer, Cell, Line, Panel, Point, Table, as_lines, table_of
+from stepscope.core.device_spec import find_device_spec
 from stepscope.core.finding import Finding
 from stepscope.core.shown_text import name_shown
-from stepscope.core.units import counted, in_ms
+from stepscope.core.units import counted, format_rate, in_ms
 
 _ROWS = 8
 """The most rows of the tables that can be long."""
@@ -61,16 +62,19 @@ def _tables(job: Job) -> Iterator[Table]:
 def _rank_table(job: Job) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for rank in job.ranks:
-        times = (rank.computation_ns, rank.communication_ns, rank.exposed_ns, job.waiting_ns(rank.number), rank.idle_ns)
+        times = (rank.computation_ns, rank.communication_ns, rank.exposed_ns, rank.idle_ns)
         a_step = (time_ns / max(1, rank.steps) for time_ns in times)
-        rows.append((str(rank.number), rank.steps, *a_step, job.last_arrivals(rank.number)))
+        waits = job.in_a_step(rank.number) if rank.collectives.height else (None, None)
+        rows.append((str(rank.number), rank.steps, *a_step, *waits, job.last_arrivals(rank.number)))
     return table_of(
         "rank, ms a step", ("steps", "d"), ("computation", "ms of ns"), ("communication", "ms of ns"),
-        ("exposed", "ms of ns"), ("waiting", "ms of ns"), ("idle", "ms of ns"), ("arrives last", "d"),
+        ("exposed", "ms of ns"), ("idle", "ms of ns"), ("waiting", "ms of ns"), ("stalled", "ms of ns"),
+        ("arrives last", "d"),
         rows=rows,
         notes=as_lines(
-            "Exposed is communication while the rank computes nothing. Waiting lasts from a rank's arrival at a "
-            "collective to the last rank's, and is part of its communication.",
+            "Exposed is communication while the rank computes nothing. Waiting, of the median step, lasts from a "
+            "rank's arrival at a collective to the last rank's, and is part of its communication; the rank is stalled "
+            "where it computes nothing meanwhile.",
         ),
     )  # fmt: skip
 
@@ -85,20 +89,27 @@ def _wait_table(job: Job) -> Table:
 
 
 def _collective_table(job: Job) -> Table:
+    devices = {rank.device for rank in job.ranks}
+    spec = find_device_spec(devices.pop()) if len(devices) == 1 else None
+    peak = spec.link_bytes_per_s if spec else None
+    link = (("of the link", "%"),) if peak else ()
     rows: list[tuple[Cell, ...]] = [
         (row["kind"], row["bytes"], row["group_size"], row["calls"], row["transfer_ns"] / row["calls"],
-         row["bus_bytes_per_s"], row["skew_ns"], row["largest_skew_ns"])
+         row["bus_bytes_per_s"],
+         *((row["bus_bytes_per_s"] / peak if row["bus_bytes_per_s"] else None,) if peak else ()),
+         row["skew_ns"], row["largest_skew_ns"])
         for row in job.collectives.head(_ROWS).iter_rows(named=True)
     ]  # fmt: skip
     left = job.collectives[_ROWS:]
     notes = [f"{counted(left.height, 'further size')} with {left['calls'].sum()} calls."] if left.height else []
     return table_of(
         "collective", ("message", "B"), ("ranks", "d"), ("calls", "d"), ("transfer us", "us of ns"),
-        ("bus bandwidth", "B/s"), ("skew us", "us of ns"), ("largest skew us", "us of ns"),
+        ("bus bandwidth", "B/s"), *link, ("skew us", "us of ns"), ("largest skew us", "us of ns"),
         rows=rows,
         notes=as_lines(
             "A transfer lasts from the last arrival to the last end; skew is from the first arrival to the last. The "
             "bus bandwidth is what each link carries, by the formulas of nccl-tests.",
+            *((f"The link's peak is {format_rate(peak, 'B/s')} ({spec.source}).",) if peak and spec else ()),
             *notes,
         ),
     )  # fmt: skip

@@ -27,6 +27,7 @@ def job_as_json(job: Job, findings: tuple[Finding, ...]) -> dict[str, Any]:
                 "communication_ns": rank.communication_ns,
                 "exposed_communication_ns": rank.exposed_ns,
                 "waiting_ns": job.waiting_ns(rank.number),
+                "stalled_ns": job.stalled_ns(rank.number),
                 "waited_for_ns": job.waited_for_ns(rank.number),
                 "last_arrivals": job.last_arrivals(rank.number),
                 "unmatched_collectives": job.matched.unmatched[rank.number],

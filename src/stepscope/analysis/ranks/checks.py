@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import polars as pl
+
 from stepscope.analysis.ranks.job import Excess, Job
 from stepscope.analysis.ranks.rank import COMPUTATION
 from stepscope.core.finding import SEVERITIES, Finding, note, warning
@@ -22,31 +24,34 @@ def check_job(job: Job) -> tuple[Finding, ...]:
 
 
 def straggler(job: Job) -> Finding | None:
-    """A finding on a rank for which the others wait: it comes last to most collectives."""
-    others = len(job.ranks) - 1
-    if not others:
+    """A finding on a rank that comes last to most collectives, and so late that it costs the others time."""
+    counts = job.lateness["late"].value_counts(sort=True)
+    if len(job.ranks) < 2 or not counts.height:
         return None
-    late = max(job.ranks, key=lambda rank: job.waited_for_ns(rank.number))
-    each_ns = job.waited_for_ns(late.number) / others
-    span_ns = min(rank.end_ns - rank.start_ns for rank in job.ranks)
+    late, steps = counts.row(0)
+    latest = job.lateness.filter(pl.col("late") == late)["latest_ns"].median()
+    latest_ns = latest if isinstance(latest, float) else 0.0
+    span_ns = min(rank.end_ns - rank.start_ns for rank in job.ranks) / job.steps
     meetings = job.matched.arrivals["collective"].n_unique()
-    last = job.last_arrivals(late.number)
-    if each_ns < _WORTH_A_WORD * span_ns or last < _MOSTLY * meetings:
+    last = job.last_arrivals(late)
+    if latest_ns < _WORTH_A_WORD * span_ns or steps <= _MOSTLY * job.lateness.height or last < _MOSTLY * meetings:
         return None
-    excesses = job.excesses(late.number)
+    stalled_ns = max(job.in_a_step(rank.number)[1] for rank in job.ranks if rank.number != late)
+    excesses = job.excesses(late)
     return warning(
         "straggler",
-        f"Rank {late.number} arrives last at {format_count(last)} of {counted(meetings, 'collective')}: each of the "
-        f"others waits {in_ms(each_ns / job.steps)} a step for it"
-        f"{f', {format_share(each_ns / span_ns)} of the time' if span_ns else ''}."
+        f"Rank {late} arrives last at {format_count(last)} of {counted(meetings, 'collective')}, by up to "
+        f"{in_ms(latest_ns)} in the median step, {format_share(latest_ns / span_ns)} of it; for {in_ms(stalled_ns)} of "
+        f"that another rank does nothing but wait."
         f"{_reason(excesses[0], job) if excesses else ''}",
         {
-            "rank": late.number,
-            "waited_for_ns": job.waited_for_ns(late.number),
-            "each_ns_a_step": each_ns / job.steps,
+            "rank": late,
+            "latest_ns": latest_ns,
+            "stalled_ns_a_step": stalled_ns,
+            "waited_for_ns": job.waited_for_ns(late),
             "last_arrivals": last,
             "collectives": meetings,
-            "excess_ns": excesses[0].excess_ns if excesses else 0.0,
+            "excess_ns_a_step": excesses[0].excess_ns / job.steps if excesses else 0.0,
             "excess_in": _place(excesses[0]) if excesses else "",
         },
         remedy="look at that rank alone (--rank), at what its modules compute and what its device waits for; uneven "
@@ -68,13 +73,13 @@ def _place(excess: Excess) -> str:
     return f"{excess.phase}: {excess.place}" if excess.phase else str(excess.place)
 
 
-def ranks_missing(job: Job) -> Finding | None:
+def ranks_absent(job: Job) -> Finding | None:
     """A note where not all ranks of the job are here."""
     missing = job.size - len(job.ranks)
     if missing <= 0:
         return None
     return note(
-        "ranks-missing",
+        "ranks-absent",
         f"{len(job.ranks)} of the job's {job.size} ranks are here: a rank is said to wait for the last of these, so "
         "that it may have waited longer, for a rank that is not here.",
         {"ranks": len(job.ranks), "of": job.size},
@@ -164,4 +169,4 @@ def clocks_apart(job: Job) -> Finding | None:
     )
 
 
-JOB_CHECKS: tuple[JobCheck, ...] = (straggler, steps_differ, collectives_alone, clocks_apart, ranks_missing)
+JOB_CHECKS: tuple[JobCheck, ...] = (straggler, steps_differ, collectives_alone, clocks_apart, ranks_absent)

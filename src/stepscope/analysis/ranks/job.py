@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import polars as pl
 
+from stepscope.analysis.captures.intervals import covered_ns
 from stepscope.analysis.captures.summary import layers_together
 from stepscope.analysis.ranks.matching import Matched, match_collectives
 from stepscope.analysis.ranks.rank import COMPUTATION, Rank
@@ -42,12 +43,33 @@ class Job:
         return min(rank.steps for rank in self.ranks)
 
     @cached_property
+    def meetings(self) -> pl.DataFrame:
+        """Each rank's wait at each collective: rank, late, step, waiting_ns, stalled_ns; the late rank's own is zero.
+
+        A rank waits from its arrival to the last rank's. It is stalled in the part in which its device computes
+        nothing, and that is what a late rank costs: a wait behind computation costs little.
+        """
+        parts: list[pl.DataFrame] = []
+        offsets = {clock.rank: clock.offset_ns for clock in self.matched.clocks}
+        for rank in self.ranks:
+            mine = self.matched.arrivals.filter(pl.col("rank") == rank.number)
+            for device in mine["device"].unique().to_list():
+                here = mine.filter(pl.col("device") == device)
+                computing = rank.computing.filter(pl.col("device") == device)
+                begin, end = here["start_ns"] + offsets[rank.number], here["last_ns"] + offsets[rank.number]
+                waiting, covered = (end - begin).alias("waiting_ns"), covered_ns(computing, begin, end)
+                parts.append(here.select("rank", "late", "step", waiting, (waiting - covered).alias("stalled_ns")))
+        columns = ("rank", "late", "step", "waiting_ns", "stalled_ns")
+        nothing = pl.DataFrame(schema=pl.Schema(dict.fromkeys(columns, pl.Int64())))
+        return pl.concat([nothing, *parts])
+
+    @cached_property
     def waits(self) -> pl.DataFrame:
-        """Who waited for whom: rank, late, waits, waiting_ns. A rank waits from its arrival to the last rank's."""
-        arrivals = self.matched.arrivals.filter(pl.col("rank") != pl.col("late"))
+        """Who waited for whom: rank, late, waits, waiting_ns, stalled_ns."""
         return (
-            arrivals.group_by("rank", "late")
-            .agg(pl.len().alias("waits"), (pl.col("last_ns") - pl.col("start_ns")).sum().alias("waiting_ns"))
+            self.meetings.filter(pl.col("rank") != pl.col("late"))
+            .group_by("rank", "late")
+            .agg(pl.len().alias("waits"), pl.col("waiting_ns", "stalled_ns").sum())
             .sort("waiting_ns", "rank", "late", descending=[True, False, False])
         )
 
@@ -55,9 +77,34 @@ class Job:
         """The time that a rank waited for others at its collectives."""
         return int(self.waits.filter(pl.col("rank") == rank)["waiting_ns"].sum())
 
+    def stalled_ns(self, rank: int) -> int:
+        """The time that a rank waited for others while it computed nothing."""
+        return int(self.waits.filter(pl.col("rank") == rank)["stalled_ns"].sum())
+
     def waited_for_ns(self, rank: int) -> int:
         """The time that all others together waited for this rank."""
         return int(self.waits.filter(pl.col("late") == rank)["waiting_ns"].sum())
+
+    def in_a_step(self, rank: int) -> tuple[float, float]:
+        """The time that a rank waits, and is stalled, in the median step.
+
+        The ranks' captures begin at different moments, which the first step shows as waiting: a mean would hold it.
+        """
+        steps = (
+            self.meetings.filter(pl.col("rank") == rank).group_by("step").agg(pl.col("waiting_ns", "stalled_ns").sum())
+        )
+        medians = steps.select(pl.col("waiting_ns", "stalled_ns").median()).row(0)
+        return medians[0] or 0.0, medians[1] or 0.0
+
+    @cached_property
+    def lateness(self) -> pl.DataFrame:
+        """The rank that comes last in most collectives of a step, by how much at most: step, late, latest_ns.
+
+        The first of several steps is left out, in which the captures begin.
+        """
+        largest = pl.col("waiting_ns").max()
+        steps = self.meetings.group_by("step").agg(pl.col("late").mode().min(), largest.alias("latest_ns")).sort("step")
+        return steps[1:] if steps.height > 1 else steps
 
     def last_arrivals(self, rank: int) -> int:
         """The number of collectives at which this rank arrived last."""

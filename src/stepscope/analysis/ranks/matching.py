@@ -40,9 +40,9 @@ class Clock:
 class Matched:
     """The collectives of a job. `arrivals`: one row for each rank of each collective that several of the ranks have.
 
-    Its columns: collective (a number), rank, kind, group, group_size, bytes, step, phase, module, start_ns, end_ns (on
-    the first rank's clock), `last_ns` (the last rank's arrival), `late` (that rank). `unmatched`: the number of
-    collectives of each rank that no other rank has. `by_sequence`: whether sequence numbers told them.
+    Its columns: collective (a number), rank, device, kind, group, group_size, bytes, step, phase, module, start_ns,
+    end_ns (on the first rank's clock), `last_ns` (the last rank's arrival), `late` (that rank). `unmatched`: the number
+    of collectives of each rank that no other rank has. `by_sequence`: whether sequence numbers told them.
     """
 
     arrivals: pl.DataFrame
@@ -71,7 +71,7 @@ def match_collectives(ranks: tuple[Rank, ...]) -> Matched:
     arrivals = found.with_columns(pl.col("start_ns").max().over("collective").alias("last_ns"), late.alias("late"))
     counts = dict(arrivals.group_by("rank").len().iter_rows())
     return Matched(
-        arrivals=arrivals.drop("occurrence", "sequence", "device", "stream").sort("last_ns", "rank"),
+        arrivals=arrivals.drop("occurrence", "sequence", "stream").sort("last_ns", "rank"),
         unmatched={rank.number: rank.collectives.height - counts.get(rank.number, 0) for rank in ranks},
         clocks=clocks,
         by_sequence=by_sequence,

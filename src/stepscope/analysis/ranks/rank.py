@@ -9,7 +9,7 @@ from stepscope.analysis.captures.attribution import Attribution
 from stepscope.analysis.captures.range_names import range_kind
 from stepscope.analysis.captures.summary import TraceSummary
 from stepscope.core.range_names import STEP
-from stepscope.trace.nesting import Nest
+from stepscope.trace.nesting import Nest, union
 from stepscope.trace.table import TraceTable
 from stepscope.work.collectives import kind_of, message_bytes
 
@@ -32,6 +32,7 @@ COLLECTIVES = pl.Schema(
 """Columns of a rank's collectives, by start: kernels of communication. What the trace does not say is null."""
 
 COMPUTATION, IDLE = "computation", "idle"
+_COMPUTES = pl.col("family") != "communication"
 _LAST_NUMBER = re.compile(r"(\d+)\W*$")
 
 
@@ -42,6 +43,7 @@ class Rank:
     `number` is the rank, of `ranks` in the job (None where the trace does not say). `busy_ns` sums kernels, `union_ns`
     counts overlapping ones once. Communication that no computation hides is exposed. `times`: where the time went that
     is not communication (what, phase, place, duration_ns), for computation by module, for idle time by its cause.
+    `computing`: when any kernel but communication's ran, by device (device, start_ns, end_ns; sorted, disjoint).
     """
 
     number: int
@@ -61,6 +63,7 @@ class Rank:
     end_ns: int
     times: pl.DataFrame
     collectives: pl.DataFrame
+    computing: pl.DataFrame
 
 
 def rank_of(summary: TraceSummary, number: int, source: str) -> Rank:
@@ -83,11 +86,13 @@ def rank_of(summary: TraceSummary, number: int, source: str) -> Rank:
         idle_ns=sum(device.idle_ns for device in occupied.devices) if occupied else 0,
         communication_ns=sum(one.communication_ns for one in summary.overlaps),
         exposed_ns=sum(one.exposed_ns for one in summary.overlaps),
-        computation_ns=sum(one.computation_ns for one in summary.overlaps),
+        # The times of a CPU's operators are nested, so that nothing overlaps: its own time is all computation.
+        computation_ns=summary.busy_ns if table.on_cpu else sum(one.computation_ns for one in summary.overlaps),
         start_ns=start if isinstance(start, int) else 0,
         end_ns=end if isinstance(end, int) else 0,
         times=_times(summary),
         collectives=collectives_of(attribution, steps),
+        computing=union(attribution.kernels.filter(_COMPUTES & (pl.col("duration_ns") > 0)), ["device"]).drop("merged"),
     )
 
 
@@ -107,7 +112,7 @@ def _step_numbers(attribution: Attribution) -> dict[int, int]:
 
 
 def _times(summary: TraceSummary) -> pl.DataFrame:
-    kernels = summary.attribution.kernels.filter(pl.col("family") != "communication")
+    kernels = summary.attribution.kernels.filter(_COMPUTES)
     computation = kernels.group_by(
         pl.col("phase").cast(pl.String), pl.col("module").cast(pl.String).alias("place")
     ).agg(pl.col("duration_ns").sum())

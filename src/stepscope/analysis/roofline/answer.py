@@ -196,12 +196,13 @@ def _labels(operators: Sequence[OperatorRoof]) -> list[str]:
 def operator_label(operator: OperatorRoof) -> str:
     """`bmm fp32 48x512x64 48x64x512`: the operator, what its products are computed in, and the first shapes."""
     name = name_shown(operator.operator.removeprefix("aten::"))
-    product = operator.family in {"matrix multiplication", "attention (fused)"}
+    product = operator.family in {"matrix multiplication", "attention (fused)", "convolution"}
     arithmetic = operator.arithmetic if product else None
-    return " ".join(part for part in (name, arithmetic, name_shown(_shapes(operator.shapes))) if part)
+    return " ".join(part for part in (name, arithmetic, name_shown(shapes_label(operator.shapes))) if part)
 
 
-def _shapes(shapes: str | None) -> str:
+def shapes_label(shapes: str | None) -> str:
+    """The first shapes of a call, `48x512x64 48x64x512`, from their JSON text."""
     try:
         read = json.loads(shapes or "[]")
     except (ValueError, RecursionError):

@@ -67,18 +67,30 @@ class TensorList:
 
 
 @dataclass(frozen=True, slots=True)
+class Numbers:
+    """A list of numbers whose values were recorded, as a convolution's strides are."""
+
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class OperatorCall:
     """Arguments in order; None for numbers and for what was left out."""
 
     operator: str
-    arguments: tuple[Operand | TensorList | None, ...]
+    arguments: tuple[Operand | TensorList | Numbers | None, ...]
 
     def optional(self, index: int) -> Operand | None:
         """The tensor at this place, or None where none was given."""
         found = self.arguments[index] if index < len(self.arguments) else None
         if isinstance(found, TensorList):
             raise Unknown
-        return found
+        return found if isinstance(found, Operand) else None
+
+    def numbers(self, index: int) -> tuple[int, ...] | None:
+        """The numbers of the list at this place, or None where they were not recorded."""
+        found = self.arguments[index] if index < len(self.arguments) else None
+        return found.values if isinstance(found, Numbers) else None
 
     def tensor(self, index: int) -> Operand:
         """The tensor at this place. Raises Unknown where there is none."""
@@ -95,11 +107,21 @@ class OperatorCall:
         return found.tensors
 
 
-def read_call(operator: str, shapes: str, dtypes: str, list_element_bytes: int | None = None) -> OperatorCall | None:
-    """The call, or None where the record cannot be read. `list_element_bytes`: of tensors in lists, if known."""
+def read_call(
+    operator: str, shapes: str, dtypes: str | None, list_element_bytes: int | None = None
+) -> OperatorCall | None:
+    """The call, or None where the record cannot be read. `list_element_bytes`: of tensors in lists, if known.
+
+    Without `dtypes` every argument with sides is a tensor of such elements, and one without sides a number.
+    """
     try:
-        read_shapes, read_dtypes = json.loads(shapes), json.loads(dtypes)
-    except (ValueError, RecursionError):
+        read_shapes = json.loads(shapes)
+        if dtypes is None:
+            sides = [_shape(shape) for shape in read_shapes]
+            tensors = [Operand(shape, None, list_element_bytes) if shape else None for shape in sides]
+            return OperatorCall(operator, tuple(tensors))
+        read_dtypes = json.loads(dtypes)
+    except (ValueError, RecursionError, TypeError, Unknown):
         return None
     if not isinstance(read_shapes, list) or not isinstance(read_dtypes, list) or len(read_shapes) != len(read_dtypes):
         return None
@@ -110,9 +132,11 @@ def read_call(operator: str, shapes: str, dtypes: str, list_element_bytes: int |
     return OperatorCall(operator, tuple(arguments))
 
 
-def _argument(shape: object, dtype: object, list_element_bytes: int | None) -> Operand | TensorList | None:
+def _argument(shape: object, dtype: object, list_element_bytes: int | None) -> Operand | TensorList | Numbers | None:
     if not isinstance(dtype, str):
         raise Unknown
+    if dtype == "ScalarList" and shape:
+        return Numbers(_shape(shape))
     if dtype in _NO_TENSOR:
         return None
     if not isinstance(shape, list):

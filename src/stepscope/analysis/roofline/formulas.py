@@ -5,6 +5,8 @@ not recorded, is left out. Views are taken for dense, since strides are not reco
 less than counted. Whatever the record leaves open raises Unknown.
 """
 
+import math
+
 from stepscope.analysis.roofline.calls import (
     ELEMENT_BYTES,
     Operand,
@@ -40,6 +42,55 @@ def scaled_product(call: OperatorCall, causal: CausalConvention) -> Work:
     work = product_work(call, causal)
     extra = sum(found.bytes for found in (call.optional(index) for index in (2, 3, 4)) if found)
     return work + Work(flops=0, bytes_read=extra, bytes_written=0)
+
+
+# Convolutions. Each element of the output is a product along the input channels of its group and the kernel's sides, so
+# that the FLOPs are those of two numbers for each element of the weight and each place of the output.
+def convolution(call: OperatorCall, _: CausalConvention, *, padding: int, stride: int, dilation: int) -> Work:
+    """`padding`, `stride`, `dilation`: where these lists are. Without them the output's sides are not known."""
+    x, weight = call.tensor(0), call.tensor(1)
+    batch, _channels, *sides = x.shape
+    filters, _channels, *window = weight.shape
+    lists = [call.numbers(index) for index in (padding, stride, dilation)]
+    if len(sides) != len(window) or not sides:
+        raise Unknown
+    pads, strides, dilations = (_each_side(found, len(sides)) for found in lists)
+    if 0 in strides:
+        raise Unknown
+    output = [
+        (side + 2 * pad - gap * (reach - 1) - 1) // step + 1
+        for side, reach, pad, step, gap in zip(sides, window, pads, strides, dilations, strict=True)
+    ]
+    if min(output) < 1:
+        raise Unknown
+    return operations.convolution_work(
+        places=batch * math.prod(output), filters=filters, weight=weight.elements, x=x.elements, size=x.size
+    )
+
+
+def _each_side(numbers: tuple[int, ...] | None, sides: int) -> tuple[int, ...]:
+    if numbers is None or len(numbers) not in (1, sides):
+        raise Unknown
+    return numbers * sides if len(numbers) == 1 else numbers
+
+
+def convolution_backward(call: OperatorCall, _: CausalConvention) -> Work:
+    """A convolution's work for each gradient, of input and weight, that is wanted; both where that was not recorded.
+
+    The bias's gradient, a sum, is not counted.
+    """
+    grad, x, weight = (call.tensor(index) for index in (0, 1, 2))
+    if len(x.shape) < 3 or len(weight.shape) != len(x.shape) or len(grad.shape) != len(x.shape):
+        raise Unknown
+    of_input, of_weight = (call.numbers(10) or (1, 1, 1))[:2]
+    # A transposed convolution's weight has the input's channels first, and goes over the input's places.
+    over = grad if weight.shape[0] == grad.shape[1] else x
+    places = over.shape[0] * math.prod(over.shape[2:])
+    return Work(
+        flops=2 * places * weight.elements * (bool(of_input) + bool(of_weight)),
+        bytes_read=grad.bytes + (weight.bytes if of_input else 0) + (x.bytes if of_weight else 0),
+        bytes_written=(x.bytes if of_input else 0) + (weight.bytes if of_weight else 0),
+    )
 
 
 # Fused attention. Whether it is causal is not in the shapes: without a bias or mask, with as many queries as keys, it

@@ -10,6 +10,7 @@ from typing import get_args
 import polars as pl
 
 from stepscope.analysis.captures.attribution import Attribution
+from stepscope.analysis.captures.devices import device_names
 from stepscope.analysis.kernels.families import FAMILIES
 from stepscope.analysis.kernels.names.decoding import decode
 from stepscope.analysis.roofline.peaks import (
@@ -28,7 +29,7 @@ from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.work import CausalConvention, Work
 from stepscope.trace.nesting import Nest, numbered
 
-_PRODUCTS = ("matrix multiplication", "attention (fused)")
+_PRODUCTS = ("matrix multiplication", "attention (fused)", "convolution")
 _UNTOLD = ("other", "Triton/compiled fusion")
 """Families of kernels whose names do not say whether they are products."""
 _BETWEEN_MEMORIES = re.compile(r"\b(?:HtoD|DtoH|HtoH|PtoP)\b")
@@ -51,7 +52,7 @@ def roofline(
     no work here: another memory bounds them. Kernels launched in no operator (graphs, compiled code outside PyTorch's
     operators) count in their family's time alone. Raises InputError for ceilings of another device.
     """
-    devices = _device_names(attribution)
+    devices = device_names(attribution)
     if spec is None and len(devices) == 1:
         spec = find_device_spec(devices[0])
     peaks = peaks_for(spec, ceilings, devices)
@@ -73,12 +74,6 @@ def roofline(
     )
 
 
-def _device_names(attribution: Attribution) -> tuple[str, ...]:
-    """The names of the devices that ran something; none where the trace leaves one of them unnamed."""
-    names = [attribution.table.devices.get(device) for device in attribution.work["device"].unique().to_list()]
-    return tuple(sorted({name for name in names if name})) if all(names) else ()
-
-
 def _distinct(attribution: Attribution) -> pl.DataFrame:
     """A row for each distinct (operator, shapes, dtypes, phase, family, arithmetic), the busiest first."""
     calls = _calls(attribution)
@@ -91,8 +86,11 @@ def _distinct(attribution: Attribution) -> pl.DataFrame:
     )
     calls = calls.with_columns(
         _leaves_work_to_inner(calls),
-        # Only lists of tensors need the element's size; elsewhere it would part calls that are alike.
-        pl.when(pl.col("dtypes").cast(pl.String).str.contains("TensorList"))
+        # Only lists of tensors, and calls without dtypes, need the element's size: it would part calls that are alike.
+        pl.when(
+            pl.col("dtypes").cast(pl.String).str.contains("TensorList")
+            | (pl.col("dtypes").is_null() & pl.col("shapes").is_not_null())
+        )
         .then("element_bytes")
         .alias("element_bytes"),
     )
@@ -113,7 +111,8 @@ def _distinct(attribution: Attribution) -> pl.DataFrame:
 def _calls(attribution: Attribution) -> pl.DataFrame:
     """A row for each operator call that launched something, with its kernels' sums and what the chief ones say.
 
-    A call may launch kernels of several families; it counts as of the one that most of its time is of.
+    A call may launch kernels of several families; it counts as of the one that most of its time is of. Only a call of
+    a convolution is one, however long it takes to change layouts for it.
     """
     stream = ["process", "device", "stream"]
     work = (
@@ -134,14 +133,15 @@ def _calls(attribution: Attribution) -> pl.DataFrame:
         pl.col("dry").get(pl.col("start_ns").arg_min()),
         pl.col("kernel", "phase", "arithmetic", "element_bytes", "between").get(chief),
     )
-    chief = pl.col("device_ns").arg_max()
+    convolves = pl.col("family") == "convolution"
+    chief = pl.when(convolves.any() & ~convolves).then(-1).otherwise("device_ns").arg_max()
     return (
         parts.sort("operator_row", "family")  # for a draw to end the same way each time
         .group_by("operator_row", maintain_order=True)
         .agg(
             pl.col("kernels").sum(),
             pl.col("device_ns").sum(),
-            pl.col("device_ns").max().alias("family_ns"),
+            pl.col("device_ns").get(chief).alias("family_ns"),
             pl.col("dry").get(pl.col("start_ns").arg_min()),
             pl.col("family", "kernel", "phase", "arithmetic", "element_bytes").get(chief),
             pl.col("between").any(),

@@ -323,9 +323,15 @@ def _within(plan: Plan, other: Plan) -> bool:
     return set(plan.change.split(", ")) < set(other.change.split(", "))
 
 
+def _is_meant(spec: DeviceSpec, wanted: list[str]) -> bool:
+    """Whether each word begins a word of the device's name: h200 is no GH200."""
+    words = spec.name.lower().replace("-", " ").split()
+    return all(any(word.startswith(begin) for word in words) for begin in wanted)
+
+
 def _find_device(name: str) -> DeviceSpec:
     wanted = name.lower().replace("-", " ").split()
-    found = [spec for spec in DATASHEET.values() if all(word in spec.name.lower().replace("-", " ") for word in wanted)]
+    found = [spec for spec in DATASHEET.values() if _is_meant(spec, wanted)]
     found = [spec for spec in found if spec.name.lower() == name.lower()] or found
     if wanted and len({spec.memory_bytes for spec in found}) == 1:
         return found[0]  # or another of the same memory: nothing else is asked of it

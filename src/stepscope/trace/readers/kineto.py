@@ -5,7 +5,7 @@ How its times are written is told in event_times.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,11 +17,12 @@ from stepscope.trace.assemble import assemble
 from stepscope.trace.counters import COPY_SCHEMA, COUNTER_SCHEMA, copies_of, copy_bandwidth, memory_counters
 from stepscope.trace.readers.event_times import UNREADABLE, is_readable, nanoseconds
 from stepscope.trace.readers.json_events import read_events
-from stepscope.trace.readers.kineto_events import NO_ARGUMENTS, Arguments, Event, decode_block
+from stepscope.trace.readers.kineto_events import NO_ARGUMENTS, Arguments, Event, decode_block, operator_shapes
 from stepscope.trace.table import (
     CALL_SCHEMA,
     CALLS,
     COLLECTIVE_SCHEMA,
+    DETAIL_SCHEMA,
     KIND,
     LINK_SCHEMA,
     OPERATOR_SCHEMA,
@@ -156,6 +157,7 @@ class _Reader:
                 self._column("correlation", [given.correlation for given in arguments]),
                 self._column("external", [_first(given.external, given.external_old) for given in arguments]),
                 self._column("graph_node", [given.graph_node for given in arguments]),
+                *self._details(kind, arguments),
             ]
         )
         self._parts["work"].append(work)
@@ -186,6 +188,21 @@ class _Reader:
             )
         )
 
+    def _details(self, kind: str, arguments: list[Arguments]) -> Iterator[pl.Series]:
+        """The columns of DETAIL_SCHEMA: a kernel has no bytes, and a copy nothing else."""
+        kernel, nothing = kind == "kernel", [None] * len(arguments)
+        untold = self._text("memory", [b""]).new_from_index(0, len(arguments))
+        yield pl.Series(
+            "bytes", nothing if kernel else [_within(given.copied, 2**62) for given in arguments], dtype=pl.Int64
+        )
+        yield untold
+        yield self._text("grid", (bytes(given.grid) for given in arguments)) if kernel else untold.alias("grid")
+        yield self._text("block", (bytes(given.block) for given in arguments)) if kernel else untold.alias("block")
+        registers = [_within(given.registers, 2**31) for given in arguments] if kernel else nothing
+        yield pl.Series("registers", registers, dtype=pl.Int32)
+        occupancy = [_within(given.occupancy, 2**31) for given in arguments] if kernel else nothing
+        yield pl.Series("occupancy", occupancy, dtype=pl.Float32, strict=False)
+
     def _take_calls(self, group: list[Event]) -> None:
         arguments = [event.args or NO_ARGUMENTS for event in group]
         self._parts["calls"].append(
@@ -214,7 +231,7 @@ class _Reader:
                         "forward_thread",
                         [_first(given.forward_thread, given.forward_thread_old) for given in arguments],
                     ),
-                    self._text("shapes", (bytes(given.shapes) or bytes(given.shapes_old) for given in arguments)),
+                    self._text("shapes", map(operator_shapes, group, arguments)),
                     self._text("dtypes", (bytes(given.dtypes) for given in arguments)),
                 ]
             )
@@ -299,7 +316,7 @@ class _Reader:
         return assemble(
             path=self._path,
             profiler="Kineto",
-            work=self._frame("work", WORK_SCHEMA, texts),
+            work=self._frame("work", pl.Schema({**WORK_SCHEMA, **DETAIL_SCHEMA}), texts),
             calls=self._frame("calls", CALL_SCHEMA, texts),
             ranges=self._frame("ranges", RANGE_SCHEMA, texts),
             operators=self._frame("operators", OPERATOR_SCHEMA, texts),
@@ -350,6 +367,11 @@ def _integers(name: str, values: Iterable[int | None], group: list[Event], other
         given = getattr(event, otherwise) if value is None else value
         found.append(given if type(given) is int and abs(given) < 2**63 else -1)
     return pl.Series(name, found, dtype=pl.Int64)
+
+
+def _within(value: float | None, limit: int) -> float | None:
+    """A count from the arguments; null where it is damaged: no time depends on it."""
+    return value if value is not None and 0 <= value < limit else None
 
 
 def _first(value: int | None, otherwise: int | None) -> int | None:

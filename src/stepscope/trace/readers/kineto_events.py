@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from decimal import Decimal
+from functools import lru_cache
 from typing import Annotated, Any, cast
 
 import msgspec
@@ -22,7 +23,12 @@ class Arguments(msgspec.Struct, frozen=True, gc=False):
     shapes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Dims")
     shapes_old: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input dims")
     dtypes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input type")
+    values: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Concrete Inputs")
     copied: int | None = msgspec.field(default=None, name="bytes")
+    grid: msgspec.Raw = msgspec.Raw(b"")
+    block: msgspec.Raw = msgspec.Raw(b"")
+    registers: int | None = msgspec.field(default=None, name="registers per thread")
+    occupancy: int | float | None = msgspec.field(default=None, name="est. achieved occupancy %")
     allocated: int | None = msgspec.field(default=None, name="Total Allocated")
     reserved: int | None = msgspec.field(default=None, name="Total Reserved")
     memory_of: int | None = msgspec.field(default=None, name="Device Id")
@@ -90,13 +96,15 @@ def decode_block(text: bytes) -> list[Event]:
 
 
 def _tightened(event: _LooseEvent) -> Event:
-    arguments: dict[str, int | msgspec.Raw] = {}
+    arguments: dict[str, float | msgspec.Raw] = {}
     given = event.args
     loose = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
     for field in msgspec.structs.fields(Arguments):
         value = loose.get(field.encode_name)
         if field.type is msgspec.Raw and value is not None:
             arguments[field.name] = msgspec.Raw(msgspec.json.encode(value))
+        elif isinstance(value, float) and field.name == "occupancy":
+            arguments[field.name] = value
         elif isinstance(value, int | str) and not isinstance(value, bool):
             with suppress(msgspec.ValidationError):
                 arguments[field.name] = msgspec.convert(value, _Number, strict=False)
@@ -111,3 +119,29 @@ def _tightened(event: _LooseEvent) -> Event:
         id=event.id if isinstance(event.id, int | str) else None,
         args=Arguments(**arguments),  # type: ignore[arg-type]
     )
+
+
+def operator_shapes(event: Event, given: Arguments) -> bytes:
+    """The shapes as recorded. A convolution's also have its lists of numbers, without which its output is not known."""
+    recorded = bytes(given.shapes) or bytes(given.shapes_old)
+    return _with_lists(recorded, bytes(given.values)) if given.values and "conv" in str(event.name) else recorded
+
+
+@lru_cache(4096)
+def _with_lists(shapes: bytes, values: bytes) -> bytes:
+    """`[[8, 3, 32, 32], [], []]` with the values `["", "[2, 2]", "1"]` as `[[8, 3, 32, 32], [2, 2], []]`."""
+    try:
+        read = msgspec.json.decode(shapes, type=list[list[Any]])
+        found = [_numbers(value) for value in msgspec.json.decode(values, type=list[Any])]
+    except (msgspec.MsgspecError, RecursionError):
+        return shapes
+    if len(read) != len(found):
+        return shapes
+    return msgspec.json.encode([shape or numbers for shape, numbers in zip(read, found, strict=True)])
+
+
+def _numbers(value: object) -> list[int]:
+    """The numbers of a list that is written as Python writes it, with True as 1; none where it is something else."""
+    words = value[1:-1].split(",") if isinstance(value, str) and value[:1] == "[" and value[-1:] == "]" else []
+    found = [{"True": "1", "False": "0"}.get(word.strip(), word.strip()) for word in words]
+    return [int(word) for word in found] if all(word.isdecimal() and len(word) < 19 for word in found) else []

@@ -17,12 +17,14 @@ from stepscope.core.errors import InputError, StepscopeError, printable
 from stepscope.core.nsight import export_report, find_importer, find_nsys, how_to_get_nsys, import_stream
 from stepscope.trace.assemble import assemble, check_clock
 from stepscope.trace.counters import copy_bandwidth
+from stepscope.trace.readers.nsys_details import DETAILS, detail_columns
 from stepscope.trace.readers.nsys_tables import NO_NUMBER, ParquetTables, SqliteTables, Tables, utf8
 from stepscope.trace.readers.nvtx_operators import operators_apart
 from stepscope.trace.readers.unpacked import unpacked
 from stepscope.trace.table import (
     CALL_SCHEMA,
     CALLS,
+    DETAIL_SCHEMA,
     KIND,
     OPERATOR_SCHEMA,
     RANGE_SCHEMA,
@@ -216,6 +218,8 @@ def _timed(
         check_clock(tables.path, timed["start"])
         check_clock(tables.path, ends.filter(ends != NO_NUMBER) if may_be_open else ends)
         backwards = (pl.col("end") < pl.col("start")) & (pl.col("end") != NO_NUMBER)
+        if may_be_open:  # a mark has no end
+            backwards &= pl.col("eventType").is_in([*_PUSH_POP, *_START_END])
         _add(counts.damage.backwards, what, int(timed.select(backwards.sum()).item()))
         yield timed
 
@@ -251,7 +255,7 @@ def _work(tables: Tables, strings: pl.DataFrame, counts: _Counts) -> pl.DataFram
         for table, kind in _WORK_TABLES.items()
         for frame in _work_batches(tables, table, counts)
     ]
-    return pl.concat([empty(WORK_SCHEMA), *parts])
+    return pl.concat([empty(pl.Schema({**WORK_SCHEMA, **DETAIL_SCHEMA})), *parts])
 
 
 def _work_batches(tables: Tables, table: str, counts: _Counts) -> Iterator[pl.DataFrame]:
@@ -260,8 +264,7 @@ def _work_batches(tables: Tables, table: str, counts: _Counts) -> Iterator[pl.Da
     present = set(tables.columns(table))
     names = [name for name in ("demangledName", "shortName", "copyKind", "graphId") if name in present][:1]
     optional = ["deviceId", "streamId", "correlationId", "globalPid", "graphNodeId"]
-    optional += ["bytes"] if table == _COPIES else []
-    wanted = ["start", "end", *(name for name in optional if name in present), *names]
+    wanted = ["start", "end", *(name for name in (*optional, *DETAILS) if name in present), *names]
     absent = [pl.lit(NO_NUMBER, pl.Int64).alias(name) for name in optional if name not in present]
     for frame in _timed(tables, table, wanted, [], what=WORK, counts=counts):
         if table == _COPIES and "bytes" in present:
@@ -294,6 +297,7 @@ def _work_of(frame: pl.DataFrame, kind: str, strings: pl.DataFrame, counts: _Cou
         _number("correlationId").alias("correlation"),
         pl.lit(None, pl.Int64).alias("external"),
         _number("graphNodeId").alias("graph_node"),
+        *detail_columns(frame),
     )
 
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from stepscope.analysis.comparisons.comparison import ComparedRun, Comparison, Pair, compare_runs
-from stepscope.analysis.kernels.families import classify
+from stepscope.analysis.kernels.families import classify, is_generated
 from stepscope.analysis.runs.checks.computation import compile_fallback, compile_not_used
 from stepscope.core.finding import Finding, error
 from stepscope.core.range_names import OPTIMIZER, PHASES, STEP
@@ -25,7 +25,7 @@ from stepscope.core.samples import Samples
 from stepscope.core.workload import COMPILES
 
 if TYPE_CHECKING:
-    from stepscope.analysis.captures.digest import TraceDigest
+    from stepscope.analysis.captures.digest import FamilyRow, TraceDigest
 
 PARTS = (*PHASES, STEP)
 """What is timed; `step` by the host's clock round a synchronised region."""
@@ -39,6 +39,7 @@ FUSABLE = (ELEMENTWISE, COPIES, REDUCTIONS, OTHER)
 
 _KIND_OF: dict[str, str] = {
     "matrix multiplication": PRODUCTS,
+    "convolution": PRODUCTS,
     "attention (fused)": ATTENTION,
     "Triton/compiled fusion": GENERATED,
     "activation/elementwise": ELEMENTWISE,
@@ -63,9 +64,17 @@ class Total:
 
 def kernels_of_capture(digest: "TraceDigest") -> dict[str, Total]:
     """Calls and time of a captured step's kernels by kind; all that ran in the optimizer's phase is of its kind."""
-    rows = (row for row in digest.families if row.family != _NO_KERNEL)
-    kind_of = ((OPTIMIZER_KERNELS if row.phase == OPTIMIZER else _KIND_OF.get(row.family, OTHER), row) for row in rows)
-    return _totals((kind, row.calls, row.busy_ns * 1e-9) for kind, row in kind_of)
+    rows = [row for row in digest.families if row.family != _NO_KERNEL]
+    found = [(_kind(row), row.calls, row.busy_ns * 1e-9) for row in rows]
+    # A generated kernel has the family of the heaviest operator in it; here it is one of the generated.
+    for row in digest.generated:
+        found.append((_kind(row), -row.calls, -row.busy_ns * 1e-9))
+        found.append((OPTIMIZER_KERNELS if row.phase == OPTIMIZER else GENERATED, row.calls, row.busy_ns * 1e-9))
+    return {kind: total for kind, total in _totals(found).items() if total.calls > 0}
+
+
+def _kind(row: "FamilyRow") -> str:
+    return OPTIMIZER_KERNELS if row.phase == OPTIMIZER else _KIND_OF.get(row.family, OTHER)
 
 
 def kernels_of_profile(run: Run) -> dict[str, Total]:
@@ -73,7 +82,8 @@ def kernels_of_profile(run: Run) -> dict[str, Total]:
     found = []
     for kernel in run.evidence.profile.kernels if run.evidence.profile else ():
         family = classify(kernel.name)
-        kind = OPTIMIZER_KERNELS if _FOREACH in kernel.name else _KIND_OF.get(family, OTHER)
+        kind = GENERATED if is_generated(kernel.name) else _KIND_OF.get(family, OTHER)
+        kind = OPTIMIZER_KERNELS if _FOREACH in kernel.name else kind
         if family != _NO_KERNEL:
             found.append((kind, float(kernel.calls), kernel.total_s))
     return _totals(found)

@@ -44,7 +44,20 @@ _WRAPPERS = re.compile(r"cutlass::(?:Kernel2?|device_kernel)")
 def _operation(function: str, arguments: str) -> str:
     if _WRAPPERS.fullmatch(function):
         return split_name(arguments.partition(",")[0]).function.rpartition("::")[2][:OPERATION_LIMIT]
+    if function == "ck_tile::kentry":
+        return _instantiated(arguments)[:OPERATION_LIMIT] or "kentry"
     return function.rpartition("::")[2][:OPERATION_LIMIT]
+
+
+_MANGLED_CLASS = re.compile(r"(?:Li\d{1,4}E)*NS_(\d{1,3})")
+
+
+def _instantiated(arguments: str) -> str:
+    """The class that Composable Kernel's wrapper is instantiated with, after its numbers; "" where it is not there."""
+    if mangled := _MANGLED_CLASS.match(arguments):
+        return arguments[mangled.end() : mangled.end() + int(mangled[1])]
+    words = (word.strip() for word in arguments.partition("<")[0].split(","))
+    return next((word.rpartition("::")[2] for word in words if not word.isdecimal()), "")
 
 
 _LIBRARIES: tuple[tuple[Library, str, str], ...] = (

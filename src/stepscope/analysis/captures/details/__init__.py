@@ -1,0 +1,1 @@
+"""What engineers look up in a capture, one question a file: operators, copies, calls, queues, trees, graphs."""
