@@ -54,7 +54,13 @@ def test_the_same_by_evidence():
     found = explained(notes=False)
     peak = moment_at(found)
     # Two of three residents of a gradient's size are Adam's; the tokens are nobody's.
-    expected = {**RESIDENT, "workspaces": 4096, "saved for backward": 2 * EXP, "temporaries": 3 * MIB, "rounding": 200}
+    expected = {
+        **RESIDENT,
+        "there before": 4096,
+        "saved for backward": 2 * EXP,
+        "temporaries": 3 * MIB,
+        "rounding": 200,
+    }
     del expected["inputs"]
     assert held(peak) == expected
     assert any("by evidence" in note for note in found.notes)
