@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 import polars as pl
 
+from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTATION
 from stepscope.memory.stacks import Sign
 
@@ -44,6 +45,20 @@ def by_evidence(table: pl.DataFrame) -> tuple[pl.DataFrame, str]:
     """
     table, said = _by_size(_by_lifetime(_with_turns(table)))
     return table.drop("turn", "free_turn", "passes", "free_passes"), said
+
+
+def certainty_of(alive: pl.DataFrame) -> dict[str, dict[Certainty, int]] | None:
+    """By category the bytes asked for, by how the category is known; None where the process noted what they were."""
+    if "sure" not in alive.columns:
+        return None
+    held = dict[tuple[str, Certainty], int]()
+    for category, how, count in alive.group_by("category", "sure").agg(pl.col("requested").sum()).iter_rows():
+        held[category, how] = count
+    categories = [category for category in CATEGORIES if any(of == category for of, _ in held)]
+    return {
+        category: {how: held[category, how] for how in CERTAINTIES if (category, how) in held}
+        for category in categories
+    }
 
 
 def _with_turns(table: pl.DataFrame) -> pl.DataFrame:
@@ -214,8 +229,8 @@ def _alike(residents: pl.DataFrame, usual: tuple[int, ...]) -> tuple[pl.DataFram
     """
     by_size = residents.group_by("requested").len("count").with_columns(bytes=pl.col("requested") * pl.col("count"))
     by_size = by_size.sort("bytes", "requested", descending=True)
-    whole = by_size["bytes"].sum()
-    large = by_size.filter(pl.col("bytes").cum_sum() - pl.col("bytes") < _TOLD_BY_SIZE * whole)
+    told = _TOLD_BY_SIZE * int(by_size["bytes"].sum())
+    large = by_size.filter(pl.col("bytes").cum_sum() - pl.col("bytes") < told)
     common = reduce(gcd, large["count"].to_list(), 0)
     copies = next((number for number in usual if common and common % number == 0), 0)
     counts = by_size.select("requested", pl.col("count") // max(copies, 1)).filter(pl.col("count") > 0)
