@@ -1,12 +1,11 @@
 """Recorded steps with the truth beside them: CPU histories with notes, replayed on the allocator of a GPU in small."""
 
-import bisect
-import copy
 import gc
 import gzip
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,23 +27,26 @@ _NODE = "autograd::engine::evaluate_function"
 def record(
     folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Any,
     loss_of: Callable[[torch.nn.Module, Any], torch.Tensor], *, warm: int = 2, steps: int = 2, set_to_none: bool = True,
-    micro_batches: int = 1,
+    micro_batches: int = 1, begin: str = "",
 ) -> dict[str, Any]:  # fmt: skip
-    """The snapshot of steps on a CPU, as a GPU's allocator would have written it, with notes."""
-    held: dict[str, Any] = {}
+    """The snapshot of steps on a CPU, as a GPU's allocator would have written it, with notes.
+
+    begin: the phase with whose first run the history begins; empty for the first step.
+    """
 
     def forward() -> None:
-        held["loss"] = step.loss = loss_of(model, batch)
+        given.loss = loss_of(model, batch)
 
     def backward() -> None:
-        held.pop("loss").backward()
+        given.loss.backward()
+        given.loss = None
 
     def update() -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=set_to_none)
 
     phases = [("forward", forward), ("backward", backward)] * micro_batches + [("optimizer", update)]
-    given = SimpleNamespace(phases=phases, model=model, optimizer=optimizer, batches=[batch])
+    given = SimpleNamespace(phases=phases, model=model, optimizer=optimizer, batches=[batch], loss=None)
     step = DrivenStep(given, "the step", CPU)
     for _ in range(warm):
         drive(step)
@@ -56,43 +58,61 @@ def record(
         recorder.steps_over()
     recorder.save(folder, workload=mini())
     with gzip.open(folder / MEMORY_FILE) as file:
-        return as_on_a_gpu(pickle.load(file))
+        return as_on_a_gpu(pickle.load(file), begin)
 
 
-def as_on_a_gpu(snapshot: dict[str, Any]) -> dict[str, Any]:
+@dataclass(kw_only=True)
+class _Life:
+    """A stay of memory at an address of the CPU, and where the GPU's allocator put it."""
+
+    from_us: int
+    address: int
+    in_history: bool = True
+    """Whether it lived when the history began, or came later."""
+
+
+def as_on_a_gpu(snapshot: dict[str, Any], begin: str = "") -> dict[str, Any]:
     """The history replayed on a caching allocator. What lived before it is what was noted before the first event.
 
     Backward runs on a thread of its own there, without Python.
     """
     (events,) = snapshot["device_traces"]
     notes = snapshot[NOTES_KEY]
-    places: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    allocator = RecordingAllocator(recording=False, time_us=events[0]["time_us"] - 1)
     first = events[0]["time_us"]
+    begin_us = next((phase["start_us"] for phase in notes["phases"] if phase["name"] == begin), first)
+    lives: dict[int, list[_Life]] = defaultdict(list)
+    live: dict[int, _Life] = {}
+    allocator = RecordingAllocator(recording=False, time_us=first - 1)
+
+    def malloc(address: int, size: int, from_us: int) -> None:
+        live[address] = _Life(from_us=from_us, address=allocator.malloc(size))
+        lives[address].append(live[address])
+
     for note in notes["tensors"]:
-        if note["at_us"] < first and not places[note["address"]]:
-            places[note["address"]].append((0, allocator.malloc(note["bytes"])))
-    live = {address: found[-1][1] for address, found in places.items() if found}
-    before = allocator.start()
+        if note["at_us"] < first and note["address"] not in live:
+            malloc(note["address"], note["bytes"], 0)
+    before = allocator.start() if begin_us <= first else None
     for event in events:
+        if before is None and event["time_us"] >= begin_us:
+            before = allocator.start()
         frames = event["frames"]
         node = next((i for i, frame in enumerate(frames) if frame["name"].startswith(_NODE)), None)
-        frames = frames if node is None else frames[: node + 1]
         allocator.time_us = event["time_us"]
-        allocator.about = {"frames": frames, "user_metadata": event["user_metadata"]}
+        allocator.about = {
+            "frames": frames if node is None else frames[: node + 1], "user_metadata": event["user_metadata"],
+        }  # fmt: skip
         if event["action"] == "alloc":
-            live[event["addr"]] = allocator.malloc(event["size"])
-            places[event["addr"]].append((event["time_us"], live[event["addr"]]))
+            malloc(event["addr"], event["size"], event["time_us"])
         elif event["action"] == "free_requested":
-            allocator.free(live.pop(event["addr"]))
-    told = copy.deepcopy(notes)
-    kept = []
-    for note in told["tensors"]:
-        at = bisect.bisect_right(places[note["address"]], (note["at_us"], 1 << 62)) - 1
-        if at >= 0:
-            kept.append({**note, "address": places[note["address"]][at][1]})
-    told["tensors"], told["kept"] = kept, ()
-    return allocator.snapshot(segments_before=before, **{NOTES_KEY: told})
+            freed = live.pop(event["addr"])
+            freed.in_history = before is not None
+            allocator.free(freed.address)
+    told = []
+    for note in notes["tensors"]:
+        of_note = [life for life in lives[note["address"]] if life.from_us <= note["at_us"]]
+        if of_note and of_note[-1].in_history:
+            told.append({**note, "address": of_note[-1].address})
+    return allocator.snapshot(segments_before=before, **{NOTES_KEY: {**notes, "tensors": told, "kept": ()}})
 
 
 def without_notes(snapshot: dict[str, Any], stacks: str = "all") -> dict[str, Any]:

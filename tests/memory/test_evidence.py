@@ -67,6 +67,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Make, dict[str, Any]]] = {
     "sgd": (llama, lambda ps: torch.optim.SGD(ps, lr=0.1), {}),
     "momentum": (gpt2, lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9), {}),
     "two micro-batches": (llama, adamw, {"micro_batches": 2}),
+    "begun before backward": (llama, adamw, {"begin": "backward"}),
+    "begun before the optimizer": (llama, adamw, {"begin": "optimizer"}),
     "state made in the history": (llama, adamw, {"warm": 0}),
 }
 

@@ -20,6 +20,8 @@ CERTAINTIES: tuple[Certainty, ...] = get_args(Certainty)
 THERE_BEFORE = "there before"
 _STATES_AT_MOST = 2
 """How many tensors of a parameter's size Adam and AdamW keep for each parameter."""
+_WORKSPACES = (2 * 4096 * 1024 + 8 * 16 * 1024,)
+"""What cuBLAS is given to work in, by PyTorch's default before Hopper (:4096:2:16:8); no tensor's usual size."""
 _TOLD_BY_SIZE = 0.97
 """The share of what was there throughout whose sizes must agree on how many tensors belong to each parameter."""
 
@@ -115,6 +117,7 @@ def _by_lifetime(table: pl.DataFrame) -> pl.DataFrame:
     unfinished = never & (pl.col("passes") == passes) & (passes > 0)
     rules: list[tuple[pl.Expr, str, Certainty]] = [
         (_has("signs", Sign.WORKSPACE), "workspaces", "stack"),
+        (never & pl.col("requested").is_in(_WORKSPACES), "workspaces", "size"),
         (before & never, THERE_BEFORE, "guess"),
         (before & (freed_in == BACKWARD), "saved for backward", "lifetime"),
         (before & zeroed, "gradients", "stack"),
