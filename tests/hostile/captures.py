@@ -1,6 +1,7 @@
 """Damages captures of every kind and shows them to `stepscope trace`: each is read or refused in one line.
 
     python -m tests.hostile.captures --cases 8000 --seed 0 --out results/cpu/hostile/captures.json
+    python -m tests.hostile.captures --snapshots --cases 2000 --seed 0 --out results/cpu/hostile/snapshots.json
 
 The captures are the repository's own and, where STEPSCOPE_PUBLIC_CAPTURES names their folder, excerpts of those that
 others published. The same seed makes the same files of the same captures.
@@ -11,6 +12,7 @@ import contextlib
 import gzip
 import json
 import os
+import pickle
 import sqlite3
 import sys
 import tempfile
@@ -21,6 +23,8 @@ from typing import Any
 
 import polars as pl
 
+from stepscope.core.memory_notes import NOTES_KEY, SEGMENTS_BEFORE_KEY
+from stepscope.memory.plain_pickle import read_plain_pickle
 from tests.hostile.inputs import (
     DATA,
     HOSTILE_TEXTS,
@@ -30,6 +34,7 @@ from tests.hostile.inputs import (
     closing_line,
     damage_tables,
     damaged_json,
+    damaged_snapshots,
     json_of,
     unpacked,
 )
@@ -247,6 +252,23 @@ KINDS: dict[str, Callable[[], Write]] = {
 }
 
 
+# Snapshots of memory
+
+
+def foreign_snapshots() -> Write:
+    """Histories without notes: the repository's own stripped of them, and published ones."""
+    contents: list[Any] = [
+        read_plain_pickle(path) for path in [DATA / "snapshot_train.pickle.gz", *public("*memory*.pickle.gz")]
+    ]
+    bare = [
+        {key: value for key, value in one.items() if key not in {NOTES_KEY, SEGMENTS_BEFORE_KEY}} for one in contents
+    ]
+    return damaged_snapshots([pickle.dumps(one, protocol=4) for one in bare])
+
+
+SNAPSHOTS: dict[str, Callable[[], Write]] = {"foreign snapshots": foreign_snapshots}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0 where no case shows a fault, 1 where one does."""
     os.environ.setdefault("POLARS_MAX_THREADS", "2")
@@ -254,13 +276,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=400, help="Of all kinds together, which take turns.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="Processes that read, one beside the other.")
+    parser.add_argument("--snapshots", action="store_true", help="Snapshots of memory without notes, not traces.")
     parser.add_argument("--out", type=Path, help="Keep the result in this file.")
     given = parser.parse_args(argv)
     result = campaign(
         given.cases, given.seed, lambda line: print(line, file=sys.stderr, flush=True),
-        kinds=KINDS, commanded_each=THROUGH_COMMAND, jobs=given.jobs,
+        kinds=SNAPSHOTS if given.snapshots else KINDS, commanded_each=THROUGH_COMMAND, jobs=given.jobs,
     )  # fmt: skip
-    result |= {"campaign": "captures", "published": len(public("*.json.gz")) + len(public("*.sqlite.gz"))}
+    patterns = ("*memory*.pickle.gz",) if given.snapshots else ("*.json.gz", "*.sqlite.gz")
+    result |= {
+        "campaign": "snapshots" if given.snapshots else "captures",
+        "published": sum(len(public(pattern)) for pattern in patterns),
+    }
     if given.out is not None:
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(json.dumps(result, indent=1) + "\n")

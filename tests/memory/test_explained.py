@@ -8,10 +8,12 @@ import pytest
 from benchmarks.recording_allocator import MIB, RecordingAllocator
 
 from stepscope.core.errors import InputError
+from stepscope.memory.answer import answer_memory
 from stepscope.memory.at_moment import moment_at, phase_peaks
 from stepscope.memory.block_layout import rounded
 from stepscope.memory.blocks import alike, saved_by_block
 from stepscope.memory.explain import Explained, explain
+from stepscope.memory.memory_json import memory_as_json
 from stepscope.memory.moments import Place, place_of
 from stepscope.memory.replay import replay
 from stepscope.memory.shapes import shapes_by_size
@@ -54,12 +56,37 @@ def test_the_same_by_evidence():
     found = explained(notes=False)
     peak = moment_at(found)
     # Two of three residents of a gradient's size are Adam's; the tokens are nobody's.
-    expected = {**RESIDENT, "workspaces": 4096, "saved for backward": 2 * EXP, "temporaries": 3 * MIB, "rounding": 200}
+    expected = {
+        **RESIDENT,
+        "there before": 4096,
+        "saved for backward": 2 * EXP,
+        "temporaries": 3 * MIB,
+        "rounding": 200,
+    }
     del expected["inputs"]
     assert held(peak) == expected
     assert any("by evidence" in note for note in found.notes)
     gradients = found.allocations.filter(pl.col("category") == "gradients")
     assert gradients["requested"].to_list() == [2 * MIB, 2 * MIB]
+
+
+def test_how_sure_the_categories_are():
+    """By category, which sums to what is allocated less the rounding; what was noted needs none."""
+    found = explained(notes=False)
+    peak = moment_at(found)
+    said = memory_as_json(found, peak)
+    assert said["certainty"] == {
+        "parameters": {"size": 4 * MIB},
+        "optimizer state": {"size": 8 * MIB},
+        "saved for backward": {"lifetime": 2 * EXP},
+        "temporaries": {"lifetime": 3 * MIB},
+        "there before": {"guess": 4096},
+    }
+    assert sum(sum(by.values()) for by in said["certainty"].values()) == said["peak_bytes"] - 200
+    assert {one["certainty"] for one in said["largest"]} == {"size", "lifetime", "guess"}
+    (shown,) = answer_memory(found, peak).part("category").tables
+    assert shown.columns[-1] == "known by" and shown.rows[0][-1] == "size"
+    assert "certainty" not in memory_as_json(explained(), moment_at(explained()))
 
 
 def test_the_same_by_stacks_alone():

@@ -8,6 +8,7 @@ from stepscope.core.errors import printable
 from stepscope.core.units import counted, format_bytes, format_count, format_share, ms_text
 from stepscope.memory.at_moment import Moment, phase_peaks
 from stepscope.memory.blocks import Contributor, SavedByBlock, alike, saved_by_block
+from stepscope.memory.evidence import Certainty, certainty_of
 from stepscope.memory.explain import Explained
 from stepscope.memory.fragmentation import free_pieces, new_segments
 from stepscope.memory.growth import growth_of
@@ -94,17 +95,30 @@ def _moment_words(explained: Explained, moment: Moment) -> list[str]:
 
 def _category_table(explained: Explained, moment: Moment) -> Table:
     counts = dict(moment.alive.group_by("category").len().iter_rows())
+    certainty = certainty_of(moment.alive)
     rows: list[tuple[Cell, ...]] = [
-        (category, held, _share(held, moment.allocated_bytes), counts.get(category))
+        (category, held, _share(held, moment.allocated_bytes), counts.get(category), *_known_by(certainty, category))
         for category, held in moment.categories.items()
         if held
     ]
-    rows.append(("all", moment.allocated_bytes, None, moment.alive.height))
+    rows.append(("all", moment.allocated_bytes, None, moment.alive.height, *([] if certainty is None else [""])))
+    columns = ("category", ("allocated", "B"), ("share", "%"), ("allocations", ","))
     return table_of(
-        "category", ("allocated", "B"), ("share", "%"), ("allocations", ","), rows=rows,
+        *columns, *([] if certainty is None else ["known by"]), rows=rows,
         rules=(len(rows) - 1,), tones={len(rows) - 1: "strong"},
         notes=as_lines(*_reserved_words(moment), *_free_words(explained, moment)),
     )  # fmt: skip
+
+
+def _known_by(certainty: dict[str, dict[Certainty, int]] | None, category: str) -> list[str]:
+    """By what a category is known, with the share of its bytes where it is by several; nothing for noted ones."""
+    if certainty is None:
+        return []
+    by = certainty.get(category, {})
+    together = sum(by.values())
+    if len(by) < 2:
+        return ["".join(by)]
+    return [", ".join(f"{how} {format_share(count / together)}" for how, count in by.items())]
 
 
 def _reserved_words(moment: Moment) -> list[str]:

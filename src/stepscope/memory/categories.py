@@ -1,19 +1,12 @@
-"""The category of each allocation: from stepscope's notes, or from evidence that any snapshot carries."""
-
-import polars as pl
+"""The category of each allocation that stepscope's notes name."""
 
 from stepscope.core.memory_notes import CATEGORIES, MemoryCategory, MemoryNotes, TensorNote
-from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.memory.block_layout import Allocation
 from stepscope.memory.snapshot import Snapshot
-from stepscope.memory.stacks import Sign
 
 ROUNDING: MemoryCategory = "rounding"
 OF_TENSORS = tuple(category for category in CATEGORIES if category != ROUNDING)
 """The categories that an allocation can have. The rounding of its block is counted separately."""
-
-_STATES_PER_PARAMETER = 2
-"""How many tensors of a parameter's size Adam and AdamW keep for each parameter."""
 
 
 def notes_by_allocation(
@@ -55,74 +48,3 @@ def _live_at(snapshot: Snapshot, note: TensorNote, candidates: list[tuple[int, A
         if a.alloc <= last and (a.free is None or a.free > first) and a.requested >= note.bytes
     ]
     return max(fitting)[-1] if fitting else None
-
-
-def by_evidence(table: pl.DataFrame) -> pl.DataFrame:
-    """The table of a snapshot without notes, with the column `category`. The first rule that fits decides.
-
-    Reads alloc_event (null: before the history), free_event (null: never), phase, free_phase, span, free_span (the
-    index of the phase, since several phases may have one name), signs, free_signs.
-    """
-    before, never = pl.col("alloc_event").is_null(), pl.col("free_event").is_null()
-    phase, freed_in = pl.col("phase"), pl.col("free_phase")
-    zeroed = _has("free_signs", Sign.ZERO_GRAD)
-    in_optimizer = phase == OPTIMIZER
-    return table.with_columns(
-        category=pl.when(_has("signs", Sign.WORKSPACE))
-        .then(pl.lit("workspaces"))
-        .when(before & never)
-        .then(pl.lit("parameters"))
-        .when(before & (freed_in == BACKWARD))
-        .then(pl.lit("saved for backward"))
-        .when(before & zeroed)
-        .then(pl.lit("gradients"))
-        .when(before & (freed_in == OPTIMIZER))
-        .then(pl.lit("optimizer state"))
-        .when(in_optimizer & (never | (pl.col("span") != pl.col("free_span"))))
-        .then(pl.lit("optimizer state"))
-        .when((phase == BACKWARD) & (zeroed | never | (freed_in == OPTIMIZER)))
-        .then(pl.lit("gradients"))
-        .when(_has("free_signs", Sign.AUTOCAST_EXIT))
-        .then(pl.lit("cast copies"))
-        .when((phase == FORWARD) & (freed_in == BACKWARD))
-        .then(pl.lit("saved for backward"))
-        .otherwise(pl.lit("temporaries"))
-    )
-
-
-def _has(column: str, sign: Sign) -> pl.Expr:
-    return (pl.col(column) & int(sign)) != 0
-
-
-def settle_residents(table: pl.DataFrame) -> tuple[pl.DataFrame, str]:
-    """The table with categories by size for residents, and a remark on them.
-
-    A resident is alive from before the history to its end. Where the history has gradients, as many residents of each
-    size are parameters. The history may show no optimizer state, since it is updated in place. If there are then three
-    residents for each gradient, two of the three are optimizer state: Adam keeps two tensors of each parameter's size.
-    Among equal tensors, the choice makes no difference to the sums. The rest belong to libraries, or are inputs.
-    Without gradients all residents are called parameters.
-    """
-    resident = pl.col("alloc_event").is_null() & pl.col("free_event").is_null() & (pl.col("category") == "parameters")
-    if not table.select(resident.any()).item():
-        return table, ""
-    sizes = table.filter(pl.col("category") == "gradients").group_by("requested").agg(gradients=pl.len())
-    if not sizes.height:
-        return table, "What was there throughout counts as parameters: nothing in this history tells it apart."
-    place = pl.int_range(pl.len()).over("requested", "category", order_by="address")
-    table = table.join(sizes, on="requested", how="left", maintain_order="left").with_columns(place=place)
-    counted = table.filter(resident & pl.col("gradients").is_not_null())
-    per_gradient = counted.height / sizes["gradients"].sum()
-    has_state = (table["category"] == "optimizer state").any()
-    states = _STATES_PER_PARAMETER if not has_state and per_gradient >= _STATES_PER_PARAMETER + 1 else 0
-    known = pl.col("gradients").fill_null(0)
-    table = table.with_columns(
-        category=pl.when(resident & (pl.col("place") >= known * (1 + states)))
-        .then(pl.lit("workspaces"))
-        .when(resident & (pl.col("place") >= known))
-        .then(pl.lit("optimizer state"))
-        .otherwise(pl.col("category"))
-    ).drop("place", "gradients")
-    said = "Of what was there throughout, as much is called parameters as there are gradients of the same sizes"
-    said += ", twice as much optimizer state (Adam's)" if states else ""
-    return table, f"{said}; the rest (buffers and batches among it) is called workspaces."

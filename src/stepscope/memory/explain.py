@@ -3,7 +3,8 @@
 Columns of the table of allocations: `alloc_event`, `free_event`, `completed_event` (index into the history; null if
 before it or never), `alloc_us`, `free_us` (relative to the first event), `address`, `requested` and `block` (bytes),
 `stream`, `phase` and `free_phase` (where it was allocated and freed), `module`, `part`, `category`, `name`, `shape`,
-`dtype`, `operator` (as noted; '' if unknown), `stack` (a number for Stacks), `site`.
+`dtype`, `operator` (as noted; '' if unknown), `stack` (a number for Stacks), `site`. Without notes also `sure`: by what
+the category is known, one of evidence.CERTAINTIES.
 """
 
 from dataclasses import dataclass
@@ -17,13 +18,17 @@ from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.units import format_count
 from stepscope.core.workload import Workload
 from stepscope.memory.block_layout import BEFORE
-from stepscope.memory.categories import ROUNDING, by_evidence, notes_by_allocation, settle_residents
+from stepscope.memory.categories import ROUNDING, notes_by_allocation
+from stepscope.memory.evidence import THERE_BEFORE, by_evidence, stage_of
 from stepscope.memory.moments import Place, events_in_ranges, phases_of, place_of, spans_of_events
 from stepscope.memory.plain_pickle import without_collector
 from stepscope.memory.replay import Replay, replay
 from stepscope.memory.shapes import shapes_by_size
 from stepscope.memory.snapshot import Snapshot
 from stepscope.memory.stacks import AUTOGRAD, NO_STACK, Sign, Stacks
+
+_ON_THE_WAY = ("signs", "free_signs", "span", "free_span", "stage", "free_stage")
+"""Columns that are only there to find categories."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +100,12 @@ class Explained:
 
 
 def categories_of(alive: pl.DataFrame) -> dict[MemoryCategory, int]:
-    """Bytes by category, in the order of CATEGORIES, zeros included. Rounding is what blocks hold beyond requests."""
+    """Bytes by category, in the order of CATEGORIES, zeros included, but for what was there before. Rounding is what
+    blocks hold beyond requests."""
     sums = dict(alive.group_by("category").agg(pl.col("requested").sum()).iter_rows())
     rounding = int((alive["block"] - alive["requested"]).sum())
-    return {c: rounding if c == ROUNDING else int(sums.get(c, 0)) for c in CATEGORIES}
+    held: dict[MemoryCategory, int] = {c: rounding if c == ROUNDING else int(sums.get(c, 0)) for c in CATEGORIES}
+    return {c: count for c, count in held.items() if count or c != THERE_BEFORE}
 
 
 def allocated_curve(allocations: pl.DataFrame) -> pl.DataFrame:
@@ -138,12 +145,12 @@ def explain(snapshot: Snapshot) -> Explained:
                 name=pl.lit(""), shape=pl.lit(None, dtype=pl.List(pl.Int64)), dtype=pl.lit(""), operator=pl.lit("")
             )
             table = _with_free_signs(snapshot, table, replayed, stacks)
-            table, said = settle_residents(by_evidence(table))
+            table, said = by_evidence(table)
             remarks += [
                 "No notes of stepscope are in this snapshot: categories are by evidence (phases, stacks, lifetimes).",
                 *([said] if said else []),
             ]
-        table = _with_shapes(snapshot, table.drop("signs", "free_signs", "span", "free_span", strict=False))
+        table = _with_shapes(snapshot, table.drop(*_ON_THE_WAY, strict=False))
     return Explained(
         snapshot=snapshot, replay=replayed, allocations=table, stacks=stacks, phases=phases, notes=tuple(remarks)
     )
@@ -260,12 +267,15 @@ def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay, 
         )
 
     table = table.with_columns(free_signs=pl.Series(signs, dtype=pl.Int32))
-    if table["phase"].eq("").all() and recorded:
+    table = table.with_columns(stage=stage_of(pl.col("phase")), free_stage=stage_of(pl.col("free_phase")))
+    if recorded:
         in_history = pl.col("alloc_event").is_not_null()
         table = table.with_columns(
-            phase=by_stack("phase", "signs", no_python & in_history),
-            free_phase=by_stack("free_phase", "free_signs", pl.lit(False)),
+            stage=by_stack("stage", "signs", no_python & in_history),
+            free_stage=by_stack("free_stage", "free_signs", pl.lit(False)),
         )
+        if table["phase"].eq("").all():
+            table = table.with_columns(phase="stage", free_phase="free_stage")
     return table
 
 

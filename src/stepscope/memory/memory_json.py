@@ -7,6 +7,7 @@ import polars as pl
 
 from stepscope.memory.at_moment import Moment, phase_peaks
 from stepscope.memory.blocks import saved_by_block
+from stepscope.memory.evidence import certainty_of
 from stepscope.memory.explain import Explained
 from stepscope.memory.fragmentation import free_pieces, new_segments
 from stepscope.memory.growth import growth_of
@@ -20,10 +21,12 @@ def memory_as_json(explained: Explained, moment: Moment) -> dict[str, Any]:
     """The moment as a dict. `peak_bytes` is what was allocated then: at the peak, unless --at named another moment.
 
     Times are microseconds after the first event, which happened at `start_time_us`. `allocations` is how many the
-    history made; `alive` how many there were at the moment.
+    history made; `alive` how many there were at the moment. `certainty` is there without notes of stepscope: by
+    category the bytes asked for, by what the category is known (evidence.CERTAINTIES).
     """
     table, snapshot = explained.allocations, explained.snapshot
     growth = growth_of(explained)
+    certainty = certainty_of(moment.alive)
     return {
         "peak_bytes": moment.allocated_bytes,
         "peak_time_us": moment.time_us,
@@ -44,6 +47,7 @@ def memory_as_json(explained: Explained, moment: Moment) -> dict[str, Any]:
         "exact": explained.exact_at(moment.event),
         "unsure_blocks": explained.unsure_at(moment.event),
         "by_notes": explained.noted,
+        **({} if certainty is None else {"certainty": certainty}),
         "notes": list(explained.notes),
         "measured": msgspec.to_builtins(explained.measured),
         "device": snapshot.device,
@@ -67,6 +71,7 @@ def largest(explained: Explained, alive: pl.DataFrame, count: int) -> list[dict[
             "frames": list(explained.stacks.frames(row["stack"])),
             "requested_bytes": row["requested"],
             "category": row["category"],
+            **({"certainty": row["sure"]} if "sure" in row else {}),
             "tensor": tensor_of(row),
             "phase": row["phase"],
             "module": row["module"],

@@ -28,6 +28,7 @@ CATEGORY_COLOURS: dict[str, str] = {
     "saved for backward": ORANGE,
     "temporaries": SKY_BLUE,
     "workspaces": "#8C8C8C",
+    "there before": "#ADADAD",
     "rounding": "#CFCFCF",
 }
 """One colour for each core.memory_notes.MemoryCategory in every plot. The order is that of stacks from the ground: what
