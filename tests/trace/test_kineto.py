@@ -119,12 +119,13 @@ def test_amd(tmp_path: Path):
 def test_what_is_told_of_kernels_and_copies(tmp_path: Path):
     """A damaged count is null: no time depends on it."""
     told = {"grid": [512, 1, 1], "block": [64, 2, 1], "registers per thread": 40, "est. achieved occupancy %": 75}
+    odd: dict[str, Any] = {"grid": "wide", "registers per thread": 2**40}
     copy = event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 90, 5, 0, 7, bytes=4096)
     table = read(
         [
             launch(10, 1), kernel(30, 5, 1, **told),
             launch(11, 2), kernel(40, 5, 2, **{**told, "registers per thread": -1, "est. achieved occupancy %": 7.5}),
-            launch(12, 3), kernel(50, 5, 3, grid="wide", **{"registers per thread": 2**40}),
+            launch(12, 3), kernel(50, 5, 3, **odd),
             copy, copy | {"args": {"bytes": 2**70}}, copy | {"args": {"bytes": "many"}},
         ],
         tmp_path,
