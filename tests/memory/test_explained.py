@@ -70,6 +70,13 @@ def test_the_same_by_evidence():
     assert gradients["requested"].to_list() == [2 * MIB, 2 * MIB]
 
 
+def test_a_phase_whose_name_is_no_text():
+    content = handmade().content(notes=False)
+    content["external_annotations"] = [each | {"name": "\ud800"} for each in content["external_annotations"]]
+    found = explain(snapshot_from(content, "handmade"))
+    assert {span.name for span in found.phases} <= {r"\ud800"}
+
+
 def test_how_sure_the_categories_are():
     """By category, which sums to what is allocated less the rounding; what was noted needs none."""
     found = explained(notes=False)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
-from stepscope.core.errors import InputError, one_line
+from stepscope.core.errors import InputError, one_line, printable
 from stepscope.core.memory_notes import NOTES_KEY, NOTES_VERSION, SEGMENTS_BEFORE_KEY, MemoryNotes
 from stepscope.core.run_files import MEMORY_FILE, RUN_FILE
 from stepscope.memory.plain_pickle import read_plain_pickle, without_collector
@@ -191,7 +191,12 @@ def snapshot_from(content: object, source: str, *, device: int | None = None) ->
         segments=_of_device(segments, chosen, source),
         segments_before=before,
         settings=_convert(fields.get("allocator_settings") or {}, Settings, source, "allocator_settings"),
-        annotations=[a for a in annotations if a.device in (chosen, -1)],
+        # A pickle's text may hold what UTF-8 cannot, and so no frame.
+        annotations=[
+            msgspec.structs.replace(each, name=printable(each.name))
+            for each in annotations
+            if each.device in (chosen, -1)
+        ],
         notes=notes,
         has_times=bool(events[-1].time_us),
     )
