@@ -52,6 +52,8 @@ from stepscope.models.training_step import TrainingStep
 from tests.conftest import FakeClock, FakeDevice, make_run, mini, workload
 from tests.measure.test_timer import FakeStep
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 
