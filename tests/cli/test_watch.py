@@ -38,8 +38,6 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-pytestmark = pytest.mark.slow
-
 torch.manual_seed(1337)
 block_size, vocab_size, n_embd, batch_size, gradient_accumulation_steps = 16, 32, 16, 4, 2
 data = torch.randint(vocab_size, (1000,))
