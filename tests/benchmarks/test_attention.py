@@ -59,6 +59,7 @@ def test_what_must_be_said_is_said():
     assert "launches of flash (1, 16, 64, 64, causal) in bf16 show" in render_markdown(timings_by_hand(row))
 
 
+@pytest.mark.slow
 def test_a_race_on_a_cpu_is_kept_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     kept = tmp_path / "race.json"
     command = ["--device", "cpu", "--only", "sdpa-flash", "sdpa-efficient", "--seconds", "11"]  # too few for ceilings

@@ -151,6 +151,7 @@ def ended(tmp_path: Path, ending: str, *options: str) -> tuple[subprocess.Comple
     return done, runs_in(tmp_path / "runs")
 
 
+@pytest.mark.slow
 def test_an_exception_is_the_scripts_own_and_what_was_measured_is_kept(tmp_path: Path):
     done, (run,) = ended(tmp_path, "raise ValueError('no more')\n", "--steps", "3:100")
     script = tmp_path / "train.py"
@@ -162,6 +163,7 @@ def test_an_exception_is_the_scripts_own_and_what_was_measured_is_kept(tmp_path:
     assert run.samples["step"].count == 7
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_watched_forward_shows_no_frame_of_ours(tmp_path: Path):
     ending = """
     class Failing(nn.Module):
@@ -185,6 +187,7 @@ def test_an_exception_in_a_watched_forward_shows_no_frame_of_ours(tmp_path: Path
     assert run.status == "out-of-memory" and run.failure is not None and run.failure.phase == "forward"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("call", "code", "said"), [("3", 3, ""), *at_length(("None", 0, ""), ("'gone'", 1, "gone\n"))])
 def test_sys_exit_is_the_scripts_own(tmp_path: Path, call: str, code: int, said: str):
     done, (run,) = ended(tmp_path, f"sys.exit({call})\n", "--steps", "3:100")
@@ -211,6 +214,7 @@ def test_what_runs_at_exit_still_runs(tmp_path: Path):
     assert (tmp_path / "log.txt").read_text() == "kept"
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_before_a_step_is_timed_leaves_nothing(tmp_path: Path):
     script = written(tmp_path, HEAD, "step(); step()\n")
     done = stepscope("watch", "--runs", tmp_path / "runs", "--", script)
@@ -218,6 +222,7 @@ def test_a_script_that_ends_before_a_step_is_timed_leaves_nothing(tmp_path: Path
     assert done.stderr == "stepscope: nothing was measured: the loop ended after 2 steps, before any was timed\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -244,6 +249,7 @@ def test_a_script_that_never_imports_torch(tmp_path: Path):
     assert "the script never imported torch" in done.stderr
 
 
+@pytest.mark.slow
 def test_torch_is_imported_by_the_script_and_no_sooner(tmp_path: Path):
     text = "import sys\nassert 'torch' not in sys.modules\nimport torch\nprint(torch.__spec__.loader)\n"
     script = written(tmp_path, text)
@@ -252,6 +258,7 @@ def test_torch_is_imported_by_the_script_and_no_sooner(tmp_path: Path):
     assert done.returncode == 0 and "SourceFileLoader" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_module_runs_as_python_runs_it(tmp_path: Path):
     package = tmp_path / "package"
     package.mkdir()
@@ -265,6 +272,7 @@ def test_a_module_runs_as_python_runs_it(tmp_path: Path):
     assert isinstance(workload, WatchedWorkload) and workload.program == "package.train --lr 3"
 
 
+@pytest.mark.slow
 def test_workers_of_a_loader_and_forked_children_leave_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # an optimizer asks CUDA, which no forked child can
     ending = """
@@ -290,6 +298,7 @@ def test_workers_of_a_loader_and_forked_children_leave_no_run(tmp_path: Path, mo
     assert done.stderr.count("Saved in") == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_the_scripts_own_and_what_was_measured_is_kept(tmp_path: Path):
     script = written(tmp_path, HEAD, "import time\nfor i in range(100000):\n    step()\n    time.sleep(0.01)\n"
                      "    if i == 20: print('going', flush=True)\n")  # fmt: skip

@@ -181,6 +181,7 @@ def test_the_refuge_is_private_and_its_name_is_nobodys_to_know(tmp_path: Path, m
     assert (tmp_path / "theirs").read_text() == "theirs"
 
 
+@pytest.mark.slow
 def test_directories_that_vanish_while_they_are_walked_are_left_out():
     assert churn.main(["--seconds", "3"]) == 0
 

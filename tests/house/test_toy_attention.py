@@ -134,6 +134,7 @@ def test_its_calls_are_measured():
     assert any("toy" in str(cell) for table in answer_attention(timings).tables for row in table.rows for cell in row)
 
 
+@pytest.mark.slow
 def test_its_step_is_measured_and_known_for_what_it_is(tmp_path: Path):
     settings = Settings(warmup_floor=1, warmup_cap=1, steps_floor=3, steps_cap=3, seconds=0)
     request = StepRequest(workload=mini(attention="toy"), device="cpu", settings=settings, out=str(tmp_path))

@@ -197,6 +197,7 @@ STORED = b"""
 """
 
 
+@pytest.mark.slow
 def test_a_stored_answer_keeps_its_noise_under_the_present_kind(tmp_path: Path):
     answer = decode_answer(STORED, "answer.json")
     assert [finding.kind for finding in answer.findings] == ["process-noise", "paid-after"]
@@ -482,6 +483,7 @@ def stored(place: Path) -> list[Run]:
     return [load_run(file) for file in find_run_files(place)]
 
 
+@pytest.mark.slow
 def test_the_answer_travels_is_chosen_from_and_drawn(tmp_path: Path):
     kept, drawn = tmp_path / "compile.json", tmp_path / "compile.svg"
     done = study(

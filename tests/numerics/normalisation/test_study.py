@@ -177,6 +177,7 @@ def test_inputs_beyond_a_format_are_said_to_be():
     assert not {"squares-vanish", "epsilon-vanishes"} & {finding.kind for finding in beyond}
 
 
+@pytest.mark.slow
 def test_the_verb(tmp_path: Path):
     plot, command = tmp_path / "norms.svg", ("normalisation", "--scales", "1,300", "--widths", "16,32")
     assert answered(*command, plot=plot).study == "normalisation"

@@ -276,6 +276,7 @@ def test_a_window_has_the_unmarked_steps_that_launched_its_work(tmp_path: Path):
     assert part_of(whole, "it", between=Window(starts[0] - begin, starts[-1] - begin)).steps == 3
 
 
+@pytest.mark.slow
 @given(st.integers(0, 20_000), st.integers(1, 20_000), st.integers(1, 3), st.tuples(st.booleans(), st.booleans()))
 def test_a_cut_of_any_window_reads_as_the_part(
     tmp_path_factory: pytest.TempPathFactory, begin: int, length: int, layers: int, ways: tuple[bool, bool]
