@@ -76,6 +76,17 @@ def settings_from(
     )
 
 
+class Repeat(msgspec.Struct, frozen=True, kw_only=True):
+    """The place of a run among those that measured the same experiment, each in a process of its own."""
+
+    set: str
+    """What all of them have in common, and no other run has."""
+    number: int
+    """Which of them it is, from 1."""
+    of: int
+    """How many were asked for."""
+
+
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """Where and how a run ended before its time."""
 
@@ -101,6 +112,10 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     tag: str | None = None
     sweep: str | None = None
     """Digest of the sweep that this run is a cell of."""
+    repeat: Repeat | None = None
+    """Where the experiment was repeated in several processes: which of them this is."""
+    beside: str | None = None
+    """Where the steps were measured turn by turn with another run's, in the same process: that run's id."""
     status: Status
     failure: Failure | None = None
     workload: AnyWorkload
