@@ -49,6 +49,56 @@ def time_steps(draft: Draft) -> None:
     draft.set(status="done")
 
 
+def time_in_turns(*drafts: Draft) -> None:
+    """Warm up the steps of several drafts, one after the other, and measure them turn by turn.
+
+    Raises StepFailed, whose subject is the place of the draft; what was measured before is in the drafts.
+    """
+    subjects = {str(place): draft.step for place, draft in enumerate(drafts)}
+    readings = [_Readings(draft) for draft in drafts]
+    for draft in drafts:
+        draft.stage = "warm-up"
+    results: dict[str, Measurement] = {}
+
+    def before_measuring() -> None:
+        for reading in readings:
+            reading.before_the_measured_steps()
+
+    def tell(progress: Progress) -> None:
+        for draft in drafts:
+            draft.stage = progress.stage
+        _tell(drafts[0], progress)
+
+    with nvml_kept_open(drafts[0].device):
+        for reading in readings:
+            reading.read_before()
+        try:
+            results = measure(
+                subjects, device=drafts[0].timing, settings=drafts[0].request.settings, on_progress=tell,
+                before_measuring=before_measuring,
+            )  # fmt: skip
+        except StepFailed as failure:
+            results = failure.partial
+            raise
+        finally:
+            with interrupts.held():
+                for name, result in results.items():
+                    _keep(drafts[int(name)], result)
+                for reading in readings:
+                    reading.read_after()
+    if any(result.interrupted for result in results.values()):
+        raise KeyboardInterrupt
+    compiled = [draft for draft in drafts if draft.step.compiled]
+    for draft, reading in zip(drafts, readings, strict=True):
+        reading.keep_updates()
+        if draft.step.compiled and len(compiled) == 1:
+            draft.set_evidence(compilation=compile_report(draft.step.forward_module))
+        elif draft.step.compiled:
+            draft.note("what torch.compile did: it compiled both steps, and its counters are the process's")
+        draft.save_meanwhile()
+        draft.set(status="done")
+
+
 class _Readings:
     """Readings of the machine before and after the measured steps."""
 
