@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from stepscope.analysis.runs import metrics
 from stepscope.analysis.runs.doubts import doubt_mark
-from stepscope.analysis.runs.times import TIME_COLUMNS, about_intervals, about_steps, time_row
+from stepscope.analysis.runs.times import about_intervals, about_steps, time_table
 from stepscope.analysis.runs.words import doubts, figure, identify, status_sentence, status_word
 from stepscope.core.answer import Answer, Cell, Line, Panel, Point, Table, as_lines, table_of, text
 from stepscope.core.errors import printable
@@ -119,17 +119,10 @@ def _how_many(runs: Sequence[Run], folder: str) -> str:
 
 
 def _phase_table(run: Run) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    for name in (*metrics.parts_of(run), STEP):
-        samples = run.samples.get(name)
-        row = time_row(name, samples, metrics.median_s(run, STEP)) if samples is not None else None
-        if samples is not None and row is not None:
-            flops = metrics.model_flops(run) if name == STEP else run.work[name].flops if name in run.work else None
-            rows.append((*row, flops / samples.median_s if flops and samples.median_s else None))
-    return table_of(
-        *TIME_COLUMNS, ("model FLOP/s", "FLOP/s"), rows=rows,
-        tones={i: "strong" for i, row in enumerate(rows) if row[0] == STEP}, notes=as_lines(*_rates(run)),
-    )  # fmt: skip
+    timed = _timed(run)
+    flops = {name: work.flops for name, work in run.work.items()} | {STEP: metrics.model_flops(run)}
+    rates = {name: found / at.median_s for name, at in timed.items() if (found := flops.get(name)) and at.median_s}
+    return time_table(timed, _rates(run), rates)
 
 
 def _phase_panel(run: Run) -> tuple[Panel, ...]:

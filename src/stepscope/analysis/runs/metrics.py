@@ -2,7 +2,7 @@
 
 from stepscope.core.range_names import BACKWARD, FORWARD, STEP, TIMED
 from stepscope.core.run import Run
-from stepscope.core.samples import Samples
+from stepscope.core.samples import FEWEST_FOR_PERCENTILE, Samples
 
 
 def samples_of(run: Run, name: str) -> Samples | None:
@@ -104,6 +104,7 @@ def summarise(run: Run) -> dict[str, float | None]:
         summary[f"{name}_effective_samples"] = samples.effective_count
         summary[f"{name}_mean_s"] = samples.mean_s
         summary[f"{name}_stdev_s"] = samples.stdev_s
+        summary |= {f"{name}_{percentile}_s": samples.percentile_s(percentile) for percentile in FEWEST_FOR_PERCENTILE}
     figures = {
         "tokens_per_s": tokens_per_s(run),
         "model_flops": model_flops(run),
