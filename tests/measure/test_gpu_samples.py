@@ -96,10 +96,11 @@ def test_another_process_reads_and_knows_no_torch(play: Play, tmp_path: Path):
 
 def test_what_was_read_before_and_after_the_steps_does_not_count(play: Play):
     play("well")
-    sampler = GpuSampler("GPU-1", period_s=0.01)
+    began_s, sampler = time.monotonic(), GpuSampler("GPU-1", period_s=0.01)
     time.sleep(0.2)
-    assert sampler.read(0.0, time.monotonic() - 60) is None
-    assert sampler.read(0.0, time.monotonic()) is None, "a sampler is read once"
+    assert sampler.read(0.0, began_s) is None
+    whole, again = (sampler.read(began_s, time.monotonic()) for _ in range(2))
+    assert whole == again is not None and sampler.read(time.monotonic(), time.monotonic() + 60) is None
 
 
 def test_the_power_of_a_gpu_that_mig_divides_is_not_known(play: Play):

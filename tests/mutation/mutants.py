@@ -355,8 +355,8 @@ MUTANTS = (
     Mutant(
         name="a sweep takes over runs of other settings",
         file="engine/sweep.py",
-        old=" and cell.cell.settings == run.settings:\n                    cell.run",
-        new=":\n                    cell.run",
+        old="same = asked.settings == run.settings and asked",
+        new="same = asked",
         falsifies="a cell of five steps stands for one of thirty",
         tests=("engine/test_sweep.py::test_settings_are_part_of_a_cell_that_is_taken_over",),
     ),

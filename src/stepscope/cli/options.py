@@ -228,6 +228,12 @@ OPTIONS = (
     Option("seconds", float, MEASURING, "Seconds for each cell.", least=0, verbs=("study attention",)),
     Option("seconds", float, MEASURING, "Seconds for the whole matrix; the rest is not reached.", least=0,
            verbs=("study attention-gate",)),
+    Option("repeat", int, MEASURING,
+           "Measure in so many processes, each started afresh: five or more tell how far processes differ.",
+           default=1, least=1, metavar="N"),
+    Option("against", str, MEASURING,
+           "Another step, measured turn by turn with this one: a run's name, or the options in which it differs, as in "
+           "\"--compile default\".", metavar="RUN|OPTIONS", verbs=("run",)),
     Option("no_profile", bool, MEASURING, "Leave out the profiled step after the timed ones.", Settings, False),
     Option("peak_flops", parse_flops_per_s, MEASURING, "The device's peak for this dtype, as in 989T, if unknown.",
            metavar="RATE"),

@@ -1,14 +1,17 @@
 """`stepscope run`: measure one training step here."""
 
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import typer
 
+from stepscope.cli.captured_runs import type_of_device
 from stepscope.cli.options import Recording
 from stepscope.cli.output import check_picture, draw, progress, stdout_kept_clean, warn
 from stepscope.cli.presentation import Presentation
+from stepscope.cli.sweep import measure_and_report
 from stepscope.cli.verb import verb
 from stepscope.cli.workloads import OneWorkload
 from stepscope.core.document import json_document
@@ -16,9 +19,11 @@ from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DO
 from stepscope.core.finding import worst
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import encode_run
+from stepscope.core.workload import Workload
 
 if TYPE_CHECKING:
     from stepscope.analysis.captures.summary import TraceSummary
+    from stepscope.engine.plan import SweepPlan
     from stepscope.memory.explain import Explained
 
 
@@ -34,6 +39,7 @@ def run(
     said: OneWorkload,
     device: str,
     settings: Settings,
+    repeat: int,
     peak_flops: float | None,
     recording: Recording,
     memory: int | None,
@@ -50,11 +56,21 @@ def run(
         stand_in = {} if "model" in said.said else {"layers": 1000}
         said.workload(model="tiny", seq_len=1, **stand_in)
 
+    if repeat > 1:
+        from stepscope.engine.plan import Cell, SweepPlan, repeated
+
+        cell = Cell(workload=own or _usual(said, type_of_device(device) == "cuda"), settings=settings)
+        plan = SweepPlan(
+            cells=tuple(repeated([cell], repeat, begun=datetime.now(UTC).isoformat())), devices=(device,),
+            out=str(runs), tag=tag, memory_limit_bytes=memory, peak_flops_per_s=peak_flops, trace=recording.trace,
+            memory=recording.memory,
+        )  # fmt: skip
+        _measure_in_processes(plan, shown, save)
     from stepscope.engine.step import StepRequest, measure_step
     from stepscope.measure.device import resolve_device  # torch, only now that the input is known to be sound
 
     on_gpu = resolve_device(device).type == "cuda"
-    workload = own or said.workload(model="small" if on_gpu else "tiny", seq_len=512 if on_gpu else 128)
+    workload = own or _usual(said, on_gpu)
     request = StepRequest(
         workload=workload, settings=settings, device=device, out=str(runs), tag=tag,
         memory_limit_bytes=memory, peak_flops_per_s=peak_flops, trace=recording.trace, memory=recording.memory,
@@ -66,6 +82,27 @@ def run(
             warn(f"no {capture.tool} trace: {capture.failure}")
     _show(measured, directory, shown, save)
     raise typer.Exit(exit_code(measured))
+
+
+def _usual(said: OneWorkload, on_gpu: bool) -> Workload:
+    """The textbook's workload, with the usual sizes for what was not said."""
+    return said.workload(model="small" if on_gpu else "tiny", seq_len=512 if on_gpu else 128)
+
+
+def _measure_in_processes(plan: "SweepPlan", shown: Presentation, save: Path | None) -> NoReturn:
+    """Measure one cell in several processes and show what they say together; leaves with the exit code."""
+    from stepscope.engine.plan import Policy
+
+    def report(measured: list[Run]) -> None:
+        from stepscope.analysis.runs.run_sets import sets_of
+        from stepscope.analysis.runs.set_answer import answer_set, set_as_json
+
+        (found,) = sets_of(measured)
+        answer = answer_set(found, plan.out)
+        shown.show(answer, document=lambda: json_document(set_as_json(found)))
+        draw(answer, save)
+
+    measure_and_report(plan, Policy(), report)
 
 
 def exit_code(measured: Run) -> int:

@@ -49,6 +49,7 @@ def sweep(
     said: ManyWorkloads,
     device: tuple[str, ...],
     settings: Settings,
+    repeat: int,
     peak_flops: float | None,
     recording: Recording,
     timeout: float,
@@ -61,7 +62,7 @@ def sweep(
     shown: Presentation,
 ) -> None:
     """Measure a grid of workloads. The same command resumes a sweep that was interrupted."""
-    from stepscope.engine.plan import Cell, Policy, SweepPlan, order_cells
+    from stepscope.engine.plan import Cell, Policy, SweepPlan, order_cells, repeated
     from stepscope.engine.recipe import load_recipe
 
     if recipe is not None:
@@ -71,7 +72,7 @@ def sweep(
     else:
         workloads = said.workloads(model="tiny", seq_len=128)
     plan = SweepPlan(
-        cells=order_cells([Cell(workload=workload, settings=settings) for workload in workloads]),
+        cells=order_cells(repeated([Cell(workload=workload, settings=settings) for workload in workloads], repeat)),
         devices=device,
         out=str(runs),
         tag=tag,

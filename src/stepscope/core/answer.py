@@ -221,6 +221,7 @@ def measured_answer(
     findings: Iterable[Finding],
     panels: Sequence[Panel] = (),
     settings: Mapping[str, Cell] | None = None,
+    intervals: str = INTERVALS,
     date: str = "",
 ) -> Answer:
     """The Answer to a question about measured runs. A table without rows is left out."""
@@ -230,7 +231,7 @@ def measured_answer(
         device=where.device_name if where else "",
         date=date,
         versions=dict(where.versions) if where else {},
-        settings={**(settings or {}), "intervals": INTERVALS},
+        settings={**(settings or {}), "intervals": intervals},
         tables=tuple(table for table in tables if table.rows),
         panels=tuple(panels),
         findings=tuple(findings),

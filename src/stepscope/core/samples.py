@@ -38,6 +38,13 @@ OF_ONE_PROCESS = "of one process"
 
 INTERVALS = f"{CONFIDENCE * 100:.0f} %, {OF_ONE_PROCESS} each (none: it cannot be told)"
 """How a study's settings describe its intervals."""
+
+INTERVALS_OF_SETS = (
+    f"{CONFIDENCE * 100:.0f} %: those of ratios over all processes (five or more a side), those of medians of the "
+    "process in the middle"
+)
+"""How a study's settings describe them where cells were measured in several processes."""
+
 MANY = 400
 """The most samples on which the trend is tested. With more, it is tested on medians of blocks, since the test looks at
 every pair."""

@@ -18,8 +18,8 @@ _SIZE_UNITS = {
 
 
 def counted(number: int, thing: str) -> str:
-    """A number of things: `1 step`, `2 steps`."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+    """A number of things: `1 step`, `2 steps`, `2 processes`."""
+    return f"{number:,} {thing}{'' if number == 1 else 'es' if thing.endswith('ss') else 's'}"
 
 
 def format_seconds(seconds: float) -> str:
@@ -93,6 +93,7 @@ UNITS: dict[str, tuple[str, float, Callable[[float], str]]] = {
     "TFLOP/s of FLOP/s": ("", 1e-12, lambda rate: f"{rate * 1e-12:.2f}"),
     "GB/s of B/s": ("", 1e-9, lambda rate: f"{rate * 1e-9:.0f}"),
     "%": ("%", 100, format_share),
+    "+%": ("%", 100, lambda share: f"{'+' if share > 0 else ''}{format_share(share)}"),
     "FLOP": ("FLOP", 1, lambda count: format_rate(count, "FLOP")),
     "FLOP/s": ("FLOP/s", 1, lambda rate: format_rate(rate, "FLOP/s")),
     "B/s": ("B/s", 1, lambda rate: format_rate(rate, "B/s")),

@@ -46,6 +46,7 @@ class Draft(RunDraft):
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),
             tag=request.tag,
             sweep=request.sweep,
+            repeat=request.repeat,
             status="unfinished",
             workload=request.workload,
             settings=request.settings,

@@ -1,13 +1,13 @@
 """Plain data of a sweep: its plan, its policy towards cells, and its state."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from stepscope.core.own_workload import DrivenWorkload
-from stepscope.core.run import Run, Settings, Status
+from stepscope.core.run import Repeat, Run, Settings, Status
 from stepscope.core.workload import Workload
 from stepscope.engine.request import MemoryRequest, TraceRequest
 from stepscope.work.described import parameters_of
@@ -22,6 +22,20 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     workload: DrivenWorkload
     settings: Settings = Settings()
+    repeat: Repeat | None = None
+    """Which of several processes that measure the same this is."""
+    against: DrivenWorkload | None = None
+    """A workload whose steps are measured turn by turn with this one's, in the same process."""
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What digests are made of."""
+        later = {"repeat": self.repeat, "against": self.against and self.against.identity}
+        return {
+            "workload": self.workload.identity,
+            "settings": self.settings.identity,
+            **{name: value for name, value in later.items() if value is not None},
+        }
 
 
 class SweepPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,8 +54,7 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def key(self) -> str:
         """Digest of what is measured; which devices share the work does not change it."""
-        cells = ({"workload": cell.workload.identity, "settings": cell.settings.identity} for cell in self.cells)
-        measured = (sorted(msgspec.json.encode(cell, order="sorted") for cell in cells), self.tag)
+        measured = (sorted(msgspec.json.encode(cell.identity, order="sorted") for cell in self.cells), self.tag)
         limits = (self.memory_limit_bytes, self.peak_flops_per_s, self.devices[0].partition(":")[0])
         traced = (msgspec.json.encode(self.trace, order="sorted"),) if self.trace.tools else ()
         recorded = (msgspec.json.encode(self.memory, order="sorted"),) if self.memory else ()
@@ -112,10 +125,32 @@ Tell = Callable[[SweepState], None]
 def order_cells(cells: list[Cell]) -> tuple[Cell, ...]:
     """The cells without duplicates, small ones first, so that a smaller one shows that a larger one cannot fit."""
     unique = {msgspec.json.encode(cell): cell for cell in cells}
-    return tuple(sorted(unique.values(), key=_size))
+    return tuple(sorted(unique.values(), key=_order))
 
 
-def _size(cell: Cell) -> tuple[int, int, int]:
-    """What cells are ordered by; those whose sizes are not known beforehand stay in their order."""
+def repeated(cells: Sequence[Cell], times: int, begun: str = "") -> list[Cell]:
+    """Each cell `times` over, for as many processes. One time is the cell itself.
+
+    begun: what tells this set from another of the same cell; without it, the same sweep finds its own processes again.
+    """
+    if times == 1:
+        return list(cells)
+    found: list[Cell] = []
+    for cell in cells:
+        told = msgspec.json.encode((cell.identity, times, begun), order="sorted")
+        name = f"{cell.workload.key}-{hashlib.sha256(told).hexdigest()[:12]}"
+        found += [
+            msgspec.structs.replace(cell, repeat=Repeat(set=name, number=number, of=times))
+            for number in range(1, times + 1)
+        ]
+    return found
+
+
+def _order(cell: Cell) -> tuple[int, int, int, int]:
+    """What cells are ordered by; those whose sizes are not known beforehand stay in their order.
+
+    Repeated ones go in rounds, all cells once and then again: what drifts on the machine then meets all alike.
+    """
     workload = cell.workload
-    return (parameters_of(workload) or 0, workload.seq_len or 0, workload.batch_size or 0)
+    number = cell.repeat.number if cell.repeat else 0
+    return (number, parameters_of(workload) or 0, workload.seq_len or 0, workload.batch_size or 0)

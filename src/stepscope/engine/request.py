@@ -8,7 +8,7 @@ import msgspec
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
 from stepscope.core.own_workload import DrivenWorkload
-from stepscope.core.run import Settings
+from stepscope.core.run import Repeat, Settings
 
 MemoryStacks = Literal["python", "all"]
 MEMORY_STACKS: tuple[MemoryStacks, ...] = get_args(MemoryStacks)
@@ -61,6 +61,9 @@ class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     out: str = "runs"
     tag: str | None = None
     sweep: str | None = None
+    repeat: Repeat | None = None
+    against: DrivenWorkload | None = None
+    """Another workload, whose steps are measured turn by turn with this one's in the same process."""
     memory_limit_bytes: int | None = None
     peak_flops_per_s: float | None = None
     trace: TraceRequest = TraceRequest()

@@ -147,7 +147,9 @@ class _Sweep:
             if run.sweep != self._plan.key or run.status in again:
                 continue
             for cell in self.state.cells:
-                if cell.cell.workload.identity == run.workload.identity and cell.cell.settings == run.settings:
+                asked = cell.cell
+                same = asked.settings == run.settings and asked.repeat == run.repeat
+                if same and asked.workload.identity == run.workload.identity:
                     cell.run, cell.state, cell.resumed = run, run.status, True
 
     async def _work(self, device: str) -> None:
@@ -186,6 +188,8 @@ class _Sweep:
             out=self._plan.out,
             tag=self._plan.tag,
             sweep=self._plan.key,
+            repeat=cell.repeat,
+            against=cell.against,
             memory_limit_bytes=self._plan.memory_limit_bytes,
             peak_flops_per_s=self._plan.peak_flops_per_s,
             trace=self._plan.trace,
@@ -210,6 +214,7 @@ class _Sweep:
                 created=datetime.now(UTC).isoformat(timespec="milliseconds"),
                 tag=self._plan.tag,
                 sweep=self._plan.key,
+                repeat=cell.repeat,
                 status=status,
                 workload=cell.workload,
                 settings=cell.settings,

@@ -43,6 +43,7 @@ class GpuSampler:
     def __init__(self, uuid: str, period_s: float = PERIOD_S) -> None:
         """Return when the sampler reads, so that its start falls into no measured step."""
         self._period_s = period_s
+        self._rows: list[_Row] = []
         self._process: subprocess.Popen[bytes] | None = None
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
@@ -62,21 +63,19 @@ class GpuSampler:
 
     def read(self, begin_s: float, end_s: float) -> GpuSamples | None:
         """Stop, and return what was read between two moments of the monotonic clock; None where nothing was."""
-        process = self._process
-        if process is None:
-            return None
-        try:
-            # A byte, and not the pipe's end alone: a process that was forked meanwhile may hold it open.
-            written, _ = process.communicate(b"\n", timeout=_ANSWER_S)
-            rows = msgspec.json.decode(written, type=list[_Row])
-        except (OSError, subprocess.TimeoutExpired, msgspec.DecodeError):
-            return None
-        finally:
-            self.close()
-        return summarised([sample for at_s, sample in rows if begin_s <= at_s <= end_s], self._period_s)
+        if self._process is not None:
+            try:
+                # A byte, and not the pipe's end alone: a process that was forked meanwhile may hold it open.
+                written, _ = self._process.communicate(b"\n", timeout=_ANSWER_S)
+                self._rows = msgspec.json.decode(written, type=list[_Row])
+            except (OSError, subprocess.TimeoutExpired, msgspec.DecodeError):
+                pass
+            finally:
+                self.close()
+        return summarised([sample for at_s, sample in self._rows if begin_s <= at_s <= end_s], self._period_s)
 
     def close(self) -> None:
-        """End the sampler without its readings."""
+        """End the sampler. What it has not told is lost."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()

@@ -6,7 +6,7 @@ and what is missing are decided once, in `compare`.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -14,9 +14,10 @@ import msgspec
 
 from stepscope.analysis.runs.doubts import doubt_mark
 from stepscope.analysis.runs.metrics import memory_of, samples_of
+from stepscope.analysis.runs.run_sets import RunSet, sets_of
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
-from stepscope.core.samples import Ratio, Samples
+from stepscope.core.samples import INTERVALS, INTERVALS_OF_SETS, Ratio, Samples
 from stepscope.core.workload import Workload
 from stepscope.work.described import parameters_of
 
@@ -40,6 +41,8 @@ class ComparedRun:
 
     run: Run
     digest: "TraceDigest | None" = None
+    processes: tuple[Run, ...] = ()
+    """Where the cell was measured in several processes: the runs of all, of which `run` is the one in the middle."""
 
     @property
     def asked(self) -> bool:
@@ -147,7 +150,12 @@ class Pair(Generic[C]):
         return self.other.label
 
     def ratio(self, part: str) -> Ratio | None:
-        """How many times as fast this part is, by the medians; None where one has no such part."""
+        """How many times as fast this part is, by the medians; None where one has no such part.
+
+        Where both were measured in several processes, it is of their typical times, and so is its interval.
+        """
+        if self.base.processes and self.other.processes:
+            return _over_processes(self.base.processes, self.other.processes, part)
         base, other = self.base.samples(part), self.other.samples(part)
         return other.speedup_over(base) if base and other else None
 
@@ -189,6 +197,11 @@ class Pair(Generic[C]):
         return after / before - 1 if before and after is not None else None
 
 
+def _over_processes(base: tuple[Run, ...], other: tuple[Run, ...], part: str) -> Ratio | None:
+    slower = RunSet(runs=base).processes(part).change_from(RunSet(runs=other).processes(part))
+    return Ratio(value=slower.ratio, interval=slower.interval) if slower is not None else None
+
+
 P = TypeVar("P", bound=Pair[Any])
 
 
@@ -200,6 +213,11 @@ class Comparison(Generic[C, P]):
     pairs: tuple[P, ...]
     unmeasured: tuple[C, ...]
     replaced: int
+
+    @property
+    def intervals(self) -> str:
+        """What the intervals are of, for the answer's settings."""
+        return INTERVALS_OF_SETS if any(cell.processes for cell in self.cells) else INTERVALS
 
     @property
     def groups(self) -> list[tuple[C, ...]]:
@@ -231,7 +249,8 @@ class Comparison(Generic[C, P]):
 def compare_runs(found: Iterable[C], pair: Callable[..., P], *, order: Callable[[C], Any]) -> Comparison[C, P]:
     """The runs in `order`, and a `pair` of each with the base of its group, if there is one.
 
-    Of several runs of one cell, one with a capture goes before one without, then the newest.
+    Of several runs of one cell, one with a capture goes before one without, then the newest. Runs of a cell that was
+    measured in several processes go together, by the one in the middle.
     """
     best: dict[tuple[object, ...], C] = {}
     replaced = 0
@@ -240,6 +259,17 @@ def compare_runs(found: Iterable[C], pair: Callable[..., P], *, order: Callable[
         key = (*cell.group, cell.value)
         replaced += key in best
         best[key] = cell
+    sets: dict[tuple[object, ...], list[C]] = {}
+    for cell in asked:
+        if cell.run.repeat is not None:
+            sets.setdefault((*cell.group, cell.value, cell.run.repeat.set), []).append(cell)
+    for key, cell in best.items():
+        together = sets.get((*key, cell.run.repeat.set), []) if cell.run.repeat is not None else []
+        if len(together) > 1:
+            (found_set,) = sets_of(other.run for other in together)
+            middle = next(other for other in together if other.run is found_set.representative)
+            best[key] = replace(middle, processes=found_set.measured)
+            replaced -= len(together) - 1
     cells = sorted(best.values(), key=order)
     measured = [cell for cell in cells if cell.measured]
     bases = {cell.group: cell for cell in measured if cell.is_base}

@@ -81,6 +81,7 @@ class AskedSteps:
     device: str
     steps: int | None
     seconds: float = 1.0
+    repeat: int
     keep_digests: bool
     runs: Path
     from_: tuple[Path, ...] = ()
@@ -120,8 +121,10 @@ class AskedSteps:
 
     def plan(self, cells: "tuple[Cell, ...]", trace: TraceRequest) -> "SweepPlan":
         """The plan that measures these cells where it was asked."""
-        from stepscope.engine.plan import SweepPlan
+        from stepscope.engine.plan import SweepPlan, order_cells, repeated
 
+        if self.repeat > 1:
+            cells = order_cells(repeated(cells, self.repeat))
         return SweepPlan(cells=cells, devices=(self.device,), out=str(self.runs), tag=self.tag, trace=trace)
 
 

@@ -59,6 +59,57 @@ def time_steps(draft: Draft) -> None:
     draft.set(status="done")
 
 
+def time_in_turns(*drafts: Draft) -> None:
+    """Warm up the steps of several drafts, one after the other, and measure them turn by turn.
+
+    Raises StepFailed, whose subject is the place of the draft; what was measured before is in the drafts.
+    """
+    subjects = {str(place): draft.step for place, draft in enumerate(drafts)}
+    for draft in drafts:
+        draft.stage = "warm-up"
+    readings: list[_Readings] = []
+    results: dict[str, Measurement] = {}
+
+    def before_measuring() -> None:
+        for reading in readings:
+            reading.before_the_measured_steps()
+
+    def tell(progress: Progress) -> None:
+        for draft in drafts:
+            draft.stage = progress.stage
+        _tell(drafts[0], progress)
+
+    with nvml_kept_open(drafts[0].device), gpu_sampled(drafts[0].device) as sampler:
+        readings += [_Readings(draft, sampler, alone=False) for draft in drafts]
+        for reading in readings:
+            reading.read_before()
+        try:
+            results = measure(
+                subjects, device=drafts[0].timing, settings=drafts[0].request.settings, on_progress=tell,
+                before_measuring=before_measuring,
+            )  # fmt: skip
+        except StepFailed as failure:
+            results = failure.partial
+            raise
+        finally:
+            with interrupts.held():
+                for name, result in results.items():
+                    _keep(drafts[int(name)], result)
+                for reading in readings:
+                    reading.read_after()
+    if any(result.interrupted for result in results.values()):
+        raise KeyboardInterrupt
+    compiled = [draft for draft in drafts if draft.step.compiled]
+    for draft, reading in zip(drafts, readings, strict=True):
+        reading.keep_updates()
+        if draft.step.compiled and len(compiled) == 1:
+            draft.set_evidence(compilation=compile_report(draft.step.forward_module))
+        elif draft.step.compiled:
+            draft.note("what torch.compile did: it compiled both steps, and its counters are the process's")
+        draft.save_meanwhile()
+        draft.set(status="done")
+
+
 def measure_energy(draft: Draft) -> None:
     """Run more steps for the counter of energy, where the measured ones were too short for it.
 
@@ -79,8 +130,9 @@ def measure_energy(draft: Draft) -> None:
 class _Readings:
     """Readings of the machine before, while and after the measured steps run."""
 
-    def __init__(self, draft: Draft, sampler: GpuSampler | None) -> None:
-        self._draft, self._sampler = draft, sampler
+    def __init__(self, draft: Draft, sampler: GpuSampler | None, *, alone: bool = True) -> None:
+        """alone: whether no other step takes turns with this one. Power would be that of both."""
+        self._draft, self._sampler, self._alone = draft, sampler, alone
         self._meter, self._energy = EnergyMeter(draft.device), None
         self._began_s = 0.0
         """When the measured steps began; 0 before they did."""
@@ -109,6 +161,8 @@ class _Readings:
         assert environment is not None
         after, load = read_gpu(draft.device), self._load.read()
         during = self._sampler.read(self._began_s, end_s) if self._sampler and self._began_s else None
+        if during is not None and not self._alone:
+            during = msgspec.structs.replace(during, power_w=None)
         read = {"before": self._gpu, "after": after, "during": during, "host": load}
         draft.set(environment=msgspec.structs.replace(environment, **read))
 

@@ -39,6 +39,7 @@ def answer_steps(found: Iterable[StepCell], *, unread: int = 0) -> Answer:
         tables=(_times(groups), _memory(groups), _families(groups), _moved(groups), left_out),
         panels=bars_of(study, STEP),
         date=max(cell.run.day for cell in study.cells),
+        intervals=study.intervals,
         findings=steps_findings(study, groups, unread),
     )
 

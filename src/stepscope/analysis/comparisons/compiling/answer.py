@@ -49,6 +49,7 @@ def answer_compile(study: CompileStudy, *, unread: int = 0) -> Answer:
         study=STUDY,
         question=QUESTION,
         date=max(cell.run.day for cell in study.cells),
+        intervals=study.intervals,
         tables=(_times(study), _cost(study), _report(study), _kernels(study), _memory(study), _missing(study)),
         panels=_panels(study),
         findings=compile_findings(study, unread),

@@ -37,6 +37,7 @@ def answer_speed(study: SpeedStudy, *, lacking: Sequence[str] = (), unread: int 
         study=STUDY,
         question=QUESTION,
         date=max(cell.run.day for cell in study.cells),
+        intervals=study.intervals,
         tables=(_times(study), _memory(study), _parts(study), _law(study), missing),
         panels=_panels(study),
         findings=speed_findings(study, lacking, unread),
