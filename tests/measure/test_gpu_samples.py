@@ -16,9 +16,10 @@ import torch
 import stepscope
 from stepscope.core.environment import Extent, GpuSamples
 from stepscope.core.run import Run, Settings
-from stepscope.core.run_directory import load_run
+from stepscope.core.run_directory import load_run, load_runs
 from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step
+from stepscope.engine.turns import measure_in_turns
 from stepscope.engine.watch import watched_run
 from stepscope.measure import gpu_samples
 from stepscope.measure.gpu_samples import GpuSampler, gpu_sampled, summarised
@@ -194,6 +195,24 @@ def test_a_run_keeps_what_was_read_while_its_steps_ran(
     if during is not None:
         steps_s = sum(run.samples["step"].values_s)
         assert 1 <= during.count <= 2 * steps_s / during.period_s + 2 and run.summary["power_w"] == 345.678
+
+
+def test_steps_that_take_turns_have_clocks_in_common_and_neither_power_nor_energy(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    play("well")
+    monkeypatch.setattr(gpu_samples, "sampler_of", lambda _: GpuSampler("GPU-1", period_s=0.01))
+    settings = Settings(warmup_floor=1, warmup_cap=1, steps_floor=5, steps_cap=5, seconds=5, profile=False)
+    request = StepRequest(
+        workload=mini(), against=mini(seq_len=32), settings=settings, device="cpu", out=str(tmp_path / "runs")
+    )
+    measure_in_turns(request)
+    runs, _ = load_runs([tmp_path / "runs"])
+    assert len(runs) == 2
+    for run in runs:
+        during = run.environment.during if run.environment else None
+        assert during is not None and during.sm_clock_mhz is not None and during.power_w is None
+        assert run.evidence.energy is None and not any("energy" in note for note in run.evidence.notes)
 
 
 def test_a_watched_loop_keeps_it_too_and_ends_the_sampler(play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
