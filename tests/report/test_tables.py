@@ -191,6 +191,7 @@ def test_percentiles_stand_in_the_cells_or_a_note_says_why_not(statistic: str, c
     # 1.0 ms to 10.0 ms by 0.1 ms: 1 + 90 x 0.95 = 86.5 of 91 samples lies between 9.5 and 9.6 ms.
     many = make_run(workload(dtype="fp32"), forward=[0.001 + 0.0001 * i for i in range(91)])
     table = build_table([many, at(2.0, dtype="bf16")], query(rows=("dtype",), values=("forward",), statistic=statistic))
+    assert table.columns[1] == f"forward {statistic} (ms)"
     assert [row[1] for row in table.rows] == [cell, "-"]
     fewest = {"p95": 60, "p99": 300}[statistic]
     assert [line.text for line in table.notes] == [f"{without} of 2 have no {statistic}: it needs {fewest} samples."]

@@ -235,9 +235,10 @@ def _text(value: Scalar) -> str:
 
 
 def _head(label: str, value_name: str, query: TableQuery) -> str:
-    unit = VALUES[value_name].unit
+    value = VALUES[value_name]
     name = value_name if len(query.values) > 1 or not label else ""
-    return " ".join(part for part in (label, name, f"({unit})" if unit else "") if part)
+    percentile = query.statistic if value.samples and query.statistic in FEWEST_FOR_PERCENTILE else ""
+    return " ".join(part for part in (label, name, percentile, f"({value.unit})" if value.unit else "") if part)
 
 
 def _speedup_head(label: str, value_name: str, query: TableQuery) -> str:
