@@ -320,6 +320,14 @@ MUTANTS = (
         tests=("measure/test_nvml.py",),
     ),
     Mutant(
+        name="NVML's energy in joules",
+        file="measure/nvml.py",
+        old="None if energy is None else energy / 1000",
+        new="energy",
+        falsifies="a step takes a thousand times the energy",
+        tests=("measure/test_nvml.py",),
+    ),
+    Mutant(
         name="NVML's violation time in microseconds",
         file="measure/nvml.py",
         old="status.violationTime * 1e-9",

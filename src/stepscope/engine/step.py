@@ -24,7 +24,7 @@ from stepscope.engine.stages.ceilings import find_ceilings
 from stepscope.engine.stages.look_round import look_round
 from stepscope.engine.stages.memory import record_memory, record_what_filled_the_memory
 from stepscope.engine.stages.observe import count_work, observe
-from stepscope.engine.stages.timed import time_steps
+from stepscope.engine.stages.timed import measure_energy, time_steps
 from stepscope.engine.stages.trace import trace_by_kineto, trace_by_nsys, trace_for_the_watching_tool
 from stepscope.measure.device import is_out_of_memory, limit_memory, resolve_device
 from stepscope.measure.precision import matmul_precision
@@ -41,6 +41,7 @@ UNTIL_TIMED: tuple[StageFunction, ...] = (look_round, build, time_steps)
 out in a step, one more step records what filled it."""
 
 AFTER_THE_TIMES: tuple[tuple[StageFunction, str], ...] = (
+    (measure_energy, "no energy"),
     (observe, "{stage} failed after the timed steps"),
     (trace_by_kineto, "no trace"),
     (trace_for_the_watching_tool, "no trace"),
