@@ -45,6 +45,8 @@ def test_a_run_in_two_processes(tmp_path: Path):
     assert {run.repeat.number for run in runs if run.repeat} == {1, 2}
     assert {run.repeat.set for run in runs if run.repeat} == {told["set"]}
     assert len(told["parts"]["step"]["medians_s"]) == 2 and told["parts"]["step"]["low_s"] is None
+    shown = stepscope("show", told["set"], "--runs", tmp_path, "--json")
+    assert json.loads(shown.stdout)["parts"] == told["parts"]
     again = stepscope("run", *SMALL, "--repeat", "2", "--runs", tmp_path)
     assert again.returncode == 0 and "2 processes, each started afresh" in again.stdout
     assert "do not tell how much processes differ" in again.stdout

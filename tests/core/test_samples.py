@@ -277,3 +277,32 @@ def test_phases_of_the_same_steps_add_up():
     assert forward.plus(backward) == Samples(values_s=(4.0, 6.0), warmup_s=(11.0,), clock="fake")
     with pytest.raises(ValueError, match="same steps"):
         forward.plus(of(1.0))
+
+
+MANY_TIMES = st.lists(st.floats(min_value=1e-6, max_value=10.0), min_size=300, max_size=400)
+
+
+@given(MANY_TIMES)
+def test_percentiles_are_numpys_and_scipys(values: list[float]):
+    samples = of(*values)
+    for name, percent in (("p95", 95), ("p99", 99)):
+        ours = samples.percentile_s(name)
+        assert ours == pytest.approx(float(np.percentile(values, percent)), rel=1e-12)
+        definition_7 = scipy.stats.mstats.mquantiles(values, [percent / 100], alphap=1, betap=1)
+        assert ours == pytest.approx(float(definition_7[0]), rel=1e-12)
+
+
+@given(MANY_TIMES)
+def test_percentiles_lie_in_order_below_the_largest(values: list[float]):
+    samples = of(*values)
+    assert samples.median_s is not None and samples.p95_s is not None and samples.p99_s is not None
+    assert samples.median_s <= samples.p95_s <= samples.p99_s <= max(values)
+    assert samples.percentile_s("p95") == of(*reversed(values)).p95_s
+
+
+def test_a_percentile_has_three_samples_above_it_or_is_absent():
+    """Of 60 samples, the 95th percentile lies at 1 + 59 x 0.95 = 57.05; of 300, the 99th at 1 + 299 x 0.99 = 297.01."""
+    assert of(*map(float, range(1, 60))).p95_s is None
+    assert of(*map(float, range(1, 61))).p95_s == pytest.approx(57.05)
+    assert of(*map(float, range(1, 300))).p99_s is None
+    assert of(*map(float, range(1, 301))).p99_s == pytest.approx(297.01)

@@ -19,7 +19,7 @@ from stepscope.analysis.runs import metrics
 from stepscope.analysis.runs.checks import CHECKS, check_run
 from stepscope.core.attentions import Attention
 from stepscope.core.device_spec import Ceiling, Ceilings, find_device_spec, overridden_spec
-from stepscope.core.environment import Environment, GpuReading, HostReading
+from stepscope.core.environment import Environment, Extent, GpuReading, GpuSamples, HostReading
 from stepscope.core.evidence import (
     CompileReport,
     Evidence,
@@ -521,6 +521,15 @@ def test_20_clocks_power_and_company():
     assert finding.kind == "clocks-held-down" and "40.0 %" in finding.sentence and "1500 of 1980" in finding.sentence
     low = msgspec.structs.replace(cool, sm_clock_mhz=900)
     assert kinds(with_readings(low))["clocks-held-down"] == "note"
+    # What was read while the steps ran counts before the reading at the end, when the GPU may idle at any clock.
+    run_at = {mhz: Extent(lowest=mhz - 30, median=mhz, highest=1980) for mhz in (900, 1965)}
+    during = {mhz: GpuSamples(count=9, period_s=0.1, sm_clock_mhz=extent) for mhz, extent in run_at.items()}
+    for after, mhz, held in ((cool, 900, True), (low, 1965, False)):
+        seen = msgspec.structs.replace(seen, during=during[mhz])
+        found = [f for f in check_run(with_readings(after)) if f.kind == "clocks-held-down"]
+        assert bool(found) is held
+        assert not held or "900 of 1980 MHz while the steps ran (870 to 1980)" in found[0].sentence
+    seen = msgspec.structs.replace(seen, during=None)
     hot = msgspec.structs.replace(cool, slowdown_reasons=("hardware thermal slowdown",))
     assert kinds(with_readings(hot))["clocks-held-down"] == "warning"
     shared = msgspec.structs.replace(cool, other_processes=2)

@@ -1,7 +1,8 @@
 """What is read from NVML, in the units of its documentation; no GPU is needed: NVML's own answers are played.
 
 NVML API Reference Guide: power is in milliwatts (nvmlDeviceGetPowerUsage, nvmlDeviceGetEnforcedPowerLimit); in
-nvmlViolationTime_t, referenceTime is in microseconds and violationTime in nanoseconds. `tests/gpu/test_gpu.py` holds
+nvmlViolationTime_t, referenceTime is in microseconds and violationTime in nanoseconds; energy is in millijoules
+(nvmlDeviceGetTotalEnergyConsumption). `tests/gpu/test_gpu.py` holds
 the same figures against nvidia-smi where there is a GPU.
 """
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from stepscope.core.run_directory import load_run
-from stepscope.measure.nvml import read_gpu
+from stepscope.measure.nvml import gpu_sampling, read_gpu, total_energy_j
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -29,6 +30,8 @@ ANSWERS: dict[str, Any] = {
     "nvmlDeviceGetComputeRunningProcesses": [],
     "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=80 * 2**30, used=3 * 2**30),
     "nvmlDeviceGetTemperature": 61,
+    "nvmlDeviceGetTotalEnergyConsumption": 1_234_567_890,
+    "nvmlDeviceGetMigMode": [0, 0],
 }
 
 
@@ -61,14 +64,31 @@ def test_milliwatts_become_watts_and_nanoseconds_seconds(monkeypatch: pytest.Mon
     assert reading.slowdown_reasons == ("power cap", "hardware thermal slowdown")
 
 
+def test_millijoules_become_joules_and_those_of_a_divided_gpu_are_not_known(monkeypatch: pytest.MonkeyPatch):
+    gpu = torch.device("cuda", 0)
+    answers(monkeypatch)
+    assert total_energy_j(gpu) == pytest.approx(1_234_567.89) and total_energy_j(torch.device("cpu")) is None
+    with gpu_sampling("GPU-0-1-2-3") as read:
+        assert read is not None and read() == (1500, 345.678, 61)
+    answers(monkeypatch, nvmlDeviceGetMigMode=[1, 1])
+    assert total_energy_j(gpu) is None
+    with gpu_sampling("GPU-0-1-2-3") as read:
+        assert read is not None and read() == (1500, None, 61)
+    answers(monkeypatch, nvmlDeviceGetTotalEnergyConsumption=None)
+    assert total_energy_j(gpu) is None
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMigMode", _refused)  # by GPUs that know no MIG
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", lambda _: 5_000)
+    assert total_energy_j(gpu) == 5.0
+
+
+def _refused(*_: object) -> None:
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+
 def test_what_a_card_does_not_tell_is_absent(monkeypatch: pytest.MonkeyPatch):
     answers(monkeypatch)
-
-    def refused(*_: object) -> None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
     for name in ("nvmlDeviceGetPowerUsage", "nvmlDeviceGetViolationStatus", "nvmlDeviceGetMemoryInfo"):
-        monkeypatch.setattr(pynvml, name, refused)
+        monkeypatch.setattr(pynvml, name, _refused)
     reading = read_gpu(torch.device("cuda", 0))
     assert reading is not None and reading.power_limit_w == 700.0
     assert reading.power_w is reading.power_limited_s is reading.thermal_limited_s is reading.memory_used_bytes is None

@@ -173,7 +173,7 @@ def test_several_subjects_are_interleaved():
     b.prepare = lambda: order.append("b")
     settings = Settings(warmup_floor=1, warmup_cap=1, steps_floor=3, steps_cap=3, seconds=0)
     results = measure({"a": a, "b": b}, device=device, settings=settings, clock=clock)
-    assert order == ["a", "b", "a", "b", "a", "b", "a", "b"]
+    assert order == ["a", "b", "a", "b", "b", "a", "a", "b"], "two that warm up, then rounds that begin with each"
     assert results["a"].samples["step"].values_s == pytest.approx([1.0] * 3)
     assert results["b"].samples["step"].values_s == pytest.approx([2.0] * 3)
 

@@ -320,6 +320,14 @@ MUTANTS = (
         tests=("measure/test_nvml.py",),
     ),
     Mutant(
+        name="NVML's energy in joules",
+        file="measure/nvml.py",
+        old="None if energy is None else energy / 1000",
+        new="energy",
+        falsifies="a step takes a thousand times the energy",
+        tests=("measure/test_nvml.py",),
+    ),
+    Mutant(
         name="NVML's violation time in microseconds",
         file="measure/nvml.py",
         old="status.violationTime * 1e-9",
@@ -347,8 +355,8 @@ MUTANTS = (
     Mutant(
         name="a sweep takes over runs of other settings",
         file="engine/sweep.py",
-        old=" and cell.cell.settings == run.settings:\n                    cell.run",
-        new=":\n                    cell.run",
+        old="same = asked.settings == run.settings and asked",
+        new="same = asked",
         falsifies="a cell of five steps stands for one of thirty",
         tests=("engine/test_sweep.py::test_settings_are_part_of_a_cell_that_is_taken_over",),
     ),

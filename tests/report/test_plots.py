@@ -496,6 +496,14 @@ def test_columns_are_the_colours_where_rows_have_no_other_field():
     assert all(point["high"] - point["y"] == pytest.approx(point["y"] - point["low"]) for point in points)
 
 
+def test_percentiles_are_drawn_without_bars():
+    runs = [make_run(workload(seq_len=n), step=[n * 1e-5 + i * 1e-6 for i in range(91)]) for n in (128, 256)]
+    panel = table_panels(runs, TableQuery(rows=("seq_len",), values=("step",), statistic="p95"))[0]
+    assert [point.y for point in panel.points] == pytest.approx([1.28 + 0.0855, 2.56 + 0.0855])
+    assert all(point.low is point.high is None for point in panel.points)
+    assert panel.frame is not None and panel.frame.note == "p95 of the steps of one process"
+
+
 @pytest.mark.parametrize(
     ("query", "message"),
     [

@@ -184,3 +184,19 @@ def test_every_field_reads_every_run(name: str):
 def test_every_value_reads_every_run(name: str):
     for run in (RUNS[0], ended("failed"), make_run(environment=None)):
         build_table([run], query(values=(name,)))
+
+
+@pytest.mark.parametrize(("statistic", "cell", "without"), [("p95", "9.55", 1), ("p99", "-", 2)])
+def test_percentiles_stand_in_the_cells_or_a_note_says_why_not(statistic: str, cell: str, without: int):
+    # 1.0 ms to 10.0 ms by 0.1 ms: 1 + 90 x 0.95 = 86.5 of 91 samples lies between 9.5 and 9.6 ms.
+    many = make_run(workload(dtype="fp32"), forward=[0.001 + 0.0001 * i for i in range(91)])
+    table = build_table([many, at(2.0, dtype="bf16")], query(rows=("dtype",), values=("forward",), statistic=statistic))
+    assert table.columns[1] == f"forward {statistic} (ms)"
+    assert [row[1] for row in table.rows] == [cell, "-"]
+    fewest = {"p95": 60, "p99": 300}[statistic]
+    assert [line.text for line in table.notes] == [f"{without} of 2 have no {statistic}: it needs {fewest} samples."]
+    compared = query(rows=("seq_len",), columns=("dtype",), values=("forward",), statistic=statistic, speedup="fp32")
+    said = [line.text for line in build_table([many, at(2.0, dtype="bf16")], compared).notes]
+    assert "Speed-ups are of medians." in said
+    record = json.loads(render_text([many], query(values=("forward",)), "jsonl"))
+    assert record["forward_p95_s"] == pytest.approx(0.00955) and record["forward_p99_s"] is None

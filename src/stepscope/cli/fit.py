@@ -1,6 +1,6 @@
 """`stepscope fit`: will it fit, and if not, what would make it fit. Nothing is run."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,11 @@ from stepscope.cli.workloads import OneWorkload
 from stepscope.core.document import json_document
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import PRESETS
-from stepscope.core.own_workload import OwnWorkload
+from stepscope.core.own_workload import AnyWorkload, OwnWorkload
 from stepscope.core.workload import Workload
 
 if TYPE_CHECKING:
+    from stepscope.core.answer import Answer
     from stepscope.engine.fake_step import FakeEstimate
     from stepscope.memory.prediction.accuracy import Accuracy
     from stepscope.memory.prediction.estimate import MemoryEstimate
@@ -42,6 +43,7 @@ def fit(
     fake: bool,
     against: tuple[Path, ...] = (),
     apart: tuple[Path, ...] = (),
+    runs: Path,
     save: Path | None,
     shown: Presentation,
 ) -> None:
@@ -60,7 +62,7 @@ def fit(
         asked = [mode for mode, given in (("--tensors", tensors), ("--sweep", sweep), ("--fake", fake)) if given]
         if asked:
             raise InputError(f"{asked[0]} is for the textbook's model: leave it out; a step of your own runs on fakes")
-        _answer_own(own, _budgets(memory, device), shown)
+        _answer_own(own, _budgets(memory, device), runs, shown)
         return
     if sweep:
         names = words(said.said["model"], "--model") if "model" in said.said else list(PRESETS)
@@ -74,7 +76,7 @@ def fit(
     if tensors:
         _list_tensors(workload, shown)
     else:
-        _answer(workload, _budgets(memory, device), fake, shown)
+        _answer(workload, _budgets(memory, device), fake, runs, shown)
 
 
 def _those_that_can_be(names: Iterable[str], said: OneWorkload) -> list[Workload]:
@@ -122,7 +124,7 @@ def _budgets(memory: int | None, devices: tuple[str, ...] | None) -> "list[Budge
     return [budget_of_device(device) for device in devices or ()]
 
 
-def _answer(workload: Workload, budgets: "list[Budget]", fake: bool, shown: Presentation) -> None:
+def _answer(workload: Workload, budgets: "list[Budget]", fake: bool, runs: Path, shown: Presentation) -> None:
     import gc
 
     # A symbolic step makes a million objects, none of them in a cycle: looking for cycles is a tenth of the time.
@@ -147,7 +149,42 @@ def _answer(workload: Workload, budgets: "list[Budget]", fake: bool, shown: Pres
                 fields["fake"] = {"peak_bytes": second.peak_bytes, **msgspec.to_builtins(second)}
         return json_document(found[0] if len(found) == 1 else found)
 
+    said[-1] = _with_error_bars(said[-1], runs)
+    verdicts = [(answer.budget, answer.fits) for answer in answers]
+    _keep(runs, workload, predicted.peak_bytes, verdicts)
     shown.show(*said, document=document)
+
+
+def _with_error_bars(answer: "Answer", runs: Path) -> "Answer":
+    """The answer, and how far forecasts that were kept here were off, where some were measured since."""
+    from stepscope.core.run_files import FORECASTS_FILE
+
+    if not (runs / FORECASTS_FILE).is_file():
+        return answer
+    from stepscope.analysis.history.predictions import error_bars, judged_in
+
+    said = error_bars(judged_in(runs)[0])
+    return msgspec.structs.replace(answer, asides=(*answer.asides, said)) if said else answer
+
+
+def _keep(
+    runs: Path,
+    workload: AnyWorkload,
+    peak_bytes: int,
+    verdicts: "Sequence[tuple[Budget, bool]]",
+    *,
+    is_bound: bool = False,
+) -> None:
+    """Keep the forecast beside the runs that will show whether it came true."""
+    from stepscope.core.forecasts import forecast_of_peak, keep_forecasts
+
+    said = [(budget.usable_bytes, fits) for budget, fits in verdicts] or [(None, None)]
+    forecasts = [
+        forecast_of_peak("fit", workload.key, peak_bytes, budget_bytes=budget, fits=fits, is_bound=is_bound)
+        for budget, fits in said
+    ]
+    if fault := keep_forecasts(runs, forecasts):
+        warn(fault)
 
 
 def _by_running(workload: Workload) -> "FakeEstimate":
@@ -157,7 +194,7 @@ def _by_running(workload: Workload) -> "FakeEstimate":
         return estimate_by_running(workload)
 
 
-def _answer_own(workload: OwnWorkload, budgets: "list[Budget]", shown: Presentation) -> None:
+def _answer_own(workload: OwnWorkload, budgets: "list[Budget]", runs: Path, shown: Presentation) -> None:
     from stepscope.memory.prediction.own_answer import answer_own_fit
     from stepscope.studies.fit_of_own import fit_of_own
 
@@ -167,7 +204,10 @@ def _answer_own(workload: OwnWorkload, budgets: "list[Budget]", shown: Presentat
         said = [own_fit_as_json(found, verdict) for verdict in found.verdicts] or [own_fit_as_json(found, None)]
         return json_document(said[0] if len(said) == 1 else said)
 
-    shown.show(*answer_own_fit(found), document=document)
+    verdicts = [(verdict.budget, verdict.fits) for verdict in found.verdicts]
+    _keep(runs, found.workload, found.estimate.peak_bytes, verdicts, is_bound=bool(found.estimate.unseen.at_most))
+    *others, last = answer_own_fit(found)
+    shown.show(*others, _with_error_bars(last, runs), document=document)
 
 
 def own_fit_as_json(found: "OwnFit", verdict: "OwnVerdict | None") -> dict[str, object]:

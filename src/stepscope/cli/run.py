@@ -15,15 +15,22 @@ from stepscope.cli.sweep import measure_and_report
 from stepscope.cli.verb import verb
 from stepscope.cli.workloads import OneWorkload
 from stepscope.core.document import json_document
-from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DONE, EXIT_INTERRUPTED, StepscopeError
+from stepscope.core.errors import (
+    EXIT_CHECK_FAILED,
+    EXIT_DEVICE_FAILED,
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    InputError,
+    StepscopeError,
+)
 from stepscope.core.finding import worst
 from stepscope.core.run import Run, Settings
-from stepscope.core.run_directory import encode_run
+from stepscope.core.run_directory import encode_run, load_run
 from stepscope.core.workload import Workload
 
 if TYPE_CHECKING:
     from stepscope.analysis.captures.summary import TraceSummary
-    from stepscope.engine.plan import SweepPlan
+    from stepscope.engine.plan import Cell, SweepPlan
     from stepscope.memory.explain import Explained
 
 
@@ -40,6 +47,7 @@ def run(
     device: str,
     settings: Settings,
     repeat: int,
+    against: str | None = None,
     peak_flops: float | None,
     recording: Recording,
     memory: int | None,
@@ -56,15 +64,16 @@ def run(
         stand_in = {} if "model" in said.said else {"layers": 1000}
         said.workload(model="tiny", seq_len=1, **stand_in)
 
-    if repeat > 1:
-        from stepscope.engine.plan import Cell, SweepPlan, repeated
+    if repeat > 1 or against is not None:
+        from stepscope.engine.plan import SweepPlan
 
-        cell = Cell(workload=own or _usual(said, type_of_device(device) == "cuda"), settings=settings)
+        cells = _cells(said, against, runs, settings, repeat, on_gpu=type_of_device(device) == "cuda")
         plan = SweepPlan(
-            cells=tuple(repeated([cell], repeat, begun=datetime.now(UTC).isoformat())), devices=(device,),
-            out=str(runs), tag=tag, memory_limit_bytes=memory, peak_flops_per_s=peak_flops, trace=recording.trace,
-            memory=recording.memory,
+            cells=cells, devices=(device,), out=str(runs), tag=tag, memory_limit_bytes=memory,
+            peak_flops_per_s=peak_flops, trace=recording.trace, memory=recording.memory,
         )  # fmt: skip
+        if against is not None and (recording.memory is not None or "nsys" in recording.trace.tools):
+            raise InputError("--against records kineto alone: a record of memory, or one by nsys, is of one step")
         _measure_in_processes(plan, shown, save)
     from stepscope.engine.step import StepRequest, measure_step
     from stepscope.measure.device import resolve_device  # torch, only now that the input is known to be sound
@@ -89,20 +98,52 @@ def _usual(said: OneWorkload, on_gpu: bool) -> Workload:
     return said.workload(model="small" if on_gpu else "tiny", seq_len=512 if on_gpu else 128)
 
 
+def _cells(
+    said: OneWorkload, against: str | None, runs: Path, settings: Settings, repeat: int, *, on_gpu: bool
+) -> "tuple[Cell, ...]":
+    """What is measured in processes of their own: the workload, or two that take turns."""
+    from stepscope.engine.plan import Cell, order_cells, repeated
+
+    first = said.own or _usual(said, on_gpu)
+    cells = [Cell(workload=first, settings=settings)]
+    if against is not None:
+        from stepscope.cli.against import is_options, stored_workload, with_options
+
+        if is_options(against):
+            other = with_options(said, against)
+            second = other.own or _usual(other, on_gpu)
+        else:
+            second = stored_workload(against, runs)
+        if (first.dtype == "tf32") == (second.dtype == "tf32"):
+            cells = [Cell(workload=first, settings=settings, against=second)]
+        else:  # whether fp32's products may be TF32 holds for a whole process
+            cells.append(Cell(workload=second, settings=settings))
+    begun = datetime.now(UTC).isoformat()
+    return tuple(order_cells(repeated(cells, repeat, begun)))
+
+
 def _measure_in_processes(plan: "SweepPlan", shown: Presentation, save: Path | None) -> NoReturn:
-    """Measure one cell in several processes and show what they say together; leaves with the exit code."""
+    """Measure one step in several processes, or two, and show what they say; leaves with the exit code."""
     from stepscope.engine.plan import Policy
 
     def report(measured: list[Run]) -> None:
+        from stepscope.analysis.runs.against_answer import against_as_json, answer_against
         from stepscope.analysis.runs.run_sets import sets_of
         from stepscope.analysis.runs.set_answer import answer_set, set_as_json
 
-        (found,) = sets_of(measured)
-        answer = answer_set(found, plan.out)
-        shown.show(answer, document=lambda: json_document(set_as_json(found)))
+        beside = [load_run(Path(plan.out) / run.beside) for run in measured if run.beside is not None]
+        found = [*sets_of(measured), *sets_of(beside)]
+        in_turns = any(cell.against is not None for cell in plan.cells)
+        alone = len(found) == 1 and not in_turns
+        if not alone and len(found) != 2:
+            raise InputError("too few of the processes ended with a result to compare two steps")
+        first, second = found[0], found[-1]
+        answer = answer_set(first, plan.out) if alone else answer_against(first, second, plan.out)
+        document = set_as_json(first) if alone else against_as_json(first, second)
+        shown.show(answer, document=lambda: json_document(document))
         draw(answer, save)
 
-    measure_and_report(plan, Policy(), report)
+    measure_and_report(plan, Policy(), report, again=False)
 
 
 def exit_code(measured: Run) -> int:

@@ -91,8 +91,13 @@ def sweep(
     measure_and_report(plan, policy, report)
 
 
-def measure_and_report(plan: "SweepPlan", policy: "Policy", report: Callable[[list[Run]], None]) -> NoReturn:
-    """Run the sweep under a display, report its runs, and leave with the sweep's exit code."""
+def measure_and_report(
+    plan: "SweepPlan", policy: "Policy", report: Callable[[list[Run]], None], *, again: bool = True
+) -> NoReturn:
+    """Run the sweep under a display, report its runs, and leave with the sweep's exit code.
+
+    again: whether the same command goes on where this one stopped.
+    """
     from stepscope.engine.plan import BROKEN
     from stepscope.engine.sweep import SweepInterrupted, leaves_nothing, run_sweep
 
@@ -106,13 +111,15 @@ def measure_and_report(plan: "SweepPlan", policy: "Policy", report: Callable[[li
                 report(interruption.runs)
             except InputError as error:  # too few of them for an answer
                 warn(str(error))
-        raise Stopped("interrupted: the same command goes on where this one stopped") from None
+        raise Stopped(
+            "interrupted: the same command goes on where this one stopped" if again else "interrupted"
+        ) from None
     report(runs)
     broken = [run for run in runs if run.status in BROKEN]
     if broken:
-        again = "the same command" if all(map(leaves_nothing, broken)) else "the same command with --retry"
-        tries = f"{again} tries {'it' if len(broken) == 1 else 'them'} again"
-        warn(f"{len(broken)} of {counted(len(runs), 'cell')} ended without a result: {tries}")
+        how = "the same command" if all(map(leaves_nothing, broken)) else "the same command with --retry"
+        tries = f": {how} tries {'it' if len(broken) == 1 else 'them'} again" if again else ""
+        warn(f"{len(broken)} of {counted(len(runs), 'cell')} ended without a result{tries}")
     raise typer.Exit(sweep_exit_code(runs))
 
 
@@ -123,10 +130,23 @@ def _foretell(plan: "SweepPlan") -> None:
 
     budget = memory_of(plan)
     unfit = cells_that_will_not_fit(plan, budget) if budget is not None else []
+    if budget is not None:
+        _keep(plan, budget.usable_bytes, {workload.key for workload in unfit})
     if budget is not None and unfit:
         named = ", ".join(cell_name(workload) for workload in unfit[:_UNFIT_NAMED])
         more = f" and {len(unfit) - _UNFIT_NAMED} more" if len(unfit) > _UNFIT_NAMED else ""
         warn(f"{len(unfit)} of {len(plan.cells)} cells are predicted not to fit into {budget.said}: {named}{more}")
+
+
+def _keep(plan: "SweepPlan", usable_bytes: int, unfit: set[str]) -> None:
+    """Keep the verdict on each cell beside the runs that will show whether it comes true."""
+    from stepscope.core.attention_support import is_predicted
+    from stepscope.core.forecasts import forecast_of_peak, keep_forecasts
+
+    keys = dict.fromkeys(cell.workload.key for cell in plan.cells if is_predicted(cell.workload))
+    verdicts = [forecast_of_peak("sweep", key, None, budget_bytes=usable_bytes, fits=key not in unfit) for key in keys]
+    if verdicts and (fault := keep_forecasts(Path(plan.out), verdicts)):
+        warn(fault)
 
 
 def report_runs(runs: list[Run], answer: Answer, shown: Presentation) -> None:

@@ -64,7 +64,7 @@ def verb(verb_name: str, *examples: str, **usual: str) -> Callable[[Callable[...
     """
 
     def make(function: Callable[..., None]) -> Callable[..., None]:
-        parameters, call = _options_of(function, verb_name, usual)
+        parameters, call = options_of(function, verb_name, usual)
 
         @functools.wraps(function)
         def made(**given: Any) -> None:
@@ -84,7 +84,7 @@ def file_or_run(files: str) -> Any:
     return typer.Argument(help=said, autocompletion=completion.run_names)
 
 
-def _options_of(
+def options_of(
     takes: Callable[..., Any], verb_name: str, usual: Mapping[str, str]
 ) -> tuple[list[inspect.Parameter], Callable[[dict[str, Any]], Any]]:
     """The parameters that typer reads for a function or a record, and what calls it with their values."""
@@ -105,7 +105,7 @@ def _options_of(
             parameters += [part.parameter(said.get(name)) for name, part in parts.items()]
             makers[parameter.name] = functools.partial(_filled, maker, parts)
         elif isinstance(annotation, type) and is_dataclass(annotation):
-            found, makers[parameter.name] = _options_of(annotation, verb_name, usual)
+            found, makers[parameter.name] = options_of(annotation, verb_name, usual)
             parameters += found
         else:
             option = line_of(parameter.name.rstrip("_"), verb_name)

@@ -25,6 +25,26 @@ class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
     memory_used_bytes: int | None = None
 
 
+class Extent(msgspec.Struct, frozen=True, kw_only=True):
+    """The lowest, the median and the highest of several readings."""
+
+    lowest: float
+    median: float
+    highest: float
+
+
+class GpuSamples(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU while steps ran, read again and again by another process. What the driver does not give is None."""
+
+    count: int
+    period_s: float
+    """Time from one reading to the next, as it was asked for."""
+    sm_clock_mhz: Extent | None = None
+    power_w: Extent | None = None
+    """The whole GPU's; None under MIG. GPUs since Ampere, but for the A100, give the mean of the last second."""
+    temperature_c: Extent | None = None
+
+
 class HostReading(msgspec.Struct, frozen=True, kw_only=True):
     """How busy the host was between two moments, in cores; None where the system does not tell."""
 
@@ -60,6 +80,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     before: GpuReading | None = None
     """The GPU's state when the measured steps begin, after warm-up; `after` is its state when they end."""
     after: GpuReading | None = None
+    during: GpuSamples | None = None
+    """The GPU while the measured steps ran."""
     host: HostReading | None = None
 
     @property
@@ -75,7 +97,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
         mine, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
         found: dict[str, tuple[object, object]] = {}
         for field in mine:
-            if field in ("before", "after", "host", "device_index"):
+            if field in ("before", "after", "during", "host", "device_index"):
                 continue
             if field == "versions":
                 for package in sorted(mine[field].keys() | theirs[field].keys()):

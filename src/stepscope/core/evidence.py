@@ -247,6 +247,19 @@ class CodeLine(msgspec.Struct, frozen=True, kw_only=True):
     """How often, in the step in which it was called least."""
 
 
+class Energy(msgspec.Struct, frozen=True, kw_only=True):
+    """Energy that a whole device took while steps ran one after the other, by the device's own counter."""
+
+    energy_j: float
+    steps: int
+    duration_s: float
+    """Time between the two readings of the counter."""
+    of: Literal["gpu", "cpu-packages"]
+    """Whose counter: that of the whole GPU, or those of the processor's packages, without memory."""
+    are_samples: bool
+    """Whether the steps are the measured ones. Where those were too short, others ran after them."""
+
+
 class Habits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What each of a few steps did that costs time or memory, or leaves something untrained. None: not observed."""
 
@@ -342,6 +355,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     uncounted: dict[str, int] = {}
     """Calls of operators and kernels whose FLOPs no formula gives, by name: the run's work is what is there at least.
     Looked for where the model is not ours."""
+    energy: Energy | None = None
+    """None without a counter that is this device's alone, or where the steps were too short for it."""
     attention: Attention | None = None
     """What `auto` picked; None where the workload names its attention."""
     captures: tuple[Capture, ...] = ()

@@ -1,6 +1,8 @@
-"""The names of the files in a run directory."""
+"""The names of the files in a run directory, and of those beside it."""
 
 RUN_FILE = "run.json"
+FORECASTS_FILE = "forecasts.jsonl"
+"""Beside run directories: what was foretold of workloads, a line each."""
 FAILURE_FILE = "failure.txt"
 """The traceback of what ended the run."""
 MEMORY_FILE = "memory.pickle.gz"

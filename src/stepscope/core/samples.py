@@ -16,6 +16,8 @@ simulates how well they hold, and docs/measuring.md shows the result. The source
 - Zou and Donner (2008): the interval of a difference from the intervals of its two sides (MOVER); here for logarithms.
 - Mann (1945), Kendall (1975) and Sen (1968): the test for a monotone trend, and its slope.
 - Hamed and Rao (1998), Yue and Wang (2004): that test's variance divided by the effective share of the samples.
+- Hyndman and Fan (1996), "Sample quantiles in statistical packages", definition 7: percentiles and quartiles. It is
+  what NumPy, pandas and torch.quantile give where nothing else is asked for.
 - Von Neumann (1941): the ratio of the mean square successive difference to the variance, 2 (1 - r).
 """
 
@@ -46,6 +48,10 @@ INTERVALS_OF_SETS = (
 MANY = 400
 """The most samples on which the trend is tested. With more, it is tested on medians of blocks, since the test looks at
 every pair."""
+FEWEST_FOR_PERCENTILE = {"p95": 60, "p99": 300}
+"""The percentiles that are given, and the fewest samples for each: three samples then lie above it. With fewer, one or
+two slow samples would decide it alone."""
+_PERCENTS = {"p95": 95, "p99": 99}
 _FEWEST_FOR_EXTREMES = 3
 _LARGEST = 0.99
 """The largest autocorrelation that is assumed. At 1, the samples would say nothing."""
@@ -142,6 +148,22 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
     def stdev_s(self) -> float | None:
         """Sample standard deviation (n - 1); None below two samples."""
         return statistics.stdev(self.values_s) if self.count >= 2 else None
+
+    @property
+    def p95_s(self) -> float | None:
+        """95th percentile; None below 60 samples."""
+        return self.percentile_s("p95")
+
+    @property
+    def p99_s(self) -> float | None:
+        """99th percentile; None below 300 samples."""
+        return self.percentile_s("p99")
+
+    def percentile_s(self, name: str) -> float | None:
+        """The percentile of this name (p95, p99); None with fewer samples than FEWEST_FOR_PERCENTILE."""
+        if self.count < FEWEST_FOR_PERCENTILE[name]:
+            return None
+        return statistics.quantiles(self.values_s, n=100, method="inclusive")[_PERCENTS[name] - 1]
 
     @property
     def spread(self) -> float | None:

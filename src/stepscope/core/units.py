@@ -66,6 +66,13 @@ def format_rate(per_second: float, unit: str) -> str:
     return f"{per_second:.4g} {unit}"
 
 
+def format_joules(joules: float) -> str:
+    """Four significant digits in the unit that reads best: 78.2 J, 38.18 mJ."""
+    if joules >= 1:
+        return f"{joules:.4g} J" if joules < 1e4 else f"{joules:,.0f} J"
+    return f"{joules * 1e3:.4g} mJ" if joules >= 1e-3 else f"{joules * 1e6:.4g} uJ"
+
+
 def format_share(share: float) -> str:
     """A share of one as a percentage."""
     return f"{share * 100:.1f} %"

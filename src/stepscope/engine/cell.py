@@ -39,7 +39,8 @@ def main(start: ProcessStart = "exec") -> int:
 
     try:
         from stepscope.engine.step import measure_step  # noqa: PLC0415
-        from stepscope.measure.device import resolve_device  # noqa: PLC0415  (torch, after the lifeline)
+        from stepscope.engine.turns import measure_in_turns  # noqa: PLC0415  (torch, after the lifeline)
+        from stepscope.measure.device import resolve_device  # noqa: PLC0415
     except (ImportError, StepscopeError) as error:
         _send(events, CellEvent(error=f"cannot measure here: {one_line(error)}", error_for_all=True))
         return error.exit_code if isinstance(error, StepscopeError) else EXIT_WRONG_INPUT
@@ -63,7 +64,8 @@ def main(start: ProcessStart = "exec") -> int:
         _send(events, CellEvent(error=str(error), error_for_all=True))
         return error.exit_code
     try:
-        measure_step(request, tell, began)
+        measured = measure_step if request.against is None else measure_in_turns
+        measured(request, tell, began)
     except StepscopeError as error:
         lost = not isinstance(error, InputError)
         _send(events, CellEvent(error=one_line(error, limit=1000), error_for_all=lost, log_matters=lost))

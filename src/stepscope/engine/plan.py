@@ -25,12 +25,18 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings = Settings()
     repeat: Repeat | None = None
     """Which of several processes that measure the same this is."""
+    against: DrivenWorkload | None = None
+    """A workload whose steps are measured turn by turn with this one's, in the same process."""
 
     @property
     def identity(self) -> dict[str, object]:
         """What digests are made of."""
-        said: dict[str, object] = {"workload": self.workload.identity, "settings": self.settings.identity}
-        return said if self.repeat is None else {**said, "repeat": self.repeat}
+        later = {"repeat": self.repeat, "against": self.against and self.against.identity}
+        return {
+            "workload": self.workload.identity,
+            "settings": self.settings.identity,
+            **{name: value for name, value in later.items() if value is not None},
+        }
 
 
 class SweepPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -62,6 +62,8 @@ class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     tag: str | None = None
     sweep: str | None = None
     repeat: Repeat | None = None
+    against: DrivenWorkload | None = None
+    """Another workload, whose steps are measured turn by turn with this one's in the same process."""
     memory_limit_bytes: int | None = None
     peak_flops_per_s: float | None = None
     trace: TraceRequest = TraceRequest()

@@ -24,7 +24,7 @@ from stepscope.engine.stages.ceilings import find_ceilings
 from stepscope.engine.stages.look_round import look_round
 from stepscope.engine.stages.memory import record_memory, record_what_filled_the_memory
 from stepscope.engine.stages.observe import count_work, observe
-from stepscope.engine.stages.timed import time_steps
+from stepscope.engine.stages.timed import measure_energy, time_steps
 from stepscope.engine.stages.trace import trace_by_kineto, trace_by_nsys, trace_for_the_watching_tool
 from stepscope.measure.device import is_out_of_memory, limit_memory, resolve_device
 from stepscope.measure.precision import matmul_precision
@@ -41,6 +41,7 @@ UNTIL_TIMED: tuple[StageFunction, ...] = (look_round, build, time_steps)
 out in a step, one more step records what filled it."""
 
 AFTER_THE_TIMES: tuple[tuple[StageFunction, str], ...] = (
+    (measure_energy, "no energy"),
     (observe, "{stage} failed after the timed steps"),
     (trace_by_kineto, "no trace"),
     (trace_for_the_watching_tool, "no trace"),
@@ -82,12 +83,18 @@ def measure_step(
         except InputError:
             shutil.rmtree(directory, ignore_errors=True)  # nothing was measured, so nothing is left behind
             raise
-        if draft.run.status == "interrupted":
-            draft.save_meanwhile()  # whoever interrupted it may not wait for the statistics
-        run = msgspec.structs.replace(draft.run, summary=summarise(draft.run))
-        run = msgspec.structs.replace(run, findings=check_run(run))
-        save_run(run, directory)
+        run = finished(draft)
     return run, directory
+
+
+def finished(draft: Draft) -> Run:
+    """The run with its figures and findings, saved."""
+    if draft.run.status == "interrupted":
+        draft.save_meanwhile()  # whoever interrupted it may not wait for the statistics
+    run = msgspec.structs.replace(draft.run, summary=summarise(draft.run))
+    run = msgspec.structs.replace(run, findings=check_run(run))
+    save_run(run, draft.directory)
+    return run
 
 
 def _go_through_the_stages(draft: Draft) -> None:
@@ -96,20 +103,38 @@ def _go_through_the_stages(draft: Draft) -> None:
         with interrupts.keeping():
             if _measured(draft):
                 for stage, failed in AFTER_THE_TIMES:
-                    try:
-                        stage(draft)
-                    except (Exception, SystemExit) as error:  # a failure here must not cost the times
-                        draft.note(f"{failed.format(stage=draft.stage)}: {named_line(error)}")
+                    run_after_the_times(stage, draft, failed)
     except KeyboardInterrupt:
         draft.interrupt()
 
 
+def run_after_the_times(stage: StageFunction, draft: Draft, failed: str) -> None:
+    """Run a stage; a failure in it becomes a note, since it must not cost the times."""
+    try:
+        stage(draft)
+    except (Exception, SystemExit) as error:  # whatever a library raises, and sys.exit of a user's own code
+        draft.note(f"{failed.format(stage=draft.stage)}: {named_line(error)}")
+
+
 def _measured(draft: Draft) -> bool:
     """Run the stages until the steps are timed; returns whether none failed."""
-    try:
+
+    def until_timed() -> None:
         for stage in UNTIL_TIMED:
             stage(draft)
+
+    return until_failed(until_timed, lambda _: draft)
+
+
+def until_failed(stages: Callable[[], None], whose: Callable[[StepFailed | None], Draft]) -> bool:
+    """Run stages until the steps are timed; returns whether none failed. A failure becomes the run's status.
+
+    whose: the draft that a failure is of; it is asked without a failure of a step for any other.
+    """
+    try:
+        stages()
     except StepFailed as failure:
+        draft = whose(failure)
         interrupts.check()  # a library may have replaced Ctrl-C's exception by its own
         cause = failure.__cause__ or failure
         if isinstance(cause, StepscopeError):
@@ -125,10 +150,12 @@ def _measured(draft: Draft) -> bool:
         cause = error.__cause__
         if not isinstance(error, DeviceError) or cause is None or not is_out_of_memory(cause):
             raise
+        draft = whose(None)
         draft.fail(cause, draft.stage)  # in a user's own code, before a step: a result like that of ours
         return False
     except Exception as error:  # whatever the device or a library raises becomes the run's status
         interrupts.check()
+        draft = whose(None)
         draft.fail(error, draft.stage)
         return False
     return True

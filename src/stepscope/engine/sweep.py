@@ -216,6 +216,7 @@ class _Sweep:
             tag=self._plan.tag,
             sweep=self._plan.key,
             repeat=cell.repeat,
+            against=cell.against,
             memory_limit_bytes=self._plan.memory_limit_bytes,
             peak_flops_per_s=self._plan.peak_flops_per_s,
             trace=self._plan.trace,

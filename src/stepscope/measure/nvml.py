@@ -75,20 +75,75 @@ def smallest_gpu() -> tuple[str, int] | None:
     return None if not sizes else (min(sizes)[1], min(sizes)[0])
 
 
+def gpu_uuid(device: "torch.device") -> str:
+    """The name by which NVML finds a GPU, whatever CUDA_VISIBLE_DEVICES renumbered."""
+    import torch  # noqa: PLC0415
+
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+@contextlib.contextmanager
+def _gpu(uuid: str) -> Iterator[tuple[Any, Ask, Any] | None]:
+    """NVML with the handle of a GPU; None without NVML, or where it does not find the GPU."""
+    with _session() as session:
+        handle = None if session is None else session[1]("nvmlDeviceGetHandleByUUID", uuid)
+        yield None if session is None or handle is None else (*session, handle)
+
+
+def total_energy_j(device: "torch.device") -> float | None:
+    """Energy that the whole GPU has taken since its driver was loaded.
+
+    None on a CPU, where NVML does not tell, and under MIG, whose parts are counted together.
+    """
+    if device.type != "cuda":
+        return None
+    with _gpu(gpu_uuid(device)) as found:
+        if found is None or _is_divided(*found[1:]):
+            return None
+        energy = found[1]("nvmlDeviceGetTotalEnergyConsumption", found[2])
+        return None if energy is None else energy / 1000
+
+
+Sample = tuple[float | None, float | None, float | None]
+"""A GPU's SM clock in MHz, power in W and temperature in degrees at one moment."""
+
+
+@contextlib.contextmanager
+def gpu_sampling(uuid: str) -> Iterator[Callable[[], Sample] | None]:
+    """A function that reads a GPU's clock, power and temperature; None where NVML does not find it. Power is None under
+    MIG, whose parts are counted together."""
+    with _gpu(uuid) as found:
+        if found is None:
+            yield None
+            return
+        nvml, ask, handle = found
+        divided = _is_divided(ask, handle)
+
+        def read() -> Sample:
+            power = None if divided else ask("nvmlDeviceGetPowerUsage", handle)
+            return (
+                ask("nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM),
+                None if power is None else power / 1000,
+                ask("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
+            )
+
+        yield read
+
+
+def _is_divided(ask: Ask, handle: Any) -> bool:
+    """Whether MIG divides the GPU."""
+    mode = ask("nvmlDeviceGetMigMode", handle)
+    return mode is not None and bool(mode[0])
+
+
 def read_gpu(device: "torch.device") -> GpuReading | None:
     """A GPU's clocks, power, temperature and other processes now; None on a CPU or without NVML."""
     if device.type != "cuda":
         return None
-    import torch  # noqa: PLC0415
-
-    with _session() as session:
-        if session is None:
+    with _gpu(gpu_uuid(device)) as found:
+        if found is None:
             return None
-        nvml, ask = session
-        # The UUID finds the card whatever CUDA_VISIBLE_DEVICES renumbered.
-        handle = ask("nvmlDeviceGetHandleByUUID", f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        if handle is None:
-            return None
+        nvml, ask, handle = found
         power, limit = ask("nvmlDeviceGetPowerUsage", handle), ask("nvmlDeviceGetEnforcedPowerLimit", handle)
         reasons = ask("nvmlDeviceGetCurrentClocksEventReasons", handle) or 0
         processes = ask("nvmlDeviceGetComputeRunningProcesses", handle)

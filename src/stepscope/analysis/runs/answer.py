@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from stepscope.analysis.runs import metrics
 from stepscope.analysis.runs.doubts import doubt_mark
-from stepscope.analysis.runs.times import TIME_COLUMNS, about_intervals, about_steps, time_row
+from stepscope.analysis.runs.times import about_intervals, about_steps, time_table
 from stepscope.analysis.runs.words import doubts, figure, identify, status_sentence, status_word
 from stepscope.core.answer import Answer, Cell, Line, Panel, Point, Table, as_lines, table_of, text
 from stepscope.core.errors import printable
@@ -13,7 +13,7 @@ from stepscope.core.evidence import Capture, WatchedLoop
 from stepscope.core.range_names import PHASES, STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
-from stepscope.core.units import counted, format_rate, format_seconds, format_share
+from stepscope.core.units import counted, format_joules, format_rate, format_seconds, format_share
 from stepscope.work.described import cell_name, describe_model, describe_workload
 from stepscope.work.transformer import recomputed_flops
 
@@ -119,17 +119,10 @@ def _how_many(runs: Sequence[Run], folder: str) -> str:
 
 
 def _phase_table(run: Run) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    for name in (*metrics.parts_of(run), STEP):
-        samples = run.samples.get(name)
-        row = time_row(name, samples, metrics.median_s(run, STEP)) if samples is not None else None
-        if samples is not None and row is not None:
-            flops = metrics.model_flops(run) if name == STEP else run.work[name].flops if name in run.work else None
-            rows.append((*row, flops / samples.median_s if flops and samples.median_s else None))
-    return table_of(
-        *TIME_COLUMNS, ("model FLOP/s", "FLOP/s"), rows=rows,
-        tones={i: "strong" for i, row in enumerate(rows) if row[0] == STEP}, notes=as_lines(*_rates(run)),
-    )  # fmt: skip
+    timed = _timed(run)
+    flops = {name: work.flops for name, work in run.work.items()} | {STEP: metrics.model_flops(run)}
+    rates = {name: found / at.median_s for name, at in timed.items() if (found := flops.get(name)) and at.median_s}
+    return time_table(timed, _rates(run), rates)
 
 
 def _phase_panel(run: Run) -> tuple[Panel, ...]:
@@ -189,6 +182,7 @@ def _rates(run: Run) -> list[str]:
         )
     if utilisation:
         lines.append(f"MFU {'; '.join(utilisation)}.")
+    lines += _energy_and_clocks(run)
     if run.evidence.uncounted:
         lines.append(_uncounted(run.evidence.uncounted))
     launch_bound, host = metrics.launch_bound_share(run), metrics.host_share(run)
@@ -209,6 +203,35 @@ def _rates(run: Run) -> list[str]:
         lines.append(f"Attention auto picked {run.evidence.attention}.")
     if run.evidence.profile and run.evidence.profile.attention_operators:
         lines.append(f"Attention ran as {', '.join(run.evidence.profile.attention_operators)}.")
+    return lines
+
+
+def _energy_and_clocks(run: Run) -> list[str]:
+    """Joules a step with whose they are, and the GPU's state while the steps ran."""
+    lines: list[str] = []
+    energy, joules, each = run.evidence.energy, metrics.joules_per_step(run), metrics.joules_per_token(run)
+    if energy is not None and joules is not None:
+        whose = "the whole GPU" if energy.of == "gpu" else "the processor's packages, without memory"
+        more = "" if energy.are_samples else " that ran after those"
+        lines.append(
+            f"{format_joules(joules)} a step{f', {format_joules(each)} a token' if each else ''}, by the counter of "
+            f"{whose} over {counted(energy.steps, 'step')}{more} in {format_seconds(energy.duration_s)}: "
+            f"{format_rate(energy.energy_j / energy.duration_s, 'W')}."
+        )
+    during = run.environment.during if run.environment else None
+    if during is not None:
+        named = (
+            ("SM clock", during.sm_clock_mhz, "MHz"), ("power", during.power_w, "W"),
+            ("temperature", during.temperature_c, "°C"),
+        )  # fmt: skip
+        states = [
+            f"{name} {extent.median:,.0f} {unit} ({extent.lowest:,.0f} to {extent.highest:,.0f})"
+            for name, extent, unit in named
+            if extent is not None
+        ]
+        if states:
+            often = f"{counted(during.count, 'reading')}, one every {format_seconds(during.period_s)}"
+            lines.append(f"While the steps ran: {', '.join(states)}; medians of {often}.")
     return lines
 
 

@@ -156,6 +156,10 @@ def _time(name: str) -> Value:
     return Value(unit="ms", scale=1e3, samples=lambda run: metrics.samples_of(run, name))
 
 
+def _while_measured(quantity: str, unit: str) -> Value:
+    return Value(unit=unit, digits=0, number=lambda run: metrics.while_measured(run, quantity))
+
+
 def _first_step(run: Run) -> float | None:
     samples = run.samples.get(STEP)
     return samples.values_s[0] if samples and samples.count else None
@@ -191,6 +195,11 @@ VALUES: dict[str, Value] = {
     "mfu_measured": Value(unit="%", scale=100, digits=1, number=metrics.mfu_measured),
     "launch_bound_share": Value(unit="%", scale=100, digits=1, number=metrics.launch_bound_share),
     "profiler_slowdown": Value(unit="x", digits=2, number=metrics.profiler_slowdown),
+    "joules_per_step": Value(unit="J", digits=2, number=metrics.joules_per_step),
+    "joules_per_token": Value(unit="mJ", scale=1e3, digits=2, number=metrics.joules_per_token),
+    "sm_clock": _while_measured("sm_clock_mhz", "MHz"),
+    "power": _while_measured("power_w", "W"),
+    "temperature": _while_measured("temperature_c", "°C"),
     "peak_memory": Value(unit="GiB", scale=1 / GIB, number=metrics.peak_bytes),
     "saved_for_backward": Value(
         unit="GiB",

@@ -2,7 +2,10 @@
 
 from stepscope.core.range_names import BACKWARD, FORWARD, STEP, TIMED
 from stepscope.core.run import Run
-from stepscope.core.samples import Samples
+from stepscope.core.samples import FEWEST_FOR_PERCENTILE, Samples
+
+WHILE_MEASURED = ("sm_clock_mhz", "power_w", "temperature_c")
+"""The quantities of GpuSamples."""
 
 
 def samples_of(run: Run, name: str) -> Samples | None:
@@ -90,6 +93,25 @@ def peak_bytes(run: Run) -> int | None:
     return run.evidence.memory.allocated_peak if run.evidence.memory else None
 
 
+def joules_per_step(run: Run) -> float | None:
+    """Energy of one step; None where no counter was read, or where its steps took turns with another run's."""
+    energy = run.evidence.energy
+    return None if energy is None or run.beside is not None else energy.energy_j / energy.steps
+
+
+def joules_per_token(run: Run) -> float | None:
+    """Energy of one step over its tokens; None also where its batch holds no tokens."""
+    joules, tokens = joules_per_step(run), run.workload.tokens
+    return joules / tokens if joules is not None and tokens else None
+
+
+def while_measured(run: Run, quantity: str) -> float | None:
+    """The median of a quantity of GpuSamples while the measured steps ran; None where nobody read it."""
+    during = run.environment.during if run.environment else None
+    extent = getattr(during, quantity) if during else None
+    return extent.median if extent else None
+
+
 def summarise(run: Run) -> dict[str, float | None]:
     """The figures that readers of the JSON look for first; seconds, bytes, per second, shares of one."""
     summary: dict[str, float | None] = {}
@@ -104,6 +126,7 @@ def summarise(run: Run) -> dict[str, float | None]:
         summary[f"{name}_effective_samples"] = samples.effective_count
         summary[f"{name}_mean_s"] = samples.mean_s
         summary[f"{name}_stdev_s"] = samples.stdev_s
+        summary |= {f"{name}_{percentile}_s": samples.percentile_s(percentile) for percentile in FEWEST_FOR_PERCENTILE}
     figures = {
         "tokens_per_s": tokens_per_s(run),
         "model_flops": model_flops(run),
@@ -114,6 +137,9 @@ def summarise(run: Run) -> dict[str, float | None]:
         "launch_bound_share": launch_bound_share(run),
         "profiler_slowdown": profiler_slowdown(run),
         "peak_bytes": peak_bytes(run),
+        "joules_per_step": joules_per_step(run),
+        "joules_per_token": joules_per_token(run),
+        **{quantity: while_measured(run, quantity) for quantity in WHILE_MEASURED},
     }
     return {**summary, **figures}
 

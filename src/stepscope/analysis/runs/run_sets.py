@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from stepscope.analysis.runs.metrics import parts_of, samples_of
 from stepscope.core.finding import Finding
-from stepscope.core.processes import Processes
+from stepscope.core.processes import Change, Processes, change_of_pairs
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
+from stepscope.core.samples import Samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,34 @@ def _number(member: tuple[object, Run]) -> int:
 def _median_s(run: Run, part: str) -> float | None:
     samples = samples_of(run, part)
     return samples.median_s if samples is not None else None
+
+
+def paired_ratios(before: Run, after: Run, part: str) -> Samples | None:
+    """How many times as long each step of `after` took as the step of `before` that ran next to it, where the two were
+    measured turn by turn in one process; None where they were not, or one lacks the part."""
+    one, other = samples_of(before, part), samples_of(after, part)
+    if after.beside != before.id or before.beside != after.id or one is None or other is None:
+        return None
+    pairs = zip(one.values_s, other.values_s, strict=False)  # stopped between the two, one has a step more
+    ratios = tuple(b / a for a, b in pairs if a > 0)
+    return Samples(values_s=ratios, clock="ratio") if ratios else None
+
+
+def change_of(before: RunSet, after: RunSet, part: str = STEP) -> Change | None:
+    """How many times as long a part of the step takes after as before.
+
+    Runs that were measured turn by turn are compared pair by pair, a ratio a process; others by their typical times.
+    None where one side was not measured.
+    """
+    by_id = {run.id: run for run in before.measured}
+    found = [
+        ratios.median_s
+        for run in after.measured
+        if run.beside in by_id and (ratios := paired_ratios(by_id[run.beside], run, part)) is not None
+    ]
+    if found:
+        return change_of_pairs([ratio for ratio in found if ratio])
+    return after.processes(part).change_from(before.processes(part))
 
 
 def in_sets(runs: Sequence[Run]) -> bool:

@@ -9,7 +9,7 @@ from stepscope.analysis.runs.tables import MISSING, TableQuery, build_records
 from stepscope.core.answer import Frame, Panel, Point
 from stepscope.core.errors import InputError
 from stepscope.core.run import Run
-from stepscope.core.samples import CONFIDENCE, OF_ONE_PROCESS
+from stepscope.core.samples import CONFIDENCE, FEWEST_FOR_PERCENTILE, OF_ONE_PROCESS
 
 Record = dict[str, Scalar]
 
@@ -82,6 +82,8 @@ def _figure(record: Record, name: str, query: TableQuery) -> tuple[float | None,
     """The figure and the ends of its bar, as stored."""
     if VALUES[name].samples is None:
         return _number(record[name]), None, None
+    if query.statistic in FEWEST_FOR_PERCENTILE:
+        return _number(record[f"{name}_{query.statistic}_s"]), None, None
     if query.statistic != "mean-std":
         low, high = _number(record[f"{name}_low_s"]), _number(record[f"{name}_high_s"])
         return _number(record[f"{name}_median_s"]), low, high
@@ -105,7 +107,9 @@ def _note(drawn: Iterable[Sequence[Point]], query: TableQuery, left_out: Sequenc
     parts = []
     if any(VALUES[name].samples for name in query.values):
         bars = any(point.low is not None for point in points)
-        if query.statistic == "mean-std":
+        if query.statistic in FEWEST_FOR_PERCENTILE:
+            parts.append(f"{query.statistic} of the steps {OF_ONE_PROCESS}")
+        elif query.statistic == "mean-std":
             parts.append("means" + (" ± standard deviation" if bars else ""))
         else:
             parts.append("medians" + (f" with {CONFIDENCE * 100:.0f} % intervals {OF_ONE_PROCESS}" if bars else ""))

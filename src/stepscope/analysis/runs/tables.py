@@ -22,9 +22,9 @@ from stepscope.analysis.runs.words import status_word
 from stepscope.core.answer import TEXT, Answer, Table, as_lines
 from stepscope.core.errors import InputError, choose, printable
 from stepscope.core.run import REPEATED, Run
-from stepscope.core.samples import CONFIDENCE, OF_ONE_PROCESS, Samples
+from stepscope.core.samples import CONFIDENCE, FEWEST_FOR_PERCENTILE, OF_ONE_PROCESS, Samples
 
-Statistic = Literal["median", "median-interval", "mean-std"]
+Statistic = Literal["median", "median-interval", "mean-std", "p95", "p99"]
 STATISTICS: tuple[str, ...] = get_args(Statistic)
 
 MISSING = "-"
@@ -111,6 +111,7 @@ def build_table(runs: Sequence[Run], query: TableQuery) -> Table:
             line += [_figure(run, name, query.statistic) for name in query.values]
             line += [_speedup(run, base, name) for name in _compared(label, query)]
         lines.append(tuple(line))
+    notes += _about_percentiles(chosen, query)
     notes += _about_intervals(chosen, query)
     said = doubts_sentence(chosen)
     notes += [said] if said else []
@@ -175,12 +176,28 @@ def _compared(label: str, query: TableQuery) -> list[str]:
     return [name for name in query.values if VALUES[name].samples is not None]
 
 
+def _about_percentiles(runs: list[Run], query: TableQuery) -> list[str]:
+    """Why percentiles are missing, and that speed-ups are none of percentiles."""
+    fewest = FEWEST_FOR_PERCENTILE.get(query.statistic)
+    if fewest is None:
+        return []
+    shown = _shown_samples(runs, query)
+    without = sum(samples.count < fewest for samples in shown)
+    notes = [f"{without} of {len(shown)} have no {query.statistic}: it needs {fewest} samples."] if without else []
+    return notes if query.speedup is None else [*notes, "Speed-ups are of medians."]
+
+
+def _shown_samples(runs: list[Run], query: TableQuery) -> list[Samples]:
+    """The samples behind the table's figures, without those that hold none."""
+    sampled = [VALUES[name].samples for name in query.values]
+    return [samples for read in sampled if read for run in runs if (samples := read(run)) and samples.count]
+
+
 def _about_intervals(runs: list[Run], query: TableQuery) -> list[str]:
     """What the intervals are of, and how many figures have none."""
     if query.statistic != "median-interval" and query.speedup is None:
         return []
-    sampled = [VALUES[name].samples for name in query.values]
-    shown = [samples for read in sampled if read for run in runs if (samples := read(run)) and samples.count]
+    shown = _shown_samples(runs, query)
     without = sum(samples.why_no_interval is not None for samples in shown)
     if not shown:
         return []
@@ -218,9 +235,10 @@ def _text(value: Scalar) -> str:
 
 
 def _head(label: str, value_name: str, query: TableQuery) -> str:
-    unit = VALUES[value_name].unit
+    value = VALUES[value_name]
     name = value_name if len(query.values) > 1 or not label else ""
-    return " ".join(part for part in (label, name, f"({unit})" if unit else "") if part)
+    percentile = query.statistic if value.samples and query.statistic in FEWEST_FOR_PERCENTILE else ""
+    return " ".join(part for part in (label, name, percentile, f"({value.unit})" if value.unit else "") if part)
 
 
 def _speedup_head(label: str, value_name: str, query: TableQuery) -> str:
@@ -247,6 +265,9 @@ def _sampled(samples: Samples, value: Value, statistic: Statistic) -> str:
 
     if samples.median_s is None or samples.mean_s is None:
         return MISSING
+    if statistic in FEWEST_FOR_PERCENTILE:
+        percentile = samples.percentile_s(statistic)
+        return MISSING if percentile is None else number(percentile)
     if statistic == "mean-std":
         deviation = f" ± {number(samples.stdev_s)}" if samples.stdev_s is not None else ""
         return f"{number(samples.mean_s)}{deviation}"
@@ -271,15 +292,15 @@ def _speedup(run: Run | None, base: Run | None, value_name: str) -> str:
 
 
 def _statistics(samples: Samples | None) -> dict[str, float | int | None]:
-    if samples is None:
-        return dict.fromkeys(("median_s", "low_s", "high_s", "mean_s", "stdev_s", "samples", "effective_samples"))
-    interval = samples.interval()
+    interval = samples.interval() if samples else None
     return {
-        "median_s": samples.median_s,
+        "median_s": samples.median_s if samples else None,
         "low_s": interval.low if interval else None,
         "high_s": interval.high if interval else None,
-        "mean_s": samples.mean_s,
-        "stdev_s": samples.stdev_s,
-        "samples": samples.count,
-        "effective_samples": samples.effective_count,
+        "mean_s": samples.mean_s if samples else None,
+        "stdev_s": samples.stdev_s if samples else None,
+        "p95_s": samples.p95_s if samples else None,
+        "p99_s": samples.p99_s if samples else None,
+        "samples": samples.count if samples else None,
+        "effective_samples": samples.effective_count if samples else None,
     }

@@ -1,32 +1,45 @@
 """Times of phases as rows of a table, and what their intervals mean. Of a run, or of any work that was timed alone."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from stepscope.core.answer import TEXT, Answer, Cell, as_lines, table_of
+from stepscope.core.answer import TEXT, Answer, Cell, Table, as_lines, table_of
 from stepscope.core.environment import Environment
 from stepscope.core.range_names import STEP
-from stepscope.core.samples import CONFIDENCE, OF_ONE_PROCESS, Samples
+from stepscope.core.samples import CONFIDENCE, FEWEST_FOR_PERCENTILE, OF_ONE_PROCESS, Samples
 from stepscope.core.units import counted, format_milliseconds
 
-TIME_COLUMNS = (
-    "phase", ("median", "s"), (f"{CONFIDENCE * 100:.0f} % interval", TEXT), ("mean ± std", TEXT), ("share", "%"),
-)  # fmt: skip
-"""The columns that `time_row` fills."""
+
+def time_table(
+    timed: Mapping[str, Samples], notes: Iterable[str], rates: Mapping[str, float | None] | None = None
+) -> Table:
+    """A row for each of the parts that was timed: median, interval, mean, and share of the step.
+
+    Percentiles have a column where there is one. rates: the FLOP/s of each part, for a column of its own.
+    """
+    named = {name: samples for name, samples in timed.items() if any(samples.values_s)}
+    step_s = named[STEP].median_s if STEP in named else None
+    shown = [head for head in FEWEST_FOR_PERCENTILE if any(samples.percentile_s(head) for samples in named.values())]
+    rows: list[tuple[Cell, ...]] = []
+    for name, samples in named.items():
+        percentiles = [samples.percentile_s(head) for head in shown]
+        rate = [] if rates is None else [rates.get(name)]
+        share = samples.median_s / step_s if step_s and samples.median_s is not None else None
+        rows.append((name, samples.median_s, _interval(samples), _mean(samples), *percentiles, share, *rate))
+    return table_of(
+        "phase", ("median", "s"), (f"{CONFIDENCE * 100:.0f} % interval", TEXT), ("mean ± std", TEXT),
+        *((head, "s") for head in shown), ("share", "%"), *([] if rates is None else [("model FLOP/s", "FLOP/s")]),
+        rows=rows, tones={i: "strong" for i, row in enumerate(rows) if row[0] == STEP}, notes=as_lines(*notes),
+    )  # fmt: skip
 
 
-def time_row(name: str, samples: Samples, step_s: float | None) -> tuple[Cell, ...] | None:
-    """Median, interval, mean and share of the step; None where nothing was timed."""
-    if samples.median_s is None or samples.mean_s is None or not any(samples.values_s):
-        return None
+def _interval(samples: Samples) -> str:
     interval = samples.interval()
+    return f"{format_milliseconds(interval.low)} to {format_milliseconds(interval.high)} ms" if interval else ""
+
+
+def _mean(samples: Samples) -> str:
     deviation = f" ± {format_milliseconds(samples.stdev_s)}" if samples.stdev_s is not None else ""
-    return (
-        name,
-        samples.median_s,
-        f"{format_milliseconds(interval.low)} to {format_milliseconds(interval.high)} ms" if interval else "",
-        f"{format_milliseconds(samples.mean_s)}{deviation} ms",
-        samples.median_s / step_s if step_s else None,
-    )
+    return f"{format_milliseconds(samples.mean_s or 0)}{deviation} ms"
 
 
 def about_steps(samples: Samples, steady: bool | None) -> str:
@@ -58,12 +71,11 @@ def answer_times(samples: Mapping[str, Samples], steady: bool | None, where: Env
     step = samples[STEP]
     named = {name: found for name, found in samples.items() if name not in (STEP, "host")}
     clocks = ", ".join(dict.fromkeys(found.clock for found in named.values()))
-    rows = [row for name, found in {**named, STEP: step}.items() if (row := time_row(name, found, step.median_s))]
     notes = (
         f"{about_steps(step, steady)}; step by {step.clock} round a synchronised region, phases by {clocks}.",
         *about_intervals({**named, STEP: step}, "steps=N"),
     )
-    table = table_of(*TIME_COLUMNS, rows=rows, tones={len(rows) - 1: "strong"}, notes=as_lines(*notes))
+    table = time_table({**named, STEP: step}, notes)
     return Answer(
         study="measure", question=f"How long {'do' if len(named) > 1 else 'does'} {' and '.join(named)} take?",
         device=where.device_name, versions=where.versions, lead=as_lines(where.described), tables=(table,),

@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from stepscope.engine.watch.draft import WatchedDraft
 from stepscope.engine.watch.request import WatchRequest
 from stepscope.measure import ranges
 from stepscope.measure.environment import HostLoad
+from stepscope.measure.gpu_samples import sampler_of
 from stepscope.measure.nvml import read_gpu
 from stepscope.measure.updates import most_updates
 from stepscope.measure.watch.after import LookedAtSteps, ObservedStep, RangedSteps, RecordedMemory, TracedSteps
@@ -128,6 +130,8 @@ class WatchedRun:
         watch, draft = self.watch, self._draft
         failed_in, stage, under_way = watch.phases.failed, watch.stage, watch.running
         watch.stop()
+        if self._readings is not None:
+            self._readings.close()
         if draft is not None and draft.run.status == "done" and isinstance(error, Exception):
             draft.say_ended_by(error)
         if draft is None:
@@ -202,8 +206,9 @@ class _Readings:
         self._gpu: GpuReading | None = None
         self._load: HostLoad | None = None
         self._counted: int | None = None
-        self._stepped = 0
         self._compiling = None
+        self._sampler = sampler_of(draft.device)
+        self._began_s = 0.0
 
     def read_before(self) -> None:
         device = self._draft.device
@@ -214,13 +219,17 @@ class _Readings:
             self._compiling.start()
         self._counted = most_updates(self._found.optimizer)
         self._gpu, self._load = read_gpu(device), HostLoad()
+        self._began_s = time.monotonic()
 
     def read_after(self, steps: int) -> None:
-        draft, environment = self._draft, self._draft.run.environment
+        draft, environment, end_s = self._draft, self._draft.run.environment, time.monotonic()
         if self._load is None or environment is None:
             return
         after, load = read_gpu(draft.device), self._load.read()
-        draft.set(environment=msgspec.structs.replace(environment, before=self._gpu, after=after, host=load))
+        # The energy of so many steps is not known: the GPU may still run earlier ones when the counter is read.
+        during = self._sampler.read(self._began_s, end_s) if self._sampler else None
+        read = {"before": self._gpu, "after": after, "during": during, "host": load}
+        draft.set(environment=msgspec.structs.replace(environment, **read))
         now = most_updates(self._found.optimizer)
         # The step that passes between the reading and the first that counts had its update too.
         if now is not None and self._counted is not None and steps:
@@ -232,3 +241,8 @@ class _Readings:
             report = compile_report(self._found.roots[0].module)
             if self._found.compiled or report.frames_total:  # A loop may compile parts of its model, or its loss.
                 draft.set_evidence(compilation=report)
+
+    def close(self) -> None:
+        """End what still reads the GPU."""
+        if self._sampler is not None:
+            self._sampler.close()

@@ -67,7 +67,7 @@ def cache_resident(run: Run) -> Finding | None:
 
 
 def clocks_held_down(run: Run) -> Finding | None:
-    """[20] Power cap and heat lower the clocks."""
+    """[20] Power cap and heat lower the clocks. Readings while the steps ran count before the one after them."""
     environment = run.environment
     if environment is None or environment.before is None or environment.after is None:
         return None
@@ -82,10 +82,13 @@ def clocks_held_down(run: Run) -> Finding | None:
             shares[reason] = (end - start) / between_s
     reason, share = max(shares.items(), key=lambda item: item[1], default=("", 0.0))
     named = ", ".join(after.slowdown_reasons)
-    low = bool(after.sm_clock_mhz and after.sm_clock_max_mhz and after.sm_clock_mhz < 0.9 * after.sm_clock_max_mhz)
+    running = environment.during.sm_clock_mhz if environment.during else None
+    clock_mhz = running.median if running else after.sm_clock_mhz
+    low = bool(clock_mhz and after.sm_clock_max_mhz and clock_mhz < 0.9 * after.sm_clock_max_mhz)
     if share < 0.05 and not named and not low:
         return None
-    clock = f" SM clock {after.sm_clock_mhz} of {after.sm_clock_max_mhz} MHz at the end." if after.sm_clock_mhz else ""
+    when = f"while the steps ran ({running.lowest:.0f} to {running.highest:.0f})" if running else "at the end"
+    clock = f" SM clock {clock_mhz:.0f} of {after.sm_clock_max_mhz} MHz {when}." if clock_mhz else ""
     cause = f"{reason} for {format_share(share)} of the measured time" if share >= 0.05 else named
     cause = cause or "a lower setting (no cap and no heat is reported)"
     return Finding(
@@ -96,7 +99,7 @@ def clocks_held_down(run: Run) -> Finding | None:
         evidence={
             "share": share,
             "reasons": named,
-            "sm_clock_mhz": after.sm_clock_mhz,
+            "sm_clock_mhz": clock_mhz,
             "power_limit_w": after.power_limit_w,
         },
     )

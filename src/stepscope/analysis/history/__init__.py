@@ -1,0 +1,1 @@
+"""What runs on disk say over time, and what became of forecasts."""
