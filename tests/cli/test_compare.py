@@ -17,7 +17,7 @@ QUICK = ("--steps", "12", "--warmup", "3", "--no-profile", "--device", "cpu")
 @pytest.mark.slow
 def test_a_slower_backward_fails_a_build_by_name(tmp_path: Path):
     done = stepscope(
-        "run", "--module", f"{DELAYED}:make", "--against", "--arg backward_ms=6", "--repeat", "5", *QUICK,
+        "run", "--module", f"{DELAYED}:make", "--against", "--arg backward_ms=80", "--repeat", "5", *QUICK,
         "--runs", tmp_path, timeout=400,
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stderr
