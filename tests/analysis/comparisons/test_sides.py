@@ -158,6 +158,40 @@ def test_a_limit_fails_only_what_surely_exceeds_it(extra_s: float, limit: float,
     assert not slower or "most of it in backward" in gate.slower[0]
 
 
+def test_a_cell_that_fails_on_one_side_is_said_and_leaves_a_limit_open():
+    """A step that runs out of memory after the change must not pass because the other cells are no slower."""
+    big = mini(seq_len=32)
+    ran = [process(i + 1, 0.1 * NOISE[i], of=big, name="big") for i in range(5)]
+    failed = process(1, 0.1, of=big, name="big-after", status="out-of-memory")
+    before = side("a", *(run for run, _ in noisy("a").runs), *ran)
+    found = compare_sides(before, side("b", *(run for run, _ in noisy("b").runs), failed))
+    assert len(found.pairs) == 1 and not found.alone
+    assert len(found.lost) == 1 and "s32" in found.lost[0] and "(OOM in b)" in found.lost[0]
+    assert "Not measured to the end on one side" in shown(answer_comparison(found, no_captures))
+    assert comparison_as_json(found, no_captures)["lost"] == found.lost
+    gate = judge([found], 0.03)
+    assert not gate.slower and "no result" in gate.open[0]
+    assert not gate.fails(strict=False) and gate.fails(strict=True)
+
+
+def test_a_part_alone_is_not_laid_to_another_part():
+    """Forward is slower by 10 %, backward by more milliseconds: backward did not make forward slower."""
+
+    def made(name: str, factor: float, extra_s: float) -> Side:
+        runs = []
+        for run, _ in noisy(name, extra_s=extra_s).runs:
+            forward = run.samples["forward"]
+            slow = msgspec.structs.replace(forward, values_s=tuple(value * factor for value in forward.values_s))
+            runs.append(msgspec.structs.replace(run, samples={**run.samples, "forward": slow}))
+        return side(name, *runs)
+
+    found = compare_sides(made("a", 1.0, 0.0), made("b", 1.1, 0.01), value="forward")
+    assert found.stands[0] and "forward is 10.0 % slower" in sentence(found, 0) and "backward" not in sentence(found, 0)
+    gate = judge([found], 0.03)
+    assert gate.slower and "backward" not in gate.slower[0]
+    assert {row[-1] for row in answer_comparison(found, no_captures).tables[0].rows} == {""}
+
+
 def test_too_few_processes_leave_a_limit_open():
     gate = judge([compare_sides(noisy("a", count=1), noisy("b", extra_s=1.0, count=1))], 0.03)
     assert not gate.slower and "too few processes" in gate.open[0]

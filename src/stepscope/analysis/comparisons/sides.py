@@ -10,6 +10,7 @@ import msgspec
 
 from stepscope.analysis.runs.metrics import samples_of
 from stepscope.analysis.runs.run_sets import RunSet, change_of
+from stepscope.analysis.runs.words import status_word
 from stepscope.core.errors import InputError, printable
 from stepscope.core.processes import Change, standing
 from stepscope.core.range_names import STEP
@@ -217,6 +218,12 @@ class SideComparison:
     """Cells that one side has alone, each with the side's name."""
     value: str = STEP
     """The part of the step that is compared."""
+    lost: tuple[str, ...] = ()
+    """Cells that one side measured and the other did not end, each with what became of it there."""
+
+    def most_in(self, pair: SidePair) -> tuple[str, float] | None:
+        """The part that made most of the change, where it is the whole step that is compared."""
+        return pair.most_in if self.value == STEP else None
 
     @cached_property
     def changes(self) -> list[Change | None]:
@@ -262,9 +269,23 @@ def compare_sides(before: Side, after: Side, across: Sequence[str] = (), value: 
         right = {key: cell for key, cell in right.items() if id(cell) not in used}
     if not pairs:
         raise InputError(_nothing_shared(before, after, list(first.values()), list(second.values())))
+    lost = {**_lost(after, left), **_lost(before, right)}
     alone = [f"{cell_name(cell.representative.workload)} ({side.name})"
-             for side, cells in ((before, left), (after, right)) for cell in cells.values()]  # fmt: skip
-    return SideComparison(before=before, after=after, pairs=tuple(pairs), alone=tuple(alone), value=value)
+             for side, cells in ((before, left), (after, right)) for key, cell in cells.items()
+             if key not in lost]  # fmt: skip
+    return SideComparison(
+        before=before, after=after, pairs=tuple(pairs), alone=tuple(alone), value=value, lost=tuple(lost.values())
+    )
+
+
+def _lost(side: Side, elsewhere: dict[str, RunSet]) -> dict[str, str]:
+    """Of the cells that the other side measured, those whose runs on this side did not end, and how they ended."""
+    ended = {_key(run): run for run, _ in side.runs if run.status != "done"}
+    return {
+        key: f"{cell_name(run.workload)} ({status_word(run)} in {side.name})"
+        for key, run in ended.items()
+        if key in elsewhere
+    }
 
 
 def _cells(side: Side, value: str) -> dict[str, RunSet]:

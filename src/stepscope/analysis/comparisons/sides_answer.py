@@ -111,7 +111,8 @@ def sentence(found: SideComparison, place: int) -> str:
         )
     within = f"{_signed(change.interval.low - 1)} to {_signed(change.interval.high - 1)}"
     if found.stands[place]:
-        most = f", most of it in {pair.most_in[0]} ({_ms(pair.most_in[1])})" if pair.most_in else ""
+        made_by = found.most_in(pair)
+        most = f", most of it in {made_by[0]} ({_ms(made_by[1])})" if made_by else ""
         word = "slower" if change.ratio > 1 else "faster"
         return f"{what} is {format_share(abs(change.share))} {word} ({within}; {turns}){most}."
     would = f", and one above {format_share(change.detectable)} would have been" if change.detectable else ""
@@ -142,7 +143,7 @@ def _verdicts(found: SideComparison) -> Table:
     for pair, change, stands in zip(found.pairs, found.changes, found.stands, strict=True):
         before, after = pair.before.processes(found.value), pair.after.processes(found.value)
         interval = change.interval if change else None
-        most = pair.most_in if change and (stands or interval is None) else None
+        most = found.most_in(pair) if change and (stands or interval is None) else None
         rows.append((
             pair.label, before.typical_s, after.typical_s, change.share if change else None,
             f"{_signed(interval.low - 1)} to {_signed(interval.high - 1)}" if interval else "",
@@ -153,6 +154,7 @@ def _verdicts(found: SideComparison) -> Table:
         f"Typical times over the processes of each side, and their ratio with its {CONFIDENCE * 100:.0f} % interval.",
         *_unseen(found),
         *([f"On one side alone: {', '.join(found.alone)}."] if found.alone else []),
+        *([f"Not measured to the end on one side: {', '.join(found.lost)}."] if found.lost else []),
     ]
     if len(found.pairs) > 1:
         notes.append("A verdict stands where it holds for all pairs asked at once (Holm).")
@@ -397,5 +399,5 @@ def comparison_as_json(found: SideComparison, digests: DigestOf) -> Mapping[str,
         })  # fmt: skip
     return {
         "before": found.before.name, "after": found.after.name, "value": found.value, "pairs": pairs,
-        "alone": found.alone, "findings": msgspec.to_builtins(tuple(_findings(found))),
+        "alone": found.alone, "lost": found.lost, "findings": msgspec.to_builtins(tuple(_findings(found))),
     }  # fmt: skip

@@ -24,7 +24,8 @@ class Gate:
 def judge(comparisons: Sequence[SideComparison], limit: float) -> Gate:
     """Hold every pair against the limit: it fails where the whole interval of its change lies above.
 
-    The intervals of several pairs are widened so that all hold together.
+    The intervals of several pairs are widened so that all hold together. A cell whose runs did not end on one side is
+    not decided: a step that fails is not a fast one.
     """
     slower: list[str] = []
     undecided: list[str] = []
@@ -34,7 +35,8 @@ def judge(comparisons: Sequence[SideComparison], limit: float) -> Gate:
             if change is None or change.interval is None:
                 undecided.append(f"{pair.label}: too few processes")
             elif change.interval.low > 1 + limit:
-                most = f", most of it in {pair.most_in[0]}" if pair.most_in else ""
+                made_by = found.most_in(pair)
+                most = f", most of it in {made_by[0]}" if made_by else ""
                 slower.append(
                     f"{pair.label} is {format_share(change.share)} slower (at least "
                     f"{format_share(change.interval.low - 1)}){most}"
@@ -42,6 +44,7 @@ def judge(comparisons: Sequence[SideComparison], limit: float) -> Gate:
             elif change.interval.high > 1 + limit:
                 undecided.append(f"{pair.label}: {format_share(change.interval.low - 1)} to "
                                  f"{format_share(change.interval.high - 1)} slower")  # fmt: skip
+        undecided += [f"{cell}: no result" for cell in found.lost]
     return Gate(limit=limit, slower=tuple(slower), open=tuple(undecided))
 
 
