@@ -17,6 +17,7 @@ from stepscope.analysis.comparisons.sides_answer import (
     sentence,
     work_buckets,
 )
+from stepscope.analysis.comparisons.sides_findings import sides_findings
 from stepscope.analysis.comparisons.slower_gate import judge, parse_share
 from stepscope.core.environment import Extent, GpuSamples
 from stepscope.core.errors import InputError
@@ -109,8 +110,8 @@ def test_other_workloads_pair_only_where_it_is_asked():
     found = compare_sides(noisy("a", of=short), noisy("b", of=long, extra_s=0.02), across=["seq_len"])
     (pair,) = found.pairs
     assert pair.across == ("seq_len",) and pair.step_to == "16 to 32"
-    kinds = [finding.kind for finding in answer_comparison(found, no_captures).findings]
-    assert "different-workloads" in kinds
+    first = answer_comparison(found, no_captures).lead[1].text
+    assert first.startswith("Take care: 1 pair is of different workloads") and "seq_len" in first
 
 
 def test_the_same_workload_pairs_with_itself_before_another():
@@ -222,10 +223,19 @@ def test_other_versions_and_clocks_are_marked():
             made.append(msgspec.structs.replace(run, environment=environment))
         return side(name, *made)
 
-    answer = answer_comparison(compare_sides(clocked("a", 1980, "2.12.0"), clocked("b", 1700, "2.13.0")), no_captures)
-    found = {finding.kind: finding for finding in answer.findings}
+    sides = compare_sides(clocked("a", 1980, "2.12.0"), clocked("b", 1700, "2.13.0"))
+    found = {finding.kind: finding for finding in sides_findings(sides)}
     assert "torch 2.12.0 and 2.13.0" in found["different-environments"].sentence
     assert "1980 MHz" in found["different-clocks"].sentence and found["different-clocks"].severity == "warning"
+
+
+def test_a_side_of_several_environments_and_runs_on_both_sides_are_marked():
+    first, second = process(1, 0.1), process(2, 0.1)
+    assert second.environment is not None
+    other = msgspec.structs.replace(second, environment=msgspec.structs.replace(second.environment, git_commit="abc"))
+    sides = compare_sides(side("a", first, other), side("b", first))
+    found = {finding.kind: finding for finding in sides_findings(sides)}
+    assert "git_commit" in found["mixed-side"].sentence and found["shared-runs"].evidence == {"runs": 1}
 
 
 def digest(steps: int, busy_ns: int, **families: int) -> TraceDigest:

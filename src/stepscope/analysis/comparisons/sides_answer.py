@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stepscope.analysis.comparisons.sides import SideComparison, SidePair
-from stepscope.analysis.runs.doubts import doubting_kinds
-from stepscope.analysis.runs.metrics import joules_per_step
+from stepscope.analysis.comparisons.sides_findings import sides_findings
+from stepscope.analysis.runs.metrics import joules_per_step, samples_of
 from stepscope.core.answer import TEXT, Answer, Cell, Frame, Guide, Line, Panel, Point, Table, Tone, as_lines, table_of
-from stepscope.core.finding import Finding, note, warning
 from stepscope.core.processes import FEWEST_PROCESSES, Change
 from stepscope.core.range_names import STEP
-from stepscope.core.run import Run
 from stepscope.core.samples import CONFIDENCE
 from stepscope.core.units import counted, format_joules, format_milliseconds, format_share
 
@@ -23,13 +21,14 @@ if TYPE_CHECKING:
 DETAILED = 3
 """Pairs whose buckets are shown, those that changed most. `--json` holds those of all."""
 _ROWS = 10
-_CLOCKS = 0.02
-"""The share by which the clocks of two sides may differ before it is said."""
 _MEMORY = (
     ("before the step", "after_parameters"), ("forward peak", "forward_peak"),
     ("saved for backward", "saved_for_backward"), ("backward peak", "backward_peak"),
     ("optimizer peak", "optimizer_peak"), ("reserved", "reserved_peak"),
 )  # fmt: skip
+
+_BEFORE_ALL = ("different-workloads", "different-environments", "different-clocks", "mixed-side", "shared-runs")
+"""Findings that say what the two sides differ in beside what is compared: they stand before the verdict."""
 
 DigestOf = Callable[[SidePair], "tuple[TraceDigest | None, TraceDigest | None]"]
 """What the captures of a pair say, before and after."""
@@ -43,7 +42,7 @@ def answer_comparison(found: SideComparison, digests: DigestOf) -> Answer:
     several = len(found.pairs) > 1
     for pair in detailed:
         tables += _details(pair, digests, f" of {pair.label}" if several else "")
-    first, findings = found.pairs[0].after.representative.environment, tuple(_findings(found))
+    first, findings = found.pairs[0].after.representative.environment, tuple(sides_findings(found))
     return Answer(
         study="compare",
         question=f"Is {found.after.name} faster than {found.before.name}?",
@@ -52,8 +51,8 @@ def answer_comparison(found: SideComparison, digests: DigestOf) -> Answer:
         date=max(run.day for pair in found.pairs for run in pair.after.runs),
         tables=tuple(table for table in tables if table.rows),
         panels=_panel(found),
-        findings=findings,
-        checked=bool(findings),
+        findings=tuple(finding for finding in findings if finding.kind not in _BEFORE_ALL),
+        checked=any(finding.kind not in _BEFORE_ALL for finding in findings),
     )
 
 
@@ -68,7 +67,9 @@ def _lead(found: SideComparison) -> tuple[Line, ...]:
         said.append(Line(f"{found.pairs[0].label}: {sentence(found, 0)}", _tone(found, 0)))
     else:
         said.append(Line(_together(found), "strong"))
-    return tuple(said)
+    apart = [finding for finding in sides_findings(found) if finding.kind in _BEFORE_ALL]
+    cautions = [Line(f"Take care: {finding.sentence}", "care") for finding in apart]
+    return (said[0], *cautions, *said[1:])
 
 
 def _together(found: SideComparison) -> str:
@@ -106,8 +107,9 @@ def sentence(found: SideComparison, place: int) -> str:
     turns = f"{before} in which both took turns" if change.paired else f"{before} against {after}"
     if change.interval is None:
         return (
-            f"{what} takes {change.ratio:.3f} times as long ({_signed(change.share)}), by {turns}: no verdict, since "
-            f"processes differ; {FEWEST_PROCESSES} a side (--repeat {FEWEST_PROCESSES}) tell by how much."
+            f"{what} takes {change.ratio:.3f} times as long ({_signed(change.share)}), by {turns}"
+            f"{_of_steps(found, pair)}: no verdict, since processes differ; {FEWEST_PROCESSES} a side "
+            f"(--repeat {FEWEST_PROCESSES}) tell by how much."
         )
     within = f"{_signed(change.interval.low - 1)} to {_signed(change.interval.high - 1)}"
     if found.stands[place]:
@@ -117,6 +119,17 @@ def sentence(found: SideComparison, place: int) -> str:
         return f"{what} is {format_share(abs(change.share))} {word} ({within}; {turns}){most}."
     would = f", and one above {format_share(change.detectable)} would have been" if change.detectable else ""
     return f"no difference seen in {what}{would} ({within}; {turns})."
+
+
+def _of_steps(found: SideComparison, pair: SidePair) -> str:
+    """What the steps of one process a side say; nothing of more processes, or where they are too few."""
+    before, after = ([samples_of(run, found.value) for run in side.measured] for side in (pair.before, pair.after))
+    if len(before) != 1 or len(after) != 1 or before[0] is None or after[0] is None:
+        return ""
+    ratio = before[0].speedup_over(after[0])
+    if ratio is None or ratio.interval is None:
+        return ""
+    return f" (their steps say {_signed(ratio.interval.low - 1)} to {_signed(ratio.interval.high - 1)})"
 
 
 def _processes(count: int) -> str:
@@ -308,78 +321,6 @@ def _panel(found: SideComparison) -> tuple[Panel, ...]:
     return (Panel(x_title="", y_title="change, %", points=tuple(points), kind="bars", frame=frame),) if points else ()
 
 
-def _findings(found: SideComparison) -> Iterator[Finding]:
-    across = [pair for pair in found.pairs if pair.across]
-    if across:
-        fields = ", ".join(sorted({field for pair in across for field in pair.across}))
-        yield note(
-            "different-workloads",
-            f"{counted(len(across), 'pair')} {'is' if len(across) == 1 else 'are'} of different workloads, as asked: "
-            f"they differ in {fields}.",
-            {"pairs": len(across)},
-        )
-    yield from _environments(found)
-    yield from _clocks(found)
-    settings = [
-        pair for pair in found.pairs if pair.before.representative.settings != pair.after.representative.settings
-    ]
-    if settings:
-        yield note(
-            "different-settings",
-            f"{settings[0].label} was measured with other settings on the two sides (steps, seconds, warm-up).",
-            {"pairs": len(settings)},
-        )
-    kinds = doubting_kinds(*(run for pair in found.pairs for side in (pair.before, pair.after) for run in side.runs))
-    if kinds:
-        yield note("doubted-runs", f"The runs' own checks found: {', '.join(kinds)}. `stepscope show` has the words.")
-
-
-def _environments(found: SideComparison) -> Iterator[Finding]:
-    """What else differs between the sides: versions, device, driver; and commits, which may be what is compared."""
-    differing: dict[str, tuple[object, object]] = {}
-    for pair in found.pairs:
-        one, other = (side.representative.environment for side in (pair.before, pair.after))
-        differing |= one.differences(other) if one and other else {}
-    commits = differing.pop("git_commit", None)
-    dirty = [side.name for side in (found.before, found.after)
-             if any(run.environment and run.environment.git_dirty for run, _ in side.runs)]  # fmt: skip
-    differing.pop("git_dirty", None)
-    if differing:
-        said = ", ".join(f"{name} {was} and {now}" for name, (was, now) in differing.items())
-        yield warning(
-            "different-environments",
-            f"The two sides differ in more than what is compared: {said}. The change may come from that.",
-            {"fields": len(differing)}, "measure both sides on one machine, with the same versions",
-        )  # fmt: skip
-    if commits is not None:
-        state = f"; the tree of {' and '.join(dirty)} had changes that are in no commit" if dirty else ""
-        first, second = (str(commit)[:10] for commit in commits)
-        yield note("different-commits", f"They were measured at the commits {first} and {second}{state}.")
-
-
-def _clocks(found: SideComparison) -> Iterator[Finding]:
-    for pair in found.pairs:
-        one, other = (_clock_mhz(side.representative) for side in (pair.before, pair.after))
-        if one and other and abs(other / one - 1) > _CLOCKS:
-            yield warning(
-                "different-clocks",
-                f"{pair.label}: the GPU ran at {one:.0f} MHz before and at {other:.0f} MHz after; a step that it "
-                f"bounds changes by up to {abs(other / one - 1) * 100:.1f} % with that alone.",
-                {"before_mhz": one, "after_mhz": other}, "measure the sides turn by turn: run --against",
-            )  # fmt: skip
-            return
-
-
-def _clock_mhz(run: Run) -> float | None:
-    """The GPU's clock while the steps ran, or after them."""
-    where = run.environment
-    if where is None:
-        return None
-    if where.during is not None and where.during.sm_clock_mhz is not None:
-        return where.during.sm_clock_mhz.median
-    return where.after.sm_clock_mhz if where.after is not None else None
-
-
 def comparison_as_json(found: SideComparison, digests: DigestOf) -> Mapping[str, Any]:
     """Plain data: each pair with its change, buckets in seconds before and after, and the findings."""
     pairs: list[dict[str, Any]] = []
@@ -399,5 +340,5 @@ def comparison_as_json(found: SideComparison, digests: DigestOf) -> Mapping[str,
         })  # fmt: skip
     return {
         "before": found.before.name, "after": found.after.name, "value": found.value, "pairs": pairs,
-        "alone": found.alone, "lost": found.lost, "findings": msgspec.to_builtins(tuple(_findings(found))),
+        "alone": found.alone, "lost": found.lost, "findings": msgspec.to_builtins(tuple(sides_findings(found))),
     }  # fmt: skip

@@ -1,0 +1,110 @@
+"""What to doubt in a comparison of two sides: other workloads, environments, clocks, runs on both sides."""
+
+from collections.abc import Iterator
+
+from stepscope.analysis.comparisons.sides import SideComparison
+from stepscope.analysis.runs.doubts import doubting_kinds
+from stepscope.core.finding import Finding, note, warning
+from stepscope.core.run import Run
+from stepscope.core.units import counted
+
+_CLOCKS = 0.02
+"""The share by which the clocks of two sides may differ before it is said."""
+
+
+def sides_findings(found: SideComparison) -> Iterator[Finding]:
+    """What the sides differ in beside what is compared, and what the runs' own checks found."""
+    across = [pair for pair in found.pairs if pair.across]
+    if across:
+        fields = ", ".join(sorted({field for pair in across for field in pair.across}))
+        yield note(
+            "different-workloads",
+            f"{counted(len(across), 'pair')} {'is' if len(across) == 1 else 'are'} of different workloads, as asked: "
+            f"they differ in {fields}.",
+            {"pairs": len(across)},
+        )
+    yield from _environments(found)
+    yield from _clocks(found)
+    settings = [
+        pair for pair in found.pairs if pair.before.representative.settings != pair.after.representative.settings
+    ]
+    if settings:
+        yield note(
+            "different-settings",
+            f"{settings[0].label} was measured with other settings on the two sides (steps, seconds, warm-up).",
+            {"pairs": len(settings)},
+        )
+    kinds = doubting_kinds(*(run for pair in found.pairs for side in (pair.before, pair.after) for run in side.runs))
+    if kinds:
+        yield note("doubted-runs", f"The runs' own checks found: {', '.join(kinds)}. `stepscope show` has the words.")
+
+
+def _environments(found: SideComparison) -> Iterator[Finding]:
+    """What else differs between the sides: versions, device, driver; and commits, which may be what is compared."""
+    differing: dict[str, tuple[object, object]] = {}
+    for pair in found.pairs:
+        one, other = (side.representative.environment for side in (pair.before, pair.after))
+        differing |= one.differences(other) if one and other else {}
+    yield from _mixed(found)
+    shared = {run.id for run, _ in found.before.runs} & {run.id for run, _ in found.after.runs}
+    if shared:
+        yield warning(
+            "shared-runs",
+            f"{counted(len(shared), 'run')} of the two sides {'is' if len(shared) == 1 else 'are'} the same: what they "
+            "have in common hides a difference.",
+            {"runs": len(shared)},
+        )
+    commits = differing.pop("git_commit", None)
+    dirty = [side.name for side in (found.before, found.after)
+             if any(run.environment and run.environment.git_dirty for run, _ in side.runs)]  # fmt: skip
+    differing.pop("git_dirty", None)
+    if differing:
+        said = ", ".join(f"{name} {was} and {now}" for name, (was, now) in differing.items())
+        yield warning(
+            "different-environments",
+            f"The two sides differ in more than what is compared: {said}. The change may come from that.",
+            {"fields": len(differing)}, "measure both sides on one machine, with the same versions",
+        )  # fmt: skip
+    if commits is not None:
+        state = f"; the tree of {' and '.join(dirty)} had changes that are in no commit" if dirty else ""
+        first, second = (str(commit)[:10] for commit in commits)
+        yield note("different-commits", f"They were measured at the commits {first} and {second}{state}.")
+
+
+def _mixed(found: SideComparison) -> Iterator[Finding]:
+    """A side whose own runs come from several commits or environments."""
+    befores, afters = [pair.before for pair in found.pairs], [pair.after for pair in found.pairs]
+    for side, sets in ((found.before, befores), (found.after, afters)):
+        for one in sets:
+            environments = [run.environment for run in one.measured if run.environment is not None]
+            differing = {name for other in environments[1:] for name in environments[0].differences(other)}
+            if differing - {"git_dirty"}:
+                yield warning(
+                    "mixed-side",
+                    f"The runs of {side.name} are themselves from several environments: they differ in "
+                    f"{', '.join(sorted(differing))}.",
+                )
+                break
+
+
+def _clocks(found: SideComparison) -> Iterator[Finding]:
+    for pair in found.pairs:
+        one, other = (_clock_mhz(side.representative) for side in (pair.before, pair.after))
+        if one and other and abs(other / one - 1) > _CLOCKS:
+            yield warning(
+                "different-clocks",
+                f"{pair.label}: the GPU ran at {one:.0f} MHz before and at {other:.0f} MHz after; a step that it "
+                f"bounds changes by up to {abs(other / one - 1) * 100:.1f} % with that alone.",
+                {"before_mhz": one, "after_mhz": other}, "measure the sides turn by turn: run --against",
+            )  # fmt: skip
+            return
+
+
+def _clock_mhz(run: Run) -> float | None:
+    """The GPU's clock while the steps ran, or after them."""
+    where = run.environment
+    if where is None:
+        return None
+    if where.during is not None and where.during.sm_clock_mhz is not None:
+        return where.during.sm_clock_mhz.median
+    return where.after.sm_clock_mhz if where.after is not None else None
