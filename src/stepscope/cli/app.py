@@ -9,7 +9,23 @@ from typing import Any, ClassVar, NoReturn
 import typer
 
 from stepscope import __version__
-from stepscope.cli import device, fit, kernel, ls, memory, models, run, show, streams, study, sweep, table, trace, watch
+from stepscope.cli import (
+    device,
+    fit,
+    history,
+    kernel,
+    ls,
+    memory,
+    models,
+    run,
+    show,
+    streams,
+    study,
+    sweep,
+    table,
+    trace,
+    watch,
+)
 from stepscope.cli.grammar import Verbs, help_width
 from stepscope.cli.output import emit
 from stepscope.core import interrupts
@@ -42,8 +58,8 @@ class _Command(Verbs):
 
     verbs: ClassVar = {
         "run": run.run, "watch": watch.watch, "sweep": sweep.sweep, "table": table.table, "trace": trace.trace,
-        "memory": memory.memory, "fit": fit.fit, "show": show.show, "ls": ls.ls, "models": models.models,
-        "device": device.device, "kernel": kernel.kernel,
+        "memory": memory.memory, "fit": fit.fit, "show": show.show, "ls": ls.ls, "history": history.history,
+        "models": models.models, "device": device.device, "kernel": kernel.kernel,
     }  # fmt: skip
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:

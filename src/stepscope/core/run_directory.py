@@ -208,7 +208,10 @@ def find_place(name: str, out: Path) -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Whether the path leads to something. Raises InputError for links that lead round in a circle: they are there, and lead nowhere."""
+    """Whether the path leads to something.
+
+    Raises InputError for links that lead round in a circle: they are there, and lead nowhere.
+    """
     try:
         path.stat()
     except OSError as error:  # a name too long for any file, say

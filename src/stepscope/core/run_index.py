@@ -1,12 +1,13 @@
 """The index of a folder of runs: what lists, tables and histories read of many runs, without decoding each again.
 
-It is a hidden file in the folder, made from the runs and thrown away at will. A run.json counts as known while its size,
-time of change and inode are those that the index has; any other is read. So the index is never trusted over the files:
-without it, or with one that is old, damaged or another version's, the answers are the same and take longer.
+It is a hidden file in the folder, made from the runs and thrown away at will. A run.json counts as known while its
+size, time of change and inode are those that the index has; any other is read. So the index is never trusted over the
+files: without it, or with one that is old, damaged or another version's, the answers are the same and take longer.
 
 Workloads, environments and the like recur in many runs. Each different one is stored and decoded once.
 """
 
+import contextlib
 import functools
 import os
 import stat
@@ -135,7 +136,7 @@ class _Folder:
             files, links = _find(str(self.place))
             indexed = len(files) >= self.fewest
         index = self._load() if indexed else {}
-        root, start = os.path.realpath(self.place), len(os.path.join(self.place, ""))
+        root, start = os.path.realpath(self.place), len(f"{self.place}{os.sep}")
         kept: list[tuple[tuple[str, os.stat_result], Run]] = []
         faults: list[str] = []
         fresh = 0
@@ -146,7 +147,7 @@ class _Folder:
                 continue
             seen.add(real)
             try:
-                state = os.stat(file)
+                state = os.stat(file)  # noqa: PTH116  (a Path for each of ten thousand takes a second)
             except OSError:
                 state = None
             at = index.get(relative)
@@ -256,7 +257,7 @@ def _find(place: str) -> tuple[list[str], set[str]]:
             continue
         for entry in inside:
             if entry.name == RUN_FILE:
-                found.append((os.path.basename(folder), entry.path))
+                found.append((folder.rpartition(os.sep)[2], entry.path))
                 if entry.is_symlink():
                     links.add(entry.path)
             try:
@@ -273,10 +274,8 @@ def _slim(run: Run) -> Run:
     kept = {name: known(found) for name, found in run.samples.items()}
     forward, backward = run.samples.get(FORWARD), run.samples.get(BACKWARD)
     if forward is not None and backward is not None and FORWARD_BACKWARD not in kept:
-        try:
+        with contextlib.suppress(ValueError):  # other steps, or another clock: whoever asks for the sum is told so
             kept[FORWARD_BACKWARD] = known(forward.plus(backward))
-        except ValueError:  # other steps, or another clock: whoever asks for the sum is told so
-            pass
     profile = evidence.profile and msgspec.structs.replace(evidence.profile, kernels=())
     compilation = evidence.compilation and msgspec.structs.replace(
         evidence.compilation, graph_break_reasons=(), recompile_reasons=()

@@ -131,7 +131,7 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         # The comparison refuses NaN too. No clock resolves less than a picosecond, and quotients would overflow.
         values = (*self.values_s, *self.warmup_s)
-        # The quick look first, since reading a run comes here many times; it is wrong only where there are zeros or NaN.
+        # The quick look first, since reading many runs comes here often; zeros and NaN need the slow one.
         if (
             values
             and not (min(values) >= 1e-12 and max(values) < 1e9 and math.isfinite(math.fsum(values)))
