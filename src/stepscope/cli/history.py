@@ -68,9 +68,14 @@ def history(
 
 def _show_predictions(folders: list[Path], shown: Presentation) -> None:
     """Every forecast that these places keep, beside what was measured."""
-    from stepscope.analysis.history.predictions import answer_predictions, judged_in, predictions_as_json
+    from stepscope.analysis.history.predictions import (
+        JudgedForecast,
+        answer_predictions,
+        judged_in,
+        predictions_as_json,
+    )
 
-    judged = []
+    judged: list[JudgedForecast] = []
     for folder in folders:
         if not folder.is_dir():
             raise InputError(f"no runs at {folder}: it is no folder")
