@@ -7,6 +7,7 @@
     stepscope.memory("snapshot.pickle")                            # any snapshot of PyTorch's allocator, explained
     stepscope.fit(net, batch, loss, memory="80GiB")                # will it fit? Or fit("xl", seq_len=1024, ...)
     stepscope.show("last")                                         # a run that is stored
+    stepscope.compare("runs/before", "runs/after")                 # is it faster, and how sure is that
     with stepscope.watch(model, optimizer) as watched:
         ...  # your own training loop
 
@@ -20,6 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stepscope.api.comparing import Compared, compare
     from stepscope.api.fitting import Fitted, fit
     from stepscope.api.measuring import Timed, measure
     from stepscope.api.reading import Measured, Remembered, Traced, memory, show, trace
@@ -29,11 +31,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Fitted", "InputError", "Measured", "Remembered", "StepscopeError", "Timed", "Traced", "Watched", "__version__",
-    "fit", "measure", "memory", "run", "show", "trace", "watch",
+    "Compared", "Fitted", "InputError", "Measured", "Remembered", "StepscopeError", "Timed", "Traced", "Watched",
+    "__version__", "compare", "fit", "measure", "memory", "run", "show", "trace", "watch",
 ]  # fmt: skip
 
 _WHERE = {
+    **dict.fromkeys(("compare", "Compared"), "stepscope.api.comparing"),
     **dict.fromkeys(("fit", "Fitted"), "stepscope.api.fitting"),
     **dict.fromkeys(("measure", "Timed"), "stepscope.api.measuring"),
     **dict.fromkeys(("memory", "show", "trace", "Measured", "Remembered", "Traced"), "stepscope.api.reading"),

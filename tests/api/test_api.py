@@ -54,9 +54,10 @@ import sys, stepscope
 print(stepscope.trace({str(DATA / "kineto_train.json.gz")!r}).summary.steps)
 print(stepscope.memory({str(DATA / "snapshot_train.pickle.gz")!r}).explained.snapshot.device)
 print(stepscope.fit('tiny').fits, stepscope.show('results/cpu/first').run.status)
+print(len(stepscope.compare('results/h200/plain', 'results/h200/tf32', across='dtype').changes))
 print('torch' in sys.modules)
 """
-    assert python(code).splitlines()[2:] == ["None done", "False"]
+    assert python(code).splitlines()[2:] == ["None done", "20", "False"]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -37,10 +37,11 @@ READS_AGAIN = {"make run": "stepscope show results/cpu/first"}
 BENCHMARKS = (
     "benchmarks/overhead.py", "benchmarks/trace.py", "benchmarks/snapshot.py", "benchmarks/attention.py",
     "benchmarks/coverage.py", "benchmarks/architectures.py", "benchmarks/convolutions.py", "benchmarks/watch.py",
-    "benchmarks/published.py", "benchmarks/ranks.py", "benchmarks/many_runs.py", "tests/recorded.py",
+    "benchmarks/published.py", "benchmarks/ranks.py", "benchmarks/processes.py", "benchmarks/many_runs.py",
+    "tests/recorded.py",
 )  # fmt: skip
 STUDIES_OF_ARITHMETIC = ("formats", "accumulation")
-VERBS = ("table", "show", "ls", "history", "models", "kernel", "trace", "memory", "fit")
+VERBS = ("table", "show", "ls", "history", "models", "kernel", "trace", "memory", "fit", "compare")
 
 
 def name_of(document: Path) -> str:

@@ -366,10 +366,20 @@ def test_cells_run_from_small_to_large_and_once():
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes whose parent is `pid`."""
+    """The cells of the sweep that runs in process `pid`, forked or not."""
+    forked = [cell for server in servers_of(pid) for cell in processes_under(server, "stepscope.engine.fork_server")]
+    return processes_under(pid, "stepscope.engine.cell") + forked
+
+
+def servers_of(pid: int) -> list[int]:
+    """The processes that fork cells for the sweep that runs in process `pid`."""
+    return processes_under(pid, "stepscope.engine.fork_server")
+
+
+def processes_under(pid: int, module: str) -> list[int]:
+    """Processes that run this module and whose parent is `pid`."""
     listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
-    pids = [int(word) for word in listed.stdout.split()]
-    return [child for child in pids if alive(child) and "stepscope.engine.cell" in command_of(child)]
+    return [child for child in map(int, listed.stdout.split()) if alive(child) and module in command_of(child)]
 
 
 def command_of(pid: int) -> str:
@@ -434,7 +444,7 @@ def test_what_a_cell_that_fails_has_printed_is_its_log(out: Path, tmp_path: Path
 
 STARTS_OTHERS = """
 import subprocess, sys
-if "cell" in "".join(sys.orig_argv[3:4]):
+if {"stepscope.engine.cell", "stepscope.engine.fork_server"} & set(sys.orig_argv):
     for session in (False, True):
         subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=session)
 """
@@ -444,7 +454,8 @@ if "cell" in "".join(sys.orig_argv[3:4]):
 def test_nothing_that_a_cell_started_lives_on(
     out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool, capfd: pytest.CaptureFixture[str]
 ):
-    """Compilers' helpers, in the cell's group and out of it, while the next cell is measured."""
+    """Compilers' helpers, in the cell's group and out of it, while the next cell is measured. For forked cells
+    tests/engine/test_forks.py has the same."""
     monkeypatch.setenv("HOSTILE", str(tmp_path))
     with_a_start_of_its_own(tmp_path, monkeypatch, STARTS_OTHERS)
     beside: list[int] = []
@@ -456,7 +467,8 @@ def test_nothing_that_a_cell_started_lives_on(
         if state.cells[0].run is not None and not beside:
             beside.append(len(processes_with(f"HOSTILE={tmp_path}")))
 
-    runs = run_sweep(plan(out, cell(ENDLESS if killed else QUICK), cell(seq_len=24)), tell=look)
+    both = plan(out, cell(ENDLESS if killed else QUICK), cell(seq_len=24))
+    runs = run_sweep(both, Policy(start="exec"), look)
     assert statuses(runs) == ["killed" if killed else "done", "done"]
     assert beside == [0] and not processes_with(f"HOSTILE={tmp_path}")
     assert capfd.readouterr().err == ""
@@ -469,12 +481,12 @@ def test_what_a_killed_sweep_and_its_cell_left_behind_ends_when_it_starts_again(
     with_a_start_of_its_own(tmp_path, monkeypatch, STARTS_OTHERS)
     monkeypatch.setenv("HOSTILE", str(tmp_path))
     first = start_sweep(tmp_path, out)
-    wait_for(lambda: len(processes_with(f"HOSTILE={tmp_path}")) == 4)
+    wait_for(lambda: len(processes_with(f"HOSTILE={tmp_path}")) == 5)  # with the server, and what it started
     (cell_pid,) = children_of(first.pid)
-    os.kill(cell_pid, signal.SIGSTOP)  # its lifeline cannot end them either
+    os.kill(cell_pid, signal.SIGSTOP)  # its lifeline cannot end it
     first.kill()
     first.communicate()
-    assert len(processes_with(f"HOSTILE={tmp_path}")) == 3
+    wait_for(lambda: processes_with(f"HOSTILE={tmp_path}") == [cell_pid])
     _, stderr = start_sweep(tmp_path, out).communicate(timeout=200)
     assert not processes_with(f"HOSTILE={tmp_path}") and "Traceback" not in stderr
     assert sorted(ended(out).values()).count("done") == 2

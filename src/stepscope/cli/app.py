@@ -10,6 +10,7 @@ import typer
 
 from stepscope import __version__
 from stepscope.cli import (
+    compare,
     device,
     fit,
     history,
@@ -57,7 +58,8 @@ class _Command(Verbs):
     """The command itself. In its verbs, and only there, a signal is a KeyboardInterrupt, which goes no further."""
 
     verbs: ClassVar = {
-        "run": run.run, "watch": watch.watch, "sweep": sweep.sweep, "table": table.table, "trace": trace.trace,
+        "run": run.run, "watch": watch.watch, "sweep": sweep.sweep, "compare": compare.compare, "table": table.table,
+        "trace": trace.trace,
         "memory": memory.memory, "fit": fit.fit, "show": show.show, "ls": ls.ls, "history": history.history,
         "models": models.models, "device": device.device, "kernel": kernel.kernel,
     }  # fmt: skip

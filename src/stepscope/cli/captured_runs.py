@@ -37,10 +37,10 @@ def captured(run: Run, directory: Path, keep: bool) -> "TraceDigest | None":
     """What the run's capture says; None where polars is not installed, or the capture cannot be read, which is said."""
     if run.status != "done" or not reads_captures():
         return None
-    from stepscope.cli.studies.kernels import digest_beside
+    from stepscope.analysis.captures.beside import digest_beside
 
     try:
-        return digest_beside(run, directory, "kineto", keep)
+        return digest_beside(run, directory, "kineto", say=warn, keep=keep)
     except InputError as error:
         warn(f"its capture is left out: {error}")
         return None

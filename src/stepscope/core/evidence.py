@@ -11,6 +11,8 @@ from stepscope.core.attentions import Attention, check_attention
 from stepscope.core.range_names import STEP
 from stepscope.core.samples import Samples
 
+ProcessStart = Literal["exec", "fork"]
+"""How a process came to be: as a Python of its own, or forked from one that had imported PyTorch."""
 TraceTool = Literal["kineto", "nsys"]
 TRACE_TOOLS: tuple[TraceTool, ...] = ("kineto", "nsys")
 
@@ -365,6 +367,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What the steps of a user's model or loop do beside what was asked for."""
     growth: MemoryGrowth | None = None
     """What recorded steps left behind; None where fewer than three were recorded."""
+    process_start: ProcessStart | None = None
+    """How a cell's process came to be. Forked ones share their addresses and hash seed. None where it is no cell's."""
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

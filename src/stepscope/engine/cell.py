@@ -1,11 +1,13 @@
 """A cell's process: it reads one StepRequest on stdin, writes events to a pipe, and leaves a run directory.
 
-Started by `engine/cell_process.py` as `python -m stepscope.engine.cell PIPE`, with the number of the pipe. stdin
-stays open as a lifeline: when the sweep's process dies, however it dies, the pipe closes and this process ends itself
-rather than hold the device. Whatever is printed, by libraries or by Python's own start, is the cell's log.
+Started by `engine/cell_process.py` as `python -m stepscope.engine.cell PIPE`, with the number of the pipe, or forked by
+`engine/fork_server.py` as if it were. stdin stays open as a lifeline: when the sweep's process dies, however it dies,
+the pipe closes and this process ends itself rather than hold the device. Whatever is printed, by libraries or by
+Python's own start, is the cell's log.
 """
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -16,14 +18,18 @@ import msgspec
 
 from stepscope.core import interrupts
 from stepscope.core.errors import EXIT_WRONG_INPUT, InputError, StepscopeError, one_line
+from stepscope.core.evidence import ProcessStart
 from stepscope.core.leaving import leave
 from stepscope.engine.cell_event import CellEvent
 from stepscope.engine.cell_process import MARK, kill_marked
 from stepscope.engine.request import Stage, StepRequest
 
 
-def main() -> int:
-    """Measure the request on stdin. Exit code 0 when a run was saved, 2 when the request was refused."""
+def main(start: ProcessStart = "exec") -> int:
+    """Measure the request on stdin. Exit code 0 when a run was saved, 2 when the request was refused.
+
+    start: how this process came to be.
+    """
     # What was measured is kept whichever signal comes. A sweep in a script's background inherits an ignored SIGINT.
     interrupts.install(even_if_ignored=True)
     events = int(sys.argv[1])
@@ -41,7 +47,10 @@ def main() -> int:
 
     if len(sys.argv) > 2:
         return _check_devices(sys.argv[2:], events)
-    request = msgspec.json.decode(request_line, type=StepRequest)
+    request = msgspec.structs.replace(msgspec.json.decode(request_line, type=StepRequest), process_start=start)
+
+    if request.memory is not None:
+        gc.unfreeze()  # what holds the memory may be found among what a fork server has set aside
 
     def tell(stage: Stage) -> None:
         _send(events, CellEvent(stage=stage.name, detail=stage.detail))

@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -28,44 +29,84 @@ _POLL_S = 0.1
 _PASSES = 100
 
 
+class Started(Protocol):
+    """A process that has been started, and is its starter's to reap."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def code(self) -> int | None:
+        """The exit code once it is reaped: negative for a signal, None if it is not known."""
+        ...
+
+    @property
+    def lost(self) -> bool:
+        """Whether nobody is left who could tell the exit code."""
+        ...
+
+    @property
+    def kept(self) -> bool:
+        """Whether its number cannot be another process': it lives, or waits to be reaped."""
+        ...
+
+    def ended(self) -> bool:
+        """Whether it has ended, for systems that do not tell by themselves."""
+        ...
+
+    async def reap(self, seconds: float) -> None:
+        """Take the exit code of the dead process, in this time."""
+        ...
+
+
+Fork = Callable[[str, Sequence[str], Sequence[int]], Awaitable[Started | None]]
+"""Starts a cell with this mark, these arguments, and these files as stdin, log and events' pipe. None: it cannot."""
+
+
 class CellProcess:
     """One process of `engine/cell.py`, within a running loop of events; `close` it whatever happens."""
 
-    def __init__(self, request: bytes, *, mark: str, devices: Sequence[str] = ()) -> None:
+    def __init__(self, mark: str) -> None:
         self._mark = mark
         self._loop = asyncio.get_running_loop()
         self._log, self._event = bytearray(), bytearray()
         self._too_long = False
+        self._process: Started | None = None
+        self._events = self._printed = self._lifeline = -1
         self.events: asyncio.Queue[CellEvent | None] = asyncio.Queue()
         """Events of the cell; None when it is dead."""
         self.dead = asyncio.Event()
+
+    @classmethod
+    async def start(
+        cls, request: bytes, *, mark: str, devices: Sequence[str] = (), fork: Fork | None = None
+    ) -> "CellProcess":
+        """Start a cell's process: by `fork`, where it is given and can, else as a Python of its own."""
+        self = cls(mark)
         self._events, events = os.pipe()
         self._printed, printed = os.pipe()
-        try:
-            self._process = subprocess.Popen(
-                (*CELL_COMMAND, str(events), *devices),
-                stdin=subprocess.PIPE,
-                stdout=printed,
-                stderr=printed,
-                pass_fds=(events,),
-                start_new_session=True,  # Ctrl-C on the terminal reaches the sweep alone, which passes it on
-                env={"KINETO_LOG_LEVEL": "99", **os.environ, MARK: mark},
-            )
-        except OSError as error:
-            os.close(self._events)
-            os.close(self._printed)
-            raise StepscopeError(f"cannot start a process: {error.strerror or error}") from error
-        finally:
-            os.close(events)
-            os.close(printed)
+        stdin, self._lifeline = os.pipe()
         for pipe, read in ((self._events, self._read_events), (self._printed, self._read_log)):
             os.set_blocking(pipe, False)
             self._loop.add_reader(pipe, read)
-        self._watch()
-        assert self._process.stdin is not None
+        try:
+            files = (stdin, printed, events)
+            self._process = await fork(mark, devices, files) if fork is not None else None
+            if self._process is None:
+                self._process = _Spawned(mark, devices, *files)
+        except BaseException as error:
+            kill_marked(mark)
+            self._close_pipes()
+            if isinstance(error, OSError):
+                raise StepscopeError(f"cannot start a process: {error.strerror or error}") from error
+            raise
+        finally:
+            for file in (stdin, printed, events):
+                os.close(file)
+        self._watch(self._process.pid)
         with contextlib.suppress(BrokenPipeError):  # a process that is dead already says so by its exit code
-            self._process.stdin.write(request + b"\n")
-            self._process.stdin.flush()
+            os.write(self._lifeline, request + b"\n")
+        return self
 
     @property
     def log(self) -> str:
@@ -74,13 +115,24 @@ class CellProcess:
 
     @property
     def code(self) -> int | None:
-        """The exit code, once the process is closed: negative for a signal, None if it could not be killed."""
-        return self._process.returncode
+        """The exit code, once the process is closed: negative for a signal, None if it could not be killed, or if it
+        is `lost`."""
+        return self._started.code
+
+    @property
+    def lost(self) -> bool:
+        """Whether nobody can tell any more how the process ended."""
+        return self._started.lost
+
+    @property
+    def _started(self) -> Started:
+        assert self._process is not None
+        return self._process
 
     async def stop(self, grace_s: float) -> None:
         """Let the process save what it has, as on Ctrl-C."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid, signal.SIGINT)
+            os.kill(self._started.pid, signal.SIGINT)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self.dead.wait()
@@ -89,27 +141,33 @@ class CellProcess:
         """End the process, if it has not ended, and all that it started."""
         try:
             # Dead, the process is not yet reaped: its number, and so its group's, cannot be another's.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            if self._started.kept or not self.dead.is_set():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._started.pid, signal.SIGKILL)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_KILL_GRACE_S):
                     await self.dead.wait()
             kill_marked(self._mark)
+            if self.dead.is_set():
+                await self._started.reap(_KILL_GRACE_S)
         finally:
-            self._process.poll()
             self._read_events()
             self._read_log()
-            for pipe in (self._events, self._printed):
-                self._loop.remove_reader(pipe)
-                os.close(pipe)
-            assert self._process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
+            self._close_pipes()
 
-    def _watch(self) -> None:
+    def _close_pipes(self) -> None:
+        for pipe in (self._events, self._printed):
+            self._loop.remove_reader(pipe)
+            os.close(pipe)
+        os.close(self._lifeline)
+
+    def _watch(self, pid: int) -> None:
         """Watch for the death of the process, without reaping it, and then set `dead`."""
         try:
-            handle = os.pidfd_open(self._process.pid)
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:  # it is dead, and whoever forked it too
+            self._set_dead()
+            return
         except (AttributeError, OSError):  # not Linux, an old Linux, or one that forbids it
             self._poll()
             return
@@ -122,10 +180,10 @@ class CellProcess:
         self._loop.add_reader(handle, ended)
 
     def _poll(self) -> None:
-        if self._process.poll() is None:
-            self._loop.call_later(_POLL_S, self._poll)
-        else:
+        if self._started.ended():
             self._set_dead()
+        else:
+            self._loop.call_later(_POLL_S, self._poll)
 
     def _set_dead(self) -> None:
         self._read_events()
@@ -172,6 +230,43 @@ class CellProcess:
                 break
             chunks.append(data)
         return chunks
+
+
+class _Spawned:
+    """A cell that is a Python of its own."""
+
+    lost, kept = False, True
+
+    def __init__(self, mark: str, arguments: Sequence[str], stdin: int, printed: int, events: int) -> None:
+        self._process = subprocess.Popen(
+            (*CELL_COMMAND, str(events), *arguments),
+            stdin=stdin,
+            stdout=printed,
+            stderr=printed,
+            pass_fds=(events,),
+            start_new_session=True,  # Ctrl-C on the terminal reaches the sweep alone, which passes it on
+            env=cell_environment(mark),
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        return self._process.returncode
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    async def reap(self, seconds: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
+
+def cell_environment(mark: str) -> dict[str, str]:
+    """The environment of a cell that carries this mark."""
+    return {"KINETO_LOG_LEVEL": "99", **os.environ, MARK: mark}
 
 
 def kill_marked(mark: str) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from stepscope.core import interrupts
+from stepscope.core.evidence import Evidence
 from stepscope.core.run import Run
 from stepscope.engine.request import Stage, StepRequest, Tell
 from stepscope.engine.run_draft import RunDraft
@@ -50,6 +51,7 @@ class Draft(RunDraft):
             status="unfinished",
             workload=request.workload,
             settings=request.settings,
+            evidence=Evidence(process_start=request.process_start),
         )
         super().__init__(run, directory)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from stepscope.core.evidence import ProcessStart
 from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.run import Repeat, Run, Settings, Status
 from stepscope.core.workload import Workload
@@ -71,6 +72,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Whether cells that failed, were killed or ran out of time are measured again."""
     fresh: bool = False
     """Whether every cell is measured again."""
+    start: ProcessStart = "fork"
+    """How cells' processes come to be. Repeated cells are a Python of their own each, whatever this says: what forked
+    ones share is part of what makes processes differ."""
 
 
 @dataclass

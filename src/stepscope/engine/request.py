@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import msgspec
 
 from stepscope.core.errors import InputError, choose
-from stepscope.core.evidence import TRACE_TOOLS, TraceTool
+from stepscope.core.evidence import TRACE_TOOLS, ProcessStart, TraceTool
 from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.run import Repeat, Settings
 
@@ -69,6 +69,8 @@ class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     trace: TraceRequest = TraceRequest()
     memory: MemoryRequest | None = None
     """How allocations are recorded; None if they are not."""
+    process_start: ProcessStart | None = None
+    """How the process that measures came to be, where it is a cell's."""
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):

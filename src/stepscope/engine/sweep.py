@@ -27,7 +27,8 @@ from stepscope.core.run import REPEATED, Failure, Run, Status
 from stepscope.core.run_directory import create_run_directory, load_run, load_runs, save_run
 from stepscope.core.workload import Workload
 from stepscope.engine.cell_event import CellEvent
-from stepscope.engine.cell_process import CellProcess, kill_marked
+from stepscope.engine.cell_process import CellProcess, Fork, kill_marked
+from stepscope.engine.forks import Forks
 from stepscope.engine.plan import BROKEN, Cell, CellState, Policy, SweepPlan, SweepState, Tell
 from stepscope.engine.request import StepRequest
 from stepscope.work.transformer import known_work
@@ -38,6 +39,10 @@ TIMEOUT_GRACE_S = 15.0
 """Seconds that a cell may take to save what it has when its time is over; more, since no user is waiting."""
 EXIT_GRACE_S = 20.0
 """Seconds that a cell may take to end once its run is on disk."""
+FEWEST_FORKED = 2
+"""Cells for which a process that has imported everything is worth its start."""
+COMPILER = "torch._inductor.compile_fx"
+"""What compiled cells import beside what every cell does."""
 LOG_FILE = "log.txt"
 REFUSED = "refused"
 """What a failure says for a stage where a cell cannot run as asked."""
@@ -91,6 +96,7 @@ class _Sweep:
         kill_marked(self._mark)  # left by a start of this very sweep that was killed together with its cell
         self._find_results()
         self._waiting = [cell for cell in self.state.cells if cell.run is None]
+        self._forks = self._servers()
 
     async def run(self) -> list[Run]:
         self._tell(self.state)
@@ -110,7 +116,26 @@ class _Sweep:
                     raise
         return [cell.run for cell in self.state.cells if cell.run is not None]
 
+    def _servers(self) -> Forks | None:
+        """What forks the cells; None where each is better a Python of its own."""
+        forked = [cell.cell.workload for cell in self._waiting if cell.cell.repeat is None]
+        if self._policy.start != "fork" or len(forked) < FEWEST_FORKED:
+            return None
+        compiled = any(workload.compile != "eager" for workload in forked)
+        return Forks(self.next_mark, (COMPILER,) if compiled else ())
+
+    def fork_for(self, cell: Cell) -> Fork | None:
+        """What forks this cell's process; None where it is a Python of its own."""
+        return self._forks.fork if self._forks is not None and cell.repeat is None else None
+
     async def _measure_all(self) -> None:
+        try:
+            await self._measure_each()
+        finally:
+            if self._forks is not None:
+                self._forks.close()
+
+    async def _measure_each(self) -> None:
         if len(self._plan.devices) > 1 and self._waiting:
             await self._check_devices()
         try:
@@ -121,7 +146,8 @@ class _Sweep:
             raise failures.exceptions[0] from None
 
     async def _check_devices(self) -> None:
-        process = CellProcess(b"", mark=self.next_mark(), devices=self._plan.devices)
+        fork = self._forks.fork if self._forks is not None else None
+        process = await CellProcess.start(b"", mark=self.next_mark(), devices=self._plan.devices, fork=fork)
         try:
             while (event := await process.events.get()) is not None:
                 if event.error:
@@ -130,8 +156,9 @@ class _Sweep:
             await process.close()
 
     def next_mark(self) -> str:
-        """The mark that the next process, and all that it starts, carry in their environment."""
-        return f"{self._mark}{next(self._processes)}."
+        """The mark that the next process, and all that it starts, carry in their environment. All are equally long: a
+        forked cell writes its own over that of its server."""
+        return f"{self._mark}{next(self._processes):06}."
 
     def _find_results(self) -> None:
         """Take over the results of an earlier start of this sweep from disk."""
@@ -247,6 +274,10 @@ def _run_in(directory: Path | None) -> Run | None:
         return None
 
 
+def _is_result(run: Run | None) -> bool:
+    return run is not None and run.status not in REPEATED
+
+
 class _Measured:
     """Measures one cell, from the start of its process to a run on disk."""
 
@@ -256,10 +287,20 @@ class _Measured:
         self._error: CellEvent | None = None
 
     async def run(self) -> Run:
+        """Measure the cell; again in a Python of its own, where it was forked and nobody can tell how it ended."""
+        run = await self._measured(self._sweep.fork_for(self._cell.cell))
+        if run is None:
+            self._directory = self._error = None
+            run = await self._measured(None)
+        assert run is not None
+        return run
+
+    async def _measured(self, fork: Fork | None) -> Run | None:
+        """The cell's run; None where nobody can tell how its process ended, and it left no result."""
         self._cell.state = "measuring"
         self._sweep.told()
         request = msgspec.json.encode(self._sweep.request(self._cell.cell, self._device))
-        process = CellProcess(request, mark=self._sweep.next_mark())
+        process = await CellProcess.start(request, mark=self._sweep.next_mark(), fork=fork)
         in_time, stopped = True, False
         try:
             try:
@@ -280,6 +321,8 @@ class _Measured:
             self._hear_the_rest(process)
             if stopped:
                 self._keep_what_was_stopped(process)
+        if in_time and process.lost and self._error is None and not _is_result(_run_in(self._directory)):
+            return None
         if in_time:
             return self._result(process)
         return self._ended("timed-out", f"no end after {self._sweep.timeout_s:.0f} s", process.log)
@@ -338,7 +381,7 @@ class _Measured:
     def _ended(self, status: Status, message: str, log: str = "", during: str | None = None) -> Run:
         """The run that the cell saved, if it is a result; else a run that says how the cell ended."""
         run = _run_in(self._directory)
-        if run is not None and run.status not in REPEATED:
+        if run is not None and _is_result(run):
             return run
         during = during or " ".join(part for part in (self._cell.stage or "start", self._cell.detail) if part)
         failure = Failure(message=message, during=during)

@@ -9,7 +9,7 @@ from stepscope.core.finding import Finding
 from stepscope.core.processes import Change, Processes, change_of_pairs
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
-from stepscope.core.samples import Samples
+from stepscope.core.samples import CONFIDENCE, Samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def paired_ratios(before: Run, after: Run, part: str) -> Samples | None:
     return Samples(values_s=ratios, clock="ratio") if ratios else None
 
 
-def change_of(before: RunSet, after: RunSet, part: str = STEP) -> Change | None:
+def change_of(before: RunSet, after: RunSet, part: str = STEP, confidence: float = CONFIDENCE) -> Change | None:
     """How many times as long a part of the step takes after as before.
 
     Runs that were measured turn by turn are compared pair by pair, a ratio a process; others by their typical times.
@@ -109,8 +109,8 @@ def change_of(before: RunSet, after: RunSet, part: str = STEP) -> Change | None:
         if run.beside in by_id and (ratios := paired_ratios(by_id[run.beside], run, part)) is not None
     ]
     if found:
-        return change_of_pairs([ratio for ratio in found if ratio])
-    return after.processes(part).change_from(before.processes(part))
+        return change_of_pairs([ratio for ratio in found if ratio], confidence)
+    return after.processes(part).change_from(before.processes(part), confidence)
 
 
 def in_sets(runs: Sequence[Run]) -> bool:

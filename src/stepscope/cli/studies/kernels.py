@@ -11,7 +11,6 @@ from stepscope.cli.verb import verb
 from stepscope.core.errors import InputError
 from stepscope.core.run import Run, settings_from
 from stepscope.core.run_directory import find_run_files, load_run
-from stepscope.core.run_files import STREAM_FILE
 
 if TYPE_CHECKING:
     from stepscope.analysis.captures.digest import TraceDigest
@@ -130,37 +129,16 @@ def _stored(place: Path, where: tuple[str, ...]) -> list[tuple[Run, Path]]:
 
 def _cell(run: Run, directory: Path, tool: str, keep: bool) -> "list[CapturedCell]":
     """The run's captures as digests: of the tool asked for, and of the other, if the run has one."""
+    from stepscope.analysis.captures.beside import digest_beside
     from stepscope.analysis.comparisons.kernels.cells import CapturedCell
     from stepscope.core.evidence import TRACE_TOOLS
 
     try:
         digests: dict[str, TraceDigest | None] = {
-            name: digest_beside(run, directory, name, keep) for name in TRACE_TOOLS
+            name: digest_beside(run, directory, name, say=warn, keep=keep) for name in TRACE_TOOLS
         }
     except InputError as error:
         warn(f"left out: {error}")
         return []
     wanted = digests.pop(tool)
     return [CapturedCell(run=run, digest=wanted, other=next(iter(digests.values())))] if wanted else []
-
-
-def digest_beside(run: Run, directory: Path, tool: str, keep: bool) -> "TraceDigest | None":
-    """The digest of a run's capture, made anew if the capture is there, else the kept one, or None."""
-    from stepscope.analysis.captures.checks import check_trace
-    from stepscope.analysis.captures.digest import digest_of, load_digest, save_digest
-    from stepscope.cli.trace import load_summary
-
-    capture = directory / run.artifacts.get(tool, "-")
-    on_cpu = run.environment is None or run.environment.device_type == "cpu"
-    if not capture.is_file():
-        kept, stream = load_digest(directory, tool), directory / STREAM_FILE
-        if kept is not None or tool != "nsys" or on_cpu or not stream.is_file():
-            return kept
-        capture = stream  # nsys recorded, and could not import there: its own importer reads the stream
-    if tool == "nsys" and on_cpu:
-        return None  # on a CPU Nsight Systems records ranges alone
-    summary = load_summary(capture)
-    digest = digest_of(summary, check_trace(summary))
-    if keep:
-        save_digest(digest, directory)
-    return digest

@@ -1,0 +1,60 @@
+"""Whether a comparison is too slow to pass, as a build asks: fails, passes, or cannot be decided with what was run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stepscope.analysis.comparisons.sides import SideComparison
+from stepscope.core.errors import InputError
+from stepscope.core.units import format_share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """What was found of a limit: the words on each pair that is too slow, and on each that leaves it open."""
+
+    limit: float
+    slower: tuple[str, ...]
+    open: tuple[str, ...]
+
+    def fails(self, *, strict: bool) -> bool:
+        """Whether the build fails. strict: what cannot be decided fails, too."""
+        return bool(self.slower or (strict and self.open))
+
+
+def judge(comparisons: Sequence[SideComparison], limit: float) -> Gate:
+    """Hold every pair against the limit: it fails where the whole interval of its change lies above.
+
+    The intervals of several pairs are widened so that all hold together. A cell whose runs did not end on one side is
+    not decided: a step that fails is not a fast one.
+    """
+    slower: list[str] = []
+    undecided: list[str] = []
+    for found in comparisons:
+        for pair in found.pairs:
+            change = pair.change(found.value, found.level)
+            if change is None or change.interval is None:
+                undecided.append(f"{pair.label}: too few processes")
+            elif change.interval.low > 1 + limit:
+                made_by = found.most_in(pair)
+                most = f", most of it in {made_by[0]}" if made_by else ""
+                slower.append(
+                    f"{pair.label} is {format_share(change.share)} slower (at least "
+                    f"{format_share(change.interval.low - 1)}){most}"
+                )
+            elif change.interval.high > 1 + limit:
+                undecided.append(f"{pair.label}: {format_share(change.interval.low - 1)} to "
+                                 f"{format_share(change.interval.high - 1)} slower")  # fmt: skip
+        undecided += [f"{cell}: no result" for cell in found.lost]
+    return Gate(limit=limit, slower=tuple(slower), open=tuple(undecided))
+
+
+def parse_share(text: str, option: str) -> float:
+    """A share of one, written `3%` or `0.03`."""
+    number = text.strip().removesuffix("%").strip()
+    try:
+        value = float(number) / (100 if text.strip().endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 100:
+        raise InputError(f"cannot read {option} {text!r}: write a share that is not below 0, as in 3% or 0.03")
+    return value
