@@ -38,10 +38,10 @@ BENCHMARKS = (
     "benchmarks/overhead.py", "benchmarks/trace.py", "benchmarks/snapshot.py", "benchmarks/attention.py",
     "benchmarks/coverage.py", "benchmarks/architectures.py", "benchmarks/convolutions.py", "benchmarks/watch.py",
     "benchmarks/published.py", "benchmarks/ranks.py", "benchmarks/processes.py", "benchmarks/sweep.py",
-    "benchmarks/command.py", "tests/recorded.py",
+    "benchmarks/command.py", "benchmarks/many_runs.py", "tests/recorded.py",
 )  # fmt: skip
 STUDIES_OF_ARITHMETIC = ("formats", "accumulation")
-VERBS = ("table", "show", "ls", "models", "kernel", "trace", "memory", "fit", "compare")
+VERBS = ("table", "show", "ls", "history", "models", "kernel", "trace", "memory", "fit", "compare")
 
 
 def name_of(document: Path) -> str:

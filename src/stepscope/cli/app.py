@@ -13,6 +13,7 @@ from stepscope.cli import (
     compare,
     device,
     fit,
+    history,
     kernel,
     ls,
     memory,
@@ -59,8 +60,8 @@ class _Command(Verbs):
     verbs: ClassVar = {
         "run": run.run, "watch": watch.watch, "sweep": sweep.sweep, "compare": compare.compare, "table": table.table,
         "trace": trace.trace,
-        "memory": memory.memory, "fit": fit.fit, "show": show.show, "ls": ls.ls, "models": models.models,
-        "device": device.device, "kernel": kernel.kernel,
+        "memory": memory.memory, "fit": fit.fit, "show": show.show, "ls": ls.ls, "history": history.history,
+        "models": models.models, "device": device.device, "kernel": kernel.kernel,
     }  # fmt: skip
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from stepscope.cli.output import emit, json_line, warn
+from stepscope.cli.listed import listed_runs
+from stepscope.cli.output import emit, json_line
 from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
-from stepscope.core.run_directory import load_runs
 
 
 @verb("ls", "stepscope ls", "stepscope ls results/h200/plain --tag plain")
@@ -23,9 +23,7 @@ def ls(
     shown: Presentation,
 ) -> None:
     """List runs, oldest first."""
-    found, faults = load_runs(places or [runs])
-    for fault in faults:
-        warn(f"left out: {fault}")
+    found = listed_runs(places or [runs])
     kept = [run for run in found if tag is None or run.tag == tag]
     if not kept and shown == Presentation():
         emit("no runs\n")

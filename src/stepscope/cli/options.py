@@ -329,7 +329,9 @@ OPTIONS = (
            metavar="PLACE", verbs=("study compile", "study speed", "study attention-step")),
     Option("where", str, STORED, "Keep runs with field=value[,value].", metavar="FIELD=VALUE", repeated=True),
     Option("tag", _tag, STORED, "A word of your own to find the run by."),
-    Option("tag", str, STORED, "Only runs with this tag.", verbs=("ls", "table")),
+    Option("tag", str, STORED, "Only runs with this tag.", verbs=("ls", "table", "history")),
+    Option("workload", str, STORED, "Only trends whose key has this in it, with every run.", metavar="KEY"),
+    Option("predictions", bool, STORED, "Show forecasts beside what was measured afterwards."),
     # What becomes of the answer.
     Option("only", str, OUTPUT, "Show the tables whose title contains this; `findings` for the sentences alone.",
            Presentation),

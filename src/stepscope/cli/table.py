@@ -6,10 +6,10 @@ from typing import Annotated, cast
 import msgspec
 import typer
 
-from stepscope.cli.output import check_picture, draw, present, warn
+from stepscope.cli.listed import listed_runs
+from stepscope.cli.output import check_picture, draw, present
 from stepscope.cli.verb import verb
 from stepscope.core.errors import InputError, choose
-from stepscope.core.run_directory import load_runs
 
 
 @verb(
@@ -50,9 +50,7 @@ def table(
         speedup=speedup,
         where=tuple(conditions),
     )
-    found, faults = load_runs(places or [runs])
-    for fault in faults:
-        warn(f"left out: {fault}")
+    found = listed_runs(places or [runs])
     answer = answer_table(found, query, bare=style in BARE)
     if save is not None:
         from stepscope.analysis.runs.table_panels import table_panels

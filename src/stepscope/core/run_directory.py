@@ -154,7 +154,7 @@ def load_runs(places: list[Path]) -> tuple[list[Run], list[str]]:
     faults: list[str] = []
     seen: set[Path] = set()
     for place in places:
-        if not _exists(place):
+        if not exists(place):
             raise InputError(f"no runs at {place}: it does not exist")
         for file in find_run_files(place):
             if file.resolve() in seen:
@@ -172,11 +172,11 @@ def load_runs(places: list[Path]) -> tuple[list[Run], list[str]]:
 def find_run(name: str, out: Path) -> Run:
     """A run by its path, or that of a folder which holds just one; or by a part of its directory's name under `out`
     that is unique there; or `last`, the newest under `out`."""
-    files = list(find_run_files(out)) if _exists(out) else []
+    files = list(find_run_files(out)) if exists(out) else []
     if name == "last" and files:
         return load_run(next((file for file in reversed(files) if os.path.lexists(file)), files[-1]))
     path = Path(name)
-    if _exists(path) and (path.is_file() or not files or any(find_run_files(path))):
+    if exists(path) and (path.is_file() or not files or any(find_run_files(path))):
         inside = list(find_run_files(path))
         return load_run(inside[0] if len(inside) == 1 else path)
     matches = [file for file in files if name in file.parent.name]
@@ -210,8 +210,11 @@ def find_place(name: str, out: Path) -> Path:
     raise InputError(f"{name}: no such file, nor a run of that name in {out}")
 
 
-def _exists(path: Path) -> bool:
-    """Raises InputError for links that lead round in a circle: they are there, and lead nowhere."""
+def exists(path: Path) -> bool:
+    """Whether the path leads to something.
+
+    Raises InputError for links that lead round in a circle: they are there, and lead nowhere.
+    """
     try:
         path.stat()
     except OSError as error:  # a name too long for any file, say

@@ -3,6 +3,8 @@
 RUN_FILE = "run.json"
 FORECASTS_FILE = "forecasts.jsonl"
 """Beside run directories: what was foretold of workloads, a line each."""
+INDEX_FILE = ".stepscope-index"
+"""Beside run directories, where they are many: what is known of them (core/run_index.py). It may be deleted."""
 FAILURE_FILE = "failure.txt"
 """The traceback of what ended the run."""
 MEMORY_FILE = "memory.pickle.gz"

@@ -21,6 +21,7 @@ simulates how well they hold, and docs/measuring.md shows the result. The source
 - Von Neumann (1941): the ratio of the mean square successive difference to the variance, 2 (1 - r).
 """
 
+import functools
 import itertools
 import math
 import statistics
@@ -144,6 +145,18 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
         return statistics.median(self.values_s) if self.values_s else None
 
     @property
+    def first_s(self) -> float | None:
+        return self.values_s[0] if self.values_s else None
+
+    @property
+    def smallest_s(self) -> float | None:
+        return min(self.values_s, default=None)
+
+    @property
+    def largest_s(self) -> float | None:
+        return max(self.values_s, default=None)
+
+    @property
     def mean_s(self) -> float | None:
         return statistics.fmean(self.values_s) if self.values_s else None
 
@@ -193,15 +206,7 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
         It uses ranks, since one outlier would hide how alike the others are. A value below 0 would claim more than n
         samples.
         """
-        if self.count < MINIMUM_FOR_INTERVAL:
-            return None
-        ranks = _ranks(self.values_s)
-        middle = (self.count + 1) / 2
-        total = math.fsum((rank - middle) ** 2 for rank in ranks)
-        if not total:
-            return 0.0
-        products = math.fsum((a - middle) * (b - middle) for a, b in itertools.pairwise(ranks))
-        return _without_bias(products / total, self.count)
+        return _autocorrelation(self.values_s)
 
     @property
     def effective_count(self) -> float | None:
@@ -275,10 +280,9 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
             return None
         value = baseline.median_s / self.median_s
         extremes = None
-        if min(self.count, baseline.count) >= _FEWEST_FOR_EXTREMES and min(self.values_s):
-            extremes = Interval(
-                low=min(baseline.values_s) / max(self.values_s), high=max(baseline.values_s) / min(self.values_s)
-            )
+        enough = min(self.count, baseline.count) >= _FEWEST_FOR_EXTREMES
+        if enough and self.smallest_s and self.largest_s and baseline.smallest_s is not None and baseline.largest_s:
+            extremes = Interval(low=baseline.smallest_s / self.largest_s, high=baseline.largest_s / self.smallest_s)
         mine, theirs = self.interval(), baseline.interval()
         if mine is None or theirs is None or not mine.low or not theirs.low:
             return Ratio(value=value, interval=None, extremes=extremes)
@@ -302,6 +306,20 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
             return None
         low, _, high = statistics.quantiles(self.values_s, n=4, method="inclusive")
         return low, high
+
+
+@functools.lru_cache(maxsize=8)  # the interval asks several times
+def _autocorrelation(values: tuple[float, ...]) -> float | None:
+    count = len(values)
+    if count < MINIMUM_FOR_INTERVAL:
+        return None
+    ranks = _ranks(values)
+    middle = (count + 1) / 2
+    total = math.fsum((rank - middle) ** 2 for rank in ranks)
+    if not total:
+        return 0.0
+    products = math.fsum((a - middle) * (b - middle) for a, b in itertools.pairwise(ranks))
+    return _without_bias(products / total, count)
 
 
 def _thinned(values: tuple[float, ...]) -> tuple[float, ...]:

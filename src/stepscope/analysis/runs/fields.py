@@ -12,7 +12,7 @@ from stepscope.core.attentions import attention_names
 from stepscope.core.errors import InputError, choose
 from stepscope.core.model_config import PRESETS
 from stepscope.core.own_workload import OwnWorkload
-from stepscope.core.range_names import BACKWARD, DATA, FORWARD, OPTIMIZER, REST, STEP
+from stepscope.core.range_names import BACKWARD, DATA, FORWARD, FORWARD_BACKWARD, OPTIMIZER, REST, STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.units import GIB
@@ -162,12 +162,12 @@ def _while_measured(quantity: str, unit: str) -> Value:
 
 def _first_step(run: Run) -> float | None:
     samples = run.samples.get(STEP)
-    return samples.values_s[0] if samples and samples.count else None
+    return samples.first_s if samples else None
 
 
 def _largest_step(run: Run) -> float | None:
     samples = run.samples.get(STEP)
-    return max(samples.values_s) if samples and samples.count else None
+    return samples.largest_s if samples else None
 
 
 def _predicted_peak(run: Run) -> int | None:
@@ -185,7 +185,7 @@ def _prediction_error(run: Run) -> float | None:
 
 
 VALUES: dict[str, Value] = {
-    **{name: _time(name) for name in (FORWARD, BACKWARD, OPTIMIZER, DATA, REST, "forward-backward", STEP, "host")},
+    **{name: _time(name) for name in (FORWARD, BACKWARD, OPTIMIZER, DATA, REST, FORWARD_BACKWARD, STEP, "host")},
     "first_step": Value(unit="ms", scale=1e3, number=_first_step),
     "largest_step": Value(unit="ms", scale=1e3, number=_largest_step),
     "steps": Value(unit="", digits=0, number=lambda run: run.samples[STEP].count if STEP in run.samples else None),

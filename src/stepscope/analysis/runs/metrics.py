@@ -1,6 +1,6 @@
 """Figures derived from a run: rates, utilisation, shares. Each is None where the run does not support it."""
 
-from stepscope.core.range_names import BACKWARD, FORWARD, STEP, TIMED
+from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, STEP, TIMED
 from stepscope.core.run import Run
 from stepscope.core.samples import FEWEST_FOR_PERCENTILE, Samples
 
@@ -10,7 +10,7 @@ WHILE_MEASURED = ("sm_clock_mhz", "power_w", "temperature_c")
 
 def samples_of(run: Run, name: str) -> Samples | None:
     """Samples by name; `forward-backward` is the sum of the two phases, step by step."""
-    if name == "forward-backward":
+    if name == FORWARD_BACKWARD and name not in run.samples:
         forward, backward = run.samples.get(FORWARD), run.samples.get(BACKWARD)
         return forward.plus(backward) if forward and backward else None
     return run.samples.get(name)
@@ -19,7 +19,7 @@ def samples_of(run: Run, name: str) -> Samples | None:
 def parts_of(run: Run) -> list[str]:
     """The names of the timed parts of the run's step: those that stepscope knows in their order, then a user's own."""
     known = [name for name in TIMED if name in run.samples]
-    return known + [name for name in run.samples if name not in (*TIMED, STEP, "host")]
+    return known + [name for name in run.samples if name not in (*TIMED, STEP, "host", FORWARD_BACKWARD)]
 
 
 def memory_of(run: Run, field: str) -> int | None:

@@ -1,0 +1,29 @@
+"""The runs of some places for the verbs that list many, with what must be said of them on stderr."""
+
+import time
+from pathlib import Path
+
+from stepscope.cli.output import warn
+from stepscope.core.run import Run
+from stepscope.core.run_index import list_runs
+
+_QUIET_S = 2.0
+"""Reading runs that takes longer says how far it is."""
+
+
+def listed_runs(places: list[Path]) -> list[Run]:
+    """The readable runs of these places, oldest first; those left out, and why, are told on stderr."""
+    said = time.monotonic()
+
+    def tell(done: int, of: int) -> None:
+        nonlocal said
+        if time.monotonic() - said > _QUIET_S:
+            said = time.monotonic()
+            warn(f"reading runs: {done:,} of {of:,}")
+
+    listing = list_runs(places, tell)
+    for fault in listing.faults:
+        warn(f"left out: {fault}")
+    for note in listing.notes:
+        warn(note)
+    return listing.runs
