@@ -1,6 +1,9 @@
 """The index of a folder of runs: the answers are those of the runs themselves, whatever happens to either."""
 
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from stepscope.analysis.runs.answer import answer_list
 from stepscope.analysis.runs.tables import TableQuery, answer_table
 from stepscope.core import run_index
 from stepscope.core.run import Run
-from stepscope.core.run_directory import load_runs, save_run
+from stepscope.core.run_directory import load_runs, save_run, write_atomically
 from stepscope.core.run_files import INDEX_FILE, RUN_FILE
 from stepscope.core.run_index import list_runs
 from tests.conftest import make_run
@@ -134,6 +137,42 @@ def test_a_folder_where_nothing_can_be_written(folder: Path):
     assert len(listing.runs) == 5
     assert any("cannot write" in note for note in listing.notes)
     assert [path.name for path in folder.iterdir() if "tmp" in path.name] == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits of a process are POSIX")
+def test_a_disk_without_room(folder: Path):
+    (folder / INDEX_FILE).unlink()
+    code = (
+        "import resource, sys; from pathlib import Path; from stepscope.core.run_index import list_runs;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100));"
+        "found = list_runs([Path(sys.argv[1])], fewest=1); print(len(found.runs)); print(found.notes[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[0] == "5" and "cannot write" in done.stdout
+    assert [path.name for path in folder.iterdir() if "index" in path.name] == []
+
+
+def test_several_writers_at_once(folder: Path):
+    code = (
+        "import sys; from pathlib import Path; from stepscope.core.run_index import list_runs;"
+        "print({len(list_runs([Path(sys.argv[1])], fewest=1).runs) for _ in range(30)})"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE) for _ in range(3)]
+    while any(writer.poll() is None for writer in writers):
+        (folder / INDEX_FILE).unlink(missing_ok=True)  # each has to write it again
+        put(folder, 2)
+        assert_same(folder)
+    assert [writer.communicate()[0] for writer in writers] == [b"{5}\n"] * 3
+
+
+def test_a_run_written_again_with_the_size_and_time_of_before(folder: Path):
+    file = folder / "20260101T000003.000-r" / RUN_FILE
+    before = file.stat()
+    text = file.read_bytes().replace(b'"tag":"t3"', b'"tag":"t9"').replace(b'"tag": "t3"', b'"tag": "t9"')
+    write_atomically(text, file)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size
+    assert [run.tag for run in list_runs([folder], fewest=1).runs][3] == "t9"
 
 
 def test_few_runs_have_no_index(tmp_path: Path):

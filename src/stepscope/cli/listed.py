@@ -1,5 +1,6 @@
 """The runs of some places for the verbs that list many, with what must be said of them on stderr."""
 
+import gc
 import time
 from pathlib import Path
 
@@ -21,7 +22,13 @@ def listed_runs(places: list[Path]) -> list[Run]:
             said = time.monotonic()
             warn(f"reading runs: {done:,} of {of:,}")
 
-    listing = list_runs(places, tell)
+    # Runs stay until the command ends: Python's collector would walk through thousands of them again and again.
+    gc.disable()
+    try:
+        listing = list_runs(places, tell)
+    finally:
+        gc.freeze()
+        gc.enable()
     for fault in listing.faults:
         warn(f"left out: {fault}")
     for note in listing.notes:

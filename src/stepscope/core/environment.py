@@ -4,6 +4,9 @@ import msgspec
 
 from stepscope.core.units import format_bytes
 
+COMMITS = ("git_commit", "git_dirty", "own_commit", "own_dirty")
+"""The fields of an environment that say which code ran."""
+
 
 class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU's state at one moment, by NVML; a value is None where the driver does not give it."""
@@ -76,13 +79,25 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     allocator: str | None = None
     """Settings of PyTorch's caching allocator that the environment names; None where it names none, or on a CPU."""
     git_commit: str | None = None
+    """Commit of the checkout that stepscope ran from."""
     git_dirty: bool | None = None
+    """Whether stepscope's files had been changed since."""
+    own_commit: str | None = None
+    """Commit of the checkout that a user's model or loop was started in; None for the textbook's model."""
+    own_dirty: bool | None = None
+    """Whether tracked files of that checkout had been changed since."""
     before: GpuReading | None = None
     """The GPU's state when the measured steps begin, after warm-up; `after` is its state when they end."""
     after: GpuReading | None = None
     during: GpuSamples | None = None
     """The GPU while the measured steps ran."""
     host: HostReading | None = None
+
+    @property
+    def code(self) -> tuple[str | None, bool | None]:
+        """The commit of the code that was measured, and whether files had been changed since: the user's where the
+        model or the loop is a user's, and else stepscope's."""
+        return (self.own_commit, self.own_dirty) if self.own_commit else (self.git_commit, self.git_dirty)
 
     @property
     def described(self) -> str:

@@ -18,9 +18,12 @@ from stepscope.measure.nvml import driver_version
 _PROC_STAT = Path("/proc/stat")
 
 
-def read_environment(device: torch.device, memory_limit_bytes: int | None = None) -> Environment:
-    """The parts of the environment that do not change during a run."""
+def read_environment(
+    device: torch.device, memory_limit_bytes: int | None = None, *, own_code: bool = False
+) -> Environment:
+    """The parts of the environment that do not change during a run; `own_code`: a user's code is measured."""
     commit, dirty = _git_state()
+    own_commit, own_dirty = _own_state() if own_code else (None, None)
     host = Environment(
         device_type="cpu",
         device_name=cpu_name(),
@@ -32,6 +35,8 @@ def read_environment(device: torch.device, memory_limit_bytes: int | None = None
         versions=_versions(),
         git_commit=commit,
         git_dirty=dirty,
+        own_commit=own_commit,
+        own_dirty=own_dirty,
     )
     if device.type != "cuda":
         return host
@@ -104,25 +109,30 @@ def _git_state() -> tuple[str | None, bool | None]:
     if stated:
         return stated.removesuffix("-dirty"), stated.endswith("-dirty")
     package = Path(stepscope.__file__).parent
-
-    def git(*arguments: str) -> str | None:
-        try:
-            answer = subprocess.run(
-                ["git", "-C", str(package), *arguments],
-                capture_output=True,
-                text=True,
-                check=True,
-                timeout=10,
-            )
-        except (OSError, subprocess.SubprocessError):
-            return None
-        return answer.stdout.strip()
-
     # A package installed into a project's environment lies inside that project's checkout, whose commit is not ours.
-    if git("ls-files", "--error-unmatch", str(package / "__init__.py")) is None:
+    if _git(package, "ls-files", "--error-unmatch", str(package / "__init__.py")) is None:
         return None, None
-    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", ".")
+    commit, changes = _git(package, "rev-parse", "HEAD"), _git(package, "status", "--porcelain", "--", ".")
     return commit, None if changes is None else bool(changes)
+
+
+def _own_state() -> tuple[str | None, bool | None]:
+    """Commit of the checkout that the command was started in, and whether its tracked files were changed since. Others
+    are not looked at: measuring itself leaves new files."""
+    here = Path.cwd()
+    commit, changes = _git(here, "rev-parse", "HEAD"), _git(here, "status", "--porcelain", "--untracked-files=no")
+    return commit, None if commit is None or changes is None else bool(changes)
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git prints in this folder; None where it fails, or is not there."""
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()
 
 
 def cpu_name() -> str:

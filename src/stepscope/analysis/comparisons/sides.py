@@ -142,7 +142,7 @@ def _there(runs: Sequence[tuple[Run, Path]]) -> str:
 
 
 def _commit(run: Run) -> str:
-    return (run.environment.git_commit or "") if run.environment else ""
+    return (run.environment.code[0] or "") if run.environment else ""
 
 
 def _is_commit(name: str) -> bool:
@@ -241,7 +241,8 @@ class SideComparison:
 
 
 def compare_sides(before: Side, after: Side, across: Sequence[str] = (), value: str = STEP) -> SideComparison:
-    """Pair the runs of two sides by what they measured: cells whose workloads agree, but for the fields of `across`.
+    """Pair the runs of two sides by what they measured: cells whose workloads agree, but for the fields of `across`,
+    and for their own code where the sides are two commits.
 
     Raises InputError where the sides share nothing, and says in which fields they differ.
     """
@@ -249,6 +250,8 @@ def compare_sides(before: Side, after: Side, across: Sequence[str] = (), value: 
     for side, cells in ((before, first), (after, second)):
         if not cells:
             raise InputError(f"{side.name}: none of its {counted(len(side.runs), 'run')} measured {value} to the end")
+    if before.kind == after.kind == "commit":
+        across = (*across, "code")  # other code is what two commits are asked for
     pairs: list[SidePair] = []
     left, right = dict(first), dict(second)
     for key in [key for key in first if key in second]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from stepscope.analysis.comparisons.sides import SideComparison
 from stepscope.analysis.runs.doubts import doubting_kinds
+from stepscope.core.environment import COMMITS
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.run import Run
 from stepscope.core.units import counted
@@ -54,10 +55,10 @@ def _environments(found: SideComparison) -> Iterator[Finding]:
             "have in common hides a difference.",
             {"runs": len(shared)},
         )
-    commits = differing.pop("git_commit", None)
+    codes = {name: differing.pop(name) for name in COMMITS if name in differing}
+    commits = codes.get("own_commit") or codes.get("git_commit")
     dirty = [side.name for side in (found.before, found.after)
-             if any(run.environment and run.environment.git_dirty for run, _ in side.runs)]  # fmt: skip
-    differing.pop("git_dirty", None)
+             if any(run.environment and run.environment.code[1] for run, _ in side.runs)]  # fmt: skip
     if differing:
         said = ", ".join(f"{name} {was} and {now}" for name, (was, now) in differing.items())
         yield warning(
@@ -78,7 +79,7 @@ def _mixed(found: SideComparison) -> Iterator[Finding]:
         for one in sets:
             environments = [run.environment for run in one.measured if run.environment is not None]
             differing = {name for other in environments[1:] for name in environments[0].differences(other)}
-            if differing - {"git_dirty"}:
+            if differing - {"git_dirty", "own_dirty"}:
                 yield warning(
                     "mixed-side",
                     f"The runs of {side.name} are themselves from several environments: they differ in "

@@ -69,7 +69,7 @@ def _trend_as_json(trend: Trend) -> dict[str, Any]:
         "points": [
             {
                 "run": one.run.id, "created": one.run.created, "commit": _commit(one),
-                "dirty": one.run.environment.git_dirty if one.run.environment else None, "step_s": one.step_s,
+                "dirty": one.run.environment.code[1] if one.run.environment else None, "step_s": one.step_s,
                 "processes": len(one.runs.measured),
             }
             for one in trend.moments
@@ -87,7 +87,7 @@ def _trend_as_json(trend: Trend) -> dict[str, Any]:
 
 
 def _commit(moment: Moment) -> str | None:
-    return moment.run.environment.git_commit if moment.run.environment else None
+    return moment.run.environment.code[0] if moment.run.environment else None
 
 
 def _row(trend: Trend) -> tuple[Cell, ...]:

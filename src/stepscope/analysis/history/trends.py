@@ -10,13 +10,14 @@ import msgspec
 
 from stepscope.analysis.history.levels import changes_of_level, smallest_change
 from stepscope.analysis.runs.run_sets import RunSet, sets_of
+from stepscope.core.environment import COMMITS
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.own_workload import AnyWorkload, OwnWorkload, WatchedWorkload
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import CONFIDENCE
 
-_OF_COMMITS = ("git_commit", "git_dirty", "stepscope")
+_OF_COMMITS = (*COMMITS, "stepscope")
 """What differs between environments because the code does."""
 
 
@@ -35,10 +36,8 @@ class Moment:
     @property
     def commit(self) -> str:
         """The commit it ran at, with a + where files had been changed since; empty where nobody knows."""
-        where = self.run.environment
-        if where is None or where.git_commit is None:
-            return ""
-        return where.git_commit[:10] + ("+" if where.git_dirty else "")
+        commit, dirty = self.run.environment.code if self.run.environment else (None, None)
+        return f"{commit[:10]}{'+' if dirty else ''}" if commit else ""
 
 
 @dataclass(frozen=True, kw_only=True)

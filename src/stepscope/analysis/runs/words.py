@@ -13,10 +13,13 @@ def identify(run: Run) -> str:
     """One line: which run this is, and what lies beside it."""
     commit = run.environment.git_commit if run.environment else None
     dirty = ", changed since" if run.environment and run.environment.git_dirty else ""
+    own = run.environment.own_commit if run.environment else None
+    own_dirty = ", changed since" if run.environment and run.environment.own_dirty else ""
     parts = [
         f"Run {run.id}",
         f"tag {run.tag}" if run.tag else "",
         f"stepscope at {commit[:10]}{dirty}" if commit else "",
+        f"own code at {own[:10]}{own_dirty}" if own else "",
         *run.artifacts.values(),
     ]
     return printable("; ".join(part for part in parts if part))

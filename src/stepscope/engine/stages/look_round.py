@@ -1,6 +1,7 @@
 """Reads the environment and the device's datasheet, and counts the work of the step."""
 
 from stepscope.core.device_spec import find_device_spec, overridden_spec
+from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.run_directory import save_run
 from stepscope.engine.draft import Draft
 from stepscope.measure.environment import read_environment
@@ -10,7 +11,8 @@ from stepscope.work.transformer import known_work
 def look_round(draft: Draft) -> None:
     """Fill in what is known before anything runs, and write the run for the first time."""
     request = draft.request
-    environment = read_environment(draft.device, request.memory_limit_bytes)
+    own_code = isinstance(request.workload, OwnWorkload)
+    environment = read_environment(draft.device, request.memory_limit_bytes, own_code=own_code)
     name, stated = environment.device_name, request.peak_flops_per_s
     spec = overridden_spec(name, request.workload.dtype, stated) if stated else find_device_spec(name)
     draft.set(environment=environment, device_spec=spec, work=known_work(request.workload))

@@ -33,7 +33,7 @@ class WatchedDraft(RunDraft):
         self.loop = _loop(found)
         workload = watched_workload(found, self.loop, request.program)
         directory = create_run_directory(request.runs, workload)
-        environment = read_environment(device)
+        environment = read_environment(device, own_code=True)
         run = Run(
             id=directory.name,
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),
