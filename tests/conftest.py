@@ -4,7 +4,8 @@ import gc
 import os
 import shutil
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +126,14 @@ def _gpu_count() -> int:
 def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Ceilings are stored for later runs: one store for all tests, apart from the user's."""
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def _no_dispatch_mode_is_left() -> Iterator[None]:
+    """A mode that a test leaves behind counts or hides the operators of every test after it, far from its cause."""
+    yield
+    modes = sys.modules.get("torch.utils._python_dispatch")
+    assert modes is None or not modes.is_in_torch_dispatch_mode(), "a dispatch mode was left behind"
 
 
 MakeRun = Callable[..., Run]

@@ -1,6 +1,7 @@
 """The workflow that compares two commits of a pull request: its own steps, run here on a commit that is slower."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -45,7 +46,10 @@ def run_steps(place: Path, *names: str, **said: str) -> subprocess.CompletedProc
     """Run the steps as a runner does: each a script of bash that ends at the first command that fails."""
     told = yaml.safe_load(WORKFLOW.read_text())["env"]
     quick = {"STEP": "--module train.py:make --steps 8 --warmup 2 --no-profile --device cpu", "PROCESSES": "5"}
-    commands = Path(sys.executable).parent
+    commands = place / "bin"  # the tool that is tested, where it is not installed, too
+    commands.mkdir(exist_ok=True)
+    (commands / "stepscope").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m stepscope "$@"\n')
+    (commands / "stepscope").chmod(0o755)
     environment = {
         **os.environ, **told, **quick, **said, "OMP_NUM_THREADS": "1", "GITHUB_STEP_SUMMARY": str(place / "summary.md"),
         "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",

@@ -140,6 +140,19 @@ def test_nothing_is_found_in_a_loop_without_a_mistake(tmp_path: Path, loop: Loop
     assert set(found) <= {"waiting-for-data", "rest-is-large"}, "but for shares of a time that others may take"
 
 
+def test_a_loop_that_ends_within_a_step_leaves_no_mode(tmp_path: Path):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for last in range(8, 13):  # of 3 measured steps, then of those that are looked at
+        with stepscope.watch(model, optimizer, steps=(4, 7), runs=tmp_path, quiet=True):
+            for i in range(last):
+                model(torch.randn(4, 64)).backward()
+                if i < last - 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert not _get_current_function_mode_stack() and not is_in_torch_dispatch_mode()
+
+
 def test_28_waiting_for_data(tmp_path: Path):
     found = habits(Loop(dataset=Rows(seconds=0.002)).run(tmp_path))
     assert found["waiting-for-data"].severity == "warning"

@@ -312,3 +312,15 @@ def test_a_watch_that_ends_early_keeps_what_its_stage_has_and_leaves_nothing():
         watching.stop()
         assert diary.ended == (steps > 1)
         assert nothing_is_left(model, optimizer)
+
+
+def test_two_parts_of_one_class_are_left_as_they_were():
+    encoder, decoder, diary = nn.Linear(8, 4), nn.Linear(4, 8), DiaryStage(2)
+    model = nn.ModuleList([encoder, decoder])
+    optimizer, told = torch.optim.SGD(model.parameters(), lr=0.1), Told(diary)
+    watch(told, model=model, optimizer=optimizer)
+    for _ in range(5):
+        decoder(encoder(torch.randn(4, 8))).square().mean().backward()
+        optimizer.step()
+    assert told.answer is not None and len(told.answer.roots) == 2
+    assert nothing_is_left(model, optimizer)

@@ -167,11 +167,12 @@ class LookedAtSteps:
 
     def ends(self) -> None:
         self._phases.keeps_roots = self._phases.keeps_inputs = False
-        self._work.stop()
         recorder, self._habits, self.recorders = self._habits, None, ()
+        if recorder is not None:
+            recorder.close()  # a loop may end within a step: what was opened last is then open, and closed first
+        self._work.stop()
         if recorder is None:
             return
-        recorder.close()
         work = self._work.work()
         if work is not None:
             self._keep_work(*work)

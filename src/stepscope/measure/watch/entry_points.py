@@ -26,7 +26,8 @@ _MISSING = object()
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
     """Replace an attribute by a wrapper, if the attribute exists. Returns what puts the original back.
 
-    If somebody else has wrapped it again since then, that wrapper stays, and ours below it does nothing more.
+    If somebody else has wrapped it again since then, that wrapper stays, and ours below it does nothing more. Two of
+    ours on one attribute are undone in reverse order, or the first would stay.
     """
     original = getattr(owner, name, None)
     if original is None:
@@ -129,7 +130,7 @@ class OptimizerWatch:
             undo.append(replace(optimizer, "step", lambda original, of=optimizer: self._around_step(of, original)))
 
         def take_off() -> None:
-            for each in undo:
+            for each in reversed(undo):
                 each()
 
         return take_off

@@ -81,7 +81,7 @@ class Finder(Recorder):
         self._seen = None
         self._phases.recorders = ()
         _let_modules_call(_ORIGINAL_CALL)
-        for undo in self._undo:
+        for undo in reversed(self._undo):
             undo()
         self._undo.clear()
 

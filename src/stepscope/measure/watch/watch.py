@@ -138,7 +138,7 @@ class Watch:
         self.phases.recorders = ()
         self.phases.pause()
         self._finder.stop()
-        for undo in self._undo:
+        for undo in reversed(self._undo):
             undo()
         self._undo.clear()
 
