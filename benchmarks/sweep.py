@@ -1,6 +1,6 @@
 """What does a sweep's cell cost beyond its own work? The same cells, forked and each a Python of its own, in turn.
 
-    python benchmarks/sweep.py [--cells 8] [--rounds 3] [--json FILE]
+    python benchmarks/sweep.py [--cells 8] [--rounds 3] [--device cpu|cuda] [--json FILE]
     python benchmarks/sweep.py --show FILE...        # a table of results kept with --json
 
 A cell's own work is what measuring it takes in this process, once it has measured it before: nothing is imported and
@@ -82,13 +82,13 @@ def workloads(count: int) -> list[Workload]:
     return [Workload(model=model, batch_size=2, seq_len=16 + 2 * i) for i in range(count)]
 
 
-def sweep_s(start: ProcessStart, count: int) -> tuple[float, float]:
+def sweep_s(start: ProcessStart, count: int, device: str) -> tuple[float, float]:
     """Wall and processor seconds of a sweep."""
     cells = tuple(Cell(workload=workload, settings=SETTINGS) for workload in workloads(count))
     with tempfile.TemporaryDirectory() as out:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         began = time.perf_counter()
-        runs = run_sweep(SweepPlan(cells=cells, devices=("cpu",), out=out), Policy(start=start))
+        runs = run_sweep(SweepPlan(cells=cells, devices=(device,), out=out), Policy(start=start))
         wall_s = time.perf_counter() - began
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = {run.evidence.process_start for run in runs if run.status == "done"}
@@ -97,20 +97,23 @@ def sweep_s(start: ProcessStart, count: int) -> tuple[float, float]:
     return wall_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def own_s(count: int) -> tuple[float, float]:
+def own_s(count: int, device: str) -> tuple[float, float]:
     """Wall and processor seconds of the same measurements in this process."""
     wall, cpu = time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory() as out:
         for workload in workloads(count):
-            measure_step(StepRequest(workload=workload, settings=SETTINGS, device="cpu", out=out))
+            measure_step(StepRequest(workload=workload, settings=SETTINGS, device=device, out=out))
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def measure(arguments: argparse.Namespace) -> Result:
     """Measure in rounds, each kind of start once in each."""
-    own_s(arguments.cells)
+    if arguments.cells <= FEWEST:
+        raise ValueError(f"--cells {arguments.cells}: more than {FEWEST}, or what one cell more costs cannot be told")
+    device = str(resolve_device(arguments.device))
+    own_s(arguments.cells, device)
     sweeps = [Sweeps(start=start) for start in get_args(ProcessStart)]
-    environment = read_environment(resolve_device("cpu"))
+    environment = read_environment(resolve_device(device))
     result = Result(
         environment=environment.described, cores=environment.cpu_cores, cells=arguments.cells, settings=SETTINGS,
         own_s=[], own_cpu_s=[], other_cores=[], sweeps=sweeps,
@@ -118,11 +121,11 @@ def measure(arguments: argparse.Namespace) -> Result:
     for _ in range(arguments.rounds):
         load = HostLoad()
         for kind in sweeps:
-            wall_s, cpu_s = sweep_s(kind.start, arguments.cells)
+            wall_s, cpu_s = sweep_s(kind.start, arguments.cells, device)
             kind.wall_s.append(wall_s)
             kind.cpu_s.append(cpu_s)
-            kind.short_s.append(sweep_s(kind.start, FEWEST)[0])
-        wall_s, cpu_s = own_s(arguments.cells)
+            kind.short_s.append(sweep_s(kind.start, FEWEST, device)[0])
+        wall_s, cpu_s = own_s(arguments.cells, device)
         result.own_s.append(wall_s)
         result.own_cpu_s.append(cpu_s)
         reading = load.read()
@@ -174,6 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
     measure_or_show(parser.parse_args(), Result, measure=measure, render=render, render_markdown=render_markdown)
