@@ -8,8 +8,9 @@ WORKERS ?= 2
 
 .PHONY: run test quick lint measures hostile mutants nsys clean
 
-run: $(INSTALLED)  ## Measure one training step here, and show it.
+run: $(INSTALLED)  ## Measure one training step here, show it, and leave its page.
 	$(BIN)/stepscope run --tag first
+	$(BIN)/stepscope report last
 
 test: lint  ## Lint, types and tests.
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile

@@ -35,7 +35,8 @@ BLOCK = re.compile(r"(?<=```console\n)\$ (?P<command>.+?)\n(?P<output>.*?)(?=```
 PYTHON = re.compile(r"(?<=```pycon\n)>>> .*?(?=```)", re.DOTALL)
 READS_AGAIN = {"make run": "stepscope show results/cpu/first"}
 BENCHMARKS = (
-    "benchmarks/overhead.py", "benchmarks/trace.py", "benchmarks/snapshot.py", "benchmarks/attention.py",
+    "benchmarks/overhead.py", "benchmarks/page.py", "benchmarks/trace.py", "benchmarks/snapshot.py",
+    "benchmarks/attention.py",
     "benchmarks/coverage.py", "benchmarks/architectures.py", "benchmarks/convolutions.py", "benchmarks/watch.py",
     "benchmarks/published.py", "benchmarks/ranks.py", "benchmarks/processes.py", "benchmarks/sweep.py",
     "benchmarks/command.py", "benchmarks/many_runs.py", "tests/recorded.py",

@@ -22,11 +22,24 @@ ALLOWED = {
     "memory": {"core", "work"},
     "engine": {"core", "work", "measure", "models", "trace", "analysis", "memory"},
     "studies": {"core", "work", "measure", "models", "numerics", "trace", "analysis", "memory", "engine"},
+    "pages": {"core", "work", "trace", "analysis", "memory"},
     "report": {"core", "work", "trace", "analysis", "memory"},
-    "cli": {"core", "work", "trace", "analysis", "memory", "report", "engine", "studies", "measure", "numerics"},
+    "cli": {
+        "core",
+        "work",
+        "trace",
+        "analysis",
+        "memory",
+        "pages",
+        "report",
+        "engine",
+        "studies",
+        "measure",
+        "numerics",
+    },
     "api": {"core", "analysis", "memory", "report", "engine", "studies", "measure", "models"},
     "callbacks": {"core", "engine"},
-}
+}  # fmt: skip
 """Rooms below. Both wings stand on core and work, and never see each other; engine, studies and cli see both."""
 
 LIBRARIES = {
@@ -41,7 +54,8 @@ LIBRARIES = {
     "memory": {"msgspec", "polars"},
     "engine": {"msgspec", "torch"},
     "studies": {"msgspec", "torch"},
-    "report": {"altair", "msgspec", "polars", "rich", "vl_convert"},
+    "pages": {"msgspec", "polars"},
+    "report": {"altair", "jinja2", "msgspec", "polars", "rich", "vl_convert"},
     "cli": {"msgspec", "rich", "typer"},
     "api": {"msgspec", "torch"},
     "callbacks": {"accelerate", "lightning", "transformers"},

@@ -18,6 +18,7 @@ from stepscope.cli import (
     ls,
     memory,
     models,
+    report,
     run,
     show,
     streams,
@@ -59,8 +60,8 @@ class _Command(Verbs):
 
     verbs: ClassVar = {
         "run": run.run, "watch": watch.watch, "sweep": sweep.sweep, "compare": compare.compare, "table": table.table,
-        "trace": trace.trace,
-        "memory": memory.memory, "fit": fit.fit, "show": show.show, "ls": ls.ls, "history": history.history,
+        "trace": trace.trace, "memory": memory.memory, "report": report.report, "fit": fit.fit, "show": show.show,
+        "ls": ls.ls, "history": history.history,
         "models": models.models, "device": device.device, "kernel": kernel.kernel,
     }  # fmt: skip
 

@@ -344,6 +344,14 @@ OPTIONS = (
            "Write what is asked for as a smaller trace of torch.profiler's format (.json, .json.gz).", metavar="FILE"),
     Option("perfetto", Path, OUTPUT, "Write a trace for Perfetto, with phases, families and counters as tracks.",
            metavar="FILE"),
+    Option("out", Path, OUTPUT, "Write the page into this file (default: report.html in the run's folder, or "
+           "NAME.report.html here).", metavar="FILE", spelled="-o", verbs=("report",)),
+    Option("open_page", bool, OUTPUT, "Open the page in a browser.", default=False, spelled="--open"),
+    Option("compare", bool, OUTPUT, "Two names are two sides: what changed, and how sure that is.", default=False,
+           verbs=("report",)),
+    Option("plots", Path, OUTPUT, "Also write each plot of the page into this folder.", metavar="DIR"),
+    Option("plots_as", str, OUTPUT, "", default="svg", choices=("svg", "png")),
+    Option("redact", bool, OUTPUT, "Leave out hosts, paths, arguments, lines of source and commands.", default=False),
     Option("save", Path, OUTPUT, "Draw a plot into this file: .svg, .png, .html or .json.", metavar="FILE"),
     Option("json", bool, OUTPUT, "JSON on stdout, and nothing else there.", Presentation, False),
 )  # fmt: skip

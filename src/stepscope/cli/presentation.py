@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from stepscope.cli.output import emit, present
 from stepscope.core.answer import Answer, encode_answer
 from stepscope.core.errors import InputError, choose
+from stepscope.core.shown_text import warn
 from stepscope.report.renderers import BARE, STYLES
 
 
@@ -32,3 +33,8 @@ class Presentation:
             emit(document() if document is not None else encode_answer(answers[0]))
         else:
             present(*answers, style=self.style, only=self.only)
+
+    def name_the_page(self, what: object) -> None:
+        """Say how the same is seen as a page, where the answer is read by somebody."""
+        if not self.json and self.style == "terminal":
+            warn(f"as a page: stepscope report {what}")

@@ -142,6 +142,8 @@ def _measure_in_processes(plan: "SweepPlan", shown: Presentation, save: Path | N
         document = set_as_json(first) if alone else against_as_json(first, second)
         shown.show(answer, document=lambda: json_document(document))
         draw(answer, save)
+        if alone:
+            shown.name_the_page(f"{first.name} --runs {plan.out}")
 
     measure_and_report(plan, Policy(), report, again=False)
 
@@ -185,6 +187,7 @@ def _show(measured: Run, directory: Path, shown: Presentation, save: Path | None
 
     shown.show(*answers, document=document)
     draw(answers[0], save)
+    shown.name_the_page(directory)
 
 
 def _summary_of_trace(measured: Run, directory: Path) -> "TraceSummary | None":

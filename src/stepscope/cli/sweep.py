@@ -87,6 +87,7 @@ def sweep(
         from stepscope.analysis.runs.answer import answer_cells
 
         report_runs(measured, answer_cells(measured, str(runs)), shown)
+        shown.name_the_page(runs)
 
     measure_and_report(plan, policy, report)
 

@@ -114,8 +114,36 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     guides: tuple[Guide, ...] = ()
 
 
+class Node(msgspec.Struct, frozen=True):
+    """A part of a whole, in a panel of kind icicle. A node stands behind its parent; the first is the whole."""
+
+    name: str
+    value: float
+    """Its children's values add up to it or to less."""
+    parent: int = -1
+    """The place of its parent among the nodes; -1 for the whole."""
+    level: str = ""
+    """What kind of part it is, such as phase, module or family: it chooses the colour."""
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """A stretch of a lane, in a panel of kind timeline."""
+
+    lane: str
+    begin: float
+    end: float
+    kind: str
+    """What ran there, such as a kernel's family; it chooses the colour."""
+    name: str = ""
+    count: int = 1
+    """How many pieces of work stand in its place, where they are too many to be drawn."""
+
+
 class Panel(msgspec.Struct, frozen=True, kw_only=True):
     """Figures over one axis. None for a scale lets the values choose.
+
+    An icicle has nodes, and a timeline slices; both have no points. A heat map has a point a cell: `line` is its row
+    and `name` its column.
 
     Curves; bars side by side, or stacked by colour; points that no line joins; or areas: bytes over microseconds,
     stacked by line, each until the line's next point. The lines of areas have the same moments, in one order.
@@ -126,8 +154,10 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     points: tuple[Point, ...]
     x_log: bool | None = None
     y_log: bool | None = None
-    kind: Literal["curves", "bars", "stack", "points", "areas"] = "curves"
+    kind: Literal["curves", "bars", "stack", "points", "areas", "icicle", "timeline", "heat"] = "curves"
     frame: Frame = Frame()
+    nodes: tuple[Node, ...] = ()
+    slices: tuple[Slice, ...] = ()
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,7 +294,7 @@ def decode_answer(data: bytes, source: str) -> Answer:
 
 _LATER: dict[str, object] = {
     "lead": (), "checked": False, "date": "", "asides": (), "origin": (), "kind": "curves",
-    "frame": {},
+    "frame": {}, "nodes": (), "slices": (),
 }  # fmt: skip
 """Fields that version 1 did not have at first: left out of a document where they say nothing."""
 

@@ -77,6 +77,11 @@ def plot_svg(spec: dict[str, Any]) -> str:
     return re.sub(r'(\bid="|url\(#)((?:clip|gradient_)\d+)(?=["\)])', lambda m: m[1] + numbers.get(m[2], m[2]), svg)
 
 
+def get_ready() -> None:
+    """Start what draws plots, which takes half a second: worth a thread while something else is read."""
+    plot_svg(plot_spec(alt.Chart(alt.Data(values=[{"x": 0}])).mark_point().encode(x="x:Q")))
+
+
 def _html(spec: dict[str, Any]) -> bytes:
     # Names of runs may hold anything: "</script>" in one must not end the script that it is written in.
     text = msgspec.json.encode(spec).decode().replace("<", "\\u003c")

@@ -1,0 +1,117 @@
+"""`stepscope report`: a run, or anything else that stepscope reads, as one HTML page."""
+
+import contextlib
+import threading
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stepscope.cli import completion
+from stepscope.cli.output import emit, warn
+from stepscope.cli.verb import verb
+from stepscope.core.errors import InputError, choose
+from stepscope.core.polars_memory import give_pages_back
+from stepscope.core.run_directory import write_atomically
+from stepscope.core.run_files import RUN_FILE
+
+if TYPE_CHECKING:
+    from stepscope.core.page import Page
+
+
+@verb("report", "stepscope report last --open", "stepscope report results/h200/plain -o sweep.html --plots plots")
+def report(
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            help="A run, `last`, a set, a folder of runs, a trace, the traces of several ranks, a memory snapshot, or "
+            "an answer that --json wrote.",
+            metavar="WHAT...",
+            autocompletion=completion.run_names,
+        ),
+    ],
+    *,
+    out: Path | None,
+    open_page: bool,
+    compare: bool,
+    across: tuple[str, ...] = (),
+    plots: Path | None,
+    plots_as: str,
+    redact: bool,
+    runs: Path,
+) -> None:
+    """Write one HTML page that needs nothing else: look at it, print it, send it."""
+    give_pages_back()
+    if across and not compare:
+        raise InputError("--across belongs to --compare: it says in what the two sides may differ")
+    choose(plots_as, ("svg", "png"), "--plots-as")
+    target = out or _target(what, runs)
+    _check(target)
+    threading.Thread(target=_get_ready, daemon=True).start()  # the page's plots, while its runs are read
+    page = _made(what, runs, compare=compare, across=across)
+    if redact:
+        from stepscope.pages.redaction import redacted
+
+        page = redacted(page)
+    from stepscope.report.page.render import render_page
+
+    try:
+        write_atomically(render_page(page).encode(errors="replace"), target)
+    except OSError as error:
+        raise InputError(f"cannot write the page {target}: {error.strerror or error}") from None
+    if plots is not None:
+        _plot(page, plots, plots_as)
+    emit(f"{target}\n")
+    if open_page:
+        webbrowser.open(target.resolve().as_uri())
+
+
+def _get_ready() -> None:
+    with contextlib.suppress(Exception):  # what is missing is said where the first plot is drawn
+        from stepscope.report.plots.save import get_ready
+
+        get_ready()
+
+
+def _made(what: list[str], runs: Path, *, compare: bool, across: tuple[str, ...]) -> "Page":
+    from stepscope.pages.named import page_named, page_of_comparison
+
+    if compare:
+        return page_of_comparison(what, runs, across, warn)
+    return page_named(what, runs, warn)
+
+
+def _target(what: list[str], runs: Path) -> Path:
+    """Where the page goes that nobody named a place for: beside a run, and for anything else into this folder."""
+    from stepscope.core.run_directory import find_place
+
+    if len(what) == 1:
+        try:
+            place = find_place(what[0], runs)
+        except InputError:
+            return Path(f"{Path(what[0]).name}.report.html")
+        if place.is_dir() and (place / RUN_FILE).is_file():
+            return place / "report.html"
+        name = place.resolve().name
+        return Path(f"{name.partition('.')[0] or name}.report.html")
+    return Path("stepscope.report.html")
+
+
+def _check(target: Path) -> None:
+    """Raise InputError, before anything is read, where no page can be written there."""
+    if target.is_dir():
+        raise InputError(f"cannot write the page {target}: it is a folder; name a file in it")
+    if not target.parent.is_dir():
+        raise InputError(f"cannot write the page {target}: there is no folder {target.parent}, make it first")
+
+
+def _plot(page: "Page", folder: Path, suffix: str) -> None:
+    from stepscope.report.picture import draw_panels
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write plots to {folder}: {error.strerror or error}") from None
+    written = draw_panels(page, folder, suffix)
+    warn(f"{written} plots in {folder}")

@@ -1,0 +1,213 @@
+"""What a name means to whoever wants its page: a run, a set, a folder of runs, a capture, ranks, a snapshot, or an
+answer that was stored."""
+
+import gzip
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from stepscope.analysis.captures.beside import digest_beside
+from stepscope.analysis.captures.checks import check_trace
+from stepscope.analysis.captures.digest import TraceDigest
+from stepscope.analysis.captures.load import load_capture
+from stepscope.analysis.comparisons.sides import SidePair, compare_sides, side_named
+from stepscope.analysis.comparisons.sides_answer import answer_comparison
+from stepscope.analysis.ranks.checks import check_job
+from stepscope.analysis.ranks.load import captures_in, load_job
+from stepscope.analysis.runs.run_sets import RunSet, sets_of
+from stepscope.core.answer import Answer, decode_answer
+from stepscope.core.bounded_file import read_document
+from stepscope.core.errors import InputError, StepscopeError
+from stepscope.core.page import Figure, Page
+from stepscope.core.run import Run
+from stepscope.core.run_directory import find_place, find_run, find_run_files, load_run, load_runs
+from stepscope.core.run_files import RUN_FILE
+from stepscope.core.units import format_bytes
+from stepscope.memory.answer import answer_memory
+from stepscope.memory.at_moment import moment_at
+from stepscope.memory.explain import explain
+from stepscope.memory.snapshot import read_snapshot
+from stepscope.pages.of_answer import gravest, page_of_answer
+from stepscope.pages.of_capture import page_of_capture, page_of_job
+from stepscope.pages.of_run import page_of_run, page_of_set
+from stepscope.pages.of_runs import page_of_runs
+
+Say = Callable[[str], None]
+_SNAPSHOTS = (".pickle", ".pkl", ".pickle.gz", ".pkl.gz")
+_DATABASES = (".sqlite", ".sqlite.gz", ".nsys-rep", ".qdstrm", ".db")
+_LOOKED_AT = 65_536
+"""Bytes of a JSON file that tell whether it is an answer."""
+
+
+def page_named(names: Sequence[str], runs: Path, say: Say) -> Page:
+    """The page of what these names mean; several are the ranks of a job, or runs side by side.
+
+    Raises InputError where a name means nothing, or what it means cannot be read.
+    """
+    if len(names) > 1:
+        return _of_several(names, runs, say)
+    name = names[0]
+    place = _place(name, runs)
+    if place is None:
+        return _of_set(name, runs)
+    if place.is_file() and place.name != RUN_FILE:
+        return _of_file(place, say)
+    return _of_directory(place, say)
+
+
+def page_of_comparison(names: Sequence[str], runs: Path, across: Sequence[str], say: Say) -> Page:
+    """The page that compares two sides, named as `stepscope compare` takes them."""
+    if len(names) != 2:
+        raise InputError(f"--compare takes two sides, and these are {len(names)}: the first is the base")
+    base, other = (side_named(name, runs) for name in names)
+    for fault in (*base.faults, *other.faults):
+        say(f"left out: {fault}")
+    found = compare_sides(base, other, across, "step")
+
+    def digests(pair: SidePair) -> tuple[TraceDigest | None, TraceDigest | None]:
+        before, after = pair.before.representative, pair.after.representative
+        return (
+            digest_beside(before, pair.before_side.directory(before), "kineto", say=say),
+            digest_beside(after, pair.after_side.directory(after), "kineto", say=say),
+        )
+
+    answer = answer_comparison(found, digests)
+    across_words = f" --across {','.join(across)}" if across else ""
+    return page_of_answer(answer, "comparison", reproduce=(f"stepscope compare {names[0]} {names[1]}{across_words}",))
+
+
+def _place(name: str, runs: Path) -> Path | None:
+    """Where a name leads: a file or folder, else a run under `runs`; None for the name of a set of runs."""
+    path = Path(name)
+    try:
+        if path.exists():
+            return path
+    except OSError as error:
+        raise InputError(f"{name[:100]}: cannot be read: {error.strerror or error}") from None
+    try:
+        return find_place(name, runs)
+    except InputError:
+        if runs.is_dir() and _sets_named(name, runs):
+            return None
+        find_run(name, runs)  # says what there is
+        raise
+
+
+def _sets_named(name: str, runs: Path) -> list[RunSet]:
+    return [one for one in sets_of(load_runs([runs])[0]) if one.runs[0].repeat is not None and name in one.name]
+
+
+def _of_set(name: str, runs: Path) -> Page:
+    found = _sets_named(name, runs)
+    if len(found) > 1:
+        raise InputError(f"{len(found)} sets in {runs} match {name!r}: write more of the name")
+    return page_of_set(found[0])
+
+
+def _of_file(place: Path, say: Say) -> Page:
+    name = place.name.casefold()
+    if name.endswith(_SNAPSHOTS):
+        return _of_snapshot(place)
+    if not name.endswith(_DATABASES) and (answer := _stored_answer(place)) is not None:
+        return page_of_answer(answer, "answer")
+    return _of_capture(place, say)
+
+
+def _stored_answer(place: Path) -> Answer | None:
+    """The answer that a file holds; None where it holds something else."""
+    try:
+        with (gzip.open if place.name.endswith(".gz") else open)(place, "rb") as file:  # type: ignore[operator]
+            head = file.read(_LOOKED_AT)
+    except (OSError, EOFError):
+        return None
+    if b'"study"' not in head or b'"traceEvents"' in head:
+        return None
+    data = read_document(place)
+    try:
+        document = json.loads(data)
+    except ValueError:
+        return None
+    if not isinstance(document, dict) or not {"study", "tables"} <= document.keys():
+        return None
+    return decode_answer(data, str(place))
+
+
+def _of_snapshot(place: Path) -> Page:
+    explained = explain(read_snapshot(place))
+    moment = moment_at(explained, None)
+    answer = answer_memory(explained, moment)
+    largest = next(iter(sorted(moment.categories.items(), key=lambda one: -one[1])), None)
+    figures = (
+        Figure(name="peak", value=format_bytes(explained.peak_bytes), note="allocated"),
+        Figure(
+            name="most of it", value=largest[0] if largest else "nothing",
+            note=format_bytes(largest[1]) if largest else "",
+        ),
+        Figure(name="allocations alive then", value=f"{moment.alive.height:,}"),
+        Figure(name="events", value=f"{len(explained.snapshot.events):,}"),
+        gravest(answer.findings, note="of the checks on growth" if answer.checked else "no step to compare with"),
+    )  # fmt: skip
+    sentence = next(line.text for table in answer.tables for line in table.notes)
+    return page_of_answer(
+        answer, "snapshot", title=f"What takes the memory of {place.name}?", sentence=sentence, figures=figures,
+        reproduce=(f"stepscope memory {place}",),
+    )  # fmt: skip
+
+
+def _of_capture(place: Path, say: Say) -> Page:
+    summary = load_capture(place, say=say)
+    return page_of_capture(summary, check_trace(summary), str(place))
+
+
+def _of_directory(place: Path, say: Say) -> Page:
+    inside = list(find_run_files(place))
+    if len(inside) == 1:
+        return _of_run(load_run(inside[0]), inside[0].parent, say)
+    captures = captures_in(place)
+    if inside:
+        runs, faults = load_runs([place])
+        for fault in faults:
+            say(f"left out: {fault}")
+        ranks = len(captures) == len(runs) and all(getattr(run.workload, "rank", None) is not None for run in runs)
+        return _of_ranks(captures, str(place), say) if ranks else page_of_runs(runs, str(place))
+    if not any(place.iterdir()):
+        raise InputError(f"{place} is empty: name a run, a folder of runs, a capture, or a snapshot")
+    return _of_ranks(captures, str(place), say) if len(captures) > 1 else _of_capture(place, say)
+
+
+def _of_run(run: Run, directory: Path, say: Say) -> Page:
+    """The page of a run with what it recorded; a recording that cannot be read is told, and the run is shown."""
+    if run.repeat is not None and run.status == "unfinished":
+        say(f"{run.id} was started and never ended")
+    notes: list[str] = []
+    captured = remembered = None
+    if any(capture.artifact in ("kineto", "nsys") for capture in run.evidence.captures):
+        try:
+            captured = load_capture(directory, say=say)
+        except StepscopeError as error:
+            notes.append(f"Its trace is not shown: {error}")
+    if "memory" in run.artifacts:
+        try:
+            explained = explain(read_snapshot(directory))
+            remembered = answer_memory(explained, moment_at(explained, None))
+        except StepscopeError as error:
+            notes.append(f"Its memory snapshot is not shown: {error}")
+    return page_of_run(run, captured=captured, remembered=remembered, notes=tuple(notes))
+
+
+def _of_several(names: Sequence[str], runs: Path, say: Say) -> Page:
+    places = [_place(name, runs) for name in names]
+    files = [place for place in places if place is not None]
+    if len(files) < len(places):
+        raise InputError("several names are runs, or captures of ranks: name each set by itself")
+    if all(place.is_file() and place.name != RUN_FILE for place in files):
+        return _of_ranks(files, f"{len(files)} captures", say)
+    found, faults = load_runs(files)
+    for fault in faults:
+        say(f"left out: {fault}")
+    return page_of_runs(found, " ".join(names))
+
+
+def _of_ranks(captures: list[Path], source: str, say: Say) -> Page:
+    job = load_job(captures, say=say)
+    return page_of_job(job, check_job(job), source, lambda path: load_capture(Path(path), say=say))

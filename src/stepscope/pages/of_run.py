@@ -1,0 +1,215 @@
+"""The page of one run, or of one step measured in several processes."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from stepscope.analysis.captures.answer import answer_trace
+from stepscope.analysis.captures.checks import check_trace
+from stepscope.analysis.captures.summary import TraceSummary
+from stepscope.analysis.runs import metrics
+from stepscope.analysis.runs.answer import answer_run
+from stepscope.analysis.runs.run_sets import RunSet
+from stepscope.analysis.runs.set_answer import answer_set
+from stepscope.analysis.runs.words import identify, status_sentence
+from stepscope.core.answer import Answer, Cell, Table, name_of, table_of
+from stepscope.core.environment import Environment
+from stepscope.core.model_config import PRESETS, configure
+from stepscope.core.own_workload import OwnWorkload
+from stepscope.core.page import Figure, Page, Section
+from stepscope.core.processes import FEWEST_PROCESSES
+from stepscope.core.range_names import STEP
+from stepscope.core.run import Run, Settings
+from stepscope.core.units import counted, format_bytes, format_milliseconds, format_seconds, format_share
+from stepscope.core.workload import Workload
+from stepscope.pages.of_answer import gravest, heading_of, section, sections_of
+from stepscope.pages.of_capture import sections_of_capture
+from stepscope.work.described import cell_name
+
+_UNKNOWN = "not measured"
+
+
+def page_of_run(
+    run: Run, *, captured: TraceSummary | None = None, remembered: Answer | None = None, notes: tuple[str, ...] = ()
+) -> Page:
+    """The page of a run: its times and memory, then what it recorded.
+
+    `captured`: its trace, read. `remembered`: the answer on its memory snapshot. `notes`: what could not be read.
+    """
+    answer = answer_run(run)
+    memory = [table for table in answer.tables if name_of(table).startswith("memory")]
+    step = [table for table in answer.tables if table not in memory]
+    sections = [*heading_of(answer)]
+    if step:
+        sections.append(section("The step by its phases", answer, tables=step, panels=answer.panels))
+    if captured is not None:
+        traced = answer_trace(captured, check_trace(captured), run.id)
+        sections += sections_of_capture(captured, traced)
+    if memory:
+        sections.append(section("Memory by phase", answer, tables=memory))
+    if remembered is not None:
+        sections += [
+            msgspec.structs.replace(one, title=f"Memory: {one.title[:1].lower()}{one.title[1:]}")
+            for one in sections_of(remembered)
+        ]
+    sections += _environment(run.environment)
+    asides = (*answer.asides, *notes)
+    ends = msgspec.structs.replace(answer.body(), tables=(), panels=(), findings=(), checked=False)
+    sections.append(
+        Section(title="Notes", answer=msgspec.structs.replace(ends, asides=asides, origin=(identify(run),)))
+    )
+    findings = run.findings
+    if captured is not None:
+        kinds = {finding.kind for finding in findings}
+        findings = (*findings, *(one for one in check_trace(captured) if one.kind not in kinds))
+    return Page(
+        title=f"{run.workload.name}: a training step",
+        kind="run",
+        sentence=sentence_of(run),
+        figures=_figures(run),
+        findings=findings,
+        checked=answer.checked,
+        sections=tuple(sections),
+        reproduce=tuple(commands_of(run)),
+    )
+
+
+def page_of_set(found: RunSet) -> Page:
+    """The page of a step that was measured in several processes."""
+    answer, run, times = answer_set(found), found.representative, found.processes(STEP)
+    interval = times.interval()
+    step_s = times.typical_s
+    enough = len(found.measured) >= FEWEST_PROCESSES
+    between = f"{format_milliseconds(interval.low)} to {format_milliseconds(interval.high)} ms" if interval else ""
+    sure = f", with 95 % confidence {between}" if between and enough else ""
+    figures = (
+        Figure(
+            name="a step, between processes", value=format_seconds(step_s) if step_s else _UNKNOWN,
+            note=between or f"fewer than {FEWEST_PROCESSES} processes: no interval",
+        ),
+        *_figures(run)[1:-1],
+        gravest(answer.findings),
+    )  # fmt: skip
+    return Page(
+        title=f"{run.workload.name}: a training step in {counted(len(found.runs), 'process')}",
+        kind="set",
+        sentence=f"In {counted(len(found.measured), 'process')} a step typically takes {format_seconds(step_s)}{sure}."
+        if step_s
+        else "None of the processes measured a step.",
+        figures=figures,
+        findings=answer.findings,
+        checked=answer.checked,
+        sections=(*heading_of(answer), *sections_of(answer), *_environment(run.environment)),
+        reproduce=tuple(f"{command} --repeat {len(found.runs)}" for command in commands_of(run)[:1]),
+    )
+
+
+def sentence_of(run: Run) -> str:
+    """The run in one sentence."""
+    step_s, device = metrics.median_s(run, STEP), run.environment.device_name if run.environment else "this device"
+    if run.status != "done" and step_s is None:
+        return status_sentence(run)
+    if step_s is None:
+        return "No step was measured."
+    parts = {
+        name: found / step_s for name in metrics.parts_of(run) if (found := metrics.median_s(run, name)) is not None
+    }
+    longest = max(parts, key=lambda name: parts[name], default=None)
+    where = f", {format_share(parts[longest])} of it in {longest}" if longest is not None else ""
+    idle = metrics.launch_bound_share(run)
+    stood = f"; the GPU has nothing to run for {format_share(idle)} of it" if idle is not None and idle > 0.05 else ""
+    return f"A step of {cell_name(run.workload)} takes {format_seconds(step_s)} on {device}{where}{stood}."
+
+
+def _figures(run: Run) -> tuple[Figure, ...]:
+    samples = run.samples.get(STEP)
+    interval = samples.interval() if samples is not None and samples.count else None
+    step_s, tokens, peak = metrics.median_s(run, STEP), metrics.tokens_per_s(run), metrics.peak_bytes(run)
+    held, of_peak = metrics.mfu_datasheet(run), "of the datasheet's peak"
+    if held is None:
+        held, of_peak = metrics.mfu_measured(run), "of the measured ceiling"
+    capacity = run.environment.memory_bytes if run.environment else None
+    between = (
+        f"{format_milliseconds(interval.low)} to {format_milliseconds(interval.high)} ms, one process"
+        if interval
+        else f"{counted(samples.count, 'step')}, no interval"
+        if samples is not None and samples.count
+        else ""
+    )
+    return (
+        Figure(name="a step", value=format_seconds(step_s) if step_s else _UNKNOWN, note=between),
+        Figure(name="tokens per second", value=f"{tokens:,.0f}" if tokens else _UNKNOWN),
+        Figure(name="MFU", value=format_share(held) if held else _UNKNOWN, note=of_peak if held else ""),
+        Figure(
+            name="peak memory", value=format_bytes(peak) if peak is not None else _UNKNOWN,
+            note=f"of {format_bytes(capacity)}" if capacity and peak is not None else "",
+        ),
+        gravest(run.findings),
+    )  # fmt: skip
+
+
+def _environment(where: Environment | None) -> Iterator[Section]:
+    """Everything that a figure depends on beside the workload, a line each."""
+    if where is None:
+        return
+    rows: list[tuple[Cell, ...]] = []
+    for field, value in msgspec.structs.asdict(where).items():
+        if value is None or field in ("before", "after", "during", "host", "versions"):
+            continue
+        shown = format_bytes(value) if field.endswith("_bytes") else value
+        rows.append((field.removesuffix("_bytes").replace("_", " "), str(shown) if shown is not True else "yes"))
+    rows += [(name, version) for name, version in where.versions.items()]
+    for when in ("before", "after"):
+        reading = getattr(where, when)
+        if reading is not None:
+            said = ", ".join(
+                f"{name.replace('_', ' ')} {value}"
+                for name, value in msgspec.to_builtins(reading).items()
+                if value not in (None, (), [])
+            )
+            rows.append((f"GPU {when} the measured steps", said))
+    table: Table = table_of("what", "on this machine", rows=rows)
+    yield Section(title="Environment", answer=Answer(study="run", question="", tables=(table,)))
+
+
+def commands_of(run: Run) -> list[str]:
+    """Commands that measure the same again, as far as options say it; none where a loop was watched."""
+    workload = run.workload
+    if isinstance(workload, Workload):
+        model, preset = workload.model, workload.model.name.partition("+")[0]
+        words = [f"--model {preset}"] if preset in PRESETS else []
+        if preset in PRESETS:
+            usual = configure(preset)
+            words += _different(model, usual, without=("name",))
+        words += _different(workload, Workload(model=model, phase=workload.phase), without=("model", "phase"))
+        words += [f"--phase {workload.phase}"] if workload.phase != "train" else []
+    elif isinstance(workload, OwnWorkload) and ":" in workload.factory:
+        words = [f"--module {workload.factory}"]
+        words += [f"--arg {name}={value}" for name, value in workload.arguments.items()]
+        words += [f"--dtype {workload.dtype}"] if workload.dtype != "fp32" else []
+    else:
+        return []
+    words += _of_settings(run.settings)
+    return [f"stepscope run {' '.join(words)}"]
+
+
+def _different(one: msgspec.Struct, usual: msgspec.Struct, *, without: tuple[str, ...]) -> Iterator[str]:
+    """The fields that are not the usual, as options: those of the table are spelled like the fields."""
+    for field in one.__struct_fields__:
+        value = getattr(one, field)
+        if field in without or value == getattr(usual, field, None) or value is None:
+            continue
+        option = f"--{field.replace('_', '-')}"
+        yield option if value is True else f"{option} {value}"
+
+
+def _of_settings(settings: Settings) -> list[str]:
+    usual = Settings()
+    words = []
+    if settings.warmup_floor == settings.warmup_cap:
+        words.append(f"--warmup {settings.warmup_cap}")
+    if settings.steps_floor == settings.steps_cap:
+        words.append(f"--steps {settings.steps_cap}")
+    elif settings.seconds != usual.seconds:
+        words.append(f"--seconds {settings.seconds:g}")
+    return words

@@ -1,0 +1,60 @@
+"""A page without what tells who measured it where: names of hosts and users, paths, arguments, lines of source."""
+
+import contextlib
+import getpass
+import re
+import socket
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from stepscope.core.page import Page
+
+_PATH = r"(?:~|\b[A-Za-z]:)?(?:[\\/][\w.@+%=~-]+){2,}[\\/]?|(?<![\w/])(?:\.{1,2}/)[\w.@+%=~/-]+"
+_SOURCE = r"[\w./\\-]+\.(?:py|cu|cpp|cc|h|pyx)(?::\w+)?(?::\d+)?(?:\([^)]*\))?"
+_MADE_BY = r"(made by )\S+(?: with [^)]*)?"
+_WATCHED_IN = r"(watched in )[^),]+"
+_COMMIT = r"\b(at )[0-9a-f]{7,40}\b"
+_PATTERN = re.compile(f"(?P<source>{_SOURCE})|(?P<path>{_PATH})")
+
+
+def redacted(page: Page) -> Page:
+    """The page with `[path]`, `[source]` and `[host]` in their places, and without the commands that made it."""
+    names = _names()
+
+    def clean(text: str) -> str:
+        text = re.sub(_MADE_BY, r"\1[source]", re.sub(_WATCHED_IN, r"\1[source]", text))
+        text = re.sub(_COMMIT, r"\1[commit]", text)
+        text = _PATTERN.sub(lambda found: "[source]" if found["source"] else "[path]", text)
+        return names.sub("[host]", text) if names is not None else text
+
+    cleaned: Page = msgspec.convert(_mapped(msgspec.to_builtins(page), clean), Page)
+    return msgspec.structs.replace(cleaned, reproduce=())
+
+
+def _names() -> re.Pattern[str] | None:
+    """This machine's name and its user's, where they are long enough to be told from words."""
+    found: list[str] = [socket.gethostname(), socket.gethostname().partition(".")[0]]
+    with contextlib.suppress(OSError, KeyError):  # in a container a user may have no name
+        found.append(getpass.getuser())
+    distinct = sorted({name for name in found if len(name) > 3 and name != "localhost"}, key=len, reverse=True)
+    return re.compile("|".join(rf"\b{re.escape(name)}\b" for name in distinct)) if distinct else None
+
+
+_KEPT = frozenset({"kind", "study", "tone", "severity", "units", "level"})
+"""Fields that hold words of stepscope's own."""
+
+
+def _mapped(value: Any, clean: Any) -> Any:
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, dict):
+        return {key: item if key in _KEPT else _mapped(item, clean) for key, item in _pairs(value)}
+    if isinstance(value, (list, tuple)):
+        return [_mapped(item, clean) for item in value]
+    return value
+
+
+def _pairs(value: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
+    return value.items()

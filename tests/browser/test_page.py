@@ -1,0 +1,161 @@
+"""Pages in a real browser: nothing fails, everything is drawn, sorts, filters, opens and is named; nothing runs that a
+run brought along."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from stepscope.pages.named import page_named
+from stepscope.report.page.render import render_page
+from tests.report.page.test_render import HOSTILE, hostile_page
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+pytestmark = pytest.mark.browser
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "results"
+PAGES = {
+    "run": str(next((RESULTS / "h200" / "loops").glob("*LlamaForCausalLM*"))),
+    "sweep": str(RESULTS / "h200" / "plain"),
+    "snapshot": str(next((RESULTS / "h200" / "memory-recorded").glob("*tiny*")) / "memory.pickle.gz"),
+    "ranks": str(RESULTS / "h200-x2" / "ranks" / "late-0"),
+}
+DESKTOP, PHONE = (1440, 1000), (390, 844)
+
+
+@pytest.fixture(scope="module")
+def browser() -> "Iterator[Browser]":
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[dev]'")
+    with sync_api.sync_playwright() as driver:
+        yield driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    found: dict[str, Path] = {}
+    for name, what in PAGES.items():
+        found[name] = folder / f"{name}.html"
+        found[name].write_text(render_page(page_named([what], Path("runs"), lambda _: None)))
+    return found
+
+
+class Opened:
+    """A page that is open, and what the browser said of it."""
+
+    def __init__(self, browser: "Browser", file: Path, size: tuple[int, int] = DESKTOP, scheme: Any = "light") -> None:
+        self._context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
+        self.page: Page = self._context.new_page()
+        self.said: list[str] = []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.said.append(f"dialog {dialog.message}"))
+        self.page.on("request", lambda request: self._requested(request.url))
+        self.page.goto(file.as_uri())
+
+    def _requested(self, url: str) -> None:
+        if not url.startswith("file:"):
+            self.said.append(f"asked for {url[:80]}")
+
+    def __enter__(self) -> "Page":
+        return self.page
+
+    def __exit__(self, *_: object) -> None:
+        self._context.close()
+        assert self.said == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_page_is_whole(browser: "Browser", files: dict[str, Path], name: str, size: tuple[int, int], scheme: str):
+    from axe_playwright_python.sync_playwright import Axe
+
+    with Opened(browser, files[name], size, scheme) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= size[0], "nothing is wider than the screen"
+        pictures = page.locator("figure.plot svg, figure.timeline svg")
+        for place in range(pictures.count()):
+            box = pictures.nth(place).bounding_box()
+            assert box is not None and box["width"] > 50 and box["height"] > 10
+            assert pictures.nth(place).locator("path, rect").count() > 0
+        found = Axe().run(page).response["violations"]
+        grave = [one for one in found if one["impact"] in ("serious", "critical")]
+        assert [(one["id"], one["nodes"][0]["html"][:200]) for one in grave] == []
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        light = sum(map(int, re.findall(r"\d+", ground))) > 384
+        assert light == (scheme == "light")
+
+
+def test_a_table_sorts_by_value_filters_and_copies(browser: "Browser", files: dict[str, Path]):
+    with Opened(browser, files["sweep"]) as page:
+        table = page.locator(".table", has=page.locator("th", has_text="step ms")).first
+        step = table.locator("th", has_text="step ms")
+        place = step.evaluate("head => head.cellIndex")
+
+        def values() -> list[float]:
+            texts = table.locator(f"tbody tr:visible td:nth-child({place + 1})").all_inner_texts()
+            return [float(text.replace(",", "").split()[0]) for text in texts]
+
+        step.locator("button").click()
+        assert values() == sorted(values(), reverse=True) and step.get_attribute("aria-sort") == "descending"
+        step.locator("button").press("Enter")
+        assert values() == sorted(values()) and len(values()) == 20
+        table.get_by_role("searchbox").fill("bf16")
+        assert len(values()) == 10
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        table.get_by_role("button", name="Copy").click()
+        copied = page.evaluate("navigator.clipboard.readText()")
+        assert len(copied.splitlines()) == 11 and copied.splitlines()[1].count("\t") == 8
+
+
+def test_an_icicle_opens_by_click_and_key(browser: "Browser", files: dict[str, Path]):
+    with Opened(browser, files["run"]) as page:
+        figure = page.locator(".icicle")
+        backward = figure.get_by_role("button", name=re.compile("^backward: ")).first
+        before = backward.bounding_box()
+        backward.focus()
+        page.keyboard.press("Enter")
+        after = backward.bounding_box()
+        assert before is not None and after is not None and after["width"] > 1.3 * before["width"]
+        assert "backward: " in figure.locator(".way").inner_text()
+        assert figure.get_by_role("button", name=re.compile("^forward: ")).count() == 0, "what is beside it is put away"
+        page.keyboard.press("Escape")
+        again = backward.bounding_box()
+        assert again is not None and again["width"] == pytest.approx(before["width"])
+
+
+def test_a_timeline_zooms(browser: "Browser", files: dict[str, Path]):
+    with Opened(browser, files["ranks"]) as page:
+        figure = page.locator(".timeline")
+        whole = figure.locator(".ends").inner_text()
+        figure.get_by_role("button", name="Zoom in").click()
+        assert figure.locator(".ends").inner_text() != whole
+        boxes = {svg.get_attribute("viewBox") for svg in figure.locator("svg").all()}
+        assert boxes == {"250 0 500 20"}, "all lanes show one window"
+        figure.get_by_role("button", name="All").click()
+        assert figure.locator(".ends").inner_text() == whole
+
+
+def test_the_theme_is_chosen_and_remembered(browser: "Browser", files: dict[str, Path]):
+    with Opened(browser, files["sweep"]) as page:
+        page.get_by_role("button", name="Dark").click()
+        assert page.locator("html").get_attribute("data-theme") == "dark"
+        page.reload()
+        assert page.locator("html").get_attribute("data-theme") == "dark"
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=lambda name: name[:12])
+def test_nothing_runs_that_a_run_brought_along(browser: "Browser", tmp_path: Path, name: str):
+    file = tmp_path / "page.html"
+    file.write_text(render_page(hostile_page(name)))
+    with Opened(browser, file) as page:
+        assert page.locator("script").count() == 1
+        assert page.evaluate("document.querySelectorAll('img, iframe, object, [onload], [onerror]').length") == 0
+        for button in page.locator("main button:visible").all()[:6]:
+            button.click()
+        assert page.locator("h1").inner_text() != ""

@@ -1,0 +1,213 @@
+"""Pages of stored runs, of captures and of other answers: what stands on them, and in which order."""
+
+from pathlib import Path
+
+import msgspec
+import polars as pl
+import pytest
+
+from stepscope.analysis.captures.checks import check_trace
+from stepscope.analysis.captures.load import load_capture
+from stepscope.core.answer import Answer, Line, table_of, text
+from stepscope.core.finding import error, note, warning
+from stepscope.core.page import Page
+from stepscope.core.run import Failure, Run
+from stepscope.core.run_directory import load_run
+from stepscope.pages.named import page_named
+from stepscope.pages.of_answer import gravest, page_of_answer
+from stepscope.pages.of_capture import page_of_capture
+from stepscope.pages.of_run import commands_of, page_of_run
+from stepscope.pages.of_runs import page_of_runs
+from stepscope.pages.redaction import redacted
+from tests.conftest import make_run, mini
+
+ROOT = Path(__file__).parents[2]
+LOOP = next((ROOT / "results" / "h200" / "loops").glob("*LlamaForCausalLM*"))
+
+
+def titles(page: Page) -> list[str]:
+    return [section.title for section in page.sections]
+
+
+def figure(page: Page, name: str) -> str:
+    return next(one.value for one in page.figures if one.name == name)
+
+
+def quiet(_: str) -> None: ...
+
+
+def test_a_run_is_a_sentence_five_figures_and_its_tables():
+    run = make_run(mini(), forward=[0.010] * 12, backward=[0.020] * 12, optimizer=[0.002] * 12)
+    page = page_of_run(run)
+    assert page.kind == "run"
+    assert page.sentence.startswith("A step of ") and "takes 32 ms on a CPU, 62.5 % of it in backward" in page.sentence
+    assert [one.name for one in page.figures] == [
+        "a step", "tokens per second", "MFU", "peak memory", "gravest finding",
+    ]  # fmt: skip
+    assert figure(page, "tokens per second") == "1,000", "2 sequences of 16 tokens in 32 ms"
+    assert titles(page) == ["What was measured", "The step by its phases", "Environment", "Notes"]
+
+
+def test_a_run_with_a_trace_shows_where_when_and_how_near_the_peaks():
+    page = page_named([str(LOOP)], Path("runs"), quiet)
+    for title in ("Where the time went", "The longest kernels", "Against the device's peaks"):
+        assert title in titles(page)
+    kinds = {section.title: [panel.kind for panel in section.answer.panels] for section in page.sections}
+    assert kinds["Where the time went"] == ["icicle"]
+    assert kinds["What ran when, and what stood idle"] == ["timeline"]
+    assert figure(page, "a step") == "35.97 ms"
+
+
+def test_a_run_that_failed_says_what_became_of_it():
+    run = make_run(mini())
+    lost = msgspec.structs.replace(
+        run, status="out-of-memory", failure=Failure(during="measure", phase="forward", message="no room"), samples={}
+    )
+    page = page_of_run(lost)
+    assert page.sentence.startswith("out-of-memory (") and "no room" in page.sentence
+    assert figure(page, "a step") == "not measured" and not page.checked
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"model": "small", "seq_len": 256, "dtype": "bf16"},
+            "--model small --batch-size 2 --seq-len 256 --dtype bf16",
+        ),
+        ({"model": "small", "phase": "forward", "attention": "sdpa"}, "--attention sdpa --phase forward"),
+        ({"layers": 2}, "--layers 2"),
+    ],
+)
+def test_the_command_that_measures_a_run_again(changes: dict[str, object], words: str):
+    from tests.conftest import workload
+
+    run = make_run(workload(**changes), step=[0.01])
+    (command,) = commands_of(run)
+    assert command.startswith("stepscope run --model ")
+    assert all(word in command for word in words.split())
+
+
+@pytest.mark.parametrize(
+    "folder", sorted((ROOT / "results" / "h200" / "best").iterdir()), ids=lambda path: path.name[:9]
+)
+def test_the_command_is_the_run_s_own_workload(folder: Path):
+    if not folder.is_dir():
+        pytest.skip("no run")
+    from stepscope.cli.against import with_options  # the parser of such words
+    from stepscope.cli.workloads import OneWorkload
+
+    run = load_run(folder)
+    words = commands_of(run)[0].removeprefix("stepscope run ").split()
+    kept = " ".join(words[: words.index("--steps")] if "--steps" in words else words)
+    kept = kept.split(" --warmup")[0].split(" --seconds")[0]
+    assert with_options(OneWorkload({}), kept).workload() == run.workload
+
+
+def test_the_gravest_finding_comes_first():
+    assert gravest((note("a", "A."), error("b", "B."), warning("c", "C."))).value == "b"
+    assert gravest(()).value == "none"
+
+
+def sweep() -> list[Run]:
+    runs: list[Run] = []
+    for dtype, factor in (("fp32", 2.0), ("bf16", 1.0)):
+        for seq_len in (16, 32, 64):
+            of = mini(seq_len=seq_len, dtype=dtype)
+            runs.append(make_run(of, step=[seq_len * factor * 1e-3] * 12))
+    lost = Failure(during="measure", phase="backward", message="cannot hold it")
+    runs[2] = msgspec.structs.replace(runs[2], status="out-of-memory", failure=lost, samples={})
+    return runs
+
+
+def test_a_sweep_has_maps_of_its_axes_with_why_a_cell_is_missing():
+    page = page_of_runs(sweep(), "a folder")
+    assert figure(page, "measured") == "5 of 6"
+    assert "from 16 ms" in page.sentence and "to 64 ms" in page.sentence and "1 OOM" in page.sentence
+    heat = next(panel for section in page.sections for panel in section.answer.panels if panel.kind == "heat")
+    cells = {(point.line, point.name): (point.y, point.missing) for point in heat.points}
+    assert cells["fp32", "16"] == (32.0, "") and cells["bf16", "64"] == (64.0, "")
+    assert cells["fp32", "64"][1] == "OOM"
+    assert "What is missing, and why" in titles(page)
+    assert any(panel.kind == "curves" for panel in page.panels)
+
+
+def test_models_of_several_sizes_are_one_axis_and_not_five():
+    page = page_named([str(ROOT / "results" / "h200" / "plain")], Path("runs"), quiet)
+    heats = [panel for panel in page.panels if panel.kind == "heat"]
+    assert {point.line for point in heats[0].points} == {"small", "medium", "large", "xl", "2.7B"}
+    assert len(heats) == 6, "three figures, each for two dtypes"
+
+
+def test_an_icicle_adds_up(tmp_path: Path):
+    page = page_of_capture_in(LOOP)
+    (icicle,) = [panel for panel in page.panels if panel.kind == "icicle"]
+    children: dict[int, float] = {}
+    for node in icicle.nodes[1:]:
+        assert node.parent >= 0
+        children[node.parent] = children.get(node.parent, 0.0) + node.value
+    for parent, total in children.items():
+        assert total <= icicle.nodes[parent].value * (1 + 1e-9)
+    assert children[0] == pytest.approx(icicle.nodes[0].value, rel=0.01)
+    assert [node.level for node in icicle.nodes[:2]] == ["all", "phase"]
+    summary = load_capture(LOOP, say=quiet)
+    kernels_ms = summary.attribution.kernels["duration_ns"].sum() / summary.steps / 1e6
+    assert icicle.nodes[0].value == pytest.approx(kernels_ms)
+
+
+def page_of_capture_in(folder: Path) -> Page:
+    summary = load_capture(folder, say=quiet)
+    return page_of_capture(summary, check_trace(summary), folder.name)
+
+
+def test_a_timeline_holds_all_the_work_of_its_step():
+    summary = load_capture(LOOP, say=quiet)
+    page = page_of_capture(summary, (), "x")
+    (timeline,) = [panel for panel in page.panels if panel.kind == "timeline"]
+    work = summary.attribution.work
+    first = work.filter((pl.col("step") == pl.col("step").min()) & (pl.col("duration_ns") > 0))
+    drawn = [one for one in timeline.slices if one.lane.startswith("stream")]
+    assert sum(one.count for one in drawn) == first.height
+    assert sum(one.end - one.begin for one in drawn) == pytest.approx(first["duration_ns"].sum() / 1e6, rel=0.02)
+    assert timeline.frame.x_ends is not None
+    assert all(-1e-9 <= one.begin <= one.end for one in timeline.slices)
+    assert {one.kind for one in timeline.slices if one.lane == "idle"} <= {
+        f"idle: {cause}" for cause in summary.occupation.gaps["cause"].cast(pl.String).unique()  # type: ignore[union-attr]
+    }  # fmt: skip
+
+
+def test_the_ranks_of_a_job_share_a_timeline():
+    page = page_named([str(ROOT / "results" / "h200-x2" / "ranks" / "late-0")], Path("runs"), quiet)
+    assert page.kind == "ranks" and figure(page, "ranks") == "2"
+    (timeline,) = [panel for panel in page.panels if panel.kind == "timeline"]
+    assert {one.lane.partition(",")[0] for one in timeline.slices} == {"rank 0", "rank 1"}
+
+
+def test_any_answer_has_a_page():
+    answer = Answer(
+        study="formats", question="What can a format hold?", lead=(Line("A line."),),
+        tables=(text("Said first."), table_of("format", ("bits", ","), rows=[("fp16", 16)])),
+        findings=(note("k", "A sentence."),),
+    )  # fmt: skip
+    page = page_of_answer(answer, "answer")
+    assert page.title == "What can a format hold?" and page.sentence == "A sentence."
+    assert titles(page) == ["What was measured", "Format"]
+    assert page.sections[1].answer.tables[0].notes[0].text == "Said first.", "a sentence stays with the next table"
+
+
+def test_nothing_that_says_who_or_where_is_left(monkeypatch: pytest.MonkeyPatch):
+    import socket
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "lab-node-17.example.com")
+    answer = Answer(
+        study="trace", question="Where does the time of /home/ada/secret/run.json.gz go?",
+        lead=(Line("net: 5 parameters (made by /home/ada/train.py:make with width=12, path=/data/x)"),
+              Line("on lab-node-17, watched in examples/train.py --key 5")),
+        tables=(table_of("line of code", rows=[("train.py:17 forward",), ("../lib/net/attention.py:5",)]),),
+        origin=("Saved in runs/20260101-x; own code at 0123456789",),
+    )  # fmt: skip
+    page = page_of_answer(answer, "capture", reproduce=("stepscope trace /home/ada/x",))
+    said = msgspec.json.encode(redacted(page)).decode()
+    for secret in ("ada", "secret", "lab-node", "train.py", "width=12", "/data", "attention.py", "0123456789"):
+        assert secret not in said, secret
+    assert "stepscope trace" not in said and "5 parameters" in said
