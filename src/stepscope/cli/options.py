@@ -331,6 +331,10 @@ OPTIONS = (
     Option("tag", _tag, STORED, "A word of your own to find the run by."),
     Option("tag", str, STORED, "Only runs with this tag.", verbs=("ls", "table", "history")),
     Option("workload", str, STORED, "Only trends whose key has this in it, with every run.", metavar="KEY"),
+    Option("assignment", str, QUESTION, "Whose questions are answered.", default="cs336"),
+    Option("run", bool, QUESTION, "Measure what is missing, the cheapest first. Ctrl-C keeps what is there."),
+    Option("scale", str, QUESTION, "Sizes of what is measured; small is for a CPU.", default="full",
+           choices=("full", "small")),
     Option("predictions", bool, STORED, "Show forecasts beside what was measured afterwards."),
     # What becomes of the answer.
     Option("only", str, OUTPUT, "Show the tables whose title contains this; `findings` for the sentences alone.",
