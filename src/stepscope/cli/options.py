@@ -76,6 +76,8 @@ class Option:
     spelled: str = ""
     """How the option is written, where that is not --name."""
     complete: Callable[..., list[str]] | None = None
+    short: str = ""
+    """A second way to write it, of one letter: `-o`."""
 
     @property
     def flag(self) -> str:
@@ -341,6 +343,10 @@ OPTIONS = (
            Presentation),
     Option("only", str, OUTPUT, "Only these tables, by their letters, as in d or b,e (default: all).", default=(),
            verbs=("study kernels",)),
+    Option("brief", bool, OUTPUT, "At most ten lines: what matters, with its figures and remedies; with --json, too.",
+           Presentation, False),
+    Option("output", Path, OUTPUT, "The document to write: .md with its plots beside it, or .html.", metavar="FILE",
+           short="-o", verbs=("writeup",)),
     Option("style", str, OUTPUT, f"{', '.join(STYLES)}; csv and jsonl with bare figures.", Presentation, "terminal",
            complete=completion.words(*STYLES)),
     Option("figures", Path, OUTPUT, "Keep the figures in this file, as they come; --from shows it.", metavar="FILE"),

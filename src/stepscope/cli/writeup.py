@@ -38,16 +38,7 @@ def writeup(
     ] = None,
     *,
     assignment: str,
-    output: Annotated[
-        Path,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="FILE",
-            rich_help_panel="Output",
-            help="The document to write: .md with its plots beside it, or .html.",
-        ),
-    ] = Path("writeup.md"),
+    output: Path = Path("writeup.md"),
     run: bool,
     scale: str,
     runs: Path,
