@@ -107,6 +107,17 @@ def test_one_folder_answers_a_question(tmp_path: Path):
     assert answer.tables[0].rows[0][2] == "100.00 ± 0.00"
 
 
+def test_what_was_interrupted_is_measured_again(tmp_path: Path):
+    stored_answer(tmp_path)
+    found = write_up(CS336, gather([str(tmp_path)], tmp_path))
+    measure = MEASURES["accumulation"]
+    assert measure not in found.missing(tmp_path)
+    measure.mark(tmp_path).touch()
+    assert found.missing(tmp_path)[0] == measure, "the cheapest is first"
+    costs = [one.cost for one in found.missing(tmp_path)]
+    assert costs == sorted(costs) and len(set(costs)) == len(costs)
+
+
 def test_wrong_input_is_one_line(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     old = tmp_path / "old/a/run.json"

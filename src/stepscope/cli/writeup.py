@@ -71,7 +71,7 @@ def writeup(
     for fault in found.faults:
         warn(f"left out: {fault}")
     failed: list[str] = []
-    todo = found.missing if run else ()
+    todo = found.missing(target.store) if run else ()
     for place, one in enumerate(todo, 1):
         warn(f"measuring {place} of {len(todo)}: {one.command(size, target.store)}")
         code = _measure(one, size, target)
@@ -93,7 +93,12 @@ def _measure(one: "Measure", scale: "Scale", target: "Target") -> int:
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         if one.leaves == "runs":
-            return _waited(subprocess.Popen([*words, "--runs", str(place)], stdout=subprocess.DEVNULL))
+            mark = one.mark(target.store)
+            mark.touch()
+            code = _waited(subprocess.Popen([*words, "--runs", str(place)], stdout=subprocess.DEVNULL))
+            if code not in (EXIT_INTERRUPTED, -signal.SIGINT):
+                mark.unlink(missing_ok=True)
+            return code
         part = place.with_suffix(".part")
         with part.open("wb") as stream:
             code = _waited(subprocess.Popen([*words, "--json"], stdout=stream))
@@ -121,5 +126,5 @@ def _say(found: "WriteUp", target: "Target", *, run: bool, failed: list[str]) ->
     emit(f"{target.file}: {found.count} of {counted(len(found.answered), 'question')} answered\n")
     if failed:
         warn(f"not measured: {', '.join(failed)}")
-    elif found.missing and not run:
+    elif found.missing(target.store) and not run:
         warn("the document names a command for each question without data; --run measures them all")

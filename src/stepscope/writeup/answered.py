@@ -1,6 +1,7 @@
 """The questions of an assignment, each with its Answer or with the reason why there is none."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError
@@ -37,11 +38,13 @@ class WriteUp:
         named = (one.answer.device for one in self.answered if one.answer is not None)
         return tuple(dict.fromkeys(device for device in named if device))
 
-    @property
-    def missing(self) -> tuple[Measure, ...]:
-        """What is to be measured for the questions without an answer, the cheapest first, each once."""
-        wanted = {one.question.measure.name: one.question.measure for one in self.answered
-                  if one.answer is None and one.question.measure is not None}  # fmt: skip
+    def missing(self, store: Path) -> tuple[Measure, ...]:
+        """What is to be measured, the cheapest first, each once: for questions without an answer, and what was
+        interrupted in this store."""
+        measures = [(one, one.question.measure) for one in self.answered if one.question.measure is not None]
+        wanted = {
+            measure.name: measure for one, measure in measures if one.answer is None or measure.mark(store).exists()
+        }
         return tuple(sorted(wanted.values(), key=lambda measure: measure.cost))
 
     def of(self, question: Question) -> Answered:

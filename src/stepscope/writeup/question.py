@@ -38,6 +38,10 @@ class Measure:
         """What it leaves in a store: a folder of runs, or an answer."""
         return store / (self.name if self.leaves == "runs" else f"{self.name}.json")
 
+    def mark(self, store: Path) -> Path:
+        """A file that is there while the command runs: one that is left says that it was interrupted."""
+        return store / f"{self.name}.unfinished"
+
     def command(self, scale: Scale, store: Path) -> str:
         """The whole command, as a user copies it."""
         place = shlex.quote(str(self.place(store)))
