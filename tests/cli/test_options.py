@@ -63,7 +63,7 @@ def test_one_name_means_one_thing_and_has_one_place():
         for flag, param in options_of(verb).items():
             assert param.rich_help_panel in GROUPS or flag == "--help", (verb, flag)
             assert flag not in OLD_SPELLINGS, f"{verb} still spells {flag}"
-    known = {flag for option in OPTIONS for flag in option.flag.split("/")}
+    known = {flag for option in OPTIONS for flag in (*option.flag.split("/"), option.short)}
     assert {flag for verb in VERBS for flag in options_of(verb)} <= known | {"--help"}
     used = {(flag, verb) for verb in VERBS for flag in options_of(verb)}
     for option in OPTIONS:

@@ -27,6 +27,7 @@ from stepscope.cli import (
     table,
     trace,
     watch,
+    writeup,
 )
 from stepscope.cli.grammar import Verbs, help_width
 from stepscope.cli.output import emit
@@ -61,7 +62,7 @@ class _Command(Verbs):
     verbs: ClassVar = {
         "run": run.run, "watch": watch.watch, "sweep": sweep.sweep, "compare": compare.compare, "table": table.table,
         "trace": trace.trace, "memory": memory.memory, "report": report.report, "fit": fit.fit, "show": show.show,
-        "ls": ls.ls, "history": history.history,
+        "ls": ls.ls, "history": history.history, "writeup": writeup.writeup,
         "models": models.models, "device": device.device, "kernel": kernel.kernel,
     }  # fmt: skip
 

@@ -5,7 +5,7 @@ from contextvars import ContextVar
 
 from stepscope.core.errors import InputError
 
-_ALWAYS = ("--only", "--style", "--json", "--save", "--device")
+_ALWAYS = ("--only", "--style", "--brief", "--json", "--save", "--device")
 """What shows an answer, and the device, which a script may name for all that it runs."""
 _given: ContextVar[tuple[str, ...]] = ContextVar("given", default=())
 

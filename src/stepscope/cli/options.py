@@ -76,6 +76,8 @@ class Option:
     spelled: str = ""
     """How the option is written, where that is not --name."""
     complete: Callable[..., list[str]] | None = None
+    short: str = ""
+    """A second way to write it, of one letter: `-o`."""
 
     @property
     def flag(self) -> str:
@@ -331,12 +333,20 @@ OPTIONS = (
     Option("tag", _tag, STORED, "A word of your own to find the run by."),
     Option("tag", str, STORED, "Only runs with this tag.", verbs=("ls", "table", "history")),
     Option("workload", str, STORED, "Only trends whose key has this in it, with every run.", metavar="KEY"),
+    Option("assignment", str, QUESTION, "Whose questions are answered.", default="cs336"),
+    Option("run", bool, QUESTION, "Measure what is missing, the cheapest first. Ctrl-C keeps what is there."),
+    Option("scale", str, QUESTION, "Sizes of what is measured; small is for a CPU.", default="full",
+           choices=("full", "small")),
     Option("predictions", bool, STORED, "Show forecasts beside what was measured afterwards."),
     # What becomes of the answer.
     Option("only", str, OUTPUT, "Show the tables whose title contains this; `findings` for the sentences alone.",
            Presentation),
     Option("only", str, OUTPUT, "Only these tables, by their letters, as in d or b,e (default: all).", default=(),
            verbs=("study kernels",)),
+    Option("brief", bool, OUTPUT, "At most ten lines: what matters, with its figures and remedies; with --json, too.",
+           Presentation, False),
+    Option("output", Path, OUTPUT, "The document to write: .md with its plots beside it, or .html.", metavar="FILE",
+           short="-o", verbs=("writeup",)),
     Option("style", str, OUTPUT, f"{', '.join(STYLES)}; csv and jsonl with bare figures.", Presentation, "terminal",
            complete=completion.words(*STYLES)),
     Option("figures", Path, OUTPUT, "Keep the figures in this file, as they come; --from shows it.", metavar="FILE"),
@@ -344,8 +354,8 @@ OPTIONS = (
            "Write what is asked for as a smaller trace of torch.profiler's format (.json, .json.gz).", metavar="FILE"),
     Option("perfetto", Path, OUTPUT, "Write a trace for Perfetto, with phases, families and counters as tracks.",
            metavar="FILE"),
-    Option("out", Path, OUTPUT, "Write the page into this file (default: report.html in the run's folder, or "
-           "NAME.report.html here).", metavar="FILE", spelled="-o", verbs=("report",)),
+    Option("output", Path, OUTPUT, "Write the page into this file (default: report.html in the run's folder, or "
+           "NAME.report.html here).", metavar="FILE", short="-o", verbs=("report",)),
     Option("open_page", bool, OUTPUT, "Open the page in a browser.", default=False, spelled="--open"),
     Option("compare", bool, OUTPUT, "Two names are two sides: what changed, and how sure that is.", default=False,
            verbs=("report",)),

@@ -12,14 +12,17 @@ from stepscope.report.renderers import BARE, STYLES
 
 @dataclass(frozen=True, kw_only=True)
 class Presentation:
-    """What --only, --style and --json say."""
+    """What --only, --style, --brief and --json say."""
 
     only: str | None = None
     style: str = "terminal"
     json: bool = False
+    brief: bool = False
 
     def __post_init__(self) -> None:
         choose(self.style, STYLES, "style")
+        if self.brief and self.style != "terminal":
+            raise InputError(f"--brief and --style {self.style} are two forms of one answer: ask for one")
         if self.json and self.only is not None:
             raise InputError("--json writes the whole answer: leave out --only")
         if self.style in BARE and (self.only or "").casefold() == "findings":
@@ -29,7 +32,12 @@ class Presentation:
 
     def show(self, *answers: Answer, document: Callable[[], str] | None = None) -> None:
         """Print the answers one below the other; for --json the document instead, or that of the first answer."""
-        if self.json:
+        if self.brief:
+            from stepscope.report.brief import brief_document, brief_text
+
+            parts = answers if self.only is None else tuple(one.part(self.only) for one in answers)
+            emit(brief_document(parts[0]) if self.json else "\n".join(map(brief_text, parts)))
+        elif self.json:
             emit(document() if document is not None else encode_answer(answers[0]))
         else:
             present(*answers, style=self.style, only=self.only)

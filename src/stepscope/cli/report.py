@@ -32,7 +32,7 @@ def report(
         ),
     ],
     *,
-    out: Path | None,
+    output: Path | None,
     open_page: bool,
     compare: bool,
     across: tuple[str, ...] = (),
@@ -46,7 +46,7 @@ def report(
     if across and not compare:
         raise InputError("--across belongs to --compare: it says in what the two sides may differ")
     choose(plots_as, ("svg", "png"), "--plots-as")
-    target = out or _target(what, runs)
+    target = output or _target(what, runs)
     _check(target)
     threading.Thread(target=_get_ready, daemon=True).start()  # the page's plots, while its runs are read
     page = _made(what, runs, compare=compare, across=across)

@@ -8,6 +8,7 @@ import typer
 
 from stepscope.cli.listed import listed_runs
 from stepscope.cli.output import check_picture, draw, present
+from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
 from stepscope.core.errors import InputError, choose
 
@@ -32,6 +33,7 @@ def table(
     tag: str | None,
     runs: Path,
     style: str,
+    brief: bool = False,
     save: Path | None,
 ) -> None:
     """Tables of runs: terminal, Markdown, CSV or JSON lines; and as a plot."""
@@ -56,7 +58,10 @@ def table(
         from stepscope.analysis.runs.table_panels import table_panels
 
         answer = msgspec.structs.replace(answer, panels=table_panels(found, query))
-    present(answer, style=style)
+    if brief:
+        Presentation(style=style, brief=True).show(answer)
+    else:
+        present(answer, style=style)
     draw(answer, save)
 
 

@@ -138,6 +138,7 @@ class _Part:
         if usual is None and option.takes is not bool and default is not None:
             usual = str(default)
         info = typer.Option(
+            *([option.short] if option.short else []),
             option.flag,
             help=f"{text} (default: {usual})" if usual else text,
             rich_help_panel=option.group,

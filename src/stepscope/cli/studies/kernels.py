@@ -46,6 +46,7 @@ def kernels(
     only: tuple[str, ...],
     save: Path | None,
     style: str,
+    brief: bool = False,
     json: bool,
 ) -> None:
     """Kernels by phase, their share, softmax and the rest, over models and sequence lengths."""
@@ -53,7 +54,7 @@ def kernels(
     from stepscope.core.errors import choose
     from stepscope.core.evidence import TRACE_TOOLS
 
-    shown = Presentation(style=style, json=json)
+    shown = Presentation(style=style, json=json, brief=brief)
     check_picture(save)
     choose(tool, TRACE_TOOLS, "tool")
     for letter in only:
@@ -99,7 +100,7 @@ def _report(
     captured = {cell.run.id for cell in cells}
     ended = [run for run, _ in found if run.id not in captured and run.status != "done"]
     answer = answer_kernels(cells, questions, ended)
-    if shown.json:
+    if shown.json and not shown.brief:
         for cell in cells:
             emit_json({"run": cell.run.id, "workload": cell.run.workload, "trace": cell.digest})
     else:

@@ -1,0 +1,1 @@
+"""A write-up: the questions of an assignment, answered from stored runs and answers."""

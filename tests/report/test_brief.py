@@ -1,0 +1,87 @@
+"""`--brief`: ten lines at most, the gravest finding first, as text and as JSON."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stepscope.core.answer import Answer, Line, table_of
+from stepscope.core.finding import error, note, warning
+from stepscope.report.brief import MOST_LINES, brief_document, brief_text
+from tests.command import stepscope
+
+ROOT = Path(__file__).parents[2]
+
+ANSWER = Answer(
+    study="run",
+    question="What does a step take?",
+    lead=(Line("tiny, 1.1 M parameters", "strong"), Line("batch 4"), Line("a CPU")),
+    tables=(
+        table_of(
+            "phase", ("median", "ms of s"), ("share", ""), title="Phases",
+            rows=[("forward", 0.010, None), ("backward", 0.020, "66 %"), ("step", 0.030, "100 %")],
+            notes=(Line("128 tokens a step."),),
+        ),
+    ),
+    findings=(
+        note("small", "The step is small."),
+        warning("not-steady", "The steps vary by 9 %.", {"share": 0.09}, "close other programs"),
+        error("no-sync", "The timer did not wait."),
+    ),
+    checked=True,
+)  # fmt: skip
+
+SAID = """\
+tiny, 1.1 M parameters
+batch 4
+error no-sync: The timer did not wait.
+warning not-steady: The steps vary by 9 %. Remedy: close other programs.
+note small: The step is small.
+step: median 30.00, share 100 %
+128 tokens a step.
+forward: median 10.00
+backward: median 20.00, share 66 %
+"""
+
+
+def test_the_gravest_finding_is_first_then_the_figures():
+    assert brief_text(ANSWER) == SAID
+
+
+def test_json_has_the_same_lines_with_the_figures_of_findings():
+    document = json.loads(brief_document(ANSWER))
+    assert [line["text"] for line in document["lines"]] == SAID.splitlines()
+    found = document["lines"][3]
+    assert (found["kind"], found["severity"], found["remedy"]) == ("not-steady", "warning", "close other programs")
+    assert found["figures"] == {"share": 0.09}
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 8, 500])
+@pytest.mark.parametrize("findings", [0, 1, 30])
+def test_there_are_never_more_than_ten_lines_and_none_is_lost_unsaid(rows: int, findings: int):
+    answer = Answer(
+        study="s", question="Why?", device="a CPU",
+        tables=(table_of("name", rows=[(f"r{i}",) for i in range(rows)]),),
+        findings=tuple(note("k", f"Sentence {i}.") for i in range(findings)),
+    )  # fmt: skip
+    lines = brief_text(answer).splitlines()
+    assert len(lines) <= MOST_LINES
+    whole = rows + findings + 2
+    said = f"and {whole - MOST_LINES + 1:,} more lines" in lines[-1]
+    assert said if whole > MOST_LINES else len(lines) == whole
+
+
+def test_a_line_of_a_foreign_file_stays_one_line():
+    hostile = Answer(study="s", question="a\nb\x1b[2J" + "x" * 9999)
+    assert brief_text(hostile).count("\n") == 1 and "\x1b" not in brief_text(hostile)
+
+
+def test_verbs_take_it(tmp_path: Path):
+    run = next((ROOT / "results/cpu/first").iterdir())
+    for words in (("show", run), ("table", run), ("models",), ("fit",), ("study", "formats")):
+        done = stepscope(*words, "--brief", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert 0 < len(done.stdout.splitlines()) <= MOST_LINES
+    assert json.loads(stepscope("show", run, "--brief", "--json").stdout)["study"] == "run"
+    refused = stepscope("show", run, "--brief", "--style", "markdown")
+    assert refused.returncode == 2 and "--brief and --style markdown" in refused.stderr

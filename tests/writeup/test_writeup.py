@@ -1,0 +1,163 @@
+"""A write-up: which question is answered by which runs, what stands in the document, and what is wrong input."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from stepscope.cli.app import app
+from stepscope.core.answer import Answer, Panel, Point, encode_answer, table_of
+from stepscope.core.errors import InputError
+from stepscope.core.run_directory import create_run_directory, save_run
+from stepscope.report.renderers import render
+from stepscope.writeup.answered import write_up
+from stepscope.writeup.assignments import NAMES, assignment_named
+from stepscope.writeup.document import MOST_ROWS, Target
+from stepscope.writeup.material import gather
+from stepscope.writeup.question import SCALES
+from tests.command import stepscope
+from tests.conftest import make_run, workload
+
+ROOT = Path(__file__).parents[2]
+CS336 = assignment_named("cs336")
+HOSTILE = "<script>alert(1)</script> | `x`"
+
+
+def test_every_question_answers_or_says_why():
+    for name in NAMES:
+        questions = assignment_named(name).questions
+        assert len({question.id for question in questions}) == len(questions)
+        for question in questions:
+            assert bool(question.later) != (question.source is not None), question.id
+            assert question.later or question.measure is not None, question.id
+
+
+MEASURES = {question.measure.name: question.measure for question in CS336.questions if question.measure is not None}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", MEASURES)
+def test_commands_are_commands(name: str, scale: str):
+    """Each names verbs and options that there are."""
+    words = [*MEASURES[name].words(scale), "--json"]  # type: ignore[arg-type]
+    assert app([*words, "--help"], standalone_mode=False) == 0
+
+
+def stored_answer(place: Path, study: str = "accumulation", rows: int = 1, text: str = "fp16") -> Path:
+    table = table_of("format", ("sum", "text"), title="Sums", rows=[(text, f"{9.953125 + row}") for row in range(rows)])
+    panel = Panel(x_title="terms", y_title="sum", points=(Point(line=text, x=1, y=1), Point(line=text, x=2, y=2)))
+    answer = Answer(study=study, question="How?", tables=(table,), panels=(panel,))
+    place.mkdir(exist_ok=True)
+    file = place / f"{study}.json"
+    file.write_text(encode_answer(answer))
+    return file
+
+
+def test_an_answer_is_shown_as_its_renderer_shows_it(tmp_path: Path):
+    stored_answer(tmp_path / "in")
+    material = gather([str(tmp_path / "in")], tmp_path)
+    target = Target(file=tmp_path / "out.md")
+    found = write_up(CS336, material)
+    target.write(found, "full")
+    assert found.count == 1
+    text = target.file.read_text()
+    assert render(material.answers[0][0].body(), "markdown").strip() in text
+    assert "1 of 25 questions answered" in text
+    assert "](out_files/accumulation.svg)" in text and (tmp_path / "out_files/accumulation.svg").is_file()
+
+
+def test_a_question_without_data_names_its_command_whole(tmp_path: Path):
+    stored_answer(tmp_path / "in")
+    target = Target(file=tmp_path / "my notes.md")
+    target.write(write_up(CS336, gather([str(tmp_path / "in")], tmp_path)), "small")
+    text = target.file.read_text()
+    store = f"'{tmp_path}/my notes_data/"
+    assert f"stepscope study warmup --model tiny --seq-len 64 --runs {store}warmup'" in text
+    assert f"stepscope study normalisation --json > {store}normalisation.json'" in text
+
+
+def test_long_tables_are_cut_and_say_so(tmp_path: Path):
+    stored_answer(tmp_path / "in", rows=MOST_ROWS + 3)
+    target = Target(file=tmp_path / "out.md")
+    target.write(write_up(CS336, gather([str(tmp_path / "in")], tmp_path)), "full")
+    assert f"The first {MOST_ROWS} of {MOST_ROWS + 3} rows." in target.file.read_text()
+
+
+def test_text_of_files_is_no_markup(tmp_path: Path):
+    stored_answer(tmp_path / "in", text=HOSTILE)
+    target = Target(file=tmp_path / "out.html")
+    target.write(write_up(CS336, gather([str(tmp_path / "in")], tmp_path)), "full")
+    page = target.file.read_text()
+    assert "<script" not in page and "&lt;script&gt;" in page
+    assert not re.search(r"""(?:src|href)=["']https?:""", page), "nothing is loaded from elsewhere"
+
+
+def test_one_folder_answers_a_question(tmp_path: Path):
+    """A second, smaller folder of the same kind changes no figure of the table."""
+    for folder, seq_lens in (("large", (64, 128, 256)), ("small", (32,))):
+        for seq_len in seq_lens:
+            of = workload(seq_len=seq_len)
+            run = make_run(of, forward=[0.1] * 6, backward=[0.2] * 6, optimizer=[0.05] * 6)
+            save_run(run, create_run_directory(tmp_path / folder, run.workload))
+    found = write_up(CS336, gather([str(tmp_path)], tmp_path))
+    answer = next(one.answer for one in found.answered if one.question.id == "benchmarking-b")
+    assert answer is not None
+    assert [row[1] for row in answer.tables[0].rows] == ["64", "128", "256"]
+    assert answer.tables[0].rows[0][2] == "100.00 ± 0.00"
+
+
+def test_what_was_interrupted_is_measured_again(tmp_path: Path):
+    stored_answer(tmp_path)
+    found = write_up(CS336, gather([str(tmp_path)], tmp_path))
+    measure = MEASURES["accumulation"]
+    assert measure not in found.missing(tmp_path)
+    measure.mark(tmp_path).touch()
+    assert found.missing(tmp_path)[0] == measure, "the cheapest is first"
+    costs = [one.cost for one in found.missing(tmp_path)]
+    assert costs == sorted(costs) and len(set(costs)) == len(costs)
+
+
+def test_wrong_input_is_one_line(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    old = tmp_path / "old/a/run.json"
+    old.parent.mkdir(parents=True)
+    old.write_text(json.dumps({"schema_version": 999}))
+    stored_answer(tmp_path / "in")
+    cases = {
+        "no run and no answer": (tmp_path / "empty",),
+        "schema version 999": (tmp_path / "old",),
+        "--assignment": (tmp_path / "in", "--assignment", "cs999"),
+        "there is no folder": (tmp_path / "in", "-o", tmp_path / "nowhere/out.md"),
+        "end its name in": (tmp_path / "in", "-o", tmp_path / "out.pdf"),
+        "neither a run nor an answer": (ROOT / "README.md",),
+    }
+    for said, arguments in cases.items():
+        done = stepscope("writeup", *arguments, cwd=tmp_path)
+        assert done.returncode == 2, (said, done.stderr)
+        assert said.removeprefix("--") in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert not list(tmp_path.glob("writeup*"))
+
+
+def test_a_named_file_that_is_no_answer_is_refused(tmp_path: Path):
+    file = tmp_path / "a.json"
+    file.write_text("[1, 2]")
+    with pytest.raises(InputError, match=r"a\.json"):
+        gather([str(file)], tmp_path)
+
+
+@pytest.mark.slow
+def test_the_stored_write_up_is_what_the_tool_writes(tmp_path: Path):
+    """docs/results/writeup-h200.md, from results/h200, in all but the folder of its plots."""
+    done = stepscope("writeup", "results/h200", "-o", tmp_path / "writeup-h200.md", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    written = (tmp_path / "writeup-h200.md").read_text().replace(f"{tmp_path}/", "docs/results/")
+    assert written == (ROOT / "docs/results/writeup-h200.md").read_text()
+
+
+@pytest.mark.slow
+def test_what_run_measured_is_read_without_being_named(tmp_path: Path):
+    stored_answer(tmp_path / "writeup_data")
+    done = stepscope("writeup", "--runs", tmp_path / "none", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 25 questions answered" in done.stdout
