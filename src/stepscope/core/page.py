@@ -22,6 +22,10 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     answer: Answer
     """What is shown: lead, tables, panels, sentences."""
+    part: str = ""
+    """The part of the page that it belongs to, where sections are many."""
+    commands: tuple[str, ...] = ()
+    """Commands that measure what is missing here."""
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):

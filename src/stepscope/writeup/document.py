@@ -1,6 +1,5 @@
 """A write-up as a document: Markdown with its plots beside it, or one HTML file. Figures are those of the Answers."""
 
-import html
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,12 +7,14 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.core.answer import Answer, Line, Table
+from stepscope.core.answer import Answer, Line, Table, text
 from stepscope.core.errors import InputError, one_line
+from stepscope.core.page import Page, Section
 from stepscope.core.run_directory import write_atomically
 from stepscope.core.shown_text import printable
 from stepscope.core.units import counted
 from stepscope.report.cells import where_of
+from stepscope.report.page.render import render_page
 from stepscope.report.picture import draw_answer
 from stepscope.report.plots.save import plot_spec, plot_svg
 from stepscope.report.renderers import render
@@ -52,7 +53,7 @@ class Target:
         """Write the document and its plots. Raises InputError where that cannot be."""
         try:
             if self.file.suffix.lower() == ".html":
-                write_atomically(as_html(found, scale, self.store).encode(), self.file)
+                write_atomically(render_page(as_page(found, scale, self.store)).encode(), self.file)
                 return
             plots = {one.question.id: svg for one in found.answered if (svg := _plot(one.answer))}
             if self._is_ours():
@@ -84,42 +85,31 @@ def as_markdown(found: WriteUp, scale: Scale, store: Path, images: dict[str, str
     return "\n\n".join(_parts(found, lambda level, text: f"{'#' * level} {text}", lambda text: text, body)) + "\n"
 
 
-def as_html(found: WriteUp, scale: Scale, store: Path) -> str:
-    """The write-up as one HTML file with its plots inside; nothing is loaded from elsewhere."""
+def as_page(found: WriteUp, scale: Scale, store: Path) -> Page:
+    """The write-up as a page: a section for each question."""
 
-    def body(one: Answered) -> list[str]:
+    def section(part: str, one: Answered) -> Section:
         if one.answer is None:
-            said = [_paragraph(line) for line in _lacking(one)]
-            return said + [f"<pre>{html.escape(command)}</pre>" for command in _commands(one, scale, store)]
-        plot = _plot(one.answer)
-        figure = f'<figure role="img" aria-label="{html.escape(one.question.asks)}">{plot}</figure>' if plot else ""
-        return [_paragraph(where_of(one.answer)), render(_shown(one.answer), "html"), figure]
+            lacking = Answer(study="writeup", question="", tables=(text(*_lacking(one)),))
+            commands = tuple(_commands(one, scale, store))
+            return Section(title=one.question.asks, answer=lacking, part=part, commands=commands)
+        where = msgspec.structs.replace(
+            _shown(one.answer), device=one.answer.device, date=one.answer.date, versions=one.answer.versions,
+            settings=one.answer.settings, panels=one.answer.panels,
+        )  # fmt: skip
+        return Section(title=one.question.asks, answer=where, part=part)
 
-    parts = _parts(found, lambda level, text: f"<h{level}>{html.escape(text)}</h{level}>", _paragraph, body)
-    return _PAGE.format(title=html.escape(found.assignment.title), body="\n".join(parts))
-
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222;
-  background: white; }}
-.stepscope {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }}
-td, th {{ padding: 2px 10px; }}
-figure {{ margin: 1rem 0; overflow-x: auto; }}
-pre {{ background: #f2f2f2; padding: 0.6rem; white-space: pre-wrap; }}
-</style>
-</head>
-<body>
-{body}
-</body>
-</html>
-"""
+    devices = ", ".join(map(printable, found.devices))
+    faults = f" {counted(len(found.faults), 'run')} could not be read: {found.faults[0]}" if found.faults else ""
+    return Page(
+        title=found.assignment.title,
+        kind="write-up",
+        sentence=f"{found.count} of {counted(len(found.answered), 'question')} answered"
+        f"{f', measured on {devices}' if devices else ''}.{faults}",
+        sections=tuple(
+            section(part.title, found.of(question)) for part in found.assignment.parts for question in part.questions
+        ),
+    )
 
 
 def _parts(
@@ -170,7 +160,3 @@ def _plot(answer: Answer | None) -> str:
         return plot_svg(plot_spec(draw_answer(answer)))
     except InputError:  # more lines than a plot tells apart: the tables say it
         return ""
-
-
-def _paragraph(text: str) -> str:
-    return f"<p>{html.escape(text)}</p>" if text else ""

@@ -12,7 +12,7 @@ import msgspec
 from stepscope.core.answer import Answer, Line, Panel, Table, name_of
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding
-from stepscope.core.page import Page
+from stepscope.core.page import Page, Section
 from stepscope.core.shown_text import middle_cut, printable
 from stepscope.report.cells import bare_row, is_figures, row_texts, sentences_of, where_of
 from stepscope.report.page.shapes import heat, lanes, tiles
@@ -71,7 +71,7 @@ def render_page(page: Page) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template("page.html").render(
         page=page,
-        sections=[_section(one.title, one.answer, place) for place, one in enumerate(page.sections)],
+        sections=[_section(one, place) for place, one in enumerate(page.sections)],
         findings=_findings(page),
         symbols=_SYMBOLS,
         css=_file("page.css"),
@@ -89,7 +89,8 @@ def _findings(page: Page) -> list[Finding]:
     return sorted(page.findings, key=lambda one: ("error", "warning", "note").index(one.severity))
 
 
-def _section(title: str, answer: Answer, place: int) -> dict[str, object]:
+def _section(section: Section, place: int) -> dict[str, object]:
+    title, answer = section.title, section.answer
     where = where_of(answer) if answer.device or answer.versions else ""
     lead = [*answer.lead, *([Line(where)] if where and not answer.lead else [])]
     drawn = [panel for panel in answer.panels if panel.kind not in OWN]
@@ -97,6 +98,8 @@ def _section(title: str, answer: Answer, place: int) -> dict[str, object]:
     return {
         "id": f"s{place}-{re.sub('[^a-z0-9]+', '-', title.casefold()).strip('-')}",
         "title": title,
+        "part": section.part,
+        "commands": section.commands,
         "lead": lead,
         "pictures": _pictures(answer, drawn, place, title),
         "own": [_own(panel) for panel in answer.panels if panel.kind in OWN],
