@@ -114,9 +114,11 @@ def fit(
     are counted at their largest or refused by name. A compiled step (compile) and a step of your own with phases are
     refused.
 
-    memory: how much PyTorch may allocate, in bytes or as in "80GiB"; device: a device by its name, as in "H100", whose
-    datasheet says how much. Without either the peak alone is predicted. dtype, phase, optimizer, checkpointing and
-    accumulation are as in `stepscope.run`, for any model.
+    memory: how much PyTorch may allocate, in bytes or as in "80GiB".
+    device: a device by its name, as in "H100", whose datasheet says how much.
+    dtype, phase, optimizer, checkpointing, accumulation: as in `stepscope.run`, for any model.
+
+    Without memory and device the peak alone is predicted.
 
     Raises InputError for a name that is not known, sizes that cannot be, what cannot be predicted, and where memory and
     device are both given.
