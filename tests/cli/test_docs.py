@@ -29,7 +29,11 @@ from tests.command import stepscope
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SITE = ROOT / "docs" / "site"
+"""Pages that only the site has. Its build checks them (tests/house/test_site.py)."""
+DOCUMENTS = [
+    ROOT / "README.md", *sorted(page for page in (ROOT / "docs").rglob("*.md") if not page.is_relative_to(SITE)),
+]  # fmt: skip
 LINKING = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 BLOCK = re.compile(r"(?<=```console\n)\$ (?P<command>.+?)\n(?P<output>.*?)(?=```)", re.DOTALL)
 PYTHON = re.compile(r"(?<=```pycon\n)>>> .*?(?=```)", re.DOTALL)

@@ -1,0 +1,101 @@
+"""The gallery: pages that `stepscope report` makes of what results/ keeps, made anew with the site.
+
+Each is its title, what it shows, and what follows `stepscope report`. The directive `gallery` lists them.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import typer
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
+from sphinx.util.docutils import SphinxDirective
+
+from stepscope.cli.app import app as verbs
+
+ROOT = Path(__file__).parents[3]
+
+
+class Shown(NamedTuple):
+    """A page of the gallery."""
+
+    file: str
+    title: str
+    what: str
+    of: str
+    """The arguments of `stepscope report`, from the root of the repository."""
+
+
+GALLERY = (
+    Shown("run", "A run", "One training step of small at sequence 512 in fp32 on an H200.", "results/h200/first"),
+    Shown(
+        "traced", "A run with its trace digest", "The same step in bf16, with where the time of its kernels goes.",
+        "results/h200/kernels/20261121T071308.100-small-b4-s512-bf16-train-31a5933d",
+    ),
+    Shown("sweep", "A sweep", "Five models at four lengths within 80 GiB; cells that run out of memory say so.",
+          "results/h200/limit-80GiB"),
+    Shown(
+        "comparison", "A comparison", "fp32 beside bf16: small at sequence 512.",
+        "--compare results/h200/kernels/20261121T070835.420-small-b4-s512-fp32-train-8c3c1814"
+        " results/h200/kernels/20261121T071308.100-small-b4-s512-bf16-train-31a5933d",
+    ),
+    Shown("memory", "A memory snapshot", "Every allocation of a step of small in bf16, and its peak explained.",
+          "results/h200/memory-recorded/20261121T102244.165-small-b4-s512-bf16-train-31a5933d"),
+    Shown("leak", "Memory that grows", "A training loop that keeps its outputs, and the line that does so.",
+          "results/h200/leak/20261123T023006.202-Sequential-b32-fp32-train-AdamW-4c4cb6c4"),
+    Shown("trace", "A foreign trace", "A capture of torch.profiler that stepscope did not make.",
+          "tests/data/kineto_train.json.gz"),
+    Shown("ranks", "Two ranks", "A job on two GPUs of which one is late.", "results/h200-x2/ranks/late-5"),
+    Shown("study", "A study", "How time and memory of plain attention grow, eager and compiled.",
+          "results/h200/attention/seeds.json"),
+)  # fmt: skip
+
+
+def can_report() -> bool:
+    """Whether this stepscope has the verb."""
+    return "report" in getattr(typer.main.get_command(verbs), "commands", {})
+
+
+def make(shown: Shown, folder: Path) -> Path:
+    """Write a page into the folder, and return where it is."""
+    page = folder / f"{shown.file}.html"
+    line = [sys.executable, "-m", "stepscope", "report", *shown.of.split(), "-o", str(page)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode or not page.is_file():
+        raise ExtensionError(f"stepscope report {shown.of}: {done.stderr.strip() or done.stdout.strip()}")
+    return page
+
+
+def _make_all(app: Sphinx) -> None:
+    if app.builder.name == "html" and can_report():
+        folder = Path(app.outdir) / "gallery"
+        folder.mkdir(parents=True, exist_ok=True)
+        for shown in GALLERY:
+            make(shown, folder)
+
+
+class Gallery(SphinxDirective):
+    """The list of the pages, each with a link to it, what it shows, and its command."""
+
+    def run(self) -> list[nodes.Node]:
+        made = can_report()
+        listed = nodes.definition_list(classes=["gallery"])
+        for shown in GALLERY:
+            title = nodes.term()
+            link = nodes.reference("", shown.title, refuri=f"../gallery/{shown.file}.html", internal=True)
+            title += link if made else nodes.Text(shown.title)
+            said = nodes.definition("", nodes.paragraph("", shown.what))
+            text = f"stepscope report {shown.of}"
+            said += nodes.literal_block(text, text, language="sh")
+            listed += nodes.definition_list_item("", title, said)
+        missing = "This version of stepscope has no report yet: the pages come with it."
+        return [listed] if made else [nodes.paragraph("", missing), listed]
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.add_directive("gallery", Gallery)
+    app.connect("builder-inited", _make_all)
+    return {"parallel_read_safe": True}
