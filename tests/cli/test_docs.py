@@ -185,7 +185,7 @@ def test_an_experiment_quotes_figures_that_outputs_show():
 
 def commands_named(text: str) -> list[list[str]]:
     """Every `stepscope ...` in a block of code, or alone in a span of it, as words."""
-    blocks = re.findall(r"```\w*\n(.*?)```", text.replace("\\\n", " "), re.DOTALL)
+    blocks = re.findall(r"```[^\n`]*\n(.*?)```", text.replace("\\\n", " "), re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
     spans = re.findall(r"`(stepscope [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     found = [line.removeprefix("$ ").split(" | ")[0].split("  ")[0] for line in lines] + spans

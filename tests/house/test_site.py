@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -176,3 +178,34 @@ def test_marks_and_links_become_what_the_site_shows(monkeypatch: pytest.MonkeyPa
     assert linked("[how](../../CONTRIBUTING.md#tests)", page, DOCS) == "[how](../site/contributing.md#tests)"
     assert linked("[runs](../../results/h200)", page, DOCS) == "runs (`results/h200`)"
     assert linked("[sums](accumulation.md)", page, DOCS) == "[sums](accumulation.md)"
+
+
+@pytest.mark.browser
+def test_the_site_works_in_a_browser_from_disk(site: Path):
+    """Search, themes and widths, without a word on the console or a request to anywhere."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+    said: list[str] = []
+    asked: list[str] = []
+
+    def note(request: Any) -> None:
+        if not request.url.startswith(("file:", "data:")):
+            asked.append(request.url)
+
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        grounds = set[str]()
+        for theme, width in (("light", 1440), ("dark", 390)):
+            page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
+            page.on("console", lambda message: said.append(message.text))
+            page.on("pageerror", lambda error: said.append(str(error)))
+            page.on("request", note)
+            for name in ("index.html", "options.html", "experiments/step-time.html", "site/api/functions.html"):
+                page.goto((site / name).as_uri())
+                assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+            grounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+            page.goto(f"{(site / 'search.html').as_uri()}?q=roofline")
+            page.wait_for_selector("#search-results li a")
+            assert "roofline" in page.inner_text("#search-results")
+        browser.close()
+    assert said == asked == []
+    assert len(grounds) == 2
