@@ -3,8 +3,10 @@
 Each is its title, what it shows, and what follows `stepscope report`. The directive `gallery` lists them.
 """
 
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,25 +34,25 @@ class Shown(NamedTuple):
 GALLERY = (
     Shown("run", "A run", "One training step of small at sequence 512 in fp32 on an H200.", "results/h200/first"),
     Shown(
-        "traced", "A run with its trace digest", "The same step in bf16, with where the time of its kernels goes.",
+        "traced", "A run with its trace", "The same step in bf16, and which kernels take its time.",
         "results/h200/kernels/20261121T071308.100-small-b4-s512-bf16-train-31a5933d",
     ),
     Shown("sweep", "A sweep", "Five models at four lengths within 80 GiB; cells that run out of memory say so.",
           "results/h200/limit-80GiB"),
     Shown(
         "comparison", "A comparison", "fp32 beside bf16: small at sequence 512.",
-        "--compare results/h200/kernels/20261121T070835.420-small-b4-s512-fp32-train-8c3c1814"
+        "--compare --across dtype results/h200/kernels/20261121T070835.420-small-b4-s512-fp32-train-8c3c1814"
         " results/h200/kernels/20261121T071308.100-small-b4-s512-bf16-train-31a5933d",
     ),
     Shown("memory", "A memory snapshot", "Every allocation of a step of small in bf16, and its peak explained.",
           "results/h200/memory-recorded/20261121T102244.165-small-b4-s512-bf16-train-31a5933d"),
     Shown("leak", "Memory that grows", "A training loop that keeps its outputs, and the line that does so.",
           "results/h200/leak/20261123T023006.202-Sequential-b32-fp32-train-AdamW-4c4cb6c4"),
-    Shown("trace", "A foreign trace", "A capture of torch.profiler that stepscope did not make.",
+    Shown("trace", "A trace file", "A capture of torch.profiler, read from its file alone.",
           "tests/data/kineto_train.json.gz"),
     Shown("ranks", "Two ranks", "A job on two GPUs of which one is late.", "results/h200-x2/ranks/late-5"),
-    Shown("study", "A study", "How time and memory of plain attention grow, eager and compiled.",
-          "results/h200/attention/seeds.json"),
+    Shown("study", "A study", "Does a model train as well in lower precision? Every variant beside fp32.",
+          "results/h200/precision/quality.json"),
 )  # fmt: skip
 
 
@@ -62,8 +64,9 @@ def can_report() -> bool:
 def make(shown: Shown, folder: Path) -> Path:
     """Write a page into the folder, and return where it is."""
     page = folder / f"{shown.file}.html"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     line = [sys.executable, "-m", "stepscope", "report", *shown.of.split(), "-o", str(page)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode or not page.is_file():
         raise ExtensionError(f"stepscope report {shown.of}: {done.stderr.strip() or done.stdout.strip()}")
     return page
@@ -73,8 +76,8 @@ def _make_all(app: Sphinx) -> None:
     if app.builder.name == "html" and can_report():
         folder = Path(app.outdir) / "gallery"
         folder.mkdir(parents=True, exist_ok=True)
-        for shown in GALLERY:
-            make(shown, folder)
+        with ThreadPoolExecutor(max_workers=2) as pool:  # each is a process of its own
+            list(pool.map(lambda shown: make(shown, folder), GALLERY))
 
 
 class Gallery(SphinxDirective):
