@@ -11,6 +11,7 @@ from stepscope import __version__  # noqa: E402
 project = "stepscope"
 version = release = __version__
 html_title = "stepscope"
+html_domain_indices = False
 html_show_copyright = html_show_sphinx = html_copy_source = False
 
 extensions = [
