@@ -17,6 +17,7 @@ html_show_copyright = html_show_sphinx = html_copy_source = False
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "parts.access",
     "parts.blocks",
     "parts.docstrings",
     "parts.gallery",
