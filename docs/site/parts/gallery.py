@@ -33,17 +33,12 @@ class Shown(NamedTuple):
 
 GALLERY = (
     Shown("run", "A run", "One training step of small at sequence 512 in fp32 on an H200.", "results/h200/first"),
-    Shown(
-        "traced", "A run with its trace", "The same step in bf16, and which kernels take its time.",
-        "results/h200/kernels/20261121T071308.100-small-b4-s512-bf16-train-31a5933d",
-    ),
+    Shown("script", "A script that was watched", "A small GPT in one file, and the trace of its steps.",
+          "results/h200/loops/20261123T022831.717-GPT-b16-s64-fp32-train-AdamW-accumulate-2-daa14c68"),
     Shown("sweep", "A sweep", "Five models at four lengths within 80 GiB; cells that run out of memory say so.",
           "results/h200/limit-80GiB"),
-    Shown(
-        "comparison", "A comparison", "fp32 beside bf16: small at sequence 512.",
-        "--compare --across dtype results/h200/kernels/20261121T070835.420-small-b4-s512-fp32-train-8c3c1814"
-        " results/h200/kernels/20261121T071308.100-small-b4-s512-bf16-train-31a5933d",
-    ),
+    Shown("comparison", "A comparison", "Eager beside compiled: small and large, in fp32 and bf16.",
+          "--compare --across compile results/h200/compile:compile=eager results/h200/compile:compile=default"),
     Shown("memory", "A memory snapshot", "Every allocation of a step of small in bf16, and its peak explained.",
           "results/h200/memory-recorded/20261121T102244.165-small-b4-s512-bf16-train-31a5933d"),
     Shown("leak", "Memory that grows", "A training loop that keeps its outputs, and the line that does so.",
