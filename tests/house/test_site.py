@@ -136,6 +136,14 @@ def test_a_mistake_stops_the_build(tmp_path: Path):
         assert said in done.stderr, done.stderr
 
 
+class Silent:
+    field: int
+    said: int
+    """What it is."""
+
+    def does(self) -> None: ...
+
+
 def test_a_public_name_without_a_docstring_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(DOCS / "site")
     from parts.docstrings import undocumented, unlisted  # pyright: ignore[reportMissingImports]
@@ -146,6 +154,8 @@ def test_a_public_name_without_a_docstring_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(stepscope, "silent", lambda: None, raising=False)
     monkeypatch.setattr(stepscope, "__all__", [*stepscope.__all__, "silent"])
     assert list(undocumented()) == list(unlisted()) == ["stepscope.silent"]
+    monkeypatch.setattr(stepscope, "silent", Silent)
+    assert list(undocumented()) == ["Silent", "Silent.field", "Silent.does"]
 
 
 def test_the_gallery_is_of_what_is_kept(monkeypatch: pytest.MonkeyPatch, site: Path):

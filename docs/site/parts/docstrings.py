@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from sphinx.application import Sphinx
 from sphinx.util import logging
 
@@ -69,15 +70,21 @@ def unlisted() -> Iterator[str]:
 
 
 def _silent_in(found: type) -> Iterator[str]:
-    """The class, and the methods and properties that it defines itself, where they have no docstring."""
+    """The class, and the methods, properties and fields that it defines itself, where they have no docstring.
+
+    A record is named by its fields, so those of msgspec need none; the results' own do.
+    """
     tree = ast.parse(inspect.getsource(found))
     named = tree.body[0]
     assert isinstance(named, ast.ClassDef)
     if ast.get_docstring(named) is None:
         yield found.__name__
-    for part in named.body:
+    for part, after in zip(named.body, [*named.body[1:], None], strict=True):
         if isinstance(part, ast.FunctionDef) and not part.name.startswith("_") and ast.get_docstring(part) is None:
             yield f"{found.__name__}.{part.name}"
+        elif isinstance(part, ast.AnnAssign) and not issubclass(found, msgspec.Struct):
+            said = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            yield from () if said else (f"{found.__name__}.{ast.unparse(part.target)}",)
 
 
 def _check(_: Sphinx) -> None:

@@ -23,6 +23,7 @@ class Compared(Shown):
     comparison: "SideComparison"
     """The pairs: each with its runs, `change()` of any part of the step, and `buckets` that add up to the step."""
     answer: ShownAnswer
+    """The verdicts, and where the change lies."""
 
     @property
     def changes(self) -> "dict[str, Change | None]":

@@ -29,11 +29,13 @@ class Fitted(Shown):
     """The predicted peak of a step, and whether it fits into the memory that was named."""
 
     workload: DrivenWorkload
+    """What is predicted: the model and how it runs."""
     estimate: "MemoryEstimate | OwnEstimate"
     """The peak, its parts by category, and the peaks of the phases, in bytes."""
     verdict: "Fit | OwnVerdict | None"
     """Whether it fits, by how much, and what would make it fit; None where no memory was named."""
     answer: ShownAnswer
+    """The peak by category, the verdict, and the plans."""
 
     @property
     def peak_bytes(self) -> int:

@@ -29,6 +29,7 @@ class Timed(Shown):
     steady: bool | None
     """Whether the steps were steady when warm-up ended; None where there were too few to tell."""
     answer: ShownAnswer
+    """Medians and intervals by phase."""
 
 
 @dataclass(frozen=True)

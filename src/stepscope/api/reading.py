@@ -32,6 +32,7 @@ class Traced(Shown):
     findings: tuple[Finding, ...]
     """What to doubt, and what costs time, the gravest first."""
     answer: ShownAnswer
+    """Time by phase, family, kernel and module, bounds, idle time, and the findings."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,6 +46,7 @@ class Remembered(Shown):
     moment: "Moment"
     """What was alive at the moment that was asked for."""
     answer: ShownAnswer
+    """What was alive, by category, tensor, line of code and block."""
 
 
 @dataclass(frozen=True, repr=False)
