@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # Tests side by side, a file to a process: each has a core to itself.
 WORKERS ?= 2
 
-.PHONY: run test quick lint measures hostile mutants nsys clean
+.PHONY: run test quick lint docs measures hostile mutants nsys clean
 
 run: $(INSTALLED)  ## Measure one training step here, show it, and leave its page.
 	$(BIN)/stepscope run --tag first
@@ -31,6 +31,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(INSTALLED)  ## The documents as a site, in site/. Whatever is wrong with it, as a broken link, fails.
+	$(BIN)/sphinx-build --quiet --fail-on-warning -c docs/site -d build/site docs site
+	@echo "Open site/index.html"
 
 measures: $(INSTALLED)  ## How large the source is, how knotted, and where it says a thing twice.
 	$(BIN)/python -m tests.measures

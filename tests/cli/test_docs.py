@@ -29,7 +29,11 @@ from tests.command import stepscope
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SITE = ROOT / "docs" / "site"
+"""Pages that only the site has. Its build checks them (tests/house/test_site.py)."""
+DOCUMENTS = [
+    ROOT / "README.md", *sorted(page for page in (ROOT / "docs").rglob("*.md") if not page.is_relative_to(SITE)),
+]  # fmt: skip
 LINKING = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 BLOCK = re.compile(r"(?<=```console\n)\$ (?P<command>.+?)\n(?P<output>.*?)(?=```)", re.DOTALL)
 PYTHON = re.compile(r"(?<=```pycon\n)>>> .*?(?=```)", re.DOTALL)
@@ -182,7 +186,7 @@ def test_an_experiment_quotes_figures_that_outputs_show():
 
 def commands_named(text: str) -> list[list[str]]:
     """Every `stepscope ...` in a block of code, or alone in a span of it, as words."""
-    blocks = re.findall(r"```\w*\n(.*?)```", text.replace("\\\n", " "), re.DOTALL)
+    blocks = re.findall(r"```[^\n`]*\n(.*?)```", text.replace("\\\n", " "), re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
     spans = re.findall(r"`(stepscope [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     found = [line.removeprefix("$ ").split(" | ")[0].split("  ")[0] for line in lines] + spans

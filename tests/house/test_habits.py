@@ -35,8 +35,8 @@ def test_hosted_tests_run_every_python_from_the_oldest_that_is_taken():
 
 
 def test_hosted_tests_are_those_of_make():
-    assert values(WORKFLOW, "run") == ["make test PYTHON=python"]
-    assert recipe("test")
+    assert values(WORKFLOW, "run") == ["make test PYTHON=python", "make docs PYTHON=python"]
+    assert all(recipe(target) for target in ("test", "docs"))
     cached = re.search(r"cache-dependency-path: \|\n((?: {12}\S+\n)+)", WORKFLOW)
     assert cached is not None
     installed_from = re.search(r"^\$\(INSTALLED\): (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)

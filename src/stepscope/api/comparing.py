@@ -23,6 +23,7 @@ class Compared(Shown):
     comparison: "SideComparison"
     """The pairs: each with its runs, `change()` of any part of the step, and `buckets` that add up to the step."""
     answer: ShownAnswer
+    """The verdicts, and where the change lies."""
 
     @property
     def changes(self) -> "dict[str, Change | None]":
@@ -60,11 +61,15 @@ def compare(
         found.changes                      # by cell: ratio, interval, processes
 
     base, other: a path, a part of a run's name, `last`, a set, a sweep, a tag or a commit, as `stepscope compare` takes
-    them. across: fields in which the workloads may differ, as in "dtype". value: the part of the step that is compared.
-    runs: the folder in which names are looked up. Ratios are after over before: above 1 the second side is slower.
+    them.
+    across: fields in which the workloads may differ, as in "dtype".
+    value: the part of the step that is compared.
+    runs: the folder in which names are looked up.
 
-    With fewer than five processes a side there is a ratio, and no verdict. Raises InputError where a name means
-    nothing, and where the sides have nothing in common.
+    Ratios are after over before: above 1 the second side is slower. With fewer than five processes a side
+    there is a ratio, and no verdict.
+
+    Raises InputError where a name means nothing, and where the sides have nothing in common.
     """
     from stepscope.analysis.comparisons.sides import compare_sides, side_named  # noqa: PLC0415  (where it is asked for)
     from stepscope.analysis.comparisons.sides_answer import answer_comparison  # noqa: PLC0415

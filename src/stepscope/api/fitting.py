@@ -29,11 +29,13 @@ class Fitted(Shown):
     """The predicted peak of a step, and whether it fits into the memory that was named."""
 
     workload: DrivenWorkload
+    """What is predicted: the model and how it runs."""
     estimate: "MemoryEstimate | OwnEstimate"
     """The peak, its parts by category, and the peaks of the phases, in bytes."""
     verdict: "Fit | OwnVerdict | None"
     """Whether it fits, by how much, and what would make it fit; None where no memory was named."""
     answer: ShownAnswer
+    """The peak by category, the verdict, and the plans."""
 
     @property
     def peak_bytes(self) -> int:
@@ -114,9 +116,11 @@ def fit(
     are counted at their largest or refused by name. A compiled step (compile) and a step of your own with phases are
     refused.
 
-    memory: how much PyTorch may allocate, in bytes or as in "80GiB"; device: a device by its name, as in "H100", whose
-    datasheet says how much. Without either the peak alone is predicted. dtype, phase, optimizer, checkpointing and
-    accumulation are as in `stepscope.run`, for any model.
+    memory: how much PyTorch may allocate, in bytes or as in "80GiB".
+    device: a device by its name, as in "H100", whose datasheet says how much.
+    dtype, phase, optimizer, checkpointing, accumulation: as in `stepscope.run`, for any model.
+
+    Without memory and device the peak alone is predicted.
 
     Raises InputError for a name that is not known, sizes that cannot be, what cannot be predicted, and where memory and
     device are both given.

@@ -29,6 +29,7 @@ class Timed(Shown):
     steady: bool | None
     """Whether the steps were steady when warm-up ended; None where there were too few to tell."""
     answer: ShownAnswer
+    """Medians and intervals by phase."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,7 @@ def measure(
     prepare: what runs before each step, untimed.
     device: `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`: whose work is timed.
     warmup, steps: exactly so many. If left out, 3 to 30 steps warm up until they are steady, and 10 to 100 are timed.
-    seconds: how long to go on
-    measuring between the least and the most steps, 5 if left out.
+    seconds: how long to go on measuring between the least and the most steps; 5 if left out.
 
     Raises InputError for what cannot be called, a name that is taken (`step`, `host`) and a device that is not there;
     and whatever a callable raises.

@@ -32,6 +32,7 @@ class Traced(Shown):
     findings: tuple[Finding, ...]
     """What to doubt, and what costs time, the gravest first."""
     answer: ShownAnswer
+    """Time by phase, family, kernel and module, bounds, idle time, and the findings."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,6 +46,7 @@ class Remembered(Shown):
     moment: "Moment"
     """What was alive at the moment that was asked for."""
     answer: ShownAnswer
+    """What was alive, by category, tensor, line of code and block."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,7 +105,9 @@ def show(name: str | Path = "last", *, runs: str | Path = "runs") -> Measured:
         stepscope.show()                  # the newest under runs/
         stepscope.show("results/cpu/first").samples["step"].median_s
 
-    name: a run directory, a part of its name, or `last`. runs: the folder in which names are looked up.
+    name: a run directory, a part of its name, or `last`.
+    runs: the folder in which names are looked up.
+
     Raises InputError where there is no such run, or it cannot be read. Needs no PyTorch.
     """
     found, folder = find_run(str(name), Path(runs)), find_place(str(name), Path(runs))
@@ -128,10 +132,14 @@ def trace(
         found.summary.families             # a polars frame
 
     path: a trace of torch.profiler (.json, .json.gz), an nsys report or export, a run directory, a part of a run's
-    name, or `last`. range, phase, step: only what was launched inside ranges of this name, in this phase (`forward`,
-    `backward`, `optimizer`), in this step (the first is 0). ranges=False changes nothing: a
-    capture without ranges is read in any case.
-    runs: the folder in which names are looked up. Times are in nanoseconds in frames, and with their unit where shown.
+    name, or `last`.
+    range: only what was launched inside ranges of this name.
+    phase: only what was launched in this phase (`forward`, `backward`, `optimizer`).
+    step: only what was launched in this step; the first is 0.
+    ranges: has no effect. A capture without ranges is read in any case.
+    runs: the folder in which names are looked up.
+
+    Times are in nanoseconds in frames, and with their unit where shown.
 
     Raises InputError, with what is there, where there is no such file, range, phase or step, or the file is damaged.
     Needs no PyTorch.
@@ -165,9 +173,11 @@ def memory(
         found.moment.alive                 # a polars frame: every block that was alive, in bytes
 
     path: a snapshot of torch.cuda.memory._dump_snapshot (.pickle, gzip too), a run directory, a part of a run's name,
-    or `last`. at: another moment than the peak, as in "12ms", "12000us", "start", "end", or a phase for its peak.
-    device: which one of a snapshot of several (None: the busiest). stacks: show the call stacks of so many of the
-    largest allocations. runs: the folder in which names are looked up.
+    or `last`.
+    at: another moment than the peak, as in "12ms", "12000us", "start", "end", or a phase for its peak.
+    device: the index of the device, where the snapshot holds several; if left out, the busiest.
+    stacks: for how many of the largest allocations the call stack is shown.
+    runs: the folder in which names are looked up.
 
     Raises InputError where there is no such file or moment, or the file is damaged: nothing in a pickle is executed.
     Needs no PyTorch.

@@ -86,18 +86,29 @@ def run(
       on a GPU, 128 on a CPU), an attention, and d_model, d_ff, layers, heads, kv_heads, vocabulary and tied in place of
       the preset's own.
 
-    How it runs, whatever the model: dtype (fp32, tf32, bf16, fp16: autocast; bf16-pure: all in bf16), phase (train,
-    forward-backward, or forward: inference without the loss), compile (eager, or a mode of torch.compile), optimizer
-    (one of PyTorch's AdamW by name; for a module of your own an optimizer that holds its parameters), checkpointing
-    (none, selective, every-K), accumulation (micro-batches in a step), seed (of weights and batches that are made).
+    How it runs, whatever the model:
 
-    How it is measured: device (auto, cpu, cuda, cuda:N); warmup and steps, exactly so many (left out: until steady, and
-    10 to 100); seconds, how long to go on measuring between the least and the most steps (5); profile, whether one more
-    step runs under the profiler; peak_flops, the device's peak in FLOP/s where no datasheet is known. record keeps some
-    more steps: every allocation ("memory"), a trace of torch.profiler ("kineto") or of Nsight Systems ("nsys") of
-    trace_steps steps; several by commas. memory_steps: how many steps "memory" records; 3 or more show what grows.
-    runs: where the run's directory is made. tag: a word to find the run by. tell: is called with each stage of the
-    measurement.
+    dtype: fp32, tf32, bf16 or fp16 (the last two by autocast), or bf16-pure, where parameters are bf16, too.
+    phase: train, forward-backward, or forward, which is inference without the loss.
+    compile: eager, or a mode of torch.compile.
+    optimizer: one of PyTorch's AdamW by name; for a module of your own an optimizer that holds its parameters.
+    checkpointing: none, selective, or every-K.
+    accumulation: how many micro-batches make a step.
+    seed: of weights and batches that are made.
+
+    How it is measured:
+
+    device: auto, cpu, cuda or cuda:N.
+    warmup, steps: exactly so many. If left out, steps warm up until they are steady, and 10 to 100 are timed.
+    seconds: how long to go on measuring between the least and the most steps; 5 if left out.
+    profile: whether one more step runs under the profiler.
+    peak_flops: the device's peak in FLOP/s, where no datasheet is known.
+    record: what is kept of some more steps, with commas between: every allocation ("memory"), a trace of torch.profiler
+    ("kineto"), a trace of Nsight Systems ("nsys").
+    trace_steps, memory_steps: of how many steps; 3 or more steps of memory show what grows.
+    runs: where the run's directory is made.
+    tag: a word to find the run by.
+    tell: is called with each stage of the measurement.
 
     Raises InputError, in one line with the remedy, for what cannot be measured as asked, and KeyboardInterrupt where it
     is interrupted (what was measured is stored). A failure of the device is no exception: `measured.run.status` is then

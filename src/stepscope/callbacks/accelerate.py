@@ -23,6 +23,7 @@ class WatchTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Watched:
+        """What was measured, as `accelerator.get_tracker("stepscope", unwrap=True)` asks for it."""
         return self.watched
 
     def start(self) -> None:

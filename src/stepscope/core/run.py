@@ -99,6 +99,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def where(self) -> str:
+        """The stage, the phase and the module, as far as they are known, with commas between."""
         return ", ".join(part for part in (self.during, self.phase, self.module) if part)
 
 

@@ -72,6 +72,7 @@ class Interval(msgspec.Struct, frozen=True):
 
     @property
     def half_width(self) -> float:
+        """Half the distance between its ends."""
         return (self.high - self.low) / 2
 
 
@@ -138,26 +139,32 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def count(self) -> int:
+        """The number of samples, without warm-ups."""
         return len(self.values_s)
 
     @property
     def median_s(self) -> float | None:
+        """The median, in seconds; None without samples."""
         return statistics.median(self.values_s) if self.values_s else None
 
     @property
     def first_s(self) -> float | None:
+        """The first sample, in seconds; None without samples."""
         return self.values_s[0] if self.values_s else None
 
     @property
     def smallest_s(self) -> float | None:
+        """The smallest sample, in seconds; None without samples."""
         return min(self.values_s, default=None)
 
     @property
     def largest_s(self) -> float | None:
+        """The largest sample, in seconds; None without samples."""
         return max(self.values_s, default=None)
 
     @property
     def mean_s(self) -> float | None:
+        """The arithmetic mean, in seconds; None without samples."""
         return statistics.fmean(self.values_s) if self.values_s else None
 
     @property

@@ -116,12 +116,18 @@ def watch(
         print(watched.run.summary)
 
     steps: the first step that is timed, and the first after it that is not; the loop's first step is 0. If steps is
-    left out, 10 to 100 steps are timed, once they are steady. record: `kineto` or `memory`, which record some more
-    steps. memory_steps: how many steps `memory` records; 3 or more show what grows from step to step. If neither a
-    model nor an optimizer is given, the loop itself shows them; step_of names the class of either.
-    runs: where the run's directory is made. tag: a word to find the run by. quiet: say nothing on stderr.
-    `watched.run` is None if nothing was measured; `watched.why_not` then says why. Raises InputError if the model is no
-    module, the optimizer is no optimizer, or steps begin before the third.
+    left out, 10 to 100 steps are timed, once they are steady.
+    record: `kineto` or `memory`, which record some more steps.
+    memory_steps: how many steps `memory` records; 3 or more show what grows from step to step.
+    model, optimizer: whose steps are measured; if neither is given, the loop itself shows them.
+    step_of: the name of the class of either, where a loop has several.
+    runs: where the run's directory is made.
+    tag: a word to find the run by.
+    quiet: say nothing on stderr.
+
+    `watched.run` is None if nothing was measured; `watched.why_not` then says why.
+
+    Raises InputError if the model is no module, the optimizer is no optimizer, or steps begin before the third.
     """
     _check(model, nn.Module, "the model is a {}: give a torch.nn.Module")
     _check(optimizer, torch.optim.Optimizer, "the optimizer is a {}: give one of PyTorch's, or none and call step()")

@@ -1,0 +1,48 @@
+"""How Sphinx makes the site from docs/. `make docs` builds it; docs/architecture.md says why it is made so."""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parents[1] / "src"), str(HERE)]  # the API of this clone, whatever is installed
+
+from stepscope import __version__  # noqa: E402
+
+project = "stepscope"
+version = release = __version__
+html_title = "stepscope"
+html_domain_indices = False
+html_show_copyright = html_show_sphinx = html_copy_source = False
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "parts.access",
+    "parts.blocks",
+    "parts.docstrings",
+    "parts.gallery",
+    "parts.links",
+    "parts.navigation",
+]
+exclude_patterns = ["site/static"]
+
+# The anchors that a code host gives to headings: links hold here as they hold there.
+myst_heading_anchors = 6
+myst_links_external_new_tab = True
+
+autodoc_mock_imports = ["accelerate", "lightning", "transformers"]  # for the callbacks: imported, they take seconds
+autodoc_default_options = {"undoc-members": True, "exclude-members": "__init__"}
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 90
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_js_files = [("from-disk.js", {"priority": 900})]
+pygments_style = "a11y-high-contrast-light"
+pygments_dark_style = "a11y-high-contrast-dark"
+highlight_language = "text"
