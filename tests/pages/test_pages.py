@@ -151,7 +151,7 @@ def test_an_icicle_adds_up(tmp_path: Path):
     assert children[0] == pytest.approx(icicle.nodes[0].value, rel=0.01)
     assert [node.level for node in icicle.nodes[:2]] == ["all", "phase"]
     summary = load_capture(LOOP, say=quiet)
-    kernels_ms = summary.attribution.kernels["duration_ns"].sum() / summary.steps / 1e6
+    kernels_ms = int(summary.attribution.kernels["duration_ns"].sum()) / summary.steps / 1e6
     assert icicle.nodes[0].value == pytest.approx(kernels_ms)
 
 
@@ -168,7 +168,7 @@ def test_a_timeline_holds_all_the_work_of_its_step():
     first = work.filter((pl.col("step") == pl.col("step").min()) & (pl.col("duration_ns") > 0))
     drawn = [one for one in timeline.slices if one.lane.startswith("stream")]
     assert sum(one.count for one in drawn) == first.height
-    assert sum(one.end - one.begin for one in drawn) == pytest.approx(first["duration_ns"].sum() / 1e6, rel=0.02)
+    assert sum(one.end - one.begin for one in drawn) == pytest.approx(int(first["duration_ns"].sum()) / 1e6, rel=0.02)
     assert timeline.frame.x_ends is not None
     assert all(-1e-9 <= one.begin <= one.end for one in timeline.slices)
     assert {one.kind for one in timeline.slices if one.lane == "idle"} <= {

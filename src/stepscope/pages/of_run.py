@@ -42,9 +42,9 @@ def page_of_run(
     sections = [*heading_of(answer)]
     if step:
         sections.append(section("The step by its phases", answer, tables=step, panels=answer.panels))
+    found = check_trace(captured) if captured is not None else ()
     if captured is not None:
-        traced = answer_trace(captured, check_trace(captured), run.id)
-        sections += sections_of_capture(captured, traced)
+        sections += sections_of_capture(captured, answer_trace(captured, found, run.id))
     if memory:
         sections.append(section("Memory by phase", answer, tables=memory))
     if remembered is not None:
@@ -58,10 +58,8 @@ def page_of_run(
     sections.append(
         Section(title="Notes", answer=msgspec.structs.replace(ends, asides=asides, origin=(identify(run),)))
     )
-    findings = run.findings
-    if captured is not None:
-        kinds = {finding.kind for finding in findings}
-        findings = (*findings, *(one for one in check_trace(captured) if one.kind not in kinds))
+    kinds = {finding.kind for finding in run.findings}
+    findings = (*run.findings, *(one for one in found if one.kind not in kinds))
     return Page(
         title=f"{run.workload.name}: a training step",
         kind="run",
