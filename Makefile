@@ -13,7 +13,7 @@ run: $(INSTALLED)  ## Measure one training step here, show it, and leave its pag
 	$(BIN)/stepscope report last
 
 test: lint  ## Lint, types and tests.
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 hostile: $(INSTALLED)  ## The long campaigns: kills, signals, directories that vanish, damaged files. Over an hour on two cores.
 	$(BIN)/python -m tests.hostile.signals --out results/cpu/hostile/signals.json

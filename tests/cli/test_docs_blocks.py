@@ -239,8 +239,16 @@ def test_commands_without_an_output_run(block: Block, files: Path, tmp_path: Pat
         pytest.skip("; ".join(dict.fromkeys(skipped)))
 
 
+OF_TRAINERS = ("docs/your-own.md-2", "docs/your-own.md-3")
+"""Blocks that import a trainer and train with it, most of a minute each; tests/callbacks/ trains with them, too."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("block", of_kind("python"), ids=named)
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(one, marks=[pytest.mark.long] if named(one) in OF_TRAINERS else []) for one in of_kind("python")],
+    ids=named,
+)
 def test_blocks_of_python_run(block: Block, files: Path, tmp_path: Path):
     where = tmp_path / "here"
     shutil.copytree(files, where, symlinks=True)

@@ -80,6 +80,7 @@ def test_a_slow_commit_fails_by_the_name_of_the_phase(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_commit_that_changes_nothing_passes(tmp_path: Path):
     commits(tmp_path, backward_ms=0.0)
     done = run_steps(tmp_path, "Measure both, in turns", "Compare", LIMIT="100%")

@@ -194,6 +194,8 @@ class _Folder:
             if _head_decoder().decode(payload).made_by != _made_by():
                 return {}
             index = _decoder().decode(payload)
+            if not all(_is_whole(entry, index) for entry in index.entries):
+                raise ValueError("places")
             return {entry.path: (entry, functools.partial(_run_of, entry, index)) for entry in index.entries}
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError, InputError, RecursionError):
             self.notes.append(f"{target} was damaged: the runs themselves were read")
@@ -289,6 +291,16 @@ def _slim(run: Run) -> Run:
         artifacts={},
         findings=tuple(Finding(kind=one.kind, severity=one.severity, sentence="") for one in run.findings),
     )
+
+
+def _is_whole(entry: _Entry, index: _Index) -> bool:
+    """Whether every place that an entry names is there."""
+    needed = (
+        (entry.workload, index.workloads), (entry.settings, index.settings), (entry.environment, index.environments),
+        (entry.device_spec, index.specs), (entry.ceilings, index.ceilings), (entry.work, index.works),
+        (entry.findings, index.findings),
+    )  # fmt: skip
+    return all(place is None or 0 <= place < len(there) for place, there in needed)
 
 
 def _run_of(entry: _Entry, index: _Index) -> Run:

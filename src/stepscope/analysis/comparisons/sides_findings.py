@@ -68,7 +68,7 @@ def _environments(found: SideComparison) -> Iterator[Finding]:
         )  # fmt: skip
     if commits is not None:
         state = f"; the tree of {' and '.join(dirty)} had changes that are in no commit" if dirty else ""
-        first, second = (str(commit)[:10] for commit in commits)
+        first, second = (str(commit)[:10] if commit else "one that is not known" for commit in commits)
         yield note("different-commits", f"They were measured at the commits {first} and {second}{state}.")
 
 

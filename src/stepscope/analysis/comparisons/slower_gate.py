@@ -1,5 +1,6 @@
 """Whether a comparison is too slow to pass, as a build asks: fails, passes, or cannot be decided with what was run."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,16 +46,15 @@ def judge(comparisons: Sequence[SideComparison], limit: float) -> Gate:
                 undecided.append(f"{pair.label}: {format_share(change.interval.low - 1)} to "
                                  f"{format_share(change.interval.high - 1)} slower")  # fmt: skip
         undecided += [f"{cell}: no result" for cell in found.lost]
+        # A cell that was not measured again may have become slower; one that is new has nothing to be slower than.
+        undecided += [f"{cell}: not measured again" for cell in found.alone if cell.endswith(f"({found.before.name})")]
     return Gate(limit=limit, slower=tuple(slower), open=tuple(undecided))
 
 
 def parse_share(text: str, option: str) -> float:
     """A share of one, written `3%` or `0.03`."""
-    number = text.strip().removesuffix("%").strip()
-    try:
-        value = float(number) / (100 if text.strip().endswith("%") else 1)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 100:
-        raise InputError(f"cannot read {option} {text!r}: write a share that is not below 0, as in 3% or 0.03")
+    found = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*(%?)\s*", text)
+    value = float(found[1]) / (100 if found[2] else 1) if found else -1.0
+    if not 0 <= value < 100 or (found and not found[2] and value >= 1):
+        raise InputError(f"cannot read {option} {text!r}: write a share, as in 3% or 0.03")
     return value

@@ -19,6 +19,8 @@ FEWEST_BESIDE = 3
 """The fewest figures on each side of a cut."""
 _EXACT = 12
 """Up to so many figures on the smaller side the test is exact; above, the normal law is near enough."""
+_EXACT_WITH_TIES = 24
+"""Up to so many figures the test is exact where some are equal, too."""
 _PER_DEVIATION = 0.955
 """The efficiency of the Mann-Whitney test beside Student's for normal noise, 3 / pi (Lehmann 1975)."""
 _NORMAL = statistics.NormalDist()
@@ -80,6 +82,8 @@ def _worst(values: Sequence[float]) -> Cut | None:
     after = count - place
     if min(place, after) <= _EXACT and not ties:
         p_value = _exact(min(place, after), max(place, after), rank_sum)
+    elif ties and count <= _EXACT_WITH_TIES:
+        p_value = _exact_with_ties(ranks, min(place, after), rank_sum)
     else:
         p_value = math.erfc(max(0.0, best - 0.5 / math.sqrt(place * after * spread)) / math.sqrt(2))
     return Cut(place, min(1.0, p_value * (count - 2 * FEWEST_BESIDE + 1)))
@@ -117,3 +121,16 @@ def _counts(few: int, many: int) -> list[int]:
         for u in range(i, len(counts)):
             counts[u] += counts[u - i]
     return counts
+
+
+def _exact_with_ties(ranks: Sequence[float], few: int, away: float) -> float:
+    """The same chance where some figures are equal: over all choices of `few` of these ranks, counted by their sum."""
+    doubled = [round(2 * rank) for rank in ranks]  # the mean of equal ranks may end in a half
+    ways: list[dict[int, int]] = [{0: 1}, *({} for _ in range(few))]
+    for rank in doubled:
+        for chosen in range(few, 0, -1):
+            for total, count in ways[chosen - 1].items():
+                ways[chosen][total + rank] = ways[chosen].get(total + rank, 0) + count
+    mean = few * (len(ranks) + 1)
+    far = sum(count for total, count in ways[few].items() if abs(total - mean) >= 2 * away - 1e-9)
+    return far / math.comb(len(ranks), few)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from stepscope.analysis.runs.metrics import parts_of, samples_of
 from stepscope.core.finding import Finding
-from stepscope.core.processes import Change, Processes, change_of_pairs
+from stepscope.core.processes import FEWEST_PROCESSES, Change, Processes, change_of_pairs
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import CONFIDENCE, Samples
@@ -108,7 +108,7 @@ def change_of(before: RunSet, after: RunSet, part: str = STEP, confidence: float
         for run in after.measured
         if run.beside in by_id and (ratios := paired_ratios(by_id[run.beside], run, part)) is not None
     ]
-    if found:
+    if found and len(found) >= min(FEWEST_PROCESSES, len(before.measured), len(after.measured)):
         return change_of_pairs([ratio for ratio in found if ratio], confidence)
     return after.processes(part).change_from(before.processes(part), confidence)
 
