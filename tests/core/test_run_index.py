@@ -100,6 +100,19 @@ def test_a_known_run_is_not_read_again(folder: Path, monkeypatch: pytest.MonkeyP
     assert [path.parent.name for path in read] == ["20260101T000003.000-r"]
 
 
+@pytest.mark.parametrize("place", [999, -1])
+def test_an_index_whose_places_lead_nowhere_is_damaged(folder: Path, place: int):
+    """By its checksum it is whole: somebody made it so."""
+    file = folder / INDEX_FILE
+    index = msgspec.msgpack.decode(file.read_bytes()[8:], type=run_index._Index)
+    index.entries[0] = msgspec.structs.replace(index.entries[0], workload=place)
+    payload = msgspec.msgpack.encode(index)
+    file.write_bytes(run_index._checksum(memoryview(payload)) + payload)
+    listing = list_runs([folder], fewest=1)
+    assert listing.notes == [f"{file} was damaged: the runs themselves were read"]
+    assert answer_list(listing.runs) == answer_list(load_runs([folder])[0])
+
+
 @pytest.mark.parametrize("place", [0, 9, 60, -1])
 def test_a_damaged_index_is_told_and_the_runs_are_read(folder: Path, place: int):
     data = bytearray((folder / INDEX_FILE).read_bytes())

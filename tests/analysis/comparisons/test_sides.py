@@ -128,6 +128,15 @@ def test_what_one_side_has_alone_is_said():
     assert len(found.pairs) == 1 and len(found.alone) == 1 and "s32" in found.alone[0] and "(a)" in found.alone[0]
 
 
+def test_a_cell_that_was_not_measured_again_leaves_a_limit_open_and_a_new_one_does_not():
+    more = [process(i + 1, 0.1 * NOISE[i], of=mini(seq_len=32), name="more") for i in range(5)]
+    with_it = side("a", *(run for run, _ in noisy("a").runs), *more)
+    gone = judge([compare_sides(with_it, noisy("b"))], 0.03)
+    assert gone.fails(strict=True) and not gone.fails(strict=False) and "not measured again" in gone.open[0]
+    new = judge([compare_sides(noisy("b"), with_it)], 0.03)
+    assert not new.fails(strict=True)
+
+
 def test_many_pairs_are_corrected():
     """A difference that stands alone, and not beside seventy pairs that were asked at once."""
 
@@ -203,7 +212,7 @@ def test_a_share_is_read(text: str, share: float):
     assert parse_share(text, "--fail-if-slower") == pytest.approx(share)
 
 
-@pytest.mark.parametrize("text", ["", "%", "three", "-3%", "nan", "inf", "1e9%"])
+@pytest.mark.parametrize("text", ["", "%", "three", "-3%", "nan", "inf", "1e9%", "3", "1_0%", "\u0663%"])
 def test_what_is_no_share_is_refused(text: str):
     with pytest.raises(InputError, match="--fail-if-slower"):
         parse_share(text, "--fail-if-slower")

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from stepscope.analysis.history.levels import _exact, changes_of_level, smallest_change
+from stepscope.analysis.history.levels import _exact, _exact_with_ties, changes_of_level, smallest_change
 
 
 def noise(seed: int, count: int, deviation: float = 0.01, level: float = 0.0) -> list[float]:
@@ -59,3 +59,18 @@ def test_the_smallest_change_is_found_in_about_nine_of_ten():
 
 def test_too_few_runs_find_nothing():
     assert smallest_change(noise(1, 7), 0.05) is None
+
+
+@pytest.mark.parametrize("values", [[1, 1, 1, 2, 2, 2], [1, 2, 2, 3, 3, 3, 4], [5, 1, 1, 1, 1, 9, 9, 2]])
+@pytest.mark.parametrize("few", [2, 3])
+def test_the_exact_chance_with_equal_figures_is_that_of_all_choices(values: list[float], few: int):
+    ranks = [sum(other < one for other in values) + (sum(other == one for other in values) + 1) / 2 for one in values]
+    middle = few * (len(values) + 1) / 2
+    sums = [sum(chosen) for chosen in itertools.combinations(ranks, few)]
+    for away in {abs(one - middle) for one in sums}:
+        share = sum(abs(one - middle) >= away - 1e-9 for one in sums) / len(sums)
+        assert _exact_with_ties(ranks, few, away) == pytest.approx(share)
+
+
+def test_six_figures_of_two_values_are_no_change():
+    assert changes_of_level([1.0, 1.0, 1.0, 2.0, 2.0, 2.0], 0.05) == [], "2 of 20 orders are as far apart"
