@@ -11,6 +11,7 @@ import pytest
 
 from stepscope.pages.named import page_named
 from stepscope.report.page.render import render_page
+from tests.conftest import at_length
 from tests.report.page.test_render import HOSTILE, hostile_page
 
 if TYPE_CHECKING:
@@ -71,8 +72,11 @@ class Opened:
 
 
 @pytest.mark.parametrize("name", PAGES)
-@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("size", "scheme"),
+    [(DESKTOP, "light"), (PHONE, "dark"), *at_length((DESKTOP, "dark"), (PHONE, "light"))],
+    ids=["desktop light", "phone dark", "desktop dark", "phone light"],
+)
 def test_a_page_is_whole(browser: "Browser", files: dict[str, Path], name: str, size: tuple[int, int], scheme: str):
     from axe_playwright_python.sync_playwright import Axe
 
