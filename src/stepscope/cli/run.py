@@ -187,7 +187,8 @@ def _show(measured: Run, directory: Path, shown: Presentation, save: Path | None
 
     shown.show(*answers, document=document)
     draw(answers[0], save)
-    shown.name_the_page(directory)
+    if measured.status == "done" and measured.failure is None:
+        shown.name_the_page(directory)
 
 
 def _summary_of_trace(measured: Run, directory: Path) -> "TraceSummary | None":
