@@ -1,5 +1,6 @@
 """A Run: one workload measured once, with everything needed to trust it or doubt it."""
 
+from datetime import UTC, datetime
 from typing import Literal
 
 import msgspec
@@ -22,6 +23,16 @@ Status = Literal["unfinished", "done", "interrupted", "out-of-memory", "failed",
 REPEATED: tuple[Status, ...] = ("unfinished", "interrupted")
 """A sweep measures these again; every other status is a result. A run is `unfinished` from its start to its end, and
 stays so if its process dies without a word."""
+
+
+def instant_of(text: str) -> float:
+    """The seconds since 1970 of a date and time in ISO 8601, in UTC where it names no zone; 0 of any other text."""
+    try:
+        moment = datetime.fromisoformat(text)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0
+
 
 _FIRST_SETTINGS = (
     "warmup_floor", "warmup_cap", "warmup_seconds", "steps_floor", "steps_cap", "seconds", "profile",
@@ -141,6 +152,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     def textbook(self) -> Workload | None:
         """The workload of a run of the textbook's model; None where the model is a user's own."""
         return self.workload if isinstance(self.workload, Workload) else None
+
+    @property
+    def instant(self) -> float:
+        """When it was measured, in seconds since 1970: runs sort by it, in whatever time zone each was written."""
+        return instant_of(self.created)
 
     @property
     def day(self) -> str:

@@ -165,7 +165,7 @@ def load_runs(places: list[Path]) -> tuple[list[Run], list[str]]:
             except InputError as error:
                 if os.path.lexists(file):  # else it has vanished since it was found
                     faults.append(str(error))
-    runs.sort(key=lambda run: (run.created, run.id))
+    runs.sort(key=lambda run: (run.instant, run.id))
     return runs, faults
 
 

@@ -115,7 +115,7 @@ def list_runs(places: list[Path], told: Told | None = None, *, fewest: int = FEW
         runs += found
         faults += wrong
         notes += folder.notes
-    runs.sort(key=lambda run: (run.created, run.id))
+    runs.sort(key=lambda run: (run.instant, run.id))
     return Listing(runs=runs, faults=faults, notes=notes)
 
 

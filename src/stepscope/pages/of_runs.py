@@ -177,7 +177,7 @@ def _heat(
         return
     points: list[Point] = []
     for row, column in sorted(cells, key=lambda cell: (FIELDS[down].rank(cell[0]), FIELDS[across].rank(cell[1]))):
-        newest = max(cells[row, column], key=lambda run: run.created)
+        newest = max(cells[row, column], key=lambda run: run.instant)
         value = read(newest) if newest.status == "done" else None
         points.append(
             Point(

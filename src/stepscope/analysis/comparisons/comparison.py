@@ -255,7 +255,7 @@ def compare_runs(found: Iterable[C], pair: Callable[..., P], *, order: Callable[
     best: dict[tuple[object, ...], C] = {}
     replaced = 0
     asked = [cell for cell in found if cell.asked]
-    for cell in sorted(asked, key=lambda c: (c.measured, c.captured, c.run.created, c.run.id)):
+    for cell in sorted(asked, key=lambda c: (c.measured, c.captured, c.run.instant, c.run.id)):
         key = (*cell.group, cell.value)
         replaced += key in best
         best[key] = cell

@@ -13,7 +13,7 @@ from stepscope.analysis.runs.metrics import peak_bytes
 from stepscope.core.answer import Answer, Cell, Table, as_lines, table_of
 from stepscope.core.errors import InputError
 from stepscope.core.forecasts import Forecast, read_forecasts
-from stepscope.core.run import Run
+from stepscope.core.run import Run, instant_of
 from stepscope.core.run_directory import load_run
 from stepscope.core.units import counted
 from stepscope.memory.prediction.fit import OUTSIDE_BYTES
@@ -68,7 +68,7 @@ def _usable_bytes(run: Run) -> int | None:
 def judge(forecasts: Iterable[Forecast], runs: Iterable[Run]) -> list[JudgedForecast]:
     """Each forecast with what was measured after it, of its workload on its type of device."""
     by_key: dict[tuple[str, str], list[Run]] = {}
-    for run in sorted(runs, key=lambda run: (run.created, run.id)):
+    for run in sorted(runs, key=lambda run: (run.instant, run.id)):
         if run.environment is not None:
             by_key.setdefault((run.workload.key, run.environment.device_type), []).append(run)
     return [
@@ -78,7 +78,7 @@ def judge(forecasts: Iterable[Forecast], runs: Iterable[Run]) -> list[JudgedFore
                 (
                     run
                     for run in by_key.get((forecast.workload, forecast.device_type), [])
-                    if run.created > forecast.made and run.status in ("done", "out-of-memory")
+                    if run.instant > instant_of(forecast.made) and run.status in ("done", "out-of-memory")
                 ),
                 None,
             ),

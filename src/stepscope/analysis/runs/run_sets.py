@@ -67,7 +67,7 @@ def sets_of(runs: Iterable[Run]) -> list[RunSet]:
     Where a process of a set was measured again, the newest counts.
     """
     found: dict[object, dict[object, Run]] = {}
-    for run in sorted(runs, key=lambda run: (run.created, run.id)):
+    for run in sorted(runs, key=lambda run: (run.instant, run.id)):
         if run.repeat is None:
             found[run.id, run.created] = {0: run}
         else:

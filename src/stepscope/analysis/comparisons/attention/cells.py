@@ -132,7 +132,7 @@ StepStudy = Comparison[StepCell, StepPair]
 
 def compare_steps(found: Iterable[StepCell]) -> StepStudy:
     """The steps in the order of measuring."""
-    return compare_runs(found, StepPair, order=lambda cell: (cell.run.created, cell.run.id))
+    return compare_runs(found, StepPair, order=lambda cell: (cell.run.instant, cell.run.id))
 
 
 def step_groups(study: StepStudy) -> list[StepGroup]:
