@@ -7,10 +7,12 @@ import pytest
 
 from stepscope.analysis.runs.answer import answer_run
 from stepscope.analysis.runs.metrics import summarise
+from stepscope.analysis.runs.run_sets import sets_of
+from stepscope.analysis.runs.set_answer import answer_set, set_as_json
 from stepscope.analysis.runs.tables import TableQuery, build_table
 from stepscope.core.environment import Extent, GpuSamples
 from stepscope.core.evidence import Energy, Evidence
-from stepscope.core.run import Run
+from stepscope.core.run import Repeat, Run
 from stepscope.report.renderers import render
 from tests.conftest import make_run, workload
 
@@ -110,3 +112,20 @@ def test_a_run_with_them_reads_back_and_one_from_before_reads_without_them():
     old = msgspec.json.decode(msgspec.json.encode(before), type=Run)
     assert old.evidence.energy is None and old.environment is not None and old.environment.during is None
     assert said(old) == [] and old.environment.differences(run.environment or old.environment) == {}
+
+
+def in_a_set(number: int, step_s: float, energy_j: float) -> Run:
+    run, steps = with_figures(msgspec.structs.replace(ENERGY, energy_j=energy_j)), make_run(step=[step_s] * 5)
+    return msgspec.structs.replace(
+        run, id=f"run-{number}", repeat=Repeat(set="s", number=number, of=3), samples=steps.samples
+    )  # fmt: skip
+
+
+def test_a_set_says_what_a_step_costs_and_a_table_shows_its_process_in_the_middle():
+    runs = [in_a_set(1, 0.010, 1000.0), in_a_set(2, 0.030, 2000.0), in_a_set(3, 0.020, 1800.0)]
+    (found,) = sets_of(runs)
+    (line,) = [line.text for line in answer_set(found).tables[0].notes if " J a step" in line.text]
+    assert line == "80 J a step, the mean of 3 processes (50 J to 100 J)."
+    assert set_as_json(found)["joules_per_step"] == [50.0, 100.0, 90.0]
+    table = build_table(runs, TableQuery(rows=("model",), values=("step",)))
+    assert table.rows[0][1] == "20.00" and "Every cell is of several processes" in table.notes[0].text

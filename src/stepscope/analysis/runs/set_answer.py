@@ -1,19 +1,20 @@
 """A step that was measured in several processes, as an answer: its typical time, and how far processes differ."""
 
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from stepscope.analysis.runs.answer import heading
-from stepscope.analysis.runs.metrics import median_s
+from stepscope.analysis.runs.metrics import joules_per_step, median_s
 from stepscope.analysis.runs.run_sets import RunSet
 from stepscope.analysis.runs.words import doubts, figure, status_sentence, status_word
 from stepscope.core.answer import TEXT, Answer, Cell, Line, Panel, Point, Table, as_lines, table_of
 from stepscope.core.processes import FEWEST_PROCESSES
 from stepscope.core.range_names import STEP
 from stepscope.core.samples import CONFIDENCE
-from stepscope.core.units import counted, format_milliseconds, format_share
+from stepscope.core.units import counted, format_joules, format_milliseconds, format_share
 from stepscope.work.described import cell_name
 
 
@@ -71,6 +72,7 @@ def _about(found: RunSet) -> list[str]:
     each = f"{steps[0]}" if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
     missing = f" of {found.asked} asked for" if count < found.asked else ""
     lines = [f"{counted(count, 'process')}{missing}, each started afresh and measured over {each} steps."]
+    lines += _energy(found)
     if step.interval() is None:
         lines.append(
             f"No interval: {counted(count, 'process')} {'does' if count == 1 else 'do'} not tell how much processes "
@@ -85,6 +87,15 @@ def _about(found: RunSet) -> list[str]:
         f"between processes: ± {format_share(step.deviation or 0.0)} in the step{beside}."
     )
     return lines
+
+
+def _energy(found: RunSet) -> list[str]:
+    """What a step costs, the mean over the processes whose energy was read."""
+    joules = [one for run in found.measured if (one := joules_per_step(run)) is not None]
+    if not joules:
+        return []
+    spread = f" ({format_joules(min(joules))} to {format_joules(max(joules))})" if len(joules) > 1 else ""
+    return [f"{format_joules(statistics.fmean(joules))} a step, the mean of {counted(len(joules), 'process')}{spread}."]
 
 
 def _process_table(found: RunSet) -> Table:
@@ -125,4 +136,4 @@ def set_as_json(found: RunSet) -> Mapping[str, Any]:
             "high_s": interval.high if interval else None, "deviation": part.deviation, "medians_s": part.medians_s,
         }  # fmt: skip
     return {"set": found.name, "asked": found.asked, "measured": len(found.measured), "parts": parts,
-            "runs": found.runs}  # fmt: skip
+            "joules_per_step": [joules_per_step(run) for run in found.measured], "runs": found.runs}  # fmt: skip

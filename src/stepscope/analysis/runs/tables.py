@@ -18,11 +18,13 @@ from stepscope.analysis.runs.fields import (
     check_arguments,
     field_named,
 )
+from stepscope.analysis.runs.run_sets import sets_of
 from stepscope.analysis.runs.words import status_word
 from stepscope.core.answer import TEXT, Answer, Table, as_lines
 from stepscope.core.errors import InputError, choose, printable
 from stepscope.core.run import REPEATED, Run
 from stepscope.core.samples import CONFIDENCE, FEWEST_FOR_PERCENTILE, OF_ONE_PROCESS, Samples
+from stepscope.core.units import counted
 
 Statistic = Literal["median", "median-interval", "mean-std", "p95", "p99"]
 STATISTICS: tuple[str, ...] = get_args(Statistic)
@@ -75,14 +77,21 @@ def select_runs(runs: Sequence[Run], query: TableQuery) -> tuple[list[Run], list
     for run in kept:
         cells.setdefault(_labels(run, axes), []).append(run)
     chosen: list[Run] = []
-    older = 0
+    older = sets = 0
     for labels, candidates in cells.items():
         finished = [run for run in candidates if run.status not in REPEATED] or candidates
         _refuse_mixture(labels, finished)
-        chosen.append(max(finished, key=lambda run: run.created))
-        older += len(finished) - 1
+        newest = sets_of(finished)[-1]
+        chosen.append(newest.representative)
+        older += len(finished) - len(newest.runs)
+        sets += len(newest.runs) > 1
     chosen.sort(key=lambda run: _ranks(run, axes))
     notes = [f"{older} older run{'s' if older > 1 else ''} of the same cells left out."] if older else []
+    if sets:
+        which = "Every cell is" if sets == len(chosen) else f"{counted(sets, 'cell')} {'is' if sets == 1 else 'are'}"
+        notes.append(
+            f"{which} of several processes: the one in the middle by its step is shown; `stepscope compare` takes all."
+        )
     return chosen, notes
 
 
