@@ -81,7 +81,7 @@ def test_three_sides_have_one_base():
         ((STORED / "plain", "nothing-here"), "names no path, and no run, set, sweep, tag or commit"),
         ((STORED / "plain", STORED / "tf32"), "--across dtype"),
         ((STORED / "plain", STORED / "tf32", "--across", "colour"), "unknown across 'colour'"),
-        ((STORED / "plain", STORED / "plain", "--value", "sideways"), "measured sideways to the end"),
+        ((STORED / "plain", STORED / "plain", "--value", "sideways"), "unknown part of the step"),
         ((STORED / "plain", STORED / "plain", "--fail-if-slower", "much"), "--fail-if-slower"),
         ((STORED / "plain", STORED / "plain", "--strict"), "--strict belongs to --fail-if-slower"),
     ],

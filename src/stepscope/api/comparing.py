@@ -71,14 +71,14 @@ def compare(
 
     Raises InputError where a name means nothing, and where the sides have nothing in common.
     """
-    from stepscope.analysis.comparisons.sides import compare_sides, side_named  # noqa: PLC0415  (where it is asked for)
+    from stepscope.analysis.comparisons.sides import compare_all, side_named  # noqa: PLC0415  (where it is asked for)
     from stepscope.analysis.comparisons.sides_answer import answer_comparison  # noqa: PLC0415
 
     sides = [side_named(str(name), Path(runs)) for name in (base, other)]
     for fault in (fault for side in sides for fault in side.faults):
         warn(f"left out: {fault}")
     fields = [name.strip() for name in across.split(",")] if isinstance(across, str) else across
-    found = compare_sides(sides[0], sides[1], [name for name in fields if name], value)
+    found, *_ = compare_all(sides[0], sides[1:], [name for name in fields if name], value)
     return Compared(found, shown(answer_comparison(found, _digests)))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from stepscope.cli.verb import options_of
-from stepscope.cli.workloads import OneWorkload
+from stepscope.cli.workloads import TEXTBOOK_OPTIONS, OneWorkload
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.own_workload import DrivenWorkload, WatchedWorkload
 from stepscope.core.run_directory import find_run
@@ -33,7 +33,8 @@ def with_options(said: OneWorkload, text: str) -> OneWorkload:
     other = _read(text).said
     kept = dict(said.said)
     if {"model", "module"} & other.keys():  # another model: what was said of the first one's does not hold for it
-        kept = {name: value for name, value in kept.items() if name not in ("model", "module", "arg")}
+        dropped = {"model", "module", "arg", *(TEXTBOOK_OPTIONS if "module" in other else ())}
+        kept = {name: value for name, value in kept.items() if name not in dropped}
     arguments = {**_arguments(kept), **_arguments(other)}
     both = {**kept, **other, "arg": tuple(f"{name}={value}" for name, value in arguments.items())}
     return OneWorkload({name: value for name, value in both.items() if name != "arg" or value})
@@ -59,7 +60,7 @@ def _read(text: str) -> OneWorkload:
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     reader = typer.Typer(add_completion=False, rich_markup_mode=None)
-    reader.command()(command)
+    reader.command(add_help_option=False)(command)
     try:
         words = shlex.split(text)
         typer.main.get_command(reader).main(args=words, prog_name="--against", standalone_mode=False)
@@ -73,6 +74,6 @@ def _read(text: str) -> OneWorkload:
             f"--against {text!r}: {one_line(Exception(message()))}; it takes a run's name, or options of the workload "
             'in which the other step differs, as in --against "--compile default"'
         ) from None
-    if not found:  # --help
-        raise InputError(f"--against {text!r} says nothing of a workload")
+    if not found or not found[0].said:
+        raise InputError(f"--against {text!r} says nothing of a workload: name a run, or options in which it differs")
     return found[0]

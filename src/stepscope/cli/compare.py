@@ -44,8 +44,8 @@ def compare(
 ) -> None:
     """Compare runs, sets, sweeps, tags or commits: what changed, by how much, and how sure that is."""
     check_picture(save)
-    from stepscope.analysis.comparisons.sides import comparable_fields, compare_sides, side_named
-    from stepscope.analysis.comparisons.sides_answer import answer_comparison, comparison_as_json
+    from stepscope.analysis.comparisons.sides import comparable_fields, compare_all, side_named
+    from stepscope.analysis.comparisons.sides_answer import answer_comparison, comparison_as_json, pictured
     from stepscope.analysis.comparisons.slower_gate import parse_share
 
     limit = parse_share(fail_if_slower, "--fail-if-slower") if fail_if_slower is not None else None
@@ -58,7 +58,7 @@ def compare(
         _say_faults(side)
     for field in across:
         choose(field, sorted(comparable_fields((base, *others))), "across")
-    found = [compare_sides(base, other, across, value) for other in others]
+    found = compare_all(base, others, across, value)
 
     def digests(pair: "SidePair") -> "tuple[TraceDigest | None, TraceDigest | None]":
         before, after = pair.before.representative, pair.after.representative
@@ -74,7 +74,7 @@ def compare(
         return json_document(documents[0] if len(documents) == 1 else documents)
 
     shown.show(*answers, document=document)
-    draw(answers[0], save)
+    draw(pictured(answers), save)
     if limit is not None:
         _gate(found, limit, strict=strict)
 

@@ -139,3 +139,5 @@ def _flags(said: Mapping[str, Any]) -> list[str]:
 
 _FIELDS = [option.name for option in OPTIONS if option.fills in (ModelConfig, Workload)]
 _SIZES = [option.name for option in OPTIONS if option.fills is ModelConfig and option.name != "model"]
+TEXTBOOK_OPTIONS = tuple(name for name in _FIELDS if name not in _OF_ANY_MODEL)
+"""Options of a workload that say something of the textbook's model alone."""

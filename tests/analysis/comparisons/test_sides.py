@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.analysis.captures.digest import FamilyRow, TraceDigest
-from stepscope.analysis.comparisons.sides import Side, SidePair, compare_sides, side_named
+from stepscope.analysis.comparisons.sides import Side, SidePair, compare_all, compare_sides, side_named
 from stepscope.analysis.comparisons.sides_answer import (
     answer_comparison,
     comparison_as_json,
+    pictured,
     sentence,
     work_buckets,
 )
@@ -350,3 +351,72 @@ def test_stored_runs_of_an_h200_compare_across_precisions():
     ratios = [change.ratio for change, pair in zip(found.changes, found.pairs, strict=True)
               if change and pair.step_to == "fp32 to tf32"]  # fmt: skip
     assert len(ratios) == 10 and max(ratios) < 0.6 and not any(found.stands), "one process a side decides nothing"
+
+
+def test_processes_that_did_not_end_are_a_finding_and_leave_a_limit_open():
+    lost = [msgspec.structs.replace(process(i + 6, 0.1), status="killed", samples={}) for i in range(2)]
+    unknown = msgspec.structs.replace(process(8, 0.1), status="failed", samples={}, environment=None)
+    after = side("b", *(run for run, _ in noisy("b").runs), *lost, unknown)
+    found = compare_sides(noisy("a"), after)
+    assert found.pairs[0].lost == (0, 3)
+    (said,) = [one for one in sides_findings(found) if one.kind == "lost-processes"]
+    assert "3 of 8 processes of b did not end" in said.sentence
+    gate = judge([found], 0.5)
+    assert gate.open and "3 processes without a result" in gate.open[0] and gate.fails(strict=True)
+    again = [process(i + 6, 0.1) for i in range(2)]
+    assert compare_sides(noisy("a"), side("b", *(r for r, _ in after.runs), *again)).pairs[0].lost == (0, 1)
+
+
+def test_a_cell_that_was_lost_across_a_field_is_said_so_and_not_to_stand_alone():
+    other, more = mini(seq_len=32), mini(seq_len=32, batch_size=8)
+    failed = msgspec.structs.replace(process(9, 0.1, of=more), status="out-of-memory", samples={}, environment=None)
+    both = side("a", *(r for r, _ in noisy("a").runs), *(process(9, 0.1, of=mini(batch_size=8)),))
+    found = compare_sides(both, side("b", *(r for r, _ in noisy("b", of=other).runs), failed), across=["seq_len"])
+    assert len(found.pairs) == 1 and not found.alone
+    assert len(found.lost) == 1 and "OOM in b" in found.lost[0]
+
+
+def test_verdicts_on_several_sides_hold_for_all_of_them_at_once():
+    base = noisy("base", count=5)
+    barely = side("barely", *(process(i + 1, 0.1 * NOISE[i] * 1.005, name="barely") for i in range(5)))
+    alone = compare_all(base, [barely])[0]
+    assert alone.stands == [True]
+    found = compare_all(base, [barely, *(noisy(f"same-{i}") for i in range(9))])
+    assert [one.asked for one in found] == [10] * 10 and found[0].stands == [False]
+    assert found[0].level == pytest.approx(0.995)
+    picture = pictured([answer_comparison(one, no_captures) for one in found])
+    assert len({point.line for point in picture.panels[0].points}) == 10
+
+
+def test_a_part_that_nothing_has_is_refused_before_anything_is_paired():
+    with pytest.raises(InputError, match="unknown part of the step 'bakward': choose one of backward"):
+        compare_all(noisy("a"), [noisy("b")], value="bakward")
+
+
+def store(run: Run, directory: Path) -> None:
+    directory.mkdir(parents=True)
+    save_run(run, directory)
+
+
+def test_a_tag_and_a_folder_may_be_named_like_a_condition(tmp_path: Path):
+    run = msgspec.structs.replace(process(1, 0.1), tag="lr:seed=1")
+    store(run, tmp_path / "one")
+    assert [one.tag for one, _ in side_named("lr:seed=1", tmp_path).runs] == ["lr:seed=1"]
+    store(run, tmp_path / "runs:dtype=bf16" / "one")
+    assert side_named(str(tmp_path / "runs:dtype=bf16"), tmp_path).kind == "path"
+
+
+def test_why_no_run_of_a_side_can_be_read_is_said(tmp_path: Path):
+    store(process(1, 0.1), tmp_path / "one")
+    (tmp_path / "one" / "run.json").write_text("{")
+    with pytest.raises(InputError, match=r"no run there can be read: .*run\.json"):
+        side_named(str(tmp_path), tmp_path)
+
+
+def test_runs_sort_by_when_they_were_measured_whatever_their_zone(tmp_path: Path):
+    for number, (name, created) in enumerate({
+        "first": "2026-01-02T08:00:00+09:00", "second": "2026-01-02T00:30:00+00:00", "garbage": "yesterday",
+    }.items()):  # fmt: skip
+        store(msgspec.structs.replace(process(number + 1, 0.1, name=name), created=created), tmp_path / name)
+    assert [run.created[:4] for run, _ in side_named(str(tmp_path), tmp_path).runs] == ["yest", "2026", "2026"]
+    assert side_named("last", tmp_path).runs[0][0].id.endswith("second")

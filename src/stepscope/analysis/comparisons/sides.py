@@ -1,17 +1,18 @@
 """The sides of a comparison: which runs a name means, what they measured, and which of them are set side by side."""
 
+import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import msgspec
 
-from stepscope.analysis.runs.metrics import samples_of
+from stepscope.analysis.runs.metrics import parts_of, samples_of
 from stepscope.analysis.runs.run_sets import RunSet, change_of
 from stepscope.analysis.runs.words import status_word
-from stepscope.core.errors import InputError, printable
+from stepscope.core.errors import InputError, choose, printable
 from stepscope.core.processes import Change, standing
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
@@ -56,6 +57,9 @@ def side_named(text: str, out: Path) -> Side:
     several things.
     """
     name, conditions = _conditions(text)
+    if conditions and _exists(Path(text)):
+        name = text  # a file may be named like a condition
+        conditions.clear()
     kind, sign, rest = name.partition(":")
     asked, name = (kind, rest) if sign and kind in _KINDS else (None, name)
     path = Path(name)
@@ -63,6 +67,9 @@ def side_named(text: str, out: Path) -> Side:
         found = _loaded(path)
         return _kept(Side(name=text, kind="path", runs=tuple(found[0]), faults=tuple(found[1])), conditions)
     runs, faults = _loaded(out) if _exists(out) else ([], [])
+    if conditions and any(_is_called(run, text) for run, _ in runs):
+        name, asked = text, None  # and so may a tag
+        conditions.clear()
     if asked is None and name == "last" and runs:
         return _kept(Side(name=text, kind="run", runs=(runs[-1],), faults=tuple(faults)), conditions)
     meant = {
@@ -106,6 +113,10 @@ def _kept(side: Side, conditions: Sequence[tuple[str, str]]) -> Side:
     runs = [pair for pair in side.runs if all(matches(pair[0], field, (value,)) for field, value in conditions)]
     if not runs:
         what = " and ".join(f"{field}={value}" for field, value in conditions)
+        if side.faults and not side.runs:
+            first, *others = side.faults
+            more = f" (and {len(others)} more like it)" if others else ""
+            raise InputError(f"{side.name}: no run there can be read: {first}{more}")
         raise InputError(f"{side.name}: no run there{f' has {what}' if what else ''}")
     return Side(name=side.name, kind=side.kind, runs=tuple(runs), faults=side.faults)
 
@@ -118,7 +129,7 @@ def _loaded(place: Path) -> tuple[list[tuple[Run, Path]], list[str]]:
             runs.append((load_run(file), file.parent))
         except InputError as error:
             faults.append(str(error))
-    runs.sort(key=lambda pair: (pair[0].created, pair[0].id))
+    runs.sort(key=lambda pair: (pair[0].instant, pair[0].id))
     return runs, faults
 
 
@@ -159,6 +170,8 @@ class SidePair:
     after_side: Side
     across: tuple[str, ...] = ()
     """The fields in which the two workloads differ."""
+    lost: tuple[int, int] = (0, 0)
+    """Processes of each side that were begun and did not end."""
 
     @property
     def label(self) -> str:
@@ -220,6 +233,8 @@ class SideComparison:
     """The part of the step that is compared."""
     lost: tuple[str, ...] = ()
     """Cells that one side measured and the other did not end, each with what became of it there."""
+    elsewhere: tuple[float | None, ...] = ()
+    """The p-values of the pairs with other sides that are asked at the same time."""
 
     def most_in(self, pair: SidePair) -> tuple[str, float] | None:
         """The part that made most of the change, where it is the whole step that is compared."""
@@ -232,12 +247,36 @@ class SideComparison:
     @cached_property
     def stands(self) -> list[bool]:
         """Which differences stand when all are asked at once."""
-        return standing(change.p_value if change else None for change in self.changes)
+        return standing((*self.p_values, *self.elsewhere))[: len(self.pairs)]
+
+    @property
+    def p_values(self) -> tuple[float | None, ...]:
+        return tuple(change.p_value if change else None for change in self.changes)
+
+    @property
+    def asked(self) -> int:
+        """How many comparisons are asked at once."""
+        return len(self.pairs) + len(self.elsewhere)
 
     @property
     def level(self) -> float:
         """The confidence of each interval with which all of them hold together (Bonferroni)."""
-        return 1 - (1 - CONFIDENCE) / max(1, len(self.pairs))
+        return 1 - (1 - CONFIDENCE) / max(1, self.asked)
+
+
+def compare_all(
+    base: Side, others: Sequence[Side], across: Sequence[str] = (), value: str = STEP
+) -> list[SideComparison]:
+    """Compare the base with each of the others. What stands holds for all of them at once."""
+    parts = {STEP, *(name for side in (base, *others) for run, _ in side.runs for name in parts_of(run))}
+    choose(value, sorted(parts), "part of the step")
+    found = [compare_sides(base, other, across, value) for other in others]
+    if len(found) == 1:
+        return found
+    return [
+        dataclasses.replace(one, elsewhere=tuple(p for other in found if other is not one for p in other.p_values))
+        for one in found
+    ]
 
 
 def compare_sides(before: Side, after: Side, across: Sequence[str] = (), value: str = STEP) -> SideComparison:
@@ -252,10 +291,16 @@ def compare_sides(before: Side, after: Side, across: Sequence[str] = (), value: 
             raise InputError(f"{side.name}: none of its {counted(len(side.runs), 'run')} measured {value} to the end")
     if before.kind == after.kind == "commit":
         across = (*across, "code")  # other code is what two commits are asked for
+    unended = _unended(before), _unended(after)
+
+    def paired(one: RunSet, other: RunSet, differ: tuple[str, ...] = ()) -> SidePair:
+        lost = _lost_of(one, unended[0]), _lost_of(other, unended[1])
+        return SidePair(before=one, after=other, before_side=before, after_side=after, across=differ, lost=lost)
+
     pairs: list[SidePair] = []
     left, right = dict(first), dict(second)
     for key in [key for key in first if key in second]:
-        pairs.append(SidePair(before=left.pop(key), after=right.pop(key), before_side=before, after_side=after))
+        pairs.append(paired(left.pop(key), right.pop(key)))
     if across:
         groups: dict[str, list[RunSet]] = {}
         for cell in right.values():
@@ -264,15 +309,13 @@ def compare_sides(before: Side, after: Side, across: Sequence[str] = (), value: 
         for key, cell in list(left.items()):
             for other in groups.get(_key(cell.representative, across), []):
                 differ = tuple(sorted(_differing(cell.representative, other.representative)))
-                pairs.append(SidePair(
-                    before=cell, after=other, before_side=before, after_side=after, across=differ,
-                ))  # fmt: skip
+                pairs.append(paired(cell, other, differ))
                 used.add(id(other))
                 left.pop(key, None)
         right = {key: cell for key, cell in right.items() if id(cell) not in used}
     if not pairs:
         raise InputError(_nothing_shared(before, after, list(first.values()), list(second.values())))
-    lost = {**_lost(after, left), **_lost(before, right)}
+    lost = {**_lost(unended[1], after, left, across), **_lost(unended[0], before, right, across)}
     alone = [f"{cell_name(cell.representative.workload)} ({side.name})"
              for side, cells in ((before, left), (after, right)) for key, cell in cells.items()
              if key not in lost]  # fmt: skip
@@ -281,14 +324,39 @@ def compare_sides(before: Side, after: Side, across: Sequence[str] = (), value: 
     )
 
 
-def _lost(side: Side, elsewhere: dict[str, RunSet]) -> dict[str, str]:
+def _unended(side: Side) -> list[Run]:
+    """The side's runs that did not end, but for those whose process was measured again."""
+    again = {(run.repeat.set, run.repeat.number) for run, _ in side.runs if run.repeat and run.status == "done"}
+    return [
+        run
+        for run, _ in side.runs
+        if run.status != "done" and not (run.repeat and (run.repeat.set, run.repeat.number) in again)
+    ]
+
+
+def _lost(unended: Sequence[Run], side: Side, elsewhere: Mapping[str, RunSet], across: Sequence[str]) -> dict[str, str]:
     """Of the cells that the other side measured, those whose runs on this side did not end, and how they ended."""
-    ended = {_key(run): run for run, _ in side.runs if run.status != "done"}
-    return {
-        key: f"{cell_name(run.workload)} ({status_word(run)} in {side.name})"
-        for key, run in ended.items()
-        if key in elsewhere
-    }
+    ended: dict[str, list[Run]] = {}
+    for run in unended:
+        ended.setdefault(_key(run, (*across, "device")), []).append(run)
+    found: dict[str, str] = {}
+    for key, cell in elsewhere.items():
+        same = ended.get(_key(cell.representative, (*across, "device")), [])
+        run = next((run for run in same if "device" in across or _may_be_on(cell, run)), None)
+        if run is not None:
+            found[key] = f"{cell_name(run.workload)} ({status_word(run)} in {side.name})"
+    return found
+
+
+def _lost_of(cell: RunSet, unended: Sequence[Run]) -> int:
+    """The processes of a cell that were begun and did not end."""
+    key = _key(cell.representative, ("device",))
+    return sum(_key(run, ("device",)) == key and _may_be_on(cell, run) for run in unended)
+
+
+def _may_be_on(cell: RunSet, run: Run) -> bool:
+    """Whether a run that did not end was of this cell: it may have ended before its device was known."""
+    return run.environment is None or _fields(run)["device"] == _fields(cell.representative)["device"]
 
 
 def _cells(side: Side, value: str) -> dict[str, RunSet]:

@@ -30,6 +30,9 @@ _MEMORY = (
 _BEFORE_ALL = ("different-workloads", "different-environments", "different-clocks", "mixed-side", "shared-runs")
 """Findings that say what the two sides differ in beside what is compared: they stand before the verdict."""
 
+COMPARISON_VERSION = 1
+"""The form of `comparison_as_json`. It grows with a field that changes what another means."""
+
 DigestOf = Callable[[SidePair], "tuple[TraceDigest | None, TraceDigest | None]"]
 """What the captures of a pair say, before and after."""
 
@@ -157,10 +160,11 @@ def _verdicts(found: SideComparison) -> Table:
         before, after = pair.before.processes(found.value), pair.after.processes(found.value)
         interval = change.interval if change else None
         most = found.most_in(pair) if change and (stands or interval is None) else None
+        counts = change.processes if change else (before.count, after.count)
         rows.append((
             pair.label, before.typical_s, after.typical_s, change.share if change else None,
             f"{_signed(interval.low - 1)} to {_signed(interval.high - 1)}" if interval else "",
-            f"{before.count} / {after.count}", verdict(change, stands), f"{most[0]} ({_ms(most[1])})" if most else "",
+            f"{counts[0]} / {counts[1]}", verdict(change, stands), f"{most[0]} ({_ms(most[1])})" if most else "",
         ))  # fmt: skip
     tones = {i: tone for i in range(len(rows)) if (tone := _tone(found, i)) != "strong"}
     notes = [
@@ -169,7 +173,7 @@ def _verdicts(found: SideComparison) -> Table:
         *([f"On one side alone: {', '.join(found.alone)}."] if found.alone else []),
         *([f"Not measured to the end on one side: {', '.join(found.lost)}."] if found.lost else []),
     ]
-    if len(found.pairs) > 1:
+    if found.asked > 1:
         notes.append("A verdict stands where it holds for all pairs asked at once (Holm).")
     return table_of(
         f"{found.value} of", ("before", "s"), ("after", "s"), ("change", "+%"), ("interval", TEXT),
@@ -193,7 +197,7 @@ def _unseen(found: SideComparison) -> Iterator[str]:
     limits = [
         change.detectable
         for change, stands in zip(found.changes, found.stands, strict=True)
-        if change and not stands and change.detectable is not None
+        if change and not stands and change.detectable
     ]
     if limits:
         upto = format_share(max(limits))
@@ -321,6 +325,20 @@ def _panel(found: SideComparison) -> tuple[Panel, ...]:
     return (Panel(x_title="", y_title="change, %", points=tuple(points), kind="bars", frame=frame),) if points else ()
 
 
+def pictured(answers: Sequence[Answer]) -> Answer:
+    """One answer whose picture holds the bars of all these comparisons, each named by its question."""
+    if len(answers) == 1:
+        return answers[0]
+    points = [
+        msgspec.structs.replace(point, line=answer.question)
+        for answer in answers
+        for panel in answer.panels
+        for point in panel.points
+    ]
+    panels = tuple(msgspec.structs.replace(panel, points=tuple(points)) for panel in answers[0].panels[:1])
+    return msgspec.structs.replace(answers[0], panels=panels)
+
+
 def comparison_as_json(found: SideComparison, digests: DigestOf) -> Mapping[str, Any]:
     """Plain data: each pair with its change, buckets in seconds before and after, and the findings."""
     pairs: list[dict[str, Any]] = []
@@ -339,6 +357,7 @@ def comparison_as_json(found: SideComparison, digests: DigestOf) -> Mapping[str,
             "runs": [[run.id for run in side.runs] for side in (pair.before, pair.after)],
         })  # fmt: skip
     return {
-        "before": found.before.name, "after": found.after.name, "value": found.value, "pairs": pairs,
-        "alone": found.alone, "lost": found.lost, "findings": msgspec.to_builtins(tuple(sides_findings(found))),
+        "version": COMPARISON_VERSION, "before": found.before.name, "after": found.after.name, "value": found.value,
+        "pairs": pairs, "alone": found.alone, "lost": found.lost,
+        "findings": msgspec.to_builtins(tuple(sides_findings(found))),
     }  # fmt: skip

@@ -26,6 +26,7 @@ def sides_findings(found: SideComparison) -> Iterator[Finding]:
         )
     yield from _environments(found)
     yield from _clocks(found)
+    yield from _lost_processes(found)
     settings = [
         pair for pair in found.pairs if pair.before.representative.settings != pair.after.representative.settings
     ]
@@ -86,6 +87,23 @@ def _mixed(found: SideComparison) -> Iterator[Finding]:
                     f"{', '.join(sorted(differing))}.",
                 )
                 break
+
+
+def _lost_processes(found: SideComparison) -> Iterator[Finding]:
+    """Processes that did not end: those that did may be the fast ones."""
+    for place, side in enumerate((found.before, found.after)):
+        lost = [(pair, pair.lost[place]) for pair in found.pairs if pair.lost[place]]
+        if not lost:
+            continue
+        pair, count = max(lost, key=lambda one: one[1])
+        ended = len((pair.before, pair.after)[place].measured)
+        where = f" ({pair.label})" if len(found.pairs) > 1 else ""
+        yield warning(
+            "lost-processes",
+            f"{count} of {counted(count + ended, 'process')} of {side.name}{where} did not end with a result: what is "
+            "compared are those that did.",
+            {"lost": sum(count for _, count in lost), "pairs": len(lost)}, "measure them again: the same command",
+        )  # fmt: skip
 
 
 def _clocks(found: SideComparison) -> Iterator[Finding]:

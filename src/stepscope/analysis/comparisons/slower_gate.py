@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from stepscope.analysis.comparisons.sides import SideComparison
 from stepscope.core.errors import InputError
-from stepscope.core.units import format_share
+from stepscope.core.units import counted, format_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +25,8 @@ class Gate:
 def judge(comparisons: Sequence[SideComparison], limit: float) -> Gate:
     """Hold every pair against the limit: it fails where the whole interval of its change lies above.
 
-    The intervals of several pairs are widened so that all hold together. A cell whose runs did not end on one side is
-    not decided: a step that fails is not a fast one.
+    The intervals of several pairs are widened so that all hold together. A cell whose runs did not end on one side, or
+    some of them, is not decided: a step that fails is not a fast one.
     """
     slower: list[str] = []
     undecided: list[str] = []
@@ -45,6 +45,8 @@ def judge(comparisons: Sequence[SideComparison], limit: float) -> Gate:
             elif change.interval.high > 1 + limit:
                 undecided.append(f"{pair.label}: {format_share(change.interval.low - 1)} to "
                                  f"{format_share(change.interval.high - 1)} slower")  # fmt: skip
+            elif any(pair.lost):
+                undecided.append(f"{pair.label}: {counted(sum(pair.lost), 'process')} without a result")
         undecided += [f"{cell}: no result" for cell in found.lost]
         # A cell that was not measured again may have become slower; one that is new has nothing to be slower than.
         undecided += [f"{cell}: not measured again" for cell in found.alone if cell.endswith(f"({found.before.name})")]

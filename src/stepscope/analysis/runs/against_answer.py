@@ -64,8 +64,9 @@ def verdict(change: Change | None) -> str:
         word = "slower" if change.share > 0 else "faster"
         within = f"interval {low * 100:+.1f} to {high * 100:+.1f} %"
         return f"The second is {format_share(abs(change.share))} {word} ({within})."
-    seen = f", and one above {format_share(change.detectable)} would have been" if change.detectable is not None else ""
-    return f"No difference seen{seen} (in {SEEN_IN * 10:.0f} of 10 such comparisons)."
+    seen = f", and one above {format_share(change.detectable)} would have been" if change.detectable else ""
+    often = f" (in {SEEN_IN * 10:.0f} of 10 such comparisons)" if seen else ""
+    return f"No difference seen{seen}{often}."
 
 
 def _interval_text(interval: Interval | None) -> str:
