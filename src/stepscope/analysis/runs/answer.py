@@ -1,5 +1,7 @@
 """A run as an answer: what ran, where, how long, how well, and what to doubt. Lists of runs too."""
 
+import math
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 
@@ -7,7 +9,7 @@ from stepscope.analysis.runs import metrics
 from stepscope.analysis.runs.doubts import doubt_mark
 from stepscope.analysis.runs.times import about_intervals, about_steps, time_table
 from stepscope.analysis.runs.words import doubts, figure, identify, status_sentence, status_word
-from stepscope.core.answer import Answer, Cell, Line, Panel, Point, Table, as_lines, table_of, text
+from stepscope.core.answer import Answer, Cell, Frame, Line, Panel, Point, Table, as_lines, table_of, text
 from stepscope.core.errors import printable
 from stepscope.core.evidence import Capture, WatchedLoop
 from stepscope.core.range_names import PHASES, STEP
@@ -17,6 +19,8 @@ from stepscope.core.units import counted, format_joules, format_rate, format_sec
 from stepscope.work.described import cell_name, describe_model, describe_workload
 from stepscope.work.transformer import recomputed_flops
 
+_DRAWN_STEPS = 400
+"""Points of a curve of steps: about what a screen tells apart."""
 _NAMED = 4
 """Operators that are named where their FLOPs are not known; the others are counted."""
 
@@ -37,7 +41,7 @@ def answer_run(run: Run, directory: str | None = None) -> Answer:
         lead=heading(run),
         date=run.day,
         tables=tuple(tables),
-        panels=_phase_panel(run),
+        panels=(*_phase_panel(run), *_samples_panel(run)),
         findings=run.findings,
         checked=bool(run.findings) or (run.status == "done" and run.failure is None),
         asides=(*(f"Not observed: {note}." for note in run.evidence.notes), *_later(run)),
@@ -130,6 +134,21 @@ def _phase_panel(run: Run) -> tuple[Panel, ...]:
     timed = _timed(run).items()
     points = tuple(bar("median", name, samples, doubted=bool(doubt_mark(run))) for name, samples in timed)
     return (Panel(x_title="", y_title="median, ms", points=points, kind="bars"),) if points else ()
+
+
+def _samples_panel(run: Run) -> tuple[Panel, ...]:
+    """The time of every measured step and of its parts, in the order in which they ran."""
+    timed = {name: samples.values_s for name, samples in _timed(run).items() if samples.count > 1}
+    together = max((math.ceil(len(values) / _DRAWN_STEPS) for values in timed.values()), default=1)
+    points = tuple(
+        Point(line=name, x=float(place + 1), y=statistics.fmean(values[place : place + together]) * 1e3)
+        for name, values in timed.items()
+        for place in range(0, len(values), together)
+    )
+    note = f"a point is the mean of {together} steps in a row" if together > 1 else ""
+    frame = Frame(heading="Every measured step", note=note, line_title="part of the step")
+    panel = Panel(x_title="measured step", y_title="ms", points=points, x_log=False, y_log=False, frame=frame)
+    return (panel,) if points else ()
 
 
 def _timed(run: Run) -> dict[str, Samples]:
