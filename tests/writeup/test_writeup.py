@@ -44,9 +44,13 @@ def test_commands_are_commands(name: str, scale: str):
     assert app([*words, "--help"], standalone_mode=False) == 0
 
 
-def stored_answer(place: Path, study: str = "accumulation", rows: int = 1, text: str = "fp16") -> Path:
+def stored_answer(
+    place: Path, study: str = "accumulation", rows: int = 1, text: str = "fp16", lines: int = 1
+) -> Path:  # fmt: skip
     table = table_of("format", ("sum", "text"), title="Sums", rows=[(text, f"{9.953125 + row}") for row in range(rows)])
-    panel = Panel(x_title="terms", y_title="sum", points=(Point(line=text, x=1, y=1), Point(line=text, x=2, y=2)))
+    panel = Panel(x_title="terms", y_title="sum", points=tuple(
+        Point(line=f"{text}{line or ''}", x=x, y=x) for line in range(lines) for x in (1, 2)
+    ))  # fmt: skip
     answer = Answer(study=study, question="How?", tables=(table,), panels=(panel,))
     place.mkdir(exist_ok=True)
     file = place / f"{study}.json"
@@ -82,6 +86,13 @@ def test_long_tables_are_cut_and_say_so(tmp_path: Path):
     target = Target(file=tmp_path / "out.md")
     target.write(write_up(CS336, gather([str(tmp_path / "in")], tmp_path)), "full")
     assert f"The first {MOST_ROWS} of {MOST_ROWS + 3} rows." in target.file.read_text()
+
+
+def test_a_plot_of_too_many_lines_is_left_out_in_words(tmp_path: Path):
+    stored_answer(tmp_path / "in", lines=9)
+    target = Target(file=tmp_path / "out.md")
+    target.write(write_up(CS336, gather([str(tmp_path / "in")], tmp_path)), "full")
+    assert "No plot: 9 colours by" in target.file.read_text() and not (tmp_path / "out_files").exists()
 
 
 def test_text_of_files_is_no_markup(tmp_path: Path):
