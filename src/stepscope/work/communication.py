@@ -43,7 +43,7 @@ class Transfer(NamedTuple):
     what: str
     kind: str
     message_bytes: int
-    count: int
+    times: int
     group: Group
     when: When
     overlaps: bool = False
@@ -52,7 +52,7 @@ class Transfer(NamedTuple):
     @property
     def link_bytes(self) -> float:
         """Bytes that a rank's link carries for all of them."""
-        return self.count * self.message_bytes * named_kind(self.kind).factor(self.group.ranks)
+        return self.times * self.message_bytes * named_kind(self.kind).factor(self.group.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

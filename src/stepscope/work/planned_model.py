@@ -61,8 +61,18 @@ class PlannedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Width of the keys that a rank of tensor parallelism keeps: of one head at least."""
         return max(1, self.config.key_heads // tensor) * self.config.head_dim
 
+    @cached_property
+    def _shapes_by_tensor(self) -> dict[int, Shapes]:
+        return {}
+
     def local_shapes(self, tensor: int) -> Shapes:
         """Shapes of a block's dense parameters on a rank of tensor parallelism, one feed-forward network among them."""
+        known = self._shapes_by_tensor
+        if tensor not in known:
+            known[tensor] = self._local_shapes(tensor)
+        return known[tensor]
+
+    def _local_shapes(self, tensor: int) -> Shapes:
         shapes: Shapes = {}
         for name, shape in block_shapes(self.config).items():
             if name in _COLUMNS:
