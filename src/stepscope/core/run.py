@@ -28,7 +28,7 @@ stays so if its process dies without a word."""
 def instant_of(text: str) -> float:
     """The seconds since 1970 of a date and time in ISO 8601, in UTC where it names no zone; 0 of any other text."""
     try:
-        moment = datetime.fromisoformat(text)
+        moment = datetime.fromisoformat(f"{text}-01" if len(text) == len("2026-11") else text)
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError):
         return 0.0
