@@ -27,8 +27,8 @@ ALLOWED = {
     "report": {"core", "work", "trace", "analysis", "memory"},
     "writeup": {"core", "work", "analysis", "memory", "pages", "report"},
     "cli": {
-        "core", "work", "trace", "analysis", "memory", "planning", "pages", "report", "writeup", "engine", "studies", "measure",
-        "numerics",
+        "core", "work", "trace", "analysis", "memory", "planning", "pages", "report", "writeup", "engine", "studies",
+        "measure", "numerics",
     },
     "api": {"core", "analysis", "memory", "report", "engine", "studies", "measure", "models"},
     "callbacks": {"core", "engine"},

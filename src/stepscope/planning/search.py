@@ -20,6 +20,7 @@ from stepscope.planning.times import Clock, StepTime
 COMMUNICATION_BYTES = GIB
 """What a rank of several leaves for the buffers of NCCL: an assumption."""
 SHOWN = 10
+_NEARLY = 1.05
 _KEPT = 400
 """Layouts of which the search keeps the time, the fastest ones."""
 
@@ -47,8 +48,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Grids that cannot be, by the reason."""
     too_large: dict[str, int]
     """Layouts that do not fit, by what is too large."""
+    simplest: Planned | None = None
+    """The layout of fewest dimensions whose step is within 5 % of the best."""
     nearest: Planned | None
-    """Where nothing fits, the layout that needs least."""
+    """Where nothing fits, the layout whose states are smallest."""
+    fastest: tuple[Layout, ...] = ()
+    """The fastest layouts, as the search saw them: what another network would choose from."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +90,8 @@ def search(question: Question, machine: Machine, *, shown: int = SHOWN) -> Plan:
     nearest = planned(tried.smallest, memory, clock) if not best and tried.smallest else None
     return Plan(
         question=question, best=tuple(best), layouts=tried.count, fitting=tried.fitting, grids=space.grids_seen,
-        refused=dict(space.refused), too_large=dict(tried.too_large), nearest=nearest,
+        refused=dict(space.refused), too_large=dict(tried.too_large), nearest=nearest, fastest=tried.fastest,
+        simplest=tried.simplest(best[0]) if best else None,
     )  # fmt: skip
 
 
@@ -106,7 +112,8 @@ class _Tried:
         self.count += len(alike)
         least = self._memory.least(alike[0])
         if least < self._least:
-            self._least, self.smallest = least, alike[min(len(alike), len(self._checkpointings(alike))) - 1]
+            checkpointed = [layout for layout in alike if layout.micro_batch == alike[0].micro_batch]
+            self._least, self.smallest = least, checkpointed[-1]
         if least > self._room:
             self.too_large[_STATES] += len(alike)
             return
@@ -124,6 +131,22 @@ class _Tried:
             elif entry[:2] > self._fastest[0][:2]:
                 heapq.heapreplace(self._fastest, entry)
 
+    @property
+    def fastest(self) -> tuple[Layout, ...]:
+        return tuple(layout for _, _, layout in self._fastest)
+
+    def simplest(self, best: Planned) -> Planned | None:
+        """Of the fastest layouts, the one of fewest dimensions, and of these the fastest; None where that is `best`."""
+        enough = sorted(self._fastest, key=lambda entry: (_dimensions(entry[2]), -entry[0]))
+        for negative_s, _, layout in enough:
+            if _dimensions(layout) >= _dimensions(best.layout):
+                return None
+            if -negative_s <= _NEARLY * best.time.step_s:
+                found = planned(layout, self._memory, self._clock)
+                if found.peak_bytes <= self._room:
+                    return found
+        return None
+
     def best(self, shown: int) -> list[Planned]:
         """The fastest layouts of different grids or shardings, the fastest first, that fit by their very stages."""
         best: list[Planned] = []
@@ -138,9 +161,14 @@ class _Tried:
                 best.append(found)
         return best
 
-    @staticmethod
-    def _checkpointings(alike: list[Layout]) -> set[str]:
-        return {layout.checkpointing for layout in alike}
+
+def _dimensions(layout: Layout) -> int:
+    """How many ways of being parallel a layout combines."""
+    sizes = (
+        layout.tensor, layout.context, layout.pipeline, layout.data, layout.expert, layout.chunks,
+        layout.replicas if layout.sharding != "ddp" else 1,
+    )  # fmt: skip
+    return sum(size > 1 for size in sizes)
 
 
 def planned(layout: Layout, memory: RankMemory, clock: Clock) -> Planned:

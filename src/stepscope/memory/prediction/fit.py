@@ -95,7 +95,7 @@ def budget_of_memory(memory_bytes: int) -> Budget:
 
 def budget_of_device(name: str) -> Budget:
     """The memory of a device of the datasheets. Raises InputError for a name that is not one of them."""
-    spec = _find_device(name)
+    spec = device_named(name)
     assert spec.memory_bytes is not None
     return budget_of_total(spec.memory_bytes, f"{spec.name} ({spec.source})")
 
@@ -333,7 +333,9 @@ _PLAIN = {"h100": "NVIDIA H100 80GB HBM3"}
 """The device that a plain name means, where its variants differ in memory: the one that most have."""
 
 
-def _find_device(name: str) -> DeviceSpec:
+def device_named(name: str) -> DeviceSpec:
+    """The device of the datasheets that a name means. Raises InputError where it is none of them, or several that
+    differ in memory."""
     if name.lower() in _PLAIN:
         return DATASHEET[_PLAIN[name.lower()]]
     wanted = name.lower().replace("-", " ").split()

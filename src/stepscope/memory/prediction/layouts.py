@@ -259,7 +259,7 @@ class RankMemory:
         """The needs of so many tokens, for fused attention from those of a whole sequence and of two."""
         if not self._linear:
             return _needs(self._question(layout, blocks, first, last, gradients))
-        corners: list[StageNeeds] = []
+        corners: list[StageNeeds] = []  # of one sequence and of two
         for micro_batch in (1, 2):
             corner = (
                 layout.tensor, layout.context, micro_batch, layout.checkpointing, blocks, first, last, gradients,
@@ -269,4 +269,4 @@ class RankMemory:
                 of_corner = msgspec.structs.replace(layout, micro_batch=micro_batch)
                 self._corners[corner] = _needs(self._question(of_corner, blocks, first, last, gradients))
             corners.append(self._corners[corner])
-        return _interpolated(*corners, layout.micro_batch - 1)
+        return _interpolated(corners[0], corners[1], layout.micro_batch - 1)
