@@ -17,6 +17,7 @@ from stepscope.core.workload import Workload
 
 if TYPE_CHECKING:
     from stepscope.planning.answer import Planning
+    from stepscope.planning.search import Plan
     from stepscope.planning.space import Question
 
 _NOT_ASKED = {
@@ -120,7 +121,7 @@ def _planned(question: "Question", device: str, network: str | None, shares: Map
     spread = STEP_SPREAD if shares["spread"] is None else shares["spread"]
     if not 0 <= spread < 0.5:
         raise InputError(f"--spread is {spread:g}: write a share from 0 to 0.5, as in 0.01 for 1 %")
-    spec = device_named(device)
+    spec = device_named(device, otherwise="")
     joined = parse_network(network, network_for(spec)) if network else network_for(spec)
     assert spec.memory_bytes is not None
     machine = Machine(
@@ -129,6 +130,8 @@ def _planned(question: "Question", device: str, network: str | None, shares: Map
         network=joined,
     )
     found = search(msgspec.structs.replace(question, node=joined.node), machine)
+    if not found.layouts:
+        raise InputError(_no_layout(found))
     even = uneven = None
     if found.best:
         best = found.best[0]
@@ -138,6 +141,23 @@ def _planned(question: "Question", device: str, network: str | None, shares: Map
         plan=found, machine=machine, spec=spec, scaled=scaling(found, machine),
         sensitive=sensitivity(found, machine), even=even, uneven=uneven, spread=spread,
     )  # fmt: skip
+
+
+def _no_layout(found: "Plan") -> str:
+    """Why a question has no layout, whatever would fit."""
+    question = found.question
+    settled = ",".join(f"{name}={value}" for name, value in question.fixed.items())
+    said = f"{question.ranks} ranks{f' with --layout {settled}' if settled else ''} have no layout"
+    if not found.grids:
+        return f"{said}: these dimensions do not divide the ranks; choose divisors, or leave some out"
+    reasons = sorted(found.refused, key=lambda reason: -found.refused[reason])
+    sizes = question.model.config
+    figures = (
+        f"heads {sizes.heads}, of keys {sizes.key_heads}, d_ff {sizes.d_ff}, {sizes.layers} blocks, sequences "
+        f"{question.workload.batch_size} of {question.workload.seq_len}"
+    )
+    why = "; ".join(reasons) or "chunks of a pipeline need micro-batches in multiples of its ranks"
+    return f"{said}: {why} ({figures}); choose other ranks, another --layout or --batch-size"
 
 
 def _keep(planning: "Planning", runs: Path) -> None:

@@ -44,7 +44,7 @@ def answer_plan(planning: Planning) -> Answer:
         panels=tuple(_panels(planning)),
         findings=tuple(_findings(planning)),
         asides=(
-            "On paper: nothing was run. Kernels that are launched one by one, uneven experts, failures, data loading "
+            "On paper: nothing was run. Uneven experts, failures, data loading, limits of power and temperature, "
             "and contention between collectives are not in the formulas.",
         ),
     )
@@ -99,7 +99,7 @@ def _headline(planning: Planning) -> Iterable[Line]:
         needs = format_bytes(plan.nearest.peak_bytes)
         yield Line(
             f"Nothing fits into {budget.said}. {_described(plan.nearest.layout)}, whose states are smallest, needs "
-            f"{needs} on a rank: more ranks, a shorter sequence, checkpointing or more memory is needed.",
+            f"{needs} on a rank: more ranks, a shorter sequence, optimizer state in 16 bits or more memory is needed.",
             "bad",
         )
         return
@@ -267,7 +267,7 @@ def _short(scaled: Scaled) -> str:
 def _sensitivity_table(planning: Planning) -> Table:
     best = planning.plan.best[0]
     return table_of(
-        "links", ("rate", "{:g} x"), ("step", "s"), ("change", "+%"), "best layout",
+        "links", ("rate", "{:.2f} x"), ("step", "s"), ("change", "+%"), "best layout",
         title="If links were slower or faster",
         rows=[
             (
@@ -302,7 +302,7 @@ def _played(name: str, played: Simulated, best: Planned) -> tuple[str, float, fl
 
 _COLOURS = {
     "products and attention": ("matrix products", "attention", "run again"),
-    "elementwise": ("elementwise",),
+    "elementwise and launches": ("elementwise", "launches"),
     "tensor parallel": ("tensor parallel",),
     "context and expert parallel": ("context parallel", "expert parallel"),
     "pipeline": ("pipeline sends", "pipeline bubble"),

@@ -21,7 +21,7 @@ COMMUNICATION_BYTES = GIB
 """What a rank of several leaves for the buffers of NCCL: an assumption."""
 SHOWN = 10
 _NEARLY = 1.05
-_KEPT = 400
+_KEPT = 200
 """Layouts of which the search keeps the time, the fastest ones."""
 
 

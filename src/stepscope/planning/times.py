@@ -16,7 +16,7 @@ from stepscope.core.network import Network
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.layouts import RankMemory, bytes_of
 from stepscope.memory.prediction.stages import Moved
-from stepscope.planning.rates import Rates
+from stepscope.planning.rates import KERNEL_S, PRODUCT_S, Rates
 from stepscope.work.communication import (
     Transfer,
     When,
@@ -33,7 +33,7 @@ from stepscope.work.pipelines import bubble_turns
 from stepscope.work.planned_model import PlannedModel, largest_stage
 
 PARTS: tuple[str, ...] = (
-    "matrix products", "attention", "run again", "elementwise", "tensor parallel", "context parallel",
+    "matrix products", "attention", "run again", "elementwise", "launches", "tensor parallel", "context parallel",
     "expert parallel", "pipeline sends", "pipeline bubble", "data parallel", "optimizer",
 )  # fmt: skip
 """What a step's time is made of, in the order of tables."""
@@ -182,8 +182,12 @@ class Clock:
             group = int(layout.checkpointing.removeprefix("every-"))
             last = tokens * 2 * self.model.active * config.d_model * config.d_ff / layout.tensor
             backward["run again"] = products + attention - last / rates.matmul_flops_per_s / group
-        moved = self._moved_by_block(layout)
-        self._add_elementwise(forward, backward, moved)
+        count = 7 if fused else 9
+        forward["matrix products"] += count * PRODUCT_S
+        backward["matrix products"] += 2 * count * PRODUCT_S
+        if "run again" in backward:
+            backward["run again"] += count * PRODUCT_S
+        self._add_elementwise(forward, backward, self._moved_by_block(layout), count)
         sizes = bytes_of(self.workload, layout.sharding)
         for part, transfers in (
             ("tensor parallel", tensor_transfers(self.model, layout, length, sizes, 1)),
@@ -202,7 +206,7 @@ class Clock:
             head = tokens * self.model.head_flops_per_token() / layout.tensor / self.rates.matmul_flops_per_s
             forward, backward = {"matrix products": head}, {"matrix products": 2 * head}
             with_ends, without = self._moved_of(layout, 1, True), self._moved_of(layout, 1, False)
-            self._add_elementwise(forward, backward, _difference(with_ends, without))
+            self._add_elementwise(forward, backward, _difference(with_ends, without), 1)
             sizes = bytes_of(self.workload, layout.sharding)
             transfers = list(end_transfers(self.model, layout, length, sizes))
             self._add_transfers(forward, backward, "tensor parallel", transfers)
@@ -219,9 +223,19 @@ class Clock:
             self._moved[key] = self.memory.moved(layout, first=ends, last=ends, blocks=blocks)
         return self._moved[key]
 
-    def _add_elementwise(self, forward: dict[str, float], backward: dict[str, float], moved: Moved) -> None:
-        for times, count in ((forward, moved.forward), (backward, moved.backward)):
-            times["elementwise"] = max(0, count) / self.rates.memory_bytes_per_s
+    def _add_elementwise(
+        self, forward: dict[str, float], backward: dict[str, float], moved: Moved, products: int
+    ) -> None:
+        """Add elementwise kernels, and what the device waits for their launches."""
+        rates = self.rates
+        for times, count, kernels, launched in (
+            (forward, moved.forward, moved.kernels_forward, products),
+            (backward, moved.backward, moved.kernels_backward, 2 * products),
+        ):
+            times["elementwise"] = max(0, count) / rates.elementwise_bytes_per_s + max(0, kernels) * KERNEL_S
+            waits = (kernels + launched) * rates.launch_s - sum(times.values())
+            if waits > 0:
+                times["launches"] = waits
 
     def _add_transfers(
         self, forward: dict[str, float], backward: dict[str, float], part: str, transfers: list[Transfer]
@@ -301,7 +315,7 @@ class Clock:
         moment = 2 if self.workload.optimizer == "adamw-bf16-state" else sizes.parameters
         work = adamw_work(held + experts, sizes.parameters, moment)
         passes = 1 if self.workload.optimizer == "adamw-fused" else _SEVERAL_PASSES
-        return passes * ((work.bytes_read or 0) + (work.bytes_written or 0)) / self.rates.memory_bytes_per_s
+        return passes * ((work.bytes_read or 0) + (work.bytes_written or 0)) / self.rates.optimizer_bytes_per_s
 
 
 def _sum(times: BlockTimes) -> float:
@@ -309,7 +323,12 @@ def _sum(times: BlockTimes) -> float:
 
 
 def _difference(more: Moved, less: Moved) -> Moved:
-    return Moved(forward=more.forward - less.forward, backward=more.backward - less.backward)
+    return Moved(
+        forward=more.forward - less.forward,
+        backward=more.backward - less.backward,
+        kernels_forward=more.kernels_forward - less.kernels_forward,
+        kernels_backward=more.kernels_backward - less.kernels_backward,
+    )
 
 
 def _exposed(sent: float, hidden_behind: float, pieces: int) -> float:

@@ -91,6 +91,9 @@ def _measured_row(run: Run) -> tuple[Cell, ...] | None:
     spec = find_device_spec(environment.device_name) if environment else None
     if workload is None or spec is None or step is None or run.status != "done" or workload.phase != "train":
         return None
+    measured_s = step.median_s
+    if measured_s is None:
+        return None
     layout = Layout(
         micro_batch=workload.micro_batch_size, micro_batches=workload.accumulation, checkpointing=workload.checkpointing
     )
@@ -100,19 +103,18 @@ def _measured_row(run: Run) -> tuple[Cell, ...] | None:
     measured = run.evidence.memory.allocated_peak if run.evidence.memory else None
     peak = estimate(workload).peak_bytes
     return (
-        cell_name(workload), step.median_s, plan, plan / step.median_s - 1, measured, peak if measured else None,
-        peak / measured - 1 if measured else None,
+        cell_name(workload), measured_s, plan, plan / measured_s - 1, measured, peak if measured else None,
+        100 * (peak / measured - 1) if measured else None,
     )  # fmt: skip
 
 
 def _measured_table(rows: list[tuple[Cell, ...]]) -> Table:
     return table_of(
         "run", ("step", "s"), ("planned", "s"), ("difference", "+%"), ("peak", "B"), ("planned peak", "B"),
-        ("of peak", "{:+.3%}"),
+        ("of peak", "{:+.3f} %"),
         title="Runs of one GPU", rows=sorted(rows, key=lambda row: str(row[0])),
         notes=as_lines(
-            "The peak is the one that `stepscope fit` predicts. A step op by op waits for launches, and its products are "
-            "small: a plan says what the device's rates allow."
+            "The peak is the one that `stepscope fit` predicts."
         ),
     )  # fmt: skip
 
@@ -121,7 +123,7 @@ def _findings(rows: list[tuple[Cell, ...]]) -> Iterable[Finding]:
     if not rows:
         return
     steps = [abs(float(row[3])) for row in rows if isinstance(row[3], float)]
-    peaks = [abs(float(row[6])) for row in rows if isinstance(row[6], float)]
+    peaks = [abs(float(row[6])) / 100 for row in rows if isinstance(row[6], float)]
     yield note(
         "steps-off",
         f"Of {len(steps)} steps of one GPU, plans are off by {statistics.median(steps):.1%} in the median, and by "
@@ -131,7 +133,7 @@ def _findings(rows: list[tuple[Cell, ...]]) -> Iterable[Finding]:
     if peaks:
         yield note(
             "peaks-off",
-            f"Of {len(peaks)} peaks of memory, by {statistics.median(peaks):.3%} in the median, and by {max(peaks):.2%} "
-            "at most.",
+            f"Of {len(peaks)} peaks of memory, by {statistics.median(peaks):.3%} in the median, and by "
+            f"{max(peaks):.2%} at most.",
             {"median": statistics.median(peaks), "worst": max(peaks)},
         )

@@ -329,11 +329,12 @@ def _is_meant(spec: DeviceSpec, wanted: list[str]) -> bool:
     return all(any(word.startswith(begin) for word in words) for begin in wanted)
 
 
+_OR_MEMORY = "; or say --memory, as in --memory 80GiB"
 _PLAIN = {"h100": "NVIDIA H100 80GB HBM3"}
 """The device that a plain name means, where its variants differ in memory: the one that most have."""
 
 
-def device_named(name: str) -> DeviceSpec:
+def device_named(name: str, *, otherwise: str = _OR_MEMORY) -> DeviceSpec:
     """The device of the datasheets that a name means. Raises InputError where it is none of them, or several that
     differ in memory."""
     if name.lower() in _PLAIN:
@@ -345,4 +346,4 @@ def device_named(name: str) -> DeviceSpec:
         return found[0]  # or another of the same memory: nothing else is asked of it
     known = ", ".join(spec.name for spec in (found if wanted and found else DATASHEET.values()))
     what = "matches several devices" if wanted and found else "is in no datasheet that stepscope has"
-    raise InputError(f"--device {name!r} {what}: choose one of {known}; or say --memory, as in --memory 80GiB")
+    raise InputError(f"--device {name!r} {what}: choose one of {known}{otherwise}")

@@ -154,6 +154,8 @@ class RankMemory:
         return Moved(
             forward=one.forward + more * (two.forward - one.forward),
             backward=one.backward + more * (two.backward - one.backward),
+            kernels_forward=one.kernels_forward,
+            kernels_backward=one.kernels_backward,
         )
 
     def _held(self, layout: Layout, rank: int) -> tuple[int, int, int]:

@@ -59,15 +59,20 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
 
     forward: int
     backward: int
+    kernels_forward: int
+    """Results that are made, products and attention left out: each is a kernel's."""
+    kernels_backward: int
 
 
 class _CountingLedger(Ledger):
     """A ledger that also sums what was ever made, and what was read of it."""
 
     moved = 0
+    kernels = 0
 
     def storage(self, size: int, category: int = _TEMPORARY) -> Storage:
         self.moved += size
+        self.kernels += size > 0
         return super().storage(size, category)
 
 
@@ -87,18 +92,18 @@ class _CountingTape(Tape):
         return super().op(operator, elements, itemsize, inputs, **more)
 
     def output(self, operator: str, size: int) -> Storage:
-        before = self.ledger.moved
+        before = self.ledger.moved, self.ledger.kernels
         made = super().output(operator, size)
         if operator in KEPT_OPERATORS:
-            self.ledger.moved = before
+            self.ledger.moved, self.ledger.kernels = before
         return made
 
     def _apply(self, node: Node, pending: dict[Node, Storage]) -> Sequence[Storage | None]:
-        ledger, before = self.ledger, self.ledger.moved
+        ledger, before, kernels = self.ledger, self.ledger.moved, self.ledger.kernels
         reads = pending[node].bytes + sum(storage.bytes for storage in node.saved)
         gradients = super()._apply(node, pending)
         if node.operator in KEPT_OPERATORS:
-            ledger.moved = before
+            ledger.moved, ledger.kernels = before, kernels
             return gradients
         made = ledger.moved - before
         if made:  # otherwise the gradient is passed on
@@ -129,12 +134,15 @@ def moved_by_stage(stage: Stage) -> Moved:
     for parameter in model.parameters:
         parameter.gradient = ledger.storage(0)
     tape = _CountingTape(ledger, recording=True)
-    made: list[int] = []
+    made: list[tuple[int, int]] = []
     _run(stage, model, tape, made)
-    return Moved(forward=made[0], backward=made[1] - made[0])
+    (forward, kernels), (both, all_kernels) = made
+    return Moved(
+        forward=forward, backward=both - forward, kernels_forward=kernels, kernels_backward=all_kernels - kernels
+    )
 
 
-def _run(stage: Stage, model: RankModel, tape: Tape, made: list[int] | None = None) -> tuple[int, int, int]:
+def _run(stage: Stage, model: RankModel, tape: Tape, made: list[tuple[int, int]] | None = None) -> tuple[int, int, int]:
     """Forward's peak, what is saved, and backward's peak; `made` gets the sums after each."""
     ledger = tape.ledger
     tape.after_rerun = model.end_autocast
@@ -153,6 +161,6 @@ def _run(stage: Stage, model: RankModel, tape: Tape, made: list[int] | None = No
     return forward, saved, ledger.peak
 
 
-def _note(ledger: Ledger, made: list[int] | None) -> None:
+def _note(ledger: Ledger, made: list[tuple[int, int]] | None) -> None:
     if made is not None and isinstance(ledger, _CountingLedger):
-        made.append(ledger.moved)
+        made.append((ledger.moved, ledger.kernels))
