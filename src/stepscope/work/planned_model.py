@@ -7,9 +7,8 @@ norms stay whole. Where there are fewer heads of keys than ranks, each rank keep
 """
 
 import math
+from dataclasses import dataclass
 from functools import cached_property
-
-import msgspec
 
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig, whole_number
@@ -20,7 +19,8 @@ _ROWS = ("attention.output.weight", "feed_forward.down.weight")
 _KEYS = ("attention.key.weight", "attention.value.weight")
 
 
-class PlannedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+@dataclass(frozen=True, kw_only=True)
+class PlannedModel:
     """A transformer, and the experts of its feed-forward networks."""
 
     config: ModelConfig
