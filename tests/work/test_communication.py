@@ -59,7 +59,7 @@ def test_data_parallelism_moves_gradients_twice_less_a_share():
 @pytest.mark.parametrize(
     ("sharding", "gradients", "parameters"),
     # Of 3/4 of the parameters, times of 4 and of 2 bytes: two micro-batches.
-    [("zero1", 4, 4), ("zero1-master", 4, 2), ("zero2", 2 * 4, 2), ("zero3", 2 * 4, 2 * 2 * 2)],
+    [("zero1", 2 * 4, 4), ("zero1-master", 4, 2), ("zero2", 2 * 4, 2), ("zero3", 2 * 4, 2 * 2 * 2)],
 )
 def test_sharding_decides_what_is_sent_and_how_often(sharding: str, gradients: int, parameters: int):
     layout = Layout(data=4, sharding=sharding, shard=4, micro_batches=2)

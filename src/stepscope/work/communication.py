@@ -174,7 +174,9 @@ def _of_parameters(layout: Layout, sizes: Bytes, each: int, count: int, holders:
     if shard > 1:
         copies = each * (sizes.compute if sharding.parameters else sizes.parameters)
         reduced: When = "backward" if sharding.gradients else "step"
-        yield Transfer("data", "gradients", "reduce-scatter", gradients, count, group, reduced, overlaps=True)
+        # Who keeps whole parameters keeps whole gradients, and PyTorch reduces them for all (ZeroRedundancyOptimizer).
+        kind = "reduce-scatter" if sharding.parameters else "all-reduce"
+        yield Transfer("data", "gradients", kind, gradients, count, group, reduced, overlaps=True)
         gathered: tuple[When, ...] = ("forward", "backward") if sharding.gathers == "each pass" else ("step",)
         for when in gathered:
             yield Transfer("data", "parameters", "all-gather", copies, count, group, when, overlaps=True)

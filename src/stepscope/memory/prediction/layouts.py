@@ -128,6 +128,7 @@ class RankMemory:
         self._known: dict[tuple[object, ...], StageNeeds] = {}
         self._corners: dict[tuple[object, ...], StageNeeds] = {}
         self._counts: dict[tuple[int, ...], tuple[int, int, int]] = {}
+        self._moved: dict[tuple[object, ...], tuple[Moved, ...]] = {}
         self._sizes = {name: bytes_of(workload, name) for name in SHARDINGS}
 
     def least(self, layout: Layout) -> int:
@@ -142,14 +143,15 @@ class RankMemory:
     def moved(self, layout: Layout, *, first: bool, last: bool, blocks: int) -> Moved:
         """Bytes that a micro-batch's elementwise operations move: from those of one sequence and of two, since what
         concerns weights does not grow with the micro-batch."""
-        one, two = (
-            moved_by_stage(
-                _stage(
-                    self._question(msgspec.structs.replace(layout, micro_batch=size), blocks, first, last, "elsewhere")
-                )
-            )
-            for size in (1, 2)
-        )
+        key = (
+            layout.tensor, layout.context, layout.checkpointing, SHARDINGS[layout.sharding].parameters, first, last,
+            blocks,
+        )  # fmt: skip
+        if key not in self._moved:
+            of_sizes = (msgspec.structs.replace(layout, micro_batch=size) for size in (1, 2))
+            questions = (self._question(one, blocks, first, last, "elsewhere") for one in of_sizes)
+            self._moved[key] = tuple(moved_by_stage(_stage(question)) for question in questions)
+        one, two = self._moved[key]
         more = layout.micro_batch - 1
         return Moved(
             forward=one.forward + more * (two.forward - one.forward),
