@@ -55,7 +55,8 @@ def test_every_field_of_a_workload_is_an_option_of_run_sweep_and_fit():
     flags = {f"--{field.replace('_', '-')}" for field in fields}
     assert flags <= set(options_of("run"))
     assert flags <= set(options_of("sweep"))
-    assert flags - {"--seed"} <= set(options_of("fit")), "no size depends on the seed"
+    elsewhere = {"--seed", "--parallel", "--ranks"}  # no size depends on the seed, and plan is what fits many devices
+    assert flags - elsewhere <= set(options_of("fit"))
 
 
 def test_one_name_means_one_thing_and_has_one_place():
@@ -91,8 +92,8 @@ def test_help_is_as_wide_as_the_terminal_and_cuts_nothing(width: int):
     lines = stepscope("run", "--help", COLUMNS=str(width)).stdout.splitlines()
     assert max(len(line) for line in lines if not line.startswith("  stepscope")) <= width
     groups = [line.rstrip(":") for line in lines if re.fullmatch(r"[A-Z][\w ]+:", line)]
-    assert groups == ["Model", "Workload", "Measuring", "Recording", "Memory", "Stored runs and results", "Output",
-                      "Help", "Examples"]  # fmt: skip
+    assert groups == ["Model", "Workload", "Many GPUs", "Measuring", "Recording", "Memory", "Stored runs and results",
+                      "Output", "Help", "Examples"]  # fmt: skip
 
 
 @pytest.mark.parametrize(

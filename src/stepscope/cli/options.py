@@ -25,6 +25,7 @@ from stepscope.core.network import NETWORKS
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.range_names import PHASES as CAPTURED_PHASES
 from stepscope.core.run import Settings
+from stepscope.core.strategies import NOT_PARALLEL, strategy_names
 from stepscope.core.units import parse_bytes, parse_flops_per_s, parse_window
 from stepscope.core.workload import (
     CHECKPOINTING_CHOICES,
@@ -136,6 +137,9 @@ OPTIONS = (
     Option("batch_size", int, WORKLOAD, "Sequences in a step.", Workload),
     Option("dtype", str, WORKLOAD, "", Workload, choices=DTYPES),
     Option("phase", str, WORKLOAD, "", Workload, choices=PHASES),
+    Option("parallel", str, PARALLEL, "How several ranks share a step.", Workload,
+           choices=(NOT_PARALLEL, *strategy_names()), verbs=("run", "sweep")),
+    Option("ranks", int, PARALLEL, "Processes that share a step, a device each.", Workload, verbs=("run", "sweep")),
     Option("attention", str, WORKLOAD, "", Workload, choices=attention_names()),
     Option("compile", str, WORKLOAD, "", Workload, choices=COMPILES),
     Option("optimizer", str, WORKLOAD, "", Workload, choices=OPTIMIZERS),
@@ -290,7 +294,7 @@ OPTIONS = (
            "measured on an H200).", metavar="SHARE"),
     Option("verify", bool, QUESTION, "Set plans beside what others published, and beside runs (--against).",
            default=False),
-    Option("against", Path, QUESTION, "With --verify: runs of one GPU.", metavar="DIR", verbs=("plan",)),
+    Option("against", Path, QUESTION, "With --verify: stored runs.", metavar="DIR", verbs=("plan",)),
     # What is asked.
     Option("tensors", bool, QUESTION, "List what a block keeps for backward, with the arithmetic of each size.",
            default=False),

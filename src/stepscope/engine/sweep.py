@@ -25,11 +25,13 @@ from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.own_workload import DrivenWorkload, OwnWorkload
 from stepscope.core.run import REPEATED, Failure, Run, Status
 from stepscope.core.run_directory import create_run_directory, load_run, load_runs, save_run
+from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.workload import Workload
 from stepscope.engine.cell_event import CellEvent
 from stepscope.engine.cell_process import CellProcess, Fork, kill_marked
 from stepscope.engine.forks import Forks
 from stepscope.engine.plan import BROKEN, Cell, CellState, Policy, SweepPlan, SweepState, Tell
+from stepscope.engine.rank_processes import RankProcesses
 from stepscope.engine.request import StepRequest
 from stepscope.work.transformer import known_work
 
@@ -300,7 +302,9 @@ class _Measured:
         self._cell.state = "measuring"
         self._sweep.told()
         request = msgspec.json.encode(self._sweep.request(self._cell.cell, self._device))
-        process = await CellProcess.start(request, mark=self._sweep.next_mark(), fork=fork)
+        shared = self._cell.cell.workload.parallel != NOT_PARALLEL
+        started = RankProcesses if shared else CellProcess
+        process = await started.start(request, mark=self._sweep.next_mark(), fork=fork)
         in_time, stopped = True, False
         try:
             try:
@@ -324,17 +328,21 @@ class _Measured:
         if in_time and process.lost and self._error is None and not _is_result(_run_in(self._directory)):
             return None
         if in_time:
-            return self._result(process)
+            run = self._result(process)
+            if process.culprit is not None and run.status != "done":
+                failure = Failure(message=process.culprit, during="ranks")
+                run = self._sweep.record(self._cell.cell, self._directory, "killed", failure, process.log)
+            return run
         return self._ended("timed-out", f"no end after {self._sweep.timeout_s:.0f} s", process.log)
 
-    async def _follow(self, process: CellProcess) -> None:
+    async def _follow(self, process: CellProcess | RankProcesses) -> None:
         """Listen until the cell has said how it ended, or is dead."""
         while (event := await process.events.get()) is not None:
             self._hear(event)
             if event.finished or event.error:
                 return
 
-    def _hear_the_rest(self, process: CellProcess) -> None:
+    def _hear_the_rest(self, process: CellProcess | RankProcesses) -> None:
         while not process.events.empty():
             event = process.events.get_nowait()
             if event is not None:
@@ -349,7 +357,7 @@ class _Measured:
             self._cell.stage, self._cell.detail = event.stage, event.detail
             self._sweep.told()
 
-    def _keep_what_was_stopped(self, process: CellProcess) -> None:
+    def _keep_what_was_stopped(self, process: CellProcess | RankProcesses) -> None:
         """Mark the run of a cell that the user stopped as interrupted; remove its directory if it saved nothing."""
         with contextlib.suppress(OSError, StepscopeError):
             run = _run_in(self._directory)
@@ -358,7 +366,7 @@ class _Measured:
             elif run is None and self._directory is not None:
                 self._directory.rmdir()
 
-    def _result(self, process: CellProcess) -> Run:
+    def _result(self, process: CellProcess | RankProcesses) -> Run:
         if self._error and self._error.error:
             if self._error.log_matters:
                 sys.stderr.write(process.log)

@@ -16,6 +16,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Settings
@@ -28,6 +29,29 @@ from stepscope.measure.step import Driven, Recorder, drive
 STEADY_WINDOW = 3
 STEADY_TOLERANCE = 0.03
 """The share by which the medians of two successive windows of steps may differ when warm-up ends."""
+
+
+class Peers(Protocol):
+    """The other processes that take part in each step."""
+
+    def agree(self, here: bool) -> bool:
+        """What the first of all these processes says, in each of them."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when all of them have come here."""
+        ...
+
+
+class _Alone:
+    def agree(self, here: bool) -> bool:
+        return here
+
+    def barrier(self) -> None: ...
+
+
+ALONE: Peers = _Alone()
+"""No other process takes part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +149,7 @@ def measure(
     on_progress: Callable[[Progress], None] | None = None,
     before_measuring: Callable[[], None] | None = None,
     recorders: Sequence[Recorder] = (),
-    agreed: Callable[[bool], bool] = bool,
+    peers: Peers = ALONE,
 ) -> dict[str, Measurement]:
     """Time the steps of one or several subjects; several are interleaved, one step each in turn, in an order that is
     reversed each time.
@@ -136,11 +160,11 @@ def measure(
     before_measuring runs once, after the last warm-up step and before the first measured one. The device is idle
     meanwhile, so it must be short. Every step begins on an idle device; only this gap differs from the others.
     Recorders are told of every step. Their work counts in the step's time.
-    agreed: whether warm-up, or measuring, ends here, given what this process would do. Processes that take part in one
-    step must all do the same; it is asked between steps, untimed.
+    peers: the other processes that take part in each step. All begin it together, and all end warm-up and measuring
+    where the first of them does; both is settled between steps, untimed.
     """
     timer = _Timer(
-        subjects, device, settings, clock or HostClock(), on_progress=on_progress, recorders=recorders, agreed=agreed
+        subjects, device, settings, clock or HostClock(), on_progress=on_progress, recorders=recorders, peers=peers
     )
     return timer.run(before_measuring)
 
@@ -174,7 +198,7 @@ class _Timer:
         *,
         on_progress: Callable[[Progress], None] | None,
         recorders: Sequence[Recorder],
-        agreed: Callable[[bool], bool],
+        peers: Peers,
     ) -> None:
         self._subjects = dict(subjects)
         self._device = device
@@ -182,7 +206,7 @@ class _Timer:
         self._clock = clock
         self._on_progress = on_progress
         self._recorders = recorders
-        self._agreed = agreed
+        self._peers = peers
         self._records = {
             name: _Record(("step", "host", *dict.fromkeys(phase.name for phase in subject.phases)))
             for name, subject in subjects.items()
@@ -214,7 +238,7 @@ class _Timer:
         while record.warmups < settings.warmup_cap:
             if record.warmups >= settings.warmup_floor:
                 elapsed_s = (self._clock.now_ns() - floor_ns) * 1e-9
-                if self._agreed(is_steady(record.steps_s()) or elapsed_s >= settings.warmup_seconds):
+                if self._peers.agree(is_steady(record.steps_s()) or elapsed_s >= settings.warmup_seconds):
                     break
             else:
                 # The first steps may compile for minutes, so the time limit counts only after the floor.
@@ -235,7 +259,7 @@ class _Timer:
                 self._tell(name, done, settings.steps_floor, settings.steps_cap)
             elapsed_s = (self._clock.now_ns() - start_ns) * 1e-9
             long_enough = elapsed_s >= settings.seconds * len(self._subjects)
-            if done >= settings.steps_floor and self._agreed(long_enough):
+            if done >= settings.steps_floor and self._peers.agree(long_enough):
                 break
 
     def _step(self, name: str) -> None:
@@ -243,6 +267,7 @@ class _Timer:
         self._current = (name, watch.phases)
         subject.prepare()
         self._device.synchronize()
+        self._peers.barrier()
         with named_range(STEP):
             drive(subject, *self._recorders, watch)
         self._records[name].rows.append(watch.row())
