@@ -56,6 +56,11 @@ SHARDINGS: dict[str, Sharding] = {
             source=f"{_ZERO}.3; PyTorch's fully_shard (FSDP2)", moments=True, parameters=True, gradients=True,
             in_compute_dtype=True, gathers="each pass",
         ),
+        Sharding(
+            name="zero3-autocast", words="as zero3, but gathered in fp32 and cast, as by stepscope's own strategies",
+            source=f"{_ZERO}.3; fully_shard under autocast", moments=True, parameters=True, gradients=True,
+            gathers="each pass", usual=False,
+        ),
     )
 }  # fmt: skip
 """The kinds of data parallelism by name. With fewer ranks in a shard group than data-parallel ranks, the groups are
