@@ -131,7 +131,7 @@ def test_a_cell_whose_process_does_not_end_is_a_result_all_the_same(
     site.mkdir()
     (site / "sitecustomize.py").write_text("import atexit, time\natexit.register(time.sleep, 300)\n")
     monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
-    monkeypatch.setattr("stepscope.engine.sweep.EXIT_GRACE_S", 1.0)
+    monkeypatch.setattr("stepscope.engine.measured_cell.EXIT_GRACE_S", 1.0)
     assert statuses(run_sweep(plan(out, cell()))) == ["done"]
 
 

@@ -99,8 +99,9 @@ def measure_and_report(
 
     again: whether the same command goes on where this one stopped.
     """
+    from stepscope.engine.measured_cell import leaves_nothing
     from stepscope.engine.plan import BROKEN
-    from stepscope.engine.sweep import SweepInterrupted, leaves_nothing, run_sweep
+    from stepscope.engine.sweep import SweepInterrupted, run_sweep
 
     _foretell(plan)
     try:
