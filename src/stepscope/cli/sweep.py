@@ -37,6 +37,7 @@ _UNFIT_NAMED = 6
     "sweep",
     "stepscope sweep --model small,medium --seq-len 128,512 --dtype fp32,bf16 --tag first",
     "stepscope sweep recipe.py --device cuda:0,cuda:1 --record kineto",
+    "stepscope sweep --model small,medium --seq-len 128,512 --on ray://head",
     model="tiny",
     seq_len="128",
 )
@@ -52,6 +53,7 @@ def sweep(
     repeat: int,
     peak_flops: float | None,
     recording: Recording,
+    on: str | None,
     timeout: float,
     no_skip: bool,
     retry: bool,
@@ -81,7 +83,7 @@ def sweep(
         trace=recording.trace,
         memory=recording.memory,
     )
-    policy = Policy(timeout_s=timeout, skip=not no_skip, retry=retry, fresh=fresh)
+    policy = Policy(timeout_s=timeout, skip=not no_skip, retry=retry, fresh=fresh, on=on)
 
     def report(measured: list[Run]) -> None:
         from stepscope.analysis.runs.answer import answer_cells
@@ -103,9 +105,10 @@ def measure_and_report(
     from stepscope.engine.plan import BROKEN
     from stepscope.engine.sweep import SweepInterrupted, run_sweep
 
-    _foretell(plan)
+    if policy.on is None:
+        _foretell(plan)
     try:
-        with sweep_progress(len(plan.devices)) as tell:
+        with sweep_progress() as tell:
             runs = run_sweep(plan, policy, tell)
     except SweepInterrupted as interruption:
         if interruption.runs:
@@ -152,8 +155,11 @@ def _keep(plan: "SweepPlan", usable_bytes: int, unfit: set[str]) -> None:
 
 
 def report_runs(runs: list[Run], answer: Answer, shown: Presentation) -> None:
-    """What was found of these runs, with --json a line for each; and a word where their environments differ."""
-    environments = [run.environment for run in runs if run.environment]
+    """What was found of these runs, with --json a line for each; and a word where their environments differ.
+
+    Of nodes that differ, the answer has a finding.
+    """
+    environments = [run.environment for run in runs if run.environment and run.environment.node is None]
     for other in environments[1:]:
         differences = environments[0].differences(other)
         if differences:

@@ -71,6 +71,8 @@ class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     """How allocations are recorded; None if they are not."""
     process_start: ProcessStart | None = None
     """How the process that measures came to be, where it is a cell's."""
+    node: str | None = None
+    """The name of the cluster's node that measures; None on the machine of the command."""
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ import fcntl
 import hashlib
 import itertools
 import time
-from collections.abc import Generator
+from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 
 from stepscope.core import interrupts
@@ -18,16 +18,21 @@ from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.run import REPEATED, Failure, Run, Status
 from stepscope.core.run_directory import load_runs
 from stepscope.core.workload import Workload
-from stepscope.engine.cell_process import CellProcess, Fork, kill_marked
+from stepscope.engine.cell_process import CellProcess, kill_marked
+from stepscope.engine.cluster.nodes import Cluster, terms_of
 from stepscope.engine.forks import Forks
-from stepscope.engine.measured_cell import MeasuredCell, record
+from stepscope.engine.measured_cell import record
+from stepscope.engine.places import DevicePlace, Place, PlaceLost
 from stepscope.engine.plan import BROKEN, Cell, CellState, Policy, SweepPlan, SweepState, Tell
 from stepscope.engine.request import Stage, StepRequest
+from stepscope.work.described import cell_name
 
 FEWEST_FORKED = 2
 """Cells for which a process that has imported everything is worth its start."""
 COMPILER = "torch._inductor.compile_fx"
 """What compiled cells import beside what every cell does."""
+MOST_LOSSES = 3
+"""Nodes that may die while they measure a cell: with that many, it is the cell that ends them."""
 
 
 class SweepInterrupted(KeyboardInterrupt):
@@ -78,7 +83,10 @@ class _Sweep:
         kill_marked(self._mark)  # left by a start of this very sweep that was killed together with its cell
         self._find_results()
         self._waiting = [cell for cell in self.state.cells if cell.run is None]
-        self._forks = self._servers()
+        self._changed, self._all_ended = asyncio.Condition(), asyncio.Event()
+        self._imported = self._imports()
+        self._forks = Forks(self._next_mark, self._imported) if self._imported is not None else None
+        self._cluster: Cluster | None = None
 
     async def run(self) -> list[Run]:
         self._tell(self.state)
@@ -98,17 +106,12 @@ class _Sweep:
                     raise
         return [cell.run for cell in self.state.cells if cell.run is not None]
 
-    def _servers(self) -> Forks | None:
-        """What forks the cells; None where each is better a Python of its own."""
+    def _imports(self) -> tuple[str, ...] | None:
+        """What a process that forks the cells imports besides; None where each is better a Python of its own."""
         forked = [cell.cell.workload for cell in self._waiting if cell.cell.repeat is None]
         if self._policy.start != "fork" or len(forked) < FEWEST_FORKED:
             return None
-        compiled = any(workload.compile != "eager" for workload in forked)
-        return Forks(self._next_mark, (COMPILER,) if compiled else ())
-
-    def _fork_for(self, cell: Cell) -> Fork | None:
-        """What forks this cell's process; None where it is a Python of its own."""
-        return self._forks.fork if self._forks is not None and cell.repeat is None else None
+        return (COMPILER,) if any(workload.compile != "eager" for workload in forked) else ()
 
     async def _measure_all(self) -> None:
         try:
@@ -116,16 +119,32 @@ class _Sweep:
         finally:
             if self._forks is not None:
                 self._forks.close()
+            if self._cluster is not None:
+                await self._cluster.close()
 
     async def _measure_each(self) -> None:
-        if len(self._plan.devices) > 1 and self._waiting:
-            await self._check_devices()
+        if not self._waiting:
+            return
         try:
             async with asyncio.TaskGroup() as workers:
-                for device in self._plan.devices:
-                    workers.create_task(self._work(device))
+                async for place in self._places():
+                    self.state.places += 1
+                    workers.create_task(self._work(place))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
+
+    async def _places(self) -> AsyncGenerator[Place]:
+        """Where cells are measured: the devices of this machine, or what the nodes of a cluster have."""
+        if self._policy.on is not None:
+            terms = terms_of(self._policy.on, self._plan, self._policy)
+            self._cluster = await Cluster.start(terms, self._next_mark())
+            async for place in self._cluster.places(self._all_ended):
+                yield place
+            return
+        if len(self._plan.devices) > 1:
+            await self._check_devices()
+        for device in self._plan.devices:
+            yield DevicePlace(device, self._policy.timeout_s, self._next_mark, self._forks)
 
     async def _check_devices(self) -> None:
         fork = self._forks.fork if self._forks is not None else None
@@ -161,38 +180,77 @@ class _Sweep:
                 if same and asked.workload.identity == run.workload.identity:
                     cell.run, cell.state, cell.resumed = run, run.status, True
 
-    async def _work(self, device: str) -> None:
-        while self._waiting:
-            cell = self._waiting.pop(0)
-            smaller = self._smaller_that_did_not_fit(cell.cell.workload)
+    async def _work(self, place: Place) -> None:
+        memory_bytes: int | None = None
+        while (cell := await self._next()) is not None:
+            request = self._request(cell.cell, place.device)
+            smaller = self._smaller_that_did_not_fit(cell.cell.workload, memory_bytes if place.unlike else 0)
             if smaller is not None and self._policy.skip:
                 message = f"{'-'.join(smaller.workload.words())} ran out of memory"
-                run = record(self._request(cell.cell, device), None, "skipped", Failure(message=message, during="plan"))
+                run = record(request, None, "skipped", Failure(message=message, during="plan"))
             else:
                 start = time.monotonic()
-                run = await self._measured(cell, device)
+                try:
+                    run = await self._measured(cell, request, place)
+                except PlaceLost as lost:
+                    await self._measure_elsewhere(cell, request, lost)
+                    return
                 cell.seconds = time.monotonic() - start
-            cell.run, cell.state, cell.stage, cell.detail = run, run.status, "", ""
-            self._tell(self.state)
+                memory_bytes = run.environment.memory_bytes if run.environment is not None else memory_bytes
+            await self._end(cell, run)
 
-    def _smaller_that_did_not_fit(self, workload: DrivenWorkload) -> Run | None:
-        if not isinstance(workload, Workload):
+    async def _next(self) -> CellState | None:
+        """The next cell that waits; None when all have ended: until then, a place that is lost gives its cell back."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._waiting or self._all_ended.is_set())
+            return self._waiting.pop(0) if self._waiting else None
+
+    async def _end(self, cell: CellState, run: Run) -> None:
+        cell.run, cell.state, cell.stage, cell.detail = run, run.status, "", ""
+        self._tell(self.state)
+        if all(cell.run is not None for cell in self.state.cells):
+            self._all_ended.set()
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _measure_elsewhere(self, cell: CellState, request: StepRequest, lost: PlaceLost) -> None:
+        """Put the cell of a lost place before those that wait, if it was not too often the last of its place."""
+        self.state.places -= 1
+        cell.losses += lost.began
+        if cell.losses >= MOST_LOSSES:
+            message = f"{lost} while it was measured, the {MOST_LOSSES}rd time that this cell lost its node"
+            await self._end(
+                cell, record(request, None, "killed", Failure(message=message, during=cell.stage or "start"))
+            )
+            return
+        if lost.began:
+            self.state.faults.append(f"{cell_name(cell.cell.workload, cell.cell.settings)}: {lost}")
+        cell.state, cell.stage, cell.detail = "waiting", "", ""
+        async with self._changed:
+            self._waiting.insert(0, cell)
+            self._changed.notify_all()
+        self._tell(self.state)
+
+    def _smaller_that_did_not_fit(self, workload: DrivenWorkload, memory_bytes: int | None) -> Run | None:
+        """A run of a smaller workload that ran out of at least so much memory; None, too, where that is not known."""
+        if not isinstance(workload, Workload) or memory_bytes is None:
             return None
         for cell in self.state.cells:
             run = cell.run
             if run and run.status == "out-of-memory" and run.textbook and run.textbook.at_most(workload):
-                return run
+                held = run.environment.memory_bytes if run.environment is not None else None
+                if held is None or memory_bytes <= held:
+                    return run
         return None
 
-    async def _measured(self, cell: CellState, device: str) -> Run:
+    async def _measured(self, cell: CellState, request: StepRequest, place: Place) -> Run:
         def tell(stage: Stage) -> None:
             cell.stage, cell.detail = stage.name, stage.detail
             self._tell(self.state)
 
         cell.state = "measuring"
         self._tell(self.state)
-        request, fork = self._request(cell.cell, device), self._fork_for(cell.cell)
-        return await MeasuredCell(request, self._policy.timeout_s, self._next_mark, fork, tell).run()
+        return await place.measure(request, self._imported if cell.cell.repeat is None else None, tell)
 
     def _request(self, cell: Cell, device: str) -> StepRequest:
         """The request to a cell's process."""

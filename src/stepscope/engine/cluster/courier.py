@@ -1,0 +1,264 @@
+"""The process that talks with Ray for a sweep, so that whatever Ray prints, or ends, is no concern of the sweep.
+
+Started by `engine/cluster/nodes.py` as `python -m stepscope.engine.cluster.courier`. Terms and orders come as lines on
+stdin, words go as lines to stdout. When stdin closes, the sweep has gone: this process ends, and Ray ends its cells.
+No other file imports Ray.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stepscope import __version__
+from stepscope.core.errors import DeviceError, InputError, StepscopeError, named_line, one_line
+from stepscope.engine.cluster import on_node
+from stepscope.engine.cluster.carried import land
+from stepscope.engine.cluster.messages import Node, Order, Terms, Word
+
+_CONNECT_S = 10.0
+"""Seconds for a connection to the address to open."""
+_LOOK_S = 60.0
+"""Seconds for a node to say what it has. Its first process of Ray's must start for that."""
+_WATCH_EVERY_S = 2.0
+_CLIENT, _PORT = "ray://", 10001
+
+
+def main() -> int:
+    """Serve the sweep until it closes stdin."""
+    says = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what Ray prints goes to the log
+    terms = msgspec.json.decode(sys.stdin.buffer.readline(), type=Terms)
+
+    def say(word: Word) -> None:
+        with contextlib.suppress(OSError):  # the sweep has gone, which stdin says too
+            says.write(msgspec.json.encode(word) + b"\n")
+
+    try:
+        ray = _connected(terms.address)
+        try:
+            asyncio.run(_Courier(ray, terms, say).serve())
+        finally:
+            ray.shutdown()
+    except StepscopeError as error:
+        say(Word(error=str(error), exit_code=error.exit_code))
+        return error.exit_code
+    return 0
+
+
+def _connected(address: str) -> Any:
+    """Ray, connected to the cluster. Raises InputError."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    try:
+        import ray as imported  # noqa: PLC0415  # pyright: ignore[reportMissingImports, reportMissingTypeStubs]
+    except ImportError as error:
+        raise InputError(
+            f"--on needs Ray, which is not there ({one_line(error)}): pip install 'stepscope[ray]'"
+        ) from error
+    ray: Any = imported
+    if address.startswith(_CLIENT):
+        host, _, port = address.removeprefix(_CLIENT).partition(":")
+        address = f"{_CLIENT}{host}:{port or _PORT}"
+        try:
+            socket.create_connection((host, int(port or _PORT)), _CONNECT_S).close()
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"no Ray cluster answers at {address}: {one_line(error)}; `ray start --head` on {host} opens this port "
+                f"where Ray has its client server (ray[client])"
+            ) from error
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level="ERROR")
+    except ConnectionError as error:
+        remedy = "start one with `ray start --head`, or name a host as ray://HOST"
+        raise InputError(f"no Ray cluster for --on {address}: {one_line(error)}; {remedy}") from error
+    except RuntimeError as error:
+        told = " ".join(str(error).split())
+        if "ersion mismatch" in told or "version mismatch" in told.lower():
+            raise InputError(
+                f"the Ray cluster at {address} does not go with this Python or Ray: {told[:300]}"
+            ) from error
+        raise InputError(f"cannot use the Ray cluster at {address}: {named_line(error)}") from error
+    except Exception as error:  # whatever else the client raises, of gRPC too
+        raise InputError(f"cannot use the Ray cluster at {address}: {named_line(error)}") from error
+    return ray
+
+
+class _Courier:
+    def __init__(self, ray: Any, terms: Terms, say: Callable[[Word], None]) -> None:
+        self._ray, self._terms, self._say = ray, terms, say
+        self._known: dict[str, _Found] = {}
+        """Nodes that have been looked at, those that have gone too."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._measure = ray.remote(on_node.measure)
+        self._desk: Any = None
+
+    async def serve(self) -> None:
+        self._desk = self._ray.remote(on_node.Desk).options(num_cpus=0, **self._at(self._head())).remote()
+        await self._look_first()
+        self._do(self._hear())
+        self._do(self._watch())
+        orders = asyncio.StreamReader(limit=2**26)
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(orders), os.fdopen(0, "rb", buffering=0)
+        )
+        while line := await orders.readline():
+            order = msgspec.json.decode(line, type=Order)
+            if order.stop:
+                self._desk.stop.remote()
+            else:
+                self._do(self._have_measured(order))
+        for task in self._tasks:
+            task.cancel()
+
+    def _do(self, work: Any) -> None:
+        """Do this beside; what fails in it ends the sweep."""
+        task = asyncio.get_running_loop().create_task(self._ending_all(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _ending_all(self, work: Any) -> None:
+        try:
+            await work
+        except StepscopeError as error:
+            self._say(Word(error=str(error), exit_code=error.exit_code))
+        except Exception as error:
+            failure = DeviceError(f"the Ray cluster at {self._terms.address} is lost: {named_line(error)}")
+            self._say(Word(error=str(failure), exit_code=failure.exit_code))
+
+    def _at(self, node: str) -> dict[str, Any]:
+        return {"scheduling_strategy": self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, False)}
+
+    def _head(self) -> str:
+        return next(node["NodeID"] for node in self._nodes() if "node:__internal_head__" in node["Resources"])
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        return [node for node in self._ray.nodes() if node["Alive"]]
+
+    async def _look_first(self) -> None:
+        """Name the nodes that are there. Raises InputError where one of them cannot measure, or none may."""
+        nodes = self._nodes()
+        gpus = self._terms.device == "cuda" or any(node["Resources"].get("GPU") for node in nodes)
+        self._wants = "GPU" if gpus and self._terms.device != "cpu" else "CPU"
+        fit = [node for node in nodes if node["Resources"].get(self._wants, 0) >= 1]
+        if not fit:
+            more = "; --device cpu measures on CPUs" if self._wants == "GPU" else ""
+            raise InputError(
+                f"no node of the Ray cluster at {self._terms.address} has a {self._wants}: of {len(nodes)} none was "
+                f"started with one (`ray start --num-{self._wants.lower()}s N`){more}"
+            )
+        for found in await asyncio.gather(*(self._look_at(node) for node in fit)):
+            if found.fault:
+                raise InputError(found.fault)
+        for found in self._known.values():
+            self._say(Word(node=found.node))
+        self._say(Word(ready=True))
+
+    async def _watch(self) -> None:
+        """Name the nodes that join later; those that cannot measure are left alone."""
+        while True:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            for node in self._nodes():
+                if node["NodeID"] not in self._known and node["Resources"].get(self._wants, 0) >= 1:
+                    found = await self._look_at(node)
+                    if not found.fault:
+                        self._say(Word(node=found.node))
+
+    async def _look_at(self, node: dict[str, Any]) -> "_Found":
+        host, known = node["NodeManagerHostname"], [found.node.name for found in self._known.values()]
+        several = sum(other["NodeManagerHostname"] == host for other in self._nodes()) > 1 or host in known
+        units = int(node["Resources"][self._wants])
+        name = f"{host}-{node['NodeID'][:6]}" if several else host
+        named = Node(id=node["NodeID"], name=name, slots=units if self._wants == "GPU" else 1)
+        found = self._known[named.id] = _Found(
+            named, {"num_gpus": 1, "num_cpus": 0} if self._wants == "GPU" else {"num_cpus": units}
+        )
+        here = (__version__, ".".join(map(str, sys.version_info[:2])))
+        try:
+            version, python, word = await asyncio.wait_for(self._asked(named.id), _LOOK_S)
+        except TimeoutError:
+            found.fault = f"node {name} of the Ray cluster says nothing within {_LOOK_S:.0f} s"
+        except self._ray.exceptions.RayError as error:
+            found.fault = f"node {name} of the Ray cluster cannot be used: {named_line(error)}"
+        else:
+            if version is None:
+                found.fault = f"node {name} has no stepscope in {python}: {word}; install stepscope {here[0]} there"
+            elif version != here[0]:
+                found.fault = f"node {name} has stepscope {version}, and this is {here[0]}: install the same on both"
+        return found
+
+    def _asked(self, node: str) -> Any:
+        return self._ray.remote(_looking()).options(num_cpus=0, max_retries=0, **self._at(node)).remote()
+
+    async def _hear(self) -> None:
+        while True:
+            for number, (stage, detail) in (await self._desk.heard.remote()).items():
+                self._say(Word(number=number, stage=stage, detail=detail))
+
+    async def _have_measured(self, order: Order) -> None:
+        found, errors = self._known[order.node], self._ray.exceptions
+        task = self._measure.options(max_retries=0, **found.resources, **self._at(order.node))
+        name = found.node.name
+        try:
+            outcome: on_node.Outcome = await task.remote(order, self._terms, name, self._desk)
+        except errors.OutOfMemoryError:
+            self._say(Word(number=order.number, killed=f"the memory of node {name} ran out, and Ray ended the cell"))
+        except errors.RayTaskError as error:
+            self._say(Word(number=order.number, killed=f"node {name} could not measure: {named_line(error.cause)}"))
+        except errors.RayError as error:
+            self._say(Word(number=order.number, lost=f"node {name} died ({type(error).__name__})"))
+            with contextlib.suppress(TimeoutError, errors.RayError):
+                await asyncio.wait_for(self._asked(order.node), _LOOK_S)
+                self._say(Word(node=msgspec.structs.replace(found.node, slots=1)))  # only the worker had died
+            return
+        else:
+            self._bring_home(order.number, outcome)
+
+    def _bring_home(self, number: int, outcome: on_node.Outcome) -> None:
+        landed = land(outcome.files, Path(self._terms.out))
+        if outcome.error is not None:
+            raise _Refused(outcome.error, outcome.exit_code)
+        if outcome.run is None:
+            self._say(Word(number=number, stopped=True))
+        elif landed:
+            self._say(Word(number=number, directory=str(landed[-1])))
+        else:
+            self._say(Word(number=number, run=outcome.run))
+
+
+class _Refused(StepscopeError):
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class _Found:
+    """A node as it was found."""
+
+    def __init__(self, node: Node, resources: dict[str, int]) -> None:
+        self.node, self.resources = node, resources
+        self.fault: str | None = None
+
+
+def _looking() -> Callable[[], tuple[str | None, str, str]]:
+    """What a node runs to say which stepscope it has: a function that travels whole, since the node may have none."""
+
+    def look() -> tuple[str | None, str, str]:
+        import subprocess  # noqa: PLC0415
+        import sys  # noqa: PLC0415  (this one of the node)
+
+        command = [sys.executable, "-P", "-c", "import stepscope; print(stepscope.__version__)"]
+        asked = subprocess.run(command, capture_output=True, text=True, check=False)
+        words = asked.stderr.strip().splitlines() or ["no word"]
+        return (asked.stdout.strip() or None) if asked.returncode == 0 else None, sys.executable, words[-1]
+
+    return look
+
+
+if __name__ == "__main__":
+    sys.exit(main())
