@@ -86,6 +86,7 @@ class _Sweep:
         self._changed, self._all_ended = asyncio.Condition(), asyncio.Event()
         self._imported = self._imports()
         self._forks = Forks(self._next_mark, self._imported) if self._imported is not None else None
+        self._terms = terms_of(policy.on, plan, policy) if policy.on is not None else None
         self._cluster: Cluster | None = None
 
     async def run(self) -> list[Run]:
@@ -135,9 +136,8 @@ class _Sweep:
 
     async def _places(self) -> AsyncGenerator[Place]:
         """Where cells are measured: the devices of this machine, or what the nodes of a cluster have."""
-        if self._policy.on is not None:
-            terms = terms_of(self._policy.on, self._plan, self._policy)
-            self._cluster = await Cluster.start(terms, self._next_mark())
+        if self._terms is not None:
+            self._cluster = await Cluster.start(self._terms, self._next_mark())
             async for place in self._cluster.places(self._all_ended):
                 yield place
             return

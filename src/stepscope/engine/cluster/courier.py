@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,22 @@ from typing import Any
 import msgspec
 
 from stepscope import __version__
-from stepscope.core.errors import DeviceError, InputError, StepscopeError, named_line, one_line
+from stepscope.core.errors import EXIT_WRONG_INPUT, DeviceError, InputError, StepscopeError, named_line, one_line
 from stepscope.engine.cluster import on_node
 from stepscope.engine.cluster.carried import land
 from stepscope.engine.cluster.messages import Node, Order, Terms, Word
 
-_CONNECT_S = 10.0
+_ANSWER_S = 10.0
 """Seconds for a connection to the address to open."""
+_CONNECT_S = 45.0
+"""Seconds for Ray to connect. Its client waits for a process that the cluster starts for it."""
 _LOOK_S = 60.0
 """Seconds for a node to say what it has. Its first process of Ray's must start for that."""
 _WATCH_EVERY_S = 2.0
-_CLIENT, _PORT = "ray://", 10001
+_CLIENT = "ray://"
+_NAMES_THE_CLUSTER = "RAY_ADDRESS"
+_TOLD = 300
+"""Letters of Ray's own words that a message repeats."""
 
 
 def main() -> int:
@@ -40,8 +46,16 @@ def main() -> int:
         with contextlib.suppress(OSError):  # the sweep has gone, which stdin says too
             says.write(msgspec.json.encode(word) + b"\n")
 
+    def give_up() -> None:
+        say(Word(error=f"the Ray cluster (--on {terms.address}) does not answer within {_CONNECT_S:.0f} s"))
+        os._exit(EXIT_WRONG_INPUT)
+
+    patience = threading.Timer(_CONNECT_S, give_up)
+    patience.daemon = True
+    patience.start()
     try:
         ray = _connected(terms.address)
+        patience.cancel()
         try:
             asyncio.run(_Courier(ray, terms, say).serve())
         finally:
@@ -62,31 +76,36 @@ def _connected(address: str) -> Any:
             f"--on needs Ray, which is not there ({one_line(error)}): pip install 'stepscope[ray]'"
         ) from error
     ray: Any = imported
-    if address.startswith(_CLIENT):
-        host, _, port = address.removeprefix(_CLIENT).partition(":")
-        address = f"{_CLIENT}{host}:{port or _PORT}"
-        try:
-            socket.create_connection((host, int(port or _PORT)), _CONNECT_S).close()
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"no Ray cluster answers at {address}: {one_line(error)}; `ray start --head` on {host} opens this port "
-                f"where Ray has its client server (ray[client])"
-            ) from error
+    named = os.environ.get(_NAMES_THE_CLUSTER, "") if address == "auto" else address
+    _see_whether_one_answers(named)
     try:
-        ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level="ERROR")
+        ray.init(address=named or address, log_to_driver=False, configure_logging=False, logging_level="ERROR")
     except ConnectionError as error:
         remedy = "start one with `ray start --head`, or name a host as ray://HOST"
         raise InputError(f"no Ray cluster for --on {address}: {one_line(error)}; {remedy}") from error
-    except RuntimeError as error:
+    except Exception as error:  # what the client raises is of gRPC too
         told = " ".join(str(error).split())
-        if "ersion mismatch" in told or "version mismatch" in told.lower():
+        if "version mismatch" in told.lower():
             raise InputError(
-                f"the Ray cluster at {address} does not go with this Python or Ray: {told[:300]}"
+                f"the Ray cluster (--on {address}) has another Python or Ray than this command: {told[:_TOLD]}"
             ) from error
-        raise InputError(f"cannot use the Ray cluster at {address}: {named_line(error)}") from error
-    except Exception as error:  # whatever else the client raises, of gRPC too
-        raise InputError(f"cannot use the Ray cluster at {address}: {named_line(error)}") from error
+        raise InputError(f"cannot use the Ray cluster (--on {address}): {named_line(error)}") from error
     return ray
+
+
+def _see_whether_one_answers(address: str) -> None:
+    """Raise InputError unless something listens where the address leads. An empty one is for Ray to find."""
+    host, _, port = address.removeprefix(_CLIENT).rpartition(":")
+    if not address:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+    except (OSError, ValueError) as error:
+        remedy = (
+            "`ray start --head` opens it where Ray was installed as ray[client]" if address.startswith(_CLIENT)
+            else f"{_NAMES_THE_CLUSTER} names it"
+        )  # fmt: skip
+        raise InputError(f"no Ray cluster answers at {address}: {one_line(error)}; {remedy}") from error
 
 
 class _Courier:
@@ -128,7 +147,7 @@ class _Courier:
         except StepscopeError as error:
             self._say(Word(error=str(error), exit_code=error.exit_code))
         except Exception as error:
-            failure = DeviceError(f"the Ray cluster at {self._terms.address} is lost: {named_line(error)}")
+            failure = DeviceError(f"the Ray cluster (--on {self._terms.address}) is lost: {named_line(error)}")
             self._say(Word(error=str(failure), exit_code=failure.exit_code))
 
     def _at(self, node: str) -> dict[str, Any]:
@@ -149,13 +168,15 @@ class _Courier:
         if not fit:
             more = "; --device cpu measures on CPUs" if self._wants == "GPU" else ""
             raise InputError(
-                f"no node of the Ray cluster at {self._terms.address} has a {self._wants}: of {len(nodes)} none was "
-                f"started with one (`ray start --num-{self._wants.lower()}s N`){more}"
+                f"no node of the Ray cluster (--on {self._terms.address}) has a {self._wants}: none of {len(nodes)} "
+                f"was started with one (`ray start --num-{self._wants.lower()}s N`){more}"
             )
-        for found in await asyncio.gather(*(self._look_at(node) for node in fit)):
+        looked_at = await asyncio.gather(*(self._look_at(node) for node in fit))
+        answering = [found for found in looked_at if not found.silent]  # one that has just died is listed for a while
+        for found in answering or looked_at:
             if found.fault:
                 raise InputError(found.fault)
-        for found in self._known.values():
+        for found in answering:
             self._say(Word(node=found.node))
         self._say(Word(ready=True))
 
@@ -183,8 +204,10 @@ class _Courier:
             version, python, word = await asyncio.wait_for(self._asked(named.id), _LOOK_S)
         except TimeoutError:
             found.fault = f"node {name} of the Ray cluster says nothing within {_LOOK_S:.0f} s"
+            found.silent = True
         except self._ray.exceptions.RayError as error:
             found.fault = f"node {name} of the Ray cluster cannot be used: {named_line(error)}"
+            found.silent = True
         else:
             if version is None:
                 found.fault = f"node {name} has no stepscope in {python}: {word}; install stepscope {here[0]} there"
@@ -243,6 +266,9 @@ class _Found:
     def __init__(self, node: Node, resources: dict[str, int]) -> None:
         self.node, self.resources = node, resources
         self.fault: str | None = None
+        """Why it cannot measure."""
+        self.silent = False
+        """Whether it said nothing at all."""
 
 
 def _looking() -> Callable[[], tuple[str | None, str, str]]:

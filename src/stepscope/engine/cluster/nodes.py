@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Sequence
@@ -30,6 +31,8 @@ _LOOK_EVERY_S = 2.0
 _STOP_S = INTERRUPT_GRACE_S + 8.0
 """Seconds for stopped cells to come home."""
 _END_S = 10.0
+_ADDRESS, _PORT = re.compile(r"ray://(?:[^:\[\]/]+|\[[0-9a-fA-F:]+\])(:\d{1,5})?"), 10001
+"""What `--on` may name beside `auto`, and the port that Ray has for its clients."""
 _LINE_BYTES = 2**28
 _COMPUTING = (
     "OMP_", "MKL_", "KMP_", "OPENBLAS_", "TORCH", "PYTORCH_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32", "ONEDNN_", "TRITON_",
@@ -41,9 +44,10 @@ _PLACES = ("_DIR", "_HOME", "_PATH", "_FILE")
 
 def terms_of(on: str, plan: SweepPlan, policy: Policy) -> Terms:
     """What holds for a sweep on this cluster. Raises InputError where the address or the device cannot be meant."""
-    host = on.removeprefix("ray://")
-    if on != "auto" and (host == on or not host or host.startswith(":")):
+    named = _ADDRESS.fullmatch(on)
+    if on != "auto" and named is None:
         raise InputError(f"--on {on}: write ray://HOST or ray://HOST:PORT, or auto for the cluster of this machine")
+    address = f"{on}:{_PORT}" if named is not None and named[1] is None else on
     device, *others = plan.devices
     if others or device not in ("auto", "cpu", "cuda"):
         raise InputError(
@@ -54,7 +58,7 @@ def terms_of(on: str, plan: SweepPlan, policy: Policy) -> Terms:
         name: value for name, value in os.environ.items() if name.startswith(_COMPUTING) and not name.endswith(_PLACES)
     }
     return Terms(
-        address=on, device=device, out=str(Path(plan.out).resolve()), timeout_s=policy.timeout_s,
+        address=address, device=device, out=str(Path(plan.out).resolve()), timeout_s=policy.timeout_s,
         folder=str(Path.cwd()), variables=counts, key=plan.key,
     )  # fmt: skip
 
@@ -85,8 +89,11 @@ class Cluster:
             async with asyncio.timeout(_START_S):
                 await self._ready
         except TimeoutError:
+            process.kill()
             await self.close()
-            raise InputError(f"the Ray cluster at {terms.address} does not answer within {_START_S:.0f} s") from None
+            raise InputError(
+                f"the Ray cluster (--on {terms.address}) does not answer within {_START_S:.0f} s"
+            ) from None
         except BaseException:
             await self.close()
             raise
@@ -126,8 +133,8 @@ class Cluster:
             if alone_s > _NO_NODE_S:
                 joined.cancel()
                 raise DeviceError(
-                    f"the Ray cluster at {self._terms.address} has lost all nodes that measured, and no other joined "
-                    f"within {_NO_NODE_S:.0f} s: the same command goes on where this one stopped"
+                    f"the Ray cluster (--on {self._terms.address}) has lost all nodes that measured, and no other "
+                    f"joined within {_NO_NODE_S:.0f} s: the same command goes on where this one stopped"
                 )
 
     async def measured(self, node: str, request: StepRequest, modules: Sequence[str] | None, tell: Tell) -> Word:
@@ -180,7 +187,7 @@ class Cluster:
         self._log.seek(0)
         last = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
         said = f": {one_line(Exception(last[0]))}" if last else ""
-        self._fail(DeviceError(f"the connection to the Ray cluster at {self._terms.address} was lost{said}"))
+        self._fail(DeviceError(f"the connection to the Ray cluster (--on {self._terms.address}) was lost{said}"))
 
     def _hear(self, word: Word) -> None:
         if word.error is not None:
