@@ -40,6 +40,8 @@ from stored import measure_or_show
 
 SETTINGS = Settings(warmup_floor=3, warmup_cap=3, steps_floor=10, steps_cap=10, seconds=0)
 SMALLEST = Settings(warmup_floor=1, warmup_cap=1, steps_floor=3, steps_cap=3, seconds=0, profile=False)
+FOR_WARMTH = 8
+"""Cells after which a process meets nothing for the first time."""
 FEWEST = 2
 """Cells of the short sweep: the fewest that are forked."""
 
@@ -132,7 +134,7 @@ def measure(arguments: argparse.Namespace) -> Result:
     else:
         cells = [Cell(workload=workload, settings=SMALLEST) for workload in smallest(arguments.cells)]
         sweeps = [Sweeps(start="fork"), Sweeps(start="fork", on=arguments.on)]
-    own_s(cells, device)
+    own_s(cells[:FOR_WARMTH], device)
     environment = read_environment(resolve_device(device))
     result = Result(
         environment=environment.described, cores=environment.cpu_cores, cells=len(cells), settings=cells[0].settings,

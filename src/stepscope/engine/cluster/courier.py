@@ -246,7 +246,7 @@ class _Courier:
         landed = land(outcome.files, Path(self._terms.out))
         if outcome.error is not None:
             raise _Refused(outcome.error, outcome.exit_code)
-        if outcome.run is None:
+        if outcome.stopped:
             self._say(Word(number=number, stopped=True))
         elif landed:
             self._say(Word(number=number, directory=str(landed[-1])))

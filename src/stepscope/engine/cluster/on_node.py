@@ -75,9 +75,11 @@ class DeskHandle(Protocol):
 class Outcome(msgspec.Struct, kw_only=True):
     """What became of a cell."""
 
-    run: Run | None = None
-    """None where it was stopped."""
     files: Carried = {}
+    run: Run | None = None
+    """The cell's run, where it left no files."""
+    stopped: bool = False
+    """Whether it was stopped, and saved what it had."""
     error: str | None = None
     """What ends the whole sweep."""
     exit_code: int = 0
@@ -134,7 +136,8 @@ async def _measured(worker: _Worker, order: Order, terms: Terms, name: str, desk
             pass
         except StepscopeError as error:
             return Outcome(error=f"{error} (on node {name})", exit_code=error.exit_code)
-        return Outcome(run=run, files=pack(Path(out)))
+        files = pack(Path(out))
+        return Outcome(stopped=run is None, run=None if files else run, files=files)
 
 
 async def _wait(answer: Awaitable[object]) -> None:
