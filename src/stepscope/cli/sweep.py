@@ -37,7 +37,6 @@ _UNFIT_NAMED = 6
     "sweep",
     "stepscope sweep --model small,medium --seq-len 128,512 --dtype fp32,bf16 --tag first",
     "stepscope sweep recipe.py --device cuda:0,cuda:1 --record kineto",
-    "stepscope sweep --model small,medium --seq-len 128,512 --on ray://head",
     model="tiny",
     seq_len="128",
 )
