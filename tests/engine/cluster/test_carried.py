@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import msgspec
+import pytest
 
+from stepscope.core.errors import StepscopeError
 from stepscope.core.run import Run
 from stepscope.core.run_directory import create_run_directory, load_run, load_runs, save_run
 from stepscope.engine.cluster.carried import land, pack
@@ -29,6 +31,15 @@ def test_a_run_lands_as_it_was_with_all_its_files(tmp_path: Path):
     for file in ("run.json", "log.txt", "deeper/file"):
         assert (directory / file).read_bytes() == (there / run.id / file).read_bytes()
     assert [path.name for path in home.iterdir()] == [run.id]
+
+
+def test_a_run_that_cannot_land_finds_another_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run = measured(tmp_path / "there", 0.5)
+    (tmp_path / "home").write_text("a file")
+    with pytest.raises(StepscopeError, match=r"cannot write .*; the run was saved as \S+") as caught:
+        land(pack(tmp_path / "there"), tmp_path / "home")
+    assert load_run(Path(str(caught.value).rpartition(" ")[2])) == run
 
 
 def test_runs_of_one_name_from_two_nodes_are_both_kept(tmp_path: Path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.core.errors import StepscopeError
+from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.run import Run
 from stepscope.core.run_directory import create_run_directory, encode_run, save_run, write_atomically
 from stepscope.core.run_files import RUN_FILE
@@ -39,7 +39,11 @@ def _land(files: dict[str, bytes], out: Path) -> Path:
     data = files[RUN_FILE]
     run = msgspec.json.decode(data, type=Run)
     began = datetime.strptime(run.id.partition("-")[0], "%Y%m%dT%H%M%S.%f").replace(tzinfo=UTC)
-    directory = create_run_directory(out, run.workload, began)
+    try:
+        directory = create_run_directory(out, run.workload, began)
+    except InputError:
+        save_run(run, out / run.id)  # it finds another place, and says where
+        raise
     if directory.name != run.id:
         run = msgspec.structs.replace(run, id=directory.name)
         data = encode_run(run)

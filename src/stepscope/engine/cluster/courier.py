@@ -30,6 +30,8 @@ _CONNECT_S = 45.0
 _LOOK_S = 60.0
 """Seconds for a node to say what it has. Its first process of Ray's must start for that."""
 _WATCH_EVERY_S = 2.0
+_MOST_LOSSES = 3
+"""Cells that a node may lose for each that it measures at a time. Its workers die, or are ended, whatever they do."""
 _CLIENT = "ray://"
 _NAMES_THE_CLUSTER = "RAY_ADDRESS"
 _TOLD = 300
@@ -199,7 +201,6 @@ class _Courier:
         found = self._known[named.id] = _Found(
             named, {"num_gpus": 1, "num_cpus": 0} if self._wants == "GPU" else {"num_cpus": units}
         )
-        here = (__version__, ".".join(map(str, sys.version_info[:2])))
         try:
             version, python, word = await asyncio.wait_for(self._asked(named.id), _LOOK_S)
         except TimeoutError:
@@ -210,9 +211,9 @@ class _Courier:
             found.silent = True
         else:
             if version is None:
-                found.fault = f"node {name} has no stepscope in {python}: {word}; install stepscope {here[0]} there"
-            elif version != here[0]:
-                found.fault = f"node {name} has stepscope {version}, and this is {here[0]}: install the same on both"
+                found.fault = f"node {name} has no stepscope in {python}: {word}; install stepscope {__version__} there"
+            elif version != __version__:
+                found.fault = f"node {name} has stepscope {version}, and this is {__version__}: install one on both"
         return found
 
     def _asked(self, node: str) -> Any:
@@ -234,11 +235,14 @@ class _Courier:
         except errors.RayTaskError as error:
             self._say(Word(number=order.number, killed=f"node {name} could not measure: {named_line(error.cause)}"))
         except errors.RayError as error:
-            self._say(Word(number=order.number, lost=f"node {name} died ({type(error).__name__})"))
+            died = f"the worker on node {name}" if isinstance(error, errors.WorkerCrashedError) else f"node {name}"
+            self._say(Word(number=order.number, lost=f"{died} died ({type(error).__name__})"))
+            found.losses += 1
+            if found.losses > _MOST_LOSSES * found.node.slots:
+                return
             with contextlib.suppress(TimeoutError, errors.RayError):
                 await asyncio.wait_for(self._asked(order.node), _LOOK_S)
                 self._say(Word(node=msgspec.structs.replace(found.node, slots=1)))  # only the worker had died
-            return
         else:
             self._bring_home(order.number, outcome)
 
@@ -269,6 +273,8 @@ class _Found:
         """Why it cannot measure."""
         self.silent = False
         """Whether it said nothing at all."""
+        self.losses = 0
+        """Cells that it has not brought to an end."""
 
 
 def _looking() -> Callable[[], tuple[str | None, str, str]]:
