@@ -169,7 +169,7 @@ def rows(result: Result) -> list[tuple[str, ...]]:
             f"{own:.{digits}f} s",
             f"{result.beyond_s(sweeps):.{digits}f} s",
             f"{result.one_more_s(sweeps):.{digits}f} s",
-            f"{result.cpu_beyond_s(sweeps):.{digits}f} s",
+            "" if sweeps.on else f"{result.cpu_beyond_s(sweeps):.{digits}f} s",  # Ray's processes are no children
         )
         for sweeps in result.sweeps
     ]
