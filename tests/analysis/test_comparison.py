@@ -23,6 +23,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "phase": {"phase": "forward-backward"}, "attention": {"attention": "chunked"},
     "compile": {"compile": "max-autotune"}, "optimizer": {"optimizer": "adamw-fused"},
     "checkpointing": {"checkpointing": "every-1"}, "accumulation": {"accumulation": 2}, "seed": {"seed": 1},
+    "parallel": {"parallel": "ddp"}, "ranks": {"parallel": "ddp", "ranks": 2},
 }  # fmt: skip
 """Another value of each field of a workload."""
 

@@ -267,3 +267,25 @@ def test_before_measuring_runs_before_a_cold_step_and_not_where_warm_up_fails():
     with pytest.raises(StepFailed):
         measure({"step": step}, device=device, settings=FIXED, clock=clock, before_measuring=read)
     assert seen == [0]
+
+
+def test_processes_that_share_a_step_stop_where_all_agree_and_say_when_each_step_ran():
+    clock, device, step = machine(forward=(0.001, 1.0))
+    asked: list[bool] = []
+
+    class Others:
+        def agree(self, here: bool) -> bool:
+            asked.append(here)
+            return len(asked) in (3, 5)  # whatever this process would do
+
+        def barrier(self) -> None:
+            step.order.append("barrier")
+            clock.pass_s(7.0)  # must be in no figure
+
+    settings = Settings(warmup_floor=1, warmup_cap=9, warmup_seconds=0, steps_floor=1, steps_cap=9, seconds=0)
+    found = measure({"step": step}, device=device, settings=settings, clock=clock, peers=Others())["step"]
+    assert (len(found.samples["step"].warmup_s), found.samples["step"].count) == (3, 2)
+    assert asked == [True] * 5
+    assert [end - begin for begin, end in found.spans_ns] == [round(s * 1e9) for s in found.samples["step"].values_s]
+    assert found.spans_ns[1][0] - found.spans_ns[0][1] == 107_000_000_000
+    assert step.order == ["prepare", "barrier", "forward"] * 5

@@ -1,5 +1,6 @@
 """Pages of stored runs, of captures and of other answers: what stands on them, and in which order."""
 
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -7,6 +8,7 @@ import polars as pl
 import pytest
 
 from stepscope.analysis.captures.checks import check_trace
+from stepscope.analysis.captures.digest import load_digest
 from stepscope.analysis.captures.load import load_capture
 from stepscope.core.answer import Answer, Line, table_of, text
 from stepscope.core.finding import error, note, warning
@@ -56,6 +58,23 @@ def test_a_run_with_a_trace_shows_where_when_and_how_near_the_peaks():
     assert kinds["Where the time went"] == ["icicle"]
     assert kinds["What ran when, and what stood idle"] == ["timeline"]
     assert figure(page, "a step") == "35.97 ms"
+
+
+def test_a_trace_of_which_the_digest_is_kept_shows_what_the_digest_holds(tmp_path: Path):
+    stored = next(file.parent for file in sorted((ROOT / "results" / "h200" / "kernels").rglob("trace-kineto.json")))
+    kept = load_digest(stored)
+    assert kept is not None
+    page = page_named([str(stored)], Path("runs"), quiet)
+    (where,) = [section.answer for section in page.sections if section.title == "Where the time went"]
+    assert [panel.kind for panel in where.panels] == ["icicle"] * (1 + bool(kept.places))
+    assert where.panels[0].nodes[0].value == pytest.approx(kept.busy_ns / kept.steps / 1e6, rel=1e-3)
+    assert where.tables[0].rows[0][0] == kept.phases[0].phase and "not kept here" in where.tables[0].notes[0].text
+    assert {finding.kind for finding in kept.findings} <= {finding.kind for finding in page.findings}
+    shutil.copytree(stored, tmp_path / "run")
+    (tmp_path / "run" / "trace-kineto.json").write_text("{")
+    damaged = page_named([str(tmp_path / "run")], Path("runs"), quiet)
+    assert "Where the time went" not in titles(damaged)
+    assert any("Its trace is not shown" in aside for one in damaged.sections for aside in one.answer.asides)
 
 
 def test_a_run_that_failed_says_what_became_of_it():

@@ -44,9 +44,13 @@ def test_commands_are_commands(name: str, scale: str):
     assert app([*words, "--help"], standalone_mode=False) == 0
 
 
-def stored_answer(place: Path, study: str = "accumulation", rows: int = 1, text: str = "fp16") -> Path:
+def stored_answer(
+    place: Path, study: str = "accumulation", rows: int = 1, text: str = "fp16", lines: int = 1
+) -> Path:  # fmt: skip
     table = table_of("format", ("sum", "text"), title="Sums", rows=[(text, f"{9.953125 + row}") for row in range(rows)])
-    panel = Panel(x_title="terms", y_title="sum", points=(Point(line=text, x=1, y=1), Point(line=text, x=2, y=2)))
+    panel = Panel(x_title="terms", y_title="sum", points=tuple(
+        Point(line=f"{text}{line or ''}", x=x, y=x) for line in range(lines) for x in (1, 2)
+    ))  # fmt: skip
     answer = Answer(study=study, question="How?", tables=(table,), panels=(panel,))
     place.mkdir(exist_ok=True)
     file = place / f"{study}.json"
@@ -82,6 +86,13 @@ def test_long_tables_are_cut_and_say_so(tmp_path: Path):
     target = Target(file=tmp_path / "out.md")
     target.write(write_up(CS336, gather([str(tmp_path / "in")], tmp_path)), "full")
     assert f"The first {MOST_ROWS} of {MOST_ROWS + 3} rows." in target.file.read_text()
+
+
+def test_a_plot_of_too_many_lines_is_left_out_in_words(tmp_path: Path):
+    stored_answer(tmp_path / "in", lines=9)
+    target = Target(file=tmp_path / "out.md")
+    target.write(write_up(CS336, gather([str(tmp_path / "in")], tmp_path)), "full")
+    assert "No plot: 9 colours by" in target.file.read_text() and not (tmp_path / "out_files").exists()
 
 
 def test_text_of_files_is_no_markup(tmp_path: Path):
@@ -161,3 +172,26 @@ def test_what_run_measured_is_read_without_being_named(tmp_path: Path):
     done = stepscope("writeup", "--runs", tmp_path / "none", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "1 of 25 questions answered" in done.stdout
+
+
+def test_a_sweep_of_the_whole_device_that_nothing_doubts_answers_before_others(tmp_path: Path):
+    """results/h200 holds sweeps of one question on a shared GPU, and within 80 GiB, beside clean ones."""
+    material = gather([str(ROOT / "results/h200")], tmp_path)
+    found = {one.question.id: one.answer for one in write_up(CS336, material).answered}
+    steps, bf16 = found["benchmarking-b"], found["precision-c"]
+    assert steps is not None and "allowed" not in steps.device
+    assert [row[:2] for row in steps.tables[0].rows[-2:]] == [("2.7B", "512"), ("2.7B", "1024")]
+    assert "standard deviation of a phase is" in steps.tables[0].notes[0].text
+    assert bf16 is not None and not any(row[-1] for row in bf16.tables[0].rows)
+    lengths, kept = found["benchmarking-lengths"], found["memory-d"]
+    assert lengths is not None and "None of these 10 cells runs out" in lengths.tables[0].notes[0].text
+    assert kept is not None and "nothing here was measured" in kept.tables[0].notes[0].text
+
+
+def test_a_table_without_a_figure_is_no_answer(tmp_path: Path):
+    for phase in ("forward", "train"):
+        folder = tmp_path / "in" / phase
+        folder.mkdir(parents=True)
+        save_run(make_run(workload(phase=phase), forward=[0.1] * 5), folder)  # of a CPU: no peak was counted
+    found = {one.question.id: one for one in write_up(CS336, gather([str(tmp_path / "in")], tmp_path)).answered}
+    assert found["memory-b"].answer is None and found["memory-b"].question.measure is not None

@@ -24,6 +24,7 @@ from stepscope.core.model_config import PRESETS, ModelConfig
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.range_names import PHASES as CAPTURED_PHASES
 from stepscope.core.run import Settings
+from stepscope.core.strategies import NOT_PARALLEL, strategy_names
 from stepscope.core.units import parse_bytes, parse_flops_per_s, parse_window
 from stepscope.core.workload import (
     CHECKPOINTING_CHOICES,
@@ -133,6 +134,9 @@ OPTIONS = (
     Option("batch_size", int, WORKLOAD, "Sequences in a step.", Workload),
     Option("dtype", str, WORKLOAD, "", Workload, choices=DTYPES),
     Option("phase", str, WORKLOAD, "", Workload, choices=PHASES),
+    Option("parallel", str, WORKLOAD, "How several ranks share a step.", Workload,
+           choices=(NOT_PARALLEL, *strategy_names()), verbs=("run", "sweep")),
+    Option("ranks", int, WORKLOAD, "Processes that share a step, a device each.", Workload, verbs=("run", "sweep")),
     Option("attention", str, WORKLOAD, "", Workload, choices=attention_names()),
     Option("compile", str, WORKLOAD, "", Workload, choices=COMPILES),
     Option("optimizer", str, WORKLOAD, "", Workload, choices=OPTIMIZERS),

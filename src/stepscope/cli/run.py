@@ -1,5 +1,6 @@
 """`stepscope run`: measure one training step here."""
 
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -24,8 +25,10 @@ from stepscope.core.errors import (
     StepscopeError,
 )
 from stepscope.core.finding import worst
+from stepscope.core.ranks import place_in_job
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import encode_run, load_run
+from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.workload import Workload
 
 if TYPE_CHECKING:
@@ -64,7 +67,11 @@ def run(
         stand_in = {} if "model" in said.said else {"layers": 1000}
         said.workload(model="tiny", seq_len=1, **stand_in)
 
-    if repeat > 1 or against is not None:
+    place = place_in_job(os.environ)
+    parallel = said.said.get("parallel", NOT_PARALLEL) != NOT_PARALLEL
+    if place is not None and parallel:
+        said = said.joined(place.ranks)
+    if repeat > 1 or against is not None or (parallel and place is None):
         from stepscope.engine.plan import SweepPlan
 
         cells = _cells(said, against, runs, settings, repeat, on_gpu=type_of_device(device) == "cuda")
@@ -83,9 +90,13 @@ def run(
     request = StepRequest(
         workload=workload, settings=settings, device=device, out=str(runs), tag=tag,
         memory_limit_bytes=memory, peak_flops_per_s=peak_flops, trace=recording.trace, memory=recording.memory,
+        place=place if parallel else None,
     )  # fmt: skip
     with stdout_kept_clean(), progress() as tell:
         measured, directory = measure_step(request, tell)
+    if place is not None and place.rank:
+        code = exit_code(measured)  # what is to be doubted is said by the first rank, which shows what all measured
+        raise typer.Exit(EXIT_DONE if code == EXIT_CHECK_FAILED else code)
     for capture in measured.evidence.captures:
         if capture.failure:
             warn(f"no {capture.tool} trace: {capture.failure}")
@@ -106,6 +117,8 @@ def _cells(
 
     first = said.own or _usual(said, on_gpu)
     cells = [Cell(workload=first, settings=settings)]
+    if repeat == 1 and against is None:
+        return tuple(cells)  # ranks that share its steps are processes, too
     if against is not None:
         from stepscope.cli.against import is_options, stored_workload, with_options
 
@@ -131,6 +144,9 @@ def _measure_in_processes(plan: "SweepPlan", shown: Presentation, save: Path | N
         from stepscope.analysis.runs.run_sets import sets_of
         from stepscope.analysis.runs.set_answer import answer_set, set_as_json
 
+        if len(measured) == 1 and plan.cells[0].repeat is None and plan.cells[0].against is None:
+            _show(measured[0], Path(plan.out) / measured[0].id, shown, save)
+            return
         beside = [load_run(Path(plan.out) / run.beside) for run in measured if run.beside is not None]
         found = [*sets_of(measured), *sets_of(beside)]
         in_turns = any(cell.against is not None for cell in plan.cells)
@@ -145,7 +161,7 @@ def _measure_in_processes(plan: "SweepPlan", shown: Presentation, save: Path | N
         if alone:
             shown.name_the_page(f"{first.name} --runs {plan.out}")
 
-    measure_and_report(plan, Policy(), report, again=False)
+    measure_and_report(plan, Policy(fresh=True), report, again=False)
 
 
 def exit_code(measured: Run) -> int:

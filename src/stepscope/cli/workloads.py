@@ -25,6 +25,13 @@ class OneWorkload:
         """The options that were given."""
         return _flags(self.said)
 
+    def joined(self, ranks: int) -> "OneWorkload":
+        """The same on the ranks of a job that is there. Raises InputError where other ranks were said."""
+        said = self.said.get("ranks", ranks)
+        if said != ranks:
+            raise InputError(f"--ranks {said}, and this job has {ranks}: leave it out")
+        return OneWorkload({**self.said, "ranks": ranks})
+
     @property
     def own(self) -> OwnWorkload | None:
         """The workload of a model of the user's own, where one was said."""
@@ -68,7 +75,9 @@ class ManyWorkloads:
 
 _TWO_MODELS = "--module and --model both say which model: give one of them"
 _ARG_ALONE = "--arg belongs to --module, or --model CONFIG.json: say whose argument it is"
-_OF_ANY_MODEL = ("dtype", "phase", "compile", "optimizer", "checkpointing", "accumulation", "seed")
+_OF_ANY_MODEL = (
+    "dtype", "phase", "compile", "optimizer", "checkpointing", "accumulation", "parallel", "ranks", "seed",
+)  # fmt: skip
 """Options of a workload that say something of a user's own model, too."""
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from stepscope.core.errors import choose
 from stepscope.core.model_config import LARGEST, whole_number
+from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.workload import OPTIMIZERS, StepChoices, Workload
 
 
@@ -59,6 +60,15 @@ class OwnModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.batch_size * self.seq_len if self.batch_size and self.seq_len else None
 
 
+_LATER: dict[str, object] = {"parallel": NOT_PARALLEL, "ranks": 1}
+"""Fields that came after the first results were stored, with their defaults: they count where they differ."""
+
+
+def _without_defaults(fields: dict[str, object]) -> dict[str, object]:
+    """The fields of a workload as a digest takes them: without what came later and says nothing."""
+    return {name: value for name, value in fields.items() if name not in _LATER or value != _LATER[name]}
+
+
 class _OwnStep(StepChoices, frozen=True, kw_only=True):
     """What a step of a module that is not ours has in common with the textbook's."""
 
@@ -81,7 +91,7 @@ class _OwnStep(StepChoices, frozen=True, kw_only=True):
     @property
     def identity(self) -> dict[str, object]:
         """What digests of an experiment are made of."""
-        return msgspec.to_builtins(self)
+        return _without_defaults(msgspec.to_builtins(self))
 
     @property
     def key(self) -> str:
@@ -137,7 +147,7 @@ class OwnWorkload(_OwnStep, frozen=True, kw_only=True, tag_field="kind", tag="ow
     @property
     def identity(self) -> dict[str, object]:
         """What digests of an experiment are made of: all that can be known before the factory is called."""
-        return msgspec.to_builtins(self.asked)
+        return _without_defaults(msgspec.to_builtins(self.asked))
 
     @property
     def asked(self) -> "OwnWorkload":

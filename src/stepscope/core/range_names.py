@@ -2,6 +2,8 @@
 
 STEP = "step"
 PHASES = FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+GRADIENT_SYNC = "gradient sync"
+"""The phase in which a rank waits for gradients that the others send; it is there where backward does not wait."""
 DATA, REST = "data", "rest"
 """The parts of a watched step that are no phase of a driven one: waiting for the next batch, and everything else."""
 TIMED = (DATA, *PHASES, REST)

@@ -12,6 +12,7 @@ from stepscope.core.evidence import Evidence
 from stepscope.core.finding import Finding
 from stepscope.core.identity import identity_of
 from stepscope.core.own_workload import AnyWorkload
+from stepscope.core.ranks import RanksEvidence
 from stepscope.core.samples import Samples
 from stepscope.core.work import Work
 from stepscope.core.workload import Workload
@@ -28,7 +29,7 @@ stays so if its process dies without a word."""
 def instant_of(text: str) -> float:
     """The seconds since 1970 of a date and time in ISO 8601, in UTC where it names no zone; 0 of any other text."""
     try:
-        moment = datetime.fromisoformat(text)
+        moment = datetime.fromisoformat(f"{text}-01" if len(text) == len("2026-11") else text)
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError):
         return 0.0
@@ -139,6 +140,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     samples: dict[str, Samples] = {}
     """`step` by the host clock round a synchronised region; `host`, the time to issue the step's work; and each
     phase (forward, backward, optimizer) by the device's own clock."""
+    shared: RanksEvidence | None = None
+    """What each of the ranks measured that shared the step; None of a step of one process. `samples` then has the step
+    of all ranks together, and the phases of the first."""
     warmup_steady: bool | None = None
     evidence: Evidence = Evidence()
     work: dict[str, Work] = {}

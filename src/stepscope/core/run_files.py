@@ -13,5 +13,7 @@ REPORT_FILE, STREAM_FILE, EXPORT_FILE = "trace.nsys-rep", "trace.qdstrm", "trace
 """Files of a trace by nsys: its report, the stream that awaits its import, and the export that is read."""
 CAPTURE_FILES = (KINETO_FILE, EXPORT_FILE, REPORT_FILE, STREAM_FILE)
 """Files that hold a trace, the quickest to read first."""
+RANK_FOLDER = "rank-{rank}"
+"""What a rank that does not write the run recorded by itself."""
 DIGEST_FILE = "trace-{tool}.json"
 """The file of a trace's digest, by the tool that took the trace."""

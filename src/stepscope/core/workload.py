@@ -10,6 +10,7 @@ from stepscope.core.attentions import Attention, attention_names
 from stepscope.core.errors import InputError, choose
 from stepscope.core.identity import identity_of
 from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
+from stepscope.core.strategies import NOT_PARALLEL, batch_parts, strategy_names
 
 Dtype = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure"]
 """fp32: true fp32 everywhere. tf32: fp32 storage, products on TF32 Tensor Cores. bf16, fp16: autocast over
@@ -53,12 +54,30 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """One of CHECKPOINTING_CHOICES: what is run again in backward instead of being kept."""
     accumulation: int = 1
     """Number of micro-batches in a step: each runs forward and backward, gradients add up, the optimizer steps once."""
+    parallel: str = NOT_PARALLEL
+    """How several ranks share a step: one of core/strategies.py, or that none do."""
+    ranks: int = 1
+    """The processes that take part in a step, a device each. Batch sizes are those of all ranks together."""
 
     def __post_init__(self) -> None:
         choose(self.dtype, DTYPES, "dtype")
         choose(self.phase, PHASES, "phase")
         choose(self.compile, COMPILES, "compile mode")
         whole_number(self.accumulation, "accumulation", 1, LARGEST)
+        self._check_parallel()
+
+    def _check_parallel(self) -> None:
+        choose(self.parallel, (NOT_PARALLEL, *strategy_names()), "parallel")
+        whole_number(self.ranks, "ranks", 1, LARGEST)
+        if self.parallel == NOT_PARALLEL and self.ranks > 1:
+            raise InputError(f"{self.ranks} ranks need a way to share the step: say --parallel, as in --parallel ddp")
+        if self.parallel != NOT_PARALLEL and self.phase == "forward":
+            raise InputError(f"--parallel {self.parallel} shares a training step: leave out --phase forward")
+
+    @property
+    def batch_parts(self) -> int:
+        """Over how many ranks the batch is split, each with a part of its own."""
+        return batch_parts(self.parallel, self.ranks)
 
     def without_what_has_no_effect(self) -> None:
         """Set to its default, while the record is made, what changes nothing in this phase: it must not split cells."""
@@ -78,6 +97,7 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "optimizer": optimizer if optimizer != "adamw-foreach" else "",
             "checkpointing": f"checkpoint-{self.checkpointing}" if self.checkpointing != "none" else "",
             "accumulation": f"accumulate-{self.accumulation}" if self.accumulation != 1 else "",
+            "parallel": f"{self.parallel}-x{self.ranks}" if self.parallel != NOT_PARALLEL else "",
         }
 
 
@@ -159,7 +179,8 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
 
     def _sort(self) -> tuple[str | None, ...]:
         choices = (self.dtype, self.phase, self.attention, self.compile, self.optimizer)
-        return (*choices, self.checkpointing, str(self.accumulation), str(self.model.tied))
+        others = (self.checkpointing, self.accumulation, self.parallel, self.ranks, self.model.tied)
+        return (*choices, *map(str, others))
 
     def _check_checkpointing(self) -> None:
         if self.checkpointing in ("none", "selective"):
@@ -174,7 +195,13 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
             )
 
     def _check_accumulation(self) -> None:
-        if self.phase != "forward" and self.batch_size % self.accumulation:
+        if self.batch_size % self.batch_parts:
+            near = " or ".join(map(str, _nearest_divisors(self.batch_size, self.batch_parts)))
+            raise InputError(
+                f"batch_size {self.batch_size} is that of all ranks together, and cannot be divided by {self.ranks}: "
+                f"choose a multiple of {self.ranks}, or --ranks {near}"
+            )
+        if self.phase != "forward" and self.batch_size // self.batch_parts % self.accumulation:
             near = " or ".join(map(str, _nearest_divisors(self.batch_size, self.accumulation)))
             raise InputError(
                 f"batch_size {self.batch_size} cannot be split into {self.accumulation} equal micro-batches: "

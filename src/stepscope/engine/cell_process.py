@@ -66,6 +66,9 @@ Fork = Callable[[str, Sequence[str], Sequence[int]], Awaitable[Started | None]]
 class CellProcess:
     """One process of `engine/cell.py`, within a running loop of events; `close` it whatever happens."""
 
+    culprit: str | None = None
+    """Which of several processes died first without a word; of one alone, its exit code says it."""
+
     def __init__(self, mark: str) -> None:
         self._mark = mark
         self._loop = asyncio.get_running_loop()
@@ -137,13 +140,17 @@ class CellProcess:
             async with asyncio.timeout(grace_s):
                 await self.dead.wait()
 
+    def kill(self) -> None:
+        """End the process and its group at once, if it has not ended; it is still to be closed."""
+        # Dead, the process is not yet reaped: its number, and so its group's, cannot be another's.
+        if self._started.kept or not self.dead.is_set():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._started.pid, signal.SIGKILL)
+
     async def close(self) -> None:
         """End the process, if it has not ended, and all that it started."""
         try:
-            # Dead, the process is not yet reaped: its number, and so its group's, cannot be another's.
-            if self._started.kept or not self.dead.is_set():
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self._started.pid, signal.SIGKILL)
+            self.kill()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_KILL_GRACE_S):
                     await self.dead.wait()

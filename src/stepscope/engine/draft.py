@@ -10,12 +10,14 @@ import torch
 
 from stepscope.core import interrupts
 from stepscope.core.evidence import Evidence
+from stepscope.core.ranks import Correctness
 from stepscope.core.run import Run
 from stepscope.engine.request import Stage, StepRequest, Tell
 from stepscope.engine.run_draft import RunDraft
 from stepscope.measure.device import timing_device
 from stepscope.measure.nsys import Nsys
 from stepscope.measure.step import Step
+from stepscope.parallel.ranks import Ranks
 
 if TYPE_CHECKING:
     from stepscope.models.own.loading import Loaded
@@ -33,12 +35,17 @@ class Draft(RunDraft):
         nsys: Nsys | None,
         *,
         given: "Callable[[], Loaded] | None" = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.request, self.device, self.nsys = request, device, nsys
+        self.ranks = ranks or Ranks()
+        """The processes that share the step, this one among them."""
         self.given = given
         """What makes the step's model, where no factory does."""
         self.timing = timing_device(device)
         self.made: Step | None = None
+        self.correct: Correctness | None = None
+        """That ranks which share the step compute what one process does."""
         self.held_before_bytes = 0
         """Bytes that the process had allocated on the device before the step was made."""
         self._display = tell
@@ -54,6 +61,7 @@ class Draft(RunDraft):
             evidence=Evidence(process_start=request.process_start),
         )
         super().__init__(run, directory)
+        self.saves = self.ranks.is_first
 
     @property
     def step(self) -> Step:

@@ -18,8 +18,10 @@ from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.run import REPEATED, Failure, Run, Status
 from stepscope.core.run_directory import create_run_directory, load_run, save_run
+from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.engine.cell_event import CellEvent
 from stepscope.engine.cell_process import CellProcess, Fork
+from stepscope.engine.rank_processes import RankProcesses
 from stepscope.engine.request import Stage, StepRequest, Tell
 from stepscope.work.transformer import known_work
 
@@ -111,7 +113,8 @@ class MeasuredCell:
 
     async def _measured(self, fork: Fork | None) -> Run | None:
         """The cell's run; None where nobody can tell how its process ended, and it left no result."""
-        process = await CellProcess.start(msgspec.json.encode(self._request), mark=self._next_mark(), fork=fork)
+        started = RankProcesses if self._request.workload.parallel != NOT_PARALLEL else CellProcess
+        process = await started.start(msgspec.json.encode(self._request), mark=self._next_mark(), fork=fork)
         in_time, stopped = True, False
         try:
             try:
@@ -135,17 +138,21 @@ class MeasuredCell:
         if in_time and process.lost and self._error is None and not _is_result(_run_in(self._directory)):
             return None
         if in_time:
-            return self._result(process)
+            run = self._result(process)
+            if process.culprit is not None and run.status != "done":
+                failure = Failure(message=process.culprit, during="ranks")
+                run = record(self._request, self._directory, "killed", failure, process.log)
+            return run
         return self._ended("timed-out", f"no end after {self._timeout_s:.0f} s", process.log)
 
-    async def _follow(self, process: CellProcess) -> None:
+    async def _follow(self, process: CellProcess | RankProcesses) -> None:
         """Listen until the cell has said how it ended, or is dead."""
         while (event := await process.events.get()) is not None:
             self._hear(event)
             if event.finished or event.error:
                 return
 
-    def _hear_the_rest(self, process: CellProcess) -> None:
+    def _hear_the_rest(self, process: CellProcess | RankProcesses) -> None:
         while not process.events.empty():
             event = process.events.get_nowait()
             if event is not None:
@@ -160,7 +167,7 @@ class MeasuredCell:
             self._stage = Stage(name=event.stage, detail=event.detail)
             self._tell(self._stage)
 
-    def _keep_what_was_stopped(self, process: CellProcess) -> None:
+    def _keep_what_was_stopped(self, process: CellProcess | RankProcesses) -> None:
         """Mark the run of a cell that the user stopped as interrupted; remove its directory if it saved nothing."""
         with contextlib.suppress(OSError, StepscopeError):
             run = _run_in(self._directory)
@@ -169,7 +176,7 @@ class MeasuredCell:
             elif run is None and self._directory is not None:
                 self._directory.rmdir()
 
-    def _result(self, process: CellProcess) -> Run:
+    def _result(self, process: CellProcess | RankProcesses) -> Run:
         if self._error and self._error.error:
             if self._error.log_matters:
                 sys.stderr.write(process.log)

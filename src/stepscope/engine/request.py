@@ -8,6 +8,7 @@ import msgspec
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS, ProcessStart, TraceTool
 from stepscope.core.own_workload import DrivenWorkload
+from stepscope.core.ranks import RankPlace
 from stepscope.core.run import Repeat, Settings
 
 MemoryStacks = Literal["python", "all"]
@@ -69,6 +70,8 @@ class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     trace: TraceRequest = TraceRequest()
     memory: MemoryRequest | None = None
     """How allocations are recorded; None if they are not."""
+    place: RankPlace | None = None
+    """Which of the ranks that share the step this process is; None where no others do."""
     process_start: ProcessStart | None = None
     """How the process that measures came to be, where it is a cell's."""
     node: str | None = None

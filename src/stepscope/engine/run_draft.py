@@ -21,6 +21,8 @@ class RunDraft:
 
     def __init__(self, run: Run, directory: Path) -> None:
         self.run, self.directory = run, directory
+        self.saves = True
+        """Whether this process writes the run: of the ranks that share a step, the first does."""
         self.stage = "start"
         """The name of the stage that is under way, for displays and failures."""
 
@@ -53,10 +55,15 @@ class RunDraft:
         """List files beside run.json, by kind."""
         self.set(artifacts={**self.run.artifacts, **files})
 
+    def save(self, *, rescue: bool = True) -> None:
+        """Write the run, if it is this process's to write, as `save_run` does."""
+        if self.saves:
+            save_run(self.run, self.directory, rescue=rescue)
+
     def save_meanwhile(self) -> None:
         """Write what is known so far. If the disk refuses, the save at the end reports it and finds another place."""
         with contextlib.suppress(StepscopeError):
-            save_run(self.run, self.directory, rescue=False)
+            self.save(rescue=False)
 
     def fail(self, error: BaseException, during: str, phase: str | None = None) -> None:
         """End the run with the exception that the device or a library raised; its traceback goes to a file."""

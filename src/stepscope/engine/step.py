@@ -13,7 +13,8 @@ from stepscope.analysis.runs.metrics import summarise
 from stepscope.core import interrupts
 from stepscope.core.errors import DeviceError, InputError, StepscopeError, named_line
 from stepscope.core.run import Run
-from stepscope.core.run_directory import create_run_directory, save_run
+from stepscope.core.run_directory import create_run_directory
+from stepscope.core.run_files import RANK_FOLDER
 from stepscope.core.workload import Workload
 from stepscope.engine.device_failure import let_go
 from stepscope.engine.draft import Draft
@@ -24,19 +25,22 @@ from stepscope.engine.stages.ceilings import find_ceilings
 from stepscope.engine.stages.look_round import look_round
 from stepscope.engine.stages.memory import record_memory, record_what_filled_the_memory
 from stepscope.engine.stages.observe import count_work, observe
+from stepscope.engine.stages.ranks import bring_the_ranks_together
+from stepscope.engine.stages.right import check_the_ranks
 from stepscope.engine.stages.timed import measure_energy, time_steps
 from stepscope.engine.stages.trace import trace_by_kineto, trace_by_nsys, trace_for_the_watching_tool
 from stepscope.measure.device import is_out_of_memory, limit_memory, resolve_device
 from stepscope.measure.precision import matmul_precision
 from stepscope.measure.timer import StepFailed
 from stepscope.models.training_step import check_supported
+from stepscope.parallel.ranks import Ranks, join
 
 if TYPE_CHECKING:
     from stepscope.models.own.loading import Loaded
 
 StageFunction = Callable[[Draft], None]
 
-UNTIL_TIMED: tuple[StageFunction, ...] = (look_round, build, time_steps)
+UNTIL_TIMED: tuple[StageFunction, ...] = (look_round, check_the_ranks, build, time_steps)
 """The stages until the steps are timed. A failure in one becomes the run's status and ends the run. Where memory ran
 out in a step, one more step records what filled it."""
 
@@ -49,6 +53,7 @@ AFTER_THE_TIMES: tuple[tuple[StageFunction, str], ...] = (
     (count_work, "the FLOPs of the step are not known"),
     (release, "the step's memory could not be released"),
     (trace_by_nsys, "no trace"),
+    (bring_the_ranks_together, "what the other ranks recorded is not known"),
     (find_ceilings, "no measured ceiling"),
 )
 """The stages after the steps are timed, each with the beginning of the note that a failure in it becomes; the next
@@ -68,15 +73,16 @@ def measure_step(
     A workload that the device cannot run as asked, or a place that cannot be written, raises InputError before
     anything is measured. A failure of the device is no exception: it is the run's status, with where it happened.
     """
-    device = resolve_device(request.device)
+    device = resolve_device(request.device, request.place)
     if isinstance(request.workload, Workload):
         check_supported(request.workload, device)
     limit_memory(device, request.memory_limit_bytes)
     nsys = nsys_for(request, device.type)
+    ranks = join(request.place, device)
     with interrupts.held():
-        directory = create_run_directory(Path(request.out), request.workload)
+        directory = _directory_of(request, ranks)
         began(directory)
-        draft = Draft(request, device, directory, tell, nsys, given=given)
+        draft = Draft(request, device, directory, tell, nsys, given=given, ranks=ranks)
         try:
             with matmul_precision(request.workload.dtype):
                 _go_through_the_stages(draft)
@@ -84,7 +90,20 @@ def measure_step(
             shutil.rmtree(directory, ignore_errors=True)  # nothing was measured, so nothing is left behind
             raise
         run = finished(draft)
+        if run.status == "done":
+            ranks.part()
     return run, directory
+
+
+def _directory_of(request: StepRequest, ranks: Ranks) -> Path:
+    """The run's directory; for a rank that does not write the run, a folder in it for what it alone recorded."""
+    directory = create_run_directory(Path(request.out), request.workload) if ranks.is_first else None
+    directory = Path(ranks.told(str(directory)))
+    if ranks.is_first:
+        return directory
+    own = directory / RANK_FOLDER.format(rank=ranks.rank)
+    own.mkdir(parents=True, exist_ok=True)  # on another host, too
+    return own
 
 
 def finished(draft: Draft) -> Run:
@@ -93,7 +112,8 @@ def finished(draft: Draft) -> Run:
         draft.save_meanwhile()  # whoever interrupted it may not wait for the statistics
     run = msgspec.structs.replace(draft.run, summary=summarise(draft.run))
     run = msgspec.structs.replace(run, findings=check_run(run))
-    save_run(run, draft.directory)
+    draft.run = run
+    draft.save()
     return run
 
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from stepscope.core.errors import DeviceError, InputError, message_of, one_line
+from stepscope.core.ranks import RankPlace
 from stepscope.core.units import format_bytes
 from stepscope.measure.clock import Clock, HostClock
 
@@ -80,8 +81,13 @@ class CudaDevice:
         return start.elapsed_time(end) * 1e-3
 
 
-def resolve_device(name: str) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:N` as a device that is there; raises InputError that says what is there."""
+def resolve_device(name: str, place: RankPlace | None = None) -> torch.device:
+    """`auto`, `cpu`, `cuda` or `cuda:N` as a device that is there; raises InputError that says what is there.
+
+    place: of a rank among several, which has a GPU of its own.
+    """
+    if place is not None:
+        return _device_of_rank(name, place)
     if name == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if _gpu_count() else torch.device("cpu")
     if name == "cpu":
@@ -98,6 +104,21 @@ def resolve_device(name: str) -> torch.device:
         last = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
         raise InputError(f"no GPU for --device {name}: this machine has {count} ({last})")
     return torch.device("cuda", index)
+
+
+def _device_of_rank(name: str, place: RankPlace) -> torch.device:
+    """The CPU, or the GPU with the rank's number on its host."""
+    if name == "cpu" or (name == "auto" and not _gpu_count()):
+        return torch.device("cpu")
+    if name.startswith("cuda:"):
+        raise InputError(f"--device {name} is one GPU, and each of {place.ranks} ranks has its own: say cuda or auto")
+    count = _gpu_count() if resolve_device(name).type == "cuda" else 0
+    if max(place.local_rank + 1, place.local_ranks) > count:
+        raise InputError(
+            f"{place.local_ranks} ranks need a GPU each, and this machine has {count}: ask for --ranks {count}, or for "
+            "--device cpu"
+        )
+    return torch.device("cuda", place.local_rank)
 
 
 def timing_device(device: torch.device) -> Device:

@@ -20,6 +20,7 @@ from torch import nn
 
 from stepscope.core.memory_notes import KeptTensor
 from stepscope.core.portable_paths import install_places
+from stepscope.measure.local_part import local_part
 from stepscope.measure.saved_tensors import saved_tensors
 
 _LONGEST_PATH = 8
@@ -237,6 +238,6 @@ def _is_installed(file: str) -> bool:
 def _address(tensor: Any) -> int:
     """The address of a tensor's storage; 0 for a tensor without one, as fake and sparse ones are."""
     try:
-        return tensor.untyped_storage().data_ptr()
+        return local_part(tensor).untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
         return 0

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from stepscope.core.evidence import PhaseMemory, StepObservation
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
+from stepscope.measure.local_part import local_part
 from stepscope.measure.nvml import read_gpu
 from stepscope.measure.step import Recorder, Step
 
@@ -64,7 +65,7 @@ class Observer(Recorder):
         self._forwards: dict[str, int] = {}
         self._passes = {BACKWARD: 0, OPTIMIZER: 0, "block again": 0}
         self._taken: list[torch.Tensor] = []
-        self._owned = {tensor.untyped_storage().data_ptr() for tensor in _resident_tensors(step, device)}
+        self._owned = {local_part(tensor).untyped_storage().data_ptr() for tensor in _resident_tensors(step, device)}
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self._saved_storages: dict[int, int] = {}
         self._saved_bytes = 0
@@ -130,7 +131,7 @@ class Observer(Recorder):
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         box = _Saved(tensor)
         self._saved.add(box)
-        storage = tensor.untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         if storage.data_ptr() not in self._owned:
             self._saved_storages[storage.data_ptr()] = storage.nbytes()
         return box
@@ -277,5 +278,5 @@ def _resident_tensors(step: Step, device: torch.device) -> list[torch.Tensor]:
 
 
 def _unique_bytes(tensors: list[torch.Tensor]) -> int:
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    storages = {s.data_ptr(): s.nbytes() for s in (local_part(tensor).untyped_storage() for tensor in tensors)}
     return sum(storages.values())

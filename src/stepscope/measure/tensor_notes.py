@@ -12,6 +12,7 @@ import torch
 
 from stepscope.core.memory_notes import MemoryCategory, TensorNote
 from stepscope.measure.cast_copies import cast_copy
+from stepscope.measure.local_part import local_part
 from stepscope.measure.saved_tensors import saved_tensors
 from stepscope.measure.step import Step
 
@@ -83,7 +84,7 @@ class TensorNotes:
             return
         seen = self._resident | self._casts
         for saved in saved_tensors(loss.grad_fn):
-            address = saved.tensor.untyped_storage().data_ptr()
+            address = local_part(saved.tensor).untyped_storage().data_ptr()
             if address not in seen:
                 seen.add(address)
                 module = next(iter(owners.owner(saved.sequence_nr)), "")
@@ -114,7 +115,7 @@ class TensorNotes:
         for parameter in module.parameters(recurse=False):
             copy = cast_copy(parameter)
             if copy is not None:
-                self._casts.add(copy.untyped_storage().data_ptr())
+                self._casts.add(local_part(copy).untyped_storage().data_ptr())
                 self._note(copy, "cast copies", self._names.get(id(parameter), "?"), module=path)
 
     def _note(
@@ -122,7 +123,7 @@ class TensorNotes:
     ) -> None:
         if not isinstance(tensor, torch.Tensor) or tensor.device != self._device:
             return
-        storage = tensor.untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         if storage.nbytes() == 0:
             return
         self._notes.append(

@@ -16,6 +16,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Settings
@@ -28,6 +29,29 @@ from stepscope.measure.step import Driven, Recorder, drive
 STEADY_WINDOW = 3
 STEADY_TOLERANCE = 0.03
 """The share by which the medians of two successive windows of steps may differ when warm-up ends."""
+
+
+class Peers(Protocol):
+    """The other processes that take part in each step."""
+
+    def agree(self, here: bool) -> bool:
+        """What the first of all these processes says, in each of them."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when all of them have come here."""
+        ...
+
+
+class _Alone:
+    def agree(self, here: bool) -> bool:
+        return here
+
+    def barrier(self) -> None: ...
+
+
+ALONE: Peers = _Alone()
+"""No other process takes part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +75,8 @@ class Measurement:
     warmup_steady: bool | None
     """Whether the steps were steady when warm-up ended; None if there were too few to decide."""
     interrupted: bool = False
+    spans_ns: tuple[tuple[int, int], ...] = ()
+    """When each measured step began and ended, by the host's clock: for steps that other processes take part in."""
 
 
 class StepFailed(Exception):
@@ -67,6 +93,7 @@ class _Record:
 
     names: tuple[str, ...]
     rows: list[tuple[float, ...]] = field(default_factory=list)
+    spans_ns: list[tuple[int, int]] = field(default_factory=list)
     warmups: int = 0
     steady: bool | None = None
 
@@ -99,6 +126,11 @@ class _Stopwatch(Recorder):
         self._device.synchronize()
         self._end_ns = self._clock.now_ns()
 
+    @property
+    def span_ns(self) -> tuple[int, int]:
+        """When the step began and ended, by the host's clock."""
+        return self._start_ns, self._end_ns
+
     def row(self) -> tuple[float, ...]:
         """The seconds of the step, of the host, and of each phase by name."""
         phases_s: dict[str, float] = {}
@@ -117,6 +149,7 @@ def measure(
     on_progress: Callable[[Progress], None] | None = None,
     before_measuring: Callable[[], None] | None = None,
     recorders: Sequence[Recorder] = (),
+    peers: Peers = ALONE,
 ) -> dict[str, Measurement]:
     """Time the steps of one or several subjects; several are interleaved, one step each in turn, in an order that is
     reversed each time.
@@ -127,8 +160,12 @@ def measure(
     before_measuring runs once, after the last warm-up step and before the first measured one. The device is idle
     meanwhile, so it must be short. Every step begins on an idle device; only this gap differs from the others.
     Recorders are told of every step. Their work counts in the step's time.
+    peers: the other processes that take part in each step. All begin it together, and all end warm-up and measuring
+    where the first of them does; both is settled between steps, untimed.
     """
-    timer = _Timer(subjects, device, settings, clock or HostClock(), on_progress=on_progress, recorders=recorders)
+    timer = _Timer(
+        subjects, device, settings, clock or HostClock(), on_progress=on_progress, recorders=recorders, peers=peers
+    )
     return timer.run(before_measuring)
 
 
@@ -161,6 +198,7 @@ class _Timer:
         *,
         on_progress: Callable[[Progress], None] | None,
         recorders: Sequence[Recorder],
+        peers: Peers,
     ) -> None:
         self._subjects = dict(subjects)
         self._device = device
@@ -168,6 +206,7 @@ class _Timer:
         self._clock = clock
         self._on_progress = on_progress
         self._recorders = recorders
+        self._peers = peers
         self._records = {
             name: _Record(("step", "host", *dict.fromkeys(phase.name for phase in subject.phases)))
             for name, subject in subjects.items()
@@ -199,7 +238,7 @@ class _Timer:
         while record.warmups < settings.warmup_cap:
             if record.warmups >= settings.warmup_floor:
                 elapsed_s = (self._clock.now_ns() - floor_ns) * 1e-9
-                if is_steady(record.steps_s()) or elapsed_s >= settings.warmup_seconds:
+                if self._peers.agree(is_steady(record.steps_s()) or elapsed_s >= settings.warmup_seconds):
                     break
             else:
                 # The first steps may compile for minutes, so the time limit counts only after the floor.
@@ -219,7 +258,8 @@ class _Timer:
                 self._step(name)
                 self._tell(name, done, settings.steps_floor, settings.steps_cap)
             elapsed_s = (self._clock.now_ns() - start_ns) * 1e-9
-            if done >= settings.steps_floor and elapsed_s >= settings.seconds * len(self._subjects):
+            long_enough = elapsed_s >= settings.seconds * len(self._subjects)
+            if done >= settings.steps_floor and self._peers.agree(long_enough):
                 break
 
     def _step(self, name: str) -> None:
@@ -227,9 +267,11 @@ class _Timer:
         self._current = (name, watch.phases)
         subject.prepare()
         self._device.synchronize()
+        self._peers.barrier()
         with named_range(STEP):
             drive(subject, *self._recorders, watch)
         self._records[name].rows.append(watch.row())
+        self._records[name].spans_ns.append(watch.span_ns)
 
     def _tell(self, name: str, done: int, at_least: int, at_most: int) -> None:
         if self._on_progress:
@@ -246,6 +288,7 @@ class _Timer:
                 samples=_samples(record, self._clock.name, self._device.clock_name),
                 warmup_steady=record.steady,
                 interrupted=interrupted,
+                spans_ns=tuple(record.spans_ns[record.warmups :]),
             )
             for name, record in self._records.items()
         }

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from stepscope.core.evidence import Updates
+from stepscope.measure.local_part import local_part
 
 _COUNTING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 """Optimizers that count each parameter's updates from its first one on, whatever their settings."""
@@ -25,7 +26,9 @@ def applied_updates(optimizer: torch.optim.Optimizer | None) -> int | None:
         return None
     counts = [state["step"] for state in states]
     if all(isinstance(count, Tensor) for count in counts):
-        return int(torch.stack([count.reshape(()) for count in counts]).min())  # one wait for the device, not one each
+        return int(
+            torch.stack([local_part(count).reshape(()) for count in counts]).min()
+        )  # one wait for the device, not one each
     return min(int(count) for count in counts)
 
 
@@ -36,7 +39,7 @@ def most_updates(optimizer: torch.optim.Optimizer | None) -> int | None:
     if not counts:
         return None
     if all(isinstance(count, Tensor) for count in counts):
-        return int(torch.stack([count.reshape(()) for count in counts]).max())
+        return int(torch.stack([local_part(count).reshape(()) for count in counts]).max())
     return max(int(count) for count in counts)
 
 
@@ -48,7 +51,7 @@ def read_updates(
     if after is None:
         return None
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    finite = torch.stack([parameter.detach().isfinite().all() for parameter in parameters]).all()
+    finite = torch.stack([local_part(parameter.detach()).isfinite().all() for parameter in parameters]).all()
     return Updates(
         steps=steps,
         applied=after - before,

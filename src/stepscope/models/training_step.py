@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.errors import InputError
-from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
+from stepscope.core.range_names import BACKWARD, FORWARD, GRADIENT_SYNC, OPTIMIZER
 from stepscope.core.workload import Dtype, Workload
 from stepscope.measure.step import Phase
 from stepscope.models.attention import attention_for, chosen_attention
@@ -34,7 +34,7 @@ DISTINCT_BATCHES = 4
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that capture the step into CUDA graphs and replay them."""
 
-_AUTOCAST_DTYPE: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPE: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ForwardLoss(nn.Module):
@@ -89,10 +89,32 @@ class StepParts:
     """An optimizer that came with the model, and is taken instead of the one chosen."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """The parts of a step that other processes take part in, as this one runs it."""
+
+    parts: StepParts
+    finish: Callable[[], None] | None
+    """What it does between the last backward and the optimizer's step; None where that is nothing."""
+    local: Callable[[], AbstractContextManager[object]]
+    """A context for the backward of all but the last micro-batch."""
+
+
+Share = Callable[[StepParts, Choices], Shared]
+"""Makes of a whole step's parts those of this process."""
+
+
 class AssembledStep:
     """A step made of parts and choices: the model, compiled or not, the optimizer, and the phases of one step."""
 
-    def __init__(self, parts: StepParts, choices: Choices, device: torch.device) -> None:
+    def __init__(
+        self, parts: StepParts, choices: Choices, device: torch.device, share: Share | None = None
+    ) -> None:  # fmt: skip
+        """share: spreads the parts over several processes, of which this is one."""
+        shared = share(parts, choices) if share is not None else None
+        if shared is not None:
+            parts = shared.parts
+        self._local = shared.local if shared is not None else contextlib.nullcontext
         self.workload, self.device = choices, device
         self._named_tensors, self._split, self._forward_inputs = parts.named_tensors, parts.split, parts.forward_inputs
         self.model = parts.model
@@ -116,7 +138,10 @@ class AssembledStep:
         for micro in range(choices.accumulation):
             self.phases += (Phase(name=FORWARD, run=functools.partial(forward, micro)),)
             if not self.inference:
-                self.phases += (Phase(name=BACKWARD, run=self._backward),)
+                alone = micro < choices.accumulation - 1
+                self.phases += (Phase(name=BACKWARD, run=self._backward_alone if alone else self._backward),)
+        if shared is not None and shared.finish is not None:
+            self.phases += (Phase(name=GRADIENT_SYNC, run=shared.finish),)
         if choices.phase == "train":
             self.phases += (Phase(name=OPTIMIZER, run=self._optimize),)
 
@@ -141,7 +166,7 @@ class AssembledStep:
 
     def _autocast(self) -> AbstractContextManager[object]:
         """A new autocast context, one for each forward: autocast keeps its cast weights until the context ends."""
-        dtype = _AUTOCAST_DTYPE.get(self.workload.dtype)
+        dtype = AUTOCAST_DTYPE.get(self.workload.dtype)
         return torch.autocast(self.device.type, dtype=dtype) if dtype else contextlib.nullcontext()
 
     def _infer(self, micro: int) -> None:
@@ -159,6 +184,11 @@ class AssembledStep:
         self.scaler.scale(share).backward()
         self.loss = self.loss.detach()
 
+    def _backward_alone(self) -> None:
+        """The backward of a micro-batch after which others come: what ranks share waits for the last."""
+        with self._local():
+            self._backward()
+
     def _optimize(self) -> None:
         assert self.optimizer is not None
         self.scaler.step(self.optimizer)
@@ -172,9 +202,9 @@ class TrainingStep(AssembledStep):
     workload: Workload
     model: Transformer
 
-    def __init__(self, workload: Workload, device: torch.device) -> None:
+    def __init__(self, workload: Workload, device: torch.device, share: Share | None = None) -> None:
         check_supported(workload, device)
-        super().__init__(_textbook_parts(workload, device), workload, device)
+        super().__init__(textbook_parts(workload, device), workload, device, share)
 
     @property
     def tokens(self) -> Tensor:
@@ -182,7 +212,8 @@ class TrainingStep(AssembledStep):
         return self.batch[0]
 
 
-def _textbook_parts(workload: Workload, device: torch.device) -> StepParts:
+def textbook_parts(workload: Workload, device: torch.device) -> StepParts:
+    """The textbook's model, initialised by the workload's seed, and its batches."""
     torch.manual_seed(workload.seed)
     model, inference = build_model(workload, device), workload.phase == "forward"
     return StepParts(
@@ -241,7 +272,11 @@ def _compiled(module: nn.Module, mode: str) -> nn.Module:
 
 
 def _build_optimizer(model: nn.Module, choices: Choices) -> torch.optim.Optimizer:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return optimizer_for([parameter for parameter in model.parameters() if parameter.requires_grad], choices)
+
+
+def optimizer_for(trained: Sequence[nn.Parameter], choices: Choices) -> torch.optim.Optimizer:
+    """The optimizer that was chosen, of these parameters."""
     if choices.optimizer == "adamw-bf16-state":
         return AdamWBf16State(trained, lr=1e-4)
     return torch.optim.AdamW(

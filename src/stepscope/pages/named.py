@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stepscope.analysis.captures.beside import digest_beside
 from stepscope.analysis.captures.checks import check_trace
-from stepscope.analysis.captures.digest import TraceDigest
+from stepscope.analysis.captures.digest import TraceDigest, load_digest
 from stepscope.analysis.captures.load import load_capture
 from stepscope.analysis.comparisons.sides import SidePair, compare_sides, side_named
 from stepscope.analysis.comparisons.sides_answer import answer_comparison
@@ -18,6 +18,7 @@ from stepscope.analysis.runs.run_sets import RunSet, sets_of
 from stepscope.core.answer import Answer, decode_answer
 from stepscope.core.bounded_file import read_document
 from stepscope.core.errors import InputError, StepscopeError
+from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.page import Figure, Page
 from stepscope.core.run import Run
 from stepscope.core.run_directory import find_place, find_run, find_run_files, load_run, load_runs
@@ -181,18 +182,22 @@ def _of_run(run: Run, directory: Path, say: Say) -> Page:
         say(f"{run.id} was started and never ended")
     notes: list[str] = []
     captured = remembered = None
-    if any(capture.artifact in ("kineto", "nsys") for capture in run.evidence.captures):
-        try:
+    digest: TraceDigest | None = None
+    there = any((directory / run.artifacts.get(tool, "-")).is_file() for tool in TRACE_TOOLS)
+    try:
+        if not there:
+            digest = next(filter(None, (load_digest(directory, tool) for tool in TRACE_TOOLS)), None)
+        if digest is None and any(capture.artifact in TRACE_TOOLS for capture in run.evidence.captures):
             captured = load_capture(directory, say=say)
-        except StepscopeError as error:
-            notes.append(f"Its trace is not shown: {error}")
+    except StepscopeError as error:
+        notes.append(f"Its trace is not shown: {error}")
     if "memory" in run.artifacts:
         try:
             explained = explain(read_snapshot(directory))
             remembered = answer_memory(explained, moment_at(explained, None))
         except StepscopeError as error:
             notes.append(f"Its memory snapshot is not shown: {error}")
-    return page_of_run(run, captured=captured, remembered=remembered, notes=tuple(notes))
+    return page_of_run(run, captured=captured, digest=digest, remembered=remembered, notes=tuple(notes))
 
 
 def _of_several(names: Sequence[str], runs: Path, say: Say) -> Page:

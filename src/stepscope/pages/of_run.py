@@ -6,6 +6,7 @@ import msgspec
 
 from stepscope.analysis.captures.answer import answer_trace
 from stepscope.analysis.captures.checks import check_trace
+from stepscope.analysis.captures.digest import TraceDigest
 from stepscope.analysis.captures.summary import TraceSummary
 from stepscope.analysis.runs import metrics
 from stepscope.analysis.runs.answer import answer_run
@@ -24,17 +25,20 @@ from stepscope.core.units import counted, format_bytes, format_milliseconds, for
 from stepscope.core.workload import Workload
 from stepscope.pages.of_answer import gravest, heading_of, section, sections_of
 from stepscope.pages.of_capture import sections_of_capture
+from stepscope.pages.of_digest import sections_of_digest
 from stepscope.work.described import cell_name
 
 _UNKNOWN = "not measured"
 
 
 def page_of_run(
-    run: Run, *, captured: TraceSummary | None = None, remembered: Answer | None = None, notes: tuple[str, ...] = ()
-) -> Page:
+    run: Run, *, captured: TraceSummary | None = None, digest: TraceDigest | None = None,
+    remembered: Answer | None = None, notes: tuple[str, ...] = (),
+) -> Page:  # fmt: skip
     """The page of a run: its times and memory, then what it recorded.
 
-    `captured`: its trace, read. `remembered`: the answer on its memory snapshot. `notes`: what could not be read.
+    `captured`: its trace, read. `digest`: what was kept of a trace that is not there. `remembered`: the answer on its
+    memory snapshot. `notes`: what could not be read.
     """
     answer = answer_run(run)
     memory = [table for table in answer.tables if name_of(table).startswith("memory")]
@@ -45,6 +49,9 @@ def page_of_run(
     found = check_trace(captured) if captured is not None else ()
     if captured is not None:
         sections += sections_of_capture(captured, answer_trace(captured, found, run.id))
+    elif digest is not None:
+        sections += sections_of_digest(digest, on_cpu=run.environment is None or run.environment.device_type == "cpu")
+        found = digest.findings
     if memory:
         sections.append(section("Memory by phase", answer, tables=memory))
     if remembered is not None:

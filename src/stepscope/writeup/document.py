@@ -143,7 +143,9 @@ def _commands(one: Answered, scale: Scale, store: Path) -> list[str]:
 
 def _shown(answer: Answer) -> Answer:
     """The answer without what stands above it in the document, its long tables cut."""
-    return msgspec.structs.replace(answer.body(), tables=tuple(map(_cut, answer.tables)))
+    why = _why_undrawn(answer)
+    asides = (*answer.asides, f"No plot: {why}.") if why else answer.asides
+    return msgspec.structs.replace(answer.body(), tables=tuple(map(_cut, answer.tables)), asides=asides)
 
 
 def _cut(table: Table) -> Table:
@@ -154,9 +156,21 @@ def _cut(table: Table) -> Table:
 
 
 def _plot(answer: Answer | None) -> str:
-    if answer is None or not any(panel.points for panel in answer.panels):
+    """The plot of an answer; empty where it has none."""
+    if answer is None or not _has_points(answer) or _why_undrawn(answer):
         return ""
+    return plot_svg(plot_spec(draw_answer(answer)))
+
+
+def _has_points(answer: Answer) -> bool:
+    return any(panel.points for panel in answer.panels)
+
+
+def _why_undrawn(answer: Answer) -> str:
+    """Why figures that a plot would show are in tables alone, as where they have too many lines; else empty."""
     try:
-        return plot_svg(plot_spec(draw_answer(answer)))
-    except InputError:  # more lines than a plot tells apart: the tables say it
-        return ""
+        if _has_points(answer):
+            draw_answer(answer)
+    except InputError as error:
+        return str(error).partition(": ")[0]  # the remedy is one of the command line
+    return ""

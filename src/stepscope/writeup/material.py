@@ -10,6 +10,7 @@ from stepscope.analysis.attention.answer import answer_attention
 from stepscope.analysis.captures.beside import digest_beside
 from stepscope.analysis.captures.digest import TraceDigest
 from stepscope.analysis.comparisons.sides import side_named
+from stepscope.analysis.runs.doubts import doubting_kinds
 from stepscope.analysis.runs.tables import matches
 from stepscope.core.answer import Answer, decode_answer
 from stepscope.core.attention_timing import decode_timings
@@ -32,14 +33,18 @@ class Material:
     faults: tuple[str, ...] = ()
 
     def folders(self, **wanted: str) -> list[list[Found]]:
-        """The runs whose fields have these values (`fp32,bf16` for either), by folder. The folder with most is first:
-        a question is answered by one sweep and never by a mixture of several."""
+        """The runs whose fields have these values (`fp32,bf16` for either), by folder: a question is answered by one
+        sweep and never by a mixture of several.
+
+        Sweeps of the whole device come before those of a part of its memory, then the one with most cells that no
+        finding doubts is first, and of equal ones the one with most cells.
+        """
         conditions = [(name, tuple(values.split(","))) for name, values in wanted.items()]
         by_folder: dict[Path, list[Found]] = {}
         for run, directory in self.runs:
             if run.textbook is not None and all(matches(run, *condition) for condition in conditions):
                 by_folder.setdefault(directory.parent, []).append((run, directory))
-        return sorted(by_folder.values(), key=_cells, reverse=True)
+        return sorted(by_folder.values(), key=_worth, reverse=True)
 
     @cached_property
     def _digests(self) -> dict[tuple[Path, str], TraceDigest | None]:
@@ -56,8 +61,15 @@ class Material:
         return self._digests[directory, tool]
 
 
-def _cells(found: list[Found]) -> int:
-    return len({run.workload.key for run, _ in found if run.status == "done"})
+def _worth(found: list[Found]) -> tuple[bool, int, int]:
+    """What a folder of runs is sorted by."""
+    done = [run for run, _ in found if run.status == "done"]
+    limited = any(run.environment is not None and run.environment.memory_limit_bytes is not None for run, _ in found)
+    return (
+        not limited,
+        len({run.workload.key for run in done if not doubting_kinds(run)}),
+        len({run.workload.key for run in done}),
+    )
 
 
 def gather(names: Iterable[str], out: Path) -> Material:

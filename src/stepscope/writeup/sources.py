@@ -1,6 +1,7 @@
 """Where the Answer of a question comes from. Each function makes a Source: Material -> Answer or None."""
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -15,12 +16,18 @@ from stepscope.analysis.comparisons.precision.answer import answer_speed
 from stepscope.analysis.comparisons.precision.cells import TimedCell
 from stepscope.analysis.comparisons.precision.cells import pair_up as speed_pairs
 from stepscope.analysis.comparisons.warmup import answer_warmup
+from stepscope.analysis.runs.doubts import doubting_kinds
+from stepscope.analysis.runs.metrics import samples_of
 from stepscope.analysis.runs.table_panels import table_panels
-from stepscope.analysis.runs.tables import Statistic, TableQuery, answer_table
-from stepscope.core.answer import Answer, Panel
+from stepscope.analysis.runs.tables import Statistic, TableQuery, answer_table, build_records
+from stepscope.core.answer import Answer, Line, Panel, as_lines
+from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import TRACE_TOOLS
+from stepscope.core.own_workload import AnyWorkload
+from stepscope.core.range_names import PHASES
 from stepscope.core.run import Run
+from stepscope.core.units import format_bytes, format_share
 from stepscope.core.workload import DTYPES, Workload
 from stepscope.memory.answer import answer_memory
 from stepscope.memory.at_moment import moment_at
@@ -29,6 +36,7 @@ from stepscope.memory.prediction.answer import answer_peak, answer_tensors
 from stepscope.memory.prediction.estimate import estimate
 from stepscope.memory.prediction.kept_tensors import kept_by_block
 from stepscope.memory.snapshot import read_snapshot
+from stepscope.work.described import cell_name
 from stepscope.writeup.material import Found, Material
 from stepscope.writeup.question import Source
 
@@ -56,9 +64,9 @@ def stored(study: str, only: tuple[str, ...] = (), like: str = "", *, plot: bool
 
 def table(
     rows: str, columns: str = "", value: str = "step", statistic: Statistic = "median", speedup: str | None = None, *,
-    where: Mapping[str, str],
+    where: Mapping[str, str], says: Callable[[list[Run]], str] | None = None,
 ) -> Source:  # fmt: skip
-    """The table of the largest sweep with such runs, and its plot."""
+    """The table of the largest sweep with such runs, its plot, and what it `says` in a sentence."""
     query = TableQuery(
         rows=_names(rows), columns=_names(columns), values=_names(value), statistic=statistic, speedup=speedup
     )
@@ -67,15 +75,53 @@ def table(
         for found in material.folders(**where):
             runs = [run for run, _ in found]
             compared = {getattr(run.workload, name, None) for run in runs for name in query.columns[:1]}
-            if speedup is not None and not {speedup} < compared:
+            if (query.columns and len(compared) < 2) or (speedup is not None and speedup not in compared):
                 continue
             try:
-                return _where_measured(answer_table(runs, query, bare=False), runs, _panels(runs, query))
+                if not any(_has_figures(record, query) for record in build_records(runs, query)):
+                    continue
+                answer = _where_measured(answer_table(runs, query, bare=False), runs, _panels(runs, query))
+                return answer if says is None else _saying(answer, says(runs))
             except InputError:  # the folder mixes experiments: a smaller one may not
                 continue
         return None
 
     return source
+
+
+def how_much_they_vary(runs: list[Run]) -> str:
+    """The largest deviation of a phase over its cells, in a sentence."""
+    shares = [
+        (samples.stdev_s / samples.mean_s, name, run)
+        for run in runs if run.status == "done"
+        for name in PHASES if (samples := samples_of(run, name)) is not None
+        if samples.stdev_s is not None and samples.mean_s
+    ]  # fmt: skip
+    if not shares:
+        return "Too few steps were measured to say how much they vary."
+    share, name, run = max(shares, key=lambda one: one[0])
+    middle = statistics.median(share for share, _, _ in shares)
+    return (
+        f"Over the steps of one process the standard deviation of a phase is {format_share(middle)} of "
+        f"its mean in the middle of all cells, and at most {format_share(share)} ({name} of {cell_name(run.workload)})."
+    )
+
+
+def which_run_out(runs: list[Run]) -> str:
+    """Which cells ran out of memory, in a sentence."""
+    out = [cell_name(run.workload) for run in runs if run.status == "out-of-memory"]
+    return f"Out of memory: {', '.join(out)}." if out else f"None of these {len(runs)} cells runs out of memory."
+
+
+def _saying(answer: Answer, sentence: str) -> Answer:
+    first, *others = answer.tables
+    first = msgspec.structs.replace(first, notes=(*as_lines(sentence), *first.notes))
+    return msgspec.structs.replace(answer, tables=(first, *others))
+
+
+def _has_figures(record: Mapping[str, object], query: TableQuery) -> bool:
+    """Whether a run has a figure of what is asked."""
+    return any(record.get(name) is not None or record.get(f"{name}_median_s") is not None for name in query.values)
 
 
 def warmup(material: Material) -> Answer | None:
@@ -118,7 +164,7 @@ def _breadth(cells: list[CapturedCell]) -> tuple[int, int]:
 
 def speed(material: Material) -> Answer | None:
     """Precision: the same step in fp32 and fewer bits."""
-    for found in material.folders(phase="forward-backward,train", attention="reference", compile="eager"):
+    for found in material.folders(phase="forward-backward,train", accumulation="1", **PLAIN):
         if len({run.workload.dtype for run, _ in found if isinstance(run.workload, Workload)}) > 1:
             cells = [TimedCell(run=run, digest=material.digest(run, directory, "kineto")) for run, directory in found]
             return answer_speed(speed_pairs(cells, DTYPES))
@@ -158,22 +204,41 @@ def recorded_memory(material: Material) -> Answer | None:
 
 def kept_tensors(material: Material) -> Answer | None:
     """The sizes of what the largest measured step keeps for backward, by arithmetic."""
-    workload = _largest(material)
-    return answer_tensors(workload, kept_by_block(workload)) if workload is not None else None
+    run = _largest(material)
+    if run is None or run.textbook is None:
+        return None
+    return _predicted(answer_tensors(run.textbook, kept_by_block(run.textbook)), run)
 
 
 def arithmetic_of_peak(material: Material) -> Answer | None:
     """The bytes of parameters, gradients, optimizer and activations of that step, by arithmetic."""
-    workload = _largest(material)
-    return answer_peak(estimate(workload), workload) if workload is not None else None
+    run = _largest(material)
+    if run is None or run.textbook is None:
+        return None
+    on_cpu = run.environment is not None and run.environment.device_type == "cpu"
+    answer = answer_peak(estimate(run.textbook, "cpu" if on_cpu else "cuda"), run.textbook)
+    return _predicted(answer, run)
 
 
-def _largest(material: Material) -> Workload | None:
+def _predicted(answer: Answer, run: Run) -> Answer:
+    """A prediction, which says that it is one and of which step, without what it says to the command line."""
+    said = Line(f"Predicted by arithmetic for {cell_name(run.workload)}; nothing here was measured.", "strong")
+    tables = [table for table in answer.tables if table.rows]
+    first = msgspec.structs.replace(tables[0], notes=(said, *tables[0].notes))
+    return msgspec.structs.replace(answer, tables=(first, *tables[1:]))
+
+
+def _largest(material: Material) -> Run | None:
     steps = [
-        run.workload for found in material.folders(phase="train", **PLAIN) for run, _ in found
+        run for found in material.folders(phase="train", **PLAIN) for run, _ in found
         if run.status == "done" and isinstance(run.workload, Workload)
     ]  # fmt: skip
-    return max(steps, key=lambda one: (one.model.d_model * one.model.layers, one.seq_len, one.dtype), default=None)
+    return max(steps, key=lambda run: _size(run.workload), default=None)
+
+
+def _size(workload: AnyWorkload) -> tuple[int, int, str]:
+    assert isinstance(workload, Workload)
+    return workload.model.d_model * workload.model.layers, workload.seq_len, workload.dtype
 
 
 def _both(material: Material, field: str, base: str, **wanted: str) -> list[list[Found]]:
@@ -183,10 +248,15 @@ def _both(material: Material, field: str, base: str, **wanted: str) -> list[list
     return [runs for runs, _ in sorted(kept, key=lambda pair: -_pairs(pair[0], field, base))]
 
 
+_UNDOUBTED = 1_000
+"""How many doubted pairs a pair that nothing doubts is worth."""
+
+
 def _pairs(found: list[Found], field: str, base: str) -> int:
-    """How many runs have a counterpart of the base's value."""
+    """How many runs that no finding doubts have such a counterpart of the base's value; a doubted one counts little."""
     alike = [run.workload.words(field) for run, _ in found if getattr(run.workload, field) == base]
-    return sum(run.workload.words(field) in alike for run, _ in found if getattr(run.workload, field) != base)
+    others = [run for run, _ in found if getattr(run.workload, field) != base and run.workload.words(field) in alike]
+    return sum(1 if doubting_kinds(run) else _UNDOUBTED for run in others)
 
 
 def _panels(runs: list[Run], query: TableQuery) -> tuple[Panel, ...]:
@@ -199,11 +269,17 @@ def _panels(runs: list[Run], query: TableQuery) -> tuple[Panel, ...]:
 def _where_measured(answer: Answer, runs: list[Run], panels: tuple[Panel, ...]) -> Answer:
     """The table of runs with its plot, and with what the lead of another study says."""
     where = [run.environment for run in runs if run.environment is not None]
-    devices = ", ".join(dict.fromkeys(one.device_name for one in where))
+    devices = ", ".join(dict.fromkeys(_device(one) for one in where))
     versions = where[-1].versions if where else {}
     return msgspec.structs.replace(
         answer, panels=panels, device=devices, versions=dict(versions), date=max(run.day for run in runs)
     )
+
+
+def _device(where: Environment) -> str:
+    """The device's name, with how much of its memory was allowed, where that is not all."""
+    limit = where.memory_limit_bytes
+    return f"{where.device_name} ({format_bytes(limit)} of its memory allowed)" if limit else where.device_name
 
 
 def _part(answer: Answer, only: tuple[str, ...]) -> Answer:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 import polars as pl
 
 from stepscope.analysis.captures.attribution import ROOT, Attribution
+from stepscope.analysis.captures.digest import TraceDigest
 from stepscope.analysis.captures.occupation import Occupation
 from stepscope.analysis.captures.summary import LAYERS_TOGETHER, NO_MODULE, OUTSIDE, TraceSummary
 from stepscope.analysis.kernels.names.label import kernel_labels
@@ -33,29 +34,43 @@ def icicle_panel(summary: TraceSummary) -> Panel | None:
         .agg(pl.col("duration_ns").sum() / steps / 1e6)
         .sort("duration_ns", "phase", "module", "family", descending=[True, False, False, False])
     )
-    if not rows.height:
-        return None
+    noun = "operator" if summary.attribution.table.on_cpu else "kernel"
+    ways = (((phase, *_modules(path), family), time_ms) for phase, path, family, time_ms in rows.iter_rows())
+    return _icicle(ways, noun, "Time by phase, module and family")
+
+
+def digest_icicles(digest: TraceDigest, noun: str) -> list[Panel]:
+    """What the digest of a capture keeps of its time: by phase and family, and by module and family."""
+    phases = (((row.phase, row.family), row.busy_ns / 1e6) for row in digest.families)
+    places = (((*_modules(row.module), row.family), row.busy_ns / 1e6) for row in digest.places)
+    found = _icicle(phases, noun, "Time by phase and family"), _icicle(places, noun, "Time by module and family", 1)
+    return [panel for panel in found if panel is not None]
+
+
+def _icicle(ways: Iterable[tuple[tuple[str, ...], float]], noun: str, heading: str, phases: int = 2) -> Panel | None:
+    """An icicle of times in milliseconds, each with the way from the outermost part to its own. `phases`: the depth of
+    phases; 1 where the ways name none."""
     times: dict[tuple[str, ...], float] = {}
     levels: dict[tuple[str, ...], str] = {}
-    for phase, path, family, time_ms in rows.iter_rows():
-        modules = _modules(path)
-        way: tuple[str, ...] = ("a step", phase, *modules, family)
+    for named, time_ms in ways:
+        way: tuple[str, ...] = ("a step", *named)
         for depth in range(1, len(way) + 1):
             part = way[:depth]
             times[part] = times.get(part, 0.0) + time_ms
-            levels.setdefault(part, _level(depth, len(way)))
-    least = sum(rows["duration_ns"].to_list()) * _SMALLEST_SHARE
+            levels.setdefault(part, _level(depth, len(way), phases))
+    if not times:
+        return None
+    least = times["a step",] * _SMALLEST_SHARE
     nodes: list[Node] = []
     places: dict[tuple[str, ...], int] = {}
     for part in sorted((part for part, time in times.items() if time >= least), key=lambda part: _order(part, times)):
         places[part] = len(nodes)
         parent = places.get(part[:-1], -1)
         nodes.append(Node(name_shown(str(part[-1])), times[part], parent, levels[part]))
-    noun = "operator" if summary.attribution.table.on_cpu else "kernel"
     note = f"{noun} time of a step in ms, the layers of a model together; parts below {_SMALLEST_SHARE:.2%} left out"
     return Panel(
         x_title="ms a step", y_title="", points=(), kind="icicle", nodes=tuple(nodes),
-        frame=Frame(heading="Time by phase, module and family", note=note),
+        frame=Frame(heading=heading, note=note),
     )  # fmt: skip
 
 
@@ -72,8 +87,8 @@ def _modules(path: str) -> list[str]:
     return parts
 
 
-def _level(depth: int, length: int) -> str:
-    return {1: "all", 2: "phase", length: "family"}.get(depth, "module")
+def _level(depth: int, length: int, phases: int) -> str:
+    return {phases: "phase", 1: "all", length: "family"}.get(depth, "module")
 
 
 def _order(part: tuple[str, ...], times: dict[tuple[str, ...], float]) -> list[tuple[float, str]]:

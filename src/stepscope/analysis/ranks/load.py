@@ -12,7 +12,7 @@ from stepscope.analysis.captures.load import load_capture
 from stepscope.analysis.ranks.job import Job, job_of
 from stepscope.analysis.ranks.rank import Rank, rank_of
 from stepscope.core.errors import InputError
-from stepscope.core.run_files import CAPTURE_FILES, RUN_FILE
+from stepscope.core.run_files import CAPTURE_FILES, RANK_FOLDER, RUN_FILE
 
 _CAPTURES = (".json", ".json.gz", ".sqlite", ".nsys-rep")
 _RANK = re.compile(r"rank[-_ .]?(\d{1,6})", re.IGNORECASE)
@@ -24,10 +24,13 @@ _NUMBERS = re.compile(r"(\d+)")
 def captures_in(folder: Path) -> list[Path]:
     """The captures that a folder holds, or that lie in its run directories, in the order of the numbers in their names.
 
-    Empty for a file, for a run directory, and for the parquet files of one export. Whole JSON documents that hold no
-    events, such as settings, are left out; whatever is damaged is not, so that no rank is lost unseen.
+    Those of a run directory whose step ranks shared, too. Empty for a file, for any other run directory, and for the
+    parquet files of one export. Whole JSON documents that hold no events, such as settings, are left out; whatever is
+    damaged is not, so that no rank is lost unseen.
     """
-    if not folder.is_dir() or (folder / RUN_FILE).exists() or any(folder.glob("*.parquet")):
+    if (folder / RUN_FILE).exists():
+        return _of_ranks(folder)
+    if not folder.is_dir() or any(folder.glob("*.parquet")):
         return []
     try:
         entries = list(folder.iterdir())
@@ -42,6 +45,16 @@ def captures_in(folder: Path) -> list[Path]:
         or (entry.is_dir() and any((entry / name).exists() for name in CAPTURE_FILES))
     ]
     return sorted(found, key=lambda path: [int(part) if part.isdigit() else part for part in _NUMBERS.split(path.name)])
+
+
+def _of_ranks(folder: Path) -> list[Path]:
+    """The captures of the ranks that shared a run's step, its own first; empty where there are no others."""
+    own = [folder / name for name in CAPTURE_FILES if (folder / name).exists()]
+    others = [
+        one for one in folder.glob(RANK_FOLDER.format(rank="*")) if any((one / n).exists() for n in CAPTURE_FILES)
+    ]
+    others.sort(key=lambda one: (len(one.name), one.name))
+    return [own[0], *others] if own and others else []
 
 
 def _holds_no_events(path: Path) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from stepscope.analysis.runs import metrics
 from stepscope.analysis.runs.doubts import MARKS, doubt_mark
 from stepscope.analysis.runs.nodes import node_of, nodes_findings, unlike_nodes
+from stepscope.analysis.runs.shared import ranks_table
 from stepscope.analysis.runs.times import about_intervals, about_steps, time_table
 from stepscope.analysis.runs.words import doubts, figure, identify, status_sentence, status_word
 from stepscope.core.answer import Answer, Cell, Frame, Line, Panel, Point, Table, as_lines, table_of, text
@@ -33,6 +34,8 @@ def answer_run(run: Run, directory: str | None = None) -> Answer:
         tables.append(text(Line(status_sentence(run), "bad")))
     if run.samples.get(STEP) and run.samples[STEP].count:
         tables.append(_phase_table(run))
+    if run.shared is not None:
+        tables.append(ranks_table(run))
     tables += _memory_table(run)
     return Answer(
         study="run",

@@ -15,6 +15,7 @@ from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.range_names import BACKWARD, DATA, FORWARD, FORWARD_BACKWARD, OPTIMIZER, REST, STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
+from stepscope.core.strategies import NOT_PARALLEL, strategy_names
 from stepscope.core.units import GIB
 from stepscope.core.workload import COMPILES, DTYPES, OPTIMIZERS, PHASES
 from stepscope.memory.prediction.estimate import estimate
@@ -96,6 +97,8 @@ FIELDS: dict[str, Field] = {
     "optimizer": Field(read=_workload("optimizer"), order=OPTIMIZERS),
     "checkpointing": Field(read=_workload("checkpointing"), order=_CHECKPOINTINGS),
     "accumulation": Field(read=_workload("accumulation")),
+    "parallel": Field(read=_workload("parallel"), order=(NOT_PARALLEL, *strategy_names())),
+    "ranks": Field(read=_workload("ranks")),
     "micro_batch_size": Field(read=_workload("micro_batch_size")),
     "seed": Field(read=_workload("seed")),
     "warmup": Field(read=_fixed_warmup),
@@ -133,7 +136,7 @@ def argument_fields(runs: Iterable[Run]) -> list[str]:
 
 IDENTIFYING = (
     "model", "factory", "code", "batch_size", "seq_len", "dtype", "phase", "attention", "compile", "optimizer",
-    "checkpointing", "accumulation", "seed",
+    "checkpointing", "accumulation", "parallel", "ranks", "seed",
     "warmup", "device", "memory_limit", "torch", "tag",
 )  # fmt: skip
 """Fields that make two runs different experiments, as every argument does: a cell that holds runs which differ in one

@@ -197,10 +197,9 @@ class _Courier:
         several = sum(other["NodeManagerHostname"] == host for other in self._nodes()) > 1 or host in known
         units = int(node["Resources"][self._wants])
         name = f"{host}-{node['NodeID'][:6]}" if several else host
-        named = Node(id=node["NodeID"], name=name, slots=units if self._wants == "GPU" else 1)
-        found = self._known[named.id] = _Found(
-            named, {"num_gpus": 1, "num_cpus": 0} if self._wants == "GPU" else {"num_cpus": units}
-        )
+        gpus = units if self._wants == "GPU" else 0
+        named = Node(id=node["NodeID"], name=name, slots=gpus or 1, gpus=gpus)
+        found = self._known[named.id] = _Found(named, units)
         try:
             version, python, word = await asyncio.wait_for(self._asked(named.id), _LOOK_S)
         except TimeoutError:
@@ -225,8 +224,11 @@ class _Courier:
                 self._say(Word(number=number, stage=stage, detail=detail))
 
     async def _have_measured(self, order: Order) -> None:
+        assert order.request is not None
         found, errors = self._known[order.node], self._ray.exceptions
-        task = self._measure.options(max_retries=0, **found.resources, **self._at(order.node))
+        gpus = {"num_gpus": order.request.workload.ranks, "num_cpus": 0}
+        resources = gpus if found.node.gpus else {"num_cpus": found.units}
+        task = self._measure.options(max_retries=0, **resources, **self._at(order.node))
         name = found.node.name
         try:
             outcome: on_node.Outcome = await task.remote(order, self._terms, name, self._desk)
@@ -265,10 +267,10 @@ class _Refused(StepscopeError):
 
 
 class _Found:
-    """A node as it was found."""
+    """A node as it was found; units: its GPUs, or else its CPUs."""
 
-    def __init__(self, node: Node, resources: dict[str, int]) -> None:
-        self.node, self.resources = node, resources
+    def __init__(self, node: Node, units: int) -> None:
+        self.node, self.units = node, units
         self.fault: str | None = None
         """Why it cannot measure."""
         self.silent = False

@@ -46,6 +46,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     slots: int
     """Cells that it measures at a time: one on each GPU, or one."""
+    gpus: int = 0
+    """GPUs that it has for cells; none where cells are measured on its CPUs."""
 
 
 class Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

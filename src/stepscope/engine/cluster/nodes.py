@@ -17,7 +17,7 @@ from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import load_run
 from stepscope.engine.cell_process import cell_environment
 from stepscope.engine.cluster.messages import Node, Order, Terms, Word
-from stepscope.engine.measured_cell import INTERRUPT_GRACE_S, record
+from stepscope.engine.measured_cell import INTERRUPT_GRACE_S, REFUSED, record
 from stepscope.engine.places import PlaceLost
 from stepscope.engine.plan import Policy, SweepPlan
 from stepscope.engine.request import Stage, StepRequest, Tell
@@ -247,6 +247,10 @@ class NodePlace:
 
     async def measure(self, request: StepRequest, modules: Sequence[str] | None, tell: Tell) -> Run:
         """The run of a cell, which has come home. Raises PlaceLost where the node has died."""
+        ranks, gpus = request.workload.ranks, self._node.gpus
+        if 0 < gpus < ranks:
+            message = f"{ranks} ranks need a GPU each, and node {self._node.name} has {gpus}"
+            return record(request, None, "failed", Failure(message=message, during=REFUSED))
         word = await self._cluster.measured(self._node.id, request, modules, tell)
         if word.lost is not None:
             self._cluster.left()

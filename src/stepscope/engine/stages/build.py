@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from stepscope.core.own_workload import DrivenWorkload
+from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.workload import Workload
 from stepscope.engine.draft import Draft
 from stepscope.measure.compilation import reset_compilation
 from stepscope.measure.step import Step
 from stepscope.models.attention import chosen_attention
 from stepscope.models.training_step import TrainingStep
+from stepscope.parallel.ranks import Ranks
 
 if TYPE_CHECKING:
     from stepscope.models.own.loading import Loaded
@@ -25,24 +27,33 @@ def build(draft: Draft) -> None:
     if workload.compile != "eager":
         reset_compilation()
     draft.held_before_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    draft.made, found = make_step(workload, device, draft.given)
+    draft.made, found = make_step(workload, device, draft.given, draft.ranks)
     draft.set(workload=found)
     if isinstance(workload, Workload) and workload.attention == "auto":
         draft.set_evidence(attention=chosen_attention(workload, device.type))
 
 
 def make_step(
-    workload: DrivenWorkload, device: torch.device, given: "Callable[[], Loaded] | None" = None
+    workload: DrivenWorkload,
+    device: torch.device,
+    given: "Callable[[], Loaded] | None" = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Step, DrivenWorkload]:
     """The step on its device, and its workload with what was found in making it.
 
-    given: a model of the user's own that is there already, in place of what a factory would give.
+    given: a model of the user's own that is there already, in place of what a factory would give. ranks: those that
+    share the step, where its workload says how.
     """
+    share = None
+    if workload.parallel != NOT_PARALLEL:
+        from stepscope.parallel.step import shared_by  # noqa: PLC0415  (only where ranks share the step)
+
+        share = shared_by(workload.parallel, ranks or Ranks())
     if isinstance(workload, Workload):
-        return TrainingStep(workload, device), workload
+        return TrainingStep(workload, device, share), workload
     from stepscope.models.own.loading import make_own_step  # noqa: PLC0415  (only where a model is the user's own)
 
-    return make_own_step(workload, device, given)
+    return make_own_step(workload, device, given, share)
 
 
 def release(draft: Draft) -> None:

@@ -9,6 +9,8 @@ from stepscope.measure.ceilings import ceilings_for
 
 def find_ceilings(draft: Draft) -> None:
     """Measure the ceilings, or take those that are stored for this device and build."""
+    if draft.ranks.ranks > 1 and draft.device.type == "cpu":
+        return  # ranks that share a processor would each measure what the others leave it
     draft.begin("ceiling")
     request = draft.request
     with ranges.silenced():  # these steps are not the model's

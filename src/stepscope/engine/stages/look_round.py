@@ -4,7 +4,6 @@ import msgspec
 
 from stepscope.core.device_spec import find_device_spec, overridden_spec
 from stepscope.core.own_workload import OwnWorkload
-from stepscope.core.run_directory import save_run
 from stepscope.engine.draft import Draft
 from stepscope.measure.environment import read_environment
 from stepscope.work.transformer import known_work
@@ -19,4 +18,4 @@ def look_round(draft: Draft) -> None:
     name, stated = environment.device_name, request.peak_flops_per_s
     spec = overridden_spec(name, request.workload.dtype, stated) if stated else find_device_spec(name)
     draft.set(environment=environment, device_spec=spec, work=known_work(request.workload))
-    save_run(draft.run, draft.directory, rescue=False)
+    draft.save(rescue=False)

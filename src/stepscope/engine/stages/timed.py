@@ -11,6 +11,7 @@ from stepscope.core.run import Settings
 from stepscope.core.units import format_seconds
 from stepscope.engine.draft import Draft
 from stepscope.engine.request import Stage
+from stepscope.engine.stages.ranks import take_steps_together
 from stepscope.measure.compilation import CompilationWatch, compile_report
 from stepscope.measure.energy import LEAST_S, EnergyMeter
 from stepscope.measure.environment import HostLoad
@@ -39,8 +40,11 @@ def time_steps(draft: Draft) -> None:
                 settings=draft.request.settings,
                 on_progress=lambda progress: _tell(draft, progress),
                 before_measuring=readings.before_the_measured_steps,
+                peers=draft.ranks,
             )[_SUBJECT]
             _keep(draft, result)
+            if not result.interrupted:
+                take_steps_together(draft, result)
             interrupted = result.interrupted
         except StepFailed as failure:
             _keep(draft, failure.partial[_SUBJECT])
@@ -115,7 +119,7 @@ def measure_energy(draft: Draft) -> None:
 
     They are no samples. Whoever asks for less than LEAST_S of steps gets no more.
     """
-    if draft.run.evidence.energy is not None or draft.request.settings.seconds < LEAST_S:
+    if draft.ranks.ranks > 1 or draft.run.evidence.energy is not None or draft.request.settings.seconds < LEAST_S:
         return
     settings = Settings(warmup_floor=0, warmup_cap=0, steps_floor=1, steps_cap=_MANY, seconds=LEAST_S)
     with nvml_kept_open(draft.device):

@@ -79,8 +79,14 @@ def _described(workload: Workload, storage: Storage, operators: tuple[str, ...])
         "batch_size": batch, "seq_len": length, "d_model": config.d_model, "d_ff": config.d_ff,
         "heads": config.heads, "head_dim": config.head_dim, "key_width": config.key_width,
     }  # fmt: skip
-    for dimensions, itemsizes in _WEIGHTS if is_weight else _ACTIVATIONS:
+    shapes = _WEIGHTS if is_weight else _ACTIVATIONS
+    if _OF_SCORES & set(operators):  # sizes of other shapes may be equal
+        shapes = sorted(shapes, key=lambda shape: shape[0].count("seq_len") < 2)
+    wide = workload.dtype in ("fp32", "tf32")
+    for dimensions, itemsizes in shapes:
         for itemsize in itemsizes:
+            if wide and itemsize == 2:
+                continue  # nothing there is of 16 bits
             if math.prod(size[name] for name in dimensions) * itemsize == storage.bytes:
                 return KeptTensor(
                     operators=operators,
@@ -93,6 +99,9 @@ def _described(workload: Workload, storage: Storage, operators: tuple[str, ...])
         operators=operators, dimensions=("bytes",), sizes=(storage.bytes,), itemsize=1, cast_copy=is_weight
     )
 
+
+_OF_SCORES = {"Bmm", "Softmax", "SafeSoftmax"}
+"""Operators that keep scores of attention, a figure for each query and key."""
 
 _Shapes = tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
 _WEIGHTS: _Shapes = ((("d_model", "d_model"), (2,)), (("d_model", "d_ff"), (2,)), (("key_width", "d_model"), (2,)))

@@ -19,8 +19,9 @@ from stepscope.models.own.factory import call_factory, find_factory
 from stepscope.models.own.hugging_face import make_from_config
 from stepscope.models.own.identity import describe_own
 from stepscope.models.own.own_module import OwnModule, understand
-from stepscope.models.own.own_step import DrivenStep, OwnStep
+from stepscope.models.own.own_step import DrivenStep, OwnStep, parts_of
 from stepscope.models.own.user_code import said_of
+from stepscope.models.training_step import Share, StepParts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,21 +89,37 @@ def code_of(loaded: Loaded) -> str:
 
 
 def make_own_step(
-    workload: OwnWorkload, device: torch.device, given: Callable[[], Loaded] | None = None
+    workload: OwnWorkload,
+    device: torch.device,
+    given: Callable[[], Loaded] | None = None,
+    share: Share | None = None,
 ) -> tuple[OwnStep | DrivenStep, OwnWorkload]:
     """The step on its device, and the workload with the model as it was found and the factory's own choices.
 
-    given: an object that exists already, in place of what the workload's factory would return.
+    given: an object that exists already, in place of what the workload's factory would return. share: spreads the step
+    over several processes. Raises InputError for a step of the user's own that others should share.
     """
     loaded = given() if given else load_own(workload.factory, workload.arguments, seed=workload.seed)
     if loaded.made is None:
+        if share is not None:
+            raise InputError(f"{loaded.name} gave a step of its own, which ranks cannot share: give a module, a batch")
         return _driven(loaded, workload, device)
-    step = OwnStep(loaded.made, workload, device)
+    step = OwnStep(loaded.made, workload, device, share)
     optimizer, by_factory = workload.optimizer, ()
     if loaded.made.optimizer is not None and step.optimizer is not None:
         optimizer, by_factory = type(step.optimizer).__name__, ("optimizer",)
     model = describe_own(step.model, step.named_tensors(step.batches[0]), [loaded.file])
     return step, msgspec.structs.replace(workload, model=model, optimizer=optimizer, by_factory=by_factory)
+
+
+def own_parts(
+    workload: OwnWorkload, device: torch.device, given: Callable[[], Loaded] | None = None
+) -> StepParts:  # fmt: skip
+    """What the step of a user's module is assembled of, made anew. Raises InputError for a step of the user's own."""
+    loaded = given() if given else load_own(workload.factory, workload.arguments, seed=workload.seed)
+    if loaded.made is None:
+        raise InputError(f"{loaded.name} gave a step of its own, which ranks cannot share: give a module, a batch")
+    return parts_of(loaded.made.on(device, torch.bfloat16 if workload.dtype == "bf16-pure" else None), workload)
 
 
 def _driven(loaded: Loaded, workload: OwnWorkload, device: torch.device) -> tuple[DrivenStep, OwnWorkload]:

@@ -13,7 +13,7 @@ from stepscope.measure.step import Phase
 from stepscope.models.own.batches import input_names, named_tensors, split
 from stepscope.models.own.blocks import checkpoint_blocks
 from stepscope.models.own.own_module import OwnModule, check_gradient
-from stepscope.models.training_step import AssembledStep, Batch, Choices, StepParts, check_choices
+from stepscope.models.training_step import AssembledStep, Batch, Choices, Share, StepParts, check_choices
 
 
 class OwnChoices(Choices, Protocol):
@@ -52,8 +52,10 @@ class ModuleAlone(nn.Module):
 class OwnStep(AssembledStep):
     """A step of a user's module. If the first run of one of its phases fails, one line says what is wrong."""
 
-    def __init__(self, own: OwnModule, choices: OwnChoices, device: torch.device) -> None:
-        """own: the module as the factory returned it. It is moved to the device."""
+    def __init__(
+        self, own: OwnModule, choices: OwnChoices, device: torch.device, share: Share | None = None
+    ) -> None:  # fmt: skip
+        """own: the module as the factory returned it. It is moved to the device. share: as of AssembledStep."""
         check_choices(choices, device)
         trained = [parameter for parameter in own.module.parameters() if parameter.requires_grad]
         if choices.phase != "forward" and not trained:
@@ -63,7 +65,7 @@ class OwnStep(AssembledStep):
         blocks = checkpoint_blocks(own.module, choices.checkpointing, own.name)
         self.own = own
         self._first = _FirstRuns(own.name)
-        super().__init__(_parts(own, choices, blocks), choices, device)
+        super().__init__(parts_of(own, choices, blocks), choices, device, share)
 
     def _forward(self, micro: int) -> None:
         if FORWARD in self._first.done:
@@ -159,7 +161,8 @@ class DrivenStep:
             self._first.run("prepare", prepare)
 
 
-def _parts(own: OwnModule, choices: OwnChoices, blocks: Sequence[nn.Module]) -> StepParts:
+def parts_of(own: OwnModule, choices: OwnChoices, blocks: Sequence[nn.Module] = ()) -> StepParts:
+    """What the step of a user's module is assembled of; its blocks, where they are known."""
     names = input_names(own.module)
 
     def cut(batch: Batch, parts: int) -> list[Batch]:

@@ -6,6 +6,7 @@ from stepscope.writeup.sources import (
     arithmetic_of_peak,
     attention_steps,
     compiled,
+    how_much_they_vary,
     kept_tensors,
     kernels,
     recorded_memory,
@@ -13,6 +14,7 @@ from stepscope.writeup.sources import (
     stored,
     table,
     warmup,
+    which_run_out,
 )
 
 
@@ -86,7 +88,7 @@ ASSIGNMENT = Assignment(
                     "they vary?", measure=_STEPS,
                     source=table(
                         "model,seq_len", value="forward,backward,optimizer", statistic="mean-std",
-                        where={"phase": "train", "dtype": "fp32", **PLAIN},
+                        where={"phase": "train", "dtype": "fp32", **PLAIN}, says=how_much_they_vary,
                     ),
                 ),
                 Question(
@@ -96,7 +98,9 @@ ASSIGNMENT = Assignment(
                 Question(
                     id="benchmarking-lengths", asks="How does a training step grow with the sequence, and which cells "
                     "run out of memory?", measure=_STEPS,
-                    source=table("model", "seq_len", where={"phase": "train", "dtype": "fp32", **PLAIN}),
+                    source=table(
+                        "model", "seq_len", where={"phase": "train", "dtype": "fp32", **PLAIN}, says=which_run_out,
+                    ),
                 ),
             ),
         ),

@@ -46,7 +46,7 @@ def unvaried_input(run: Run) -> Finding | None:
 def _distinct_if_random(workload: Workload) -> float:
     """The number of distinct tokens that a batch of uniformly random ones is expected to hold."""
     vocabulary = workload.model.vocabulary
-    return vocabulary * (1 - (1 - 1 / vocabulary) ** workload.tokens)
+    return vocabulary * (1 - (1 - 1 / vocabulary) ** (workload.tokens // workload.batch_parts))
 
 
 def cache_resident(run: Run) -> Finding | None:
@@ -128,6 +128,9 @@ def host_busy(run: Run) -> Finding | None:
     if environment is None or environment.host is None or environment.host.other_cores is None:
         return None
     others = environment.host.other_cores
+    if run.shared is not None:  # the other ranks of this host are no others
+        here = sum(figures.host == run.shared.ranks[0].host for figures in run.shared.ranks)
+        others -= (here - 1) * (environment.host.own_cores or 0.0)
     if others < 0.25 * environment.cpu_cores:
         return None
     return warning(

@@ -169,11 +169,12 @@ def accumulation_mismatch(run: Run) -> Finding | None:
         return None
     due, forwards = workload.accumulation, observation.model_forwards.get(FORWARD, 0)
     trains, updates = workload.phase != "forward", workload.phase == "train"
-    fault = ""
+    fault, tokens = "", None if workload.tokens is None else workload.tokens // workload.batch_parts
     if forwards < due:
         fault = f"the model's forward ran {forwards} times in a step, where {due} belong"
-    elif workload.tokens is not None and observation.forward_tokens != workload.tokens:
-        fault = f"forward took {observation.forward_tokens:,} tokens in a step of {workload.tokens:,}"
+    elif tokens is not None and observation.forward_tokens != tokens:
+        of_rank = f" of which {tokens:,} are this rank's" if tokens != workload.tokens else ""
+        fault = f"forward took {observation.forward_tokens:,} tokens in a step of {workload.tokens:,}{of_rank}"
     elif observation.covers_batch is False:
         fault = "what forward took is not the step's batch"
     elif trains and observation.backward_passes != due:

@@ -1,0 +1,122 @@
+"""The ways in which several ranks share a training step: one record each, beside its file in parallel/strategies/.
+
+Bytes are those that one rank sends for the gradients and the parameters of a step, P bytes of either, by the ring
+algorithms that the collectives' lower bounds are of (Patarasuk and Yuan 2009; nccl-tests, doc/PERFORMANCE.md): an
+all-reduce sends 2 (n - 1) / n of the message, a reduce-scatter or an all-gather (n - 1) / n.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stepscope.core.errors import choose
+
+NOT_PARALLEL = "none"
+"""No ranks share the step."""
+
+PARAMETERS, GRADIENTS, OPTIMIZER_STATE = "parameters", "gradients", "optimizer state"
+
+
+def _all_reduced(gradients: int, parameters: int, ranks: int) -> float:
+    """Each gradient is reduced on all ranks: 2 (n - 1) / n."""
+    return 2 * (ranks - 1) / ranks * gradients
+
+
+def _sharded_optimizer(gradients: int, parameters: int, ranks: int) -> float:
+    """Gradients are reduced on all ranks, then each rank sends the others what it updated: each byte of the parameters
+    reaches n - 1 ranks, of which a rank sends its share."""
+    return _all_reduced(gradients, parameters, ranks) + (ranks - 1) / ranks * parameters
+
+
+def _fully_sharded(gradients: int, parameters: int, ranks: int) -> float:
+    """Parameters are gathered for forward, and again for backward; gradients are reduced to their shards
+    (Rajbhandari et al. 2020, ZeRO, section 7.2.2)."""
+    return (ranks - 1) / ranks * (2 * parameters + gradients)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyRecord:
+    """A way in which ranks share a step."""
+
+    name: str
+    words: str
+    """What it does, in a sentence."""
+    module: str
+    """The name of its file in parallel/strategies/."""
+    is_lesson: bool
+    """Whether it is written out here to be read; else the field's own is called."""
+    backends: tuple[str, ...] = ("gloo", "nccl")
+    splits_batch: bool = True
+    """Whether each rank has a part of the batch of its own."""
+    shards: tuple[str, ...] = ()
+    """What each rank keeps a part of alone, between steps; the rest it keeps whole."""
+    sends: Callable[[int, int, int], float] | None = None
+    """The bytes that a rank sends in a step, by the bytes of gradients and of parameters and the number of ranks; None
+    where they depend on the activations."""
+    textbook_only: bool = False
+    """Whether it needs the textbook's model, whose modules it knows by name."""
+
+
+STRATEGIES: dict[str, StrategyRecord] = {
+    record.name: record
+    for record in (
+        StrategyRecord(
+            name="ddp-naive", module="ddp_naive", is_lesson=True, sends=_all_reduced,
+            words="All-reduces each gradient by itself, after backward.",
+        ),
+        StrategyRecord(
+            name="ddp-flat", module="ddp_flat", is_lesson=True, sends=_all_reduced,
+            words="All-reduces all gradients as one tensor, after backward.",
+        ),
+        StrategyRecord(
+            name="ddp-overlap", module="ddp_overlap", is_lesson=True, sends=_all_reduced,
+            words="All-reduces each gradient while backward goes on, as soon as it is ready.",
+        ),
+        StrategyRecord(
+            name="ddp-bucketed", module="ddp_bucketed", is_lesson=True, sends=_all_reduced,
+            words="All-reduces gradients in buckets of 25 MiB while backward goes on.",
+        ),
+        StrategyRecord(
+            name="zero1", module="zero1", is_lesson=True, shards=(OPTIMIZER_STATE,), sends=_sharded_optimizer,
+            words="Keeps the optimizer's state of a part of the parameters on each rank, which updates that part and "
+            "sends it to the others.",
+        ),
+        StrategyRecord(
+            name="fsdp-textbook", module="fsdp_textbook", is_lesson=True, sends=_fully_sharded,
+            shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE),
+            words="Keeps a shard of each parameter on each rank, gathers a block's for its forward and its backward, "
+            "and reduces its gradients to their shards.",
+        ),
+        StrategyRecord(
+            name="ddp", module="ddp", is_lesson=False, sends=_all_reduced,
+            words="PyTorch's DistributedDataParallel.",
+        ),
+        StrategyRecord(
+            name="fsdp2", module="fsdp2", is_lesson=False, sends=_fully_sharded,
+            shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE),
+            words="PyTorch's fully_shard, block by block.",
+        ),
+        StrategyRecord(
+            name="tensor", module="tensor", is_lesson=False, splits_batch=False, textbook_only=True,
+            shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE),
+            words="PyTorch's parallelize_module: heads and the feed-forward's width are split over the ranks, and "
+            "activations are all-reduced twice a block.",
+        ),
+    )
+}  # fmt: skip
+"""Every strategy, by its name; lessons first, in the order in which they are learned."""
+
+
+def strategy_names() -> tuple[str, ...]:
+    """The names of the strategies."""
+    return tuple(STRATEGIES)
+
+
+def strategy_named(name: str) -> StrategyRecord:
+    """The strategy of that name. Raises InputError where there is none."""
+    choose(name, strategy_names(), "parallel")
+    return STRATEGIES[name]
+
+
+def batch_parts(parallel: str, ranks: int) -> int:
+    """Over how many ranks this strategy splits the batch: each part is another's work."""
+    return ranks if parallel != NOT_PARALLEL and strategy_named(parallel).splits_batch else 1

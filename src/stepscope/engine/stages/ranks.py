@@ -1,0 +1,80 @@
+"""Takes together what the ranks of a step measured; of a step of one process it changes nothing."""
+
+import contextlib
+from collections.abc import Iterable
+
+import msgspec
+from torch import Tensor
+
+from stepscope.core.evidence import PhaseMemory
+from stepscope.core.range_names import STEP
+from stepscope.core.ranks import RankFigures, RanksEvidence, Span, steps_together
+from stepscope.core.run_files import RANK_FOLDER
+from stepscope.engine.draft import Draft
+from stepscope.measure.local_part import local_part
+from stepscope.measure.step import Step
+from stepscope.measure.timer import Measurement
+from stepscope.parallel.ranks import host_name
+
+
+def take_steps_together(draft: Draft, result: Measurement) -> None:
+    """Make the samples of the step those of all ranks, and keep what each measured."""
+    if not draft.ranks.backend:
+        return
+    environment = draft.run.environment
+    parameters, state = kept_bytes(draft.step)
+    mine = RankFigures(
+        rank=draft.ranks.rank, host=host_name(), device_name=environment.device_name if environment else "",
+        samples=result.samples, parameter_bytes=parameters, optimizer_bytes=state,
+    )  # fmt: skip
+    found: list[tuple[bytes, tuple[Span, ...]]] = draft.ranks.gathered((msgspec.json.encode(mine), result.spans_ns))
+    figures = tuple(msgspec.json.decode(one, type=RankFigures) for one, _ in found)
+    shared = RanksEvidence(
+        backend=draft.ranks.backend, ranks=figures, threads=draft.ranks.threads, start_s=draft.ranks.start_s,
+        started_here=draft.ranks.started_here, correct=draft.correct,
+    )  # fmt: skip
+    together = steps_together([spans for _, spans in found], one_clock=shared.one_host)
+    step = msgspec.structs.replace(result.samples[STEP], values_s=together)
+    draft.set(samples={**result.samples, STEP: step}, shared=shared)
+
+
+def bring_the_ranks_together(draft: Draft) -> None:
+    """Keep the memory of every rank, and name the files that each recorded."""
+    if not draft.ranks.backend or draft.run.shared is None:
+        return
+    run = draft.run
+    found = draft.ranks.gathered((msgspec.json.encode(run.evidence.memory), run.artifacts))
+    figures: list[RankFigures] = []
+    files: dict[str, str] = {}
+    for known, (memory, artifacts) in zip(draft.run.shared.ranks, found, strict=True):
+        kept = msgspec.json.decode(memory, type=PhaseMemory | None)
+        figures.append(msgspec.structs.replace(known, memory=kept, artifacts=artifacts))
+        if known.rank:
+            folder = RANK_FOLDER.format(rank=known.rank)
+            files |= {f"{kind}-{folder}": f"{folder}/{file}" for kind, file in artifacts.items()}
+    draft.set(shared=msgspec.structs.replace(draft.run.shared, ranks=tuple(figures)))
+    draft.keep_files(**files)
+    if not draft.saves:
+        with contextlib.suppress(OSError):  # it recorded nothing of its own
+            draft.directory.rmdir()
+
+
+def kept_bytes(step: Step) -> tuple[int, int]:
+    """What this rank keeps between steps: its parameters, and its optimizer's state, in bytes."""
+    optimizer = step.optimizer
+    if optimizer is None:
+        return storage_bytes(step.model.parameters()), 0
+    groups = (tensor for group in optimizer.param_groups for tensor in group["params"])
+    state = (value for of_one in optimizer.state.values() for value in of_one.values() if isinstance(value, Tensor))
+    return storage_bytes([*step.model.parameters(), *groups]), storage_bytes(state)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """The bytes of the tensors' storages, each once; of a sharded tensor those of this rank's part."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        local = local_part(tensor)
+        storage = local.untyped_storage()
+        if local.device.type != "meta" and storage.nbytes():
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())

@@ -1,0 +1,62 @@
+"""Holds ranks that share a step against one process, before anything is timed."""
+
+import dataclasses
+
+import msgspec
+
+from stepscope.core.own_workload import OwnWorkload
+from stepscope.core.ranks import Correctness
+from stepscope.core.strategies import NOT_PARALLEL
+from stepscope.core.workload import Workload
+from stepscope.engine.draft import Draft
+from stepscope.engine.stages.build import release
+
+_LAYERS = 2
+"""Layers of the textbook's model that are checked: one block's way of being spread is every block's."""
+
+
+def check_the_ranks(draft: Draft) -> None:
+    """Raise an error, which ends the run, where the ranks compute something else than one process does."""
+    workload = draft.request.workload
+    if workload.parallel == NOT_PARALLEL or workload.phase == "forward":
+        return
+    draft.begin("check ranks")
+    draft.correct = found = _check(draft, workload)
+    release(draft)
+    if not found.passed:
+        raise RuntimeError(said_of(found, workload.parallel))
+
+
+def _check(draft: Draft, workload: Workload | OwnWorkload) -> Correctness:
+    from stepscope.models.training_step import StepParts, textbook_parts  # noqa: PLC0415  (only where ranks share a step)
+    from stepscope.parallel.correctness import check_ranks  # noqa: PLC0415
+
+    device = draft.device
+    if isinstance(workload, OwnWorkload):
+        from stepscope.models.own.loading import own_parts  # noqa: PLC0415
+
+        def make_own() -> StepParts:
+            return dataclasses.replace(own_parts(workload, device, draft.given), optimizer=None)
+
+        return check_ranks(workload.parallel, make_own, workload, device, draft.ranks)
+    layers = min(_LAYERS, workload.model.layers)
+    small = msgspec.structs.replace(
+        workload, model=msgspec.structs.replace(workload.model, layers=layers), compile="eager", checkpointing="none",
+        accumulation=1,
+    )  # fmt: skip
+    return check_ranks(
+        workload.parallel, lambda: textbook_parts(small, device), small, device, draft.ranks,
+        layers=layers if layers < workload.model.layers else None,
+    )  # fmt: skip
+
+
+def said_of(found: Correctness, name: str) -> str:
+    """What the ranks compute wrongly, in a line."""
+    wrong, allowed, what = found.gradient_error, found.gradient_allowed, "the gradients of the first step"
+    if wrong <= allowed:
+        wrong, allowed = found.update_error, found.update_allowed
+        what = f"what {found.steps} steps of SGD make of the parameters"
+    return (
+        f"ranks that share a step by {name} compute something else than one process: {what} differ by {wrong:.2g}, "
+        f"where rounding makes up to {allowed:.2g}, most in {found.worst}; nothing was timed"
+    )

@@ -1,0 +1,68 @@
+"""A step's parts spread over the ranks by a strategy."""
+
+import dataclasses
+import importlib
+
+from stepscope.core.errors import InputError
+from stepscope.core.strategies import GRADIENTS, StrategyRecord, strategy_named
+from stepscope.models.training_step import Choices, Share, Shared, StepParts, optimizer_for
+from stepscope.parallel.ranks import Ranks
+from stepscope.parallel.spread import MakeOptimizer, Spread, Strategy, Whole
+
+
+def shared_by(name: str, ranks: Ranks) -> Share:
+    """What spreads a step's parts over these ranks by the strategy of that name."""
+    record = strategy_named(name)
+
+    def share(parts: StepParts, choices: Choices) -> Shared:
+        spread = spread_parts(record, parts, choices, ranks)
+        made = dataclasses.replace(
+            parts, model=spread.model, forward=spread.forward, optimizer=spread.optimizer,
+            batches=[part_of(batch, parts, record, ranks) for batch in parts.batches],
+        )  # fmt: skip
+        return Shared(parts=made, finish=spread.finish if spread.finishes else None, local=spread.local)
+
+    return share
+
+
+def spread_parts(
+    record: StrategyRecord, parts: StepParts, choices: Choices, ranks: Ranks, *,
+    make_optimizer: MakeOptimizer | None = None, strategy: Strategy | None = None,
+) -> Spread:  # fmt: skip
+    """The parts spread over the ranks. Raises InputError for what this strategy cannot spread.
+
+    make_optimizer: in place of the optimizer that was chosen. strategy: in place of the record's own.
+    """
+    if ranks.backend and ranks.backend not in record.backends:
+        raise InputError(
+            f"--parallel {record.name} runs on {' and '.join(record.backends)}, and this is {ranks.backend}"
+        )
+    if GRADIENTS in record.shards and choices.dtype == "fp16":
+        raise InputError(
+            f"--parallel {record.name} keeps gradients in shards, and fp16 scales the loss by all of them: choose bf16"
+        )
+    if record.shards and parts.optimizer is not None:
+        raise InputError(
+            f"--parallel {record.name} keeps parts of the optimizer's state, and this model came with an optimizer of "
+            "whole parameters: let the factory give the module without it"
+        )
+
+    given = parts.optimizer
+    if make_optimizer is None and choices.phase == "train":
+        make_optimizer = lambda trained: given or optimizer_for(trained, choices)  # noqa: E731
+    whole = Whole(model=parts.model, forward=parts.forward, blocks=parts.blocks, make_optimizer=make_optimizer)
+    chosen: Strategy = strategy or importlib.import_module(f"stepscope.parallel.strategies.{record.module}").spread
+    return chosen(whole, ranks)
+
+
+def part_of(batch: tuple[object, ...], parts: StepParts, record: StrategyRecord, ranks: Ranks) -> tuple[object, ...]:
+    """This rank's part of a batch; all of it where the strategy splits something else."""
+    if not record.splits_batch or ranks.ranks == 1:
+        return batch
+    try:
+        found = parts.split(batch, ranks.ranks)
+    except InputError:
+        found = []
+    if len(found) != ranks.ranks:
+        raise InputError(f"the batch cannot be divided by {ranks.ranks} ranks: give a batch size that can")
+    return found[ranks.rank]

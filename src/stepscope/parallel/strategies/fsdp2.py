@@ -1,0 +1,53 @@
+"""PyTorch's fully_shard (FSDP2): every parameter is a DTensor of which a rank keeps a shard.
+
+Each block is a unit, whose parameters are gathered before its forward and its backward, one block ahead, and let go
+after each; the last unit, of what is in no block, is the root, which keeps its own from forward to backward.
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from stepscope.parallel.collective import broadcast_from_first
+from stepscope.parallel.ranks import Ranks
+from stepscope.parallel.spread import Spread, Whole
+
+
+def spread(whole: Whole, ranks: Ranks) -> Spread:
+    """Shard each block, then the rest."""
+    broadcast_from_first(whole.model)
+    for block in whole.blocks:
+        fully_shard(block)
+    fully_shard(whole.forward)
+    model, forward = whole.model, whole.forward
+
+    def full_parameters() -> dict[str, Tensor]:
+        return {name: _full(parameter) for name, parameter in model.named_parameters()}
+
+    def full_gradients() -> dict[str, Tensor]:
+        return {name: _full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+    return Spread(
+        model=model, forward=forward, optimizer=whole.optimizer_of(model.parameters()),
+        full_parameters=full_parameters, full_gradients=full_gradients, local=lambda: _Local(forward),
+    )  # fmt: skip
+
+
+class _Local:
+    """Within it, gradients are added up whole on each rank, and not yet reduced."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        assert isinstance(module, FSDPModule)
+        self._module: FSDPModule = module
+
+    def __enter__(self) -> None:
+        self._module.set_requires_gradient_sync(False)
+
+    def __exit__(self, *_: object) -> None:
+        self._module.set_requires_gradient_sync(True)
+
+
+@torch.no_grad()
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

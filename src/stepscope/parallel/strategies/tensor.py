@@ -1,0 +1,69 @@
+"""Tensor parallel: each product of a block is split over the ranks (Shoeybi et al. 2019, Megatron-LM, section 3).
+
+    y = down(silu(gate(x)) * up(x))     gate and up by columns, down by rows: one all-reduce, of y
+    o = output(attention(q, k, v))      q, k, v by heads, output by rows: one all-reduce, of o
+
+Every rank has the whole batch and the whole residual stream. In forward a block all-reduces two tensors of
+B x S x M elements, and two more in backward. The heads of queries, and those of keys, must divide by the ranks.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from stepscope.core.errors import InputError
+from stepscope.models.transformer import CausalSelfAttention, SwiGLU, Transformer
+from stepscope.parallel.collective import broadcast_from_first
+from stepscope.parallel.ranks import Ranks
+from stepscope.parallel.spread import Spread, Whole
+
+_PLAN = {
+    "attention.query": ColwiseParallel, "attention.key": ColwiseParallel, "attention.value": ColwiseParallel,
+    "attention.output": RowwiseParallel, "feed_forward.gate": ColwiseParallel, "feed_forward.up": ColwiseParallel,
+    "feed_forward.down": RowwiseParallel,
+}  # fmt: skip
+"""How each product of a block is split."""
+
+
+def spread(whole: Whole, ranks: Ranks) -> Spread:
+    """Split the products of every block."""
+    model = whole.model
+    if not isinstance(model, Transformer):
+        raise InputError("--parallel tensor knows the textbook's model alone: choose ddp or fsdp2 for one of your own")
+    _check(model, ranks.ranks)
+    broadcast_from_first(model)
+    mesh = init_device_mesh(next(model.parameters()).device.type, (ranks.ranks,))
+    for block in model.blocks:
+        parallelize_module(block, mesh, {name: style() for name, style in _PLAN.items()})
+
+    def full(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+
+    # Fused updates take tensors of one kind: what is split, and what every rank has whole, are groups of their own.
+    split = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    kept = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
+    make = whole.make_optimizer
+    return Spread(
+        model=model, forward=whole.forward,
+        optimizer=make([{"params": split}, {"params": kept}]) if make is not None else None,
+        full_parameters=lambda: full(dict(model.named_parameters())),
+        full_gradients=lambda: full({n: p.grad for n, p in model.named_parameters() if p.grad is not None}),
+    )  # fmt: skip
+
+
+def _check(model: Transformer, ranks: int) -> None:
+    attention = cast("CausalSelfAttention", model.blocks[0].attention)
+    feed_forward = cast("SwiGLU", model.blocks[0].feed_forward)
+    sizes = {
+        "heads": attention.query.out_features // attention.head_dim,
+        "kv_heads": attention.key.out_features // attention.head_dim,
+        "d_ff": feed_forward.gate.out_features,
+    }  # fmt: skip
+    for name, size in sizes.items():
+        if size % ranks:
+            raise InputError(f"--parallel tensor splits {name}, and {size} do not divide by {ranks} ranks")

@@ -1,0 +1,100 @@
+"""Sharded optimizer, lesson 5: each rank keeps the optimizer's state of a part of the parameters.
+
+AdamW keeps two fp32 figures for each parameter, 8 bytes of the 16 that training in fp32 needs (with 4 of the parameter
+and 4 of its gradient). Every rank would keep the same. Here a rank keeps those of its part alone, about 1/n, updates
+that part, and sends it to the others (Rajbhandari et al. 2020, ZeRO, stage 1).
+
+Gradients are averaged as in lesson 4. The updated parameters are one broadcast each, of which a rank sends its part: in
+all 2 (n - 1) / n of the gradients' bytes and (n - 1) / n of the parameters'. ZeRO itself reduces each gradient to its
+owner alone, which saves half of the first.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stepscope.parallel.ranks import Ranks
+from stepscope.parallel.spread import Spread, Whole, replicated
+from stepscope.parallel.strategies.ddp_bucketed import BucketedDataParallel
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state is spread over the ranks.
+
+    parameters, as any optimizer takes them: tensors, or groups with options of their own. optimizer_class: the
+    optimizer of each rank's part, called with that part and **kwargs. Each parameter has one owner, which alone updates
+    it; the largest go first to the rank with least, so that the parts are about equally large. Parameters begin as the
+    first rank's. `state` is that of this rank's part.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor] | Iterable[dict[str, Any]],
+        optimizer_class: Callable[..., torch.optim.Optimizer], **kwargs: Any,
+    ) -> None:  # fmt: skip
+        self._make, self._kwargs = optimizer_class, kwargs
+        self._owner: dict[Tensor, int] = {}
+        self._held = [0] * dist.get_world_size()
+        self._own: torch.optim.Optimizer | None = None
+        super().__init__(parameters, dict(kwargs))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Give each of the group's parameters an owner, and keep those of this rank."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        added: list[Tensor] = group["params"]
+        with torch.no_grad():
+            for parameter in added:
+                dist.broadcast(parameter.data, 0)
+        for parameter in sorted(added, key=lambda one: -one.numel()):
+            rank = self._held.index(min(self._held))
+            self._owner[parameter] = rank
+            self._held[rank] += parameter.numel()
+        own = [parameter for parameter in added if self._owner[parameter] == dist.get_rank()]
+        if not own:
+            return
+        options = {name: value for name, value in group.items() if name in param_group and name != "params"}
+        mine = {**options, "params": own}
+        if self._own is None:
+            self._own = self._make([mine], **self._kwargs)
+            self.state = self._own.state
+        else:
+            self._own.add_param_group(mine)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update this rank's part, and send it to the others. Returns what the closure does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._own is not None:
+            self._follow_options()
+            self._own.step()
+        under_way = [dist.broadcast(one.data, rank, async_op=True) for one, rank in self._owner.items()]
+        for handle in under_way:
+            if handle is not None:
+                handle.wait()
+        return loss
+
+    def _follow_options(self) -> None:
+        """Take over what a scheduler may have changed, such as the learning rate."""
+        assert self._own is not None
+        mine = [group for group in self.param_groups
+                if any(self._owner[one] == dist.get_rank() for one in group["params"])]  # fmt: skip
+        for own, shown in zip(self._own.param_groups, mine, strict=True):
+            own.update({name: value for name, value in shown.items() if name != "params" and name in own})
+
+
+def spread(whole: Whole, ranks: Ranks) -> Spread:
+    """Average gradients in buckets, and keep the optimizer's state sharded."""
+    module = BucketedDataParallel(whole.forward)
+    optimizer = None
+    if (make := whole.make_optimizer) is not None:
+        trained = [parameter for parameter in whole.model.parameters() if parameter.requires_grad]
+        optimizer = ShardedOptimizer(trained, lambda groups, **_: make(groups))
+    return replicated(
+        whole, module, optimizer=optimizer, finish=module.finish_gradient_synchronization, local=module.no_sync
+    )

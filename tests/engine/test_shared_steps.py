@@ -1,0 +1,156 @@
+"""A step that several ranks share, measured by real processes that talk over gloo."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepscope.core.ranks import RanksEvidence
+from stepscope.core.run import Run
+from stepscope.core.run_directory import load_run
+from stepscope.engine.cell_process import MARK
+from stepscope.work.transformer import parameter_count
+from tests.command import stepscope
+
+RUN = ("run", "--model", "tiny", "--layers", "1", "--seq-len", "16", "--device", "cpu", "--parallel", "ddp")
+QUICK = ("--warmup", "1", "--steps", "3")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path, str]:
+    """A run of two ranks with traces, its directory, and what the command showed."""
+    out = tmp_path_factory.mktemp("shared")
+    done = stepscope(*RUN, "--ranks", 2, *QUICK, "--record", "kineto", "--runs", out)
+    assert done.returncode == 0, done.stderr + done.stdout
+    (file,) = out.glob("*/run.json")
+    return load_run(file), file.parent, done.stdout
+
+
+def shared(run: Run) -> RanksEvidence:
+    assert run.shared is not None
+    return run.shared
+
+
+def test_a_run_holds_every_rank(measured: tuple[Run, Path, str]):
+    run, _, said = measured
+    found = shared(run)
+    assert (run.status, run.workload.ranks, found.backend, found.one_host) == ("done", 2, "gloo", True)
+    assert [figures.rank for figures in found.ranks] == [0, 1]
+    assert {figures.samples["step"].count for figures in found.ranks} == {3}
+    for step, *own in zip(
+        run.samples["step"].values_s, *(f.samples["step"].values_s for f in found.ranks), strict=True
+    ):
+        assert step >= max(own)
+    assert found.start_s is not None and 0 < found.start_s < 60
+    assert "2 ranks on 1 host share each step by ddp over gloo" in said
+
+
+def test_ranks_keep_the_model_and_the_optimizer_s_state(measured: tuple[Run, Path, str]):
+    run = measured[0]
+    assert run.textbook is not None
+    parameters = 4 * parameter_count(run.textbook.model)
+    for figures in shared(run).ranks:
+        assert figures.parameter_bytes == parameters
+        assert 2 * parameters <= figures.optimizer_bytes <= 2 * parameters + 4096  # and a step count each
+
+
+def test_traces_of_all_ranks_are_read_together(measured: tuple[Run, Path, str]):
+    run, directory, _ = measured
+    assert run.artifacts["kineto-rank-1"] == "rank-1/trace.kineto.json.gz"
+    done = stepscope("trace", directory, "--json")
+    assert done.returncode == 0, done.stderr
+    assert [rank["rank"] for rank in json.loads(done.stdout)["ranks"]] == [0, 1]
+
+
+def ranks_of(process: subprocess.Popen[str]) -> dict[str, int]:
+    """The processes of the ranks that this command started, by the end of their marks."""
+    found: dict[str, int] = {}
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (place / "environ").read_bytes().split(b"\0")
+            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            continue
+        mark = next((v.decode() for v in variables if v.startswith(f"{MARK}=".encode())), "")
+        if parent == process.pid and mark.endswith("."):
+            found[mark.rsplit(".", 2)[1]] = int(place.name)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the ranks in /proc")
+def test_a_rank_that_is_killed_ends_all_and_is_named(tmp_path: Path):
+    command = [sys.executable, "-m", "stepscope", *RUN, "--ranks", "2", "--seconds", "600", "--runs", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("*/run.json")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        ranks = ranks_of(process)
+        os.kill(ranks["r1"], signal.SIGKILL)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 3 and "rank 1 was killed by SIGKILL during" in said
+    assert not ranks_of(process)
+    (run,) = (load_run(file) for file in tmp_path.glob("*/run.json"))
+    assert run.status == "killed" and run.failure is not None and run.failure.message.startswith("rank 1 was killed")
+
+
+def test_a_job_that_torchrun_started_is_joined(tmp_path: Path):
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "stepscope", *RUN, *QUICK,
+        "--json", "--runs", str(tmp_path),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)  # the first rank alone shows it
+    assert len(document["shared"]["ranks"]) == 2 and not document["shared"]["started_here"]
+    assert len(list(tmp_path.glob("*/run.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--ranks", "2", "--parallel", "none"), "say --parallel"),
+        (("--ranks", "2", "--phase", "forward"), "leave out --phase forward"),
+        (("--parallel", "dpp"), "unknown parallel 'dpp'"),
+        (("--ranks", "0"), "ranks"),
+    ],
+)
+def test_what_cannot_be_shared_is_one_line(options: tuple[str, ...], said: str, tmp_path: Path):
+    done = stepscope(*RUN, *options, "--runs", tmp_path)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_job_that_does_not_say_where_its_ranks_meet_is_one_line(tmp_path: Path):
+    done = stepscope(*RUN, "--runs", tmp_path, SLURM_PROCID="1", SLURM_NTASKS="2")
+    assert done.returncode == 2 and "no MASTER_ADDR and no MASTER_PORT" in done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", ["ddp-bucketed", "zero1", "fsdp-textbook", "ddp", "fsdp2", "tensor"])
+def test_a_rank_on_a_gpu_talks_over_nccl(strategy: str, tmp_path: Path):
+    options = ("--parallel", strategy, "--ranks", 1, "--device", "cuda", "--dtype", "bf16")
+    done = stepscope(*RUN[:7], *options, *QUICK, "--runs", tmp_path)
+    assert done.returncode in (0, 1), done.stderr  # so short a step may be doubted
+    (run,) = (load_run(file) for file in tmp_path.glob("*/run.json"))
+    assert run.status == "done" and shared(run).backend == "nccl"
+    verdict = shared(run).correct
+    assert verdict is not None and verdict.passed
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("strategy", ["ddp-naive", "ddp-bucketed", "zero1", "fsdp-textbook", "ddp", "fsdp2", "tensor"])
+def test_two_ranks_on_two_gpus(strategy: str, tmp_path: Path):
+    options = ("--parallel", strategy, "--ranks", 2, "--device", "cuda", "--dtype", "bf16")
+    done = stepscope("run", "--model", "small", "--layers", 4, "--seq-len", 256, *options, "--record", "kineto",
+                     "--seconds", 1, "--runs", tmp_path)  # fmt: skip
+    assert done.returncode in (0, 1), done.stderr
+    (run,) = (load_run(file) for file in tmp_path.glob("*/run.json"))
+    assert run.status == "done" and len({figures.device_name for figures in shared(run).ranks}) == 1
+    verdict = shared(run).correct
+    assert verdict is not None and verdict.passed

@@ -1,0 +1,36 @@
+"""Runs a function on several ranks that talk over gloo, each a process, and brings home what each returns."""
+
+import json
+import multiprocessing
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def on_ranks(count: int, function: Callable[[int, int], Any]) -> list[Any]:
+    """What the function returns on each rank, of (rank, ranks); the ranks are started afresh, and killed when one of
+    them fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("spawn")
+        ranks = [context.Process(target=_rank, args=(rank, count, folder, function)) for rank in range(count)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(120)
+        alive = [process for process in ranks if process.is_alive()]
+        for process in alive:
+            process.kill()
+        assert not alive, "ranks still waited for one another after two minutes"
+        assert [process.exitcode for process in ranks] == [0] * count
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(count)]
+
+
+def _rank(rank: int, count: int, folder: str, function: Callable[[int, int], Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=count)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(function(rank, count)))
+    dist.destroy_process_group()

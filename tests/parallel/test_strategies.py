@@ -1,0 +1,150 @@
+"""Every strategy against one process, and strategies that are wrong on purpose, on two ranks that talk over gloo."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from stepscope.core.errors import InputError
+from stepscope.core.model_config import configure
+from stepscope.core.ranks import Correctness
+from stepscope.core.strategies import STRATEGIES, batch_parts
+from stepscope.core.workload import Workload
+from stepscope.models.training_step import textbook_parts
+from stepscope.parallel.collective import broadcast_from_first, trained
+from stepscope.parallel.correctness import check_ranks, furthest
+from stepscope.parallel.ranks import Ranks
+from stepscope.parallel.spread import Spread, Strategy, Whole, replicated
+from stepscope.parallel.strategies import ddp_bucketed, ddp_flat
+from stepscope.parallel.strategies.ddp_bucketed import in_buckets
+from tests.parallel.ranks import on_ranks
+
+WORKLOAD = Workload(model=configure("tiny", layers=2, vocabulary=101), batch_size=4, seq_len=8)
+CPU = torch.device("cpu")
+
+
+class Here(Ranks):
+    """The ranks of a group that is there already."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks, self.backend = rank, ranks, "gloo"
+
+    def told(self, value: Any) -> Any:
+        values = [value]
+        torch.distributed.broadcast_object_list(values, 0)
+        return values[0]
+
+
+def sums(whole: Whole, ranks: Ranks) -> Spread:
+    """Adds gradients up and forgets to divide."""
+    right = ddp_flat.spread(whole, ranks)
+
+    def finish() -> None:
+        right.finish()
+        for parameter in trained(whole.model):
+            assert parameter.grad is not None
+            parameter.grad *= ranks.ranks
+
+    return dataclasses.replace(right, finish=finish)
+
+
+def forgets_one(whole: Whole, ranks: Ranks) -> Spread:
+    """Averages all gradients but that of the last norm, the smallest there is."""
+    broadcast_from_first(whole.model)
+    most = [p for name, p in whole.model.named_parameters() if name != "norm.weight"]
+    assert len(most) < len(list(whole.model.parameters()))
+    return replicated(whole, finish=lambda: torch.no_grad()(ddp_flat.average_flat)(most))
+
+
+def one_bucket_late(whole: Whole, ranks: Ranks) -> Spread:
+    """Takes each bucket's message for the one before it, where they are equally long."""
+    module = ddp_bucketed.BucketedDataParallel(whole.forward, bucket_mib=1e-3)
+
+    def finish() -> None:
+        module.finish_gradient_synchronization()
+        gates = [block.feed_forward.gate.weight for block in whole.blocks]  # pyright: ignore
+        gates[0].grad, gates[1].grad = gates[1].grad, gates[0].grad
+
+    return replicated(whole, module, finish=finish)
+
+
+WRONG: dict[str, Strategy] = {"sums": sums, "forgets one": forgets_one, "one bucket late": one_bucket_late}
+
+
+def held_against_one(rank: int, ranks: int) -> dict[str, Any]:
+    """The verdict on every strategy, in fp32 and for some in bf16, and on those that are wrong."""
+    found: dict[str, Any] = {}
+
+    def judge(what: str, name: str, workload: Workload, strategy: Strategy | None = None) -> None:
+        verdict = check_ranks(name, lambda: textbook_parts(workload, CPU), workload, CPU, Here(rank, ranks),
+                              strategy=strategy)  # fmt: skip
+        found[what] = msgspec.to_builtins(verdict)
+
+    for name, record in STRATEGIES.items():
+        if "gloo" in record.backends:
+            judge(name, name, WORKLOAD)
+    for name in ("ddp-bucketed", "fsdp-textbook", "fsdp2"):
+        judge(f"{name} bf16", name, msgspec.structs.replace(WORKLOAD, dtype="bf16"))
+    for name, strategy in WRONG.items():
+        judge(name, "ddp-flat", WORKLOAD, strategy)
+    return found
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> list[dict[str, Correctness]]:
+    return [
+        {name: msgspec.convert(one, Correctness) for name, one in of_rank.items()}
+        for of_rank in on_ranks(2, held_against_one)
+    ]
+
+
+def test_every_strategy_computes_what_one_process_does(verdicts: list[dict[str, Correctness]]):
+    assert verdicts[0] == verdicts[1]
+    right = {name: verdict for name, verdict in verdicts[0].items() if name not in WRONG}
+    assert set(right) >= {name for name, record in STRATEGIES.items() if "gloo" in record.backends}
+    assert not [name for name, verdict in right.items() if not verdict.passed], right
+    assert all(0 < verdict.gradient_spread < 1 for verdict in right.values())
+
+
+def test_a_strategy_that_is_wrong_is_seen(verdicts: list[dict[str, Correctness]]):
+    for name in WRONG:
+        assert not verdicts[0][name].passed, name
+    assert verdicts[0]["sums"].gradient_error == pytest.approx(1.0, rel=1e-3)
+    assert verdicts[0]["forgets one"].worst == "norm.weight"
+    assert "gate" in verdicts[0]["one bucket late"].worst
+
+
+def test_what_is_missing_or_no_number_is_infinitely_far():
+    one = {"a": torch.ones(2), "b": torch.zeros(1)}
+    assert furthest({"a": torch.tensor([1.0, 2.0]), "b": torch.zeros(1)}, one)[1] == "a"
+    assert furthest({"a": torch.ones(2)}, one) == (float("inf"), "b")
+    assert furthest({"a": torch.tensor([1.0, float("nan")]), "b": torch.zeros(1)}, one) == (float("inf"), "a")
+
+
+def test_buckets_are_of_one_dtype_and_go_back_from_the_last_parameter():
+    made = [torch.nn.Parameter(torch.zeros(n, dtype=d)) for n, d in
+            ((10, torch.float32), (10, torch.float32), (100, torch.float32), (10, torch.bfloat16))]  # fmt: skip
+    found = [[parameter.numel() for parameter in bucket] for bucket in in_buckets(made, 100)]
+    assert found == [[10], [100], [10, 10]]
+
+
+BYTES: tuple[tuple[str, int, Callable[[int], float]], ...] = (
+    ("ddp", 2, lambda p: p), ("ddp", 4, lambda p: 1.5 * p), ("zero1", 2, lambda p: 1.5 * p),
+    ("fsdp2", 4, lambda p: 2.25 * p), ("ddp-naive", 1, lambda p: 0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "ranks", "wanted"), BYTES)
+def test_a_rank_sends_what_the_ring_s_formulas_say(name: str, ranks: int, wanted: Callable[[int], float]):
+    sends = STRATEGIES[name].sends
+    assert sends is not None and sends(1000, 1000, ranks) == pytest.approx(wanted(1000))
+
+
+def test_a_batch_is_split_where_the_strategy_splits_it():
+    assert batch_parts("ddp", 4) == 4 and batch_parts("tensor", 4) == 1 and batch_parts("none", 1) == 1
+    with pytest.raises(InputError, match="batch_size 4 is that of all ranks together, and cannot be divided by 3"):
+        msgspec.structs.replace(WORKLOAD, parallel="ddp", ranks=3)
+    assert msgspec.structs.replace(WORKLOAD, parallel="tensor", ranks=3).ranks == 3
