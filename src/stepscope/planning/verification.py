@@ -79,7 +79,7 @@ def _published_table(rows: Iterable[tuple[Cell, ...]]) -> Table:
         ("published", PROSE), ("measured", "text"), ("planned", "text"), ("difference", "+%"),
         ("peak, GiB", ".1f"), ("planned, GiB", ".1f"), ("of peak", "+%"),
         title="Published figures", rows=rows,
-        notes=as_lines(*(f"{source}. Not said there: {what}." for source, what in unknown)),
+        notes=as_lines(*(f"{source}. What a plan of it does not know: {what}." for source, what in unknown)),
     )  # fmt: skip
 
 
