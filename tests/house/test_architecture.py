@@ -22,7 +22,7 @@ ALLOWED = {
     "analysis": {"core", "work", "trace", "memory"},
     "memory": {"core", "work"},
     "engine": {"core", "work", "measure", "models", "parallel", "trace", "analysis", "memory"},
-    "studies": {"core", "work", "measure", "models", "numerics", "trace", "analysis", "memory", "engine"},
+    "studies": {"core", "work", "measure", "models", "numerics", "parallel", "trace", "analysis", "memory", "engine"},
     "planning": {"core", "work", "memory"},
     "pages": {"core", "work", "trace", "analysis", "memory"},
     "report": {"core", "work", "trace", "analysis", "memory"},
