@@ -137,6 +137,8 @@ def scheduled(rank: int, ranks: int) -> list[float]:
     del rank
     parameters = [nn.Parameter(torch.ones(4)) for _ in range(ranks)]
     groups = [{"params": parameters[:1], "lr": 1.0}, {"params": parameters[1:], "lr": 2.0}]
+    unsaid = parallel.ShardedOptimizer([nn.Parameter(torch.ones(1))], torch.optim.AdamW)
+    torch.optim.lr_scheduler.StepLR(unsaid, step_size=1)  # of a rate that nobody gave
     sharded = parallel.ShardedOptimizer(copy.copy(groups), torch.optim.SGD, lr=0.5)
     rates = torch.optim.lr_scheduler.StepLR(sharded, step_size=1, gamma=0.1)
     losses: list[float] = []

@@ -13,6 +13,7 @@ from stepscope.core.model_config import configure
 from stepscope.core.ranks import Correctness
 from stepscope.core.strategies import STRATEGIES, batch_parts
 from stepscope.core.workload import Workload
+from stepscope.engine.stages.right import said_of
 from stepscope.models.training_step import textbook_parts
 from stepscope.parallel.collective import broadcast_from_first, trained
 from stepscope.parallel.correctness import check_ranks, furthest
@@ -31,6 +32,11 @@ class Here(Ranks):
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks, self.backend = rank, ranks, "gloo"
+
+    def gathered(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.ranks
+        torch.distributed.all_gather_object(values, value)
+        return values
 
     def told(self, value: Any) -> Any:
         values = [value]
@@ -65,13 +71,28 @@ def one_bucket_late(whole: Whole, ranks: Ranks) -> Spread:
 
     def finish() -> None:
         module.finish_gradient_synchronization()
-        gates = [block.feed_forward.gate.weight for block in whole.blocks]  # pyright: ignore
+        gates: list[Any] = [block.get_parameter("feed_forward.gate.weight") for block in whole.blocks]
         gates[0].grad, gates[1].grad = gates[1].grad, gates[0].grad
 
     return replicated(whole, module, finish=finish)
 
 
-WRONG: dict[str, Strategy] = {"sums": sums, "forgets one": forgets_one, "one bucket late": one_bucket_late}
+def off_by_little(whole: Whole, ranks: Ranks) -> Spread:
+    """Averages right, but for one part in a hundred thousand."""
+    right = ddp_flat.spread(whole, ranks)
+
+    def finish() -> None:
+        right.finish()
+        for parameter in trained(whole.model):
+            assert parameter.grad is not None
+            parameter.grad *= 1 + 1e-5
+
+    return dataclasses.replace(right, finish=finish)
+
+
+WRONG: dict[str, Strategy] = {
+    "sums": sums, "forgets one": forgets_one, "one bucket late": one_bucket_late, "off by little": off_by_little,
+}  # fmt: skip
 
 
 def held_against_one(rank: int, ranks: int) -> dict[str, Any]:
@@ -86,7 +107,7 @@ def held_against_one(rank: int, ranks: int) -> dict[str, Any]:
     for name, record in STRATEGIES.items():
         if "gloo" in record.backends:
             judge(name, name, WORKLOAD)
-    for name in ("ddp-bucketed", "fsdp-textbook", "fsdp2"):
+    for name in ("ddp-bucketed", "fsdp-textbook", "fsdp2", "tensor"):
         judge(f"{name} bf16", name, msgspec.structs.replace(WORKLOAD, dtype="bf16"))
     for name, strategy in WRONG.items():
         judge(name, "ddp-flat", WORKLOAD, strategy)
@@ -107,6 +128,8 @@ def test_every_strategy_computes_what_one_process_does(verdicts: list[dict[str, 
     assert set(right) >= {name for name, record in STRATEGIES.items() if "gloo" in record.backends}
     assert not [name for name, verdict in right.items() if not verdict.passed], right
     assert all(0 < verdict.gradient_spread < 1 for verdict in right.values())
+    losses = [verdict.loss_error for verdict in right.values()]
+    assert all(error is not None and error < 0.01 for error in losses)
 
 
 def test_a_strategy_that_is_wrong_is_seen(verdicts: list[dict[str, Correctness]]):
@@ -148,3 +171,13 @@ def test_a_batch_is_split_where_the_strategy_splits_it():
     with pytest.raises(InputError, match="batch_size 4 is that of all ranks together, and cannot be divided by 3"):
         msgspec.structs.replace(WORKLOAD, parallel="ddp", ranks=3)
     assert msgspec.structs.replace(WORKLOAD, parallel="tensor", ranks=3).ranks == 3
+
+
+def test_losses_that_are_not_one_process_s_fail_alone():
+    right = Correctness(
+        gradient_error=0, gradient_spread=0, gradient_allowed=1e-6, update_error=0, update_spread=0,
+        update_allowed=1e-6, worst="the loss of step 2", steps=5, loss_error=1e-3, loss_spread=0, loss_allowed=1e-6,
+    )  # fmt: skip
+    assert not right.passed
+    assert "the losses of 5 steps of AdamW differ by 0.001" in said_of(right, "ddp")
+    assert msgspec.structs.replace(right, loss_error=None).passed

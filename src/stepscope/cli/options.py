@@ -16,6 +16,7 @@ import msgspec
 from stepscope.cli import completion
 from stepscope.cli.given_numbers import finite_numbers, positive_integers, positive_number, positive_numbers
 from stepscope.cli.given_options import is_given
+from stepscope.cli.given_words import words
 from stepscope.cli.presentation import Presentation
 from stepscope.core.attentions import ATTENTIONS, attention_names
 from stepscope.core.errors import InputError, choose
@@ -446,11 +447,3 @@ def several(text: str, option: Option) -> tuple[Any, ...]:
     except ValueError:
         expected = "whole numbers, as in 128,256" if option.takes is int else "numbers, as in 1e-4,1e-3"
         raise InputError(f"cannot read {option.flag} {text!r}: write {expected}") from None
-
-
-def words(text: str, option: str) -> list[str]:
-    """A comma-separated list of words, each once."""
-    found = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    if not found:
-        raise InputError(f"{option} is empty: name at least one")
-    return found

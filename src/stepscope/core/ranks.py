@@ -50,16 +50,26 @@ class Correctness(msgspec.Struct, frozen=True, kw_only=True):
     update_spread: float
     update_allowed: float
     worst: str
-    """The parameter that is furthest off."""
+    """The parameter that is furthest off, or the step whose loss is."""
     steps: int
-    """Steps of plain SGD."""
+    """Steps of plain SGD, and as many of AdamW for the losses."""
     layers: int | None = None
     """The layers of the model that was held against one process; None where it was the whole."""
+    loss_error: float | None = None
+    """Of the losses of steps of AdamW; None in runs from before they were compared."""
+    loss_spread: float | None = None
+    loss_allowed: float | None = None
 
     @property
     def passed(self) -> bool:
         """Whether the ranks compute what one process does."""
-        return self.gradient_error <= self.gradient_allowed and self.update_error <= self.update_allowed
+        right = self.gradient_error <= self.gradient_allowed and self.update_error <= self.update_allowed
+        return right and self.losses_passed
+
+    @property
+    def losses_passed(self) -> bool:
+        """Whether the losses are one process's; true where nobody looked."""
+        return self.loss_error is None or self.loss_allowed is None or self.loss_error <= self.loss_allowed
 
 
 class RanksEvidence(msgspec.Struct, frozen=True, kw_only=True):

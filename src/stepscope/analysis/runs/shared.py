@@ -44,10 +44,13 @@ def _about(run: Run, shared: RanksEvidence) -> Iterator[str]:
     )
     if (right := shared.correct) is not None:
         of = f", of {counted(right.layers, 'layer')}" if right.layers is not None else ""
+        losses = ""
+        if right.loss_error is not None and right.loss_spread is not None:
+            losses = f", losses under AdamW by {right.loss_error:.2g} ({right.loss_spread:.2g})"
         yield (
             f"Held against one process on the same batch{of}: gradients differ by {right.gradient_error:.2g} (rounding "
             f"makes {right.gradient_spread:.2g}), parameters after {right.steps} steps of SGD by "
-            f"{right.update_error:.2g} ({right.update_spread:.2g})."
+            f"{right.update_error:.2g} ({right.update_spread:.2g}){losses}."
         )
     if shared.start_s is not None:
         yield f"They had met {format_seconds(shared.start_s)} after the first was started."

@@ -56,6 +56,9 @@ def said_of(found: Correctness, name: str) -> str:
     if wrong <= allowed:
         wrong, allowed = found.update_error, found.update_allowed
         what = f"what {found.steps} steps of SGD make of the parameters"
+    if wrong <= allowed and found.loss_error is not None and found.loss_allowed is not None:
+        wrong, allowed = found.loss_error, found.loss_allowed
+        what = f"the losses of {found.steps} steps of AdamW"
     return (
         f"ranks that share a step by {name} compute something else than one process: {what} differ by {wrong:.2g}, "
         f"where rounding makes up to {allowed:.2g}, most in {found.worst}; nothing was timed"

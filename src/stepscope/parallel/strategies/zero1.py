@@ -53,15 +53,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._owner[parameter] = rank
             self._held[rank] += parameter.numel()
         own = [parameter for parameter in added if self._owner[parameter] == dist.get_rank()]
-        if not own:
-            return
         options = {name: value for name, value in group.items() if name in param_group and name != "params"}
-        mine = {**options, "params": own}
+        mine = {**options, "params": own}  # perhaps of no parameter: each rank has all groups, and their options
         if self._own is None:
             self._own = self._make([mine], **self._kwargs)
             self.state = self._own.state
         else:
             self._own.add_param_group(mine)
+        for name, value in self._own.param_groups[-1].items():
+            group.setdefault(name, value)  # a scheduler reads options that nobody gave, too
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -82,9 +82,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _follow_options(self) -> None:
         """Take over what a scheduler may have changed, such as the learning rate."""
         assert self._own is not None
-        mine = [group for group in self.param_groups
-                if any(self._owner[one] == dist.get_rank() for one in group["params"])]  # fmt: skip
-        for own, shown in zip(self._own.param_groups, mine, strict=True):
+        for own, shown in zip(self._own.param_groups, self.param_groups, strict=True):
             own.update({name: value for name, value in shown.items() if name != "params" and name in own})
 
 
