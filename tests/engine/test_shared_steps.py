@@ -57,6 +57,7 @@ def test_ranks_keep_the_model_and_the_optimizer_s_state(measured: tuple[Run, Pat
     parameters = 4 * parameter_count(run.textbook.model)
     for figures in shared(run).ranks:
         assert figures.parameter_bytes == parameters
+        assert figures.optimizer_bytes is not None
         assert 2 * parameters <= figures.optimizer_bytes <= 2 * parameters + 4096  # and a step count each
 
 

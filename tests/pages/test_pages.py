@@ -235,3 +235,22 @@ def test_nothing_that_says_who_or_where_is_left(monkeypatch: pytest.MonkeyPatch)
 def test_steps_that_took_no_time_are_no_division_by_zero():
     run = make_run(forward=[0.0] * 5, backward=[0.0] * 5, optimizer=[0.0] * 5)
     assert page_of_run(run).sentence == "No step was measured."
+
+
+def test_what_the_user_named_and_commits_are_left_out_wherever_they_stand():
+    answer = Answer(
+        study="compare", question="Is acme-proj/red1 faster than acme-secret/bob_smith-trace.json.gz?",
+        lead=(Line("They were measured at the commits fdb506a6ec and 85ec82b31d; tag for-bob; host acme-node17:8080"),
+              Line('bob/models/llama, file:///home/bob/x/y.txt, "/home/bob smith/My Documents/z"')),
+        tables=(table_of("what", "on this machine", rows=[("git commit", "2aafee13b3d7f0a1"), ("step", "57.6 ms")]),),
+    )  # fmt: skip
+    given = ("acme-proj/red1", "acme-secret/bob_smith-trace.json.gz", "last")
+    said = msgspec.json.encode(redacted(page_of_answer(answer, "comparison"), given)).decode()
+    for secret in ("acme", "bob", "fdb506a6ec", "85ec82b31d", "2aafee13b3d7", "Documents", "for-bob", "red1"):
+        assert secret not in said, secret
+    assert "57.6 ms" in said and "Is [path] faster than [path]?" in said
+
+
+def test_a_run_that_was_not_measured_has_not_passed_every_check():
+    page = page_of_run(msgspec.structs.replace(make_run(), status="out-of-memory", samples={}, findings=()))
+    assert figure(page, "gravest finding") == "OOM"

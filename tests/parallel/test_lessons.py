@@ -81,7 +81,7 @@ def trained(rank: int, ranks: int) -> dict[str, Any]:
         found[f"{kind}, {optimizer_kind}"] = {
             "away": max(float((full[name] - value).detach().abs().max()) for name, value in expected.items()),
             "names": sorted(full) == sorted(expected),
-            "dtype": str(output.dtype),
+            "dtype": str(spread(data[0, mine]).dtype),
             "masters": sorted({str(parameter.dtype) for parameter in spread.parameters()}),
             "kept": sum(parameter.numel() for parameter in spread.parameters()),
             "state": sum(value.numel() for value in state),

@@ -53,7 +53,7 @@ def report(
     if redact:
         from stepscope.pages.redaction import redacted
 
-        page = redacted(page)
+        page = redacted(page, what)
     from stepscope.report.page.render import render_page
 
     try:

@@ -3,6 +3,7 @@ answer that was stored."""
 
 import gzip
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -74,7 +75,11 @@ def page_of_comparison(names: Sequence[str], runs: Path, across: Sequence[str], 
 
     answer = answer_comparison(found, digests)
     across_words = f" --across {','.join(across)}" if across else ""
-    return page_of_answer(answer, "comparison", reproduce=(f"stepscope compare {names[0]} {names[1]}{across_words}",))
+    return page_of_answer(
+        answer,
+        "comparison",
+        reproduce=(f"stepscope compare {shlex.quote(names[0])} {shlex.quote(names[1])}{across_words}",),
+    )
 
 
 def _place(name: str, runs: Path) -> Path | None:
@@ -151,7 +156,7 @@ def _of_snapshot(place: Path) -> Page:
     sentence = next(line.text for table in answer.tables for line in table.notes)
     return page_of_answer(
         answer, "snapshot", title=f"What takes the memory of {place.name}?", sentence=sentence, figures=figures,
-        reproduce=(f"stepscope memory {place}",),
+        reproduce=(f"stepscope memory {shlex.quote(str(place))}",),
     )  # fmt: skip
 
 
@@ -206,7 +211,7 @@ def _of_several(names: Sequence[str], runs: Path, say: Say) -> Page:
     if len(files) < len(places):
         raise InputError("several names are runs, or captures of ranks: name each set by itself")
     if all(place.is_file() and place.name != RUN_FILE for place in files):
-        return _of_ranks(files, f"{len(files)} captures", say)
+        return _of_ranks(files, " ".join(shlex.quote(str(file)) for file in files), say)
     found, faults = load_runs(files)
     for fault in faults:
         say(f"left out: {fault}")

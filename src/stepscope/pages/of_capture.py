@@ -1,20 +1,21 @@
 """The page of a captured step, and of a job's ranks: where the time went, by which kernels, how near the device's
 peaks, and what ran when."""
 
+import shlex
 from collections.abc import Callable, Iterable
 
 import polars as pl
 
 from stepscope.analysis.captures.answer import answer_trace
 from stepscope.analysis.captures.panels import icicle_panel, timeline_panel
-from stepscope.analysis.captures.summary import TraceSummary
+from stepscope.analysis.captures.summary import OUTSIDE, TraceSummary
 from stepscope.analysis.ranks.answer import answer_job
 from stepscope.analysis.ranks.job import Job
 from stepscope.analysis.roofline.answer import roofline_tables
 from stepscope.core.answer import Answer, Panel, Table, name_of
 from stepscope.core.finding import Finding
 from stepscope.core.page import Figure, Page, Section
-from stepscope.core.units import format_count, format_share, ms_text
+from stepscope.core.units import counted, format_count, format_share, ms_text
 from stepscope.pages.of_answer import ending_of, gravest, heading_of, page_of_answer, section
 
 
@@ -29,7 +30,7 @@ def page_of_capture(summary: TraceSummary, findings: tuple[Finding, ...], source
         findings=findings,
         checked=True,
         sections=(*heading_of(answer), *sections_of_capture(summary, answer), *ending_of(answer)),
-        reproduce=(f"stepscope trace {source}",),
+        reproduce=(f"stepscope trace {shlex.quote(source)}",),
     )
 
 
@@ -75,18 +76,23 @@ def _sentence(summary: TraceSummary) -> str:
     family = totals.sort("busy_ns", "family", descending=[True, False])["family"][0]
     return (
         f"A step keeps the device busy for {ms_text(summary.busy_ns / steps)} ms with {noun}, "
-        f"{format_share(share)} of it in {phases[0].phase}; most of it is {family}."
+        f"{format_share(share)} of it {_where(phases[0].phase)}; most of it is {family}."
     )
+
+
+def _where(phase: str) -> str:
+    return "outside the phases" if phase == OUTSIDE else f"in {phase}"
 
 
 def _figures(summary: TraceSummary, findings: tuple[Finding, ...]) -> tuple[Figure, ...]:
     steps, noun = max(1, summary.steps), "operators" if summary.attribution.table.on_cpu else "kernels"
+    per = counted(steps, "step")
     occupied = summary.occupation
     idle = occupied.idle_ns / occupied.span_ns if occupied is not None and occupied.span_ns else None
     covered = 1 - summary.unattributed_ns / summary.busy_ns if summary.busy_ns else 1.0
     return (
         Figure(name=f"{noun[:-1]} time a step", value=f"{ms_text(summary.busy_ns / steps)} ms"),
-        Figure(name=f"{noun} a step", value=format_count(round(summary.kernel_count / steps)), note=f"{steps} steps"),
+        Figure(name=f"{noun} a step", value=format_count(round(summary.kernel_count / steps)), note=per),
         Figure(name="matrix products", value=format_share(summary.gemm_fraction), note="of the time in phases"),
         Figure(
             name="device idle", value=format_share(idle) if idle is not None else "not known",

@@ -12,7 +12,7 @@ from stepscope.analysis.runs import metrics
 from stepscope.analysis.runs.answer import answer_run
 from stepscope.analysis.runs.run_sets import RunSet
 from stepscope.analysis.runs.set_answer import answer_set
-from stepscope.analysis.runs.words import identify, status_sentence
+from stepscope.analysis.runs.words import identify, status_sentence, status_word
 from stepscope.core.answer import Answer, Cell, Table, name_of, table_of
 from stepscope.core.environment import Environment
 from stepscope.core.model_config import PRESETS, configure
@@ -149,8 +149,15 @@ def _figures(run: Run) -> tuple[Figure, ...]:
             name="peak memory", value=format_bytes(peak) if peak is not None else _UNKNOWN,
             note=f"of {format_bytes(capacity)}" if capacity and peak is not None else "",
         ),
-        gravest(run.findings),
+        _gravest(run),
     )  # fmt: skip
+
+
+def _gravest(run: Run) -> Figure:
+    """The gravest finding; of a run that ended before it was measured, how it ended."""
+    if run.status != "done" and not any(finding.severity == "error" for finding in run.findings):
+        return Figure(name="gravest finding", value=status_word(run), note="not measured to the end")
+    return gravest(run.findings)
 
 
 def _environment(where: Environment | None) -> Iterator[Section]:

@@ -1,5 +1,6 @@
 """The page of several runs: the cells of a sweep, their figures over the axes, and what is missing."""
 
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -56,7 +57,7 @@ def page_of_runs(runs: Sequence[Run], name: str) -> Page:
         findings=findings,
         checked=bool(done),
         sections=(*sections, _where(runs)),
-        reproduce=(f"stepscope table {name}",),
+        reproduce=(f"stepscope table {shlex.quote(name)}",),
     )
 
 

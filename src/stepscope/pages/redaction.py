@@ -11,26 +11,48 @@ import msgspec
 
 from stepscope.core.page import Page
 
-_PATH = r"(?:~|\b[A-Za-z]:)?(?:[\\/][\w.@+%=~-]+){2,}[\\/]?|(?<![\w/])(?:\.{1,2}/)[\w.@+%=~/-]+"
+_QUOTED = r"\"[^\"\n]*[\\/][^\"\n]*\"|'[^'\n]*[\\/][^'\n]*'"
+_PATH = (
+    r"(?:file:/{2,3}|~|\b[A-Za-z]:)?(?:[\\/][\w.@+%=~-]+){2,}[\\/]?|(?<![\w/])(?:\.{1,2}/)[\w.@+%=~/-]+"
+    r"|(?<![\w/\]])[\w.@+%~-]+(?:/[\w.@+%~-]+){2,}"
+)
 _SOURCE = r"[\w./\\-]+\.(?:py|cu|cpp|cc|h|pyx)(?::\w+)?(?::\d+)?(?:\([^)]*\))?"
 _MADE_BY = r"(made by )\S+(?: with [^)]*)?"
 _WATCHED_IN = r"(watched in )[^),]+"
-_COMMIT = r"\b(at )[0-9a-f]{7,40}\b"
-_PATTERN = re.compile(f"(?P<source>{_SOURCE})|(?P<path>{_PATH})")
+_COMMIT = r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b|(?<=\bat )[0-9a-f]{7,40}\b"
+_TAG, _HOST = r"\b(tag )[^;,\s]+", r"\b(host(?:name)?:? )[\w.:-]+"
+_PATTERN = re.compile(f"(?P<quoted>{_QUOTED})|(?P<source>{_SOURCE})|(?P<path>{_PATH})")
+_COMMON = {"last", "runs", "results", "traces", "trace", "memory"}
+"""Words of a path that say nothing of anybody."""
 
 
-def redacted(page: Page) -> Page:
-    """The page with `[path]`, `[source]` and `[host]` in their places, and without the commands that made it."""
-    names = _names()
+def redacted(page: Page, given: Iterable[str] = ()) -> Page:
+    """The page with `[path]`, `[source]`, `[host]` and the like in their places, and without the commands that made it.
+
+    given: what the user named, paths or names: wherever they stand, and their parts, they are left out, too.
+    """
+    names, asked = _names(), _given(given)
 
     def clean(text: str) -> str:
+        text = asked.sub("[path]", text) if asked is not None else text
+        text = re.sub(_HOST, r"\1[host]", re.sub(_TAG, r"\1[tag]", text))
         text = re.sub(_MADE_BY, r"\1[source]", re.sub(_WATCHED_IN, r"\1[source]", text))
-        text = re.sub(_COMMIT, r"\1[commit]", text)
+        text = re.sub(_COMMIT, "[commit]", text)
         text = _PATTERN.sub(lambda found: "[source]" if found["source"] else "[path]", text)
         return names.sub("[host]", text) if names is not None else text
 
     cleaned: Page = msgspec.convert(_mapped(msgspec.to_builtins(page), clean), Page)
     return msgspec.structs.replace(cleaned, reproduce=())
+
+
+def _given(given: Iterable[str]) -> re.Pattern[str] | None:
+    """The names that a user gave, whole and in their parts, the longest first."""
+    found: set[str] = set()
+    for name in given:
+        parts = [part for part in re.split(r"[\\/]", name) if len(part) > 3 and part not in _COMMON]
+        found |= {name, *parts, *(part.partition(".")[0] for part in parts)}
+    kept = sorted((name for name in found if len(name) > 3 and name not in _COMMON), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, kept))) if kept else None
 
 
 def _names() -> re.Pattern[str] | None:
