@@ -1,12 +1,16 @@
 """What does a sweep's cell cost beyond its own work? The same cells, forked and each a Python of its own, in turn.
 
     python benchmarks/sweep.py [--cells 8] [--rounds 3] [--device cpu|cuda] [--json FILE]
+    python benchmarks/sweep.py --cells 500 --rounds 1 --on auto     # forked here, and forked on a node of a Ray cluster
     python benchmarks/sweep.py --show FILE...        # a table of results kept with --json
 
 A cell's own work is what measuring it takes in this process, once it has measured it before: nothing is imported and
 nothing is met for the first time. A sweep's wall clock, less the own work of its cells, over their number, is what a
 cell costs beyond. For forked cells that holds their share of the server's start; the cost of one cell more, without it,
 is known from sweeps of two cells and of all.
+
+With --on the cells are the smallest there are, so that what the way to a node costs stands out. The cluster should have
+one node, this machine: then both sweeps measure one cell at a time, with the same processes.
 """
 
 import argparse
@@ -14,6 +18,7 @@ import resource
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -23,6 +28,7 @@ from rich.console import Console
 from stepscope.core.evidence import ProcessStart
 from stepscope.core.model_config import configure
 from stepscope.core.run import Settings
+from stepscope.core.units import counted
 from stepscope.core.workload import Workload
 from stepscope.engine.plan import Cell, Policy, SweepPlan
 from stepscope.engine.request import StepRequest
@@ -33,6 +39,9 @@ from stepscope.measure.environment import HostLoad, read_environment
 from stored import measure_or_show
 
 SETTINGS = Settings(warmup_floor=3, warmup_cap=3, steps_floor=10, steps_cap=10, seconds=0)
+SMALLEST = Settings(warmup_floor=1, warmup_cap=1, steps_floor=3, steps_cap=3, seconds=0, profile=False)
+FOR_WARMTH = 8
+"""Cells after which a process meets nothing for the first time."""
 FEWEST = 2
 """Cells of the short sweep: the fewest that are forked."""
 
@@ -41,6 +50,8 @@ class Sweeps(msgspec.Struct, kw_only=True):
     """Sweeps of one kind of start, round by round."""
 
     start: ProcessStart
+    on: str | None = None
+    """The Ray cluster that measured; None: this machine did."""
     wall_s: list[float] = []
     short_s: list[float] = []
     """The wall clock of sweeps of two cells."""
@@ -76,33 +87,39 @@ class Result(msgspec.Struct, kw_only=True):
         return (statistics.median(sweeps.cpu_s) - statistics.median(self.own_cpu_s)) / self.cells
 
 
+def smallest(count: int) -> list[Workload]:
+    """So many small workloads, none of them twice."""
+    model = configure("tiny", d_model=16, d_ff=16, layers=1, heads=1, vocabulary=101)
+    return [Workload(model=model, batch_size=1 + i // 50, seq_len=8 + i % 50) for i in range(count)]
+
+
 def workloads(count: int) -> list[Workload]:
     """The tiny model, narrow, at so many lengths: cells whose own work is short."""
     model = configure("tiny", d_model=64, d_ff=128, layers=2, heads=2, vocabulary=1000)
     return [Workload(model=model, batch_size=2, seq_len=16 + 2 * i) for i in range(count)]
 
 
-def sweep_s(start: ProcessStart, count: int, device: str) -> tuple[float, float]:
+def sweep_s(kind: Sweeps, cells: Sequence[Cell], device: str) -> tuple[float, float]:
     """Wall and processor seconds of a sweep."""
-    cells = tuple(Cell(workload=workload, settings=SETTINGS) for workload in workloads(count))
     with tempfile.TemporaryDirectory() as out:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         began = time.perf_counter()
-        runs = run_sweep(SweepPlan(cells=cells, devices=(device,), out=out), Policy(start=start))
+        plan = SweepPlan(cells=tuple(cells), devices=(device,), out=out)
+        runs = run_sweep(plan, Policy(start=kind.start, on=kind.on))
         wall_s = time.perf_counter() - began
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = {run.evidence.process_start for run in runs if run.status == "done"}
-    if len(runs) != count or started != {start}:
-        raise ValueError(f"not every cell was measured as a process by {start}: {started}")
+    if len(runs) != len(cells) or started != {kind.start}:
+        raise ValueError(f"not every cell was measured as a process by {kind.start}: {started}")
     return wall_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def own_s(count: int, device: str) -> tuple[float, float]:
+def own_s(cells: Sequence[Cell], device: str) -> tuple[float, float]:
     """Wall and processor seconds of the same measurements in this process."""
     wall, cpu = time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory() as out:
-        for workload in workloads(count):
-            measure_step(StepRequest(workload=workload, settings=SETTINGS, device=device, out=out))
+        for cell in cells:
+            measure_step(StepRequest(workload=cell.workload, settings=cell.settings, device=device, out=out))
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
@@ -111,21 +128,26 @@ def measure(arguments: argparse.Namespace) -> Result:
     if arguments.cells <= FEWEST:
         raise ValueError(f"--cells {arguments.cells}: more than {FEWEST}, or what one cell more costs cannot be told")
     device = str(resolve_device(arguments.device))
-    own_s(arguments.cells, device)
-    sweeps = [Sweeps(start=start) for start in get_args(ProcessStart)]
+    if arguments.on is None:
+        cells = [Cell(workload=workload, settings=SETTINGS) for workload in workloads(arguments.cells)]
+        sweeps = [Sweeps(start=start) for start in get_args(ProcessStart)]
+    else:
+        cells = [Cell(workload=workload, settings=SMALLEST) for workload in smallest(arguments.cells)]
+        sweeps = [Sweeps(start="fork"), Sweeps(start="fork", on=arguments.on)]
+    own_s(cells[:FOR_WARMTH], device)
     environment = read_environment(resolve_device(device))
     result = Result(
-        environment=environment.described, cores=environment.cpu_cores, cells=arguments.cells, settings=SETTINGS,
+        environment=environment.described, cores=environment.cpu_cores, cells=len(cells), settings=cells[0].settings,
         own_s=[], own_cpu_s=[], other_cores=[], sweeps=sweeps,
     )  # fmt: skip
     for _ in range(arguments.rounds):
         load = HostLoad()
         for kind in sweeps:
-            wall_s, cpu_s = sweep_s(kind.start, arguments.cells, device)
+            wall_s, cpu_s = sweep_s(kind, cells, device)
             kind.wall_s.append(wall_s)
             kind.cpu_s.append(cpu_s)
-            kind.short_s.append(sweep_s(kind.start, FEWEST, device)[0])
-        wall_s, cpu_s = own_s(arguments.cells, device)
+            kind.short_s.append(sweep_s(kind, cells[:FEWEST], device)[0])
+        wall_s, cpu_s = own_s(cells, device)
         result.own_s.append(wall_s)
         result.own_cpu_s.append(cpu_s)
         reading = load.read()
@@ -139,14 +161,15 @@ HEADS = ("start", "sweep", "a cell's own work", "a cell beyond it", "one cell mo
 def rows(result: Result) -> list[tuple[str, ...]]:
     """A row for each kind of start."""
     own = statistics.median(result.own_s) / result.cells
+    digits = 3 if any(sweeps.on for sweeps in result.sweeps) else 2
     return [
         (
-            sweeps.start,
+            f"{sweeps.start}, on a node of Ray" if sweeps.on else sweeps.start,
             f"{statistics.median(sweeps.wall_s):.1f} s",
-            f"{own:.2f} s",
-            f"{result.beyond_s(sweeps):.2f} s",
-            f"{result.one_more_s(sweeps):.2f} s",
-            f"{result.cpu_beyond_s(sweeps):.2f} s",
+            f"{own:.{digits}f} s",
+            f"{result.beyond_s(sweeps):.{digits}f} s",
+            f"{result.one_more_s(sweeps):.{digits}f} s",
+            "" if sweeps.on else f"{result.cpu_beyond_s(sweeps):.{digits}f} s",  # Ray's processes are no children
         )
         for sweeps in result.sweeps
     ]
@@ -157,7 +180,8 @@ def told(result: Result) -> str:
     others = [cores for cores in result.other_cores if cores is not None]
     busy = f"; cells and others kept up to {max(others):.2f} cores busy" if others else ""
     return (
-        f"{result.cells} cells, {result.cores} cores, median of {len(result.own_s)} rounds{busy}. {result.environment}"
+        f"{result.cells} cells, {result.cores} cores, median of {counted(len(result.own_s), 'round')}{busy}. "
+        f"{result.environment}"
     )
 
 
@@ -177,6 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--on", metavar="ray://HOST|auto", help="also on a node of this Ray cluster")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")

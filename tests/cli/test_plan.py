@@ -88,11 +88,11 @@ def test_plans_beside_what_was_measured():
     done = stepscope("plan", "--verify", "--against", ROOT / "results" / "h200" / "plain", "--json")
     assert done.returncode == 0, done.stderr
     answer = decode_answer(done.stdout.encode(), "plan")
-    off = [abs(float(str(row[3]))) for row in answer.table("Runs of one GPU").rows]
+    off = [abs(float(str(row[3]))) for row in answer.table("Stored runs").rows]
     assert len(off) == 20
     assert max(off) < 0.2
     assert sorted(off)[len(off) // 2] < 0.1
-    assert all(abs(float(str(row[6]))) < 1 for row in answer.table("Runs of one GPU").rows)
+    assert all(abs(float(str(row[6]))) < 1 for row in answer.table("Stored runs").rows)
     published = answer.table("Published figures").rows
     herd = [row for row in published if "405B" in str(row[0])]
     assert len(herd) == 12

@@ -131,7 +131,7 @@ def test_a_cell_whose_process_does_not_end_is_a_result_all_the_same(
     site.mkdir()
     (site / "sitecustomize.py").write_text("import atexit, time\natexit.register(time.sleep, 300)\n")
     monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
-    monkeypatch.setattr("stepscope.engine.sweep.EXIT_GRACE_S", 1.0)
+    monkeypatch.setattr("stepscope.engine.measured_cell.EXIT_GRACE_S", 1.0)
     assert statuses(run_sweep(plan(out, cell()))) == ["done"]
 
 
@@ -350,13 +350,14 @@ def test_settings_are_part_of_a_cell_that_is_taken_over(out: Path):
 
 def test_the_forecast_goes_by_flops_and_never_beyond_the_time_limit():
     cells = [CellState(cell=cell(seq_len=n)) for n in (16, 32, 64, 10_000_000)]
-    state = SweepState(cells=cells, timeout_s=100.0)
-    assert state.seconds_left(1) is None
+    state = SweepState(cells=cells, timeout_s=100.0, places=1)
+    assert state.seconds_left is None
     for measured, seconds in zip(cells, (5.0, 5.2), strict=False):
         measured.run, measured.seconds = make_run(), seconds
-    left = state.seconds_left(1)
+    left = state.seconds_left
     assert left is not None and 105.0 < left < 107.0
-    assert state.seconds_left(2) == left / 2
+    state.places = 2
+    assert state.seconds_left == left / 2
 
 
 def test_cells_run_from_small_to_large_and_once():

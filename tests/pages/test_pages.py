@@ -230,3 +230,8 @@ def test_nothing_that_says_who_or_where_is_left(monkeypatch: pytest.MonkeyPatch)
     for secret in ("ada", "secret", "lab-node", "train.py", "width=12", "/data", "attention.py", "0123456789"):
         assert secret not in said, secret
     assert "stepscope trace" not in said and "5 parameters" in said
+
+
+def test_steps_that_took_no_time_are_no_division_by_zero():
+    run = make_run(forward=[0.0] * 5, backward=[0.0] * 5, optimizer=[0.0] * 5)
+    assert page_of_run(run).sentence == "No step was measured."

@@ -105,9 +105,9 @@ def test_more_ranks_that_wait_for_one_another_are_slower():
     assert many > alone
 
 
-def test_the_timeline_has_a_lane_for_each_stage():
+def test_the_timeline_has_a_lane_for_each_pipeline_rank():
     found = played(Layout(pipeline=2, micro_batches=2), times(data_s=1.0))
-    assert {one.lane for one in found.slices} == {"stage 0", "stage 1"}
+    assert {one.lane for one in found.slices} == {"pipeline rank 0", "pipeline rank 1"}
     assert {one.kind for one in found.slices} == {"forward", "backward", "data parallel"}
     first = found.slices[0]
     assert (first.begin, first.end, first.name) == (0.0, 1000.0, "forward of micro-batch 0")

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.model_config import PUBLIC_SHAPES, ModelConfig
 from stepscope.core.network import NETWORKS, Network
+from stepscope.core.strategies import STRATEGIES
 from stepscope.work.communication import Bytes, Group, Transfer, bus_bytes_per_s, latency_s, transfer_s, transfers_of
 from stepscope.work.pipelines import bubble_turns, chunks_in_flight
 from stepscope.work.planned_model import PlannedModel
@@ -68,6 +69,18 @@ def test_sharding_decides_what_is_sent_and_how_often(sharding: str, gradients: i
         "data gradients": pytest.approx(gradients * both),
         "data parameters": pytest.approx(parameters * both),
     }
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sharding"), [("ddp", "ddp"), ("zero1", "zero1"), ("fsdp2", "zero3"), ("fsdp-textbook", "zero3")]
+)
+def test_a_plan_sends_what_the_strategy_that_runs_does(strategy: str, sharding: str):
+    """In fp32, by the record of the strategy (core/strategies.py), to the byte."""
+    sends = STRATEGIES[strategy].sends
+    assert sends is not None
+    layout = Layout(data=4, sharding=sharding, shard=1 if sharding == "ddp" else 4)
+    both = 4 * (BLOCK * 4 + OUTSIDE)
+    assert sum(link_bytes(layout).values()) == sends(both, both, 4)
 
 
 def test_replicas_reduce_their_shares():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stepscope.cli.options import words
+from stepscope.cli.given_words import words
 from stepscope.cli.output import check_picture, draw, stdout_kept_clean, warn
 from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb

@@ -16,6 +16,7 @@ import msgspec
 from stepscope.cli import completion
 from stepscope.cli.given_numbers import finite_numbers, positive_integers, positive_number, positive_numbers
 from stepscope.cli.given_options import is_given
+from stepscope.cli.given_words import words
 from stepscope.cli.presentation import Presentation
 from stepscope.core.attentions import ATTENTIONS, attention_names
 from stepscope.core.errors import InputError, choose
@@ -237,6 +238,13 @@ OPTIONS = (
     Option("seconds", float, MEASURING, "Seconds for each cell.", least=0, verbs=("study attention",)),
     Option("seconds", float, MEASURING, "Seconds for the whole matrix; the rest is not reached.", least=0,
            verbs=("study attention-gate",)),
+    Option("seconds", float, MEASURING, "Seconds for each collective and size (default: 0.2).", least=0,
+           verbs=("study collectives",)),
+    Option("ranks", int, MEASURING, "Processes that take part, a device each.", least=2, verbs=("study collectives",)),
+    Option("backend", str, MEASURING, "What the ranks talk over: gloo is for CPUs, nccl for GPUs.",
+           choices=("gloo", "nccl")),
+    Option("sizes", parse_bytes, MEASURING, "Sizes of messages, as in 1KiB,1MiB.", metavar="SIZE"),
+    Option("largest", parse_bytes, MEASURING, "The largest message; sizes begin at 1 KiB.", metavar="SIZE"),
     Option("repeat", int, MEASURING,
            "Measure in so many processes, each started afresh: five or more tell how far processes differ.",
            default=1, least=1, metavar="N"),
@@ -263,6 +271,9 @@ OPTIONS = (
            Recording, default=1),
     Option("keep_digests", bool, RECORDING, "Write each capture's tables beside its run, as trace-TOOL.json.",
            default=False),
+    Option("on", str, SWEEPING,
+           "Measure the cells on the nodes of a Ray cluster: ray://HOST, or auto for the one that this machine is in.",
+           metavar="ray://HOST|auto", complete=completion.words("auto", "ray://")),
     Option("timeout", float, SWEEPING, "Seconds that one cell may take.", default=900.0, least=1),
     Option("no_skip", bool, SWEEPING, "Also try cells larger than one that ran out of memory.", default=False),
     Option("retry", bool, SWEEPING, "Measure failed, killed and timed-out cells again.", default=False),
@@ -294,7 +305,7 @@ OPTIONS = (
            "measured on an H200).", metavar="SHARE"),
     Option("verify", bool, QUESTION, "Set plans beside what others published, and beside runs (--against).",
            default=False),
-    Option("against", Path, QUESTION, "With --verify: runs of one GPU.", metavar="DIR", verbs=("plan",)),
+    Option("against", Path, QUESTION, "With --verify: stored runs.", metavar="DIR", verbs=("plan",)),
     # What is asked.
     Option("tensors", bool, QUESTION, "List what a block keeps for backward, with the arithmetic of each size.",
            default=False),
@@ -436,11 +447,3 @@ def several(text: str, option: Option) -> tuple[Any, ...]:
     except ValueError:
         expected = "whole numbers, as in 128,256" if option.takes is int else "numbers, as in 1e-4,1e-3"
         raise InputError(f"cannot read {option.flag} {text!r}: write {expected}") from None
-
-
-def words(text: str, option: str) -> list[str]:
-    """A comma-separated list of words, each once."""
-    found = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    if not found:
-        raise InputError(f"{option} is empty: name at least one")
-    return found

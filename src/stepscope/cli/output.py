@@ -174,7 +174,7 @@ def progress() -> Generator[Callable[["Stage"], None]]:
 
 
 @contextlib.contextmanager
-def sweep_progress(slots: int) -> Generator[Callable[["SweepState"], None]]:
+def sweep_progress() -> Generator[Callable[["SweepState"], None]]:
     """A live table of the cells on a terminal; elsewhere one line for each cell that ends."""
     from stepscope.report.sweep import render_progress, sentence_of
 
@@ -185,7 +185,7 @@ def sweep_progress(slots: int) -> Generator[Callable[["SweepState"], None]]:
 
             def show_live(state: "SweepState") -> None:
                 faults.extend(fault for fault in state.faults if fault not in faults)
-                live.update(render_progress(rows_of(state), state.seconds_left(slots), height))
+                live.update(render_progress(rows_of(state), state.seconds_left, height))
 
             yield show_live
         for fault in faults:
@@ -202,7 +202,7 @@ def sweep_progress(slots: int) -> Generator[Callable[["SweepState"], None]]:
         for i, row in enumerate(rows):
             if row.run is not None and i not in told:
                 told.add(i)
-                warn(sentence_of(rows, i, state.seconds_left(slots)))
+                warn(sentence_of(rows, i, state.seconds_left))
 
     yield tell
 

@@ -136,7 +136,7 @@ def _planned(question: "Question", device: str, network: str | None, shares: Map
     if found.best:
         best = found.best[0]
         even = simulate(best.layout, best.time)
-        uneven = simulate(best.layout, best.time, Stragglers(spread=spread)) if spread else None
+        uneven = simulate(best.layout, best.time, Stragglers(spread=spread)) if spread and question.ranks > 1 else None
     return Planning(
         plan=found, machine=machine, spec=spec, scaled=scaling(found, machine),
         sensitive=sensitivity(found, machine), even=even, uneven=uneven, spread=spread,

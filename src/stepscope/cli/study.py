@@ -14,6 +14,7 @@ from stepscope.cli.studies.attention import attention
 from stepscope.cli.studies.attention_gate import attention_gate
 from stepscope.cli.studies.attention_steps import attention_step
 from stepscope.cli.studies.autocast import autocast
+from stepscope.cli.studies.collectives import collectives
 from stepscope.cli.studies.compile import compiled
 from stepscope.cli.studies.kernels import kernels
 from stepscope.cli.studies.parity import parity
@@ -66,7 +67,7 @@ class _Studies(Verbs):
         "scaling": study_gradients.scaling, "swallowed": study_gradients.swallowed, "autocast": autocast,
         "parity": parity, "shadow": shadow,
         "speed": speed, "quality": quality, "attention": attention, "attention-step": attention_step,
-        "attention-gate": attention_gate,
+        "attention-gate": attention_gate, "collectives": collectives,
     }  # fmt: skip
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -52,6 +52,7 @@ def sweep(
     repeat: int,
     peak_flops: float | None,
     recording: Recording,
+    on: str | None,
     timeout: float,
     no_skip: bool,
     retry: bool,
@@ -81,7 +82,7 @@ def sweep(
         trace=recording.trace,
         memory=recording.memory,
     )
-    policy = Policy(timeout_s=timeout, skip=not no_skip, retry=retry, fresh=fresh)
+    policy = Policy(timeout_s=timeout, skip=not no_skip, retry=retry, fresh=fresh, on=on)
 
     def report(measured: list[Run]) -> None:
         from stepscope.analysis.runs.answer import answer_cells
@@ -99,12 +100,14 @@ def measure_and_report(
 
     again: whether the same command goes on where this one stopped.
     """
+    from stepscope.engine.measured_cell import leaves_nothing
     from stepscope.engine.plan import BROKEN
-    from stepscope.engine.sweep import SweepInterrupted, leaves_nothing, run_sweep
+    from stepscope.engine.sweep import SweepInterrupted, run_sweep
 
-    _foretell(plan)
+    if policy.on is None:
+        _foretell(plan)
     try:
-        with sweep_progress(len(plan.devices)) as tell:
+        with sweep_progress() as tell:
             runs = run_sweep(plan, policy, tell)
     except SweepInterrupted as interruption:
         if interruption.runs:
@@ -151,8 +154,11 @@ def _keep(plan: "SweepPlan", usable_bytes: int, unfit: set[str]) -> None:
 
 
 def report_runs(runs: list[Run], answer: Answer, shown: Presentation) -> None:
-    """What was found of these runs, with --json a line for each; and a word where their environments differ."""
-    environments = [run.environment for run in runs if run.environment]
+    """What was found of these runs, with --json a line for each; and a word where their environments differ.
+
+    Of nodes that differ, the answer has a finding.
+    """
+    environments = [run.environment for run in runs if run.environment and run.environment.node is None]
     for other in environments[1:]:
         differences = environments[0].differences(other)
         if differences:

@@ -63,6 +63,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     """Type of the device: cpu or cuda."""
     device_name: str
     device_index: int | None = None
+    node: str | None = None
+    """The name of the cluster's node, where the run was measured for a sweep on another machine."""
     memory_bytes: int | None = None
     memory_limit_bytes: int | None = None
     """A limit the user set below the device's own memory, to stand for a smaller card."""
@@ -112,7 +114,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
         mine, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
         found: dict[str, tuple[object, object]] = {}
         for field in mine:
-            if field in ("before", "after", "during", "host", "device_index"):
+            if field in ("before", "after", "during", "host", "device_index", "node"):
                 continue
             if field == "versions":
                 for package in sorted(mine[field].keys() | theirs[field].keys()):

@@ -26,6 +26,10 @@ class Sharding:
     gradients: bool = False
     """Whether gradients are: each micro-batch's are reduced and scattered at once."""
     gathers: Gathers = "never"
+    in_compute_dtype: bool = False
+    """Whether parameters are gathered in the dtype of products; else as they are stored, and autocast casts them."""
+    usual: bool = True
+    """Whether a plan tries it unasked."""
 
 
 _ZERO = "Rajbhandari et al. 2020, section 5"
@@ -39,17 +43,23 @@ SHARDINGS: dict[str, Sharding] = {
         ),
         Sharding(
             name="zero1-master", words="moments and fp32 parameters sharded, a copy in the compute dtype whole",
-            source=f"{_ZERO}.1; Megatron's distributed optimizer", moments=True, parameters=True, gathers="once",
+            source=f"{_ZERO}.1; Megatron's distributed optimizer", moments=True, parameters=True,
+            in_compute_dtype=True, gathers="once",
         ),
         Sharding(
             name="zero2", words="all state sharded, parameters gathered once a step",
             source=f"{_ZERO}.2; fully_shard(reshard_after_forward=False)", moments=True, parameters=True,
-            gradients=True, gathers="once",
+            gradients=True, in_compute_dtype=True, gathers="once",
         ),
         Sharding(
             name="zero3", words="all state sharded, parameters gathered block by block",
             source=f"{_ZERO}.3; PyTorch's fully_shard (FSDP2)", moments=True, parameters=True, gradients=True,
-            gathers="each pass",
+            in_compute_dtype=True, gathers="each pass",
+        ),
+        Sharding(
+            name="zero3-autocast", words="as zero3, but gathered in fp32 and cast, as by stepscope's own strategies",
+            source=f"{_ZERO}.3; fully_shard under autocast", moments=True, parameters=True, gradients=True,
+            gathers="each pass", usual=False,
         ),
     )
 }  # fmt: skip

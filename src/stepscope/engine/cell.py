@@ -9,9 +9,7 @@ Python's own start, is the cell's log.
 import contextlib
 import gc
 import os
-import signal
 import sys
-import threading
 from pathlib import Path
 
 import msgspec
@@ -20,6 +18,7 @@ from stepscope.core import interrupts
 from stepscope.core.errors import EXIT_WRONG_INPUT, InputError, StepscopeError, one_line
 from stepscope.core.evidence import ProcessStart
 from stepscope.core.leaving import leave
+from stepscope.core.lifeline import end_with_stdin
 from stepscope.engine.cell_event import CellEvent
 from stepscope.engine.cell_process import MARK, kill_marked
 from stepscope.engine.request import Stage, StepRequest
@@ -99,19 +98,7 @@ def _send(events: int, event: CellEvent) -> None:
 def die_with_parent(mark: str | None = None) -> None:
     """End this process when stdin closes; its group, if it leads one; and all that carry `mark`, if it is given."""
 
-    def wait_for_the_end() -> None:
-        while os.read(0, 4096):
-            pass
-        try:
-            if mark:
-                kill_marked(mark)
-        finally:
-            # The sweep made this process the leader of its own group: compilers' helpers end with it.
-            if os.getpgrp() == os.getpid():
-                os.killpg(0, signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=wait_for_the_end, daemon=True, name="lifeline").start()
+    end_with_stdin(None if mark is None else lambda: kill_marked(mark))
 
 
 if __name__ == "__main__":

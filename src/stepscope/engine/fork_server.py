@@ -181,6 +181,10 @@ def _become(request: ForkRequest, files: list[int]) -> None:
     os.close(stdin)
     os.close(printed)
     _mark(request.mark)
+    for name, value in request.variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
     if own:  # what imports have printed is in the log of each cell, as where each imports for itself
         os.write(1, own)
     sys.argv = ["-m", str(events), *request.arguments]

@@ -22,6 +22,9 @@ _START_S = 120.0
 _ANSWER_S = 10.0
 """Seconds that a server may take to fork."""
 
+_GIVEN = ("CUDA_VISIBLE_DEVICES",)
+"""Variables that no import reads: one server forks cells that differ in them, each with its own."""
+
 _Environment = tuple[str, frozenset[tuple[str, str]]]
 """A current directory, and the variables: what imports may depend on."""
 
@@ -32,6 +35,8 @@ class ForkRequest(msgspec.Struct, kw_only=True):
 
     mark: str
     arguments: tuple[str, ...] = ()
+    variables: dict[str, str | None] = {}
+    """Environment variables that the cell has otherwise than the server; None: it lacks them."""
 
 
 class ForkAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -89,13 +94,15 @@ class Forks:
         if not (hasattr(os, "pidfd_open") and Path("/proc/self/task").is_dir()):
             return None
         try:
-            environment = (str(Path.cwd()), frozenset(os.environ.items()))
+            variables = {name: value for name, value in os.environ.items() if name not in _GIVEN}
+            environment = (str(Path.cwd()), frozenset(variables.items()))
             server = self._servers.get(environment)
             if server is None or server.has_died:
                 server = self._servers[environment] = _Server(self._next_mark(), self._modules)
         except OSError:
             return None
-        return await server.fork(ForkRequest(mark=mark, arguments=tuple(arguments)), files)
+        given = {name: os.environ.get(name) for name in _GIVEN}
+        return await server.fork(ForkRequest(mark=mark, arguments=tuple(arguments), variables=given), files)
 
     def close(self) -> None:
         """End the servers."""

@@ -72,6 +72,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Whether cells that failed, were killed or ran out of time are measured again."""
     fresh: bool = False
     """Whether every cell is measured again."""
+    on: str | None = None
+    """The Ray cluster whose nodes measure, as `ray://HOST`, or `auto`; None: the devices of this machine do."""
     start: ProcessStart = "fork"
     """How cells' processes come to be. Repeated cells are a Python of their own each, whatever this says: what forked
     ones share is part of what makes processes differ."""
@@ -90,6 +92,8 @@ class CellState:
     resumed: bool = False
     """Whether the cell's run was found on disk."""
     seconds: float | None = None
+    losses: int = 0
+    """Nodes that died while they measured it."""
 
 
 @dataclass
@@ -100,13 +104,16 @@ class SweepState:
     timeout_s: float
     """Seconds that one cell may take."""
     faults: list[str] = field(default_factory=list[str])
-    """One line for each run file that could not be read in the search for results."""
+    """One line for each cell that is measured again: its run file could not be read, or its node has died."""
+    places: int = 0
+    """Cells that are measured at a time."""
 
     @property
     def ended(self) -> int:
         return sum(1 for cell in self.cells if cell.run is not None)
 
-    def seconds_left(self, slots: int) -> float | None:
+    @property
+    def seconds_left(self) -> float | None:
         """Forecast of the remaining time from the cells measured so far: a fixed cost each, and the rest by FLOPs."""
         measured = [(cell.seconds, _flops(cell)) for cell in self.cells if cell.seconds is not None]
         if not measured:
@@ -114,7 +121,7 @@ class SweepState:
         fixed_s = min(seconds for seconds, _ in measured)
         per_flop_s = sum(seconds - fixed_s for seconds, _ in measured) / sum(flops for _, flops in measured)
         waiting = [cell for cell in self.cells if cell.run is None]
-        return sum(min(self.timeout_s, fixed_s + per_flop_s * _flops(cell)) for cell in waiting) / slots
+        return sum(min(self.timeout_s, fixed_s + per_flop_s * _flops(cell)) for cell in waiting) / max(self.places, 1)
 
 
 def _flops(cell: CellState) -> int:

@@ -74,6 +74,8 @@ class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Which of the ranks that share the step this process is; None where no others do."""
     process_start: ProcessStart | None = None
     """How the process that measures came to be, where it is a cell's."""
+    node: str | None = None
+    """The name of the cluster's node that measures; None on the machine of the command."""
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):

@@ -114,7 +114,7 @@ def sentence_of(run: Run) -> str:
     step_s, device = metrics.median_s(run, STEP), run.environment.device_name if run.environment else "this device"
     if run.status != "done" and step_s is None:
         return status_sentence(run)
-    if step_s is None:
+    if not step_s:
         return "No step was measured."
     parts = {
         name: found / step_s for name in metrics.parts_of(run) if (found := metrics.median_s(run, name)) is not None

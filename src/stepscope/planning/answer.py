@@ -331,8 +331,8 @@ def _panels(planning: Planning) -> Iterable[Panel]:
         yield Panel(
             x_title="ranks", y_title="seconds a step", x_log=True, y_log=True,
             points=(
-                *(Point(line="planned", x=float(one.ranks), y=one.best.time.step_s) for one in curve if one.best),
                 *_ideal(curve),
+                *(Point(line="planned", x=float(one.ranks), y=one.best.time.step_s) for one in curve if one.best),
             ),
             frame=Frame(heading="Strong scaling", line_title="step"),
         )  # fmt: skip
@@ -342,7 +342,8 @@ def _panels(planning: Planning) -> Iterable[Panel]:
             x_title="ms", y_title="", points=(), kind="timeline", slices=played.slices,
             frame=Frame(
                 heading="The best step, played through",
-                note="the first data-parallel replica", x_ends=(0.0, max(one.end for one in played.slices)),
+                note="timeline: one data-parallel replica, as simulated",
+                x_ends=(0.0, max(one.end for one in played.slices)),
             ),
         )  # fmt: skip
 

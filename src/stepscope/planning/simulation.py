@@ -22,6 +22,7 @@ MOST_REPLICAS = 16
 MOST_WORK = 400_000
 """Pieces of work that are played at most."""
 LANES, SLICES = 16, 4_000
+"""Ranks and pieces of work that are drawn: of more ranks some, of more pieces the first."""
 _SEED = 20_210_409
 
 
@@ -149,19 +150,25 @@ def _slices(layout: Layout, replica: _Replica, time: StepTime) -> tuple[Slice, .
     """When each rank worked, in milliseconds, as far as it can be drawn."""
     lanes = sorted({round(i * (layout.pipeline - 1) / max(1, LANES - 1)) for i in range(LANES)})
     lanes = [rank for rank in lanes if rank < layout.pipeline]
+    done = sorted((one for one in replica.done if one[0] in lanes), key=lambda one: one[2])
     found: list[Slice] = []
-    for rank, work, begins, ends in replica.done:
-        if rank in lanes and len(found) < SLICES:
-            kind = "forward" if work.forward else "backward"
-            chunk = f", chunk {work.chunk}" if layout.chunks > 1 else ""
-            name = f"{kind} of micro-batch {work.micro_batch}{chunk}"
-            found.append(Slice(f"stage {rank}", begins * 1e3, ends * 1e3, kind, name))
-    found.sort(key=lambda one: (int(one.lane.removeprefix("stage ")), one.begin))
+    for rank, work, begins, ends in done[:SLICES]:
+        kind = "forward" if work.forward else "backward"
+        chunk = f", chunk {work.chunk}" if layout.chunks > 1 else ""
+        name = f"{kind} of micro-batch {work.micro_batch}{chunk}"
+        found.append(Slice(_lane(rank), begins * 1e3, ends * 1e3, kind, name))
+    found.sort(key=lambda one: (lanes.index(int(one.lane.rpartition(" ")[2])), one.begin))
+    if len(done) > SLICES:
+        return tuple(found)
     end = replica.end_s
     for rank in lanes:
         if time.data_s:
-            found.append(Slice(f"stage {rank}", end * 1e3, (end + time.data_s) * 1e3, "data parallel", "what is left"))
+            found.append(Slice(_lane(rank), end * 1e3, (end + time.data_s) * 1e3, "data parallel", "what is left"))
         if time.optimizer_s:
             begins = end + time.data_s
-            found.append(Slice(f"stage {rank}", begins * 1e3, (begins + time.optimizer_s) * 1e3, "optimizer"))
+            found.append(Slice(_lane(rank), begins * 1e3, (begins + time.optimizer_s) * 1e3, "optimizer"))
     return tuple(found)
+
+
+def _lane(rank: int) -> str:
+    return f"pipeline rank {rank}"

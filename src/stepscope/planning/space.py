@@ -108,7 +108,7 @@ class Space:
         inside = max(d for d in divisors(width) if d * grid.tensor <= max(self.question.node, grid.tensor))
         found: list[tuple[str, int]] = []
         for name, sharding in SHARDINGS.items():
-            if fixed.get("sharding", name) != name:
+            if fixed.get("sharding", name) != name or not (sharding.usual or "sharding" in fixed):
                 continue
             if name == "zero1-master" and self.question.workload.dtype not in ("bf16", "fp16"):
                 continue  # without a compute dtype of its own it is zero1

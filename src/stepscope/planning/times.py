@@ -164,8 +164,8 @@ class Clock:
         return self._blocks[key]
 
     def _key(self, layout: Layout) -> tuple[object, ...]:
-        parameters = SHARDINGS[layout.sharding].parameters
-        return layout.tensor, layout.context, layout.micro_batch, layout.checkpointing, parameters
+        dtype = SHARDINGS[layout.sharding].in_compute_dtype
+        return layout.tensor, layout.context, layout.micro_batch, layout.checkpointing, dtype
 
     def _times_of_block(self, layout: Layout) -> BlockTimes:
         config, rates, length = self.model.config, self.rates, self.workload.seq_len

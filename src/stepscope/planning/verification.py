@@ -1,7 +1,9 @@
-"""Plans beside what others published, and beside stored runs of one GPU: the difference, whatever it is."""
+"""Plans beside what others published, and beside stored runs: the difference, whatever it is."""
 
 import statistics
 from collections.abc import Iterable, Sequence
+
+import msgspec
 
 from stepscope.core.answer import PROSE, Answer, Cell, Line, Table, as_lines, table_of
 from stepscope.core.device_spec import find_device_spec
@@ -10,6 +12,7 @@ from stepscope.core.layout import Layout
 from stepscope.core.model_config import configure
 from stepscope.core.network import network_for
 from stepscope.core.run import Run
+from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.units import GIB
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.estimate import estimate
@@ -33,7 +36,7 @@ def answer_verification(runs: Sequence[Run]) -> Answer:
         study="plan",
         question="How far are plans from what was measured?",
         lead=(
-            Line("Plans beside published figures, and beside runs of one GPU", "strong"),
+            Line("Plans beside published figures, and beside stored runs", "strong"),
             Line(
                 "Every plan assumes the same shares of the datasheet's rates, measured on an H200 (`stepscope plan` "
                 "names them)."
@@ -76,7 +79,7 @@ def _published_table(rows: Iterable[tuple[Cell, ...]]) -> Table:
         ("published", PROSE), ("measured", "text"), ("planned", "text"), ("difference", "+%"),
         ("peak, GiB", ".1f"), ("planned, GiB", ".1f"), ("of peak", "+%"),
         title="Published figures", rows=rows,
-        notes=as_lines(*(f"{source}. Not said there: {what}." for source, what in unknown)),
+        notes=as_lines(*(f"{source}. What a plan of it does not know: {what}." for source, what in unknown)),
     )  # fmt: skip
 
 
@@ -84,37 +87,62 @@ def _without_ranks(unknown: str) -> str:
     return unknown.rpartition("GPUs; ")[2]
 
 
+_SHARDINGS = {"zero1": "zero1", "fsdp-textbook": "zero3-autocast", "fsdp2": "zero3-autocast"}
+"""The kind of sharding of each strategy that has one; those of the data-parallel family have none."""
+
+
+def layout_of(workload: Workload) -> Layout | None:
+    """The layout in which a step ran; None where no plan is of its strategy."""
+    micro_batches, ranks = workload.accumulation, workload.ranks
+    if workload.parallel == NOT_PARALLEL:
+        return Layout(
+            micro_batch=workload.micro_batch_size, micro_batches=micro_batches, checkpointing=workload.checkpointing
+        )
+    if workload.parallel not in _SHARDINGS and not workload.parallel.startswith("ddp"):
+        return None
+    sharding = _SHARDINGS.get(workload.parallel, "ddp")
+    return Layout(
+        data=ranks, sharding=sharding, shard=1 if sharding == "ddp" else ranks, micro_batches=micro_batches,
+        micro_batch=workload.batch_size // ranks // micro_batches, checkpointing=workload.checkpointing,
+    )  # fmt: skip
+
+
 def _measured_row(run: Run) -> tuple[Cell, ...] | None:
-    """A run of one GPU beside its plan; None for what no plan is of."""
+    """A run beside its plan; None for what no plan is of."""
     workload = run.textbook
     environment, step = run.environment, run.samples.get("step")
     spec = find_device_spec(environment.device_name) if environment else None
     if workload is None or spec is None or step is None or run.status != "done" or workload.phase != "train":
         return None
-    measured_s = step.median_s
-    if measured_s is None:
+    measured_s, layout = step.median_s, layout_of(workload)
+    if measured_s is None or layout is None:
         return None
-    layout = Layout(
-        micro_batch=workload.micro_batch_size, micro_batches=workload.accumulation, checkpointing=workload.checkpointing
-    )
-    memory = RankMemory(workload, PlannedModel(config=workload.model))
-    clock = Clock(workload, memory, rates_of(spec, workload), network_for(spec))
-    plan = clock.step(layout).step_s
-    measured = run.evidence.memory.allocated_peak if run.evidence.memory else None
-    peak = estimate(workload).peak_bytes
+    alone = msgspec.structs.replace(workload, parallel=NOT_PARALLEL, ranks=1)
+    memory = RankMemory(alone, PlannedModel(config=workload.model))
+    plan = Clock(alone, memory, rates_of(spec, alone), network_for(spec)).step(layout).step_s
+    measured = _measured_peak(run)
+    peak = estimate(workload).peak_bytes if layout.ranks == 1 else memory.needs(layout, exactly=True).peak
     return (
         cell_name(workload), measured_s, plan, plan / measured_s - 1, measured, peak if measured else None,
         100 * (peak / measured - 1) if measured else None,
     )  # fmt: skip
 
 
+def _measured_peak(run: Run) -> int | None:
+    """The peak of the rank that needed most, or of the only one."""
+    if run.shared is None:
+        return run.evidence.memory.allocated_peak if run.evidence.memory else None
+    peaks = [one.memory.allocated_peak for one in run.shared.ranks if one.memory is not None]
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
 def _measured_table(rows: list[tuple[Cell, ...]]) -> Table:
     return table_of(
         "run", ("step", "s"), ("planned", "s"), ("difference", "+%"), ("peak", "B"), ("planned peak", "B"),
         ("of peak", "{:+.3f} %"),
-        title="Runs of one GPU", rows=sorted(rows, key=lambda row: str(row[0])),
+        title="Stored runs", rows=sorted(rows, key=lambda row: str(row[0])),
         notes=as_lines(
-            "The peak is the one that `stepscope fit` predicts."
+            "The peak of one GPU is the one that `stepscope fit` predicts."
         ),
     )  # fmt: skip
 
@@ -126,7 +154,7 @@ def _findings(rows: list[tuple[Cell, ...]]) -> Iterable[Finding]:
     peaks = [abs(float(row[6])) / 100 for row in rows if isinstance(row[6], float)]
     yield note(
         "steps-off",
-        f"Of {len(steps)} steps of one GPU, plans are off by {statistics.median(steps):.1%} in the median, and by "
+        f"Of {len(steps)} steps, plans are off by {statistics.median(steps):.1%} in the median, and by "
         f"{max(steps):.1%} at most.",
         {"median": statistics.median(steps), "worst": max(steps)},
     )

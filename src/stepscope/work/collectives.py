@@ -91,3 +91,14 @@ def message_bytes(elements: int | None, dtype: str | None) -> int | None:
     """The size of a message of so many elements, or None where either is unknown or cannot be."""
     size = _ITEM_BYTES.get((dtype or "").lower(), 1 if (dtype or "").lower().startswith("float8") else None)
     return elements * size if elements is not None and size and 0 <= elements * size <= _MOST_BYTES else None
+
+
+def algorithm_bandwidth(message_bytes: int, seconds: float) -> float:
+    """Bytes of the message for each second (nccl-tests, doc/PERFORMANCE.md, `algbw`)."""
+    return message_bytes / seconds
+
+
+def bus_bandwidth(kind: str, message_bytes: int, ranks: int, seconds: float) -> float:
+    """Bytes that each link carries in a second (the same page, `busbw`). Of all-gather and reduce-scatter the message
+    is the whole, of which each rank has a part before or after; of all-to-all it is what one rank sends."""
+    return algorithm_bandwidth(message_bytes, seconds) * named_kind(kind).factor(ranks)

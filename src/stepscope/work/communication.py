@@ -172,7 +172,7 @@ def _of_parameters(layout: Layout, sizes: Bytes, each: int, count: int, holders:
         return
     group = Group(shard, stride)
     if shard > 1:
-        copies = each * (sizes.compute if sharding.parameters else sizes.parameters)
+        copies = each * (sizes.compute if sharding.in_compute_dtype else sizes.parameters)
         reduced: When = "backward" if sharding.gradients else "step"
         # Who keeps whole parameters keeps whole gradients, and PyTorch reduces them for all (ZeroRedundancyOptimizer).
         kind = "reduce-scatter" if sharding.parameters else "all-reduce"

@@ -177,7 +177,7 @@ def test_bytes_follow_the_dtype():
 
 def test_a_published_shape_has_a_prediction():
     """8B on 8 GPUs under FSDP, 2 sequences of 8,192 each, checkpointing selective: torchtitan measured 77.0 GiB
-    (benchmarks/llama3_h100_202412_torchtitan.md), with a loss that keeps fp32 copies of the logits."""
+    (benchmarks/llama3_h100_202412_torchtitan.md). Its checkpointing keeps fewer products, so that a part is chance."""
     config = configure("llama3-8B")
     step = workload(model=config, batch_size=16, seq_len=8192, attention="flash")
     layout = Layout(data=8, shard=8, sharding="zero3", micro_batch=2, checkpointing="selective")

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from stepscope.analysis.runs import metrics
-from stepscope.analysis.runs.doubts import doubt_mark
+from stepscope.analysis.runs.doubts import MARKS, doubt_mark
+from stepscope.analysis.runs.nodes import node_of, nodes_findings, unlike_nodes
 from stepscope.analysis.runs.shared import ranks_table
 from stepscope.analysis.runs.times import about_intervals, about_steps, time_table
 from stepscope.analysis.runs.words import doubts, figure, identify, status_sentence, status_word
@@ -95,7 +96,10 @@ def answer_list(runs: Sequence[Run]) -> Answer:
 
 
 def answer_cells(runs: Sequence[Run], folder: str | None = None) -> Answer:
-    """The cells of a sweep, in the order they ran."""
+    """The cells of a sweep, in the order they ran; with their nodes, where they are those of a cluster."""
+    unlike = {node.name for node in unlike_nodes(runs)}
+    nodes = [node_of(run) for run in runs]
+    on_nodes = any(nodes)
     rows: list[tuple[Cell, ...]] = []
     for run in runs:
         name = cell_name(run.workload, run.settings)
@@ -108,11 +112,15 @@ def answer_cells(runs: Sequence[Run], folder: str | None = None) -> Answer:
         rows.append((name, *(figure(cell, run) for cell in (*times, tokens, utilisation, peak)), doubts(run)))
     table = table_of(
         "cell", *((f"{name} ms", "ms of s") for name in (*PHASES, STEP)), ("tokens/s", ",.0f"),
-        ("MFU", "%"), ("peak", "B"), "findings",
-        rows=rows, tones={i: "bad" for i, run in enumerate(runs) if run.status != "done"},
+        ("MFU", "%"), ("peak", "B"), "findings", *(["node"] if on_nodes else []),
+        rows=[
+            (*row, *([f"{node} {MARKS['warning']}" if node in unlike else node] if on_nodes else []))
+            for row, node in zip(rows, nodes, strict=True)
+        ],
+        tones={i: "bad" for i, run in enumerate(runs) if run.status != "done"},
         notes=as_lines(_how_many(runs, folder)) if runs and folder else (),
     )  # fmt: skip
-    return Answer(study="sweep", question="", tables=(table,))
+    return Answer(study="sweep", question="", tables=(table,), findings=tuple(nodes_findings(runs)))
 
 
 def _how_many(runs: Sequence[Run], folder: str) -> str:

@@ -45,7 +45,7 @@ def allocator(
 
     plan = SweepPlan(cells=(Cell(workload=workload, settings=settings),), devices=(device,), out=str(runs), tag=tag)
     found: list[Run] = []
-    with sweep_progress(1) as tell:
+    with sweep_progress() as tell:
         found += run_sweep(plan, Policy(fresh=True), tell)
         with allocator_setting(setting):
             found += run_sweep(plan, Policy(fresh=True), tell)

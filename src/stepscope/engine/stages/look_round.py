@@ -1,5 +1,7 @@
 """Reads the environment and the device's datasheet, and counts the work of the step."""
 
+import msgspec
+
 from stepscope.core.device_spec import find_device_spec, overridden_spec
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.engine.draft import Draft
@@ -12,6 +14,7 @@ def look_round(draft: Draft) -> None:
     request = draft.request
     own_code = isinstance(request.workload, OwnWorkload)
     environment = read_environment(draft.device, request.memory_limit_bytes, own_code=own_code)
+    environment = msgspec.structs.replace(environment, node=request.node)
     name, stated = environment.device_name, request.peak_flops_per_s
     spec = overridden_spec(name, request.workload.dtype, stated) if stated else find_device_spec(name)
     draft.set(environment=environment, device_spec=spec, work=known_work(request.workload))

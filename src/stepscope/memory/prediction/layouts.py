@@ -57,18 +57,18 @@ class RankNeeds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bytes_of(workload: Workload, sharding: str) -> Bytes:
-    """Bytes of an element. Where parameters are sharded under autocast's dtypes, they are gathered in that dtype, and
-    the residual stream is in it; else autocast copies fp32 weights, and the residual stream stays fp32."""
+    """Bytes of an element. Where parameters are gathered in autocast's dtype, the residual stream is in it; else
+    autocast copies fp32 weights, and the residual stream stays fp32."""
     if workload.dtype == "bf16-pure":
         return Bytes(parameters=2, gradients=2, compute=2, residual=2)
     if workload.dtype in _MIXED:
-        return Bytes(parameters=4, gradients=4, compute=2, residual=2 if SHARDINGS[sharding].parameters else 4)
+        return Bytes(parameters=4, gradients=4, compute=2, residual=2 if SHARDINGS[sharding].in_compute_dtype else 4)
     return Bytes(parameters=4, gradients=4, compute=4, residual=4)
 
 
 def rank_workload(workload: Workload, layout: Layout, blocks: int) -> Workload:
     """The step as one rank of the layout runs it for a micro-batch."""
-    pure = workload.dtype in _MIXED and SHARDINGS[layout.sharding].parameters
+    pure = workload.dtype in _MIXED and SHARDINGS[layout.sharding].in_compute_dtype
     checkpointing = layout.checkpointing
     if checkpointing.startswith("every-"):
         checkpointing = f"every-{min(blocks, int(checkpointing.removeprefix('every-')))}"
@@ -144,8 +144,8 @@ class RankMemory:
         """Bytes that a micro-batch's elementwise operations move: from those of one sequence and of two, since what
         concerns weights does not grow with the micro-batch."""
         key = (
-            layout.tensor, layout.context, layout.checkpointing, SHARDINGS[layout.sharding].parameters, first, last,
-            blocks,
+            layout.tensor, layout.context, layout.checkpointing, SHARDINGS[layout.sharding].in_compute_dtype, first,
+            last, blocks,
         )  # fmt: skip
         if key not in self._moved:
             of_sizes = (msgspec.structs.replace(layout, micro_batch=size) for size in (1, 2))
@@ -225,10 +225,11 @@ class RankMemory:
         if not sharding.parameters:
             return 0
         dense, experts, outside = held
+        size = sizes.compute if sharding.in_compute_dtype else sizes.parameters
         if sharding.gathers == "once":
-            return (dense + experts + outside) * sizes.compute
+            return (dense + experts + outside) * size
         block = self.model.local_block(layout.tensor) + self.model.local_experts(layout.tensor, layout.expert)
-        return (2 * block + outside) * sizes.compute
+        return (2 * block + outside) * size
 
     def _question(self, layout: Layout, blocks: int, first: bool, last: bool, gradients: Gradients) -> _Question:
         return _Question(
@@ -244,7 +245,7 @@ class RankMemory:
             return _needs(self._question(layout, blocks, first, last, gradients))
         key = (
             layout.tensor, layout.context, layout.micro_batch, layout.checkpointing, blocks, first, last, gradients,
-            SHARDINGS[layout.sharding].parameters,
+            SHARDINGS[layout.sharding].in_compute_dtype,
         )  # fmt: skip
         if key not in self._known:
             self._known[key] = self._by_corners(layout, blocks, first, last, gradients)
@@ -267,7 +268,7 @@ class RankMemory:
         for micro_batch in (1, 2):
             corner = (
                 layout.tensor, layout.context, micro_batch, layout.checkpointing, blocks, first, last, gradients,
-                SHARDINGS[layout.sharding].parameters,
+                SHARDINGS[layout.sharding].in_compute_dtype,
             )  # fmt: skip
             if corner not in self._corners:
                 of_corner = msgspec.structs.replace(layout, micro_batch=micro_batch)

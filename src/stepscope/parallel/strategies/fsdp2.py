@@ -6,6 +6,7 @@ after each; the last unit, of what is in no block, is the root, which keeps its 
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -17,9 +18,11 @@ from stepscope.parallel.spread import Spread, Whole
 def spread(whole: Whole, ranks: Ranks) -> Spread:
     """Shard each block, then the rest."""
     broadcast_from_first(whole.model)
+    # Said, since PyTorch would take the GPU that a machine has, where the ranks are on its CPU.
+    mesh = init_device_mesh(next(whole.model.parameters()).device.type, (ranks.ranks,))
     for block in whole.blocks:
-        fully_shard(block)
-    fully_shard(whole.forward)
+        fully_shard(block, mesh=mesh)
+    fully_shard(whole.forward, mesh=mesh)
     model, forward = whole.model, whole.forward
 
     def full_parameters() -> dict[str, Tensor]:

@@ -1,0 +1,298 @@
+"""The process that talks with Ray for a sweep, so that whatever Ray prints, or ends, is no concern of the sweep.
+
+Started by `engine/cluster/nodes.py` as `python -m stepscope.engine.cluster.courier`. Terms and orders come as lines on
+stdin, words go as lines to stdout. When stdin closes, the sweep has gone: this process ends, and Ray ends its cells.
+No other file imports Ray.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stepscope import __version__
+from stepscope.core.errors import EXIT_WRONG_INPUT, DeviceError, InputError, StepscopeError, named_line, one_line
+from stepscope.engine.cluster import on_node
+from stepscope.engine.cluster.carried import land
+from stepscope.engine.cluster.messages import Node, Order, Terms, Word
+
+_ANSWER_S = 10.0
+"""Seconds for a connection to the address to open."""
+_CONNECT_S = 45.0
+"""Seconds for Ray to connect. Its client waits for a process that the cluster starts for it."""
+_LOOK_S = 60.0
+"""Seconds for a node to say what it has. Its first process of Ray's must start for that."""
+_WATCH_EVERY_S = 2.0
+_MOST_LOSSES = 3
+"""Cells that a node may lose for each that it measures at a time. Its workers die, or are ended, whatever they do."""
+_CLIENT = "ray://"
+_NAMES_THE_CLUSTER = "RAY_ADDRESS"
+_TOLD = 300
+"""Letters of Ray's own words that a message repeats."""
+
+
+def main() -> int:
+    """Serve the sweep until it closes stdin."""
+    says = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what Ray prints goes to the log
+    terms = msgspec.json.decode(sys.stdin.buffer.readline(), type=Terms)
+
+    def say(word: Word) -> None:
+        with contextlib.suppress(OSError):  # the sweep has gone, which stdin says too
+            says.write(msgspec.json.encode(word) + b"\n")
+
+    def give_up() -> None:
+        say(Word(error=f"the Ray cluster (--on {terms.address}) does not answer within {_CONNECT_S:.0f} s"))
+        os._exit(EXIT_WRONG_INPUT)
+
+    patience = threading.Timer(_CONNECT_S, give_up)
+    patience.daemon = True
+    patience.start()
+    try:
+        ray = _connected(terms.address)
+        patience.cancel()
+        try:
+            asyncio.run(_Courier(ray, terms, say).serve())
+        finally:
+            ray.shutdown()
+    except StepscopeError as error:
+        say(Word(error=str(error), exit_code=error.exit_code))
+        return error.exit_code
+    return 0
+
+
+def _connected(address: str) -> Any:
+    """Ray, connected to the cluster. Raises InputError."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    try:
+        import ray as imported  # noqa: PLC0415  # pyright: ignore[reportMissingImports, reportMissingTypeStubs]
+    except ImportError as error:
+        raise InputError(
+            f"--on needs Ray, which is not there ({one_line(error)}): pip install 'stepscope[ray]'"
+        ) from error
+    ray: Any = imported
+    named = os.environ.get(_NAMES_THE_CLUSTER, "") if address == "auto" else address
+    _see_whether_one_answers(named)
+    try:
+        ray.init(address=named or address, log_to_driver=False, configure_logging=False, logging_level="ERROR")
+    except ConnectionError as error:
+        remedy = "start one with `ray start --head`, or name a host as ray://HOST"
+        raise InputError(f"no Ray cluster for --on {address}: {one_line(error)}; {remedy}") from error
+    except Exception as error:  # what the client raises is of gRPC too
+        told = " ".join(str(error).split())
+        if "version mismatch" in told.lower():
+            raise InputError(
+                f"the Ray cluster (--on {address}) has another Python or Ray than this command: {told[:_TOLD]}"
+            ) from error
+        raise InputError(f"cannot use the Ray cluster (--on {address}): {named_line(error)}") from error
+    return ray
+
+
+def _see_whether_one_answers(address: str) -> None:
+    """Raise InputError unless something listens where the address leads. An empty one is for Ray to find."""
+    host, _, port = address.removeprefix(_CLIENT).rpartition(":")
+    if not address:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+    except (OSError, ValueError) as error:
+        remedy = (
+            "`ray start --head` opens it where Ray was installed as ray[client]" if address.startswith(_CLIENT)
+            else f"{_NAMES_THE_CLUSTER} names it"
+        )  # fmt: skip
+        raise InputError(f"no Ray cluster answers at {address}: {one_line(error)}; {remedy}") from error
+
+
+class _Courier:
+    def __init__(self, ray: Any, terms: Terms, say: Callable[[Word], None]) -> None:
+        self._ray, self._terms, self._say = ray, terms, say
+        self._known: dict[str, _Found] = {}
+        """Nodes that have been looked at, those that have gone too."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._measure = ray.remote(on_node.measure)
+        self._desk: Any = None
+
+    async def serve(self) -> None:
+        self._desk = self._ray.remote(on_node.Desk).options(num_cpus=0, **self._at(self._head())).remote()
+        await self._look_first()
+        self._do(self._hear())
+        self._do(self._watch())
+        orders = asyncio.StreamReader(limit=2**26)
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(orders), os.fdopen(0, "rb", buffering=0)
+        )
+        while line := await orders.readline():
+            order = msgspec.json.decode(line, type=Order)
+            if order.stop:
+                self._desk.stop.remote()
+            else:
+                self._do(self._have_measured(order))
+        for task in self._tasks:
+            task.cancel()
+
+    def _do(self, work: Any) -> None:
+        """Do this beside; what fails in it ends the sweep."""
+        task = asyncio.get_running_loop().create_task(self._ending_all(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _ending_all(self, work: Any) -> None:
+        try:
+            await work
+        except StepscopeError as error:
+            self._say(Word(error=str(error), exit_code=error.exit_code))
+        except Exception as error:
+            failure = DeviceError(f"the Ray cluster (--on {self._terms.address}) is lost: {named_line(error)}")
+            self._say(Word(error=str(failure), exit_code=failure.exit_code))
+
+    def _at(self, node: str) -> dict[str, Any]:
+        return {"scheduling_strategy": self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, False)}
+
+    def _head(self) -> str:
+        return next(node["NodeID"] for node in self._nodes() if "node:__internal_head__" in node["Resources"])
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        return [node for node in self._ray.nodes() if node["Alive"]]
+
+    async def _look_first(self) -> None:
+        """Name the nodes that are there. Raises InputError where one of them cannot measure, or none may."""
+        nodes = self._nodes()
+        gpus = self._terms.device == "cuda" or any(node["Resources"].get("GPU") for node in nodes)
+        self._wants = "GPU" if gpus and self._terms.device != "cpu" else "CPU"
+        fit = [node for node in nodes if node["Resources"].get(self._wants, 0) >= 1]
+        if not fit:
+            more = "; --device cpu measures on CPUs" if self._wants == "GPU" else ""
+            raise InputError(
+                f"no node of the Ray cluster (--on {self._terms.address}) has a {self._wants}: none of {len(nodes)} "
+                f"was started with one (`ray start --num-{self._wants.lower()}s N`){more}"
+            )
+        looked_at = await asyncio.gather(*(self._look_at(node) for node in fit))
+        answering = [found for found in looked_at if not found.silent]  # one that has just died is listed for a while
+        for found in answering or looked_at:
+            if found.fault:
+                raise InputError(found.fault)
+        for found in answering:
+            self._say(Word(node=found.node))
+        self._say(Word(ready=True))
+
+    async def _watch(self) -> None:
+        """Name the nodes that join later; those that cannot measure are left alone."""
+        while True:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            for node in self._nodes():
+                if node["NodeID"] not in self._known and node["Resources"].get(self._wants, 0) >= 1:
+                    found = await self._look_at(node)
+                    if not found.fault:
+                        self._say(Word(node=found.node))
+
+    async def _look_at(self, node: dict[str, Any]) -> "_Found":
+        host, known = node["NodeManagerHostname"], [found.node.name for found in self._known.values()]
+        several = sum(other["NodeManagerHostname"] == host for other in self._nodes()) > 1 or host in known
+        units = int(node["Resources"][self._wants])
+        name = f"{host}-{node['NodeID'][:6]}" if several else host
+        gpus = units if self._wants == "GPU" else 0
+        named = Node(id=node["NodeID"], name=name, slots=gpus or 1, gpus=gpus)
+        found = self._known[named.id] = _Found(named, units)
+        try:
+            version, python, word = await asyncio.wait_for(self._asked(named.id), _LOOK_S)
+        except TimeoutError:
+            found.fault = f"node {name} of the Ray cluster says nothing within {_LOOK_S:.0f} s"
+            found.silent = True
+        except self._ray.exceptions.RayError as error:
+            found.fault = f"node {name} of the Ray cluster cannot be used: {named_line(error)}"
+            found.silent = True
+        else:
+            if version is None:
+                found.fault = f"node {name} has no stepscope in {python}: {word}; install stepscope {__version__} there"
+            elif version != __version__:
+                found.fault = f"node {name} has stepscope {version}, and this is {__version__}: install one on both"
+        return found
+
+    def _asked(self, node: str) -> Any:
+        return self._ray.remote(_looking()).options(num_cpus=0, max_retries=0, **self._at(node)).remote()
+
+    async def _hear(self) -> None:
+        while True:
+            for number, (stage, detail) in (await self._desk.heard.remote()).items():
+                self._say(Word(number=number, stage=stage, detail=detail))
+
+    async def _have_measured(self, order: Order) -> None:
+        assert order.request is not None
+        found, errors = self._known[order.node], self._ray.exceptions
+        gpus = {"num_gpus": order.request.workload.ranks, "num_cpus": 0}
+        resources = gpus if found.node.gpus else {"num_cpus": found.units}
+        task = self._measure.options(max_retries=0, **resources, **self._at(order.node))
+        name = found.node.name
+        try:
+            outcome: on_node.Outcome = await task.remote(order, self._terms, name, self._desk)
+        except errors.OutOfMemoryError:
+            self._say(Word(number=order.number, killed=f"the memory of node {name} ran out, and Ray ended the cell"))
+        except errors.RayTaskError as error:
+            self._say(Word(number=order.number, killed=f"node {name} could not measure: {named_line(error.cause)}"))
+        except errors.RayError as error:
+            died = f"the worker on node {name}" if isinstance(error, errors.WorkerCrashedError) else f"node {name}"
+            self._say(Word(number=order.number, lost=f"{died} died ({type(error).__name__})"))
+            found.losses += 1
+            if found.losses > _MOST_LOSSES * found.node.slots:
+                return
+            with contextlib.suppress(TimeoutError, errors.RayError):
+                await asyncio.wait_for(self._asked(order.node), _LOOK_S)
+                self._say(Word(node=msgspec.structs.replace(found.node, slots=1)))  # only the worker had died
+        else:
+            self._bring_home(order.number, outcome)
+
+    def _bring_home(self, number: int, outcome: on_node.Outcome) -> None:
+        landed = land(outcome.files, Path(self._terms.out))
+        if outcome.error is not None:
+            raise _Refused(outcome.error, outcome.exit_code)
+        if outcome.stopped:
+            self._say(Word(number=number, stopped=True))
+        elif landed:
+            self._say(Word(number=number, directory=str(landed[-1])))
+        else:
+            self._say(Word(number=number, run=outcome.run))
+
+
+class _Refused(StepscopeError):
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class _Found:
+    """A node as it was found; units: its GPUs, or else its CPUs."""
+
+    def __init__(self, node: Node, units: int) -> None:
+        self.node, self.units = node, units
+        self.fault: str | None = None
+        """Why it cannot measure."""
+        self.silent = False
+        """Whether it said nothing at all."""
+        self.losses = 0
+        """Cells that it has not brought to an end."""
+
+
+def _looking() -> Callable[[], tuple[str | None, str, str]]:
+    """What a node runs to say which stepscope it has: a function that travels whole, since the node may have none."""
+
+    def look() -> tuple[str | None, str, str]:
+        import subprocess  # noqa: PLC0415
+        import sys  # noqa: PLC0415  (this one of the node)
+
+        command = [sys.executable, "-P", "-c", "import stepscope; print(stepscope.__version__)"]
+        asked = subprocess.run(command, capture_output=True, text=True, check=False)
+        words = asked.stderr.strip().splitlines() or ["no word"]
+        return (asked.stdout.strip() or None) if asked.returncode == 0 else None, sys.executable, words[-1]
+
+    return look
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""Measures one cell on this machine in a process of its own: whatever becomes of the process, a run is on disk."""
+
+import asyncio
+import contextlib
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from stepscope.analysis.runs.checks import check_run
+from stepscope.analysis.runs.metrics import summarise
+from stepscope.core import interrupts
+from stepscope.core.errors import InputError, StepscopeError, one_line
+from stepscope.core.own_workload import OwnWorkload
+from stepscope.core.run import REPEATED, Failure, Run, Status
+from stepscope.core.run_directory import create_run_directory, load_run, save_run
+from stepscope.core.strategies import NOT_PARALLEL
+from stepscope.engine.cell_event import CellEvent
+from stepscope.engine.cell_process import CellProcess, Fork
+from stepscope.engine.rank_processes import RankProcesses
+from stepscope.engine.request import Stage, StepRequest, Tell
+from stepscope.work.transformer import known_work
+
+INTERRUPT_GRACE_S = 2.0
+"""Seconds that a cell may take to save what it has when the user stops the sweep."""
+TIMEOUT_GRACE_S = 15.0
+"""Seconds that a cell may take to save what it has when its time is over; more, since no user is waiting."""
+EXIT_GRACE_S = 20.0
+"""Seconds that a cell may take to end once its run is on disk."""
+LOG_FILE = "log.txt"
+REFUSED = "refused"
+"""What a failure says for a stage where a cell cannot run as asked."""
+
+
+def record(request: StepRequest, directory: Path | None, status: Status, failure: Failure, log: str = "") -> Run:
+    """Save a run for a cell that could not write its own, in the cell's directory if it made one.
+
+    A user's own code that was refused leaves nothing: the same command tries it again.
+    """
+    run = _run_in(directory)
+    if directory is None or run is None:
+        if directory is None or not directory.is_dir():
+            directory = create_run_directory(Path(request.out), request.workload)
+        run = Run(
+            id=directory.name,
+            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            tag=request.tag,
+            sweep=request.sweep,
+            repeat=request.repeat,
+            status=status,
+            workload=request.workload,
+            settings=request.settings,
+            work=known_work(request.workload),
+        )
+    artifacts = dict(run.artifacts)
+    if log:
+        with contextlib.suppress(OSError):  # the run matters more than its log
+            (directory / LOG_FILE).write_text(log)
+            artifacts["log"] = LOG_FILE
+    run = msgspec.structs.replace(run, status=status, failure=failure, artifacts=artifacts)
+    run = msgspec.structs.replace(run, findings=check_run(run), summary=summarise(run))
+    if leaves_nothing(run):
+        shutil.rmtree(directory, ignore_errors=True)
+    else:
+        save_run(run, directory)
+    return run
+
+
+def leaves_nothing(run: Run) -> bool:
+    """Whether this run is not kept: a user's own code was refused, so the same command tries it again."""
+    return run.failure is not None and run.failure.during == REFUSED and isinstance(run.workload, OwnWorkload)
+
+
+def _run_in(directory: Path | None) -> Run | None:
+    """The run in a cell's directory, if one can be read there."""
+    try:
+        return load_run(directory) if directory is not None else None
+    except InputError:
+        return None
+
+
+def _is_result(run: Run | None) -> bool:
+    return run is not None and run.status not in REPEATED
+
+
+class MeasuredCell:
+    """Measures one cell, from the start of its process to a run on disk.
+
+    next_mark: gives each process a mark of its own. fork: what forks the process; None where it is a Python of its own.
+    """
+
+    def __init__(
+        self, request: StepRequest, timeout_s: float, next_mark: Callable[[], str], fork: Fork | None, tell: Tell
+    ) -> None:
+        self._request, self._timeout_s = request, timeout_s
+        self._next_mark, self._fork, self._tell = next_mark, fork, tell
+        self._stage = Stage(name="start")
+        self._directory: Path | None = None
+        self._error: CellEvent | None = None
+
+    async def run(self) -> Run:
+        """Measure the cell; again in a Python of its own, where it was forked and nobody can tell how it ended."""
+        run = await self._measured(self._fork)
+        if run is None:
+            self._directory = self._error = None
+            run = await self._measured(None)
+        assert run is not None
+        return run
+
+    async def _measured(self, fork: Fork | None) -> Run | None:
+        """The cell's run; None where nobody can tell how its process ended, and it left no result."""
+        started = RankProcesses if self._request.workload.parallel != NOT_PARALLEL else CellProcess
+        process = await started.start(msgspec.json.encode(self._request), mark=self._next_mark(), fork=fork)
+        in_time, stopped = True, False
+        try:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await self._follow(process)
+            except TimeoutError:
+                in_time = False
+                await process.stop(TIMEOUT_GRACE_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EXIT_GRACE_S if in_time else 0):
+                    await process.dead.wait()
+        except asyncio.CancelledError:
+            await process.stop(INTERRUPT_GRACE_S)
+            stopped = True
+            raise
+        finally:
+            await process.close()
+            self._hear_the_rest(process)
+            if stopped:
+                self._keep_what_was_stopped(process)
+        if in_time and process.lost and self._error is None and not _is_result(_run_in(self._directory)):
+            return None
+        if in_time:
+            run = self._result(process)
+            if process.culprit is not None and run.status != "done":
+                failure = Failure(message=process.culprit, during="ranks")
+                run = record(self._request, self._directory, "killed", failure, process.log)
+            return run
+        return self._ended("timed-out", f"no end after {self._timeout_s:.0f} s", process.log)
+
+    async def _follow(self, process: CellProcess | RankProcesses) -> None:
+        """Listen until the cell has said how it ended, or is dead."""
+        while (event := await process.events.get()) is not None:
+            self._hear(event)
+            if event.finished or event.error:
+                return
+
+    def _hear_the_rest(self, process: CellProcess | RankProcesses) -> None:
+        while not process.events.empty():
+            event = process.events.get_nowait()
+            if event is not None:
+                self._hear(event)
+
+    def _hear(self, event: CellEvent) -> None:
+        if event.directory:
+            self._directory = Path(event.directory)
+        if event.error:
+            self._error = event
+        if event.stage:
+            self._stage = Stage(name=event.stage, detail=event.detail)
+            self._tell(self._stage)
+
+    def _keep_what_was_stopped(self, process: CellProcess | RankProcesses) -> None:
+        """Mark the run of a cell that the user stopped as interrupted; remove its directory if it saved nothing."""
+        with contextlib.suppress(OSError, StepscopeError):
+            run = _run_in(self._directory)
+            if run is not None and run.status == "unfinished":
+                self._ended("interrupted", "interrupted by the user", process.log)
+            elif run is None and self._directory is not None:
+                self._directory.rmdir()
+
+    def _result(self, process: CellProcess | RankProcesses) -> Run:
+        if self._error and self._error.error:
+            if self._error.log_matters:
+                sys.stderr.write(process.log)
+            if self._error.error_for_all:
+                raise InputError(self._error.error)
+            return self._ended("failed", self._error.error, during=REFUSED)
+        code = process.code
+        if code is None:
+            return self._ended("killed", "the process could not be killed", process.log)
+        ending = -code if code < 0 else code - 128 if code - 128 in interrupts.SIGNALS else 0
+        if ending:
+            name = signal.Signals(ending).name
+            hint = " (the system's out-of-memory killer does this)" if ending == signal.SIGKILL else ""
+            return self._ended("killed", f"the process was killed by {name}{hint}", process.log)
+        lines = process.log.strip().splitlines() or ["no word"]
+        telling = [line for line in lines if "error" in line.lower()] or lines
+        message = f"the process ended with code {code}: {one_line(Exception(telling[-1]))}"
+        return self._ended("failed", message, process.log)
+
+    def _ended(self, status: Status, message: str, log: str = "", during: str | None = None) -> Run:
+        """The run that the cell saved, if it is a result; else a run that says how the cell ended."""
+        run = _run_in(self._directory)
+        if run is not None and _is_result(run):
+            return run
+        during = during or " ".join(part for part in (self._stage.name, self._stage.detail) if part)
+        failure = Failure(message=message, during=during)
+        return record(self._request, self._directory, status, failure, log)

@@ -1,0 +1,48 @@
+"""Which layout a stored run is, and plans beside published figures."""
+
+import pytest
+
+from stepscope.core.layout import Layout
+from stepscope.core.model_config import configure
+from stepscope.core.workload import Workload
+from stepscope.memory.prediction.layouts import RankMemory, bytes_of
+from stepscope.planning.published import PUBLISHED
+from stepscope.planning.verification import answer_verification, layout_of
+from stepscope.work.planned_model import PlannedModel
+
+
+def ran(parallel: str, ranks: int, **fields: object) -> Workload:
+    return Workload(model=configure("tiny"), batch_size=8, parallel=parallel, ranks=ranks, **fields)  # type: ignore[arg-type]
+
+
+def test_a_run_of_several_ranks_has_a_layout():
+    assert layout_of(ran("none", 1, accumulation=2)) == Layout(micro_batch=4, micro_batches=2)
+    assert layout_of(ran("ddp-bucketed", 4)) == Layout(data=4, micro_batch=2)
+    assert layout_of(ran("zero1", 2)) == Layout(data=2, sharding="zero1", shard=2, micro_batch=4)
+    assert layout_of(ran("fsdp2", 2)) == Layout(data=2, sharding="zero3-autocast", shard=2, micro_batch=4)
+    assert layout_of(ran("tensor", 2)) is None
+
+
+def test_fsdp_under_autocast_gathers_what_is_stored_and_casts_it():
+    step = Workload(model=configure("small"), batch_size=4, seq_len=512, dtype="bf16", attention="sdpa")
+    memory = RankMemory(step, PlannedModel(config=step.model))
+    cast, wide = (
+        memory.needs(Layout(data=2, shard=2, sharding=sharding, micro_batch=2), exactly=True)
+        for sharding in ("zero3", "zero3-autocast")
+    )
+    assert wide.gathered == 2 * cast.gathered
+    assert (wide.parameters, wide.moments) == (cast.parameters, cast.moments)
+    assert bytes_of(step, "zero3-autocast").residual == 4
+
+
+def test_every_published_figure_has_a_plan():
+    answer = answer_verification([])
+    rows = answer.table("Published figures").rows
+    assert len(rows) == len(PUBLISHED)
+    assert [table.title for table in answer.tables] == ["Published figures"]
+    for one in PUBLISHED:
+        tokens = one.batch_size * one.seq_len
+        assert one.layout.data * one.layout.micro_batch * one.layout.micro_batches == one.batch_size
+        if "405B" in one.model:
+            assert tokens == pytest.approx(16.8e6, rel=0.01)  # "16M" in the paper
+            assert one.layout.ranks in (8192, 16384)
