@@ -132,6 +132,23 @@ def test_every_strategy_computes_what_one_process_does(verdicts: list[dict[str, 
     assert all(error is not None and error < 0.01 for error in losses)
 
 
+def two_by_two(rank: int, ranks: int) -> Any:
+    tied = msgspec.structs.replace(WORKLOAD, model=configure("tiny", layers=2, vocabulary=101, tied=True))
+    return [
+        msgspec.to_builtins(
+            check_ranks(name, lambda of=of: textbook_parts(of, CPU), of, CPU, Here(rank, ranks))
+        )
+        for name in ("fsdp2-tensor", "tensor-sequence")
+        for of in (WORKLOAD, tied)
+    ]  # fmt: skip
+
+
+@pytest.mark.long
+def test_four_ranks_in_two_dimensions_compute_what_one_process_does():
+    verdicts = [msgspec.convert(one, Correctness) for one in on_ranks(4, two_by_two)[0]]
+    assert len(verdicts) == 4 and all(verdict.passed for verdict in verdicts), verdicts
+
+
 def test_a_strategy_that_is_wrong_is_seen(verdicts: list[dict[str, Correctness]]):
     for name in WRONG:
         assert not verdicts[0][name].passed, name
@@ -168,6 +185,9 @@ def test_a_rank_sends_what_the_ring_s_formulas_say(name: str, ranks: int, wanted
 
 def test_a_batch_is_split_where_the_strategy_splits_it():
     assert batch_parts("ddp", 4) == 4 and batch_parts("tensor", 4) == 1 and batch_parts("none", 1) == 1
+    assert batch_parts("fsdp2-tensor", 4) == 2
+    with pytest.raises(InputError, match="--parallel fsdp2-tensor takes ranks by 2, not 3: choose a multiple"):
+        batch_parts("fsdp2-tensor", 3)
     with pytest.raises(InputError, match="batch_size 4 is that of all ranks together, and cannot be divided by 3"):
         msgspec.structs.replace(WORKLOAD, parallel="ddp", ranks=3)
     assert msgspec.structs.replace(WORKLOAD, parallel="tensor", ranks=3).ranks == 3

@@ -8,7 +8,7 @@ all-reduce sends 2 (n - 1) / n of the message, a reduce-scatter or an all-gather
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from stepscope.core.errors import choose
+from stepscope.core.errors import InputError, choose
 
 NOT_PARALLEL = "none"
 """No ranks share the step."""
@@ -47,6 +47,8 @@ class StrategyRecord:
     backends: tuple[str, ...] = ("gloo", "nccl")
     splits_batch: bool = True
     """Whether each rank has a part of the batch of its own."""
+    near: int = 1
+    """How many ranks in a row divide each product among themselves and take the same part of the batch."""
     shards: tuple[str, ...] = ()
     """What each rank keeps a part of alone, between steps; the rest it keeps whole."""
     sends: Callable[[int, int, int], float] | None = None
@@ -101,6 +103,17 @@ STRATEGIES: dict[str, StrategyRecord] = {
             words="PyTorch's parallelize_module: heads and the feed-forward's width are split over the ranks, and "
             "activations are all-reduced twice a block.",
         ),
+        StrategyRecord(
+            name="tensor-sequence", module="tensor_sequence", is_lesson=False, splits_batch=False, textbook_only=True,
+            shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE),
+            words="As tensor, and what lies between the split products, embedding and head are split, too: norms and "
+            "residual stream by the sequence.",
+        ),
+        StrategyRecord(
+            name="fsdp2-tensor", module="fsdp2_tensor", is_lesson=False, textbook_only=True, near=2,
+            shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE),
+            words="Pairs of ranks run tensor-sequence on the same samples, and fsdp2 shards their parts across pairs.",
+        ),
     )
 }  # fmt: skip
 """Every strategy, by its name; lessons first, in the order in which they are learned."""
@@ -118,5 +131,11 @@ def strategy_named(name: str) -> StrategyRecord:
 
 
 def batch_parts(parallel: str, ranks: int) -> int:
-    """Over how many ranks this strategy splits the batch: each part is another's work."""
-    return ranks if parallel != NOT_PARALLEL and strategy_named(parallel).splits_batch else 1
+    """Over how many ranks this strategy splits the batch: each part is another's work. Raises InputError where so many
+    ranks cannot share a step by it."""
+    if parallel == NOT_PARALLEL:
+        return 1
+    record = strategy_named(parallel)
+    if ranks % record.near:
+        raise InputError(f"--parallel {parallel} takes ranks by {record.near}, not {ranks}: choose a multiple")
+    return ranks // record.near if record.splits_batch else 1

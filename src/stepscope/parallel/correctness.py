@@ -47,13 +47,16 @@ def check_ranks(
 
     layers: how many the checked model has, where it is not the whole. strategy: in place of that of this name.
     """
-    least = _least(choices, cuts_products=not strategy_named(name).splits_batch)
+    record = strategy_named(name)
+    least = _least(choices, cuts_products=not record.splits_batch or record.near > 1)
     verdicts: list[_Distance] = []
     for make_optimizer, parts_of_found in ((_sgd, (0, 1)), (_adamw, (2,))):
         expected = _expected(make_parts, choices, device, ranks, make_optimizer) if ranks.is_first else None
         found = _by_ranks(name, make_parts(), choices, device, ranks, make_optimizer=make_optimizer, strategy=strategy)
         if expected is not None:
-            verdicts += [_distance(found[i], expected[0][i], [other[i] for other in expected[1]], least)
+            # What the parameters became has the roundings of every step in it.
+            verdicts += [_distance(found[i], expected[0][i], [other[i] for other in expected[1]],
+                                   least * (STEPS if i == 1 else 1))
                          for i in parts_of_found]  # fmt: skip
     verdict: Correctness | None = None
     if verdicts:

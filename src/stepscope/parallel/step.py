@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 
 from stepscope.core.errors import InputError
-from stepscope.core.strategies import GRADIENTS, StrategyRecord, strategy_named
+from stepscope.core.strategies import GRADIENTS, StrategyRecord, batch_parts, strategy_named
 from stepscope.models.training_step import Choices, Share, Shared, StepParts, optimizer_for
 from stepscope.parallel.ranks import Ranks
 from stepscope.parallel.spread import MakeOptimizer, Spread, Strategy, Whole
@@ -57,12 +57,13 @@ def spread_parts(
 
 def part_of(batch: tuple[object, ...], parts: StepParts, record: StrategyRecord, ranks: Ranks) -> tuple[object, ...]:
     """This rank's part of a batch; all of it where the strategy splits something else."""
-    if not record.splits_batch or ranks.ranks == 1:
+    count = batch_parts(record.name, ranks.ranks)
+    if count == 1:
         return batch
     try:
-        found = parts.split(batch, ranks.ranks)
+        found = parts.split(batch, count)
     except InputError:
         found = []
-    if len(found) != ranks.ranks:
-        raise InputError(f"the batch cannot be divided by {ranks.ranks} ranks: give a batch size that can")
-    return found[ranks.rank]
+    if len(found) != count:
+        raise InputError(f"the batch cannot be divided by {count} ranks: give a batch size that can")
+    return found[ranks.rank // record.near]

@@ -33,11 +33,11 @@ def spread(whole: Whole, ranks: Ranks) -> Spread:
 
     return Spread(
         model=model, forward=forward, optimizer=whole.optimizer_of(model.parameters()),
-        full_parameters=full_parameters, full_gradients=full_gradients, local=lambda: _Local(forward),
+        full_parameters=full_parameters, full_gradients=full_gradients, local=lambda: Local(forward),
     )  # fmt: skip
 
 
-class _Local:
+class Local:
     """Within it, gradients are added up whole on each rank, and not yet reduced."""
 
     def __init__(self, module: torch.nn.Module) -> None:

@@ -7,6 +7,8 @@ Every rank has the whole batch and the whole residual stream. In forward a block
 B x S x M elements, and two more in backward. The heads of queries, and those of keys, must divide by the ranks.
 """
 
+import contextlib
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -31,14 +33,19 @@ _PLAN = {
 
 def spread(whole: Whole, ranks: Ranks) -> Spread:
     """Split the products of every block."""
-    model = whole.model
-    if not isinstance(model, Transformer):
-        raise InputError("--parallel tensor knows the textbook's model alone: choose ddp or fsdp2 for one of your own")
-    _check(model, ranks.ranks)
+    model = checked(whole, ranks.ranks, "tensor")
     broadcast_from_first(model)
     mesh = init_device_mesh(next(model.parameters()).device.type, (ranks.ranks,))
     for block in model.blocks:
         parallelize_module(block, mesh, {name: style() for name, style in _PLAN.items()})
+    return of_split(whole)
+
+
+def of_split(
+    whole: Whole, local: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+) -> Spread:
+    """The spread of a model some of whose parameters are DTensors by now."""
+    model = whole.model
 
     def full(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         with torch.no_grad():
@@ -50,13 +57,23 @@ def spread(whole: Whole, ranks: Ranks) -> Spread:
     make = whole.make_optimizer
     return Spread(
         model=model, forward=whole.forward,
-        optimizer=make([{"params": split}, {"params": kept}]) if make is not None else None,
+        optimizer=make([{"params": alike} for alike in (split, kept) if alike]) if make is not None else None,
         full_parameters=lambda: full(dict(model.named_parameters())),
         full_gradients=lambda: full({n: p.grad for n, p in model.named_parameters() if p.grad is not None}),
+        local=local,
     )  # fmt: skip
 
 
-def _check(model: Transformer, ranks: int) -> None:
+def checked(whole: Whole, ranks: int, name: str) -> Transformer:
+    """The textbook's model. Raises InputError for another, or where so many ranks cannot divide its products."""
+    model = whole.model
+    if not isinstance(model, Transformer):
+        raise InputError(f"--parallel {name} knows the textbook's model alone: choose ddp or fsdp2 for one of your own")
+    _check(model, ranks, name)
+    return model
+
+
+def _check(model: Transformer, ranks: int, strategy: str) -> None:
     attention = cast("CausalSelfAttention", model.blocks[0].attention)
     feed_forward = cast("SwiGLU", model.blocks[0].feed_forward)
     sizes = {
@@ -66,4 +83,4 @@ def _check(model: Transformer, ranks: int) -> None:
     }  # fmt: skip
     for name, size in sizes.items():
         if size % ranks:
-            raise InputError(f"--parallel tensor splits {name}, and {size} do not divide by {ranks} ranks")
+            raise InputError(f"--parallel {strategy} splits {name}, and {size} do not divide by {ranks} ranks")
