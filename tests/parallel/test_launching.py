@@ -19,7 +19,7 @@ CALL = "tests.parallel.called:call"
 
 @pytest.fixture(autouse=True)
 def _finds_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'src'}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))))
 
 
 def children() -> list[int]:

@@ -107,7 +107,7 @@ def held_against_one(rank: int, ranks: int) -> dict[str, Any]:
     for name, record in STRATEGIES.items():
         if "gloo" in record.backends:
             judge(name, name, WORKLOAD)
-    for name in ("ddp-bucketed", "fsdp-textbook", "fsdp2", "tensor"):
+    for name in ("fsdp-textbook", "tensor"):
         judge(f"{name} bf16", name, msgspec.structs.replace(WORKLOAD, dtype="bf16"))
     for name, strategy in WRONG.items():
         judge(name, "ddp-flat", WORKLOAD, strategy)
