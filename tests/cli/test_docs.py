@@ -46,7 +46,7 @@ BENCHMARKS = (
     "benchmarks/command.py", "benchmarks/killed_node.py", "benchmarks/many_runs.py", "tests/recorded.py",
 )  # fmt: skip
 STUDIES_OF_ARITHMETIC = ("formats", "accumulation")
-VERBS = ("table", "show", "ls", "history", "models", "kernel", "trace", "memory", "fit", "compare")
+VERBS = ("table", "show", "ls", "history", "models", "kernel", "trace", "memory", "fit", "plan", "compare")
 
 
 def name_of(document: Path) -> str:

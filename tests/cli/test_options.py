@@ -92,8 +92,8 @@ def test_help_is_as_wide_as_the_terminal_and_cuts_nothing(width: int):
     lines = stepscope("run", "--help", COLUMNS=str(width)).stdout.splitlines()
     assert max(len(line) for line in lines if not line.startswith("  stepscope")) <= width
     groups = [line.rstrip(":") for line in lines if re.fullmatch(r"[A-Z][\w ]+:", line)]
-    assert groups == ["Model", "Workload", "Measuring", "Recording", "Memory", "Stored runs and results", "Output",
-                      "Help", "Examples"]  # fmt: skip
+    assert groups == ["Model", "Workload", "Many GPUs", "Measuring", "Recording", "Memory", "Stored runs and results",
+                      "Output", "Help", "Examples"]  # fmt: skip
 
 
 @pytest.mark.parametrize(

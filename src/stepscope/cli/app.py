@@ -18,6 +18,7 @@ from stepscope.cli import (
     ls,
     memory,
     models,
+    plan,
     report,
     run,
     show,
@@ -61,7 +62,8 @@ class _Command(Verbs):
 
     verbs: ClassVar = {
         "run": run.run, "watch": watch.watch, "sweep": sweep.sweep, "compare": compare.compare, "table": table.table,
-        "trace": trace.trace, "memory": memory.memory, "report": report.report, "fit": fit.fit, "show": show.show,
+        "trace": trace.trace, "memory": memory.memory, "report": report.report, "fit": fit.fit, "plan": plan.plan,
+        "show": show.show,
         "ls": ls.ls, "history": history.history, "writeup": writeup.writeup,
         "models": models.models, "device": device.device, "kernel": kernel.kernel,
     }  # fmt: skip

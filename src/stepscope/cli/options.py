@@ -20,7 +20,8 @@ from stepscope.cli.presentation import Presentation
 from stepscope.core.attentions import ATTENTIONS, attention_names
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
-from stepscope.core.model_config import PRESETS, ModelConfig
+from stepscope.core.model_config import PRESETS, PUBLIC_SHAPES, ModelConfig
+from stepscope.core.network import NETWORKS
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.range_names import PHASES as CAPTURED_PHASES
 from stepscope.core.run import Settings
@@ -98,10 +99,12 @@ class Option:
 
 MODEL, WORKLOAD, CALLS, TRAINING, NUMBERS = "Model", "Workload", "Attention calls", "Training", "Numbers"
 MEASURING, RECORDING, SWEEPING = "Measuring", "Recording", "Sweep"
+PARALLEL = "Many GPUs"
 BUDGET, QUESTION, STORED, OUTPUT = "Memory", "Question", "Stored runs and results", "Output"
 
 GROUPS = (
-    MODEL, WORKLOAD, CALLS, TRAINING, NUMBERS, MEASURING, RECORDING, SWEEPING, BUDGET, QUESTION, STORED, OUTPUT,
+    MODEL, WORKLOAD, PARALLEL, CALLS, TRAINING, NUMBERS, MEASURING, RECORDING, SWEEPING, BUDGET, QUESTION, STORED,
+    OUTPUT,
 )  # fmt: skip
 """The groups of options, in the order in which a help text shows them."""
 
@@ -134,9 +137,9 @@ OPTIONS = (
     Option("batch_size", int, WORKLOAD, "Sequences in a step.", Workload),
     Option("dtype", str, WORKLOAD, "", Workload, choices=DTYPES),
     Option("phase", str, WORKLOAD, "", Workload, choices=PHASES),
-    Option("parallel", str, WORKLOAD, "How several ranks share a step.", Workload,
+    Option("parallel", str, PARALLEL, "How several ranks share a step.", Workload,
            choices=(NOT_PARALLEL, *strategy_names()), verbs=("run", "sweep")),
-    Option("ranks", int, WORKLOAD, "Processes that share a step, a device each.", Workload, verbs=("run", "sweep")),
+    Option("ranks", int, PARALLEL, "Processes that share a step, a device each.", Workload, verbs=("run", "sweep")),
     Option("attention", str, WORKLOAD, "", Workload, choices=attention_names()),
     Option("compile", str, WORKLOAD, "", Workload, choices=COMPILES),
     Option("optimizer", str, WORKLOAD, "", Workload, choices=OPTIMIZERS),
@@ -274,6 +277,27 @@ OPTIONS = (
            verbs=("fit",)),
     Option("device", str, BUDGET, "A device by its name, as in H100 or 4090; the datasheet's memory.", verbs=("fit",),
            complete=completion.device_names),
+    Option("device", str, BUDGET, "The device of each rank by its name, as in H100, A100 or B200.", verbs=("plan",),
+           default="H100", complete=completion.device_names),
+    # A step over many GPUs, on paper.
+    Option("model", str, MODEL, "A preset, or a shape that others published.", ModelConfig,
+           choices=(*PRESETS, *PUBLIC_SHAPES), verbs=("plan",)),
+    Option("batch_tokens", int, WORKLOAD, "Tokens in a step, in place of --batch-size.", metavar="N"),
+    Option("experts", int, MODEL, "Feed-forward networks in each block.", default=1, least=1),
+    Option("active_experts", int, MODEL, "Experts that each token goes through.", default=1, least=1),
+    Option("ranks", int, PARALLEL, "GPUs, one rank each.", default=1, verbs=("plan",)),
+    Option("network", str, PARALLEL, "What joins GPUs and nodes: a name, figures, or both, as in nvlink4-ib400,"
+           "between=100GB (default: as the device is usually sold).", metavar="NAME|FIGURES",
+           complete=completion.words(*NETWORKS)),
+    Option("layout", str, PARALLEL, "Dimensions that are settled, as in tensor=8,pipeline=4,sharding=zero3.",
+           metavar="DIMENSION=N,..."),
+    Option("efficiency", float, PARALLEL, "Share of the peak that matrix products reach (default: as measured on an "
+           "H200).", metavar="SHARE"),
+    Option("spread", float, PARALLEL, "Relative standard deviation of ranks' speeds in the simulation (default: as "
+           "measured on an H200).", metavar="SHARE"),
+    Option("verify", bool, QUESTION, "Set plans beside what others published, and beside runs (--against).",
+           default=False),
+    Option("against", Path, QUESTION, "With --verify: runs of one GPU.", metavar="DIR", verbs=("plan",)),
     # What is asked.
     Option("tensors", bool, QUESTION, "List what a block keeps for backward, with the arithmetic of each size.",
            default=False),

@@ -90,6 +90,7 @@ def options_of(
     """The parameters that typer reads for a function or a record, and what calls it with their values."""
     parameters: list[inspect.Parameter] = []
     makers: dict[str, Callable[[dict[str, Any]], Any]] = {}
+    named = set(inspect.signature(takes).parameters)  # what a verb takes by itself is no part of a workload there
     for parameter in inspect.signature(takes).parameters.values():
         annotation: Any = parameter.annotation
         if get_origin(annotation) is Annotated:
@@ -98,7 +99,9 @@ def options_of(
         elif annotation in _FILLED:
             types, several, maker = _FILLED[annotation]
             options = [
-                found for option in OPTIONS if option.fills in types and (found := line_of(option.name, verb_name))
+                found
+                for option in OPTIONS
+                if option.fills in types and option.name not in named and (found := line_of(option.name, verb_name))
             ]
             parts = {option.name: _Part(option, several, _own_default(option)) for option in options}
             said = {**_workload_defaults(), **usual}

@@ -125,9 +125,28 @@ PRESETS: dict[str, ModelConfig] = {
 }
 
 
+def _public(name: str, d_model: int, d_ff: int, layers: int, heads: int) -> ModelConfig:
+    return ModelConfig(
+        name=name, d_model=d_model, d_ff=d_ff, layers=layers, heads=heads, vocabulary=128_256, kv_heads=8
+    )  # fmt: skip
+
+
+PUBLIC_SHAPES: dict[str, ModelConfig] = {
+    config.name: config
+    for config in (
+        _public("llama3-8B", 4096, 14336, 32, 32),
+        _public("llama3-70B", 8192, 28672, 80, 64),
+        _public("llama3-405B", 16384, 53248, 126, 128),
+    )
+}
+"""Sizes that others published (Llama 3: Grattafiori et al. 2024, table 3), by name. They are no presets: lists of what
+is measured here leave them out."""
+
+
 def configure(preset: str, **overrides: int | None) -> ModelConfig:
     """The preset with the given sizes replaced; raises InputError on an unknown name or impossible sizes."""
-    base = PRESETS[choose(preset, tuple(PRESETS), "model")]
+    known = {**PRESETS, **PUBLIC_SHAPES}
+    base = known[choose(preset, tuple(known), "model")]
     changed: dict[str, Any] = {
         field: size for field, size in overrides.items() if size is not None and size != getattr(base, field)
     }

@@ -95,7 +95,7 @@ def budget_of_memory(memory_bytes: int) -> Budget:
 
 def budget_of_device(name: str) -> Budget:
     """The memory of a device of the datasheets. Raises InputError for a name that is not one of them."""
-    spec = _find_device(name)
+    spec = device_named(name)
     assert spec.memory_bytes is not None
     return budget_of_total(spec.memory_bytes, f"{spec.name} ({spec.source})")
 
@@ -329,11 +329,14 @@ def _is_meant(spec: DeviceSpec, wanted: list[str]) -> bool:
     return all(any(word.startswith(begin) for word in words) for begin in wanted)
 
 
+_OR_MEMORY = "; or say --memory, as in --memory 80GiB"
 _PLAIN = {"h100": "NVIDIA H100 80GB HBM3"}
 """The device that a plain name means, where its variants differ in memory: the one that most have."""
 
 
-def _find_device(name: str) -> DeviceSpec:
+def device_named(name: str, *, otherwise: str = _OR_MEMORY) -> DeviceSpec:
+    """The device of the datasheets that a name means. Raises InputError where it is none of them, or several that
+    differ in memory."""
     if name.lower() in _PLAIN:
         return DATASHEET[_PLAIN[name.lower()]]
     wanted = name.lower().replace("-", " ").split()
@@ -343,4 +346,4 @@ def _find_device(name: str) -> DeviceSpec:
         return found[0]  # or another of the same memory: nothing else is asked of it
     known = ", ".join(spec.name for spec in (found if wanted and found else DATASHEET.values()))
     what = "matches several devices" if wanted and found else "is in no datasheet that stepscope has"
-    raise InputError(f"--device {name!r} {what}: choose one of {known}; or say --memory, as in --memory 80GiB")
+    raise InputError(f"--device {name!r} {what}: choose one of {known}{otherwise}")

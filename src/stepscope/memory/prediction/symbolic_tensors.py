@@ -392,7 +392,7 @@ class Tape:
     def _run_again(self, segment: Segment) -> None:
         """Run a segment's forward again with nodes that save, and hand the saved tensors to the first run's nodes."""
         first, segment.nodes = segment.nodes, []
-        again = Tape(self.ledger, recording=True)
+        again = type(self)(self.ledger, recording=True)
         again._rerun = segment
         with contextlib.suppress(_AllIsSaved):
             segment.run(again, Tensor(segment.input.storage, segment.input.elements, segment.input.itemsize, _LEAF))

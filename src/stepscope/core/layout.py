@@ -1,0 +1,134 @@
+"""A Layout: how a step is spread over ranks, and the kinds of sharding of what a rank keeps."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from stepscope.core.errors import InputError, choose
+
+Gathers = Literal["never", "once", "each pass"]
+"""When ranks gather the parameters that they need whole: not at all, once a step, or in each forward and backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """A kind of data parallelism, by what each rank keeps only a share of."""
+
+    name: str
+    words: str
+    source: str
+    moments: bool = False
+    """Whether the optimizer's moments are shared out."""
+    parameters: bool = False
+    """Whether the parameters that the optimizer updates are."""
+    gradients: bool = False
+    """Whether gradients are: each micro-batch's are reduced and scattered at once."""
+    gathers: Gathers = "never"
+
+
+_ZERO = "Rajbhandari et al. 2020, section 5"
+SHARDINGS: dict[str, Sharding] = {
+    one.name: one
+    for one in (
+        Sharding(name="ddp", words="nothing is sharded", source="Li et al. 2020, PyTorch Distributed"),
+        Sharding(
+            name="zero1", words="moments sharded", source=f"{_ZERO}.1; PyTorch's ZeroRedundancyOptimizer",
+            moments=True, gathers="once",
+        ),
+        Sharding(
+            name="zero1-master", words="moments and fp32 parameters sharded, a copy in the compute dtype whole",
+            source=f"{_ZERO}.1; Megatron's distributed optimizer", moments=True, parameters=True, gathers="once",
+        ),
+        Sharding(
+            name="zero2", words="all state sharded, parameters gathered once a step",
+            source=f"{_ZERO}.2; fully_shard(reshard_after_forward=False)", moments=True, parameters=True,
+            gradients=True, gathers="once",
+        ),
+        Sharding(
+            name="zero3", words="all state sharded, parameters gathered block by block",
+            source=f"{_ZERO}.3; PyTorch's fully_shard (FSDP2)", moments=True, parameters=True, gradients=True,
+            gathers="each pass",
+        ),
+    )
+}  # fmt: skip
+"""The kinds of data parallelism by name. With fewer ranks in a shard group than data-parallel ranks, the groups are
+replicas of one another (hybrid sharding, HSDP)."""
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """How a step is spread: the ranks of each dimension, and how each rank works through its share.
+
+    Ranks are numbered with tensor parallelism innermost, then context, data and pipeline (Megatron's order), so that
+    what communicates most is nearest.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    """Ranks that share each matrix, and between them the sequence (sequence parallelism)."""
+    context: int = 1
+    """Ranks that share each sequence, in attention too."""
+    pipeline: int = 1
+    expert: int = 1
+    """Ranks that share the experts; they are data-parallel ranks for everything else."""
+    sharding: str = "ddp"
+    shard: int = 1
+    """Ranks in a shard group: a divisor of data x context."""
+    chunks: int = 1
+    """Pieces of the model on each pipeline rank: more than one is an interleaved schedule."""
+    micro_batch: int = 1
+    """Sequences in one forward pass of a rank."""
+    micro_batches: int = 1
+    checkpointing: str = "none"
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor * self.context * self.pipeline
+
+    @property
+    def replicas(self) -> int:
+        """Shard groups that hold the same."""
+        return self.data * self.context // self.shard
+
+    @property
+    def stages(self) -> int:
+        """Pieces into which the blocks are cut."""
+        return self.pipeline * self.chunks
+
+    @property
+    def name(self) -> str:
+        """The layout in short, as in `tp8 pp16 dp64 zero2 1x32 full`; dimensions of one rank are left out."""
+        sizes = {"tp": self.tensor, "cp": self.context, "pp": self.pipeline, "ep": self.expert, "dp": self.data}
+        words = [f"{short}{size}" for short, size in sizes.items() if size > 1]
+        if self.chunks > 1:
+            words.append(f"v{self.chunks}")
+        if self.data * self.context > 1:
+            words.append(self.sharding + (f"/{self.shard}" if self.shard not in (1, self.data * self.context) else ""))
+        return " ".join(words) or "one rank"
+
+
+FIXED = ("tensor", "context", "pipeline", "data", "expert", "chunks", "shard", "micro_batch")
+_SHORT = {
+    "tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data", "ep": "expert", "v": "chunks", "mb": "micro_batch",
+}  # fmt: skip
+
+
+def parse_layout(text: str) -> dict[str, int | str]:
+    """`tensor=8,pp=16,sharding=zero3`: the dimensions of a layout that are settled, by field."""
+    found: dict[str, int | str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        field = _SHORT.get(name, name.replace("-", "_"))
+        if field == "sharding":
+            found[field] = choose(value, tuple(SHARDINGS), "sharding")
+            continue
+        if field not in FIXED or not re.fullmatch(r"[1-9][0-9]{0,6}", value):
+            raise InputError(
+                f"cannot read {part[:40]!r} in --layout: write a dimension and its ranks, as in "
+                f"tensor=8,pipeline=4; there are {', '.join((*FIXED, 'sharding'))}"
+            )
+        found[field] = int(value)
+    if not found:
+        raise InputError("--layout is empty: name a dimension, as in tensor=8")
+    return found

@@ -1,0 +1,85 @@
+"""The rates at which a device is assumed to work: shares of its datasheet, and where each share comes from.
+
+A plan stands or falls with them, so an answer always names them. They were measured on an H200 by stepscope, and are
+taken for any device:
+    device.json      products of 4096 x 4096 matrices, and a copy (in results/h200, as all of these)
+    attention        causal attention of 16,384 tokens, head_dim 128, forward and backward
+    kernels          time of the kernels of 18 training steps, op by op, and of the steps: elementwise kernels take
+                     1.5 us and their bytes, products 3.6 us beyond what large ones take for their FLOPs, and the device
+                     pauses 2 us between two kernels
+    best, plain      optimizers, and how long the host takes for a launch where it is the slower one
+"""
+
+import msgspec
+
+from stepscope.core.attentions import scores_of
+from stepscope.core.device_spec import DeviceSpec, product_dtype
+from stepscope.core.errors import InputError
+from stepscope.core.workload import Workload
+
+MATMUL_SHARES = {"bf16": 0.690, "fp16": 0.652, "tf32": 0.695, "fp32": 0.761}
+COPY_SHARE = 0.888
+ELEMENTWISE_SHARE = 0.522
+"""Share of the memory's rate at which elementwise kernels of a step op by op move their bytes; fused ones are taken to
+reach a copy's."""
+FUSED_ADAMW_SHARE, ADAMW_SHARE = 0.715, 0.78
+_PAUSE_S = 2.0e-6
+KERNEL_S, PRODUCT_S = 1.5e-6 + _PAUSE_S, 3.6e-6 + _PAUSE_S
+"""What an elementwise kernel and a product take however small they are, with the pause before the next."""
+LAUNCH_S = 15e-6
+"""What the host takes for a kernel of a step op by op."""
+ATTENTION_SHARES = {"flash": 0.628, "sdpa-cudnn": 0.595, "flex": 0.394, "sdpa-flash": 0.306, "sdpa": 0.306}
+"""Shares of the peak that attention reaches in bf16. Another fused one is taken for PyTorch's own choice, `sdpa`, and
+one that is written out is made of products."""
+
+STEP_SPREAD = 0.009
+"""Relative standard deviation of the steps of one GPU: of 2.7B, bf16, compiled, in results/h200/best."""
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """What one device does in a second."""
+
+    peak_flops_per_s: float
+    matmul_flops_per_s: float
+    attention_flops_per_s: float
+    elementwise_bytes_per_s: float
+    optimizer_bytes_per_s: float
+    launch_s: float
+    """What the host takes for a kernel; 0 where a compiled step has few of them."""
+    said: tuple[str, ...]
+    """The assumptions in sentences."""
+
+
+def rates_of(spec: DeviceSpec, workload: Workload, matmul_share: float | None = None) -> Rates:
+    """The rates of a device for a step's dtype and attention. Raises InputError where the datasheet lacks them."""
+    peak = spec.peak_for(workload.dtype)
+    if peak is None or spec.peak_bytes_per_s is None:
+        raise InputError(f"{spec.name} multiplies no matrices of {workload.dtype}: choose another --dtype or --device")
+    if matmul_share is not None and not 0 < matmul_share <= 1:
+        raise InputError(f"--efficiency is {matmul_share:g}: write a share of the peak, above 0 and at most 1")
+    product = product_dtype(workload.dtype)
+    share = MATMUL_SHARES[product] if matmul_share is None else matmul_share
+    whose = "measured on an H200" if matmul_share is None else "as --efficiency says"
+    if scores_of(workload.attention) == "whole":
+        attention = share
+    else:
+        attention = ATTENTION_SHARES.get(workload.attention, ATTENTION_SHARES["sdpa"])
+    eager = workload.compile == "eager"
+    elementwise = ELEMENTWISE_SHARE if eager else COPY_SHARE
+    adamw = FUSED_ADAMW_SHARE if workload.optimizer == "adamw-fused" else ADAMW_SHARE
+    rate = spec.peak_bytes_per_s
+    said = (
+        f"Matrix products run at {share:.1%} of the {peak / 1e12:,.4g} TFLOP/s of {product} that the datasheet of "
+        f"{spec.name} names ({whose}), attention ({workload.attention}) at {attention:.1%}.",
+        f"Elementwise work moves its bytes at {elementwise:.1%} of {rate / 1e12:g} TB/s, the optimizer at {adamw:.1%} "
+        "(measured on an H200).",
+    )
+    return Rates(
+        peak_flops_per_s=peak,
+        matmul_flops_per_s=peak * share,
+        attention_flops_per_s=peak * attention,
+        elementwise_bytes_per_s=rate * elementwise,
+        optimizer_bytes_per_s=rate * adamw,
+        launch_s=LAUNCH_S if eager else 0.0,
+        said=said,
+    )

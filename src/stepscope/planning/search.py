@@ -1,0 +1,202 @@
+"""The search: every layout of a step, whether it fits, how long it takes, and which is best."""
+
+import heapq
+import math
+from collections import Counter
+from typing import Literal
+
+import msgspec
+
+from stepscope.core.layout import Layout
+from stepscope.core.network import Network
+from stepscope.core.units import GIB
+from stepscope.memory.prediction.estimate import estimate
+from stepscope.memory.prediction.fit import QUICK_SAFETY, Budget, will_fit
+from stepscope.memory.prediction.layouts import RankMemory, RankNeeds
+from stepscope.planning.rates import Rates
+from stepscope.planning.space import Question, Space
+from stepscope.planning.times import Clock, StepTime
+
+COMMUNICATION_BYTES = GIB
+"""What a rank of several leaves for the buffers of NCCL: an assumption."""
+SHOWN = 10
+_NEARLY = 1.05
+_KEPT = 200
+"""Layouts of which the search keeps the time, the fastest ones."""
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """A layout that fits, and what it is predicted to need."""
+
+    layout: Layout
+    time: StepTime
+    peak_bytes: int
+    needs: RankNeeds | None
+    """None for one rank, whose peak is `stepscope fit`'s."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search found."""
+
+    question: Question
+    best: tuple[Planned, ...]
+    """The fastest layouts that fit, one for each grid and sharding, the fastest first."""
+    layouts: int
+    fitting: int
+    grids: int
+    refused: dict[str, int]
+    """Grids that cannot be, by the reason."""
+    too_large: dict[str, int]
+    """Layouts that do not fit, by what is too large."""
+    simplest: Planned | None = None
+    """The layout of fewest dimensions whose step is within 5 % of the best."""
+    nearest: Planned | None
+    """Where nothing fits, the layout whose states are smallest."""
+    fastest: tuple[Layout, ...] = ()
+    """The fastest layouts, as the search saw them: what another network would choose from."""
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan is for: the memory, the rates and the network of its devices."""
+
+    budget: Budget
+    rates: Rates
+    network: Network
+
+
+Limit = Literal["parameters, gradients and moments alone are too large", "activations are too large"]
+_STATES: Limit = "parameters, gradients and moments alone are too large"
+_ACTIVATIONS: Limit = "activations are too large"
+
+
+def room_of(budget: Budget, ranks: int) -> int:
+    """The peak that surely fits, as far as a search knows."""
+    usable = budget.usable_bytes - (COMMUNICATION_BYTES if ranks > 1 else 0)
+    return int(usable / (1 + QUICK_SAFETY))
+
+
+def search(question: Question, machine: Machine, *, shown: int = SHOWN) -> Plan:
+    """Try every layout. Those that are shown are predicted a second time, stage by stage and not by interpolation."""
+    memory = RankMemory(question.workload, question.model)
+    clock = Clock(question.workload, memory, machine.rates, machine.network)
+    space = Space(question)
+    if question.ranks == 1 and question.model.experts == 1:
+        return _of_one_rank(question, machine, clock, space)
+    tried = _Tried(memory, clock, room_of(machine.budget, question.ranks))
+    for grid in space.grids():
+        for alike in space.layouts(grid):
+            tried.add(alike)
+    best = tried.best(shown)
+    nearest = planned(tried.smallest, memory, clock) if not best and tried.smallest else None
+    return Plan(
+        question=question, best=tuple(best), layouts=tried.count, fitting=tried.fitting, grids=space.grids_seen,
+        refused=dict(space.refused), too_large=dict(tried.too_large), nearest=nearest, fastest=tried.fastest,
+        simplest=tried.simplest(best[0]) if best else None,
+    )  # fmt: skip
+
+
+class _Tried:
+    """Layouts that were tried: how many fit, and the fastest of them."""
+
+    def __init__(self, memory: RankMemory, clock: Clock, room: int) -> None:
+        self._memory, self._clock, self._room = memory, clock, room
+        self.count = self.fitting = 0
+        self.too_large: Counter[str] = Counter()
+        self.smallest: Layout | None = None
+        """The layout whose states are smallest."""
+        self._least = math.inf
+        self._fastest: list[tuple[float, int, Layout]] = []
+
+    def add(self, alike: list[Layout]) -> None:
+        """Try layouts that differ only in micro-batch and checkpointing."""
+        self.count += len(alike)
+        least = self._memory.least(alike[0])
+        if least < self._least:
+            checkpointed = [layout for layout in alike if layout.micro_batch == alike[0].micro_batch]
+            self._least, self.smallest = least, checkpointed[-1]
+        if least > self._room:
+            self.too_large[_STATES] += len(alike)
+            return
+        for number, layout in enumerate(alike):
+            if self._memory.needs(layout).peak > self._room:
+                self.too_large[_ACTIVATIONS] += 1
+                continue
+            self.fitting += 1
+            full = len(self._fastest) == _KEPT
+            if full and self._clock.least_s(layout) > -self._fastest[0][0]:
+                continue
+            entry = (-self._clock.step(layout).step_s, -self.count + number, layout)
+            if not full:
+                heapq.heappush(self._fastest, entry)
+            elif entry[:2] > self._fastest[0][:2]:
+                heapq.heapreplace(self._fastest, entry)
+
+    @property
+    def fastest(self) -> tuple[Layout, ...]:
+        return tuple(layout for _, _, layout in self._fastest)
+
+    def simplest(self, best: Planned) -> Planned | None:
+        """Of the fastest layouts, the one of fewest dimensions, and of these the fastest; None where that is `best`."""
+        enough = sorted(self._fastest, key=lambda entry: (_dimensions(entry[2]), -entry[0]))
+        for negative_s, _, layout in enough:
+            if _dimensions(layout) >= _dimensions(best.layout):
+                return None
+            if -negative_s <= _NEARLY * best.time.step_s:
+                found = planned(layout, self._memory, self._clock)
+                if found.peak_bytes <= self._room:
+                    return found
+        return None
+
+    def best(self, shown: int) -> list[Planned]:
+        """The fastest layouts of different grids or shardings, the fastest first, that fit by their very stages."""
+        best: list[Planned] = []
+        seen: set[tuple[object, ...]] = set()
+        for _, _, layout in sorted(self._fastest, key=lambda entry: entry[:2], reverse=True):
+            kind = (layout.tensor, layout.context, layout.pipeline, layout.data, layout.expert, layout.sharding)
+            if kind in seen or len(best) == shown:
+                continue
+            found = planned(layout, self._memory, self._clock)
+            if found.peak_bytes <= self._room:
+                seen.add(kind)
+                best.append(found)
+        return best
+
+
+def _dimensions(layout: Layout) -> int:
+    """How many ways of being parallel a layout combines."""
+    sizes = (
+        layout.tensor, layout.context, layout.pipeline, layout.data, layout.expert, layout.chunks,
+        layout.replicas if layout.sharding != "ddp" else 1,
+    )  # fmt: skip
+    return sum(size > 1 for size in sizes)
+
+
+def planned(layout: Layout, memory: RankMemory, clock: Clock) -> Planned:
+    """A layout with its time and its memory, whether it fits or not."""
+    needs = memory.needs(layout, exactly=True)
+    return Planned(layout=layout, time=clock.step(layout), peak_bytes=needs.peak, needs=needs)
+
+
+def _of_one_rank(question: Question, machine: Machine, clock: Clock, space: Space) -> Plan:
+    """One GPU: memory and verdict are those of `stepscope fit`, with the layout's micro-batches as --accumulation."""
+    best: list[Planned] = []
+    too_large: Counter[str] = Counter()
+    every: list[Planned] = []
+    for grid in space.grids():
+        for layout in (one for alike in space.layouts(grid) for one in alike):
+            workload = msgspec.structs.replace(
+                question.workload, accumulation=layout.micro_batches, checkpointing=layout.checkpointing
+            )
+            peak = estimate(workload).peak_bytes
+            found = Planned(layout=layout, time=clock.step(layout), peak_bytes=peak, needs=None)
+            every.append(found)
+            if will_fit(workload, machine.budget):
+                best.append(found)
+            else:
+                too_large[_ACTIVATIONS] += 1
+    best.sort(key=lambda found: found.time.step_s)
+    return Plan(
+        question=question, best=tuple(best[:SHOWN]), layouts=len(every), fitting=len(best), grids=space.grids_seen,
+        refused=dict(space.refused), too_large=dict(too_large),
+        nearest=min(every, key=lambda found: found.peak_bytes) if every and not best else None,
+    )  # fmt: skip

@@ -1,0 +1,338 @@
+"""How long a step of a layout takes, by formula: what each part adds to it.
+
+A micro-batch's turn on a rank is its products, attention and elementwise work, and the communication that nothing
+hides: of tensor, context and expert parallelism all of it. m turns and the bubble of (p - 1) / v turns make the
+pipeline (`work/pipelines.py`). What data parallelism sends is hidden behind the computation that does not wait for it
+(forward and backward of the same micro-batch, or of the last one), and only the rest counts. Then the optimizer steps.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from stepscope.core.attentions import scores_of
+from stepscope.core.layout import SHARDINGS, Layout
+from stepscope.core.network import Network
+from stepscope.core.workload import Workload
+from stepscope.memory.prediction.layouts import RankMemory, bytes_of
+from stepscope.memory.prediction.stages import Moved
+from stepscope.planning.rates import KERNEL_S, PRODUCT_S, Rates
+from stepscope.work.communication import (
+    Transfer,
+    When,
+    context_transfers,
+    data_transfers,
+    end_transfers,
+    expert_transfers,
+    pipeline_transfers,
+    tensor_transfers,
+    transfer_s,
+)
+from stepscope.work.operations import adamw_work
+from stepscope.work.pipelines import bubble_turns
+from stepscope.work.planned_model import PlannedModel, largest_stage
+
+PARTS: tuple[str, ...] = (
+    "matrix products", "attention", "run again", "elementwise", "launches", "tensor parallel", "context parallel",
+    "expert parallel", "pipeline sends", "pipeline bubble", "data parallel", "optimizer",
+)  # fmt: skip
+"""What a step's time is made of, in the order of tables."""
+
+_ATTENTION_BACKWARD = 2.5
+"""FLOPs of fused attention's backward over its forward's: it makes the scores once more (Dao 2023, section 4.1)."""
+_SEVERAL_PASSES = 20 / 7
+"""What AdamW tensor by tensor moves over what its fused kernel does. Its eight operations read and write 20 numbers a
+parameter (torch/optim/adamw.py, `_multi_tensor_adamw`); fused they read four and write three."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTimes:
+    """Seconds of one block for one micro-batch, by part, forward and backward."""
+
+    forward: dict[str, float]
+    backward: dict[str, float]
+
+    @property
+    def forward_s(self) -> float:
+        return sum(self.forward.values())
+
+    @property
+    def backward_s(self) -> float:
+        return sum(self.backward.values())
+
+
+class StepTime(msgspec.Struct, frozen=True, kw_only=True):
+    """The time of a step of a layout, and what it is made of."""
+
+    step_s: float
+    parts: dict[str, float]
+    """Seconds by PARTS; they add up to the step."""
+    forward_s: float
+    """One chunk's forward on a middle rank, exposed communication with it."""
+    backward_s: float
+    send_s: float
+    """One send to the next stage."""
+    last_forward_s: float
+    """What the last rank adds to a forward: head and loss, less the blocks that it has fewer."""
+    last_backward_s: float
+    data_s: float
+    """Data parallelism beyond what each micro-batch hides, at the step's end and beginning."""
+    optimizer_s: float
+
+    @property
+    def bound(self) -> str:
+        """The largest part."""
+        return max(self.parts, key=self.parts.__getitem__)
+
+
+class _DataSeconds(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds that data parallelism sends: in each forward and backward, and once a step."""
+
+    pieces: int
+    forward: float
+    backward: float
+    gathered: float
+    reduced: float
+
+
+class Clock:
+    """Tells the time of any layout of one step; remembers what layouts have in common."""
+
+    def __init__(self, workload: Workload, memory: RankMemory, rates: Rates, network: Network) -> None:
+        self.workload, self.memory, self.rates, self.network = workload, memory, rates, network
+        self.model: PlannedModel = memory.model
+        self._blocks: dict[tuple[object, ...], BlockTimes] = {}
+        self._ends: dict[tuple[object, ...], BlockTimes] = {}
+        self._moved: dict[tuple[object, ...], Moved] = {}
+        self._seconds: dict[Transfer, float] = {}
+        self._sent: dict[tuple[object, ...], _DataSeconds] = {}
+        self._sends: dict[tuple[object, ...], float] = {}
+
+    def least_s(self, layout: Layout) -> float:
+        """Seconds that a step takes at least: quickly."""
+        blocks = self.model.config.layers / layout.pipeline
+        return (layout.micro_batches + bubble_turns(layout)) * blocks * _sum(self._block(layout))
+
+    def step(self, layout: Layout) -> StepTime:
+        """The time of a step."""
+        block, ends = self._block(layout), self._end(layout)
+        p, m = layout.pipeline, layout.micro_batches
+        chunk = largest_stage(self.model.config.layers, layout.stages)
+        count = chunk * layout.chunks
+        fewer = 1 if chunk * layout.stages > self.model.config.layers else 0
+        # The last rank has the head, and where blocks do not divide evenly, a block less.
+        longest = max(count * _sum(block), (count - (fewer if p > 1 else 0)) * _sum(block) + _sum(ends))
+        at_last = longest > count * _sum(block)
+        parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        blocks = count - (fewer if at_last and p > 1 else 0)
+        for times, factor in ((block, blocks), (ends, 1 if at_last else 0)):
+            for part, seconds in (*times.forward.items(), *times.backward.items()):
+                parts[part] += m * factor * seconds
+        turn = self.model.config.layers / p * _sum(block) + _sum(ends) / p
+        parts["pipeline bubble"] += bubble_turns(layout) * turn
+        send = self._send(layout)
+        if p > 1:
+            parts["pipeline sends"] = 2 * (p - 1) * send + self._waits_s(layout, send, chunk * block.forward_s)
+        forward, backward = count * block.forward_s, count * block.backward_s
+        each, once = self._data(layout, forward, backward)
+        parts["data parallel"] = m * each + once
+        optimizer = self._optimizer_s(layout)
+        parts["optimizer"] = optimizer
+        share = each / 2 / layout.chunks
+        return StepTime(
+            step_s=sum(parts.values()), parts=parts, forward_s=chunk * block.forward_s + share,
+            backward_s=chunk * block.backward_s + share, send_s=send,
+            last_forward_s=ends.forward_s - (fewer * block.forward_s if p > 1 else 0),
+            last_backward_s=ends.backward_s - (fewer * block.backward_s if p > 1 else 0),
+            data_s=once, optimizer_s=optimizer,
+        )  # fmt: skip
+
+    def _waits_s(self, layout: Layout, send: float, forward: float) -> float:
+        """What sends cost between fill and drain. 1F1B waits for each answer from below, (p - 1) / p of a send there
+        and back; with chunks, another chunk's work hides a send as long as that takes longer."""
+        p, m = layout.pipeline, layout.micro_batches
+        if m <= 1:
+            return 0.0
+        if layout.chunks == 1:
+            return 2 * send * (p - 1) / p * max(0, m - p)
+        return 2 * m * layout.chunks * max(0.0, send - forward)
+
+    def _block(self, layout: Layout) -> BlockTimes:
+        key = (*self._key(layout), layout.expert)
+        if key not in self._blocks:
+            self._blocks[key] = self._times_of_block(layout)
+        return self._blocks[key]
+
+    def _key(self, layout: Layout) -> tuple[object, ...]:
+        parameters = SHARDINGS[layout.sharding].parameters
+        return layout.tensor, layout.context, layout.micro_batch, layout.checkpointing, parameters
+
+    def _times_of_block(self, layout: Layout) -> BlockTimes:
+        config, rates, length = self.model.config, self.rates, self.workload.seq_len
+        tokens = layout.micro_batch * length / layout.context
+        products = tokens * self.model.matrix_flops_per_token() / layout.tensor / rates.matmul_flops_per_s
+        scores = tokens * self.model.attention_flops_per_token(length) / layout.tensor
+        fused = scores_of(self.workload.attention) != "whole"
+        attention = scores * (1 if fused else 2) / rates.attention_flops_per_s
+        forward = {"matrix products": products, "attention": attention}
+        backward = {
+            "matrix products": 2 * products, "attention": attention * (_ATTENTION_BACKWARD if fused else 2),
+        }  # fmt: skip
+        if layout.checkpointing.startswith("every-"):
+            group = int(layout.checkpointing.removeprefix("every-"))
+            last = tokens * 2 * self.model.active * config.d_model * config.d_ff / layout.tensor
+            backward["run again"] = products + attention - last / rates.matmul_flops_per_s / group
+        count = 7 if fused else 9
+        forward["matrix products"] += count * PRODUCT_S
+        backward["matrix products"] += 2 * count * PRODUCT_S
+        if "run again" in backward:
+            backward["run again"] += count * PRODUCT_S
+        self._add_elementwise(forward, backward, self._moved_by_block(layout), count)
+        sizes = bytes_of(self.workload, layout.sharding)
+        for part, transfers in (
+            ("tensor parallel", tensor_transfers(self.model, layout, length, sizes, 1)),
+            ("context parallel", context_transfers(self.model, layout, length, sizes, 1)),
+            ("expert parallel", expert_transfers(self.model, layout, length, sizes, 1)),
+        ):
+            self._add_transfers(forward, backward, part, list(transfers))
+        return BlockTimes(forward=forward, backward=backward)
+
+    def _end(self, layout: Layout) -> BlockTimes:
+        """Embedding, head and loss."""
+        key = self._key(layout)
+        if key not in self._ends:
+            length = self.workload.seq_len
+            tokens = layout.micro_batch * length / layout.context
+            head = tokens * self.model.head_flops_per_token() / layout.tensor / self.rates.matmul_flops_per_s
+            forward, backward = {"matrix products": head}, {"matrix products": 2 * head}
+            with_ends, without = self._moved_of(layout, 1, True), self._moved_of(layout, 1, False)
+            self._add_elementwise(forward, backward, _difference(with_ends, without), 1)
+            sizes = bytes_of(self.workload, layout.sharding)
+            transfers = list(end_transfers(self.model, layout, length, sizes))
+            self._add_transfers(forward, backward, "tensor parallel", transfers)
+            self._ends[key] = BlockTimes(forward=forward, backward=backward)
+        return self._ends[key]
+
+    def _moved_by_block(self, layout: Layout) -> Moved:
+        return _difference(self._moved_of(layout, 2, False), self._moved_of(layout, 1, False))
+
+    def _moved_of(self, layout: Layout, blocks: int, ends: bool) -> Moved:
+        """Bytes that so many blocks move in a micro-batch."""
+        key = (*self._key(layout), blocks, ends)
+        if key not in self._moved:
+            self._moved[key] = self.memory.moved(layout, first=ends, last=ends, blocks=blocks)
+        return self._moved[key]
+
+    def _add_elementwise(
+        self, forward: dict[str, float], backward: dict[str, float], moved: Moved, products: int
+    ) -> None:
+        """Add elementwise kernels, and what the device waits for their launches."""
+        rates = self.rates
+        for times, count, kernels, launched in (
+            (forward, moved.forward, moved.kernels_forward, products),
+            (backward, moved.backward, moved.kernels_backward, 2 * products),
+        ):
+            times["elementwise"] = max(0, count) / rates.elementwise_bytes_per_s + max(0, kernels) * KERNEL_S
+            waits = (kernels + launched) * rates.launch_s - sum(times.values())
+            if waits > 0:
+                times["launches"] = waits
+
+    def _add_transfers(
+        self, forward: dict[str, float], backward: dict[str, float], part: str, transfers: list[Transfer]
+    ) -> None:
+        phases: tuple[tuple[When, dict[str, float]], ...] = (("forward", forward), ("backward", backward))
+        for when, times in phases:
+            seconds = self._sum(transfers, when, overlaps=False)
+            if seconds:
+                times[part] = seconds
+
+    def _sum(self, transfers: list[Transfer], when: When, *, overlaps: bool) -> float:
+        return sum(
+            transfer.times * self.seconds(transfer)
+            for transfer in transfers
+            if transfer.when == when and transfer.overlaps == overlaps
+        )
+
+    def seconds(self, transfer: Transfer) -> float:
+        """Seconds of one such collective."""
+        if transfer not in self._seconds:
+            self._seconds[transfer] = transfer_s(self.network, transfer)
+        return self._seconds[transfer]
+
+    def _send(self, layout: Layout) -> float:
+        if layout.pipeline == 1:
+            return 0.0
+        key = (*self._key(layout), layout.data)
+        if key not in self._sends:
+            self._sends[key] = self._send_s(layout)
+        return self._sends[key]
+
+    def _send_s(self, layout: Layout) -> float:
+        sizes = bytes_of(self.workload, layout.sharding)
+        sends = list(pipeline_transfers(self.model, layout, self.workload.seq_len, sizes))
+        return self.seconds(sends[0]) if sends else 0.0
+
+    def _data(self, layout: Layout, forward: float, backward: float) -> tuple[float, float]:
+        """What data parallelism adds to each micro-batch, and to the step once."""
+        key = (
+            layout.data, layout.tensor, layout.context, layout.pipeline, layout.chunks, layout.expert, layout.sharding,
+            layout.shard,
+        )  # fmt: skip
+        if key not in self._sent:
+            self._sent[key] = self._data_seconds(layout)
+        sent = self._sent[key]
+        pieces = sent.pieces
+        each = _exposed(sent.forward, forward, pieces) + _exposed(sent.backward, backward, pieces)
+        gathered = sent.gathered
+        if SHARDINGS[layout.sharding].parameters:
+            gathered = _exposed(gathered, forward, pieces)  # block by block, before the block's first forward
+        return each, gathered + _exposed(sent.reduced, backward, pieces)
+
+    def _data_seconds(self, layout: Layout) -> "_DataSeconds":
+        transfers = list(data_transfers(self.model, layout, bytes_of(self.workload, layout.sharding)))
+        gathers = [one for one in transfers if one.what == "parameters"]
+        reduces = [one for one in transfers if one.what == "gradients"]
+        return _DataSeconds(
+            pieces=max((one.times for one in transfers), default=1),
+            forward=self._sum(transfers, "forward", overlaps=True),
+            backward=self._sum(transfers, "backward", overlaps=True),
+            gathered=self._sum(gathers, "step", overlaps=True),
+            reduced=self._sum(reduces, "step", overlaps=True),
+        )
+
+    def _optimizer_s(self, layout: Layout) -> float:
+        """AdamW over the parameters that the rank updates."""
+        if self.workload.phase != "train":
+            return 0.0
+        sizes = bytes_of(self.workload, layout.sharding)
+        blocks = largest_stage(self.model.config.layers, layout.stages) * layout.chunks
+        held = blocks * self.model.local_block(layout.tensor) + self.model.outside_blocks // layout.tensor // min(
+            2, layout.pipeline
+        )
+        experts = blocks * self.model.local_experts(layout.tensor, layout.expert)
+        if SHARDINGS[layout.sharding].moments:
+            held, experts = held // layout.shard, experts // max(1, layout.shard // layout.expert)
+        moment = 2 if self.workload.optimizer == "adamw-bf16-state" else sizes.parameters
+        work = adamw_work(held + experts, sizes.parameters, moment)
+        passes = 1 if self.workload.optimizer == "adamw-fused" else _SEVERAL_PASSES
+        return passes * ((work.bytes_read or 0) + (work.bytes_written or 0)) / self.rates.optimizer_bytes_per_s
+
+
+def _sum(times: BlockTimes) -> float:
+    return times.forward_s + times.backward_s
+
+
+def _difference(more: Moved, less: Moved) -> Moved:
+    return Moved(
+        forward=more.forward - less.forward,
+        backward=more.backward - less.backward,
+        kernels_forward=more.kernels_forward - less.kernels_forward,
+        kernels_backward=more.kernels_backward - less.kernels_backward,
+    )
+
+
+def _exposed(sent: float, hidden_behind: float, pieces: int) -> float:
+    """What is left of communication in so many pieces: the first or the last has nothing to hide behind."""
+    if not sent:
+        return 0.0
+    return max(sent / pieces, sent - hidden_behind * (pieces - 1) / pieces)

@@ -1,0 +1,139 @@
+"""Plans beside what others published, and beside stored runs of one GPU: the difference, whatever it is."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from stepscope.core.answer import PROSE, Answer, Cell, Line, Table, as_lines, table_of
+from stepscope.core.device_spec import find_device_spec
+from stepscope.core.finding import Finding, note
+from stepscope.core.layout import Layout
+from stepscope.core.model_config import configure
+from stepscope.core.network import network_for
+from stepscope.core.run import Run
+from stepscope.core.units import GIB
+from stepscope.core.workload import Workload
+from stepscope.memory.prediction.estimate import estimate
+from stepscope.memory.prediction.layouts import RankMemory
+from stepscope.planning.published import PUBLISHED, Published
+from stepscope.planning.rates import rates_of
+from stepscope.planning.search import planned
+from stepscope.planning.times import Clock
+from stepscope.work.described import cell_name
+from stepscope.work.planned_model import PlannedModel
+
+
+def answer_verification(runs: Sequence[Run]) -> Answer:
+    """The Answer to how far plans are off."""
+    measured = [row for run in runs if (row := _measured_row(run)) is not None]
+    public = [_published_row(one) for one in PUBLISHED]
+    tables = [_published_table(public)]
+    if measured:
+        tables.append(_measured_table(measured))
+    return Answer(
+        study="plan",
+        question="How far are plans from what was measured?",
+        lead=(
+            Line("Plans beside published figures, and beside runs of one GPU", "strong"),
+            Line(
+                "Every plan assumes the same shares of the datasheet's rates, measured on an H200 (`stepscope plan` "
+                "names them)."
+            ),
+        ),
+        tables=tuple(tables),
+        findings=tuple(_findings(measured)),
+    )
+
+
+def _published_row(one: Published) -> tuple[Cell, ...]:
+    config = configure(one.model)
+    workload = Workload(
+        model=config, batch_size=one.batch_size, seq_len=one.seq_len, dtype="bf16", attention=one.attention,
+        compile="eager" if one.compile == "eager" else "default", optimizer="adamw-fused",
+    )  # fmt: skip
+    model, rates = PlannedModel(config=config), rates_of(one.spec, workload)
+    memory = RankMemory(workload, model)
+    found = planned(one.layout, memory, Clock(workload, memory, rates, network_for(one.spec)))
+    step, ranks = found.time.step_s, one.layout.ranks
+    mfu = model.step_flops(workload.tokens, workload.seq_len) / step / ranks / rates.peak_flops_per_s
+    tokens = workload.tokens / step / ranks
+    published, plan = (one.mfu, mfu) if one.mfu is not None else (one.tokens_per_s, tokens)
+    assert published is not None
+    peak = found.peak_bytes / GIB
+    return (
+        f"{one.model}, {ranks:,} GPUs, sequence {one.seq_len:,}, {one.layout.name}, {one.compile}",
+        _said(published, is_share=one.mfu is not None), _said(plan, is_share=one.mfu is not None), plan / published - 1,
+        one.peak_gib, peak, peak / one.peak_gib - 1 if one.peak_gib else None,
+    )  # fmt: skip
+
+
+def _said(value: float, *, is_share: bool) -> str:
+    return f"{value:.1%} MFU" if is_share else f"{value:,.0f} tokens/s"
+
+
+def _published_table(rows: Iterable[tuple[Cell, ...]]) -> Table:
+    unknown = dict.fromkeys((one.source, _without_ranks(one.unknown)) for one in PUBLISHED)
+    return table_of(
+        ("published", PROSE), ("measured", "text"), ("planned", "text"), ("difference", "+%"),
+        ("peak, GiB", ".1f"), ("planned, GiB", ".1f"), ("of peak", "+%"),
+        title="Published figures", rows=rows,
+        notes=as_lines(*(f"{source}. Not said there: {what}." for source, what in unknown)),
+    )  # fmt: skip
+
+
+def _without_ranks(unknown: str) -> str:
+    return unknown.rpartition("GPUs; ")[2]
+
+
+def _measured_row(run: Run) -> tuple[Cell, ...] | None:
+    """A run of one GPU beside its plan; None for what no plan is of."""
+    workload = run.textbook
+    environment, step = run.environment, run.samples.get("step")
+    spec = find_device_spec(environment.device_name) if environment else None
+    if workload is None or spec is None or step is None or run.status != "done" or workload.phase != "train":
+        return None
+    measured_s = step.median_s
+    if measured_s is None:
+        return None
+    layout = Layout(
+        micro_batch=workload.micro_batch_size, micro_batches=workload.accumulation, checkpointing=workload.checkpointing
+    )
+    memory = RankMemory(workload, PlannedModel(config=workload.model))
+    clock = Clock(workload, memory, rates_of(spec, workload), network_for(spec))
+    plan = clock.step(layout).step_s
+    measured = run.evidence.memory.allocated_peak if run.evidence.memory else None
+    peak = estimate(workload).peak_bytes
+    return (
+        cell_name(workload), measured_s, plan, plan / measured_s - 1, measured, peak if measured else None,
+        100 * (peak / measured - 1) if measured else None,
+    )  # fmt: skip
+
+
+def _measured_table(rows: list[tuple[Cell, ...]]) -> Table:
+    return table_of(
+        "run", ("step", "s"), ("planned", "s"), ("difference", "+%"), ("peak", "B"), ("planned peak", "B"),
+        ("of peak", "{:+.3f} %"),
+        title="Runs of one GPU", rows=sorted(rows, key=lambda row: str(row[0])),
+        notes=as_lines(
+            "The peak is the one that `stepscope fit` predicts."
+        ),
+    )  # fmt: skip
+
+
+def _findings(rows: list[tuple[Cell, ...]]) -> Iterable[Finding]:
+    if not rows:
+        return
+    steps = [abs(float(row[3])) for row in rows if isinstance(row[3], float)]
+    peaks = [abs(float(row[6])) / 100 for row in rows if isinstance(row[6], float)]
+    yield note(
+        "steps-off",
+        f"Of {len(steps)} steps of one GPU, plans are off by {statistics.median(steps):.1%} in the median, and by "
+        f"{max(steps):.1%} at most.",
+        {"median": statistics.median(steps), "worst": max(steps)},
+    )
+    if peaks:
+        yield note(
+            "peaks-off",
+            f"Of {len(peaks)} peaks of memory, by {statistics.median(peaks):.3%} in the median, and by "
+            f"{max(peaks):.2%} at most.",
+            {"median": statistics.median(peaks), "worst": max(peaks)},
+        )

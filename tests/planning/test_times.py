@@ -1,0 +1,139 @@
+"""The time of a step, worked out by hand and against runs that were stored."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stepscope.core.device_spec import DATASHEET, DeviceSpec
+from stepscope.core.errors import InputError
+from stepscope.core.layout import Layout
+from stepscope.core.model_config import ModelConfig, configure
+from stepscope.core.network import Network
+from stepscope.core.workload import Workload
+from stepscope.memory.prediction.layouts import RankMemory
+from stepscope.planning.rates import MATMUL_SHARES, Rates, rates_of
+from stepscope.planning.times import PARTS, Clock
+from stepscope.work.planned_model import PlannedModel
+from stepscope.work.transformer import step_flops
+
+CONFIG = ModelConfig(name="test", d_model=512, d_ff=1024, layers=8, heads=8, vocabulary=1024)
+RATES = Rates(
+    peak_flops_per_s=2e14, matmul_flops_per_s=1e14, attention_flops_per_s=5e13, elementwise_bytes_per_s=1e12,
+    optimizer_bytes_per_s=1e12, launch_s=0.0, said=(),
+)  # fmt: skip
+NETWORK = Network(
+    name="by hand", node=8, inside_bytes_per_s=100e9, between_bytes_per_s=10e9, inside_latency_s=0.0,
+    between_latency_s=0.0, call_s=0.0, share=1.0,
+)  # fmt: skip
+TOKENS, D, F = 512, 512, 1024
+
+
+def step(layout: Layout, *, network: Network = NETWORK, rates: Rates = RATES, **fields: object):
+    usual: dict[str, object] = {
+        "model": CONFIG, "batch_size": layout.data * layout.micro_batch * layout.micro_batches, "seq_len": 512,
+        "dtype": "bf16", "attention": "flash", "compile": "default", "optimizer": "adamw-fused",
+    }  # fmt: skip
+    workload = Workload(**{**usual, **fields})  # type: ignore[arg-type]
+    memory = RankMemory(workload, PlannedModel(config=CONFIG))
+    return Clock(workload, memory, rates, network).step(layout)
+
+
+def without_kernels(found: float, products: int) -> float:
+    """Time of products without what each takes however small it is."""
+    return found - products * 5.6e-6
+
+
+def test_one_rank_by_hand():
+    found = step(Layout())
+    matrices = 8 * (4 * D * D + 3 * D * F) + D * 1024
+    assert without_kernels(found.parts["matrix products"], 3 * 8 * 7) == pytest.approx(6 * TOKENS * matrices / 1e14)
+    scores = 2 * TOKENS * TOKENS * D * 8
+    assert found.parts["attention"] == pytest.approx(3.5 * scores / 5e13)
+    parameters = matrices + D * 1024 + 17 * D
+    assert found.parts["optimizer"] == pytest.approx(28 * parameters / 1e12)
+    assert found.step_s == pytest.approx(sum(found.parts.values()))
+    assert set(found.parts) == set(PARTS)
+    assert not any(found.parts[part] for part in PARTS if "parallel" in part or "pipeline" in part)
+
+
+def test_model_flops_are_those_of_the_workload():
+    workload = Workload(model=CONFIG, batch_size=4, seq_len=512)
+    assert PlannedModel(config=CONFIG).step_flops(workload.tokens, 512) == step_flops(workload)
+
+
+def test_tensor_parallelism_halves_products_and_adds_collectives():
+    found = step(Layout(tensor=2))
+    alone = step(Layout())
+    products = 3 * 8 * 7
+    assert without_kernels(found.parts["matrix products"], products) == pytest.approx(
+        without_kernels(alone.parts["matrix products"], products) / 2
+    )
+    message = TOKENS * D * 2
+    collectives = 8 * 8 + 4  # four a block in forward and in backward; two for embedding, two for head
+    seconds = collectives * message / 2 / 100e9 + 3 * TOKENS * 4 / 100e9
+    assert found.parts["tensor parallel"] == pytest.approx(seconds)
+
+
+def test_a_pipeline_has_a_bubble():
+    found = step(Layout(pipeline=4, micro_batches=8))
+    block = sum(step(Layout(pipeline=4)).parts[part] for part in ("matrix products", "attention", "elementwise"))
+    assert found.parts["pipeline bubble"] == pytest.approx(3 / 8 * 8 * block, rel=0.5)
+    halved = step(Layout(pipeline=4, micro_batches=8, chunks=2))
+    assert halved.parts["pipeline bubble"] == pytest.approx(found.parts["pipeline bubble"] / 2)
+
+
+def test_data_parallelism_hides_behind_backward_as_far_as_it_goes():
+    slow = msgspec.structs.replace(NETWORK, inside_bytes_per_s=1e9)
+    quick = msgspec.structs.replace(NETWORK, inside_bytes_per_s=1e15)
+    assert step(Layout(data=2), network=quick).parts["data parallel"] == pytest.approx(0, abs=1e-6)
+    exposed = step(Layout(data=2), network=slow).parts["data parallel"]
+    parameters = PlannedModel(config=CONFIG).parameters
+    sent = parameters * 4 / 1e9
+    assert 0.8 * sent < exposed < sent
+
+
+def test_checkpointing_runs_a_forward_again():
+    plain, again = step(Layout()), step(Layout(checkpointing="every-1"))
+    assert plain.parts["run again"] == 0
+    blocks = 2 * TOKENS * 8 * (4 * D * D + 3 * D * F) / 1e14 + 2 * TOKENS * TOKENS * D * 8 / 5e13
+    last_products = 8 * 2 * TOKENS * D * F / 1e14
+    assert without_kernels(again.parts["run again"], 8 * 7) == pytest.approx(blocks - last_products)
+
+
+def test_a_step_op_by_op_waits_for_launches():
+    slow_host = msgspec.structs.replace(RATES, launch_s=100e-6)
+    assert step(Layout(), compile="eager").parts["launches"] == 0
+    assert step(Layout(), compile="eager", rates=slow_host).parts["launches"] > 0.01
+
+
+def test_slower_links_never_make_a_step_faster():
+    layouts = [
+        Layout(tensor=2, data=2), Layout(context=4), Layout(pipeline=4, micro_batches=4),
+        Layout(data=16, sharding="zero3", shard=16), Layout(data=16, sharding="zero1", shard=16),
+    ]  # fmt: skip
+    for layout in layouts:
+        times = [
+            step(layout, network=msgspec.structs.replace(NETWORK, between_bytes_per_s=rate, inside_bytes_per_s=rate))
+            for rate in (1e9, 1e10, 1e11)
+        ]
+        steps = [found.step_s for found in times]
+        assert steps == sorted(steps, reverse=True)
+
+
+def test_shares_are_those_that_were_measured():
+    """Of results/h200/device.json: products of 4096 x 4096 matrices against the datasheet."""
+    file = Path(__file__).parents[2] / "results" / "h200" / "device.json"
+    report = msgspec.json.decode(file.read_bytes())
+    for dtype, share in MATMUL_SHARES.items():
+        measured = report["ceilings"]["matmul"][dtype]["rate"] / report["spec"]["peak_flops_per_s"][dtype]
+        assert share == pytest.approx(measured, abs=0.001)
+
+
+def test_a_device_without_the_dtype_is_one_line():
+    workload = Workload(model=configure("small"), dtype="bf16")
+    with pytest.raises(InputError, match="Tesla T4 multiplies no matrices of bf16"):
+        rates_of(DATASHEET["Tesla T4"], workload)
+    unknown = DeviceSpec(name="new", peak_flops_per_s={"bf16": 1e15}, source="")
+    with pytest.raises(InputError, match="new multiplies no"):
+        rates_of(unknown, workload)
