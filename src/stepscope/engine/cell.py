@@ -29,8 +29,10 @@ def main(start: ProcessStart = "exec") -> int:
 
     start: how this process came to be.
     """
-    # What was measured is kept whichever signal comes. A sweep in a script's background inherits an ignored SIGINT.
+    # What was measured is kept whichever signal comes. A sweep in a script's background inherits an ignored SIGINT, and
+    # a cell on a node of a cluster one that the worker of Ray's blocks.
     interrupts.install(even_if_ignored=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, interrupts.SIGNALS)
     events = int(sys.argv[1])
     os.set_inheritable(events, False)  # the processes that this one starts must not write to the sweep
     request_line = sys.stdin.readline()
