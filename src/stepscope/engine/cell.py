@@ -9,6 +9,7 @@ Python's own start, is the cell's log.
 import contextlib
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
