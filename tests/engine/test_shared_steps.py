@@ -100,6 +100,7 @@ def test_a_rank_that_is_killed_ends_all_and_is_named(tmp_path: Path):
     assert run.status == "killed" and run.failure is not None and run.failure.message.startswith("rank 1 was killed")
 
 
+@pytest.mark.long
 def test_a_job_that_torchrun_started_is_joined(tmp_path: Path):
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "stepscope", *RUN, *QUICK,

@@ -2,11 +2,13 @@
 
 import json
 import multiprocessing
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -17,8 +19,11 @@ def on_ranks(count: int, function: Callable[[int, int], Any]) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         ranks = [context.Process(target=_rank, args=(rank, count, folder, function)) for rank in range(count)]
-        for process in ranks:
-            process.start()
+        with pytest.MonkeyPatch.context() as patched:
+            # Ranks inherit where modules are looked for, and a test before may have left a folder of its own there.
+            patched.setattr(sys, "path", [place for place in sys.path if "pytest-of-" not in place])
+            for process in ranks:
+                process.start()
         for process in ranks:
             process.join(120)
         alive = [process for process in ranks if process.is_alive()]
