@@ -122,6 +122,7 @@ def test_the_api_has_every_public_name(site: Path):
     assert {f"stepscope.{name}" for name in public} <= places
 
 
+@pytest.mark.long
 def test_a_mistake_stops_the_build(tmp_path: Path):
     docs = tmp_path / "docs"
     docs.mkdir()
