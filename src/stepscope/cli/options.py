@@ -295,7 +295,8 @@ OPTIONS = (
     Option("active_experts", int, MODEL, "Experts that each token goes through.", default=1, least=1),
     Option("ranks", int, PARALLEL, "GPUs, one rank each.", default=1, verbs=("plan",)),
     Option("network", str, PARALLEL, "What joins GPUs and nodes: a name, figures, or both, as in nvlink4-ib400,"
-           "between=100GB (default: as the device is usually sold).", metavar="NAME|FIGURES",
+           "between=100GB; or what `study collectives --json` wrote (default: as the device is usually sold).",
+           metavar="NAME|FILE|FIGURES",
            complete=completion.words(*NETWORKS)),
     Option("layout", str, PARALLEL, "Dimensions that are settled, as in tensor=8,pipeline=4,sharding=zero3.",
            metavar="DIMENSION=N,..."),
