@@ -37,6 +37,7 @@ def heads(page: str) -> list[str]:
     return [head for head in re.findall(r"<th[^>]*>([^<]*)</th>", page) if head not in FEWEST_FOR_PERCENTILE]
 
 
+@pytest.mark.long
 def test_ten_lines_measure_trace_and_explain_a_module(tmp_path: Path):
     notebook = read()
     stored = results([cell for cell in notebook.cells if cell.cell_type == "code"])

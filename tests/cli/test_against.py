@@ -54,6 +54,7 @@ def test_a_verdict_says_how_sure_it_is():
     assert "nothing to compare" in verdict(None)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_steps_take_turns_in_each_of_two_processes(tmp_path: Path):
     done = stepscope("run", *SMALL, "--against", "--seq-len 32", "--repeat", "2", "--runs", tmp_path, "--json")

@@ -14,6 +14,7 @@ DELAYED = ROOT / "docs" / "examples" / "delayed.py"
 QUICK = ("--steps", "12", "--warmup", "3", "--no-profile", "--device", "cpu")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_slower_backward_fails_a_build_by_name(tmp_path: Path):
     done = stepscope(

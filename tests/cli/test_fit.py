@@ -188,6 +188,7 @@ def test_fit_answers_without_torch_polars_or_altair():
 # --- How far off it is ---
 
 
+@pytest.mark.long
 def test_the_cells_that_judge_cover_what_can_be_chosen():
     cells = [c.workload for c in judged().comparisons if c.error is not None]
     assert len(cells) >= 40

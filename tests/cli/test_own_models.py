@@ -273,6 +273,7 @@ OF_TIMES = {
 """Kinds of finding that other times of the same step may give."""
 
 
+@pytest.mark.long
 def test_the_textbooks_model_as_ones_own_gives_the_same_answers(own: Path):
     (own / "textbook.py").write_text(TEXTBOOK)
     sizes = ("--model", "tiny", "--layers", 2, "--vocabulary", 500, "--batch-size", 2, "--seq-len", 16)

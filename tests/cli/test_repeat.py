@@ -35,6 +35,7 @@ def test_processes_go_in_rounds_and_each_set_is_one_cells():
     assert len(set(sets.values())) == 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_in_two_processes(tmp_path: Path):
     done = stepscope("run", *SMALL, "--repeat", "2", "--runs", tmp_path, "--json")

@@ -43,6 +43,7 @@ def test_wrong_questions_fields_and_places(tmp_path: Path):
         assert word in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_captures_and_their_tables_here(tmp_path: Path):
     done = study(
         "--model", "tiny", "--seq-len", "16", "--batch-size", "1", "--phase", "train", "--steps", "2", "--warmup", "1",

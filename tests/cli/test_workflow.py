@@ -67,6 +67,7 @@ def run_steps(place: Path, *names: str, **said: str) -> subprocess.CompletedProc
     return done
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_slow_commit_fails_by_the_name_of_the_phase(tmp_path: Path):
     commits(tmp_path, backward_ms=150)  # far more than what a machine that runs other tests adds

@@ -179,6 +179,7 @@ def test_a_forked_process_is_what_a_python_of_its_own_would_be(
     assert forked["mark"] and forked["leads"] == [True, True]
 
 
+@pytest.mark.long
 def test_a_hang_ends_at_its_time_limit_and_the_next_is_forked_again(out: Path, own: Path):
     began = time.monotonic()
     assert statuses(run_sweep(plan(out / "first", made(own, "plain"), made(own, "plain", number=1)))) == ["done"] * 2
@@ -190,6 +191,7 @@ def test_a_hang_ends_at_its_time_limit_and_the_next_is_forked_again(out: Path, o
     assert starts([runs[0], runs[2]]) == ["fork"] * 2
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_costs_no_cell(out: Path, own: Path, tmp_path: Path):
     """The cell that runs goes on, one that died with it is measured again, and others get another server."""
     cells = [made(own, "plain"), made(own, "loses_its_server"), made(own, "plain", number=1),
@@ -206,6 +208,7 @@ if "stepscope.engine.fork_server" in sys.orig_argv:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "code",
     [
@@ -225,6 +228,7 @@ def test_a_server_that_cannot_fork_costs_no_cell(
     assert not processes_with(f"HOSTILE={own.parent}")
 
 
+@pytest.mark.long
 def test_a_server_that_no_longer_answers_is_replaced(out: Path, own: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("stepscope.engine.forks._ANSWER_S", 2.0)
     stopped: list[int] = []
@@ -251,6 +255,7 @@ def test_what_a_cell_took_is_not_the_servers(out: Path, own: Path):
     assert len(sizes) == 3 and max(sizes) - min(sizes) < 20 * 2**20
 
 
+@pytest.mark.long
 def test_a_changed_environment_has_a_server_of_its_own(
     out: Path, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -268,6 +273,7 @@ def test_a_changed_environment_has_a_server_of_its_own(
     assert [file.read_text() for file in files] == ["first", "second"]
 
 
+@pytest.mark.long
 def test_repeated_cells_and_single_ones_are_a_python_of_their_own(out: Path, own: Path):
     plain = made(own, "plain")
     again = [Cell(workload=plain.workload, settings=QUICK, repeat=Repeat(set="s", number=n, of=2)) for n in (1, 2)]

@@ -246,6 +246,7 @@ def test_killed_in_the_middle_the_same_command_finishes_and_repeats_only_that_ce
     assert len(ended(out)) == 3  # the unfinished one stays to be seen
 
 
+@pytest.mark.long
 def test_ctrl_c_keeps_what_the_running_cell_has(tmp_path: Path, out: Path):
     recipe = tmp_path / "recipe.py"
     recipe.write_text(RECIPE)

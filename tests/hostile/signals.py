@@ -26,6 +26,7 @@ CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 TINY = ("--d-model", "32", "--layers", "2", "--heads", "2", "--vocabulary", "101", "--seq-len", "16")
 QUICK = (*TINY, "--device", "cpu", "--warmup", "1", "--steps", "5", "--seconds", "0")
 STAGES = ("build", "warm-up", "measure", "observe", "profile", "ceiling")
+LAST = "stepscope: as a page: "
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,8 +72,9 @@ def interrupt(sent: signal.Signals, delay_s: float, again: bool, out: Path) -> t
     runs, unread = load_runs([out])
     words = [line for line in stderr.splitlines() if not line.removeprefix("stepscope: ").startswith(STAGES)]
     status = runs[0].status if runs else "nothing kept"
-    all_was_said = status == "done" and "forward" in stdout and not words
-    if all_was_said and process.returncode in (0 if ended else -sent, -sent):
+    all_was_said = status == "done" and "forward" in stdout and all(word.startswith(LAST) for word in words)
+    # It may end between the look at it and the signal.
+    if all_was_said and process.returncode in (0, -sent):
         return "after the end" if ended else "while Python took itself down", ""
     if process.returncode != CODES[sent]:
         return "wrong code", f"exit code {process.returncode}, {stderr[-400:]!r}"

@@ -162,6 +162,7 @@ def test_the_run_lists_the_trace_and_its_steps(tmp_path: Path):
     assert any(event.get("cat") == "python_function" for event in events(tmp_path / run.id))
 
 
+@pytest.mark.long
 def test_ctrl_c_while_tracing_keeps_the_times(tmp_path: Path):
     process = run_until(
         ("trace kineto",),

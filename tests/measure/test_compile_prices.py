@@ -109,6 +109,7 @@ def sentences(answer: Answer, kind: str) -> list[str]:
     return [finding.sentence for finding in answer.findings if finding.kind == kind]
 
 
+@pytest.mark.long
 def test_two_breaks_and_a_shape_that_changes(capsys: pytest.CaptureFixture[str]):
     prices = prices_of(Broken, 8, 6)
     # Each block is two pieces, and what is outside of them is not compiled at all: there the break hides another one.

@@ -365,6 +365,7 @@ def test_ctrl_c_while_recording_keeps_the_times(tmp_path: Path):
         assert run.failure and run.failure.during in ("memory", "ceiling")
 
 
+@pytest.mark.long
 def test_the_run_prints_what_filled_its_memory(tmp_path: Path):
     small = ("run", *QUICK, "--steps", "3", "--no-profile", "--record", "memory", "--runs", str(tmp_path))
     result = stepscope(*small)

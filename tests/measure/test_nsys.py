@@ -250,6 +250,7 @@ def test_the_export_tells_nothing_of_the_machine(traced: Path):
     assert (traced / "trace.nsys-rep").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.long
 @pytest.mark.nsys
 def test_a_stream_recorded_elsewhere_is_imported_where_nsys_is_whole(
     traced: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -186,6 +186,7 @@ def test_more_memory_than_its_bytes_can_need_is_refused_early(tmp_path: Path):
     assert int(peak_kib) < 1 << 20
 
 
+@pytest.mark.long
 def test_what_would_be_hashed_for_years_is_ended(tmp_path: Path):
     """A tuple that holds another twice, two hundred deep: its hash visits it 2^200 times, deaf to Ctrl-C."""
     file = tmp_path / "s.pickle"

@@ -30,7 +30,8 @@ def on_ranks(count: int, function: Callable[[int, int], Any]) -> list[Any]:
         for process in alive:
             process.kill()
         assert not alive, "ranks still waited for one another after two minutes"
-        assert [process.exitcode for process in ranks] == [0] * count
+        codes = [process.exitcode for process in ranks]
+        assert codes == [0] * count, f"exit codes {codes}"
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(count)]
 
 

@@ -291,6 +291,7 @@ def test_cells_differ_in_attention_alone():
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_step_is_measured_kept_and_read_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     out = tmp_path / "runs"
     command = ["study", "attention-step", "--device", "cpu", "--model", "tiny", "--seq-len", "16", "--steps", "2"]

@@ -257,6 +257,7 @@ def test_compiled_steps_are_refused(file: Path):
         fit_own(own(file, "mlp", compile="default"), [])
 
 
+@pytest.mark.long
 def test_the_contract_in_json_and_its_screen(file: Path):
     done = stepscope("fit", "--module", f"{file}:deep", "--memory", "30MiB", "--json")
     assert done.returncode == 0, done.stderr

@@ -115,6 +115,7 @@ def test_waiting_behind_computation_is_no_standing_still(tmp_path: Path):
     assert job.in_a_step(0) == (LATER_NS, LATER_NS - 3_000_000) and job.in_a_step(1) == (0, 0)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 20_000_000), min_size=2, max_size=5))

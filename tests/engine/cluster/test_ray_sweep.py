@@ -103,23 +103,37 @@ def starting_with(place: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> No
     monkeypatch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
 
 
-def test_a_node_that_is_killed_costs_its_cell_one_repetition(out: Path, nodes: Nodes):
-    asked = plan(out, 8, 10, 12, 14, settings=SOME_TIME)
-    killed: list[int] = []
+WAITS = """
+import time, torch
+from pathlib import Path
+
+def make(file, number):
+    while not Path(file).exists():
+        time.sleep(0.05)
+    return torch.nn.Linear(8, 4), torch.ones(2, 8), lambda y: y.square().mean()
+"""
+
+
+def test_a_node_that_is_killed_costs_its_cell_one_repetition(out: Path, nodes: Nodes, tmp_path: Path):
+    """No cell can end before the node died: each waits for a file that is written then."""
+    (tmp_path / "waits.py").write_text(WAITS)
+    died = tmp_path / "died"
+    cells = tuple(made(tmp_path / "waits.py", "make", file=str(died), number=n) for n in range(4))
+    asked = SweepPlan(cells=cells, devices=("cpu",), out=str(out))
     told: list[SweepState] = []
 
     def kill_one(state: SweepState) -> None:
         told[:] = [state]
-        if not killed and sum(cell.stage == "measure" for cell in state.cells) == 2:
-            killed.append(state.ended)
+        if not died.exists() and sum(bool(cell.stage) for cell in state.cells) == 2:
             nodes.kill_one()
+            died.touch()
 
     runs = run_sweep(asked, Policy(on="auto"), kill_one)
     (state,) = told
-    assert killed and statuses(runs) == ["done"] * 4
+    assert died.exists() and statuses(runs) == ["done"] * 4
     assert [cell.losses for cell in state.cells].count(1) == 1 and sum(cell.losses for cell in state.cells) == 1
     assert len(state.faults) == 1 and "died" in state.faults[0]
-    assert [run.workload for run in runs] == [cell.workload for cell in asked.cells]
+    assert [msgspec.to_builtins(run.workload)["arguments"]["number"] for run in runs] == [0, 1, 2, 3]
     assert {run.id for run in load_runs([out])[0]} == {run.id for run in runs}
     assert len(measured_on(runs)) <= 2 and None not in measured_on(runs)
     assert {run.evidence.process_start for run in runs} == {"fork"}

@@ -184,6 +184,7 @@ def test_the_search_for_the_largest_asks_seldom(monkeypatch: pytest.MonkeyPatch)
     assert len(asked) < 500
 
 
+@pytest.mark.long
 def test_no_plan_contains_another():
     answer = fit(of("xl", seq_len=1024), budget_of_memory(40 * GIB))
     sets = [set(plan.change.split(", ")) for plan in answer.plans]

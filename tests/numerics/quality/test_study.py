@@ -176,6 +176,7 @@ def test_the_verb_reads_and_draws(found: Answer, tmp_path: Path):
     assert plot.stat().st_size > 1000 and "bf16-pure-kahan" in done.stdout
 
 
+@pytest.mark.long
 def test_ctrl_c_leaves_an_answer():
     """On the real text: after the first run has ended, and before the last can."""
     command = [sys.executable, "-m", "stepscope", "study", "quality", "--device", "cpu", "--steps", "20", "--json"]
