@@ -1,7 +1,7 @@
 """Strategies that share a step over ranks, against one process and against one another.
 
 Strong scaling: the same batch on more ranks. Weak scaling: the same batch for each rank. Both are the tokens that a
-device trains on in a second, beside those of one process: the efficiency.
+device trains on in a second (on a CPU a thread), beside those of one process: the efficiency.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -73,9 +73,12 @@ class SharedCell(ComparedRun):
         return self.run.workload.batch_size
 
     @property
-    def devices(self) -> int:
-        """How many devices compute: ranks on a CPU share that CPU."""
-        return self.ranks if self.on_gpu else 1
+    def computing(self) -> int:
+        """How many devices compute; on a CPU, how many threads: there ranks share the cores."""
+        shared, where = self.run.shared, self.run.environment
+        if self.on_gpu or where is None:
+            return self.ranks
+        return self.ranks * shared.threads if shared is not None and shared.threads else where.threads or 1
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -106,7 +109,7 @@ class SharedPair(Pair[SharedCell]):
     @property
     def efficiency(self) -> float:
         """Tokens a second and device, beside those of one process."""
-        alone, together = (cell.batch / cell.time_s / cell.devices for cell in (self.base, self.other))
+        alone, together = (cell.batch / cell.time_s / cell.computing for cell in (self.base, self.other))
         return together / alone
 
 
@@ -167,17 +170,20 @@ def _scaling(title: str, scaling: Scaling) -> Table:
         low, high = (ratio.interval.low, ratio.interval.high) if ratio.interval else (None, None)
         rows.append((*_named(cell), pair.base.time_s, cell.time_s, ratio.value, low, high,
                      metrics.tokens_per_s(cell.run), pair.efficiency))  # fmt: skip
-    on_cpu = any(not pair.other.on_gpu for pair in _shared(scaling))
     return table_of(
         *_HEAD, ("one process", "s"), ("step", "s"), ("times as fast", ".2f"), ("from", ".2f"), ("to", ".2f"),
         ("tokens/s", ",.0f"), ("efficiency", "%"),
         title=title, rows=rows,
         notes=as_lines(
-            "Efficiency: tokens a second and device, beside one process."
-            + (" Ranks on a CPU share its cores, so here it is of the whole CPU." if on_cpu else ""),
+            f"Efficiency: tokens a second and {_unit(scaling)}, beside one process.",
             *_doubted(scaling),
         ),
     )  # fmt: skip
+
+
+def _unit(scaling: Scaling) -> str:
+    """What computes, of which there are several."""
+    return "device" if all(cell.on_gpu for cell in scaling.cells) else "thread"
 
 
 def _doubted(scaling: Scaling) -> Iterator[str]:
@@ -306,7 +312,7 @@ def _findings(strong: Scaling, weak: Scaling) -> Iterator[Finding]:
     for asked in _STEPS:
         yield from _from_to(asked, pairs)
     yield from _fastest(pairs)
-    yield from _best_weak(_shared(weak))
+    yield from _best_weak(weak)
     yield from _by_formula(pairs)
     yield from doubtful_runs(strong)
     # One process has all threads of a CPU, and each rank its share: it is no other environment.
@@ -381,13 +387,13 @@ def _fastest(pairs: Sequence[SharedPair]) -> Iterator[Finding]:
         )
 
 
-def _best_weak(pairs: Sequence[SharedPair]) -> Iterator[Finding]:
-    if pairs:
+def _best_weak(weak: Scaling) -> Iterator[Finding]:
+    if pairs := _shared(weak):
         best = max(pairs, key=lambda pair: pair.efficiency)
         yield note(
             "weak-scaling",
             f"{best.other.label} scales best where each rank has a batch of its own: {format_share(best.efficiency)} "
-            f"of the tokens a second {'and device ' if best.other.on_gpu else ''}of one process.",
+            f"of the tokens a second and {_unit(weak)} of one process.",
             {"efficiency": best.efficiency},
         )
 
