@@ -14,10 +14,11 @@ from stepscope.report.renderers import render
 from stepscope.writeup.answered import write_up
 from stepscope.writeup.assignments import NAMES, assignment_named
 from stepscope.writeup.document import MOST_ROWS, Target
-from stepscope.writeup.material import gather
+from stepscope.writeup.material import Found, Material, gather
 from stepscope.writeup.question import SCALES
 from tests.command import stepscope
 from tests.conftest import make_run, workload
+from tests.studies.test_parallel import cell as shared_cell
 
 ROOT = Path(__file__).parents[2]
 CS336 = assignment_named("cs336")
@@ -67,7 +68,7 @@ def test_an_answer_is_shown_as_its_renderer_shows_it(tmp_path: Path):
     assert found.count == 1
     text = target.file.read_text()
     assert render(material.answers[0][0].body(), "markdown").strip() in text
-    assert "1 of 25 questions answered" in text
+    assert "1 of 26 questions answered" in text
     assert "](out_files/accumulation.svg)" in text and (tmp_path / "out_files/accumulation.svg").is_file()
 
 
@@ -171,7 +172,7 @@ def test_what_run_measured_is_read_without_being_named(tmp_path: Path):
     stored_answer(tmp_path / "writeup_data")
     done = stepscope("writeup", "--runs", tmp_path / "none", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "1 of 25 questions answered" in done.stdout
+    assert "1 of 26 questions answered" in done.stdout
 
 
 def test_a_sweep_of_the_whole_device_that_nothing_doubts_answers_before_others(tmp_path: Path):
@@ -195,3 +196,20 @@ def test_a_table_without_a_figure_is_no_answer(tmp_path: Path):
         save_run(make_run(workload(phase=phase), forward=[0.1] * 5), folder)  # of a CPU: no peak was counted
     found = {one.question.id: one for one in write_up(CS336, gather([str(tmp_path / "in")], tmp_path)).answered}
     assert found["memory-b"].answer is None and found["memory-b"].question.measure is not None
+
+
+def test_questions_on_ranks_take_their_part_of_one_study(tmp_path: Path):
+    """Runs of ranks lie beside one process's; a folder without one of either answers nothing."""
+    found = {answered.question.id: answered for answered in write_up(CS336, Material(runs=ranks(tmp_path))).answered}
+    data, sharding = found["data-parallel"].answer, found["sharding"].answer
+    assert data is not None and sharding is not None
+    assert {finding.kind for finding in data.findings} >= {"one-message", "fastest"}
+    assert {finding.kind for finding in sharding.findings} == {"sharded-optimizer"}
+    assert "Memory of a rank" in {table.title for table in sharding.tables}
+    alone = Material(runs=ranks(tmp_path)[1:])
+    assert all(one.answer is None for one in write_up(CS336, alone).answered if one.question.id == "data-parallel")
+
+
+def ranks(place: Path) -> tuple[Found, ...]:
+    of = [shared_cell(), *(shared_cell(name, 2) for name in ("ddp-naive", "ddp-flat", "ddp-bucketed", "zero1"))]
+    return tuple((cell.run, place / cell.run.id) for cell in of)

@@ -1,7 +1,8 @@
 """Where the Answer of a question comes from. Each function makes a Source: Material -> Answer or None."""
 
+import contextlib
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -12,6 +13,7 @@ from stepscope.analysis.comparisons.compiling.cells import CompileCell
 from stepscope.analysis.comparisons.compiling.cells import pair_up as compiled_pairs
 from stepscope.analysis.comparisons.kernels.answer import answer_kernels
 from stepscope.analysis.comparisons.kernels.cells import CapturedCell
+from stepscope.analysis.comparisons.parallel import SharedCell, answer_parallel, part_of
 from stepscope.analysis.comparisons.precision.answer import answer_speed
 from stepscope.analysis.comparisons.precision.cells import TimedCell
 from stepscope.analysis.comparisons.precision.cells import pair_up as speed_pairs
@@ -185,6 +187,20 @@ def attention_steps(material: Material) -> Answer | None:
         cells = [StepCell(run=run, digest=material.digest(run, directory, "kineto")) for run, directory in found]
         return answer_steps(cells)
     return None
+
+
+def parallel(kinds: Sequence[str], *titles: str) -> Source:
+    """What the study of strategies found of these kinds, with these tables, in the largest folder with ranks."""
+
+    def source(material: Material) -> Answer | None:
+        for found in material.folders(phase="train"):
+            runs = [run for run, _ in found]
+            if any(run.shared is not None for run in runs) and any(run.workload.ranks == 1 for run in runs):
+                with contextlib.suppress(InputError):  # no batch was measured both ways
+                    return part_of(answer_parallel(SharedCell(run=run) for run in runs), kinds, titles)
+        return None
+
+    return source
 
 
 def recorded_memory(material: Material) -> Answer | None:

@@ -5,7 +5,7 @@ GPU keeps one N-th of parameters, gradients and optimizer state, and its own bat
     forward    the gathered weights of two blocks, the one at work and the one fetched ahead, and of embedding and head
     backward   the same, and the whole gradients of two blocks on their way to their owners, and of embedding and head
     optimizer  nothing: it works on the shards
-No step of stepscope runs sharded yet, so these figures come from the formula alone.
+The peak is this formula's alone; what ranks really keep between steps, `stepscope run --parallel` measures.
 """
 
 from stepscope.core.memory_notes import MemoryCategory

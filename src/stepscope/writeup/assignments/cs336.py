@@ -1,5 +1,6 @@
-"""The questions of Stanford CS336, assignment 2 (systems), on one GPU; those on several GPUs wait."""
+"""The questions of Stanford CS336, assignment 2 (systems)."""
 
+from stepscope.analysis.comparisons import parallel as ranks
 from stepscope.writeup.question import Assignment, Measure, Part, Question
 from stepscope.writeup.sources import (
     PLAIN,
@@ -9,6 +10,7 @@ from stepscope.writeup.sources import (
     how_much_they_vary,
     kept_tensors,
     kernels,
+    parallel,
     recorded_memory,
     speed,
     stored,
@@ -72,9 +74,18 @@ _FLASH_STEP = Measure(
     name="attention-step", full="study attention-step --model large --seq-len 1024 --attention reference,flash",
     small="study attention-step --model tiny --seq-len 64 --attention reference,sdpa --steps 5", cost=38,
 )  # fmt: skip
+_COLLECTIVES = _answer("collectives", 30, "--ranks 2", "--ranks 2 --largest 64KiB --seconds 0.05")
+_RANKS = Measure(
+    name="parallel", full="study parallel --model large --ranks 2",
+    small="study parallel --model tiny --seq-len 32 --parallel ddp-naive,ddp-flat,ddp-overlap,ddp-bucketed,zero1 "
+    "--ranks 2 --steps 5", cost=58,
+)  # fmt: skip
+_PLAN = Measure(
+    name="plan", full="plan --model llama3-405B --ranks 1024 --device H100 --seq-len 8192 --batch-size 1024",
+    small="plan --model small --ranks 8 --batch-size 64", leaves="answer", cost=4,
+)  # fmt: skip
 
 _BY_LENGTH = ("forward, ms", "backward, ms", "memory", "without a time")
-_DISTRIBUTED = "stepscope does not time steps over several GPUs yet"
 
 ASSIGNMENT = Assignment(
     name="cs336",
@@ -214,13 +225,23 @@ ASSIGNMENT = Assignment(
         Part(
             title="Several GPUs",
             questions=(
-                Question(id="all-reduce", asks="How long does an all-reduce take by size and number of processes?",
-                         later=_DISTRIBUTED),
-                Question(id="data-parallel", asks="What do data-parallel steps spend on communication, and how much of "
-                         "it overlaps with backward?",
-                         later=f"{_DISTRIBUTED}; `stepscope trace` reads the captures of ranks that others took"),
-                Question(id="sharding", asks="What does sharding the optimizer's state save and cost?",
-                         later=f"{_DISTRIBUTED}; `stepscope fit` predicts the memory of a sharded step"),
+                Question(
+                    id="all-reduce", asks="How long does an all-reduce take by size and number of processes?",
+                    measure=_COLLECTIVES, source=stored("collectives"),
+                ),
+                Question(
+                    id="data-parallel", asks="What do data-parallel steps spend on communication, and what do one "
+                    "message, overlap with backward and buckets change?", measure=_RANKS,
+                    source=parallel(ranks.DATA_PARALLEL, ranks.STRONG, ranks.PHASES, ranks.COMMUNICATION),
+                ),
+                Question(
+                    id="sharding", asks="What does sharding the optimizer's state, or everything, save and cost?",
+                    measure=_RANKS, source=parallel(ranks.SHARDED, ranks.STRONG, ranks.MEMORY),
+                ),
+                Question(
+                    id="accounting", asks="What does each GPU need of memory and links by layout, and which layout is "
+                    "fastest?", measure=_PLAN, source=stored("plan"),
+                ),
             ),
         ),
     ),
