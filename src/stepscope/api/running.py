@@ -10,9 +10,10 @@ from stepscope.core.attentions import Attention
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
 from stepscope.core.own_workload import DrivenWorkload
+from stepscope.core.precisions import Dtype
 from stepscope.core.run import settings_from
 from stepscope.core.shown_text import warn
-from stepscope.core.workload import Compile, Dtype, Optimizer, Phase
+from stepscope.core.workload import Compile, Optimizer, Phase
 from stepscope.engine.request import MemoryRequest, Stage, StepRequest, Tell, TraceRequest
 
 if TYPE_CHECKING:

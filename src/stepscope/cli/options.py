@@ -32,6 +32,7 @@ from stepscope.core.workload import (
     CHECKPOINTING_CHOICES,
     COMPILES,
     DTYPES,
+    GRAPHS,
     OPTIMIZERS,
     PHASES,
     Workload,
@@ -143,6 +144,7 @@ OPTIONS = (
     Option("ranks", int, PARALLEL, "Processes that share a step, a device each.", Workload, verbs=("run", "sweep")),
     Option("attention", str, WORKLOAD, "", Workload, choices=attention_names()),
     Option("compile", str, WORKLOAD, "", Workload, choices=COMPILES),
+    Option("graph", str, WORKLOAD, "What is replayed as CUDA graphs.", Workload, choices=GRAPHS),
     Option("optimizer", str, WORKLOAD, "", Workload, choices=OPTIMIZERS),
     Option(
         "checkpointing", str, WORKLOAD, f"What backward runs again instead of keeping: {CHECKPOINTING_CHOICES}.",
@@ -177,7 +179,7 @@ OPTIONS = (
     Option("dtype", str, WORKLOAD, "", choices=("fp32", "bf16", "fp16"), verbs=_ATTENTION),
     Option("attention", str, WORKLOAD, "", choices=tuple(ATTENTIONS), verbs=_ATTENTION),
     Option("compile", str, WORKLOAD, "", choices=("none", "default"), verbs=("study attention",)),
-    Option("compile", str, WORKLOAD, "", choices=COMPILES[1:-1], verbs=("study compile",)),
+    Option("compile", str, WORKLOAD, "", choices=COMPILES[1:4], verbs=("study compile",)),
     Option("batch_size", int, WORKLOAD, "Sequences.", verbs=("study attention",)),
     Option("heads", int, CALLS, "Heads of the queries.", verbs=("study attention",)),
     Option(

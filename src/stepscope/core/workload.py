@@ -10,30 +10,38 @@ from stepscope.core.attentions import Attention, attention_names
 from stepscope.core.errors import InputError, choose
 from stepscope.core.identity import identity_of
 from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
+from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.strategies import NOT_PARALLEL, batch_parts, strategy_names
-
-Dtype = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure"]
-"""fp32: true fp32 everywhere. tf32: fp32 storage, products on TF32 Tensor Cores. bf16, fp16: autocast over
-fp32 parameters (fp16 with gradient scaling). bf16-pure: parameters, gradients and optimizer state in bf16."""
 
 Phase = Literal["forward", "forward-backward", "train"]
 """forward: inference under no_grad, logits only. forward-backward: loss and gradients. train: and the optimizer."""
 
-Compile = Literal["eager", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-"""How the model runs: eager, or in a mode of torch.compile."""
+Compile = Literal["eager", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "blocks"]
+"""How the model runs: eager, or in a mode of torch.compile. blocks: each block by itself, in the default mode, so that
+its gradients are ready when its own backward ends and not when the whole model's does."""
 
-Optimizer = Literal["adamw-foreach", "adamw-fused", "adamw-loop", "adamw-bf16-state"]
+Graph = Literal["none", "step"]
+"""step: the whole step (forward, backward, optimizer) is captured into CUDA graphs and replayed."""
+
+Optimizer = Literal[
+    "adamw-foreach", "adamw-fused", "adamw-loop", "adamw-bf16-state", "adamw-one-launch", "adamw-under-backward"
+]
 """adamw-foreach, -fused, -loop: PyTorch's AdamW, by that implementation. adamw-bf16-state: AdamW that keeps exp_avg and
-exp_avg_sq in bf16; parameters and arithmetic stay fp32."""
+exp_avg_sq in bf16; parameters and arithmetic stay fp32. adamw-one-launch: by one kernel for all parameters.
+adamw-under-backward: the same, begun as each gradient is ready."""
+
+OF_ONE_LAUNCH: tuple[str, ...] = ("adamw-one-launch", "adamw-under-backward")
+"""The optimizers by the kernel for all parameters."""
 
 CHECKPOINTING_CHOICES = "none, selective, every-1 or every-K for any K up to the number of layers"
 """What `checkpointing` may say. none: autograd keeps what it needs. every-K: blocks in groups of K (the last may be
 shorter); a group keeps its input alone, and backward runs the whole group again. selective: every block keeps the
 outputs of its matrix products and of fused attention, and backward recomputes the cheap rest."""
 
-DTYPES: tuple[str, ...] = get_args(Dtype)
+DTYPES: tuple[str, ...] = tuple(PRECISIONS)
 PHASES: tuple[str, ...] = get_args(Phase)
 COMPILES: tuple[str, ...] = get_args(Compile)
+GRAPHS: tuple[str, ...] = get_args(Graph)
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 
 _FIRST_FIELDS = (
@@ -54,6 +62,8 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """One of CHECKPOINTING_CHOICES: what is run again in backward instead of being kept."""
     accumulation: int = 1
     """Number of micro-batches in a step: each runs forward and backward, gradients add up, the optimizer steps once."""
+    graph: Graph = "none"
+    """Whether the step is replayed as CUDA graphs."""
     parallel: str = NOT_PARALLEL
     """How several ranks share a step: one of core/strategies.py, or that none do."""
     ranks: int = 1
@@ -63,8 +73,31 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         choose(self.dtype, DTYPES, "dtype")
         choose(self.phase, PHASES, "phase")
         choose(self.compile, COMPILES, "compile mode")
+        choose(self.graph, GRAPHS, "graph")
         whole_number(self.accumulation, "accumulation", 1, LARGEST)
         self._check_parallel()
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Raise InputError for choices that exclude each other."""
+        if self.graph == "step" and self.compile in ("reduce-overhead", "max-autotune"):
+            raise InputError(
+                f"compile mode {self.compile} captures CUDA graphs of its own, which --graph step cannot hold: "
+                "choose default, blocks or max-autotune-no-cudagraphs"
+            )
+        if self.graph == "step" and self.optimizer == "adamw-bf16-state" and self.phase == "train":
+            raise InputError("adamw-bf16-state counts its updates on the host, which --graph step does not replay: "
+                             "choose adamw-one-launch")  # fmt: skip
+        if self.dtype == "bf16-master" and self.optimizer == "adamw-bf16-state" and self.phase == "train":
+            raise InputError("adamw-bf16-state keeps no master weights: with dtype bf16-master choose another AdamW")
+        if self.dtype == "bf16-pure" and self.optimizer in OF_ONE_LAUNCH and self.phase == "train":
+            raise InputError(f"{self.optimizer} keeps master weights of what is bf16: with it choose dtype bf16-master")
+        if self.dtype == "fp16" and self.optimizer in OF_ONE_LAUNCH and self.phase == "train":
+            raise InputError(f"{self.optimizer} takes no scaled gradients: choose dtype bf16 or bf16-master")
+        shared = {"graph step": self.graph == "step", "dtype bf16-master": self.dtype == "bf16-master",
+                  f"optimizer {self.optimizer}": self.optimizer == "adamw-under-backward"}  # fmt: skip
+        for what in (name for name, chosen in shared.items() if chosen and self.parallel != NOT_PARALLEL):
+            raise InputError(f"{what} is for a step that one process runs: leave out --parallel, or choose another")
 
     def _check_parallel(self) -> None:
         choose(self.parallel, (NOT_PARALLEL, *strategy_names()), "parallel")
@@ -94,6 +127,7 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         optimizer = self.optimizer or ""
         return {
             "compile": f"compile-{self.compile}" if self.compile != "eager" else "",
+            "graph": f"graph-{self.graph}" if self.graph != "none" else "",
             "optimizer": optimizer if optimizer != "adamw-foreach" else "",
             "checkpointing": f"checkpoint-{self.checkpointing}" if self.checkpointing != "none" else "",
             "accumulation": f"accumulate-{self.accumulation}" if self.accumulation != 1 else "",
