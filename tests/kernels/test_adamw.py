@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,10 @@ def test_a_master_that_is_given_is_exact_and_not_the_rounded_weight():
 def test_groups_have_numbers_of_their_own_and_a_rate_may_change():
     ours = parameters((torch.float32,))
     twins = copy.deepcopy(ours)
-    groups = [{"params": ours[:3], "lr": 1e-1, "weight_decay": 0.0}, {"params": ours[3:], "betas": (0.5, 0.9)}]
+    groups: list[Any] = [
+        {"params": ours[:3], "lr": 1e-1, "weight_decay": 0.0},
+        {"params": ours[3:], "betas": (0.5, 0.9)},
+    ]
     theirs = [{"params": twins[:3], "lr": 1e-1, "weight_decay": 0.0}, {"params": twins[3:], "betas": (0.5, 0.9)}]
     one, other = AdamWOneLaunch(groups, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS, foreach=False)
     for step in range(3):

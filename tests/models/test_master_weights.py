@@ -19,16 +19,17 @@ OPTIMIZERS = ("adamw-foreach", "adamw-fused", "adamw-loop")
 
 
 def test_weights_are_halved_vectors_are_not_and_a_tied_one_has_one_master():
-    model = nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(4, 3, bias=False), "norm": nn.LayerNorm(3)})
-    model["b"].weight = model["a"].weight
-    before = model["a"].weight.detach().clone()
+    one, other = nn.Linear(4, 3), nn.Linear(4, 3, bias=False)
+    other.weight = one.weight
+    before = one.weight.detach().clone()
+    model = nn.ModuleDict({"a": one, "b": other, "norm": nn.LayerNorm(3)})
     masters = halve(model)
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     assert dtypes == {
         "a.weight": torch.bfloat16, "a.bias": torch.float32, "norm.weight": torch.float32, "norm.bias": torch.float32,
     }  # fmt: skip
     ((weight, master),) = masters.items()
-    assert weight is model["b"].weight and torch.equal(master, before) and torch.equal(weight, before.bfloat16())
+    assert weight is other.weight and torch.equal(master, before) and torch.equal(weight, before.bfloat16())
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -94,7 +95,7 @@ def test_a_state_that_is_saved_goes_on_as_if_it_had_not_been(optimizer: str):
     saved = copy.deepcopy((one.model.state_dict(), one.optimizer.state_dict()))
     other.model.load_state_dict(saved[0])
     other.optimizer.load_state_dict(saved[1])
-    other.batches = one.batches[3:] + one.batches[:3]
+    other.batches = [*one.batches[3:], *one.batches[:3]]
     other._next_batch = 0
     assert run_steps(one, 2) == run_steps(other, 2)
 

@@ -28,15 +28,7 @@ from stepscope.core.range_names import PHASES as CAPTURED_PHASES
 from stepscope.core.run import Settings
 from stepscope.core.strategies import NOT_PARALLEL, strategy_names
 from stepscope.core.units import parse_bytes, parse_flops_per_s, parse_window
-from stepscope.core.workload import (
-    CHECKPOINTING_CHOICES,
-    COMPILES,
-    DTYPES,
-    GRAPHS,
-    OPTIMIZERS,
-    PHASES,
-    Workload,
-)
+from stepscope.core.workload import CHECKPOINTING_CHOICES, COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES, Workload
 from stepscope.engine.request import MEMORY_STACKS, MemoryRequest, MemoryStacks, TraceRequest
 from stepscope.report.renderers import STYLES
 
