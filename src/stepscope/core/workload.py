@@ -23,6 +23,9 @@ its gradients are ready when its own backward ends and not when the whole model'
 Graph = Literal["none", "step"]
 """step: the whole step (forward, backward, optimizer) is captured into CUDA graphs and replayed."""
 
+GRAPH_WARMUP = 4
+"""Steps until a step is replayed: three run as they are, and the next is captured."""
+
 Optimizer = Literal[
     "adamw-foreach", "adamw-fused", "adamw-loop", "adamw-bf16-state", "adamw-one-launch", "adamw-under-backward"
 ]

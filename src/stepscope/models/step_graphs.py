@@ -17,11 +17,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from stepscope.core.errors import InputError, StepscopeError, named_line
+from stepscope.core.workload import GRAPH_WARMUP
 from stepscope.measure.device import is_out_of_memory
 from stepscope.measure.step import Phase
-
-EAGER_STEPS = 3
-"""Steps before the capture: what is made once, in the first of them, must not be made in a graph."""
 
 
 class StepGraphs:
@@ -71,7 +69,7 @@ class StepGraphs:
         """Run a phase on the stream that will be captured, or capture and replay it."""
         self._runs[i] += 1
         current = torch.cuda.current_stream(self._device)
-        if self._runs[i] <= EAGER_STEPS:
+        if self._runs[i] < GRAPH_WARMUP:
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 run()

@@ -25,8 +25,8 @@ _SYMBOLS = {
 
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 _OF_CUDA_GRAPHS = (
-    "CUDA graphs hold memory in a pool of their own, which is not predicted: these figures are those of compile "
-    "default. Leave some per cent more free."
+    "CUDA graphs hold memory in a pool of their own, which is not predicted: these figures are those of the "
+    "same step without them. Leave some per cent more free."
 )
 
 
@@ -58,7 +58,7 @@ def _make_up(estimate: MemoryEstimate, workload: Workload, verdict: Line) -> lis
     reason = _reason(estimate, workload)
     if reason:
         parts.append(text(reason))
-    if workload.compile in _WITH_CUDA_GRAPHS:
+    if workload.compile in _WITH_CUDA_GRAPHS or workload.graph == "step":
         parts.append(text(Line(_OF_CUDA_GRAPHS, "care")))
     return parts
 
