@@ -120,8 +120,8 @@ def run(
     """
     said = given(
         seq_len=seq_len, batch_size=batch_size, dtype=dtype, phase=phase, compile=compile, graph=graph,
-        attention=attention, optimizer=optimizer, checkpointing=checkpointing, accumulation=accumulation, seed=seed, d_model=d_model,
-        d_ff=d_ff, layers=layers, heads=heads, kv_heads=kv_heads, vocabulary=vocabulary, tied=tied,
+        attention=attention, optimizer=optimizer, checkpointing=checkpointing, accumulation=accumulation, seed=seed,
+        d_model=d_model, d_ff=d_ff, layers=layers, heads=heads, kv_heads=kv_heads, vocabulary=vocabulary, tied=tied,
     )  # fmt: skip
     asked = _recorded(record)
     settings = settings_from(warmup, steps, seconds, not profile)
