@@ -200,6 +200,21 @@ def test_ctrl_c_leaves_a_usable_run(tmp_path: Path):
     assert run.status == "interrupted" and run.samples["step"].count >= 1
 
 
+def test_ctrl_c_names_what_a_process_of_its_own_kept(tmp_path: Path):
+    command = ("run", *QUICK, "--steps", "10000000", "--repeat", "2", "--runs", str(tmp_path))
+    with subprocess.Popen([sys.executable, "-m", "stepscope", *command], stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("*/run.json")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(2.0)  # the run is on disk when it begins, before it is warm
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    (run,), _ = load_runs([tmp_path])
+    assert run.status == "interrupted" and run.samples["step"].count >= 1
+    assert stderr.splitlines()[-1] == f"stepscope: interrupted, kept in {tmp_path / run.id}"
+
+
 @pytest.mark.long
 def test_ctrl_c_while_observing_keeps_the_times(tmp_path: Path):
     process = run_until(("profile", "ceiling"), *QUICK, "--runs", str(tmp_path))

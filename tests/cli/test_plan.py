@@ -72,6 +72,19 @@ def test_other_links_are_another_step(tmp_path: Path):
     assert float(str(slow)) > float(str(quick))
 
 
+def test_links_can_be_those_that_were_measured(tmp_path: Path):
+    file = ROOT / "results" / "cpu" / "collectives" / "gloo-2.json"
+    layout = ("--ranks", 2, "--batch-size", 64, "--layout", "data=2,sharding=ddp")
+    answer = planned(*layout, "--network", f"{file},between=10GB", runs=tmp_path)
+    fit = {row[0]: row for row in decode_answer(file.read_bytes(), str(file)).table("Latency and bandwidth").rows}
+    said = next(line.text for line in answer.lead if "measured over gloo among 2 ranks" in line.text)
+    assert str(file) in said and "not what the name says: among 2, all-reduce waits 628.1 us" in said
+    for row in answer.table("What a rank sends in a step").rows:
+        _, kind, _, message, times, _, seconds, _ = row
+        latency_s, bytes_per_s = (float(str(figure)) for figure in fit[str(kind)][3:5])
+        assert seconds == pytest.approx(float(str(times)) * (latency_s + float(str(message)) / bytes_per_s))
+
+
 def test_it_is_a_page_and_a_picture(tmp_path: Path):
     picture, document = tmp_path / "plan.svg", tmp_path / "plan.json"
     done = stepscope("plan", "--ranks", 2, "--runs", tmp_path, "--save", picture, "--json")
@@ -109,6 +122,8 @@ def test_plans_beside_what_was_measured():
         ("--device H900", "--device 'H900' is in no datasheet that stepscope has"),
         ("--device A100", "--device 'A100' matches several devices: choose one of NVIDIA A100-SXM4-80GB"),
         ("--device T4", "Tesla T4 multiplies no matrices of bf16"),
+        ("--network there-is-no.json", "there-is-no.json"),
+        (f"--network {ROOT}/results/cpu/parity/tiny.json", "parity/tiny.json has no latency and bandwidth: write one"),
         ("--network foo", "unknown network 'foo': choose one of nvlink3-ib200"),
         ("--network between=quick", "cannot read the size 'quick'"),
         ("--ranks 5 --layout tensor=5", "tensor parallel ranks do not divide the heads"),

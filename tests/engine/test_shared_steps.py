@@ -61,6 +61,25 @@ def test_ranks_keep_the_model_and_the_optimizer_s_state(measured: tuple[Run, Pat
         assert 2 * parameters <= figures.optimizer_bytes <= 2 * parameters + 4096  # and a step count each
 
 
+def test_what_ranks_send_is_counted_beside_the_formula(measured: tuple[Run, Path, str]):
+    run, _, said = measured
+    found = shared(run)
+    assert run.textbook is not None
+    parameters = 4 * parameter_count(run.textbook.model)
+    assert (found.whole_parameter_bytes, found.whole_gradient_bytes) == (parameters, parameters)
+    for figures in found.ranks:
+        told = figures.communication
+        assert told is not None and told.calls is not None
+        # Two ranks: an all-reduce sends as much as the gradients are. What the C++ of DDP calls in backward is seen.
+        assert sum(call.sent_bytes for call in told.calls if call.kind == "all-reduce") == parameters
+        assert {call.phase for call in told.calls if call.kind == "all-reduce"} == {"backward"}
+        assert told.communication_s and told.exposed_s is not None and told.exposed_s <= told.communication_s
+    # It also sends the buffers of the first rank in forward.
+    assert run.summary["sent_bytes_by_formula"] == parameters
+    assert run.summary["sent_bytes"] == pytest.approx(parameters, rel=0.01)
+    assert "communication of a step" in said and "collectives of rank 0" in said
+
+
 def test_traces_of_all_ranks_are_read_together(measured: tuple[Run, Path, str]):
     run, directory, _ = measured
     assert run.artifacts["kineto-rank-1"] == "rank-1/trace.kineto.json.gz"

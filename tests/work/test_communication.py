@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepscope.core.collective_figures import CollectiveFit
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.model_config import PUBLIC_SHAPES, ModelConfig
-from stepscope.core.network import NETWORKS, Network
+from stepscope.core.network import NETWORKS, Network, measured_network
 from stepscope.core.strategies import STRATEGIES
 from stepscope.work.communication import Bytes, Group, Transfer, bus_bytes_per_s, latency_s, transfer_s, transfers_of
 from stepscope.work.pipelines import bubble_turns, chunks_in_flight
@@ -179,3 +180,43 @@ def test_bubbles_and_chunks_in_flight():
     assert chunks_in_flight(Layout(pipeline=4, micro_batches=2), 0) == 2
     # Korthikanti et al. 2022, section 4.2.3: L (1 + (p - 1) / (p v)) of a rank's blocks: here (1 + 3 / 8) x 8 chunks.
     assert chunks_in_flight(Layout(pipeline=4, chunks=2, micro_batches=8), 0) == 11
+
+
+def measured(
+    kind: str, ranks: int, latency_s: float, bytes_per_s: float | None, backend: str = "nccl"
+) -> CollectiveFit:
+    return CollectiveFit(
+        kind=kind, backend=backend, ranks=ranks, latency_s=latency_s, bytes_per_s=bytes_per_s, residual=0.0, count=5
+    )
+
+
+NAMED = NETWORKS["nvlink4-ib400"]
+FITTED = measured_network(NAMED, [measured("all-reduce", 2, 1e-3, 1e9), measured("all-gather", 2, 1e-3, None)], "here")
+
+
+def sent(kind: str, ranks: int, stride: int = 1, message_bytes: int = 10**9) -> Transfer:
+    return Transfer("data", "gradients", kind, message_bytes, 1, Group(ranks, stride), "step")
+
+
+def test_measured_links_take_what_they_took():
+    assert transfer_s(FITTED, sent("all-reduce", 2)) == pytest.approx(1.001)
+    assert transfer_s(FITTED, sent("all-gather", 2)) == 1e-3  # it did not grow with size
+    # Four ranks keep the rate of the bus: 2 (n - 1) / n is 1.5 where it was 1. There are two hops more, up and down.
+    assert transfer_s(FITTED, sent("all-reduce", 4)) == pytest.approx(1e-3 + 1.5 + 2 * 2 * NAMED.inside_latency_s)
+
+
+def test_what_was_not_measured_is_as_the_name_says():
+    for transfer in (sent("reduce-scatter", 2), sent("all-reduce", 2, stride=8), sent("all-reduce", 16)):
+        assert transfer_s(FITTED, transfer) == transfer_s(NAMED, transfer)
+
+
+def test_measured_links_are_faster_too_where_links_are():
+    assert transfer_s(FITTED.faster(inside=2.0), sent("all-reduce", 2)) == pytest.approx(0.501)
+    assert transfer_s(FITTED.faster(between=2.0), sent("all-reduce", 2)) == pytest.approx(1.001)
+
+
+def test_the_nearest_number_of_ranks_below_counts_and_nccl_before_gloo():
+    fits = [measured("all-reduce", ranks, ranks, 1e9) for ranks in (2, 4)]
+    found = measured_network(NAMED, [*fits, measured("all-reduce", 3, 9, 1e9, "gloo")], "here")
+    chosen = [found.fit_for("all-reduce", ranks) for ranks in (2, 3, 4, 8)]
+    assert [fit.ranks for fit in chosen if fit] == [2, 2, 4, 4] and found.fit_for("broadcast", 2) is None

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
+
 from stepscope.core.answer import Answer, Cell, Panel, Point, Table, measured_answer, table_of
 from stepscope.core.collective_figures import CollectiveFit, CollectiveTime
 from stepscope.core.device_spec import find_device_spec
 from stepscope.core.environment import Environment
+from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.units import format_bytes, format_rate, format_seconds, format_share
 from stepscope.work.alpha_beta import fit_latency_and_bandwidth
@@ -52,6 +55,26 @@ def fits_of(times: Iterable[CollectiveTime]) -> list[CollectiveFit]:
     return fits
 
 
+def fits_in(answer: Answer, source: str) -> list[CollectiveFit]:
+    """The latencies and bandwidths in an answer of this study that was stored. Raises InputError where it has none."""
+    table = next((table for table in answer.tables if table.title == _FITS), None)
+    if answer.study != "collectives" or table is None or not table.rows:
+        raise InputError(f"{source} has no latency and bandwidth: write one with `stepscope study collectives --json`")
+    columns = [table.columns.index(name) for name in _FIT_COLUMNS]
+    try:
+        return [
+            msgspec.convert(dict(zip(_FIT_FIELDS, (row[i] for i in columns), strict=True)), CollectiveFit)
+            for row in table.rows
+        ]
+    except msgspec.ValidationError as error:
+        raise InputError(f"{source} is damaged: its latencies and bandwidths are no figures ({error})") from None
+
+
+_FITS = "Latency and bandwidth"
+_FIT_COLUMNS = ("collective", "backend", "ranks", "latency", "bandwidth", "residual", "sizes")
+_FIT_FIELDS = ("kind", "backend", "ranks", "latency_s", "bytes_per_s", "residual", "count")
+
+
 def _median_s(time: CollectiveTime) -> float | None:
     return time.samples.median_s if time.samples else None
 
@@ -93,7 +116,7 @@ def _fits(fits: Sequence[CollectiveFit]) -> Table:
     ]  # fmt: skip
     return table_of(
         "collective", "backend", "ranks", ("latency", "s"), ("bandwidth", "B/s"), ("bus bandwidth", "B/s"),
-        ("residual", "%"), "sizes", title="Latency and bandwidth", rows=rows,
+        ("residual", "%"), "sizes", title=_FITS, rows=rows,
     )  # fmt: skip
 
 

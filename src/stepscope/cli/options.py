@@ -103,6 +103,7 @@ GROUPS = (
 """The groups of options, in the order in which a help text shows them."""
 
 _ATTENTION = ("study attention", "study attention-gate")
+_SHARED = ("run", "sweep", "study parallel")
 _TRAINED = ("study quality", "study scaling", "study swallowed")
 _TRACED = "Needs --record kineto."
 
@@ -132,8 +133,8 @@ OPTIONS = (
     Option("dtype", str, WORKLOAD, "", Workload, choices=DTYPES),
     Option("phase", str, WORKLOAD, "", Workload, choices=PHASES),
     Option("parallel", str, PARALLEL, "How several ranks share a step.", Workload,
-           choices=(NOT_PARALLEL, *strategy_names()), verbs=("run", "sweep")),
-    Option("ranks", int, PARALLEL, "Processes that share a step, a device each.", Workload, verbs=("run", "sweep")),
+           choices=(NOT_PARALLEL, *strategy_names()), verbs=_SHARED),
+    Option("ranks", int, PARALLEL, "Processes that share a step, a device each.", Workload, verbs=_SHARED),
     Option("attention", str, WORKLOAD, "", Workload, choices=attention_names()),
     Option("compile", str, WORKLOAD, "", Workload, choices=COMPILES),
     Option("graph", str, WORKLOAD, "What is replayed as CUDA graphs.", Workload, choices=GRAPHS),
@@ -289,8 +290,8 @@ OPTIONS = (
     Option("active_experts", int, MODEL, "Experts that each token goes through.", default=1, least=1),
     Option("ranks", int, PARALLEL, "GPUs, one rank each.", default=1, verbs=("plan",)),
     Option("network", str, PARALLEL, "What joins GPUs and nodes: a name, figures, or both, as in nvlink4-ib400,"
-           "between=100GB (default: as the device is usually sold).", metavar="NAME|FIGURES",
-           complete=completion.words(*NETWORKS)),
+           "between=100GB; or what `study collectives --json` wrote (default: as the device is usually sold).",
+           metavar="NAME|FILE|FIGURES", complete=completion.words(*NETWORKS)),
     Option("layout", str, PARALLEL, "Dimensions that are settled, as in tensor=8,pipeline=4,sharding=zero3.",
            metavar="DIMENSION=N,..."),
     Option("efficiency", float, PARALLEL, "Share of the peak that matrix products reach (default: as measured on an "
@@ -361,7 +362,7 @@ OPTIONS = (
     Option("from", Path, STORED, "A folder of runs measured before: nothing is measured.", metavar="DIR",
            verbs=("study kernels",)),
     Option("from", Path, STORED, "A folder of runs, or an answer that --json wrote: nothing is measured.",
-           metavar="PLACE", verbs=("study compile", "study speed", "study attention-step")),
+           metavar="PLACE", verbs=("study compile", "study speed", "study attention-step", "study parallel")),
     Option("where", str, STORED, "Keep runs with field=value[,value].", metavar="FIELD=VALUE", repeated=True),
     Option("tag", _tag, STORED, "A word of your own to find the run by."),
     Option("tag", str, STORED, "Only runs with this tag.", verbs=("ls", "table", "history")),

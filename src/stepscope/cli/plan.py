@@ -16,6 +16,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.workload import Workload
 
 if TYPE_CHECKING:
+    from stepscope.core.network import Network
     from stepscope.planning.answer import Planning
     from stepscope.planning.search import Plan
     from stepscope.planning.space import Question
@@ -110,7 +111,7 @@ def _step(said: OneWorkload, batch_tokens: int | None) -> tuple[Workload, tuple[
 
 
 def _planned(question: "Question", device: str, network: str | None, shares: Mapping[str, float | None]) -> "Planning":
-    from stepscope.core.network import network_for, parse_network
+    from stepscope.core.network import network_for
     from stepscope.memory.prediction.fit import budget_of_total, device_named
     from stepscope.planning.answer import Planning
     from stepscope.planning.rates import STEP_SPREAD, rates_of
@@ -122,7 +123,7 @@ def _planned(question: "Question", device: str, network: str | None, shares: Map
     if not 0 <= spread < 0.5:
         raise InputError(f"--spread is {spread:g}: write a share from 0 to 0.5, as in 0.01 for 1 %")
     spec = device_named(device, otherwise="")
-    joined = parse_network(network, network_for(spec)) if network else network_for(spec)
+    joined = _network(network, network_for(spec)) if network else network_for(spec)
     assert spec.memory_bytes is not None
     machine = Machine(
         budget=budget_of_total(spec.memory_bytes, f"{spec.name} ({spec.source})"),
@@ -141,6 +142,22 @@ def _planned(question: "Question", device: str, network: str | None, shares: Map
         plan=found, machine=machine, spec=spec, scaled=scaling(found, machine),
         sensitive=sensitivity(found, machine), even=even, uneven=uneven, spread=spread,
     )  # fmt: skip
+
+
+def _network(said: str, usual: "Network") -> "Network":
+    """The network that --network says: by name or figures, or as a file of `study collectives` has measured it."""
+    from stepscope.core.network import measured_network, parse_network
+
+    file, _, figures = said.partition(",")
+    if not file.endswith(".json"):
+        return parse_network(said, usual)
+    from stepscope.analysis.collectives import fits_in
+    from stepscope.core.answer import decode_answer
+    from stepscope.core.bounded_file import read_named
+
+    found = decode_answer(read_named(Path(file)), file)
+    joined = parse_network(figures, usual) if figures else usual
+    return measured_network(joined, fits_in(found, file), f"{file}, {found.device}, {found.date}")
 
 
 def _no_layout(found: "Plan") -> str:

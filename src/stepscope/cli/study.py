@@ -17,6 +17,7 @@ from stepscope.cli.studies.autocast import autocast
 from stepscope.cli.studies.collectives import collectives
 from stepscope.cli.studies.compile import compiled
 from stepscope.cli.studies.kernels import kernels
+from stepscope.cli.studies.parallel import parallel
 from stepscope.cli.studies.parity import parity
 from stepscope.cli.studies.quality import quality
 from stepscope.cli.studies.shadow import shadow
@@ -67,7 +68,7 @@ class _Studies(Verbs):
         "scaling": study_gradients.scaling, "swallowed": study_gradients.swallowed, "autocast": autocast,
         "parity": parity, "shadow": shadow,
         "speed": speed, "quality": quality, "attention": attention, "attention-step": attention_step,
-        "attention-gate": attention_gate, "collectives": collectives,
+        "attention-gate": attention_gate, "collectives": collectives, "parallel": parallel,
     }  # fmt: skip
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -115,8 +115,9 @@ def measure_and_report(
                 report(interruption.runs)
             except InputError as error:  # too few of them for an answer
                 warn(str(error))
+        kept = f", kept in {', '.join(map(str, interruption.kept))}" if interruption.kept else ""
         raise Stopped(
-            "interrupted: the same command goes on where this one stopped" if again else "interrupted"
+            "interrupted: the same command goes on where this one stopped" if again else f"interrupted{kept}"
         ) from None
     report(runs)
     broken = [run for run in runs if run.status in BROKEN]

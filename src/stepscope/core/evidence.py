@@ -36,6 +36,12 @@ class ProfiledStep(msgspec.Struct, frozen=True, kw_only=True):
     """Every kernel by name, longest total time first; names are cut to 240 characters."""
     attention_operators: tuple[str, ...] = ()
     """The fused attention operators that ran; empty when attention is written out."""
+    communication_s: float | None = None
+    """Of a step that ranks share: how long collectives were under way, those at once counted once."""
+    exposed_s: float | None = None
+    """The part of it in which nothing was computed."""
+    computation_s: float | None = None
+    """How long anything but communication was computed."""
 
 
 class Precision(msgspec.Struct, frozen=True, kw_only=True):

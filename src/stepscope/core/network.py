@@ -1,9 +1,14 @@
-"""A Network: what joins the GPUs of a node, and nodes with one another; the known ones by name."""
+"""A Network: what joins the GPUs of a node, and nodes with one another; the known ones by name.
+
+Within a node, latency and bandwidth that were measured go before the named ones.
+"""
 
 import re
+from collections.abc import Sequence
 
 import msgspec
 
+from stepscope.core.collective_figures import CollectiveFit
 from stepscope.core.device_spec import DeviceSpec
 from stepscope.core.errors import InputError
 from stepscope.core.units import parse_bytes
@@ -28,6 +33,32 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     share: float = 0.8
     """Share of a link's rate that a collective of large messages reaches: an assumption."""
     source: str = ""
+    measured: tuple[CollectiveFit, ...] = ()
+    """What collectives within a node take, as it was measured; empty where nothing was."""
+
+    def fit_for(self, kind: str, ranks: int) -> CollectiveFit | None:
+        """What was measured of this kind: among as many ranks, or else the most below, or the fewest; None of a kind
+        that was not measured."""
+        fits = sorted((fit for fit in self.measured if fit.kind == kind), key=lambda fit: fit.ranks)
+        return next((fit for fit in reversed(fits) if fit.ranks <= ranks), fits[0] if fits else None)
+
+    def faster(self, *, inside: float = 1.0, between: float = 1.0) -> "Network":
+        """The same with links so many times as fast."""
+        return msgspec.structs.replace(
+            self,
+            inside_bytes_per_s=self.inside_bytes_per_s * inside,
+            between_bytes_per_s=self.between_bytes_per_s * between,
+            measured=tuple(
+                msgspec.structs.replace(fit, bytes_per_s=fit.bytes_per_s and fit.bytes_per_s * inside)
+                for fit in self.measured
+            ),
+        )
+
+
+def measured_network(usual: Network, fits: Sequence[CollectiveFit], source: str) -> Network:
+    """The network whose collectives within a node take what was measured; over NCCL, where several backends were."""
+    chosen = [fit for fit in fits if fit.backend == "nccl"] or list(fits)
+    return msgspec.structs.replace(usual, measured=tuple(chosen), source=source)
 
 
 _HGX = "8 GPUs on NVSwitch"

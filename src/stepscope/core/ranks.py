@@ -18,6 +18,45 @@ Span = tuple[int, int]
 """When a step began and ended on one rank, in nanoseconds of its host's monotonic clock."""
 
 
+class CollectiveCalls(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's calls of one kind of collective in one phase of a step."""
+
+    phase: str
+    kind: str
+    """As work/collectives.py names it."""
+    ranks: int
+    """How many take part."""
+    calls: int
+    message_bytes: int
+    """Of all calls together."""
+    sent_bytes: int
+    """What has to leave this rank, whatever algorithm the backend chooses."""
+    received_bytes: int
+
+
+class Communication(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank communicates in a step: counted in one untimed step, and timed in another under the profiler."""
+
+    calls: tuple[CollectiveCalls, ...] | None = None
+    """None where they were not counted."""
+    communication_s: float | None = None
+    """How long any collective was under way in the profiled step; waiting for other ranks is part of it."""
+    exposed_s: float | None = None
+    """The part in which this rank computed nothing."""
+    computation_s: float | None = None
+    """How long this rank computed in the profiled step."""
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """What the rank sends in a step."""
+        return None if self.calls is None else sum(call.sent_bytes for call in self.calls)
+
+    @property
+    def received_bytes(self) -> int | None:
+        """What the rank receives in a step."""
+        return None if self.calls is None else sum(call.received_bytes for call in self.calls)
+
+
 class RankFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank measured of the steps that all took part in."""
 
@@ -33,6 +72,8 @@ class RankFigures(msgspec.Struct, frozen=True, kw_only=True):
     optimizer_bytes: int | None = None
     artifacts: dict[str, str] = {}
     """Files of the rank beside run.json, by kind."""
+    communication: Communication | None = None
+    """None in runs from before it was counted."""
 
 
 class Correctness(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +127,10 @@ class RanksEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """That they compute what one process does; None where nobody looked, which the run's notes say."""
     start_s: float | None = None
     """From the start of the ranks' processes until all had met."""
+    whole_parameter_bytes: int | None = None
+    """Of the parameters of all ranks together, each once; None where no rank has them all, and in older runs."""
+    whole_gradient_bytes: int | None = None
+    """Of those that are trained."""
 
     @property
     def one_host(self) -> bool:

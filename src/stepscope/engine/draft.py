@@ -10,7 +10,7 @@ import torch
 
 from stepscope.core import interrupts
 from stepscope.core.evidence import Evidence
-from stepscope.core.ranks import Correctness
+from stepscope.core.ranks import CollectiveCalls, Correctness
 from stepscope.core.run import Run
 from stepscope.engine.request import Stage, StepRequest, Tell
 from stepscope.engine.run_draft import RunDraft
@@ -46,6 +46,8 @@ class Draft(RunDraft):
         self.made: Step | None = None
         self.correct: Correctness | None = None
         """That ranks which share the step compute what one process does."""
+        self.traffic: tuple[CollectiveCalls, ...] | None = None
+        """What this rank sends and receives in a step, once it is counted."""
         self.held_before_bytes = 0
         """Bytes that the process had allocated on the device before the step was made."""
         self._display = tell

@@ -25,7 +25,7 @@ from stepscope.engine.stages.ceilings import find_ceilings
 from stepscope.engine.stages.look_round import look_round
 from stepscope.engine.stages.memory import record_memory, record_what_filled_the_memory
 from stepscope.engine.stages.observe import count_work, observe
-from stepscope.engine.stages.ranks import bring_the_ranks_together
+from stepscope.engine.stages.ranks import bring_the_ranks_together, count_traffic
 from stepscope.engine.stages.right import check_the_ranks
 from stepscope.engine.stages.timed import measure_energy, time_steps
 from stepscope.engine.stages.trace import trace_by_kineto, trace_by_nsys, trace_for_the_watching_tool
@@ -47,6 +47,7 @@ out in a step, one more step records what filled it."""
 AFTER_THE_TIMES: tuple[tuple[StageFunction, str], ...] = (
     (measure_energy, "no energy"),
     (observe, "{stage} failed after the timed steps"),
+    (count_traffic, "the bytes that ranks send are not known"),
     (trace_by_kineto, "no trace"),
     (trace_for_the_watching_tool, "no trace"),
     (record_memory, "no memory history"),

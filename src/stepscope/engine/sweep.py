@@ -36,11 +36,12 @@ MOST_LOSSES = 3
 
 
 class SweepInterrupted(KeyboardInterrupt):
-    """The user stopped the sweep. `runs` are the cells that have ended, interrupted ones left out."""
+    """The user stopped the sweep. `runs` are the cells that have ended, interrupted ones left out; `kept` are the
+    directories of those, with what they had measured."""
 
-    def __init__(self, runs: list[Run]) -> None:
+    def __init__(self, runs: list[Run], kept: list[Path]) -> None:
         super().__init__("interrupted")
-        self.runs = runs
+        self.runs, self.kept = runs, kept
 
 
 def run_sweep(plan: SweepPlan, policy: Policy | None = None, tell: Tell = lambda _: None) -> list[Run]:
@@ -48,11 +49,14 @@ def run_sweep(plan: SweepPlan, policy: Policy | None = None, tell: Tell = lambda
 
     Ctrl-C lets the running cells save what they have, then raises SweepInterrupted.
     """
-    with _locked(Path(plan.out), plan.key):
+    out = Path(plan.out)
+    with _locked(out, plan.key):
+        before = set(out.iterdir())
         sweep = _Sweep(plan, policy or Policy(), tell)
         runs = asyncio.run(sweep.run())
     if sweep.interrupted:
-        raise SweepInterrupted(runs)
+        stopped, _ = load_runs([made for made in sorted(set(out.iterdir()) - before) if made.is_dir()])
+        raise SweepInterrupted(runs, [out / run.id for run in stopped if run.status == "interrupted"])
     return runs
 
 

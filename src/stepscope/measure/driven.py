@@ -8,6 +8,7 @@ import torch
 
 from stepscope.core.evidence import Capture, Habits, PhaseMemory, ProfiledStep, StepObservation, StepOperators
 from stepscope.core.own_workload import AnyWorkload
+from stepscope.core.ranks import CollectiveCalls
 from stepscope.core.run_files import KINETO_FILE
 from stepscope.core.samples import Samples
 from stepscope.core.work import Work
@@ -22,6 +23,7 @@ from stepscope.measure.operators import OperatorCounts
 from stepscope.measure.profile import profiled_step, profiler_for
 from stepscope.measure.step import Driven, Step, drive
 from stepscope.measure.timer import timed_steps
+from stepscope.measure.traffic import TrafficCounts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,15 @@ def step_flops(step: Driven, timing: Device) -> tuple[dict[str, Work], dict[str,
         drive(step, counts)
     timing.synchronize()
     return counts.work, dict(counts.unknown)
+
+
+def step_traffic(step: Driven, timing: Device) -> tuple[CollectiveCalls, ...]:
+    """Run a step that ranks share, and count the collectives that this one calls."""
+    step.prepare()
+    with ranges.silenced(), TrafficCounts().running() as counts:
+        drive(step, counts)
+    timing.synchronize()
+    return counts.counted
 
 
 def profile_step(step: Driven, device: torch.device, timing: Device) -> ProfiledStep:

@@ -1,7 +1,8 @@
 """One step under torch.profiler: kernels, busy time, and what profiling costs."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -9,6 +10,11 @@ from torch.profiler import ProfilerActivity
 from stepscope.core.evidence import KernelTotal, ProfiledStep
 
 KERNEL_NAME_LIMIT = 240
+_ON_DEVICE, _BY_GLOO = re.compile(r"nccl|rccl"), re.compile(r"gloo:")
+"""Matches the start of the names of communication: kernels of a GPU, and what gloo's threads are at."""
+_CALLS = re.compile(r"c10d|_c10d|record_param_comms|ProcessGroup")
+"""Matches the start of the names of operators that hand over to it, or wait for it."""
+_COPIES = re.compile(r"Mem(cpy|set)")
 _ATTENTION_OPERATORS = re.compile(r"(aten::)?_scaled_dot_product|stepscope::\w*attention|(aten::)?flex_attention")
 """Matches the start of the names of attention's operators. Our own operators have `attention` in their name."""
 
@@ -45,7 +51,36 @@ def profiled_step(profiler: torch.profiler.profile, device: torch.device, step_s
         busy_s=union_length(intervals) * 1e-6,
         kernels=_totals(times),
         attention_operators=operators,
+        **_overlap(events, device),
     )
+
+
+def _overlap(events: Sequence[Any], device: torch.device) -> dict[str, float]:
+    """Seconds of communication, of its exposed part, and of computation; empty where nothing communicates.
+
+    A GPU computes in kernels. A CPU computes in operators that call no others, on threads that are not gloo's.
+    """
+    computing: list[tuple[float, float]] = []
+    communicating: list[tuple[float, float]] = []
+    if device.type == "cuda":
+        for event in events:
+            if event.device_type.name == "CUDA" and not event.is_user_annotation and not _COPIES.match(event.name):
+                kind = communicating if _ON_DEVICE.match(event.name) else computing
+                kind.append((event.time_range.start, event.time_range.end))
+    else:
+        others = {event.thread for event in events if _BY_GLOO.match(event.name)}
+        for event in events:
+            if _BY_GLOO.match(event.name):
+                communicating.append((event.time_range.start, event.time_range.end))
+            elif event.thread not in others and not event.cpu_children and not _CALLS.match(event.name):
+                computing.append((event.time_range.start, event.time_range.end))
+    if not communicating:
+        return {}
+    communication, computation = union_length(communicating), union_length(computing)
+    exposed = union_length([*communicating, *computing]) - computation
+    return {
+        "communication_s": communication * 1e-6, "exposed_s": exposed * 1e-6, "computation_s": computation * 1e-6
+    }  # fmt: skip
 
 
 def union_length(intervals: Iterable[tuple[float, float]]) -> float:

@@ -8,6 +8,7 @@ from stepscope.core.answer import PROSE, TEXT, Answer, Frame, Line, Panel, Point
 from stepscope.core.device_spec import DeviceSpec
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.layout import SHARDINGS, Layout
+from stepscope.core.network import Network
 from stepscope.core.units import counted, format_bytes, format_rate, format_seconds, format_share
 from stepscope.memory.prediction.layouts import bytes_of
 from stepscope.planning.rates import STEP_SPREAD
@@ -15,6 +16,7 @@ from stepscope.planning.scaling import Scaled, Sensitivity, stops_at
 from stepscope.planning.search import COMMUNICATION_BYTES, Machine, Plan, Planned
 from stepscope.planning.simulation import Simulated
 from stepscope.planning.times import PARTS
+from stepscope.work.collectives import bus_bandwidth
 from stepscope.work.communication import Transfer, transfer_s, transfers_of
 
 
@@ -66,8 +68,27 @@ def _lead(planning: Planning) -> Iterable[Line]:
         f"{format_rate(network.inside_bytes_per_s, 'B/s')}, nodes at {format_rate(network.between_bytes_per_s, 'B/s')} "
         f"a GPU, of which collectives reach {network.share:.0%}"
     )
+    if network.measured:
+        yield Line(_measured_links(network, question.ranks))
     for said in planning.machine.rates.said:
         yield Line(said, "aside")
+
+
+def _measured_links(network: Network, ranks: int) -> str:
+    """Where latency and bandwidth within a node come from, with those of an all-reduce, or of the first kind."""
+    numbers = sorted({fit.ranks for fit in network.measured})
+    kinds = list(dict.fromkeys(fit.kind for fit in network.measured))
+    kind = "all-reduce" if "all-reduce" in kinds else kinds[0]
+    fit = network.fit_for(kind, ranks)
+    assert fit is not None
+    rate = bus_bandwidth(kind, 1, fit.ranks, 1 / fit.bytes_per_s) if fit.bytes_per_s else None
+    moved = f", and moves bytes at {format_rate(rate, 'B/s')} of bus bandwidth" if rate else ""
+    others = "; other numbers of ranks keep its bus bandwidth" if set(numbers) != {ranks} else ""
+    return (
+        f"Within a node, {', '.join(kinds)} take what was measured over {fit.backend} among "
+        f"{' and '.join(map(str, numbers))} ranks ({network.source}), not what the name says: among {fit.ranks}, "
+        f"{kind} waits {format_seconds(fit.latency_s)}{moved}{others}."
+    )
 
 
 def _tables(planning: Planning) -> Iterable[Table]:

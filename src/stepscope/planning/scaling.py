@@ -83,12 +83,11 @@ def sensitivity(plan: Plan, machine: Machine) -> tuple[Sensitivity, ...]:
     memory = RankMemory(plan.question.workload, plan.question.model)
     found: list[Sensitivity] = []
     network = machine.network
-    for links, field in (("within a node", "inside_bytes_per_s"), ("between nodes", "between_bytes_per_s")):
+    for links, which in (("within a node", "inside"), ("between nodes", "between")):
         if links == "between nodes" and plan.question.ranks <= network.node:
             continue
         for factor in LINK_FACTORS:
-            other = msgspec.structs.replace(network, **{field: getattr(network, field) * factor})
-            clock = Clock(plan.question.workload, memory, machine.rates, other)
+            clock = Clock(plan.question.workload, memory, machine.rates, network.faster(**{which: factor}))
             candidates = {*plan.fastest, *(one.layout for one in plan.best)}
             layout = min(candidates, key=lambda layout, clock=clock: (clock.step(layout).step_s, layout.name))
             best = Planned(layout=layout, time=clock.step(layout), peak_bytes=0, needs=None)

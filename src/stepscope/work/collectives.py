@@ -65,6 +65,33 @@ KINDS = (
 )  # fmt: skip
 OTHER = CollectiveKind(name="other", spelling="", example="", factor=_once, ends_together=False)
 
+
+def sent_and_received(
+    kind: str, message_bytes: int, ranks: int, *, is_root: bool = False, receives: bool = False
+) -> tuple[float, float]:
+    """The bytes that have to leave a rank for such a collective, and those that have to reach it.
+
+    They are lower bounds, which ring algorithms meet; what a rank relays for others is not counted. Messages are those
+    of nccl-tests. is_root: whether the rank is the one that a broadcast or scatter comes from, or that a reduce or
+    gather goes to. receives: whether a point-to-point call is a receive.
+    """
+    others = ranks - 1
+    if kind == "barrier":
+        return 0.0, 0.0
+    if kind == "send and receive":
+        return (0.0, float(message_bytes)) if receives else (float(message_bytes), 0.0)
+    if kind in ("broadcast", "reduce"):
+        at_root, elsewhere = float(others * message_bytes), float(message_bytes)
+    elif kind in ("scatter", "gather"):
+        at_root, elsewhere = others / ranks * message_bytes, message_bytes / ranks
+    else:
+        moved = named_kind(kind).factor(ranks) * message_bytes
+        return moved, moved
+    if kind in ("broadcast", "scatter"):
+        return (at_root, 0.0) if is_root else (0.0, elsewhere)
+    return (0.0, at_root) if is_root else (elsewhere, 0.0)
+
+
 _ITEM_BYTES = {
     "double": 8, "long": 8, "complexfloat": 8, "complexdouble": 16, "float": 4, "int": 4, "half": 2, "bfloat16": 2,
     "short": 2, "byte": 1, "char": 1, "bool": 1,

@@ -228,8 +228,21 @@ def latency_s(network: Network, kind: str, group: Group) -> float:
 
 
 def transfer_s(network: Network, transfer: Transfer) -> float:
-    """Seconds of one such collective: latency, and its bytes at the bus's rate (alpha and beta of Hockney 1994)."""
+    """Seconds of one such collective: latency, and its bytes at the bus's rate (alpha and beta of Hockney 1994).
+
+    Within a node they are the measured ones, where there are any. Those of other numbers of ranks have the same rate of
+    the bus, and differ in latency by as much as NCCL's model does.
+    """
     factor = named_kind(transfer.kind).factor(transfer.group.ranks)
+    fit = network.fit_for(transfer.kind, transfer.group.ranks) if network.measured else None
+    if fit is not None and transfer.group.stride * (transfer.group.ranks - 1) < network.node:
+        hops_s = (
+            latency_s(network, transfer.kind, transfer.group) - latency_s(network, transfer.kind, Group(fit.ranks, 1))
+            if fit.ranks != transfer.group.ranks else 0.0
+        )  # fmt: skip
+        measured_factor = named_kind(transfer.kind).factor(fit.ranks)
+        moves_s = transfer.message_bytes / fit.bytes_per_s * factor / measured_factor if fit.bytes_per_s else 0.0
+        return max(0.0, fit.latency_s + hops_s) + moves_s
     moved = transfer.message_bytes * factor / bus_bytes_per_s(network, transfer.group)
     return latency_s(network, transfer.kind, transfer.group) + moved
 

@@ -8,6 +8,7 @@ import msgspec
 
 from stepscope.analysis.comparisons.sides import SideComparison, SidePair
 from stepscope.analysis.comparisons.sides_findings import sides_findings
+from stepscope.analysis.runs.communication import compared_ranks
 from stepscope.analysis.runs.metrics import joules_per_step, samples_of
 from stepscope.core.answer import TEXT, Answer, Cell, Frame, Guide, Line, Panel, Point, Table, Tone, as_lines, table_of
 from stepscope.core.processes import FEWEST_PROCESSES, Change
@@ -212,7 +213,8 @@ def _details(pair: SidePair, digests: DigestOf, of: str) -> list[Table]:
     if before is not None and after is not None:
         tables.append(_bucket_table(f"captured work{of}", work_buckets(before, after, _device_steps(pair)), None))
         tables.append(_bucket_table(f"modules{of}", module_buckets(before, after), None))
-    tables += [_memory(pair, of), _energy(pair, of)]
+    ranks = compared_ranks(pair.before.representative, pair.after.representative, f"ranks{of}")
+    tables += [_memory(pair, of), ranks, _energy(pair, of)]
     return tables
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from stepscope.analysis.runs import metrics
+from stepscope.analysis.runs.communication import communication_tables
 from stepscope.analysis.runs.doubts import MARKS, doubt_mark
 from stepscope.analysis.runs.nodes import node_of, nodes_findings, unlike_nodes
 from stepscope.analysis.runs.shared import ranks_table
@@ -35,7 +36,7 @@ def answer_run(run: Run, directory: str | None = None) -> Answer:
     if run.samples.get(STEP) and run.samples[STEP].count:
         tables.append(_phase_table(run))
     if run.shared is not None:
-        tables.append(ranks_table(run))
+        tables += [ranks_table(run), *communication_tables(run)]
     tables += _memory_table(run)
     return Answer(
         study="run",

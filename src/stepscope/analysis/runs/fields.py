@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from stepscope.analysis.runs import metrics
+from stepscope.analysis.runs import communication, metrics
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.attentions import attention_names
 from stepscope.core.errors import InputError, choose
@@ -16,7 +16,7 @@ from stepscope.core.range_names import BACKWARD, DATA, FORWARD, FORWARD_BACKWARD
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.strategies import NOT_PARALLEL, strategy_names
-from stepscope.core.units import GIB
+from stepscope.core.units import GIB, MIB
 from stepscope.core.workload import COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES
 from stepscope.memory.prediction.estimate import estimate
 from stepscope.work.described import parameters_of
@@ -212,6 +212,12 @@ VALUES: dict[str, Value] = {
     ),
     "predicted_peak": Value(unit="GiB", scale=1 / GIB, number=_predicted_peak),
     "prediction_error": Value(unit="%", scale=100, number=_prediction_error),
+    "sent": Value(unit="MiB", scale=1 / MIB, number=communication.sent_bytes),
+    "sent_by_formula": Value(unit="MiB", scale=1 / MIB, number=communication.sent_by_formula),
+    "communication": Value(unit="ms", scale=1e3, number=communication.communication_s),
+    "exposed": Value(unit="ms", scale=1e3, number=communication.exposed_s),
+    "overlap": Value(unit="%", scale=100, digits=1, number=communication.overlap_share),
+    "kept": Value(unit="MiB", scale=1 / MIB, number=communication.kept_bytes),
     "compile_time": Value(
         unit="s",
         digits=1,

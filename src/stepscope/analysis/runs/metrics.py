@@ -1,5 +1,6 @@
 """Figures derived from a run: rates, utilisation, shares. Each is None where the run does not support it."""
 
+from stepscope.analysis.runs.communication import figures_of
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, STEP, TIMED
 from stepscope.core.run import Run
 from stepscope.core.samples import FEWEST_FOR_PERCENTILE, Samples
@@ -145,6 +146,7 @@ def summarise(run: Run) -> dict[str, float | None]:
         "joules_per_step": joules_per_step(run),
         "joules_per_token": joules_per_token(run),
         **{quantity: while_measured(run, quantity) for quantity in WHILE_MEASURED},
+        **figures_of(run),
     }
     return {**summary, **figures}
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from stepscope.analysis.runs.communication import computation_of, waits_in_forward
 from stepscope.core.answer import TEXT, Cell, Table, as_lines, table_of
 from stepscope.core.range_names import STEP
 from stepscope.core.ranks import RankFigures, RanksEvidence
@@ -54,14 +55,17 @@ def _about(run: Run, shared: RanksEvidence) -> Iterator[str]:
         )
     if shared.start_s is not None:
         yield f"They had met {format_seconds(shared.start_s)} after the first was started."
-    alone = [(figures.rank, time) for figures in shared.ranks if (time := _median_s(figures, "forward"))]
+    if waits_in_forward(run):
+        alone, what = computation_of(shared), "what it computes in the profiled step, without any wait,"
+    else:
+        alone = [(figures.rank, time) for figures in shared.ranks if (time := _median_s(figures, "forward"))]
+        what = "its forward, in which it waits for nobody,"
     if len(alone) > 1:
         times = sorted(time for _, time in alone)
         middle = times[(len(times) - 1) // 2]
         slowest, time = max(alone, key=lambda one: one[1])
         if time > middle * _BEHIND:
-            behind = format_share(time / middle - 1)
-            yield f"Rank {slowest} computes slowest: its forward, in which it waits for nobody, takes {behind} longer."
+            yield f"Rank {slowest} computes slowest: {what} takes {format_share(time / middle - 1)} longer."
 
 
 def _median_s(figures: RankFigures, part: str) -> float | None:

@@ -8,12 +8,14 @@ from torch import Tensor
 
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.range_names import STEP
-from stepscope.core.ranks import RankFigures, RanksEvidence, Span, steps_together
+from stepscope.core.ranks import Communication, RankFigures, RanksEvidence, Span, steps_together
 from stepscope.core.run_files import RANK_FOLDER
 from stepscope.engine.draft import Draft
+from stepscope.measure.driven import step_traffic
 from stepscope.measure.local_part import local_part
 from stepscope.measure.step import Step
 from stepscope.measure.timer import Measurement
+from stepscope.measure.traffic import whole_bytes
 from stepscope.parallel.ranks import host_name
 
 
@@ -23,6 +25,7 @@ def take_steps_together(draft: Draft, result: Measurement) -> None:
         return
     environment = draft.run.environment
     parameters, state = kept_bytes(draft.step)
+    whole, trained = whole_bytes(draft.step.model.parameters())
     mine = RankFigures(
         rank=draft.ranks.rank, host=host_name(), device_name=environment.device_name if environment else "",
         samples=result.samples, parameter_bytes=parameters, optimizer_bytes=state,
@@ -31,11 +34,20 @@ def take_steps_together(draft: Draft, result: Measurement) -> None:
     figures = tuple(msgspec.json.decode(one, type=RankFigures) for one, _ in found)
     shared = RanksEvidence(
         backend=draft.ranks.backend, ranks=figures, threads=draft.ranks.threads, start_s=draft.ranks.start_s,
-        started_here=draft.ranks.started_here, correct=draft.correct,
+        started_here=draft.ranks.started_here, correct=draft.correct, whole_parameter_bytes=whole,
+        whole_gradient_bytes=trained,
     )  # fmt: skip
     together = steps_together([spans for _, spans in found], one_clock=shared.one_host)
     step = msgspec.structs.replace(result.samples[STEP], values_s=together)
     draft.set(samples={**result.samples, STEP: step}, shared=shared)
+
+
+def count_traffic(draft: Draft) -> None:
+    """Count what this rank sends and receives in a step."""
+    if not draft.ranks.backend:
+        return
+    draft.begin("count communication")
+    draft.traffic = step_traffic(draft.step, draft.timing)
 
 
 def bring_the_ranks_together(draft: Draft) -> None:
@@ -43,12 +55,22 @@ def bring_the_ranks_together(draft: Draft) -> None:
     if not draft.ranks.backend or draft.run.shared is None:
         return
     run = draft.run
-    found = draft.ranks.gathered((msgspec.json.encode(run.evidence.memory), run.artifacts))
+    profile = run.evidence.profile
+    communication = Communication(
+        calls=draft.traffic,
+        communication_s=profile.communication_s if profile else None,
+        exposed_s=profile.exposed_s if profile else None,
+        computation_s=profile.computation_s if profile else None,
+    )
+    found = draft.ranks.gathered((
+        msgspec.json.encode(run.evidence.memory), msgspec.json.encode(communication), run.artifacts,
+    ))  # fmt: skip
     figures: list[RankFigures] = []
     files: dict[str, str] = {}
-    for known, (memory, artifacts) in zip(draft.run.shared.ranks, found, strict=True):
+    for known, (memory, sent, artifacts) in zip(draft.run.shared.ranks, found, strict=True):
         kept = msgspec.json.decode(memory, type=PhaseMemory | None)
-        figures.append(msgspec.structs.replace(known, memory=kept, artifacts=artifacts))
+        told = msgspec.json.decode(sent, type=Communication)
+        figures.append(msgspec.structs.replace(known, memory=kept, artifacts=artifacts, communication=told))
         if known.rank:
             folder = RANK_FOLDER.format(rank=known.rank)
             files |= {f"{kind}-{folder}": f"{folder}/{file}" for kind, file in artifacts.items()}

@@ -1,0 +1,44 @@
+"""`stepscope study parallel`: strategies that share a step over ranks, measured here, or before."""
+
+from stepscope.cli.studies.answering import AskedSteps
+from stepscope.cli.verb import verb
+from stepscope.core.answer import Answer
+from stepscope.core.run import settings_from
+from stepscope.engine.request import TraceRequest
+
+
+@verb(
+    "study parallel",
+    "stepscope study parallel --model large --parallel ddp-bucketed,ddp,fsdp2 --ranks 2",
+    "stepscope study parallel --model tiny --device cpu --save strategies.svg",
+    model="large; tiny on a CPU",
+    seq_len="512; 64 on a CPU",
+    batch_size="8; 4 on a CPU",
+    dtype="bf16; fp32 on a CPU",
+    parallel="the lessons, ddp and fsdp2",
+    ranks="every GPU, or 2 on a CPU",
+)
+def parallel(*, asked: AskedSteps, parallel: tuple[str, ...] | None, ranks: tuple[int, ...] | None) -> None:
+    """Strategies that share a step, beside one process and one another: step, communication, memory, scaling.
+
+    The batch is that of all ranks together; it is measured again with as many sequences for each rank.
+    """
+    from stepscope.analysis.comparisons.parallel import STUDY, SharedCell, answer_parallel
+    from stepscope.studies.parallel import ON_CPU, ON_GPU, USUAL, parallel_cells, usual_ranks, without_none
+
+    refused: list[tuple[str, str]] = []
+
+    def answer(cells: list[SharedCell], unread: int) -> Answer:
+        return answer_parallel(cells, unread=unread, refused=refused)
+
+    comparing = asked.comparing(STUDY, SharedCell, answer)
+    if asked.from_:
+        wanted = None if parallel is None else ("none", *parallel)
+        comparing.from_stored(asked.from_, {**asked.given, "parallel": wanted, "ranks": ranks and (1, *ranks)})
+        return
+    sizes = asked.sizes(ON_CPU, ON_GPU)
+    sizes["settings"] = settings_from(None, asked.steps, asked.seconds)  # the profile says what nothing hides
+    cells, refused = parallel_cells(
+        strategies=without_none(parallel or USUAL), ranks=ranks or usual_ranks(asked.device_type), **sizes
+    )
+    comparing.measured(asked.plan(cells, TraceRequest()))
