@@ -11,7 +11,7 @@ from stepscope.core.errors import InputError, choose
 from stepscope.core.identity import identity_of
 from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
 from stepscope.core.precisions import PRECISIONS, Dtype
-from stepscope.core.strategies import NOT_PARALLEL, batch_parts, strategy_names
+from stepscope.core.strategies import NOT_PARALLEL, batch_parts, sequence_parts, strategy_named, strategy_names
 
 Phase = Literal["forward", "forward-backward", "train"]
 """forward: inference under no_grad, logits only. forward-backward: loss and gradients. train: and the optimizer."""
@@ -115,6 +115,11 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Over how many ranks the batch is split, each with a part of its own."""
         return batch_parts(self.parallel, self.ranks)
 
+    @property
+    def token_parts(self) -> int:
+        """Over how many ranks the tokens of a step are split."""
+        return self.batch_parts * sequence_parts(self.parallel, self.ranks)
+
     def without_what_has_no_effect(self) -> None:
         """Set to its default, while the record is made, what changes nothing in this phase: it must not split cells."""
         if self.phase == "forward":
@@ -160,6 +165,7 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
             choose(str(self.optimizer), OPTIMIZERS, "optimizer")
         self._check_checkpointing()
         self._check_accumulation()
+        self._check_sequence()
         self.without_what_has_no_effect()
 
     @property
@@ -243,6 +249,23 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
             raise InputError(
                 f"batch_size {self.batch_size} cannot be split into {self.accumulation} equal micro-batches: "
                 f"choose accumulation {near}"
+            )
+
+    def _check_sequence(self) -> None:
+        """Refuse what a strategy that splits each sequence cannot split."""
+        if self.parallel == NOT_PARALLEL:
+            return
+        attentions = strategy_named(self.parallel).attentions
+        if attentions and self.attention not in attentions:
+            raise InputError(
+                f"--parallel {self.parallel} does not spread attention {self.attention}: choose --attention "
+                f"{' or '.join(attentions)}"
+            )
+        parts = sequence_parts(self.parallel, self.ranks)
+        if parts > 1 and self.seq_len % (2 * parts):
+            raise InputError(
+                f"--parallel {self.parallel} gives each of {parts} ranks two equal chunks of a sequence, and seq_len "
+                f"{self.seq_len} cannot be divided by {2 * parts}: choose a multiple"
             )
 
 

@@ -181,7 +181,7 @@ def accumulation_mismatch(run: Run) -> Finding | None:
         return None
     due, forwards = workload.accumulation, observation.model_forwards.get(FORWARD, 0)
     trains, updates = workload.phase != "forward", workload.phase == "train"
-    fault, tokens = "", None if workload.tokens is None else workload.tokens // workload.batch_parts
+    fault, tokens = "", None if workload.tokens is None else workload.tokens // workload.token_parts
     if forwards < due:
         fault = f"the model's forward ran {forwards} times in a step, where {due} belong"
     elif tokens is not None and observation.forward_tokens != tokens:
