@@ -21,7 +21,7 @@ KINDS: tuple[tuple[type[ComparedRun], str], ...] = ((StepCell, "sdpa"), (Compile
 OTHERWISE: dict[str, dict[str, Any]] = {
     "model": {"layers": 2}, "batch_size": {"batch_size": 4}, "seq_len": {"seq_len": 32}, "dtype": {"dtype": "fp16"},
     "phase": {"phase": "forward-backward"}, "attention": {"attention": "chunked"},
-    "compile": {"compile": "max-autotune"}, "optimizer": {"optimizer": "adamw-fused"},
+    "compile": {"compile": "max-autotune"}, "graph": {"graph": "step"}, "optimizer": {"optimizer": "adamw-fused"},
     "checkpointing": {"checkpointing": "every-1"}, "accumulation": {"accumulation": 2}, "seed": {"seed": 1},
     "parallel": {"parallel": "ddp"}, "ranks": {"parallel": "ddp", "ranks": 2},
 }  # fmt: skip

@@ -139,12 +139,13 @@ def test_a_job_that_torchrun_started_is_joined(tmp_path: Path):
         (("--ranks", "2", "--phase", "forward"), "leave out --phase forward"),
         (("--parallel", "dpp"), "unknown parallel 'dpp'"),
         (("--ranks", "0"), "ranks"),
+        (("--ranks", "2", "--parallel", "context", "--attention", "sdpa"), "--parallel context runs on nccl, and this"),
     ],
 )
 def test_what_cannot_be_shared_is_one_line(options: tuple[str, ...], said: str, tmp_path: Path):
     done = stepscope(*RUN, *options, "--runs", tmp_path)
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
-    assert not list(tmp_path.iterdir())
+    assert not [place for place in tmp_path.iterdir() if place.is_dir()]
 
 
 def test_a_job_that_does_not_say_where_its_ranks_meet_is_one_line(tmp_path: Path):
@@ -165,9 +166,12 @@ def test_a_rank_on_a_gpu_talks_over_nccl(strategy: str, tmp_path: Path):
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("strategy", ["ddp-naive", "ddp-bucketed", "zero1", "fsdp-textbook", "ddp", "fsdp2", "tensor"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp-naive", "ddp-bucketed", "zero1", "fsdp-textbook", "ddp", "fsdp2", "tensor", "context-textbook", "context"],
+)
 def test_two_ranks_on_two_gpus(strategy: str, tmp_path: Path):
-    options = ("--parallel", strategy, "--ranks", 2, "--device", "cuda", "--dtype", "bf16")
+    options = ("--parallel", strategy, "--ranks", 2, "--device", "cuda", "--dtype", "bf16", "--attention", "sdpa")
     done = stepscope("run", "--model", "small", "--layers", 4, "--seq-len", 256, *options, "--record", "kineto",
                      "--seconds", 1, "--runs", tmp_path)  # fmt: skip
     assert done.returncode in (0, 1), done.stderr

@@ -232,8 +232,8 @@ MUTANTS = (
     Mutant(
         name="torch.compile's mode",
         file="models/training_step.py",
-        old='torch.compile(module, mode=None if mode == "default" else mode)',
-        new="torch.compile(module, mode=None)",
+        old='torch.compile(parts.forward, mode=None if mode == "default" else mode)',
+        new="torch.compile(parts.forward, mode=None)",
         falsifies="all modes of compilation are timed as the default one",
         tests=("models/test_training_step.py",),
     ),

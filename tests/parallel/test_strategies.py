@@ -107,7 +107,8 @@ def held_against_one(rank: int, ranks: int) -> dict[str, Any]:
     for name, record in STRATEGIES.items():
         if "gloo" in record.backends:
             judge(name, name, WORKLOAD)
-    for name in ("fsdp-textbook", "tensor"):
+    judge("context-textbook sdpa", "context-textbook", msgspec.structs.replace(WORKLOAD, attention="sdpa"))
+    for name in ("fsdp-textbook", "tensor", "context-textbook"):
         judge(f"{name} bf16", name, msgspec.structs.replace(WORKLOAD, dtype="bf16"))
     for name, strategy in WRONG.items():
         judge(name, "ddp-flat", WORKLOAD, strategy)

@@ -9,8 +9,9 @@ from stepscope.api.workloads import check_one_model, given, of_factory, of_objec
 from stepscope.core.attentions import Attention
 from stepscope.core.errors import InputError
 from stepscope.core.own_workload import DrivenWorkload
+from stepscope.core.precisions import Dtype
 from stepscope.core.units import parse_bytes
-from stepscope.core.workload import Compile, Dtype, Optimizer, Phase, Workload
+from stepscope.core.workload import Compile, Optimizer, Phase, Workload
 
 if TYPE_CHECKING:
     import torch

@@ -10,9 +10,10 @@ from stepscope.core.attentions import Attention
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
 from stepscope.core.own_workload import DrivenWorkload
+from stepscope.core.precisions import Dtype
 from stepscope.core.run import settings_from
 from stepscope.core.shown_text import warn
-from stepscope.core.workload import Compile, Dtype, Optimizer, Phase
+from stepscope.core.workload import Compile, Graph, Optimizer, Phase
 from stepscope.engine.request import MemoryRequest, Stage, StepRequest, Tell, TraceRequest
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def run(
     dtype: Dtype | None = None,
     phase: Phase | None = None,
     compile: Compile | None = None,
+    graph: Graph | None = None,
     attention: Attention | None = None,
     optimizer: "Optimizer | torch.optim.Optimizer | None" = None,
     checkpointing: str | None = None,
@@ -88,10 +90,12 @@ def run(
 
     How it runs, whatever the model:
 
-    dtype: fp32, tf32, bf16 or fp16 (the last two by autocast), or bf16-pure, where parameters are bf16, too.
+    dtype: fp32, tf32, bf16 or fp16 (the last two by autocast); bf16-pure, where parameters are bf16, too; or
+    bf16-master, where weights are bf16 and the optimizer writes them from masters in fp32.
     phase: train, forward-backward, or forward, which is inference without the loss.
-    compile: eager, or a mode of torch.compile.
-    optimizer: one of PyTorch's AdamW by name; for a module of your own an optimizer that holds its parameters.
+    compile: eager, or a mode of torch.compile, or blocks: each block by itself.
+    graph: none, or step: the whole step is replayed as CUDA graphs.
+    optimizer: an AdamW by name; for a module of your own an optimizer that holds its parameters.
     checkpointing: none, selective, or every-K.
     accumulation: how many micro-batches make a step.
     seed: of weights and batches that are made.
@@ -115,9 +119,9 @@ def run(
     `out-of-memory` or `failed`, and `measured.run.failure` says where.
     """
     said = given(
-        seq_len=seq_len, batch_size=batch_size, dtype=dtype, phase=phase, compile=compile, attention=attention,
-        optimizer=optimizer, checkpointing=checkpointing, accumulation=accumulation, seed=seed, d_model=d_model,
-        d_ff=d_ff, layers=layers, heads=heads, kv_heads=kv_heads, vocabulary=vocabulary, tied=tied,
+        seq_len=seq_len, batch_size=batch_size, dtype=dtype, phase=phase, compile=compile, graph=graph,
+        attention=attention, optimizer=optimizer, checkpointing=checkpointing, accumulation=accumulation, seed=seed,
+        d_model=d_model, d_ff=d_ff, layers=layers, heads=heads, kv_heads=kv_heads, vocabulary=vocabulary, tied=tied,
     )  # fmt: skip
     asked = _recorded(record)
     settings = settings_from(warmup, steps, seconds, not profile)

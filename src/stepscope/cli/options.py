@@ -28,14 +28,7 @@ from stepscope.core.range_names import PHASES as CAPTURED_PHASES
 from stepscope.core.run import Settings
 from stepscope.core.strategies import NOT_PARALLEL, strategy_names
 from stepscope.core.units import parse_bytes, parse_flops_per_s, parse_window
-from stepscope.core.workload import (
-    CHECKPOINTING_CHOICES,
-    COMPILES,
-    DTYPES,
-    OPTIMIZERS,
-    PHASES,
-    Workload,
-)
+from stepscope.core.workload import CHECKPOINTING_CHOICES, COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES, Workload
 from stepscope.engine.request import MEMORY_STACKS, MemoryRequest, MemoryStacks, TraceRequest
 from stepscope.report.renderers import STYLES
 
@@ -144,6 +137,7 @@ OPTIONS = (
     Option("ranks", int, PARALLEL, "Processes that share a step, a device each.", Workload, verbs=_SHARED),
     Option("attention", str, WORKLOAD, "", Workload, choices=attention_names()),
     Option("compile", str, WORKLOAD, "", Workload, choices=COMPILES),
+    Option("graph", str, WORKLOAD, "What is replayed as CUDA graphs.", Workload, choices=GRAPHS),
     Option("optimizer", str, WORKLOAD, "", Workload, choices=OPTIMIZERS),
     Option(
         "checkpointing", str, WORKLOAD, f"What backward runs again instead of keeping: {CHECKPOINTING_CHOICES}.",
@@ -178,7 +172,7 @@ OPTIONS = (
     Option("dtype", str, WORKLOAD, "", choices=("fp32", "bf16", "fp16"), verbs=_ATTENTION),
     Option("attention", str, WORKLOAD, "", choices=tuple(ATTENTIONS), verbs=_ATTENTION),
     Option("compile", str, WORKLOAD, "", choices=("none", "default"), verbs=("study attention",)),
-    Option("compile", str, WORKLOAD, "", choices=COMPILES[1:-1], verbs=("study compile",)),
+    Option("compile", str, WORKLOAD, "", choices=COMPILES[1:4], verbs=("study compile",)),
     Option("batch_size", int, WORKLOAD, "Sequences.", verbs=("study attention",)),
     Option("heads", int, CALLS, "Heads of the queries.", verbs=("study attention",)),
     Option(

@@ -161,7 +161,7 @@ def _measure_in_processes(plan: "SweepPlan", shown: Presentation, save: Path | N
         if alone:
             shown.name_the_page(f"{first.name} --runs {plan.out}")
 
-    measure_and_report(plan, Policy(fresh=True), report, again=False)
+    measure_and_report(plan, Policy(fresh=True, refuses=True), report, again=False)
 
 
 def exit_code(measured: Run) -> int:

@@ -17,11 +17,8 @@ from stepscope.core.attentions import (
 )
 from stepscope.core.errors import InputError, choose
 from stepscope.core.own_workload import AnyWorkload
-from stepscope.core.workload import Dtype, Workload
-
-_TENSOR_DTYPE: dict[Dtype, TensorDtype] = {
-    "fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp16": "fp16", "bf16-pure": "bf16",
-}  # fmt: skip
+from stepscope.core.precisions import PRECISIONS, Dtype
+from stepscope.core.workload import Workload
 
 INTERPRETER = "TRITON_INTERPRET"
 """The environment variable that makes Triton run its kernels in Python, on tensors of the CPU."""
@@ -29,13 +26,16 @@ INTERPRETER = "TRITON_INTERPRET"
 
 def tensor_dtype(dtype: Dtype) -> TensorDtype:
     """The dtype of the tensors that the model's attention gets in a workload of this dtype."""
-    return _TENSOR_DTYPE[dtype]
+    return PRECISIONS[dtype].tensors
 
 
 def fault_here(name: Attention, device_type: str) -> str | None:
     """What this machine lacks for the implementation, to follow its name; None where it has all."""
-    if not ATTENTIONS[name].triton:
-        return None
+    return triton_fault(device_type) if ATTENTIONS[name].triton else None
+
+
+def triton_fault(device_type: str) -> str | None:
+    """What this machine lacks for a kernel in Triton, to follow its name; None where it has all."""
     if importlib.util.find_spec("triton") is None:
         return "needs Triton, which is not installed"
     if device_type != "cuda" and os.environ.get(INTERPRETER) != "1":

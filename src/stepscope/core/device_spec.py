@@ -3,7 +3,7 @@
 import msgspec
 
 from stepscope.core.environment import Environment
-from stepscope.core.workload import Dtype
+from stepscope.core.precisions import PRECISIONS, Dtype
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +24,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 def product_dtype(dtype: Dtype) -> Dtype:
     """The dtype in which the step's matrix products run."""
-    return "bf16" if dtype == "bf16-pure" else dtype
+    return PRECISIONS[dtype].multiplies
 
 
 def _device(name: str, gb: int, tb_per_s: float, source: str, /, **teraflops: float) -> tuple[str, DeviceSpec]:

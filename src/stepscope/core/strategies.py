@@ -2,7 +2,8 @@
 
 Bytes are those that one rank sends for the gradients and the parameters of a step, P bytes of either, by the ring
 algorithms that the collectives' lower bounds are of (Patarasuk and Yuan 2009; nccl-tests, doc/PERFORMANCE.md): an
-all-reduce sends 2 (n - 1) / n of the message, a reduce-scatter or an all-gather (n - 1) / n.
+all-reduce sends 2 (n - 1) / n of the message, a reduce-scatter or an all-gather (n - 1) / n. What a strategy sends of
+the activations is a formula of its own, of the step's tokens.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,8 @@ NOT_PARALLEL = "none"
 """No ranks share the step."""
 
 PARAMETERS, GRADIENTS, OPTIMIZER_STATE = "parameters", "gradients", "optimizer state"
+BATCH, SEQUENCE, PRODUCTS, LAYERS = "batch", "sequence", "products", "layers"
+"""What a strategy divides among the ranks."""
 
 
 def _all_reduced(gradients: int, parameters: int, ranks: int) -> float:
@@ -34,6 +37,26 @@ def _fully_sharded(gradients: int, parameters: int, ranks: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Activations:
+    """What the formulas of activations take of a step."""
+
+    tokens: int
+    """Of all ranks together."""
+    width: int
+    """Numbers in a token's residual stream."""
+    key_width: int
+    """Numbers in a token's keys, and in its values."""
+    layers: int
+    element_bytes: int
+
+
+def _gathered_keys(step: Activations, ranks: int) -> float:
+    """Each block gathers keys and values in forward, and reduces their gradients to the ranks that own them (Llama
+    Team 2024, The Llama 3 Herd of Models, section 3.3.2, on context parallelism by all-gather)."""
+    return 4 * (ranks - 1) / ranks * step.tokens * step.key_width * step.layers * step.element_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
 class StrategyRecord:
     """A way in which ranks share a step."""
 
@@ -45,17 +68,31 @@ class StrategyRecord:
     is_lesson: bool
     """Whether it is written out here to be read; else the field's own is called."""
     backends: tuple[str, ...] = ("gloo", "nccl")
-    splits_batch: bool = True
-    """Whether each rank has a part of the batch of its own."""
+    splits: str = BATCH
+    """What is divided among the ranks."""
     near: int = 1
     """How many ranks in a row divide each product among themselves and take the same part of the batch."""
     shards: tuple[str, ...] = ()
     """What each rank keeps a part of alone, between steps; the rest it keeps whole."""
     sends: Callable[[int, int, int], float] | None = None
-    """The bytes that a rank sends in a step, by the bytes of gradients and of parameters and the number of ranks; None
-    where they depend on the activations."""
+    """The bytes that a rank sends in a step of gradients and of parameters, by the bytes of either and the number of
+    ranks; None where no formula is known."""
+    sends_activations: Callable[[Activations, int], float] | None = None
+    """The bytes of activations and of their gradients that a rank sends besides, in the mean of the ranks."""
+    attentions: tuple[str, ...] = ()
+    """The attentions that it can spread; empty for any."""
     textbook_only: bool = False
     """Whether it needs the textbook's model, whose modules it knows by name."""
+
+    @property
+    def splits_batch(self) -> bool:
+        """Whether each rank has samples of its own."""
+        return self.splits == BATCH
+
+    @property
+    def cuts_sums(self) -> bool:
+        """Whether ranks add up parts of a sum that one process adds up whole."""
+        return self.splits in (PRODUCTS, SEQUENCE) or self.near > 1
 
 
 STRATEGIES: dict[str, StrategyRecord] = {
@@ -89,6 +126,12 @@ STRATEGIES: dict[str, StrategyRecord] = {
             "and reduces its gradients to their shards.",
         ),
         StrategyRecord(
+            name="context-textbook", module="context_textbook", is_lesson=True, splits=SEQUENCE, textbook_only=True,
+            attentions=("reference", "sdpa"), sends=_all_reduced, sends_activations=_gathered_keys,
+            words="Splits each sequence: a rank takes a chunk near its head and one near its tail, gathers the keys "
+            "and values of all, and averages gradients as ddp-bucketed does.",
+        ),
+        StrategyRecord(
             name="ddp", module="ddp", is_lesson=False, sends=_all_reduced,
             words="PyTorch's DistributedDataParallel.",
         ),
@@ -98,13 +141,13 @@ STRATEGIES: dict[str, StrategyRecord] = {
             words="PyTorch's fully_shard, block by block.",
         ),
         StrategyRecord(
-            name="tensor", module="tensor", is_lesson=False, splits_batch=False, textbook_only=True,
+            name="tensor", module="tensor", is_lesson=False, splits=PRODUCTS, textbook_only=True,
             shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE),
             words="PyTorch's parallelize_module: heads and the feed-forward's width are split over the ranks, and "
             "activations are all-reduced twice a block.",
         ),
         StrategyRecord(
-            name="tensor-sequence", module="tensor_sequence", is_lesson=False, splits_batch=False, textbook_only=True,
+            name="tensor-sequence", module="tensor_sequence", is_lesson=False, splits=PRODUCTS, textbook_only=True,
             shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE),
             words="As tensor, and what lies between the split products, embedding and head are split, too: norms and "
             "residual stream by the sequence.",
@@ -113,6 +156,12 @@ STRATEGIES: dict[str, StrategyRecord] = {
             name="fsdp2-tensor", module="fsdp2_tensor", is_lesson=False, textbook_only=True, near=2,
             shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE),
             words="Pairs of ranks run tensor-sequence on the same samples, and fsdp2 shards their parts across pairs.",
+        ),
+        StrategyRecord(
+            name="context", module="context", is_lesson=False, splits=SEQUENCE, textbook_only=True, backends=("nccl",),
+            attentions=("sdpa", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"), sends=_all_reduced,
+            words="PyTorch's context_parallel: each sequence is split over the ranks, whose attention passes keys and "
+            "values round; on GPUs alone.",
         ),
     )
 }  # fmt: skip
@@ -128,6 +177,11 @@ def strategy_named(name: str) -> StrategyRecord:
     """The strategy of that name. Raises InputError where there is none."""
     choose(name, strategy_names(), "parallel")
     return STRATEGIES[name]
+
+
+def sequence_parts(parallel: str, ranks: int) -> int:
+    """Over how many ranks this strategy splits each sequence."""
+    return ranks if parallel != NOT_PARALLEL and strategy_named(parallel).splits == SEQUENCE else 1
 
 
 def batch_parts(parallel: str, ranks: int) -> int:

@@ -10,30 +10,41 @@ from stepscope.core.attentions import Attention, attention_names
 from stepscope.core.errors import InputError, choose
 from stepscope.core.identity import identity_of
 from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
-from stepscope.core.strategies import NOT_PARALLEL, batch_parts, strategy_names
-
-Dtype = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure"]
-"""fp32: true fp32 everywhere. tf32: fp32 storage, products on TF32 Tensor Cores. bf16, fp16: autocast over
-fp32 parameters (fp16 with gradient scaling). bf16-pure: parameters, gradients and optimizer state in bf16."""
+from stepscope.core.precisions import PRECISIONS, Dtype
+from stepscope.core.strategies import NOT_PARALLEL, batch_parts, sequence_parts, strategy_named, strategy_names
 
 Phase = Literal["forward", "forward-backward", "train"]
 """forward: inference under no_grad, logits only. forward-backward: loss and gradients. train: and the optimizer."""
 
-Compile = Literal["eager", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-"""How the model runs: eager, or in a mode of torch.compile."""
+Compile = Literal["eager", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "blocks"]
+"""How the model runs: eager, or in a mode of torch.compile. blocks: each block by itself, in the default mode, so that
+its gradients are ready when its own backward ends and not when the whole model's does."""
 
-Optimizer = Literal["adamw-foreach", "adamw-fused", "adamw-loop", "adamw-bf16-state"]
+Graph = Literal["none", "step"]
+"""step: the whole step (forward, backward, optimizer) is captured into CUDA graphs and replayed."""
+
+GRAPH_WARMUP = 4
+"""Steps until a step is replayed: three run as they are, and the next is captured."""
+
+Optimizer = Literal[
+    "adamw-foreach", "adamw-fused", "adamw-loop", "adamw-bf16-state", "adamw-one-launch", "adamw-under-backward"
+]
 """adamw-foreach, -fused, -loop: PyTorch's AdamW, by that implementation. adamw-bf16-state: AdamW that keeps exp_avg and
-exp_avg_sq in bf16; parameters and arithmetic stay fp32."""
+exp_avg_sq in bf16; parameters and arithmetic stay fp32. adamw-one-launch: by one kernel for all parameters.
+adamw-under-backward: the same, begun as each gradient is ready."""
+
+OF_ONE_LAUNCH: tuple[str, ...] = ("adamw-one-launch", "adamw-under-backward")
+"""The optimizers by the kernel for all parameters."""
 
 CHECKPOINTING_CHOICES = "none, selective, every-1 or every-K for any K up to the number of layers"
 """What `checkpointing` may say. none: autograd keeps what it needs. every-K: blocks in groups of K (the last may be
 shorter); a group keeps its input alone, and backward runs the whole group again. selective: every block keeps the
 outputs of its matrix products and of fused attention, and backward recomputes the cheap rest."""
 
-DTYPES: tuple[str, ...] = get_args(Dtype)
+DTYPES: tuple[str, ...] = tuple(PRECISIONS)
 PHASES: tuple[str, ...] = get_args(Phase)
 COMPILES: tuple[str, ...] = get_args(Compile)
+GRAPHS: tuple[str, ...] = get_args(Graph)
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 
 _FIRST_FIELDS = (
@@ -54,6 +65,8 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """One of CHECKPOINTING_CHOICES: what is run again in backward instead of being kept."""
     accumulation: int = 1
     """Number of micro-batches in a step: each runs forward and backward, gradients add up, the optimizer steps once."""
+    graph: Graph = "none"
+    """Whether the step is replayed as CUDA graphs."""
     parallel: str = NOT_PARALLEL
     """How several ranks share a step: one of core/strategies.py, or that none do."""
     ranks: int = 1
@@ -63,8 +76,31 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         choose(self.dtype, DTYPES, "dtype")
         choose(self.phase, PHASES, "phase")
         choose(self.compile, COMPILES, "compile mode")
+        choose(self.graph, GRAPHS, "graph")
         whole_number(self.accumulation, "accumulation", 1, LARGEST)
         self._check_parallel()
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Raise InputError for choices that exclude each other."""
+        if self.graph == "step" and self.compile in ("reduce-overhead", "max-autotune"):
+            raise InputError(
+                f"compile mode {self.compile} captures CUDA graphs of its own, which --graph step cannot hold: "
+                "choose default, blocks or max-autotune-no-cudagraphs"
+            )
+        if self.graph == "step" and self.optimizer == "adamw-bf16-state" and self.phase == "train":
+            raise InputError("adamw-bf16-state counts its updates on the host, which --graph step does not replay: "
+                             "choose adamw-one-launch")  # fmt: skip
+        if self.dtype == "bf16-master" and self.optimizer == "adamw-bf16-state" and self.phase == "train":
+            raise InputError("adamw-bf16-state keeps no master weights: with dtype bf16-master choose another AdamW")
+        if self.dtype == "bf16-pure" and self.optimizer in OF_ONE_LAUNCH and self.phase == "train":
+            raise InputError(f"{self.optimizer} keeps master weights of what is bf16: with it choose dtype bf16-master")
+        if self.dtype == "fp16" and self.optimizer in OF_ONE_LAUNCH and self.phase == "train":
+            raise InputError(f"{self.optimizer} takes no scaled gradients: choose dtype bf16 or bf16-master")
+        shared = {"graph step": self.graph == "step", "dtype bf16-master": self.dtype == "bf16-master",
+                  f"optimizer {self.optimizer}": self.optimizer == "adamw-under-backward"}  # fmt: skip
+        for what in (name for name, chosen in shared.items() if chosen and self.parallel != NOT_PARALLEL):
+            raise InputError(f"{what} is for a step that one process runs: leave out --parallel, or choose another")
 
     def _check_parallel(self) -> None:
         choose(self.parallel, (NOT_PARALLEL, *strategy_names()), "parallel")
@@ -78,6 +114,11 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def batch_parts(self) -> int:
         """Over how many ranks the batch is split, each with a part of its own."""
         return batch_parts(self.parallel, self.ranks)
+
+    @property
+    def token_parts(self) -> int:
+        """Over how many ranks the tokens of a step are split."""
+        return self.batch_parts * sequence_parts(self.parallel, self.ranks)
 
     def without_what_has_no_effect(self) -> None:
         """Set to its default, while the record is made, what changes nothing in this phase: it must not split cells."""
@@ -94,6 +135,7 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         optimizer = self.optimizer or ""
         return {
             "compile": f"compile-{self.compile}" if self.compile != "eager" else "",
+            "graph": f"graph-{self.graph}" if self.graph != "none" else "",
             "optimizer": optimizer if optimizer != "adamw-foreach" else "",
             "checkpointing": f"checkpoint-{self.checkpointing}" if self.checkpointing != "none" else "",
             "accumulation": f"accumulate-{self.accumulation}" if self.accumulation != 1 else "",
@@ -123,6 +165,7 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
             choose(str(self.optimizer), OPTIMIZERS, "optimizer")
         self._check_checkpointing()
         self._check_accumulation()
+        self._check_sequence()
         self.without_what_has_no_effect()
 
     @property
@@ -206,6 +249,23 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
             raise InputError(
                 f"batch_size {self.batch_size} cannot be split into {self.accumulation} equal micro-batches: "
                 f"choose accumulation {near}"
+            )
+
+    def _check_sequence(self) -> None:
+        """Refuse what a strategy that splits each sequence cannot split."""
+        if self.parallel == NOT_PARALLEL:
+            return
+        attentions = strategy_named(self.parallel).attentions
+        if attentions and self.attention not in attentions:
+            raise InputError(
+                f"--parallel {self.parallel} does not spread attention {self.attention}: choose --attention "
+                f"{' or '.join(attentions)}"
+            )
+        parts = sequence_parts(self.parallel, self.ranks)
+        if parts > 1 and self.seq_len % (2 * parts):
+            raise InputError(
+                f"--parallel {self.parallel} gives each of {parts} ranks two equal chunks of a sequence, and seq_len "
+                f"{self.seq_len} cannot be divided by {2 * parts}: choose a multiple"
             )
 
 

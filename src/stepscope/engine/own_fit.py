@@ -8,6 +8,7 @@ import msgspec
 
 from stepscope.core.errors import InputError
 from stepscope.core.own_workload import OwnModel, OwnWorkload
+from stepscope.core.precisions import PRECISIONS
 from stepscope.engine.fake_step import STEPS_BEFORE, RefusedInPhase, replayed
 from stepscope.engine.own_fake_step import OwnWatchedStep, default_of, watch_own_step
 from stepscope.memory.prediction import plans
@@ -38,6 +39,7 @@ def fit_own(
     given: returns a copy of a module that exists already, in place of what the workload's factory would make. Its
     sequences have one length.
     """
+    _check_predicted(workload)
     watched = watch_own_step(workload, device_type, given=given)
     variants = _Search(watched.workload, device_type, given)
     return OwnFit(
@@ -214,6 +216,14 @@ def _edge(guess: int, fits: Callable[[int], bool]) -> int:
         number = reached if low < reached < high else (low + high) // 2
         stride *= 2
     return low
+
+
+def _check_predicted(workload: OwnWorkload) -> None:
+    """Raise InputError for choices that are not predicted for a module of one's own."""
+    if PRECISIONS[workload.dtype].masters:
+        raise InputError(
+            f"the memory of a module of your own in {workload.dtype} is not predicted: ask for --dtype bf16"
+        )
 
 
 def _levers(workload: OwnWorkload) -> Iterator[Lever]:

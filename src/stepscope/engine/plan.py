@@ -72,6 +72,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Whether cells that failed, were killed or ran out of time are measured again."""
     fresh: bool = False
     """Whether every cell is measured again."""
+    refuses: bool = False
+    """Whether the first cell that cannot run as asked ends all, as wrong input, and leaves no run."""
     on: str | None = None
     """The Ray cluster whose nodes measure, as `ray://HOST`, or `auto`; None: the devices of this machine do."""
     start: ProcessStart = "fork"

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import hashlib
 import itertools
+import shutil
 import time
 from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
@@ -21,7 +22,7 @@ from stepscope.core.workload import Workload
 from stepscope.engine.cell_process import CellProcess, kill_marked
 from stepscope.engine.cluster.nodes import Cluster, terms_of
 from stepscope.engine.forks import Forks
-from stepscope.engine.measured_cell import record
+from stepscope.engine.measured_cell import REFUSED, record
 from stepscope.engine.places import DevicePlace, Place, PlaceLost
 from stepscope.engine.plan import BROKEN, Cell, CellState, Policy, SweepPlan, SweepState, Tell
 from stepscope.engine.request import Stage, StepRequest
@@ -199,6 +200,9 @@ class _Sweep:
                 except PlaceLost as lost:
                     await self._measure_elsewhere(cell, request, lost)
                     return
+                if self._policy.refuses and run.failure is not None and run.failure.during == REFUSED:
+                    shutil.rmtree(self._out / run.id, ignore_errors=True)
+                    raise InputError(run.failure.message)
                 cell.seconds = time.monotonic() - start
                 memory_bytes = run.environment.memory_bytes if run.environment is not None else memory_bytes
             await self._end(cell, run)

@@ -12,8 +12,8 @@ from stepscope.core.bounded_file import read_document
 from stepscope.core.cache_directory import cache_directory, replace_file
 from stepscope.core.device_spec import Ceiling, Ceilings
 from stepscope.core.errors import InputError, one_line
+from stepscope.core.precisions import Dtype
 from stepscope.core.run import Settings
-from stepscope.core.workload import Dtype
 from stepscope.measure.device import timing_device
 from stepscope.measure.environment import cpu_name
 from stepscope.measure.lead import LedCall

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
+from stepscope.core.precisions import PRECISIONS
 from stepscope.core.workload import Workload
-
-_HALF = {"bf16", "fp16", "bf16-pure"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ def natural_tensors(workload: Workload) -> list[Natural]:
         (batch, heads, seq, 1), (width, width), (hidden, width), (words, width), (seq, model.head_dim // 2),
         (batch, seq, model.key_width), (model.key_width, width),
     ]  # fmt: skip
-    itemsizes = (4, 2) if workload.dtype in _HALF else (4,)
+    itemsizes = (4, 2) if PRECISIONS[workload.dtype].products == 2 else (4,)
     found = [Natural(shape=shape, itemsize=itemsize) for shape in floats for itemsize in itemsizes]
     found += [Natural(shape=(batch, seq), itemsize=8), Natural(shape=(seq, seq), itemsize=1)]
     return found

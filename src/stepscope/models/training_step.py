@@ -9,23 +9,27 @@ the forward phase calls `forward_module`, and that is the compiled module whenev
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepscope.core.attention_support import triton_fault
 from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.errors import InputError
+from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.range_names import BACKWARD, FORWARD, GRADIENT_SYNC, OPTIMIZER
-from stepscope.core.workload import Dtype, Workload
+from stepscope.core.workload import OF_ONE_LAUNCH, Workload
 from stepscope.measure.step import Phase
 from stepscope.models.attention import attention_for, chosen_attention
 from stepscope.models.checkpointing import block_runner
+from stepscope.models.master_weights import OnMasters, halve
 from stepscope.models.optimizer import AdamWBf16State
+from stepscope.models.step_graphs import StepGraphs
 from stepscope.models.transformer import Transformer
 
 DISTINCT_BATCHES = 4
@@ -34,7 +38,11 @@ DISTINCT_BATCHES = 4
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that capture the step into CUDA graphs and replay them."""
 
-AUTOCAST_DTYPE: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPE: dict[Dtype, torch.dtype] = {
+    name: torch.bfloat16 if precision.tensors == "bf16" else torch.float16
+    for name, precision in PRECISIONS.items()
+    if precision.autocast
+}
 
 
 class ForwardLoss(nn.Module):
@@ -58,6 +66,8 @@ class Choices(Protocol):
     def phase(self) -> str: ...
     @property
     def compile(self) -> str: ...
+    @property
+    def graph(self) -> str: ...
     @property
     def optimizer(self) -> str | None: ...
     @property
@@ -87,6 +97,8 @@ class StepParts:
     compiles_parts: bool = False
     optimizer: torch.optim.Optimizer | None = None
     """An optimizer that came with the model, and is taken instead of the one chosen."""
+    masters: Mapping[Tensor, Tensor] = field(default_factory=dict[Tensor, Tensor])
+    """The first values in fp32 of weights that were made bf16 (models/master_weights.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,17 +133,20 @@ class AssembledStep:
         self.blocks = parts.blocks
         self.compiled = choices.compile != "eager"
         self.compiles_parts = not self.compiled and parts.compiles_parts
-        self.cuda_graphs = device.type == "cuda" and choices.compile in CUDA_GRAPH_MODES
+        self.cuda_graphs = choices.graph == "step" or (device.type == "cuda" and choices.compile in CUDA_GRAPH_MODES)
         self.inference = choices.phase == "forward"
-        self.forward_module: nn.Module = _compiled(parts.forward, choices.compile) if self.compiled else parts.forward
+        self.forward_module: nn.Module = _compiled(parts, choices.compile) if self.compiled else parts.forward
         self.optimizer = None
         if choices.phase == "train":
-            self.optimizer = parts.optimizer or _build_optimizer(parts.model, choices)
+            self.optimizer = parts.optimizer or _build_optimizer(parts, choices)
+        if choices.optimizer == "adamw-under-backward" and self.optimizer is not None:
+            self._local = getattr(self.optimizer, "waiting")  # noqa: B009
         self.scaler = torch.amp.GradScaler(device.type, enabled=choices.dtype == "fp16")
         self.batches: Sequence[Batch] = parts.batches
         self.loss: Tensor | None = None
         """The mean loss of the last micro-batch that ran forward."""
         self._next_batch = 0
+        self._graphs: StepGraphs | None = None
         self._take(self.batches[0])
         forward = self._infer if self.inference else self._forward
         self.phases: tuple[Phase, ...] = ()
@@ -144,6 +159,10 @@ class AssembledStep:
             self.phases += (Phase(name=GRADIENT_SYNC, run=shared.finish),)
         if choices.phase == "train":
             self.phases += (Phase(name=OPTIMIZER, run=self._optimize),)
+        if choices.graph == "step":
+            self._graphs = StepGraphs(self.phases, self.batches[0], device)
+            self.phases = self._graphs.phases
+            self._take(self.batches[0])
 
     def named_tensors(self, batch: Batch) -> list[tuple[str, Tensor]]:
         """The tensors of a batch with their names. The first is what the model reads."""
@@ -153,14 +172,15 @@ class AssembledStep:
         """Take the next batch, untimed; without an optimizer phase, also release the gradients."""
         self._take(self.batches[self._next_batch])
         self._next_batch = (self._next_batch + 1) % len(self.batches)
-        if self.workload.phase == "forward-backward":
+        if self.workload.phase == "forward-backward" and not (self._graphs is not None and self._graphs.captured):
             self.model.zero_grad(set_to_none=True)
         if self.compiled:
             torch.compiler.cudagraph_mark_step_begin()
 
     def _take(self, batch: Batch) -> None:
-        """Make this the batch of the next step, split into micro-batches by views: nothing is copied."""
-        self.batch = batch
+        """Make this the batch of the next step, split into micro-batches by views: nothing is copied, but where graphs
+        are replayed, which read the batch at one place."""
+        self.batch = batch = self._graphs.take(batch) if self._graphs is not None else batch
         micro_batches = self._split(batch, self.workload.accumulation)
         self._micro_batches = [micro_batch[: self._forward_inputs] for micro_batch in micro_batches]
 
@@ -218,6 +238,7 @@ def textbook_parts(workload: Workload, device: torch.device) -> StepParts:
     model, inference = build_model(workload, device), workload.phase == "forward"
     return StepParts(
         model=model,
+        masters=halve(model) if workload.dtype == "bf16-master" else {},
         forward=model if inference else ForwardLoss(model),
         forward_inputs=1 if inference else 2,
         batches=_random_batches(workload, device),
@@ -248,6 +269,12 @@ def check_choices(choices: Choices, device: torch.device) -> None:
         raise InputError(f"dtype tf32 needs an NVIDIA GPU from Ampere on, not {device.type}: choose fp32 or bf16")
     if choices.optimizer == "adamw-fused" and device.type not in ("cuda", "cpu"):
         raise InputError(f"optimizer adamw-fused does not run on {device.type}: choose adamw-foreach")
+    if choices.phase == "train" and choices.optimizer in OF_ONE_LAUNCH:
+        fault = triton_fault(device.type)
+        if fault is not None:
+            raise InputError(f"optimizer {choices.optimizer} {fault}: choose adamw-fused")
+    if choices.graph == "step" and device.type != "cuda":
+        raise InputError(f"--graph step captures CUDA graphs, which {device.type} has not: leave it out")
 
 
 def build_model(workload: Workload, device: torch.device | str) -> Transformer:
@@ -264,26 +291,51 @@ def build_model(workload: Workload, device: torch.device | str) -> Transformer:
     return model.to(torch.bfloat16) if workload.dtype == "bf16-pure" else model
 
 
-def _compiled(module: nn.Module, mode: str) -> nn.Module:
+def _compiled(parts: StepParts, mode: str) -> nn.Module:
+    """What the forward phase calls, compiled; each block by itself in mode `blocks`."""
     # fullgraph stays off: a graph break must be found and reported, not hidden by a refusal to run.
-    compiled = torch.compile(module, mode=None if mode == "default" else mode)
+    if mode == "blocks":
+        if not parts.blocks:
+            raise InputError("compile mode blocks needs a model whose blocks are known: choose default")
+        for block in parts.blocks:
+            block.compile()
+        return parts.forward
+    compiled = torch.compile(parts.forward, mode=None if mode == "default" else mode)
     assert isinstance(compiled, nn.Module)
     return compiled
 
 
-def _build_optimizer(model: nn.Module, choices: Choices) -> torch.optim.Optimizer:
-    return optimizer_for([parameter for parameter in model.parameters() if parameter.requires_grad], choices)
+def _build_optimizer(parts: StepParts, choices: Choices) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
+    return optimizer_for(trained, choices, parts.masters)
 
 
-def optimizer_for(trained: Sequence[nn.Parameter], choices: Choices) -> torch.optim.Optimizer:
-    """The optimizer that was chosen, of these parameters."""
+LEARNING_RATE = 1e-4
+
+
+def optimizer_for(
+    trained: Sequence[nn.Parameter], choices: Choices, masters: Mapping[Tensor, Tensor] | None = None
+) -> torch.optim.Optimizer:  # fmt: skip
+    """The optimizer that was chosen, of these parameters. masters: the first values in fp32 of those in bf16."""
     if choices.optimizer == "adamw-bf16-state":
-        return AdamWBf16State(trained, lr=1e-4)
+        return AdamWBf16State(trained, lr=LEARNING_RATE)
+    if choices.optimizer in OF_ONE_LAUNCH:
+        from stepscope.models import one_launch  # noqa: PLC0415  (Triton: where it is there)
+
+        chosen = one_launch.AdamWOneLaunch if choices.optimizer == OF_ONE_LAUNCH[0] else one_launch.AdamWUnderBackward
+        return chosen(trained, lr=LEARNING_RATE, masters=masters)
+    make = functools.partial(_pytorchs_adamw, choices=choices)
+    return OnMasters(trained, make, masters) if masters else make(trained)
+
+
+def _pytorchs_adamw(parameters: Sequence[Tensor], choices: Choices) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
-        trained,
-        lr=1e-4,
+        parameters,
+        lr=LEARNING_RATE,
         foreach=choices.optimizer == "adamw-foreach",
         fused=choices.optimizer == "adamw-fused",
+        # Without it PyTorch counts updates on the host, which no replay would do again.
+        capturable=choices.graph == "step",
     )
 
 

@@ -32,8 +32,8 @@ _ALLOWED = 2.0
 _ROUNDINGS = 8
 """Roundings in fp32 that are allowed where one process happens to round alike in all its ways to split the batch."""
 _FEWEST = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""The least distance that is allowed where ranks cut products, by the products' dtype: they add up parts of a sum that
-one process adds up whole, and round each part, which no split of the batch shows."""
+"""The least distance that is allowed where ranks cut sums, by the products' dtype: they add up parts of a product, or
+of the gradient of keys, that one process adds up whole, and round each part, which no split of the batch shows."""
 
 MakeParts = Callable[[], StepParts]
 """Makes the whole step's parts, the same at every call and on every rank."""
@@ -48,7 +48,7 @@ def check_ranks(
     layers: how many the checked model has, where it is not the whole. strategy: in place of that of this name.
     """
     record = strategy_named(name)
-    least = _least(choices, cuts_products=not record.splits_batch or record.near > 1)
+    least = _least(choices, cuts_sums=record.cuts_sums)
     verdicts: list[_Distance] = []
     for make_optimizer, parts_of_found in ((_sgd, (0, 1)), (_adamw, (2,))):
         expected = _expected(make_parts, choices, device, ranks, make_optimizer) if ranks.is_first else None
@@ -93,9 +93,9 @@ def _distance(
     return _Distance(error, worst, spread, max(_ALLOWED * spread, least))
 
 
-def _least(choices: Choices, *, cuts_products: bool) -> float:
+def _least(choices: Choices, *, cuts_sums: bool) -> float:
     """The least distance that is allowed."""
-    return _FEWEST[_product_dtype(choices)] if cuts_products else _ROUNDINGS * torch.finfo(torch.float32).eps
+    return _FEWEST[_product_dtype(choices)] if cuts_sums else _ROUNDINGS * torch.finfo(torch.float32).eps
 
 
 def _expected(

@@ -2,11 +2,16 @@
 
 import dataclasses
 import importlib
+from typing import cast
+
+from torch import Tensor
 
 from stepscope.core.errors import InputError
-from stepscope.core.strategies import GRADIENTS, StrategyRecord, batch_parts, strategy_named
+from stepscope.core.strategies import GRADIENTS, SEQUENCE, StrategyRecord, batch_parts, strategy_named
 from stepscope.models.training_step import Choices, Share, Shared, StepParts, optimizer_for
+from stepscope.models.transformer import Transformer
 from stepscope.parallel.ranks import Ranks
+from stepscope.parallel.sequence import part_of_sequence
 from stepscope.parallel.spread import MakeOptimizer, Spread, Strategy, Whole
 
 
@@ -37,6 +42,10 @@ def spread_parts(
         raise InputError(
             f"--parallel {record.name} runs on {' and '.join(record.backends)}, and this is {ranks.backend}"
         )
+    if record.textbook_only and not isinstance(parts.model, Transformer):
+        raise InputError(
+            f"--parallel {record.name} knows the textbook's model alone: choose ddp or fsdp2 for one of your own"
+        )
     if GRADIENTS in record.shards and choices.dtype == "fp16":
         raise InputError(
             f"--parallel {record.name} keeps gradients in shards, and fp16 scales the loss by all of them: choose bf16"
@@ -57,6 +66,8 @@ def spread_parts(
 
 def part_of(batch: tuple[object, ...], parts: StepParts, record: StrategyRecord, ranks: Ranks) -> tuple[object, ...]:
     """This rank's part of a batch; all of it where the strategy splits something else."""
+    if record.splits == SEQUENCE:
+        return tuple(part_of_sequence(cast("Tensor", one), 1, ranks.rank, ranks.ranks) for one in batch)
     count = batch_parts(record.name, ranks.ranks)
     if count == 1:
         return batch

@@ -13,7 +13,8 @@ import msgspec
 from stepscope.core.attentions import scores_of
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.network import Network
-from stepscope.core.workload import Workload
+from stepscope.core.precisions import PRECISIONS
+from stepscope.core.workload import OF_ONE_LAUNCH, Workload
 from stepscope.memory.prediction.layouts import RankMemory, bytes_of
 from stepscope.memory.prediction.stages import Moved
 from stepscope.planning.rates import KERNEL_S, PRODUCT_S, Rates
@@ -31,6 +32,7 @@ from stepscope.work.communication import (
 from stepscope.work.operations import adamw_work
 from stepscope.work.pipelines import bubble_turns
 from stepscope.work.planned_model import PlannedModel, largest_stage
+from stepscope.work.transformer import moment_bytes
 
 PARTS: tuple[str, ...] = (
     "matrix products", "attention", "run again", "elementwise", "launches", "tensor parallel", "context parallel",
@@ -312,9 +314,10 @@ class Clock:
         experts = blocks * self.model.local_experts(layout.tensor, layout.expert)
         if SHARDINGS[layout.sharding].moments:
             held, experts = held // layout.shard, experts // max(1, layout.shard // layout.expert)
-        moment = 2 if self.workload.optimizer == "adamw-bf16-state" else sizes.parameters
-        work = adamw_work(held + experts, sizes.parameters, moment)
-        passes = 1 if self.workload.optimizer == "adamw-fused" else _SEVERAL_PASSES
+        work = adamw_work(
+            held + experts, sizes.parameters, moment_bytes(self.workload), PRECISIONS[self.workload.dtype].masters
+        )
+        passes = 1 if self.workload.optimizer in ("adamw-fused", *OF_ONE_LAUNCH) else _SEVERAL_PASSES
         return passes * ((work.bytes_read or 0) + (work.bytes_written or 0)) / self.rates.optimizer_bytes_per_s
 
 

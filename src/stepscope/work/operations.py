@@ -116,15 +116,18 @@ def rms_norm_backward_flops(elements: int, *, weight: bool) -> int:
     return elements * (6 + 3 * weight)
 
 
-def adamw_work(parameters: int, bytes_per_element: int, bytes_per_moment: int | None = None) -> Work:
+def adamw_work(
+    parameters: int, bytes_per_element: int, bytes_per_moment: int | None = None, bytes_per_master: int = 0
+) -> Work:  # fmt: skip
     """Work of one AdamW step (Loshchilov and Hutter 2019, algorithm 2), which reads p, g, m, v and writes p, m, v.
 
-    m and v have the size of p and g unless `bytes_per_moment` says another. FLOPs are elementwise and not model FLOPs;
-    they are left at 0, since the bytes are what bounds this step.
+    m and v have the size of p and g unless `bytes_per_moment` says another. With a master weight p is only written, and
+    the master is read and written. FLOPs are elementwise and not model FLOPs; they are left at 0, since the bytes are
+    what bounds this step.
     """
     moments = 2 * (bytes_per_element if bytes_per_moment is None else bytes_per_moment)
     return Work(
         flops=0,
-        bytes_read=parameters * (2 * bytes_per_element + moments),
-        bytes_written=parameters * (bytes_per_element + moments),
+        bytes_read=parameters * (bytes_per_element + (bytes_per_master or bytes_per_element) + moments),
+        bytes_written=parameters * (bytes_per_element + bytes_per_master + moments),
     )

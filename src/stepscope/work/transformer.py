@@ -22,9 +22,10 @@ import math
 from stepscope.core.attentions import scores_of
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.own_workload import AnyWorkload
+from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.work import CausalConvention, Convention, Work
-from stepscope.core.workload import Workload
+from stepscope.core.workload import StepChoices, Workload
 from stepscope.work.operations import adamw_work
 
 Shapes = dict[str, tuple[int, ...]]
@@ -103,6 +104,11 @@ def recomputed_products(workload: Workload) -> int:
     return workload.model.layers * _products_per_block(workload) - groups if groups else 0
 
 
+def moment_bytes(workload: StepChoices) -> int:
+    """Bytes of an element of each of AdamW's two moments."""
+    return 2 if workload.optimizer == "adamw-bf16-state" else PRECISIONS[workload.dtype].moments
+
+
 def phase_work(workload: Workload, causal: CausalConvention = "half") -> dict[str, Work]:
     """Work of each phase that the workload runs: model FLOPs, and the optimizer's bytes."""
     convention = Convention(causal=causal)
@@ -111,9 +117,10 @@ def phase_work(workload: Workload, causal: CausalConvention = "half") -> dict[st
     if workload.phase != "forward":
         phases[BACKWARD] = Work(flops=2 * forward, convention=convention)
     if workload.phase == "train":
-        element = 2 if workload.dtype == "bf16-pure" else 4
-        moment = 2 if workload.optimizer == "adamw-bf16-state" else element
-        optimizer = adamw_work(parameter_count(workload.model), element, moment)
+        precision = PRECISIONS[workload.dtype]
+        optimizer = adamw_work(
+            parameter_count(workload.model), precision.weights, moment_bytes(workload), precision.masters
+        )
         phases[OPTIMIZER] = Work(
             flops=0,
             bytes_read=optimizer.bytes_read,

@@ -72,7 +72,7 @@ def kept_in_truth(workload: Workload) -> Counter[int]:
 
 
 @pytest.mark.parametrize("attention", ["reference", "sdpa-math", "sdpa"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "bf16-pure"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "bf16-pure", "bf16-master"])
 def test_autograd_keeps_the_very_tensors_that_the_symbolic_model_keeps(dtype: str, attention: str):
     """Size by size. Autocast on a CPU leaves exponentials in 16 bits, where a GPU takes them to fp32."""
     workload = three(dtype=dtype, attention=attention)

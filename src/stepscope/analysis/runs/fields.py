@@ -17,7 +17,7 @@ from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.strategies import NOT_PARALLEL, strategy_names
 from stepscope.core.units import GIB, MIB
-from stepscope.core.workload import COMPILES, DTYPES, OPTIMIZERS, PHASES
+from stepscope.core.workload import COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES
 from stepscope.memory.prediction.estimate import estimate
 from stepscope.work.described import parameters_of
 
@@ -94,6 +94,7 @@ FIELDS: dict[str, Field] = {
     "phase": Field(read=_workload("phase"), order=PHASES),
     "attention": Field(read=_workload("attention"), order=attention_names()),
     "compile": Field(read=_workload("compile"), order=COMPILES),
+    "graph": Field(read=_workload("graph"), order=GRAPHS),
     "optimizer": Field(read=_workload("optimizer"), order=OPTIMIZERS),
     "checkpointing": Field(read=_workload("checkpointing"), order=_CHECKPOINTINGS),
     "accumulation": Field(read=_workload("accumulation")),
@@ -135,7 +136,7 @@ def argument_fields(runs: Iterable[Run]) -> list[str]:
 
 
 IDENTIFYING = (
-    "model", "factory", "code", "batch_size", "seq_len", "dtype", "phase", "attention", "compile", "optimizer",
+    "model", "factory", "code", "batch_size", "seq_len", "dtype", "phase", "attention", "compile", "graph", "optimizer",
     "checkpointing", "accumulation", "parallel", "ranks", "seed",
     "warmup", "device", "memory_limit", "torch", "tag",
 )  # fmt: skip

@@ -38,6 +38,9 @@ def count_work(draft: Draft) -> None:
     """Count the FLOPs of a step, where no formula of its sizes says them."""
     if draft.run.work:
         return
+    if draft.step.cuda_graphs:
+        draft.note("no FLOPs: what CUDA graphs replay calls no operators that could be counted")
+        return
     draft.begin("count FLOPs")
     work, unknown = step_flops(draft.step, draft.timing)
     draft.set(work=work)

@@ -6,9 +6,11 @@ import msgspec
 
 from stepscope.core import interrupts
 from stepscope.core.environment import GpuReading
+from stepscope.core.errors import InputError
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Settings
 from stepscope.core.units import format_seconds
+from stepscope.core.workload import GRAPH_WARMUP
 from stepscope.engine.draft import Draft
 from stepscope.engine.request import Stage
 from stepscope.engine.stages.ranks import take_steps_together
@@ -37,7 +39,7 @@ def time_steps(draft: Draft) -> None:
             result = measure(
                 {_SUBJECT: step},
                 device=draft.timing,
-                settings=draft.request.settings,
+                settings=_settings(draft),
                 on_progress=lambda progress: _tell(draft, progress),
                 before_measuring=readings.before_the_measured_steps,
                 peers=draft.ranks,
@@ -89,7 +91,7 @@ def time_in_turns(*drafts: Draft) -> None:
             reading.read_before()
         try:
             results = measure(
-                subjects, device=drafts[0].timing, settings=drafts[0].request.settings, on_progress=tell,
+                subjects, device=drafts[0].timing, settings=_settings(*drafts), on_progress=tell,
                 before_measuring=before_measuring,
             )  # fmt: skip
         except StepFailed as failure:
@@ -112,6 +114,19 @@ def time_in_turns(*drafts: Draft) -> None:
             draft.note("what torch.compile did: it compiled both steps, and its counters are the process's")
         draft.save_meanwhile()
         draft.set(status="done")
+
+
+def _settings(*drafts: Draft) -> Settings:
+    """How the steps are measured. Raises InputError if a step is measured before it is replayed as was asked."""
+    settings = drafts[0].request.settings
+    if all(draft.request.workload.graph == "none" for draft in drafts):
+        return settings
+    if settings.warmup_cap < GRAPH_WARMUP:
+        raise InputError(
+            f"--graph step runs {GRAPH_WARMUP - 1} steps as they are and captures the next: "
+            f"{settings.warmup_cap} steps of warm-up are too few; say --warmup {GRAPH_WARMUP}"
+        )
+    return msgspec.structs.replace(settings, warmup_floor=max(settings.warmup_floor, GRAPH_WARMUP))
 
 
 def measure_energy(draft: Draft) -> None:

@@ -6,6 +6,7 @@ import msgspec
 
 from stepscope.core.answer import TEXT, Answer, Cell, Line, Table, as_lines, table_of, text
 from stepscope.core.evidence import PhaseMemory
+from stepscope.core.precisions import PRECISIONS
 from stepscope.core.units import format_bytes, format_share
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.accuracy import Accuracy, Comparison
@@ -15,7 +16,7 @@ from stepscope.memory.prediction.fit import MOST_GPUS, SAFETY, Fit
 from stepscope.memory.prediction.kept_tensors import KeptTensor, kept_by_block
 from stepscope.memory.prediction.largest import Largest
 from stepscope.work.described import cell_name, describe_model, describe_workload
-from stepscope.work.transformer import parameter_count
+from stepscope.work.transformer import moment_bytes, parameter_count
 
 _SYMBOLS = {
     "batch_size": "B", "seq_len": "S", "d_model": "M", "d_ff": "F", "heads": "H", "head_dim": "D",
@@ -24,8 +25,8 @@ _SYMBOLS = {
 
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 _OF_CUDA_GRAPHS = (
-    "CUDA graphs hold memory in a pool of their own, which is not predicted: these figures are those of compile "
-    "default. Leave some per cent more free."
+    "CUDA graphs hold memory in a pool of their own, which is not predicted: these figures are those of the "
+    "same step without them. Leave some per cent more free."
 )
 
 
@@ -57,7 +58,7 @@ def _make_up(estimate: MemoryEstimate, workload: Workload, verdict: Line) -> lis
     reason = _reason(estimate, workload)
     if reason:
         parts.append(text(reason))
-    if workload.compile in _WITH_CUDA_GRAPHS:
+    if workload.compile in _WITH_CUDA_GRAPHS or workload.graph == "step":
         parts.append(text(Line(_OF_CUDA_GRAPHS, "care")))
     return parts
 
@@ -128,12 +129,14 @@ def _phase_table(estimate: MemoryEstimate) -> Table:
 def state_formula(workload: Workload) -> str:
     """A sentence with the bytes that a step needs for each parameter, at any batch size, multiplied out."""
     count = parameter_count(workload.model)
-    size = 2 if workload.dtype == "bf16-pure" else 4
-    parts = {"parameters": size}
+    precision = PRECISIONS[workload.dtype]
+    parts = {"parameters": precision.weights}
     if workload.phase != "forward":
-        parts["gradients"] = size
+        parts["gradients"] = precision.weights
     if workload.phase == "train":
-        parts["two moments of AdamW"] = 2 * (2 if workload.optimizer == "adamw-bf16-state" else size)
+        parts["two moments of AdamW"] = 2 * moment_bytes(workload)
+        if precision.masters:
+            parts["master weights"] = precision.masters
     terms = [f"{name} {each} B x {count:,} = {format_bytes(each * count)}" for name, each in parts.items()]
     each = sum(parts.values())
     together = f"; together {each} B x {count:,} = {format_bytes(each * count)}" if len(terms) > 1 else ""
@@ -198,7 +201,7 @@ def _plans(answer: Fit) -> Table:
 def answer_tensors(workload: Workload, kept: Sequence[KeptTensor]) -> Answer:
     """The Answer on what a block keeps, each size with its arithmetic."""
     config = workload.model
-    batch, residual = workload.micro_batch_size, 2 if workload.dtype == "bf16-pure" else 4
+    batch, residual = workload.micro_batch_size, PRECISIONS[workload.dtype].residual
     stream = batch * workload.seq_len * config.d_model * residual
     rows: list[tuple[Cell, ...]] = []
     for tensor in kept:

@@ -13,9 +13,10 @@ import msgspec
 from stepscope.core.attentions import ATTENTIONS, Attention
 from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import CATEGORIES, MemoryCategory
+from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.units import MIB
-from stepscope.core.workload import Workload
+from stepscope.core.workload import OF_ONE_LAUNCH, Workload
 from stepscope.memory.prediction.caching_allocator import CachingAllocator, OutOfMemory
 from stepscope.memory.prediction.symbolic_compiled import CompiledSymbolicModel
 from stepscope.memory.prediction.symbolic_model import SymbolicModel
@@ -28,6 +29,7 @@ from stepscope.memory.prediction.symbolic_tensors import (
     Tape,
     Tensor,
 )
+from stepscope.work.transformer import moment_bytes
 
 WORKSPACE_BYTES = 32 * MIB
 """What cuBLAS is given for each thread that asks it for matrix products, on Hopper
@@ -112,9 +114,15 @@ def _run_within(workload: Workload, _attention: Attention | None, limit_bytes: i
 def symbolic_model(workload: Workload, device_type: DeviceType) -> SymbolicModel:
     """The symbolic model as the workload runs it: op by op, or compiled. Raises InputError for what would not run."""
     config = workload.model
+    if workload.compile == "blocks":
+        raise InputError("the memory of a step compiled block by block is not predicted: ask for --compile default")
     if config.layers > MOST_LAYERS:
         raise InputError(f"layers is {config.layers}: memory is predicted for at most {MOST_LAYERS}")
     return (SymbolicModel if workload.compile == "eager" else CompiledSymbolicModel)(workload, device_type)
+
+
+_CHUNK = 2048
+"""Elements of a chunk of the update in one launch (kernels/adamw/update.py)."""
 
 
 class SymbolicStep:
@@ -164,11 +172,16 @@ class SymbolicStep:
         angles = workload.seq_len * workload.model.head_dim
         tensors = [p.elements for p in model.parameters[:1]] + [angles, angles]
         tensors += [p.elements for p in model.parameters[1:]]
-        # A model in bf16 is made in fp32 and then cast, tensor by tensor.
+        sizes = [p.itemsize for p in model.parameters[:1]] + [model.sizes.buffers] * 2
+        sizes += [p.itemsize for p in model.parameters[1:]]
+        # A model in bf16 is made in fp32 and then cast, tensor by tensor. What was made becomes the master weight.
         made = [self._stay(4 * elements, "parameters") for elements in tensors]
-        size = model.sizes.parameters
-        if size != 4:
-            for i, elements in enumerate(tensors):
+        keeps_masters = PRECISIONS[workload.dtype].masters and workload.phase == "train"
+        for i, (elements, size) in enumerate(zip(tensors, sizes, strict=True)):
+            if size != 4:
+                if keeps_masters:
+                    made[i].become(CATEGORIES.index("optimizer state"))
+                    self._resident.append(made[i])
                 made[i] = self._stay(size * elements, "parameters")
         self._resident += made
         self._resident += [self._stay(workload.tokens * 8, "inputs") for _ in range(2 * DISTINCT_BATCHES)]
@@ -211,16 +224,21 @@ class SymbolicStep:
         parameters, optimizer = self._model.parameters, self._workload.optimizer
         if first:
             self._make_optimizer_state()
+        masters = PRECISIONS[self._workload.dtype].masters
+        # models/master_weights.py `OnMasters`: every gradient in fp32.
+        casts = [p for p in parameters if masters and p.itemsize != masters and optimizer not in OF_ONE_LAUNCH]
+        _gradients = [self._ledger.storage(masters * p.elements) for p in casts]
         if optimizer == "adamw-foreach":
             # torch/optim/adamw.py, `_multi_tensor_adamw`: the square roots of all second moments at once.
-            roots = [self._ledger.storage(p.bytes) for p in parameters]
+            roots = [self._ledger.storage((masters or p.itemsize) * p.elements) for p in parameters]
             del roots
         elif optimizer == "adamw-loop":
             # `_single_tensor_adamw`: a square root and its quotient, which lives until the next parameter's is there.
             denominator = None
             for parameter in parameters:
-                root = self._ledger.storage(parameter.bytes)
-                denominator = self._ledger.storage(parameter.bytes)
+                size = (masters or parameter.itemsize) * parameter.elements
+                root = self._ledger.storage(size)
+                denominator = self._ledger.storage(size)
                 del root
             del denominator
         elif optimizer == "adamw-bf16-state":
@@ -239,12 +257,19 @@ class SymbolicStep:
         _average = self._ledger.storage(size)
 
     def _make_optimizer_state(self) -> None:
-        itemsize = 2 if self._workload.optimizer == "adamw-bf16-state" else self._model.sizes.parameters
+        itemsize = moment_bytes(self._workload)
         for parameter in self._model.parameters:
             for _ in range(2):
                 self._resident.append(self._stay(parameter.elements * itemsize, "optimizer state"))
             if self._workload.optimizer == "adamw-fused":
                 self._resident.append(self._stay(4, "optimizer state"))  # its count of steps
+
+        if self._workload.optimizer in OF_ONE_LAUNCH:
+            # kernels/adamw/launch.py: the tables of tensors and of chunks, and three times four numbers in fp64.
+            tensors = len(self._model.parameters)
+            chunks = sum(-(-p.elements // _CHUNK) for p in self._model.parameters)
+            tables = (8 * tensors, 4 * tensors, 4 * chunks, 8 * chunks, 5 * 8 * tensors, 32, 32, 32)
+            self._resident += [self._stay(size, "optimizer state") for size in tables]
 
     def _release_gradients(self) -> None:
         for parameter in self._model.parameters:

@@ -9,6 +9,7 @@ from stepscope.core.attentions import scores_of
 from stepscope.core.device_spec import DATASHEET, DeviceSpec
 from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import MemoryCategory
+from stepscope.core.precisions import PRECISIONS
 from stepscope.core.units import MIB, format_bytes
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.estimate import MemoryEstimate, estimate, estimate_quickly, runs_within
@@ -160,7 +161,7 @@ def _levers(workload: Workload) -> list[Lever]:
         levers.append((FUSED_ADAMW,))
     if workload.dtype in ("fp32", "tf32"):
         levers.append((AUTOCAST,))
-    if workload.optimizer not in (None, "adamw-bf16-state") and workload.dtype != "bf16-pure":
+    if workload.optimizer not in (None, "adamw-bf16-state") and PRECISIONS[workload.dtype].weights == 4:
         levers.append((STATE_IN_BF16,))
     if workload.phase == "forward":
         return levers

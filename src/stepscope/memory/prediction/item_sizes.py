@@ -1,7 +1,8 @@
-"""How many bytes an element takes in each part of the step, by the workload's dtype."""
+"""How many bytes an element takes in each part of the step, by the workload's dtype and the device."""
 
 from dataclasses import dataclass
 
+from stepscope.core.precisions import PRECISIONS
 from stepscope.core.workload import Workload
 
 
@@ -9,7 +10,11 @@ from stepscope.core.workload import Workload
 class ItemSizes:
     """Bytes per element, by the kind of tensor."""
 
-    parameters: int
+    weights: int
+    """Bytes per element of a parameter of two dimensions or more."""
+    vectors: int
+    """Bytes per element of any other parameter."""
+    buffers: int
     residual: int
     """Bytes per element of the residual stream."""
     products: int
@@ -20,8 +25,13 @@ class ItemSizes:
 
 def item_sizes(workload: Workload, device_type: str) -> ItemSizes:
     """Sizes for a workload: autocast leaves parameters and residual stream in fp32, and on a GPU exponentials too."""
-    if workload.dtype in ("bf16", "fp16"):
-        exponentials = 4 if device_type == "cuda" else 2
-        return ItemSizes(parameters=4, residual=4, products=2, exponentials=exponentials)
-    size = 2 if workload.dtype == "bf16-pure" else 4
-    return ItemSizes(parameters=size, residual=size, products=size, exponentials=size)
+    precision = PRECISIONS[workload.dtype]
+    in_fp32 = precision.autocast and device_type == "cuda"
+    return ItemSizes(
+        weights=precision.weights,
+        vectors=precision.vectors,
+        buffers=precision.buffers,
+        residual=precision.residual,
+        products=precision.products,
+        exponentials=4 if in_fp32 else precision.products,
+    )

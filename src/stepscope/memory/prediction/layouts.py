@@ -21,6 +21,7 @@ import msgspec
 
 from stepscope.core.attentions import scores_of
 from stepscope.core.layout import SHARDINGS, Layout
+from stepscope.core.precisions import PRECISIONS
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.estimate import DISTINCT_BATCHES, WORKSPACE_BYTES
 from stepscope.memory.prediction.rank_model import Share
@@ -28,6 +29,7 @@ from stepscope.memory.prediction.stages import Gradients, Moved, Stage, StageNee
 from stepscope.work.communication import Bytes
 from stepscope.work.pipelines import chunks_in_flight
 from stepscope.work.planned_model import PlannedModel, largest_stage
+from stepscope.work.transformer import moment_bytes
 
 _MIXED = ("bf16", "fp16")
 _FEW_BLOCKS = 2
@@ -59,11 +61,14 @@ class RankNeeds(msgspec.Struct, frozen=True, kw_only=True):
 def bytes_of(workload: Workload, sharding: str) -> Bytes:
     """Bytes of an element. Where parameters are gathered in autocast's dtype, the residual stream is in it; else
     autocast copies fp32 weights, and the residual stream stays fp32."""
-    if workload.dtype == "bf16-pure":
-        return Bytes(parameters=2, gradients=2, compute=2, residual=2)
-    if workload.dtype in _MIXED:
-        return Bytes(parameters=4, gradients=4, compute=2, residual=2 if SHARDINGS[sharding].in_compute_dtype else 4)
-    return Bytes(parameters=4, gradients=4, compute=4, residual=4)
+    precision = PRECISIONS[workload.dtype]
+    in_products = SHARDINGS[sharding].in_compute_dtype
+    return Bytes(
+        parameters=precision.weights,
+        gradients=precision.weights,
+        compute=precision.products,
+        residual=precision.products if in_products else precision.residual,
+    )
 
 
 def rank_workload(workload: Workload, layout: Layout, blocks: int) -> Workload:
@@ -122,7 +127,6 @@ class RankMemory:
 
     def __init__(self, workload: Workload, model: PlannedModel) -> None:
         self.workload, self.model = workload, model
-        self._moments = {"adamw-bf16-state": 2}.get(str(workload.optimizer))
         self._linear = scores_of(workload.attention) != "whole"
         """Whether activations grow with the number of tokens: those of fused attention do."""
         self._known: dict[tuple[object, ...], StageNeeds] = {}
@@ -186,11 +190,11 @@ class RankMemory:
         everything = dense + experts + outside
         of_experts = min(layout.shard, layout.data * layout.context // layout.expert) if experts else 1
         shared = -(-(dense + outside) // layout.shard) + -(-experts // of_experts)
-        moment = self._moments or sizes.parameters
+        state = 2 * moment_bytes(self.workload) + PRECISIONS[self.workload.dtype].masters
         return (
             (shared if sharding.parameters else everything) * sizes.parameters,
             (shared if sharding.gradients else everything) * sizes.gradients,
-            2 * moment * (shared if sharding.moments else everything),
+            state * (shared if sharding.moments else everything),
         )
 
     def _of_rank(self, layout: Layout, rank: int, exactly: bool) -> RankNeeds:

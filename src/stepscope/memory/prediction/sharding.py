@@ -9,6 +9,7 @@ The peak is this formula's alone; what ranks really keep between steps, `stepsco
 """
 
 from stepscope.core.memory_notes import MemoryCategory
+from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.estimate import MemoryEstimate
@@ -21,7 +22,7 @@ _BLOCKS_GATHERED = 2
 def sharded_peak(workload: Workload, alone: MemoryEstimate, gpus: int) -> int:
     """Peak bytes on each of `gpus`, from the estimate of the same step on one."""
     config = workload.model
-    size = 2 if workload.dtype == "bf16-pure" else 4
+    size = PRECISIONS[workload.dtype].weights
     block, outside_blocks = count_of(block_shapes(config)), count_of(shapes_outside_blocks(config))
     gathered = size * (_BLOCKS_GATHERED * block + outside_blocks)
     extra = {FORWARD: gathered, BACKWARD: 2 * gathered, OPTIMIZER: 0}

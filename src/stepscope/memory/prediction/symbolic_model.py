@@ -66,7 +66,8 @@ class SymbolicModel:
         self._cast_alike: list[Storage] = []
 
     def _parameter(self, name: str, shapes: Shapes, prefix: str = "") -> Parameter:
-        parameter = Parameter(prefix + name, math.prod(shapes[name]), self.sizes.parameters)
+        size = self.sizes.weights if len(shapes[name]) > 1 else self.sizes.vectors
+        parameter = Parameter(prefix + name, math.prod(shapes[name]), size)
         self.parameters.append(parameter)
         return parameter
 
@@ -229,7 +230,7 @@ class SymbolicModel:
     def _rotary(self, tape: Tape, x: Tensor) -> Tensor:
         n, size = x.elements, x.itemsize
         turned = self._turned(tape, x)
-        angles = [] if size == self.sizes.parameters else [self._angles(tape) for _ in range(2)]
+        angles = [] if size == self.sizes.buffers else [self._angles(tape) for _ in range(2)]
         by_cos = tape.op("Mul", n, size, [x], also_saves=angles[:1])
         by_sin = tape.op("Mul", n, size, [turned], also_saves=angles[1:])
         rotated = tape.op("Add", n, size, [by_cos, by_sin], backward=passes_twice)

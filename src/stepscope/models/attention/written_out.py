@@ -18,9 +18,12 @@ CHUNK = 256
 
 def reference(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None,
-    subtract_maximum: bool = True,
+    subtract_maximum: bool = True, first_query: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Attention written out: scores, mask, softmax with the maximum subtracted, weighted sum."""
+    """Attention written out: scores, mask, softmax with the maximum subtracted, weighted sum.
+
+    first_query: the position of the first query, where queries are the later part of a sequence; without a window.
+    """
     masked = fully_masked_queries(q, k, window)
     if masked:
         function = partial(reference, subtract_maximum=subtract_maximum)
@@ -30,7 +33,7 @@ def reference(
     with detail_range(SCORES):
         scores_BHST = q @ k.transpose(-2, -1) * scale
         if causal or window is not None:
-            query_S1 = torch.arange(q.shape[-2], device=q.device)[:, None]
+            query_S1 = torch.arange(first_query, first_query + q.shape[-2], device=q.device)[:, None]
             key_1T = torch.arange(k.shape[-2], device=q.device)[None, :]
             scores_BHST = scores_BHST.masked_fill(hidden_keys(query_S1, key_1T, causal, window), float("-inf"))
     with detail_range(SOFTMAX):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from stepscope.core.errors import InputError, StepscopeError, message_of, named_line
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.measure.step import Phase
+from stepscope.models.master_weights import halve
 from stepscope.models.own.batches import input_names, named_tensors, split
 from stepscope.models.own.blocks import checkpoint_blocks
 from stepscope.models.own.own_module import OwnModule, check_gradient
@@ -62,6 +63,8 @@ class OwnStep(AssembledStep):
             remedy = "give it some, or measure forward alone with stepscope run --phase forward"
             raise InputError(f"{own.name} has no parameters to train: {remedy}")
         own = own.on(device, torch.bfloat16 if choices.dtype == "bf16-pure" else None)
+        if choices.dtype == "bf16-master" and own.optimizer is not None:
+            raise InputError(f"{own.name} gives an optimizer, which keeps no master weights: choose another --dtype")
         blocks = checkpoint_blocks(own.module, choices.checkpointing, own.name)
         self.own = own
         self._first = _FirstRuns(own.name)
@@ -170,6 +173,7 @@ def parts_of(own: OwnModule, choices: OwnChoices, blocks: Sequence[nn.Module] = 
 
     return StepParts(
         model=own.module,
+        masters=halve(own.module) if choices.dtype == "bf16-master" else {},
         forward=ModuleAlone(own) if choices.phase == "forward" else ModuleWithLoss(own),
         batches=[(batch,) for batch in own.batches],
         named_tensors=lambda batch: named_tensors(batch[0], names),

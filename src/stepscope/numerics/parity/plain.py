@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.attention import sdpa_kernel
 
 from stepscope.core.errors import InputError, StepscopeError
-from stepscope.core.workload import Dtype
+from stepscope.core.precisions import Dtype
 from stepscope.models.attention.pytorch import BACKENDS
 from stepscope.models.own.own_step import OwnStep
 from stepscope.numerics.replays.results import Distance, StepResult, distance, run_step

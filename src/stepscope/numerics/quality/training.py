@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stepscope.core.model_config import ModelConfig
-from stepscope.core.workload import Dtype
+from stepscope.core.precisions import Dtype
 from stepscope.measure.precision import matmul_precision
 from stepscope.models.bf16_parameters import AdamWBf16Parameters, Keeping
 from stepscope.models.training_step import ForwardLoss

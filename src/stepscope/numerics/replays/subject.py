@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
-from stepscope.core.workload import Dtype, Workload
+from stepscope.core.precisions import Dtype
+from stepscope.core.workload import Workload
 from stepscope.models.own.loading import Loaded, copy_of, load_module
 from stepscope.models.own.own_module import OwnModule
 from stepscope.models.own.own_step import OwnStep

@@ -65,15 +65,8 @@ def of_split(
 
 
 def checked(whole: Whole, ranks: int, name: str) -> Transformer:
-    """The textbook's model. Raises InputError for another, or where so many ranks cannot divide its products."""
-    model = whole.model
-    if not isinstance(model, Transformer):
-        raise InputError(f"--parallel {name} knows the textbook's model alone: choose ddp or fsdp2 for one of your own")
-    _check(model, ranks, name)
-    return model
-
-
-def _check(model: Transformer, ranks: int, strategy: str) -> None:
+    """The textbook's model. Raises InputError where so many ranks cannot divide its products."""
+    model = cast("Transformer", whole.model)
     attention = cast("CausalSelfAttention", model.blocks[0].attention)
     feed_forward = cast("SwiGLU", model.blocks[0].feed_forward)
     sizes = {
@@ -81,6 +74,7 @@ def _check(model: Transformer, ranks: int, strategy: str) -> None:
         "kv_heads": attention.key.out_features // attention.head_dim,
         "d_ff": feed_forward.gate.out_features,
     }  # fmt: skip
-    for name, size in sizes.items():
+    for size_name, size in sizes.items():
         if size % ranks:
-            raise InputError(f"--parallel {strategy} splits {name}, and {size} do not divide by {ranks} ranks")
+            raise InputError(f"--parallel {name} splits {size_name}, and {size} do not divide by {ranks} ranks")
+    return model

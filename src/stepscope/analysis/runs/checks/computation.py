@@ -6,6 +6,7 @@ The numbers in brackets are the rows of docs/measuring.md, where each mistake is
 from stepscope.analysis.kernels.names.decoding import decode, is_tf32
 from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.finding import Finding, error, note, warning
+from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, STEP
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes
@@ -23,6 +24,9 @@ _WORKSPACES = 96 * 2**20
 """Libraries keep some memory of their own: cuBLAS 32 MiB for each of a step's two threads, on Hopper."""
 
 
+_IN_TORCH = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
 def precision_mismatch(run: Run) -> Finding | None:
     """[3] The precision that ran, against the precision asked for."""
     precision, observation = run.evidence.precision, run.evidence.observation
@@ -38,9 +42,9 @@ def precision_mismatch(run: Run) -> Finding | None:
             fault = f"fp32 was asked for, but a product's error of {probe:.1e} is TF32's (true fp32: 2e-7)"
         elif dtype == "tf32" and probe < TF32_ERROR:
             fault = f"tf32 was asked for, but a product's error of {probe:.1e} is true fp32's (TF32: 3e-4)"
-        elif dtype in ("bf16", "fp16", "bf16-pure") and fp32 and not by_attention:
+        elif PRECISIONS[dtype].products == 2 and fp32 and not by_attention:
             fault = f"{dtype} was asked for, but {fp32[0]} ran: a product in true fp32"
-    expected = {"bf16": "bfloat16", "bf16-pure": "bfloat16", "fp16": "float16"}.get(dtype, "float32")
+    expected = _IN_TORCH[PRECISIONS[dtype].tensors]
     if not fault and observation and observation.product_dtypes:
         # Attention's own products may be fp32 beside others of 16 bits. Without others autocast took no effect.
         excused = _attention_in_fp32(run) and expected in observation.product_dtypes

@@ -46,7 +46,7 @@ def unvaried_input(run: Run) -> Finding | None:
 def _distinct_if_random(workload: Workload) -> float:
     """The number of distinct tokens that a batch of uniformly random ones is expected to hold."""
     vocabulary = workload.model.vocabulary
-    return vocabulary * (1 - (1 - 1 / vocabulary) ** (workload.tokens // workload.batch_parts))
+    return vocabulary * (1 - (1 - 1 / vocabulary) ** (workload.tokens // workload.token_parts))
 
 
 def cache_resident(run: Run) -> Finding | None:

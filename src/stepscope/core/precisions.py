@@ -1,0 +1,67 @@
+"""One record for each precision of a step (`--dtype`): what is kept in how many bytes, and what is multiplied.
+
+To add a precision, write its record, and how a model is brought to it (`models/training_step.py`).
+"""
+
+from typing import Literal
+
+import msgspec
+
+Dtype = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure", "bf16-master"]
+"""fp32: true fp32 everywhere. tf32: fp32 storage, products on TF32 Tensor Cores. bf16, fp16: autocast over fp32
+parameters (fp16 with gradient scaling). bf16-pure: parameters, gradients and optimizer state in bf16. bf16-master:
+weights and their gradients in bf16, written by the optimizer from master weights in fp32; norms, optimizer state and
+loss in fp32."""
+
+
+class Precision(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of an element, by the kind of tensor, and what products take."""
+
+    weights: int
+    """Of a parameter of two dimensions or more, and of its gradient."""
+    vectors: int
+    """Of any other parameter, as a norm's, and of its gradient."""
+    buffers: int
+    """Of a buffer of the model, as the angles of RoPE."""
+    moments: int
+    """Of each of AdamW's two moments, where the optimizer does not say another."""
+    masters: int = 0
+    """Of the master copy of a weight; 0 where there is none."""
+    residual: int
+    """Of the residual stream."""
+    products: int
+    """Of the inputs and outputs of matrix products."""
+    tensors: Literal["fp32", "bf16", "fp16"]
+    """The dtype of the tensors that matrix products and attention take."""
+    multiplies: Literal["fp32", "tf32", "bf16", "fp16"]
+    """The rate of matrix products: a column of a device's datasheet."""
+    autocast: bool = False
+    """Whether torch.autocast casts the inputs of products."""
+
+
+def _full(multiplies: Literal["fp32", "tf32"]) -> Precision:
+    return Precision(
+        weights=4, vectors=4, buffers=4, moments=4, residual=4, products=4, tensors="fp32", multiplies=multiplies
+    )
+
+
+def _autocast(tensors: Literal["bf16", "fp16"]) -> Precision:
+    return Precision(
+        weights=4, vectors=4, buffers=4, moments=4, residual=4, products=2, tensors=tensors, multiplies=tensors,
+        autocast=True,
+    )  # fmt: skip
+
+
+PRECISIONS: dict[Dtype, Precision] = {
+    "fp32": _full("fp32"),
+    "tf32": _full("tf32"),
+    "bf16": _autocast("bf16"),
+    "fp16": _autocast("fp16"),
+    "bf16-pure": Precision(
+        weights=2, vectors=2, buffers=2, moments=2, residual=2, products=2, tensors="bf16", multiplies="bf16"
+    ),
+    "bf16-master": Precision(
+        weights=2, vectors=4, buffers=4, moments=4, masters=4, residual=2, products=2, tensors="bf16",
+        multiplies="bf16", autocast=True,
+    ),
+}  # fmt: skip

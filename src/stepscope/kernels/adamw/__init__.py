@@ -1,0 +1,1 @@
+"""AdamW of many tensors in one launch."""

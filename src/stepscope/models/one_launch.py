@@ -1,0 +1,203 @@
+"""AdamW by one kernel: all parameters in one launch, after backward or under it."""
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from stepscope.core.errors import InputError
+from stepscope.kernels.adamw.launch import Moving, Updated, UpdateOfMany
+
+_UNDER_BACKWARD_BYTES = 32 * 2**20
+"""Gradients that are ready are updated together once they have so many bytes: a launch is then worth its while."""
+
+_UNDER_BACKWARD_PROGRAMS = 48
+"""Programs of an update under backward: few, so that most of the GPU is left to matrix products."""
+
+
+class AdamWOneLaunch(torch.optim.Optimizer):
+    """AdamW (kernels/adamw) of parameters in fp32, or in bf16 with a master weight in fp32 that the state keeps.
+
+    The arithmetic is fp32. Every update is one launch for each group, however many parameters it has, and nothing waits
+    for the device, so a CUDA graph can hold it; a learning rate that is a tensor is read at each replay. The count of
+    updates is the group's: a parameter that got no gradient in some steps takes part in its bias correction.
+    Deterministic.
+    """
+
+    counts_updates = True
+
+    def __init__(
+        self, parameters: Iterable[Tensor], *, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 1e-2, masters: Mapping[Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """masters: the first values of parameters in bf16, in fp32 and dense; without one, the parameter's own."""
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._masters = dict(masters or {})
+        self._moving: dict[int, Moving] = {}
+        self._updates: dict[tuple[int, ...], UpdateOfMany] = {}
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            if parameter.dtype not in (torch.float32, torch.bfloat16):
+                raise InputError(f"AdamW in one launch takes parameters in fp32 or bf16, and one is {parameter.dtype}")
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient; returns what `closure`, run first, returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for number, group in enumerate(self.param_groups):
+            ready = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if ready:
+                self._begin(number)
+                self._update(number, ready)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what `state_dict` gave. Masters and moments stay fp32, whatever dtype the parameters have."""
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            given = state_dict["state"].get(number, {})
+            kept = self.state[parameter]
+            for name in ("master", "exp_avg", "exp_avg_sq"):
+                if name in given:
+                    kept[name] = given[name].detach().to(parameter.device, torch.float32, copy=True)
+        self._moving.clear()
+        self._updates.clear()
+
+    def _begin(self, number: int) -> None:
+        """Count another update of a group."""
+        group = self.param_groups[number]
+        if number not in self._moving:
+            counts = [int(self.state[p]["step"]) for p in group["params"] if "step" in self.state.get(p, {})]
+            device = group["params"][0].device
+            moving = self._moving[number] = Moving(group["betas"], device, max(counts, default=0))
+            for parameter in group["params"]:
+                if "step" in self.state.get(parameter, {}):
+                    self.state[parameter]["step"] = moving.values[3]
+        self._moving[number].advance(group["lr"])
+
+    def _update(self, number: int, parameters: list[Tensor], programs: int | None = None) -> None:
+        """Update these parameters of a group, all of which have a gradient."""
+        key = tuple(map(id, parameters))
+        if key not in self._updates:
+            group = self.param_groups[number]
+            updated = [self._updated(parameter, self._moving[number]) for parameter in parameters]
+            numbers = {name: group[name] for name in ("betas", "eps", "weight_decay")}
+            self._updates[key] = UpdateOfMany(updated, **numbers)
+        gradients = [_like(parameter.grad, parameter) for parameter in parameters if parameter.grad is not None]
+        self._updates[key].run(gradients, self._moving[number], programs)
+
+    def _updated(self, parameter: Tensor, moving: Moving) -> Updated:
+        state = self.state[parameter]
+        if "exp_avg" not in state:
+            if torch.empty_like(parameter).stride() != parameter.stride():
+                raise InputError(f"AdamW in one launch takes dense parameters, not strides {parameter.stride()}")
+            state["step"] = moving.values[3]
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+        if parameter.dtype != torch.float32 and "master" not in state:
+            master = self._masters.pop(parameter, None)
+            state["master"] = parameter.float() if master is None else _like(master.float(), parameter)
+        master = state.get("master", parameter)
+        return Updated(
+            parameter=parameter, master=master, exp_avg=state["exp_avg"], exp_avg_sq=state["exp_avg_sq"]
+        )  # fmt: skip
+
+
+class AdamWUnderBackward(AdamWOneLaunch):
+    """The same, with each parameter's update begun as soon as its gradient is ready, on a stream of its own.
+
+    It moves bytes while backward multiplies matrices: a step then takes little more than the longer of the two. The
+    updates have a small grid, which leaves backward most of the GPU. `step` waits for them and does what is left. On a
+    CPU, where there are no streams, `step` does it all. Gradients stay until `step`, so that nothing else takes their
+    memory while an update reads it.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self._waits = False
+        self._begun: set[int] = set()
+        self._done: set[Tensor] = set()
+        self._ready: dict[int, list[Tensor]] = {}
+        self._ready_bytes = 0
+        self._stream: torch.cuda.Stream | None = None
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                if parameter.device.type == "cuda":
+                    self._stream = self._stream or torch.cuda.Stream(parameter.device)
+                    parameter.register_post_accumulate_grad_hook(self._hook(number))
+
+    @contextlib.contextmanager
+    def waiting(self) -> Generator[None]:
+        """Leave gradients alone in a backward after which others add to them, as those of micro-batches do."""
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update what is not updated yet, and wait, on the device, for what is."""
+        if closure is not None or self._stream is None:
+            return super().step(closure)
+        current = torch.cuda.current_stream(self._stream.device)
+        for number, group in enumerate(self.param_groups):
+            left = [p for p in group["params"] if p.grad is not None and p not in self._done]
+            if left:
+                self._start(number)
+                self._update(number, left)
+        current.wait_stream(self._stream)
+        self._begun.clear()
+        self._done.clear()
+        self._ready.clear()
+        self._ready_bytes = 0
+        return None
+
+    def _hook(self, number: int) -> Callable[[Tensor], None]:
+        def ready(parameter: Tensor) -> None:
+            if self._waits or parameter.grad is None:
+                return
+            self._ready.setdefault(number, []).append(parameter)
+            self._ready_bytes += parameter.grad.nbytes
+            if self._ready_bytes >= _UNDER_BACKWARD_BYTES:
+                self._update_ready()
+
+        return ready
+
+    @torch.no_grad()
+    def _update_ready(self) -> None:
+        """Begin the updates of the gradients that are ready, beside backward."""
+        assert self._stream is not None
+        for number, parameters in self._ready.items():
+            self._start(number)
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            with torch.cuda.stream(self._stream):
+                self._update(number, parameters, _UNDER_BACKWARD_PROGRAMS)
+            self._done.update(parameters)
+        self._ready.clear()
+        self._ready_bytes = 0
+
+    def _start(self, number: int) -> None:
+        """Count the update of a group, once in each step."""
+        if number not in self._begun:
+            self._begun.add(number)
+            self._begin(number)
+
+
+def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """The tensor with its elements where the parameter has them, in its dtype where it is a gradient's."""
+    if tensor.stride() == parameter.stride() and tensor.dtype in (parameter.dtype, torch.float32):
+        return tensor
+    return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
