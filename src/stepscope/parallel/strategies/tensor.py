@@ -14,8 +14,8 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
 from stepscope.core.errors import InputError
 from stepscope.models.transformer import CausalSelfAttention, SwiGLU, Transformer
@@ -37,7 +37,10 @@ def spread(whole: Whole, ranks: Ranks) -> Spread:
     broadcast_from_first(model)
     mesh = init_device_mesh(next(model.parameters()).device.type, (ranks.ranks,))
     for block in model.blocks:
-        parallelize_module(block, mesh, {name: style() for name, style in _PLAN.items()})
+        # Products that share an input take one DTensor, or each would all-reduce its own part of the input's gradient.
+        shared = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
+        styles = {name: style() for name, style in _PLAN.items()}
+        parallelize_module(block, mesh, {"attention": shared, "feed_forward": shared, **styles})
     return of_split(whole)
 
 
