@@ -48,12 +48,22 @@ class Activations:
     """Numbers in a token's keys, and in its values."""
     layers: int
     element_bytes: int
+    """Of what products make."""
+    residual_bytes: int
+    """Of a number in the residual stream."""
 
 
 def _gathered_keys(step: Activations, ranks: int) -> float:
     """Each block gathers keys and values in forward, and reduces their gradients to the ranks that own them (Llama
     Team 2024, The Llama 3 Herd of Models, section 3.3.2, on context parallelism by all-gather)."""
     return 4 * (ranks - 1) / ranks * step.tokens * step.key_width * step.layers * step.element_bytes
+
+
+def _reduced_products(step: Activations, ranks: int) -> float:
+    """Each block all-reduces two outputs of products in forward, and two gradients of what it took from the residual
+    stream in backward (Shoeybi et al. 2019, Megatron-LM, section 3)."""
+    each = step.tokens * step.width * step.layers
+    return 2 * _all_reduced(each * (step.element_bytes + step.residual_bytes), 0, ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +152,7 @@ STRATEGIES: dict[str, StrategyRecord] = {
         ),
         StrategyRecord(
             name="tensor", module="tensor", is_lesson=False, splits=PRODUCTS, textbook_only=True,
-            shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE),
+            shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE), sends_activations=_reduced_products,
             words="PyTorch's parallelize_module: heads and the feed-forward's width are split over the ranks, and "
             "activations are all-reduced twice a block.",
         ),

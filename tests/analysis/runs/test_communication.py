@@ -12,6 +12,7 @@ from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.work.collectives import KINDS, sent_and_received
 from tests.conftest import make_run, workload
+from tests.textbook import textbook
 
 
 def calls(phase: str, kind: str, sent: int) -> CollectiveCalls:
@@ -58,9 +59,25 @@ def test_what_is_counted_stands_beside_the_formula(parallel: str, sent: int, for
     assert words in said(run)
 
 
-def test_activations_have_no_formula():
+@pytest.mark.parametrize(("dtype", "element_bytes"), [("fp32", 4 + 4), ("bf16", 2 + 4), ("bf16-pure", 2 + 2)])
+def test_tensor_parallel_sends_two_products_and_two_gradients_a_block(dtype: str, element_bytes: int):
+    run = shared_run("tensor", Communication(), Communication())
+    run = msgspec.structs.replace(run, workload=msgspec.structs.replace(run.workload, dtype=dtype))
+    model = textbook(run).model
+    each = 4 * 16 * model.d_model * model.layers  # numbers; of two ranks an all-reduce sends as many
+    assert communication.sent_by_formula(run) == 2 * each * element_bytes
+
+
+def test_sharded_sequences_send_keys_and_values_beside_gradients():
+    run = shared_run("context-textbook", Communication(), Communication())
+    model = textbook(run).model
+    each = 4 * 16 * model.d_model * model.layers * 4  # bytes; as many heads of keys as of queries
+    assert communication.sent_by_formula(run) == 1000 + 4 * each / 2
+
+
+def test_some_activations_have_no_formula():
     told = Communication(calls=(calls("forward", "all-reduce", 10),))
-    assert communication.sent_by_formula(shared_run("tensor", told, told)) is None
+    assert communication.sent_by_formula(shared_run("tensor-sequence", told, told)) is None
 
 
 @pytest.mark.parametrize(

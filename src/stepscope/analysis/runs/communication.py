@@ -7,8 +7,9 @@ from stepscope.core.answer import TEXT, Cell, Table, as_lines, table_of
 from stepscope.core.range_names import FORWARD
 from stepscope.core.ranks import Communication, RankFigures, RanksEvidence
 from stepscope.core.run import Run
-from stepscope.core.strategies import OPTIMIZER_STATE, PARAMETERS, STRATEGIES
+from stepscope.core.strategies import BATCH, OPTIMIZER_STATE, PARAMETERS, PRODUCTS, STRATEGIES, Activations
 from stepscope.core.units import format_bytes, format_seconds
+from stepscope.core.workload import Workload
 
 _STATES = 2
 """What AdamW keeps of each trained parameter, each as large as it."""
@@ -24,11 +25,30 @@ def sent_bytes(run: Run) -> float | None:
 def sent_by_formula(run: Run) -> float | None:
     """The same by the formula of the strategy; None where it has none."""
     shared, record = run.shared, STRATEGIES.get(run.workload.parallel)
-    if shared is None or record is None or record.sends is None:
+    if shared is None or record is None or (record.sends is None and record.sends_activations is None):
         return None
-    if shared.whole_parameter_bytes is None or shared.whole_gradient_bytes is None:
-        return None
-    return record.sends(shared.whole_gradient_bytes, shared.whole_parameter_bytes, len(shared.ranks))
+    if record.splits != BATCH and record.sends_activations is None:
+        return None  # what it sends of the activations is not known
+    ranks, sent = len(shared.ranks), 0.0
+    if record.sends is not None:
+        if shared.whole_parameter_bytes is None or shared.whole_gradient_bytes is None:
+            return None
+        sent += record.sends(shared.whole_gradient_bytes, shared.whole_parameter_bytes, ranks)
+    if record.sends_activations is not None:
+        if run.textbook is None:
+            return None
+        sent += record.sends_activations(_activations(run.textbook), ranks)
+    return sent
+
+
+def _activations(workload: Workload) -> Activations:
+    """What formulas take of a textbook's step. Under autocast products have 16 bits, and the residual stream 32."""
+    model = workload.model
+    return Activations(
+        tokens=workload.tokens, width=model.d_model, key_width=model.key_heads * model.head_dim, layers=model.layers,
+        element_bytes=4 if workload.dtype in ("fp32", "tf32") else 2,
+        residual_bytes=2 if workload.dtype == "bf16-pure" else 4,
+    )  # fmt: skip
 
 
 def communication_s(run: Run) -> float | None:
@@ -57,10 +77,10 @@ def kept_by_formula(run: Run) -> float | None:
     """The same, evenly divided, by what the strategy's record says that it shards; None where the optimizer is no
     AdamW, or where a strategy shards a part of the parameters alone."""
     shared, record = run.shared, STRATEGIES.get(run.workload.parallel)
-    if shared is None or record is None or record.sends is None or run.workload.phase != "train":
+    if shared is None or record is None or record.splits == PRODUCTS or record.near > 1:
         return None
     whole, trained, parts = shared.whole_parameter_bytes, shared.whole_gradient_bytes, len(shared.ranks)
-    if whole is None or trained is None or not getattr(run.workload, "optimizer", "").startswith("adamw"):
+    if whole is None or trained is None or not (getattr(run.workload, "optimizer", None) or "").startswith("adamw"):
         return None
     state = _STATES * trained / (parts if OPTIMIZER_STATE in record.shards else 1)
     return whole / (parts if PARAMETERS in record.shards else 1) + state
