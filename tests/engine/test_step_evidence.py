@@ -62,9 +62,9 @@ def test_readings_lie_round_the_measured_steps_alone(
     assert floor <= warmups <= cap and happened[: len(expected)] == expected
 
 
-def compiled_without_a_backend(module: torch.nn.Module, _mode: str) -> torch.nn.Module:
+def compiled_without_a_backend(parts: training_step.StepParts, _mode: str) -> torch.nn.Module:
     """Compiled by dynamo and autograd for real, without the minutes of a C++ compiler."""
-    compiled = torch.compile(module, backend="aot_eager")
+    compiled = torch.compile(parts.forward, backend="aot_eager")
     assert isinstance(compiled, torch.nn.Module)
     return compiled
 

@@ -36,7 +36,7 @@ from stepscope.core.model_config import ModelConfig
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.run import Run, Settings
 from stepscope.core.work import Work
-from stepscope.core.workload import COMPILES, OPTIMIZERS, Workload
+from stepscope.core.workload import COMPILES, OF_ONE_LAUNCH, OPTIMIZERS, Workload
 from stepscope.measure.compilation import CompilationWatch, compile_report, reset_compilation
 from stepscope.measure.device import HostDevice
 from stepscope.measure.driven import observe_step, step_operators
@@ -677,8 +677,11 @@ def test_27_another_implementation_of_the_optimizer_ran(monkeypatch: pytest.Monk
     build = training_step._build_optimizer
     monkeypatch.setattr(training_step, "_build_optimizer", lambda model, _: build(model, mini(optimizer=ran)))
     run = observed(TrainingStep(mini(optimizer=asked), CPU))
-    assert kinds(run) == ({} if asked == ran else {"optimizer-mismatch": "error"})
-    assert asked == ran or f"Optimizer {asked} was asked for, but {ran} ran" in check_run(run)[0].sentence
+    # Without streams, the optimizer under backward updates after it, as the one that it is made of.
+    same = asked == ran or {asked, ran} == set(OF_ONE_LAUNCH)
+    ran = OF_ONE_LAUNCH[0] if ran in OF_ONE_LAUNCH else ran
+    assert kinds(run) == ({} if same else {"optimizer-mismatch": "error"})
+    assert same or f"Optimizer {asked} was asked for, but {ran} ran" in check_run(run)[0].sentence
 
 
 def test_27_an_optimizer_that_never_steps():
@@ -696,7 +699,7 @@ def overflows(step: TrainingStep) -> None:
     gradient.fill_(float("inf"))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name not in OF_ONE_LAUNCH])
 def test_27_updates_that_the_scaler_skipped_are_counted_for_real(optimizer: str):
     step = TrainingStep(mini(dtype="fp16", optimizer=optimizer), CPU)
     assert step.optimizer is not None

@@ -148,6 +148,23 @@ def test_wrong_parameters_are_one_line():
         AdamWOneLaunch([strided]).step()
 
 
+def test_a_step_calls_its_hooks_once():
+    """PyTorch wraps `step` of each class of which an optimizer was made, so a step must not call another's."""
+    told: list[str] = []
+    for optimizer_class in (AdamWOneLaunch, AdamWUnderBackward):
+        weight = nn.Parameter(torch.ones(2, device=DEVICE))
+        optimizer = optimizer_class([weight], **OPTIONS)
+        optimizer.register_step_post_hook(lambda one, *_: told.append(type(one).__name__))
+
+        def closure(weight: nn.Parameter = weight) -> float:
+            loss = (weight * weight).sum()
+            loss.backward()
+            return loss.item()
+
+        assert optimizer.step(closure) == 2.0 and optimizer.state[weight]["step"] == 1
+    assert told == ["AdamWOneLaunch", "AdamWUnderBackward"]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_updates_under_backward_are_those_after_it():

@@ -143,6 +143,8 @@ class CompileReport(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, bool | int | str | None] | None = None
     """What sets the modes apart, as the compiled callable itself says it was made. None in runs from before this was
     read, and where it does not say."""
+    parts_compiled: int | None = None
+    """Modules in the model that were compiled by themselves. None in runs from before this was counted."""
     graphs_recorded: int | None = None
     """CUDA graphs that inductor recorded. None in runs from before this was counted."""
 

@@ -59,6 +59,7 @@ def compile_report(compiled: nn.Module | None = None) -> CompileReport:
         compile_s=sum(seconds) if seconds else None,
         cached_graphs=cached,
         options=_options(compiled),
+        parts_compiled=len(_compiled_by_themselves(compiled)) if compiled is not None else None,
         graphs_recorded=_entered(_RECORDING),
     )
 
@@ -135,8 +136,16 @@ def _listen(listener: CompilationWatch | None) -> None:
 def _options(compiled: nn.Module | None) -> dict[str, bool | int | str | None] | None:
     """MODE_OPTIONS as the compiled module has them; None where it does not say (another backend than inductor)."""
     ask = getattr(compiled, "get_compiler_config", None)
+    if ask is None and (parts := _compiled_by_themselves(compiled)):
+        ask = getattr(parts[0], "get_compiler_config", None)
     config = ask() if callable(ask) else None
     return {name: config.get(name) for name in MODE_OPTIONS} if isinstance(config, dict) else None
+
+
+def _compiled_by_themselves(module: nn.Module | None) -> list[object]:
+    """What `Module.compile` made of the modules in it."""
+    found = (getattr(part, "_compiled_call_impl", None) for part in (module.modules() if module is not None else ()))
+    return [made for made in found if made is not None]
 
 
 def _places_of_breaks() -> dict[str, str]:

@@ -54,12 +54,16 @@ class AdamWOneLaunch(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._update_left()
+        return loss
+
+    def _update_left(self) -> None:
+        """Update every parameter that has a gradient and is not updated yet."""
         for number, group in enumerate(self.param_groups):
             ready = [parameter for parameter in group["params"] if parameter.grad is not None]
             if ready:
                 self._begin(number)
                 self._update(number, ready)
-        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what `state_dict` gave. Masters and moments stay fp32, whatever dtype the parameters have."""
@@ -132,6 +136,7 @@ class AdamWUnderBackward(AdamWOneLaunch):
         self._ready: dict[int, list[Tensor]] = {}
         self._ready_bytes = 0
         self._stream: torch.cuda.Stream | None = None
+        self._to_join = False
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 if parameter.device.type == "cuda":
@@ -147,23 +152,28 @@ class AdamWUnderBackward(AdamWOneLaunch):
         finally:
             self._waits = False
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _update_left(self) -> None:
         """Update what is not updated yet, and wait, on the device, for what is."""
-        if closure is not None or self._stream is None:
-            return super().step(closure)
-        current = torch.cuda.current_stream(self._stream.device)
+        if self._stream is None:
+            super()._update_left()
+            return
         for number, group in enumerate(self.param_groups):
             left = [p for p in group["params"] if p.grad is not None and p not in self._done]
             if left:
                 self._start(number)
                 self._update(number, left)
-        current.wait_stream(self._stream)
+        self.join()
         self._begun.clear()
         self._done.clear()
         self._ready.clear()
         self._ready_bytes = 0
-        return None
+
+    def join(self) -> None:
+        """Let what comes next on the device wait for the updates that have begun."""
+        # A capture can wait only for a stream that it began itself, so nothing waits twice, or for nothing.
+        if self._stream is not None and self._to_join:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            self._to_join = False
 
     def _hook(self, number: int) -> Callable[[Tensor], None]:
         def ready(parameter: Tensor) -> None:
@@ -185,6 +195,7 @@ class AdamWUnderBackward(AdamWOneLaunch):
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             with torch.cuda.stream(self._stream):
                 self._update(number, parameters, _UNDER_BACKWARD_PROGRAMS)
+            self._to_join = True
             self._done.update(parameters)
         self._ready.clear()
         self._ready_bytes = 0

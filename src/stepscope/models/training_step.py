@@ -139,8 +139,8 @@ class AssembledStep:
         self.optimizer = None
         if choices.phase == "train":
             self.optimizer = parts.optimizer or _build_optimizer(parts, choices)
-        if choices.optimizer == "adamw-under-backward" and self.optimizer is not None:
-            self._local = getattr(self.optimizer, "waiting")  # noqa: B009
+        # An optimizer that begins under backward leaves the gradients of early micro-batches alone.
+        self._local = getattr(self.optimizer, "waiting", self._local)
         self.scaler = torch.amp.GradScaler(device.type, enabled=choices.dtype == "fp16")
         self.batches: Sequence[Batch] = parts.batches
         self.loss: Tensor | None = None
@@ -203,6 +203,9 @@ class AssembledStep:
         share = self.loss / self.workload.accumulation if self.workload.accumulation > 1 else self.loss
         self.scaler.scale(share).backward()
         self.loss = self.loss.detach()
+        if self._graphs is not None:
+            # A graph ends with all that it began, so updates under backward end with it.
+            getattr(self.optimizer, "join", lambda: None)()
 
     def _backward_alone(self) -> None:
         """The backward of a micro-batch after which others come: what ranks share waits for the last."""

@@ -164,6 +164,10 @@ def compile_mode_mismatch(run: Run) -> Finding | None:
         fault = f"{report.graphs_recorded} CUDA graphs were recorded"
     elif _on_gpu(run) and report.frames_compiled and report.graphs_recorded == 0 and due["triton.cudagraphs"]:
         fault = "no CUDA graph was recorded: each kernel is launched by itself"
+    elif report.parts_compiled == 0 and asked == "blocks":
+        fault = "no block was compiled by itself"
+    elif report.parts_compiled and asked != "blocks" and run.textbook is not None:
+        fault = f"{report.parts_compiled} modules were compiled by themselves"
     if not fault:
         return None
     return error(
