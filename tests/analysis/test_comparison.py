@@ -24,6 +24,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "compile": {"compile": "max-autotune"}, "graph": {"graph": "step"}, "optimizer": {"optimizer": "adamw-fused"},
     "checkpointing": {"checkpointing": "every-1"}, "accumulation": {"accumulation": 2}, "seed": {"seed": 1},
     "parallel": {"parallel": "ddp"}, "ranks": {"parallel": "ddp", "ranks": 2},
+    "norm": {"norm": "fused"}, "rope": {"rope": "fused"}, "mlp": {"mlp": "fused"}, "loss": {"loss": "fused"},
 }  # fmt: skip
 """Another value of each field of a workload."""
 

@@ -34,6 +34,7 @@ from stepscope.core.evidence import (
 )
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.own_workload import OwnModel, OwnWorkload
+from stepscope.core.parts import PARTS
 from stepscope.core.run import Run, Settings
 from stepscope.core.work import Work
 from stepscope.core.workload import COMPILES, OF_ONE_LAUNCH, OPTIMIZERS, Workload
@@ -654,6 +655,37 @@ def test_27_one_layer_with_another_attention():
     step = TrainingStep(mini(attention="sdpa"), CPU)
     setattr(step.blocks[1].attention, "attention", implementation("reference"))  # noqa: B010
     assert "it ran 1 times where the step has 2 calls" in check_run(observed(step))[0].sentence
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_27_another_implementation_of_a_part_ran(monkeypatch: pytest.MonkeyPatch, part: str):
+    pytest.importorskip("triton", reason="the fused parts are written in Triton, which is not installed")
+    fused, reference = mini(**{part: "fused"}), mini()
+    made = training_step.parts_for
+    assert kinds(observed(TrainingStep(fused, CPU))) == {}
+    monkeypatch.setattr(training_step, "parts_for", lambda *_: made(reference, "cpu"))
+    times = {"norm": 5, "rope": 2, "mlp": 2, "loss": 1}[part]
+    missing = observed(TrainingStep(fused, CPU))
+    assert kinds(missing) == {"part-mismatch": "error"}
+    said = f"{part} fused was asked for, but it ran 0 times where the step has {times} calls"
+    assert said in check_run(missing)[0].sentence
+    monkeypatch.setattr(training_step, "parts_for", lambda *_: made(fused, "cpu"))
+    strange = observed(TrainingStep(reference, CPU))
+    assert kinds(strange) == {"part-mismatch": "error"}
+    assert f"{part} reference was asked for, but fused ran" in check_run(strange)[0].sentence
+
+
+def test_27_parts_by_the_names_of_kernels():
+    """Liger's kernels are no operators: where a profile was taken, their names tell."""
+    kernel = KernelTotal(name="_rms_norm_forward_kernel", calls=2, total_s=1.0)
+    profile = ProfiledStep(step_s=1.0, kernel_launches=2, busy_s=1.0, kernels=(kernel,))
+    operators = StepOperators(calls={"forward": {"aten::exp": 2}, "optimizer": {"aten::_foreach_addcdiv_": 1}})
+    evidence = Evidence(operators=operators, profile=profile)
+    said = {
+        name: kinds(make_run(workload(norm=name), step=[1.0] * 9, evidence=evidence)).get("part-mismatch")
+        for name in ("reference", "fused", "liger")
+    }
+    assert said == {"reference": "error", "fused": "error", "liger": None}
 
 
 def test_27_attention_by_the_names_of_kernels():

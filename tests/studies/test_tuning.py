@@ -28,7 +28,8 @@ FACTORS = {
     ("attention", "flash"): 0.9, ("attention", "sdpa-cudnn"): 0.95, ("dtype", "bf16"): 0.6,
     ("dtype", "bf16-master"): 0.5, ("optimizer", "adamw-fused"): 0.97, ("optimizer", "adamw-one-launch"): 0.9,
     ("optimizer", "adamw-under-backward"): 0.85, ("compile", "default"): 0.8, ("compile", "blocks"): 0.82,
-    ("compile", "reduce-overhead"): 0.79, ("graph", "step"): 0.9, ("checkpointing", "every-1"): 1.3,
+    ("loss", "fused"): 0.95, ("compile", "reduce-overhead"): 0.79, ("graph", "step"): 0.9,
+    ("checkpointing", "every-1"): 1.3,
 }  # fmt: skip
 
 

@@ -80,6 +80,7 @@ def fit(
     dtype: Dtype | None = None,
     phase: Phase | None = None,
     attention: Attention | None = None,
+    kernels: str | Mapping[str, str] | None = None,
     compile: Compile | None = None,
     optimizer: "Optimizer | torch.optim.Optimizer | None" = None,
     checkpointing: str | None = None,
@@ -104,8 +105,8 @@ def fit(
 
     - model, the name of a preset of the textbook's model, as `stepscope models` lists them: tiny, small, medium, large,
       xl and larger ones (left out: small), with batch_size sequences (4) of seq_len tokens (512), an attention, and
-      d_model, d_ff, layers, heads, kv_heads, vocabulary and tied in place of the preset's own. It is computed by
-      formula, and needs no PyTorch.
+      d_model, d_ff, layers, heads, kv_heads, vocabulary and tied in place of the preset's own, and kernels as in
+      `stepscope.run`. It is computed by formula, and needs no PyTorch.
     - module, a factory as `--module` names it: "package.module:factory", "file.py:factory", or the config.json of a
       Hugging Face model; arguments are what it is called with. It runs in a process of its own. The longest sequence is
       looked for, too, where seq_len is an argument.
@@ -127,9 +128,9 @@ def fit(
     device are both given.
     """
     said = given(
-        seq_len=seq_len, batch_size=batch_size, dtype=dtype, phase=phase, attention=attention, compile=compile,
-        optimizer=optimizer, checkpointing=checkpointing, accumulation=accumulation, d_model=d_model, d_ff=d_ff,
-        layers=layers, heads=heads, kv_heads=kv_heads, vocabulary=vocabulary, tied=tied,
+        seq_len=seq_len, batch_size=batch_size, dtype=dtype, phase=phase, attention=attention, kernels=kernels,
+        compile=compile, optimizer=optimizer, checkpointing=checkpointing, accumulation=accumulation,
+        d_model=d_model, d_ff=d_ff, layers=layers, heads=heads, kv_heads=kv_heads, vocabulary=vocabulary, tied=tied,
     )  # fmt: skip
     check_one_model(model, module, arguments, batch=batch, loss=loss, optimizer=optimizer)
     budget = _budget(memory, device)

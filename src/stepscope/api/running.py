@@ -39,6 +39,7 @@ def run(
     compile: Compile | None = None,
     graph: Graph | None = None,
     attention: Attention | None = None,
+    kernels: str | Mapping[str, str] | None = None,
     optimizer: "Optimizer | torch.optim.Optimizer | None" = None,
     checkpointing: str | None = None,
     accumulation: int | None = None,
@@ -86,7 +87,8 @@ def run(
     - model, the name of a preset of the textbook's model, as `stepscope models` lists them: tiny, small, medium, large,
       xl and larger ones (left out: small on a GPU, tiny on a CPU), with batch_size sequences (4) of seq_len tokens (512
       on a GPU, 128 on a CPU), an attention, and d_model, d_ff, layers, heads, kv_heads, vocabulary and tied in place of
-      the preset's own.
+      the preset's own. kernels says how norm, rope, mlp and loss are computed: reference, fused or liger, for all or
+      by part, as in {"norm": "fused"}.
 
     How it runs, whatever the model:
 
@@ -120,8 +122,9 @@ def run(
     """
     said = given(
         seq_len=seq_len, batch_size=batch_size, dtype=dtype, phase=phase, compile=compile, graph=graph,
-        attention=attention, optimizer=optimizer, checkpointing=checkpointing, accumulation=accumulation, seed=seed,
-        d_model=d_model, d_ff=d_ff, layers=layers, heads=heads, kv_heads=kv_heads, vocabulary=vocabulary, tied=tied,
+        attention=attention, kernels=kernels, optimizer=optimizer, checkpointing=checkpointing,
+        accumulation=accumulation, seed=seed, d_model=d_model, d_ff=d_ff, layers=layers, heads=heads,
+        kv_heads=kv_heads, vocabulary=vocabulary, tied=tied,
     )  # fmt: skip
     asked = _recorded(record)
     settings = settings_from(warmup, steps, seconds, not profile)

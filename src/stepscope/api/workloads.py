@@ -8,6 +8,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.own_arguments import code_digest
 from stepscope.core.own_workload import OwnModel, OwnWorkload
+from stepscope.core.parts import named_kernels
 from stepscope.core.workload import Workload
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ def textbook(preset: object, said: dict[str, Any]) -> Workload:
     if not isinstance(preset, str):
         raise InputError(f"the model is {type(preset).__name__}: give the name of a preset, as in 'small'")
     chosen = dict(said)
+    if "kernels" in chosen:
+        chosen.update({**named_kernels(chosen.pop("kernels"))})
     sizes = {name: chosen.pop(name) for name in _SIZES if name in chosen}
     return Workload(model=configure(preset, **sizes), **chosen)
 

@@ -9,38 +9,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
-
-import msgspec
+from typing import Any
 
 from stepscope.cli import completion
 from stepscope.cli.given_numbers import finite_numbers, positive_integers, positive_number, positive_numbers
-from stepscope.cli.given_options import is_given
 from stepscope.cli.given_words import words
 from stepscope.cli.presentation import Presentation
+from stepscope.cli.recording import RECORDED, Recording
 from stepscope.core.attentions import ATTENTIONS, attention_names
-from stepscope.core.errors import InputError, choose
-from stepscope.core.evidence import TRACE_TOOLS, TraceTool
+from stepscope.core.errors import InputError
+from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.model_config import PRESETS, PUBLIC_SHAPES, ModelConfig
 from stepscope.core.network import NETWORKS
 from stepscope.core.own_workload import OwnWorkload
+from stepscope.core.parts import KERNELS, PART_WORDS, kernels_of
 from stepscope.core.range_names import PHASES as CAPTURED_PHASES
 from stepscope.core.run import Settings
 from stepscope.core.strategies import NOT_PARALLEL, strategy_names
 from stepscope.core.tuned import TUNED_FIELDS
 from stepscope.core.units import parse_bytes, parse_flops_per_s, parse_seconds, parse_window
 from stepscope.core.workload import CHECKPOINTING_CHOICES, COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES, Workload
-from stepscope.engine.request import MEMORY_STACKS, MemoryRequest, MemoryStacks, TraceRequest
+from stepscope.engine.request import MEMORY_STACKS
 from stepscope.report.renderers import STYLES
-
-RECORDED = ("memory", *TRACE_TOOLS)
-
-
-class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of some more steps, after the timed ones."""
-
-    trace: TraceRequest = TraceRequest()
-    memory: MemoryRequest | None = None
 
 
 def _tag(text: str) -> str:
@@ -104,6 +94,7 @@ GROUPS = (
 """The groups of options, in the order in which a help text shows them."""
 
 _ATTENTION = ("study attention", "study attention-gate")
+_WITH_PARTS = ("run", "sweep", "fit", "tune")
 _SHARED = ("run", "sweep", "study parallel")
 _TRAINED = ("study quality", "study scaling", "study swallowed")
 _TRACED = "Needs --record kineto."
@@ -137,6 +128,10 @@ OPTIONS = (
            choices=(NOT_PARALLEL, *strategy_names()), verbs=_SHARED),
     Option("ranks", int, PARALLEL, "Processes that share a step, a device each.", Workload, verbs=_SHARED),
     Option("attention", str, WORKLOAD, "", Workload, choices=attention_names()),
+    *(Option(part, str, WORKLOAD, f"How {said} is computed.", Workload, choices=kernels_of(part), verbs=_WITH_PARTS)
+      for part, said in PART_WORDS.items()),
+    Option("kernels", str, WORKLOAD, "How norm, rope, mlp and loss are computed, where they are not said.", Workload,
+           choices=KERNELS, verbs=_WITH_PARTS),
     Option("compile", str, WORKLOAD, "", Workload, choices=COMPILES),
     Option("graph", str, WORKLOAD, "What is replayed as CUDA graphs.", Workload, choices=GRAPHS),
     Option("optimizer", str, WORKLOAD, "", Workload, choices=OPTIMIZERS),
@@ -404,33 +399,6 @@ OPTIONS = (
     Option("save", Path, OUTPUT, "Draw a plot into this file: .svg, .png, .html or .json.", metavar="FILE"),
     Option("json", bool, OUTPUT, "JSON on stdout, and nothing else there.", Presentation, False),
 )  # fmt: skip
-
-
-def recording_from(
-    record: tuple[str, ...],
-    trace_steps: int,
-    trace_stacks: bool = False,
-    memory_stacks: str | None = None,
-    memory_steps: int = 1,
-) -> Recording:
-    """What to keep; what is named twice is kept once."""
-    named = dict.fromkeys(word for text in record for word in words(text, "--record"))
-    for name in named:
-        choose(name, RECORDED, "record")
-    if trace_stacks and "kineto" not in named:
-        raise InputError("--trace-stacks belongs to --record kineto: add it, or leave the stacks out")
-    if memory_stacks is not None and "memory" not in named:
-        raise InputError("--memory-stacks belongs to --record memory: add it, or leave the stacks out")
-    if is_given("--memory-steps") and "memory" not in named:
-        raise InputError("--memory-steps belongs to --record memory: add it, or leave the steps out")
-    if is_given("--trace-steps") and not named.keys() & set(TRACE_TOOLS):
-        raise InputError("--trace-steps belongs to --record kineto or nsys: add one of them, or leave the steps out")
-    tools = cast("tuple[TraceTool, ...]", tuple(name for name in named if name in TRACE_TOOLS))
-    stacks = cast("MemoryStacks", memory_stacks or "python")  # MemoryRequest refuses others
-    return Recording(
-        trace=TraceRequest(tools=tools, steps=trace_steps, stacks=trace_stacks),
-        memory=MemoryRequest(stacks=stacks, steps=memory_steps) if "memory" in named else None,
-    )
 
 
 def line_of(name: str, verb: str) -> Option | None:

@@ -9,9 +9,9 @@ import msgspec
 import typer
 
 from stepscope.cli.captured_runs import type_of_device
-from stepscope.cli.options import Recording
 from stepscope.cli.output import check_picture, draw, progress, stdout_kept_clean, warn
 from stepscope.cli.presentation import Presentation
+from stepscope.cli.recording import Recording
 from stepscope.cli.sweep import measure_and_report
 from stepscope.cli.verb import verb
 from stepscope.cli.workloads import OneWorkload

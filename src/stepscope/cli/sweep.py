@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import msgspec
 import typer
 
-from stepscope.cli.options import Recording
 from stepscope.cli.output import sweep_progress, warn
 from stepscope.cli.presentation import Presentation
+from stepscope.cli.recording import Recording
 from stepscope.cli.verb import verb
 from stepscope.cli.workloads import ManyWorkloads
 from stepscope.core.answer import Answer

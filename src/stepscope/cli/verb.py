@@ -19,15 +19,9 @@ import msgspec
 import typer
 
 from stepscope.cli import completion
-from stepscope.cli.options import (
-    OPTIONS,
-    Option,
-    Recording,
-    line_of,
-    recording_from,
-    several,
-)
+from stepscope.cli.options import OPTIONS, Option, line_of, several
 from stepscope.cli.presentation import Presentation
+from stepscope.cli.recording import Recording, recording_from
 from stepscope.cli.workloads import ManyWorkloads, OneWorkload
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from stepscope.cli.options import Recording
 from stepscope.cli.output import show, warn
+from stepscope.cli.recording import Recording
 from stepscope.cli.streams import unmend
 from stepscope.cli.verb import verb
 from stepscope.core import interrupts

@@ -10,6 +10,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.own_arguments import code_digest, is_configuration, parse_arguments
 from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
+from stepscope.core.parts import named_kernels
 from stepscope.core.workload import Workload
 from stepscope.engine.grid import grid
 
@@ -41,7 +42,7 @@ class OneWorkload:
 
     def workload(self, **otherwise: Any) -> Workload:
         """The workload; what was not said is as in `otherwise`, or else as Workload has it."""
-        chosen = {**otherwise, **self.said}
+        chosen = _with_parts({**otherwise, **self.said})
         sizes = {name: chosen.pop(name) for name in _SIZES if name in chosen}
         return Workload(model=configure(chosen.pop("model"), **sizes), **chosen)
 
@@ -63,6 +64,7 @@ class ManyWorkloads:
             return [*own]
         chosen = {**{name: (value,) for name, value in otherwise.items()}, **self.said}
         chosen = {name: chosen[name] for name in _FIELDS if name in chosen}  # in the order of the table
+        kernels = chosen.pop("kernels", (None,))
         presets = chosen.pop("model")
         sizes = {name: chosen.pop(name) for name in _SIZES if name in chosen}
         models = [
@@ -70,7 +72,10 @@ class ManyWorkloads:
             for preset in presets
             for combination in itertools.product(*sizes.values())
         ]
-        return list(grid(model=models, **chosen))
+        found = [
+            w for name in kernels for w in grid(model=models, **_with_parts({**chosen, "kernels": name}, several=True))
+        ]
+        return list(dict.fromkeys(found))
 
 
 _TWO_MODELS = "--module and --model both say which model: give one of them"
@@ -139,6 +144,15 @@ def _one_value_each(written: Sequence[str]) -> dict[str, Any]:
                 f"--arg {name} has {len(values)} values: one model is looked at, so write one; sweep takes several"
             )
     return {name: values[0] for name, values in found.items()}
+
+
+def _with_parts(chosen: Mapping[str, Any], *, several: bool = False) -> dict[str, Any]:
+    """What was chosen, with what `kernels` says of every part that was not. several: whether values are tuples."""
+    found = dict(chosen)
+    kernels = found.pop("kernels", None)
+    if kernels is None:
+        return found
+    return {**{part: (name,) if several else name for part, name in named_kernels(kernels).items()}, **found}
 
 
 def _flags(said: Mapping[str, Any]) -> list[str]:

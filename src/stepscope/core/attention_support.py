@@ -17,11 +17,9 @@ from stepscope.core.attentions import (
 )
 from stepscope.core.errors import InputError, choose
 from stepscope.core.own_workload import AnyWorkload
+from stepscope.core.parts import INTERPRETER, unpredicted_part
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.workload import Workload
-
-INTERPRETER = "TRITON_INTERPRET"
-"""The environment variable that makes Triton run its kernels in Python, on tensors of the CPU."""
 
 
 def tensor_dtype(dtype: Dtype) -> TensorDtype:
@@ -110,7 +108,7 @@ def predicted_attention(workload: Workload, device_type: str) -> Attention:
 
 def is_predicted(workload: AnyWorkload) -> TypeGuard[Workload]:
     """Whether a workload's memory can be predicted: the model is the textbook's, with an attention that can be,
-    wherever that attention runs."""
+    wherever that attention runs, and with parts that can be."""
     return (
         isinstance(workload, Workload)
         and workload.attention in (AUTO, *_predicted(workload))
@@ -125,6 +123,11 @@ def unpredicted(workload: Workload) -> str | None:
         return "the memory of a step compiled block by block is not predicted: ask for --compile default"
     if PRECISIONS[workload.dtype].scaled:
         return f"the memory of a step in {workload.dtype} is not predicted: ask for --dtype bf16-master"
+    eager = workload.compile == "eager"
+    part = unpredicted_part(workload.parts, eager=eager)
+    if part is not None:
+        step = "a step" if eager else "a compiled step"
+        return f"the memory of {step} with {part} {workload.parts[part]} is not predicted: choose --{part} reference"
     return None
 
 

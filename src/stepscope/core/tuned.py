@@ -5,10 +5,11 @@ from typing import Literal
 import msgspec
 
 from stepscope.core.own_workload import DrivenWorkload
+from stepscope.core.parts import PARTS
 from stepscope.core.processes import Change
 from stepscope.core.samples import Interval
 
-TUNED_FIELDS = ("attention", "dtype", "optimizer", "compile", "graph", "checkpointing", "accumulation")
+TUNED_FIELDS = ("attention", "dtype", "optimizer", "compile", "graph", "checkpointing", "accumulation", *PARTS)
 """Fields of a workload that a search may change."""
 
 Verdict = Literal[

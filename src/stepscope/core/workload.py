@@ -10,6 +10,7 @@ from stepscope.core.attentions import Attention, attention_names
 from stepscope.core.errors import InputError, choose
 from stepscope.core.identity import identity_of
 from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
+from stepscope.core.parts import REFERENCE, Kernels, Part, kernels_of
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.strategies import NOT_PARALLEL, batch_parts, sequence_parts, strategy_named, strategy_names
 
@@ -152,6 +153,11 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
     """All sequences of a step, whatever the accumulation."""
     seq_len: int = 512
     attention: Attention = "reference"
+    norm: Kernels = REFERENCE
+    rope: Kernels = REFERENCE
+    mlp: Kernels = REFERENCE
+    loss: Kernels = REFERENCE
+    """How each part is computed: the textbook's code, or another implementation of core/parts.py."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -162,12 +168,15 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
         whole_number(self.tokens, "batch_size x seq_len", 1, LARGEST)
         super().__post_init__()
         choose(self.attention, attention_names(), "attention")
+        self._check_parts()
         if self.optimizer is not None or self.phase == "train":
             choose(str(self.optimizer), OPTIMIZERS, "optimizer")
         self._check_checkpointing()
         self._check_accumulation()
         self._check_sequence()
         self.without_what_has_no_effect()
+        if self.phase == "forward":
+            msgspec.structs.force_setattr(self, "loss", REFERENCE)  # inference ends with the logits
 
     @property
     def key(self) -> str:
@@ -189,6 +198,7 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
             "dtype": self.dtype,
             "phase": self.phase,
             "attention": self.attention if self.attention != "reference" else "",
+            **{part: f"{name}-{part}" if name != REFERENCE else "" for part, name in self.parts.items()},
             **self.choice_words,
         }
         return [word for field, word in said.items() if word and field not in without]
@@ -197,6 +207,11 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
     def identity(self) -> dict[str, object]:
         """What digests are made of: the fields of the workload and of its model."""
         return {**identity_of(self, _FIRST_FIELDS), "model": self.model.identity}
+
+    @property
+    def parts(self) -> dict[Part, Kernels]:
+        """How each part of core/parts.py is computed."""
+        return {"norm": self.norm, "rope": self.rope, "mlp": self.mlp, "loss": self.loss}
 
     @property
     def tokens(self) -> int:
@@ -224,7 +239,17 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
     def _sort(self) -> tuple[str | None, ...]:
         choices = (self.dtype, self.phase, self.attention, self.compile, self.optimizer)
         others = (self.checkpointing, self.accumulation, self.parallel, self.ranks, self.model.tied)
+        choices += tuple(self.parts.values())
         return (*choices, *map(str, others))
+
+    def _check_parts(self) -> None:
+        for part, name in self.parts.items():
+            choose(name, kernels_of(part), part)
+            if name != REFERENCE and self.parallel != NOT_PARALLEL:
+                raise InputError(
+                    f"{part} {name} runs in one process: leave out --parallel {self.parallel}, or choose --{part} "
+                    f"{REFERENCE}"
+                )
 
     def _check_checkpointing(self) -> None:
         if self.checkpointing in ("none", "selective"):

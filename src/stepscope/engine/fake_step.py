@@ -26,6 +26,7 @@ from stepscope.core.attentions import ATTENTIONS, Memory
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import MemoryCategory
+from stepscope.core.parts import REFERENCE
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.workload import Workload
 from stepscope.measure.as_on_cuda import AsOnCuda, AttentionBackend
@@ -92,6 +93,12 @@ def watch_fake_step(workload: Workload, *, workspace_bytes: int = WORKSPACE_BYTE
     """Make and run the step on fake tensors. Raises InputError for what cannot be run so: compiled steps."""
     if workload.compile != "eager":
         raise InputError(f"compile {workload.compile} cannot be run on fake tensors: choose eager, or use the formulas")
+    other = next(((part, name) for part, name in workload.parts.items() if name != REFERENCE), None)
+    if other is not None:
+        raise InputError(
+            f"{other[0]} {other[1]} cannot be run on fake tensors, which see nothing of what its kernels make: "
+            f"choose --{other[0]} {REFERENCE}, or use the formulas"
+        )
     model, tokens = workload.model, workload.tokens
     if tokens * max(model.heads * workload.seq_len, model.vocabulary, model.d_ff) > LARGEST_TENSOR:
         raise InputError(

@@ -29,6 +29,7 @@ from stepscope.models.attention import attention_for, chosen_attention
 from stepscope.models.checkpointing import block_runner
 from stepscope.models.master_weights import OnMasters, halve
 from stepscope.models.optimizer import AdamWBf16State
+from stepscope.models.parts import parts_for
 from stepscope.models.scaled_products import scale_products
 from stepscope.models.step_graphs import StepGraphs
 from stepscope.models.transformer import Transformer
@@ -54,6 +55,8 @@ class ForwardLoss(nn.Module):
         self.model = model
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        if self.model.fused_loss is not None:
+            return self.model(tokens_BS, targets_BS)
         logits_BSV = self.model(tokens_BS)
         return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten())
 
@@ -273,6 +276,7 @@ def _chunks(batch: Batch, parts: int) -> list[Batch]:
 def check_supported(workload: Workload, device: torch.device) -> None:
     """Raise InputError for a workload that this device or build cannot run as asked."""
     chosen_attention(workload, device.type)
+    parts_for(workload, device.type)
     check_choices(workload, device)
 
 
@@ -296,12 +300,14 @@ def check_choices(choices: Choices, device: torch.device) -> None:
 
 def build_model(workload: Workload, device: torch.device | str) -> Transformer:
     """The workload's model on `device`, initialised (on "meta": shapes only)."""
+    device_type = "cpu" if str(device) == "meta" else torch.device(device).type
     model = Transformer(
         workload.model,
         max_seq_len=workload.seq_len,
-        attention=attention_for(workload, "cpu" if str(device) == "meta" else torch.device(device).type),
+        attention=attention_for(workload, device_type),
         run_blocks=block_runner(workload),
         device=device,
+        parts=parts_for(workload, device_type),
     )
     if str(device) != "meta":
         model.initialise()

@@ -17,19 +17,29 @@ from stepscope.core.model_config import ModelConfig
 from stepscope.models.attention import AttentionFunction
 from stepscope.models.attention.written_out import reference
 from stepscope.models.checkpointing import BlockRunner, keep_all
+from stepscope.models.parts import REFERENCE_PARTS, Parts
 
 ROPE_BASE = 10_000.0
 NORM_EPSILON = 1e-5
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + epsilon) * weight, computed in fp32: in fp16 the square of 256 already overflows."""
+    """x / sqrt(mean(x^2) + epsilon) * weight, computed in fp32: in fp16 the square of 256 already overflows.
 
-    def __init__(self, d_model: int, device: torch.device | None = None) -> None:
+    A fused norm also takes the branch that is added to x before, and then gives the sum too.
+    """
+
+    def __init__(
+        self, d_model: int, device: torch.device | None = None, parts: Parts = REFERENCE_PARTS
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.fused = parts.norm
         self.weight = nn.Parameter(torch.empty(d_model, device=device))
 
-    def forward(self, x_BSM: Tensor) -> Tensor:
+    def forward(self, x_BSM: Tensor, branch_BSM: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if self.fused is not None:
+            summed_and_normal = self.fused(x_BSM, branch_BSM, self.weight, NORM_EPSILON)
+            return summed_and_normal[1] if branch_BSM is None else summed_and_normal
         x = x_BSM.float()
         x = x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + NORM_EPSILON)
         return (x * self.weight).to(x_BSM.dtype)
@@ -86,20 +96,27 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(
         self, config: ModelConfig, rotary: RotaryEmbedding, attention: AttentionFunction,
-        device: torch.device | None = None,
+        device: torch.device | None = None, parts: Parts = REFERENCE_PARTS,
     ) -> None:  # fmt: skip
         super().__init__()
         self.head_dim = config.head_dim
         self.rotary = rotary
         self.attention = attention
+        self.fused_rotary = parts.rope
         self.query = nn.Linear(config.d_model, config.d_model, bias=False, device=device)
         self.key = nn.Linear(config.d_model, config.key_width, bias=False, device=device)
         self.value = nn.Linear(config.d_model, config.key_width, bias=False, device=device)
         self.output = nn.Linear(config.d_model, config.d_model, bias=False, device=device)
 
     def forward(self, x_BSM: Tensor) -> Tensor:
-        q_BHSD = self.rotary(self._split_heads(self.query(x_BSM)))
-        k_BHSD = self.rotary(self._split_heads(self.key(x_BSM)))
+        if self.fused_rotary is None:
+            q_BHSD = self.rotary(self._split_heads(self.query(x_BSM)))
+            k_BHSD = self.rotary(self._split_heads(self.key(x_BSM)))
+        else:
+            q_BHSD, k_BHSD = self.fused_rotary(
+                self._split_heads(self.query(x_BSM)), self._split_heads(self.key(x_BSM)),
+                self.rotary.cos_SD, self.rotary.sin_SD,
+            )  # fmt: skip
         v_BHSD = self._split_heads(self.value(x_BSM))
         out_BHSD = self.attention(q_BHSD, k_BHSD, v_BHSD, causal=True)
         return self.output(out_BHSD.transpose(1, 2).flatten(-2))
@@ -111,13 +128,18 @@ class CausalSelfAttention(nn.Module):
 class SwiGLU(nn.Module):
     """The feed-forward of a block: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, device: torch.device | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, device: torch.device | None = None, parts: Parts = REFERENCE_PARTS
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.fused = parts.mlp
         self.gate = nn.Linear(config.d_model, config.d_ff, bias=False, device=device)
         self.up = nn.Linear(config.d_model, config.d_ff, bias=False, device=device)
         self.down = nn.Linear(config.d_ff, config.d_model, bias=False, device=device)
 
     def forward(self, x_BSM: Tensor) -> Tensor:
+        if self.fused is not None:
+            return self.down(self.fused(self.gate(x_BSM), self.up(x_BSM)))
         return self.down(F.silu(self.gate(x_BSM)) * self.up(x_BSM))
 
 
@@ -126,15 +148,18 @@ class Block(nn.Module):
 
     def __init__(
         self, config: ModelConfig, rotary: RotaryEmbedding, attention: AttentionFunction,
-        device: torch.device | None = None,
+        device: torch.device | None = None, parts: Parts = REFERENCE_PARTS,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.attention_norm = RMSNorm(config.d_model, device)
-        self.attention = CausalSelfAttention(config, rotary, attention, device)
-        self.feed_forward_norm = RMSNorm(config.d_model, device)
-        self.feed_forward = SwiGLU(config, device)
+        self.attention_norm = RMSNorm(config.d_model, device, parts)
+        self.attention = CausalSelfAttention(config, rotary, attention, device, parts)
+        self.feed_forward_norm = RMSNorm(config.d_model, device, parts)
+        self.feed_forward = SwiGLU(config, device, parts)
 
     def forward(self, x_BSM: Tensor) -> Tensor:
+        if self.feed_forward_norm.fused is not None:
+            x_BSM, normal_BSM = self.feed_forward_norm(x_BSM, self.attention(self.attention_norm(x_BSM)))
+            return x_BSM + self.feed_forward(normal_BSM)
         x_BSM = x_BSM + self.attention(self.attention_norm(x_BSM))
         return x_BSM + self.feed_forward(self.feed_forward_norm(x_BSM))
 
@@ -143,30 +168,35 @@ class Transformer(nn.Module):
     """Token ids (B, S) to logits (B, S, V).
 
     Made on `device` ("meta" makes shapes without memory); `initialise` fills parameters and buffers. `run_blocks`
-    decides what the blocks keep for backward.
+    decides what the blocks keep for backward. `parts` compute the same as the code of this file, in fewer passes.
     """
 
     def __init__(
         self, config: ModelConfig, *, max_seq_len: int, attention: AttentionFunction = reference,
         run_blocks: BlockRunner = keep_all, device: torch.device | str | None = None,
+        parts: Parts = REFERENCE_PARTS,
     ) -> None:  # fmt: skip
         super().__init__()
         device = torch.device(device) if device is not None else None
-        self.config, self.run_blocks = config, run_blocks
+        self.config, self.run_blocks, self.fused_loss = config, run_blocks, parts.loss
         self.embedding = nn.Embedding(config.vocabulary, config.d_model, device=device)
         self.rotary = RotaryEmbedding(config.head_dim, max_seq_len, device)
-        self.blocks = nn.ModuleList(Block(config, self.rotary, attention, device) for _ in range(config.layers))
-        self.norm = RMSNorm(config.d_model, device)
+        self.blocks = nn.ModuleList(Block(config, self.rotary, attention, device, parts) for _ in range(config.layers))
+        self.norm = RMSNorm(config.d_model, device, parts)
         # A tied head's own weight is replaced below, so it needs no memory.
         of_head = torch.device("meta") if config.tied else device
         self.head = nn.Linear(config.d_model, config.vocabulary, bias=False, device=of_head)
         if config.tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens_BS: Tensor) -> Tensor:
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None) -> Tensor:
+        """The logits; with targets, the mean loss of `fused_loss`, which makes no logits of the whole batch."""
         # The embedding's output gets no name: a name would keep it alive beside the blocks where no graph needs it.
         x_BSM = self.run_blocks(self.blocks, self.embedding(tokens_BS))
-        return self.head(self.norm(x_BSM))
+        if targets_BS is None:
+            return self.head(self.norm(x_BSM))
+        assert self.fused_loss is not None
+        return self.fused_loss(self.norm(x_BSM), self.head.weight, targets_BS)
 
     @torch.no_grad()
     def initialise(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from stepscope.core.model_config import PRESETS, ModelConfig, configure
 from stepscope.core.own_arguments import is_configuration
 from stepscope.core.own_workload import AnyWorkload, OwnModel, OwnWorkload
+from stepscope.core.parts import PARTS
 from stepscope.core.run import Settings
 from stepscope.core.workload import Workload
 
@@ -30,6 +31,9 @@ def run_call(workload: AnyWorkload) -> str | None:
     if chosen is None:
         return None
     arguments = {name: value for name, value in chosen if name != "arg"}
+    parts = {name: arguments.pop(name) for name in PARTS if name in arguments}
+    if parts:
+        arguments["kernels"] = parts  # `loss` is a function there
     said = [repr(arguments.pop("model"))] if "model" in arguments and isinstance(workload, Workload) else []
     said += [f"{'module' if name == 'model' else name}={value!r}" for name, value in arguments.items()]
     if isinstance(workload, OwnWorkload) and workload.arguments:
@@ -45,6 +49,7 @@ def _chosen(workload: AnyWorkload) -> list[tuple[str, object]] | None:
             return None
         of_model = _different(model, configure(preset), without=("name",))
         of_step = _different(workload, Workload(model=model, phase=workload.phase), without=("model", "phase"))
+        of_step = _kernels_at_once(dict(of_step))
         chosen = [("model", preset), *of_model, *of_step]
     elif isinstance(workload, OwnWorkload) and (":" in workload.factory or is_configuration(workload.factory)):
         workload = workload.asked
@@ -66,6 +71,15 @@ def _different(one: _Sized, usual: _Sized, *, without: tuple[str, ...]) -> Itera
         value = getattr(one, field)
         if field not in without and value != getattr(usual, field, None) and value is not None:
             yield field, value
+
+
+def _kernels_at_once(of_step: dict[str, object]) -> list[tuple[str, object]]:
+    """With `kernels` in place of the parts, where all have one name."""
+    names = {of_step.get(part) for part in PARTS}
+    chosen = [*of_step.items()]
+    if len(names) > 1 or None in names:
+        return chosen
+    return [*((name, value) for name, value in chosen if name not in PARTS), ("kernels", names.pop())]
 
 
 def _of_settings(settings: Settings) -> list[str]:

@@ -6,6 +6,7 @@ of its targets, a factor or -inf that became a tensor.
 """
 
 import gc
+import importlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from stepscope.core.errors import InputError
 from stepscope.core.workload import Workload
+from stepscope.engine.fake_step import estimate_by_running
 from stepscope.measure.driven import capture_memory
 from stepscope.memory.prediction.estimate import estimate, symbolic_model
 from stepscope.memory.prediction.symbolic_tensors import Ledger, Node, RoundingAllocator, Storage, Tape
@@ -217,3 +220,64 @@ def test_a_recorded_step_shows_the_same_peaks(tmp_path: Path, changes: dict[str,
         assert abs(getattr(measured, name) - getattr(predicted, name)) <= NUMBERS, name
     parameters = sum(tensor.nbytes for tensor in step.model.parameters())
     assert measured.gradient_bytes == predicted.by_phase["optimizer"]["gradients"] == parameters
+
+
+# ---- fused parts
+
+FUSED = {"norm": "fused", "rope": "fused", "mlp": "fused", "loss": "fused"}
+
+
+@pytest.fixture
+def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are not run, since Triton's interpreter makes copies of what they take. Their results are any numbers."""
+    pytest.importorskip("triton", reason="the fused parts are written in Triton, which is not installed")
+    for part in ("norm", "rope", "mlp", "loss"):
+        module = importlib.import_module(f"stepscope.kernels.parts.{part}")
+        monkeypatch.setattr(module, "launch_at", lambda *_, **__: None)
+
+
+@pytest.mark.usefixtures("no_launches")
+@pytest.mark.parametrize(
+    ("parts", "choices"),
+    [
+        (FUSED, {"attention": "sdpa"}),
+        (FUSED, {"dtype": "fp16", "checkpointing": "selective"}),
+        (FUSED, {"tied": True, "vocabulary": 512, "accumulation": 2, "phase": "train"}),
+        *at_length(
+            *(({part: "fused"}, {"dtype": dtype}) for part in FUSED for dtype in ("fp32", "fp16")),
+            *(
+                ({**FUSED, part: "reference"}, {"attention": attention, "checkpointing": checkpointing})
+                for part in FUSED
+                for attention in ("reference", "sdpa")
+                for checkpointing in ("selective", "every-1", "every-2")
+            ),
+            (FUSED, {"d_model": 64, "heads": 4, "kv_heads": 2, "attention": "sdpa"}),
+            (FUSED, {"phase": "forward", "dtype": "fp16", "vocabulary": 512}),
+        ),
+    ],
+)
+def test_a_step_of_fused_parts_is_predicted_to_the_byte(parts: dict[str, Any], choices: dict[str, Any]):
+    workload = three(**parts, **choices)
+    if workload.phase != "forward" and workload.checkpointing == "none":
+        assert kept_in_truth(workload) == kept_by_symbolic_model(workload)
+    assert_alike(workload)
+
+
+@pytest.mark.usefixtures("no_launches")
+@pytest.mark.parametrize("dtype", ["bf16-master", *at_length("bf16", "bf16-pure")])
+def test_fused_parts_keep_in_16_bits_what_is_predicted(dtype: str):
+    workload = three(dtype=dtype, **FUSED)
+    assert kept_in_truth(workload) == kept_by_symbolic_model(workload)
+    measured, predicted = measured_peaks(workload), predicted_peaks(workload)
+    assert abs(measured["saved"] - predicted["saved"]) <= NUMBERS
+
+
+def test_what_is_not_predicted_of_parts_is_refused_in_one_line():
+    with pytest.raises(
+        InputError, match=r"^the memory of a step with loss liger is not predicted: choose --loss refer"
+    ):
+        estimate(three(loss="liger"), "cpu")
+    with pytest.raises(InputError, match="the memory of a compiled step with norm fused is not predicted"):
+        estimate(three(compile="default", **FUSED), "cpu")
+    with pytest.raises(InputError, match="norm fused cannot be run on fake tensors"):
+        estimate_by_running(three(norm="fused"))

@@ -12,6 +12,7 @@ from stepscope.core.attentions import attention_names
 from stepscope.core.errors import InputError, choose
 from stepscope.core.model_config import PRESETS
 from stepscope.core.own_workload import OwnWorkload
+from stepscope.core.parts import PARTS, kernels_of
 from stepscope.core.range_names import BACKWARD, DATA, FORWARD, FORWARD_BACKWARD, OPTIMIZER, REST, STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
@@ -93,6 +94,7 @@ FIELDS: dict[str, Field] = {
     "dtype": Field(read=_workload("dtype"), order=DTYPES),
     "phase": Field(read=_workload("phase"), order=PHASES),
     "attention": Field(read=_workload("attention"), order=attention_names()),
+    **{part: Field(read=_workload(part), order=kernels_of(part)) for part in PARTS},
     "compile": Field(read=_workload("compile"), order=COMPILES),
     "graph": Field(read=_workload("graph"), order=GRAPHS),
     "optimizer": Field(read=_workload("optimizer"), order=OPTIMIZERS),
@@ -136,8 +138,8 @@ def argument_fields(runs: Iterable[Run]) -> list[str]:
 
 
 IDENTIFYING = (
-    "model", "factory", "code", "batch_size", "seq_len", "dtype", "phase", "attention", "compile", "graph", "optimizer",
-    "checkpointing", "accumulation", "parallel", "ranks", "seed",
+    "model", "factory", "code", "batch_size", "seq_len", "dtype", "phase", "attention", *PARTS, "compile", "graph",
+    "optimizer", "checkpointing", "accumulation", "parallel", "ranks", "seed",
     "warmup", "device", "memory_limit", "torch", "tag",
 )  # fmt: skip
 """Fields that make two runs different experiments, as every argument does: a cell that holds runs which differ in one

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepscope.cli.given_options import refuse_beside
-from stepscope.cli.options import recording_from
 from stepscope.cli.output import check_picture, draw, emit_json, warn
 from stepscope.cli.presentation import Presentation
+from stepscope.cli.recording import recording_from
 from stepscope.cli.verb import verb
 from stepscope.core.errors import InputError
 from stepscope.core.run import Run, settings_from

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _profiler_enabled
 from torch.utils.flop_counter import register_flop_formula
 
 from stepscope.core.errors import InputError
 from stepscope.kernels.autocast_inputs import as_autocast
 from stepscope.kernels.flash.tiled import FlashAttentionTiled
 from stepscope.kernels.function_transforms import refuse_transforms, transformed_by_func
+from stepscope.kernels.operators import watched
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -240,28 +240,11 @@ def flash_attention(
     q, k, v = as_autocast(q, k, v)
     check_inputs(q, k, v, window)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    if _watched(q, k, v):
+    if watched(q, k, v):
         if transformed_by_func():
             return _transforms().transformed(q, k, v, causal, scale, window)
         return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window)[0]
     return _Direct.apply(q, k, v, (causal, scale, window))
-
-
-def _watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the call must be an operator.
-
-    A compiler, a mode (fake tensors, a counter, checkpointing's policy), a transformation, a profiler, a subclass and
-    tensors without data need one. Any other call skips the operator's layers in Python, which take several times as
-    long as a launch.
-    """
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or _profiler_enabled()
-        or q.is_meta
-        or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
-    )
 
 
 @functools.cache
@@ -271,15 +254,12 @@ def _transforms() -> "ModuleType":
     return transforms
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
 def _gradients(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool, scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     # With gradients enabled, this backward is itself differentiated. The operator then raises, since it cannot be.
-    if torch.is_grad_enabled() or _watched(q, k, v) or type(gradient) is not Tensor:
+    if torch.is_grad_enabled() or watched(q, k, v) or type(gradient) is not Tensor:
         return torch.ops.stepscope.flash_attention_backward(
             gradient, None, q, k, v, out, logsumexp, causal, scale, window
         )
@@ -327,7 +307,7 @@ class FlashAttention(torch.autograd.Function):
         check_inputs(q4, k4, v4)
         ctx.is_causal = is_causal
         ctx.scale = 1 / math.sqrt(q.shape[-1])
-        run = torch.ops.stepscope.flash_attention_forward if _watched(q, k, v) else _forward
+        run = torch.ops.stepscope.flash_attention_forward if watched(q, k, v) else _forward
         out, logsumexp = run(q4, k4, v4, is_causal, ctx.scale, None)
         out = out.reshape(q.shape)
         ctx.save_for_backward(q, k, v, out, logsumexp.reshape(q.shape[:-1]))

@@ -14,12 +14,14 @@ from stepscope.core.attention_support import unpredicted
 from stepscope.core.attentions import ATTENTIONS, Attention
 from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import CATEGORIES, MemoryCategory
+from stepscope.core.parts import REFERENCE
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.units import MIB
 from stepscope.core.workload import OF_ONE_LAUNCH, Workload
 from stepscope.memory.prediction.caching_allocator import CachingAllocator, OutOfMemory
 from stepscope.memory.prediction.symbolic_compiled import CompiledSymbolicModel
+from stepscope.memory.prediction.symbolic_fused import FusedSymbolicModel
 from stepscope.memory.prediction.symbolic_model import SymbolicModel
 from stepscope.memory.prediction.symbolic_tensors import (
     Allocator,
@@ -119,7 +121,10 @@ def symbolic_model(workload: Workload, device_type: DeviceType) -> SymbolicModel
         raise InputError(why)
     if config.layers > MOST_LAYERS:
         raise InputError(f"layers is {config.layers}: memory is predicted for at most {MOST_LAYERS}")
-    return (SymbolicModel if workload.compile == "eager" else CompiledSymbolicModel)(workload, device_type)
+    eager = workload.compile == "eager"
+    if any(name != REFERENCE for name in workload.parts.values()):
+        return FusedSymbolicModel(workload, device_type)
+    return (SymbolicModel if eager else CompiledSymbolicModel)(workload, device_type)
 
 
 _CHUNK = 2048

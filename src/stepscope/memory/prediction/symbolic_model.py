@@ -255,8 +255,7 @@ class SymbolicModel:
         return tape.storage(self.workload.seq_len * self.workload.model.head_dim * self.sizes.products)
 
     def _attention(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
-        q = self._rotated(tape, x, block["attention.query"])
-        k = self._rotated(tape, x, block["attention.key"])
+        q, k = self._rotated_heads(tape, x, block)
         v = self._project(tape, x, block["attention.value"])
         if self.attention.memory == "scores":
             out = self._written_out(tape, q, k, v)
@@ -267,6 +266,9 @@ class SymbolicModel:
         # Attention made of products stores heads before positions. The output projection needs a copy.
         together = out if self.fused or self.workload.model.heads == 1 else self._beside(tape, out)
         return self._linear(tape, together, block["attention.output"], self.d_model)
+
+    def _rotated_heads(self, tape: Tape, x: Tensor, block: BlockParameters) -> tuple[Tensor, Tensor]:
+        return self._rotated(tape, x, block["attention.query"]), self._rotated(tape, x, block["attention.key"])
 
     def _rotated(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
         projected = self._project(tape, x, weight)

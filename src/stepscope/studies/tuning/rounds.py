@@ -13,6 +13,7 @@ import msgspec
 from stepscope.core.attentions import PREFERRED, PREFERRED_ELSEWHERE
 from stepscope.core.errors import InputError
 from stepscope.core.own_workload import DrivenWorkload
+from stepscope.core.parts import PARTS
 from stepscope.core.precisions import Dtype
 from stepscope.core.workload import Workload
 
@@ -78,6 +79,12 @@ def _replayed(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
     yield {"graph": "step", "compile": "default"}
 
 
+def _fused_parts(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    yield dict.fromkeys(PARTS, "fused")
+    for part in PARTS:
+        yield {part: "fused"}
+
+
 def _under_backward(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
     for compiled in ("eager", "blocks"):
         yield {"optimizer": "adamw-under-backward", "compile": compiled}
@@ -107,6 +114,7 @@ ROUNDS: tuple[Round, ...] = (
     Round(name="optimizer", changes=_optimizers),
     Round(name="compile", changes=_compiled),
     Round(name="graph", changes=_replayed, of_gpu=True),
+    Round(name="kernels", changes=_fused_parts, of_gpu=True, of_textbook=True),
     Round(name="update under backward", changes=_under_backward, of_gpu=True),
 )
 

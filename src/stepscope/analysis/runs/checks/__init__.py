@@ -22,6 +22,7 @@ CHECKS: tuple[Check, ...] = (
     execution.compile_mode_mismatch,
     computation.compile_fallback,
     execution.attention_mismatch,
+    execution.part_mismatch,
     execution.optimizer_mismatch,
     execution.optimizer_skipped,
     execution.parameters_not_finite,

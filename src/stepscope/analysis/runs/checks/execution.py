@@ -9,9 +9,10 @@ import re
 from stepscope.core.attentions import ATTENTIONS, AUTO, Attention
 from stepscope.core.evidence import StepObservation
 from stepscope.core.finding import Finding, error, warning
+from stepscope.core.parts import PARTS, Part, calls_in_forward
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER, STEP
 from stepscope.core.run import Run
-from stepscope.core.workload import Compile, Optimizer
+from stepscope.core.workload import Compile, Optimizer, Workload
 
 _MODES: dict[Compile, dict[str, bool]] = {
     "default": {"triton.cudagraphs": False, "max_autotune": False},
@@ -79,6 +80,44 @@ def _written_out(calls: dict[str, int]) -> list[Attention]:
         and record.calls_softmax == softmax
         and (softmax or record.subtracts_maximum == maximum)
     ]
+
+
+def part_mismatch(run: Run) -> Finding | None:
+    """[27] How norm, rope, mlp and loss were computed, against what was asked for."""
+    if run.textbook is None or run.evidence.operators is None:
+        return None
+    return next((found for part in PARTS if (found := _part_mismatch(run, run.textbook, part)) is not None), None)
+
+
+def _part_mismatch(run: Run, workload: Workload, part: Part) -> Finding | None:
+    assert run.evidence.operators is not None
+    asked, ways = workload.parts[part], PARTS[part]
+    calls, profile = run.evidence.operators.calls.get(FORWARD, {}), run.evidence.profile
+    kernels = profile.kernels if profile else ()
+    counted = {
+        name: sum(count for operator, count in calls.items() if re.search(way.signs, operator))
+        for name, way in ways.items()
+        if way.signs
+    }
+    ran = [n for n in counted if counted[n] or any(re.search(ways[n].signs, kernel.name) for kernel in kernels)]
+    due = calls_in_forward(part, workload.model.layers) * workload.accumulation
+    replayed = workload.graph == "step" or _replayed(run)
+    seen = ways[asked].operators and not replayed
+    fault = ""
+    if strangers := [name for name in ran if name != asked]:
+        fault = f"{' and '.join(strangers)} ran"
+    elif seen and workload.compile == "eager" and counted[asked] < due:
+        fault = f"it ran {counted[asked]} times where the step has {due} calls"
+    elif (seen or (ways[asked].signs and kernels)) and asked not in ran:
+        fault = "nothing of it ran"
+    if not fault:
+        return None
+    return error(
+        "part-mismatch",
+        f"{part} {asked} was asked for, but {fault}.",
+        remedy="compare it as what it is; look for what chose another implementation",
+        evidence={"part": part, "asked": asked, "ran": ", ".join(ran)},
+    )
 
 
 def optimizer_mismatch(run: Run) -> Finding | None:

@@ -1,0 +1,151 @@
+"""SwiGLU's product silu(gate) * up, forward and backward in Triton.
+
+    silu_product(gate, up) -> silu(gate) * up
+
+With s = 1 / (1 + exp(-gate)) and silu(gate) = gate s:
+
+    dup = dout gate s        dgate = dout up s (1 + gate (1 - s))
+
+since d silu / d gate = s + gate s (1 - s). Autograd keeps gate and up alone, and backward makes s again: the third
+tensor of the written-out product, silu(gate), is never stored. Forward reads two tensors and writes one; backward reads
+three and writes two. It is computed in fp32 (in fp64 for fp64) and rounded once.
+
+Backward writes into new memory. Writing over gate and up would save it, and would be wrong where backward runs again
+(`retain_graph`) or somebody else holds them, which a kernel cannot see.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stepscope.core.errors import InputError
+from stepscope.kernels.function_transforms import refuse_transforms
+from stepscope.kernels.launching import interpreted, tiles_of
+from stepscope.kernels.operators import (
+    check_kernel_dtype,
+    check_kernel_place,
+    define,
+    refuse_second_derivative,
+    watched,
+)
+from stepscope.kernels.parts.layout import launch_at, wide
+
+_NAME = "mlp fused"
+_BLOCK = 2048
+
+
+@triton.jit
+def silu_product_forward(
+    gate, up, out, gate_stride, up_stride, width, tiles, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    row = program // tiles
+    column = program % tiles * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    through = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(WIDE)
+    values = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(WIDE)
+    values = through / (1.0 + tl.exp(-through)) * values
+    tl.store(out + row * width + column, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def silu_product_backward(
+    dout, gate, up, dgate, dup, dout_stride, gate_stride, up_stride, width, tiles,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    row = program // tiles
+    column = program % tiles * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gradient = tl.load(dout + row * dout_stride + column, mask=inside, other=0.0).to(WIDE)
+    through = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(WIDE)
+    values = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(WIDE)
+    sigmoid = 1.0 / (1.0 + tl.exp(-through))
+    of_gate = gradient * values * sigmoid * (1.0 + through * (1.0 - sigmoid))
+    tl.store(dgate + row * width + column, of_gate.to(dgate.dtype.element_ty), mask=inside)
+    tl.store(dup + row * width + column, (gradient * through * sigmoid).to(dup.dtype.element_ty), mask=inside)
+
+
+def _rows(*tensors: Tensor) -> list[Tensor]:
+    """Tensors (..., F) of one shape as rows; as a single row where all are contiguous, so that blocks are full."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return [tensor.reshape(1, -1) for tensor in tensors]
+    rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
+    return [each if each.stride(1) == 1 else each.contiguous() for each in rows]
+
+
+def _forward(gate: Tensor, up: Tensor) -> Tensor:
+    check_kernel_place(_NAME, gate, interpreted=interpreted())
+    out = _fake_forward(gate, up)
+    if gate.numel():
+        gates, ups = _rows(gate, up)
+        rows, width = gates.shape
+        tiles = tiles_of(width, _BLOCK)
+        launch_at(
+            gate, silu_product_forward, (rows * tiles,),
+            gates, ups, out, gates.stride(0), ups.stride(0), width, tiles, WIDE=wide(gate.dtype), BLOCK=_BLOCK,
+            num_warps=8,
+        )  # fmt: skip
+    return out
+
+
+def _fake_forward(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+
+
+def _backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    dgate, dup = _fake_backward(dout, gate, up)
+    if gate.numel():
+        gradients, gates, ups = _rows(dout, gate, up)
+        rows, width = gates.shape
+        tiles = tiles_of(width, _BLOCK)
+        launch_at(
+            gate, silu_product_backward, (rows * tiles,),
+            gradients, gates, ups, dgate, dup, gradients.stride(0), gates.stride(0), ups.stride(0), width, tiles,
+            WIDE=wide(gate.dtype), BLOCK=_BLOCK, num_warps=8,
+        )  # fmt: skip
+    return dgate, dup
+
+
+def _fake_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return _fake_forward(gate, up), _fake_forward(gate, up)
+
+
+_library = torch.library.Library("stepscope", "FRAGMENT")
+define(_library, "silu_product_forward(Tensor gate, Tensor up) -> Tensor", _forward, _fake_forward)
+define(
+    _library,
+    "silu_product_backward(Tensor dout, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        run = torch.ops.stepscope.silu_product_forward if watched(gate, up) else _forward
+        return run(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(_NAME)
+        gate, up = ctx.saved_tensors
+        run = torch.ops.stepscope.silu_product_backward if watched(gradients[0], gate, up) else _backward
+        return run(gradients[0], gate, up)
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    refuse_transforms(_NAME, "mlp reference")
+    check_kernel_dtype(_NAME, gate, up)
+    if gate.shape != up.shape or gate.dtype != up.dtype or gate.dim() < 1:
+        raise InputError(
+            f"{_NAME} takes gate and up (..., F) of one shape and dtype, not {tuple(gate.shape)} in {gate.dtype} and "
+            f"{tuple(up.shape)} in {up.dtype}"
+        )
+    return _Product.apply(gate, up)

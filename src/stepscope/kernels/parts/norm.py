@@ -1,0 +1,236 @@
+"""RMSNorm with the residual sum before it, forward and backward in Triton.
+
+    rms_norm(x, None, weight, epsilon)      -> x, y
+    rms_norm(x, branch, weight, epsilon)    -> s, y          s = x + branch, and y of s
+
+For a row x of M numbers, r = 1 / sqrt(mean(x^2) + epsilon), n = x r and y = n w. With g = dy w:
+
+    dx = r (g - n mean(g n))        from y; the gradient of s itself is added to it
+    dw = sum over rows of dy n
+
+r does not depend on w, and dn/dx = r (1 - n n^T / M), which gives dx. All of it is computed in fp32 (in fp64 for fp64).
+The sum s has the dtype that PyTorch gives x + branch, and is rounded to it before it is normalised; y has autocast's
+dtype, where autocast is on: the products after it would cast it.
+
+Autograd keeps s (or x) and r. Forward reads x and branch once and writes s and y. Backward runs a fixed number of
+programs, each over rows a fixed distance apart. Each sums its own share of dw, and the shares are added afterwards, so
+that the same input gives the same bits.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stepscope.core.errors import InputError
+from stepscope.core.parts import PARTS, norm_programs
+from stepscope.kernels.function_transforms import refuse_transforms
+from stepscope.kernels.launching import interpreted, tiles_of
+from stepscope.kernels.operators import (
+    check_kernel_dtype,
+    check_kernel_place,
+    define,
+    refuse_second_derivative,
+    watched,
+)
+from stepscope.kernels.parts.layout import autocast_dtype, launch_at, power_of_two, warps_for, wide
+
+_NAME = "norm fused"
+
+
+@triton.jit
+def rms_norm_forward(
+    x, branch, total, weight, y, roots, x_stride, branch_stride, width, epsilon,
+    ADDS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(WIDE)
+    if ADDS:
+        values += tl.load(branch + row * branch_stride + column, mask=inside, other=0.0).to(WIDE)
+        rounded = values.to(total.dtype.element_ty)
+        tl.store(total + row * width + column, rounded, mask=inside)
+        values = rounded.to(WIDE)
+    root = tl.rsqrt(tl.sum(values * values, 0) / width + epsilon)
+    tl.store(roots + row, root)
+    by = tl.load(weight + column, mask=inside, other=0.0).to(WIDE)
+    tl.store(y + row * width + column, (values * root * by).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rms_norm_backward(
+    dy, dtotal, x, weight, roots, dx, dbranch, shares, dy_stride, dtotal_stride, x_stride, rows, width, steps,
+    HAS_TOTAL: tl.constexpr, HAS_BRANCH: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    by = tl.load(weight + column, mask=inside, other=0.0).to(WIDE)
+    share = tl.zeros((BLOCK,), WIDE)
+    for step in range(0, steps):
+        row = program + step * tl.num_programs(0)
+        here = inside & (row < rows)
+        root = tl.load(roots + row, mask=row < rows, other=0.0)
+        normal = tl.load(x + row * x_stride + column, mask=here, other=0.0).to(WIDE) * root
+        gradient = tl.load(dy + row * dy_stride + column, mask=here, other=0.0).to(WIDE)
+        share += gradient * normal
+        gradient *= by
+        gradient = root * (gradient - normal * (tl.sum(gradient * normal, 0) / width))
+        if HAS_TOTAL:
+            gradient += tl.load(dtotal + row * dtotal_stride + column, mask=here, other=0.0).to(WIDE)
+        tl.store(dx + row * width + column, gradient.to(dx.dtype.element_ty), mask=here)
+        if HAS_BRANCH:
+            tl.store(dbranch + row * width + column, gradient.to(dbranch.dtype.element_ty), mask=here)
+    tl.store(shares + program * width + column, share, mask=inside)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """(..., M) as rows whose numbers lie side by side: a view, or a copy of what cannot be one."""
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _forward(
+    x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_kernel_place(_NAME, x, interpreted=interpreted())
+    y, total, roots = _fake_forward(x, branch, weight, epsilon, dtype)
+    if x.numel():
+        rows = _rows(x)
+        added = rows if branch is None else _rows(branch)
+        block = power_of_two(rows.shape[1])
+        launch_at(
+            x, rms_norm_forward, (rows.shape[0],),
+            rows, added, total, weight.contiguous(), y, roots, rows.stride(0), added.stride(0), rows.shape[1], epsilon,
+            ADDS=branch is not None, WIDE=wide(x.dtype), BLOCK=block, num_warps=warps_for(block),
+        )  # fmt: skip
+    return y, total, roots
+
+
+def _fake_forward(
+    x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    total_dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
+    roots = torch.empty(x.shape[:-1], dtype=_wide_dtype(x), device=x.device)
+    total = torch.empty(x.shape if branch is not None else (0,), dtype=total_dtype, device=x.device)
+    return torch.empty(x.shape, dtype=dtype, device=x.device), total, roots
+
+
+def _backward(
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, roots: Tensor, dtype: torch.dtype,
+    branch_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of x in its dtype, of the branch where that has another one, and of the weight."""
+    dx = torch.empty(x.shape, dtype=dtype, device=x.device)
+    apart = branch_dtype is not None and branch_dtype != dtype
+    dbranch = torch.empty(x.shape if apart else (0,), dtype=branch_dtype or dtype, device=x.device)
+    if not x.numel():
+        return dx, dbranch, torch.zeros_like(weight)
+    rows, gradients = _rows(x), _rows(dy)
+    totals = gradients if dtotal is None else _rows(dtotal)
+    count, width = rows.shape
+    programs = norm_programs(count, x.device.type)
+    shares = torch.empty(programs, width, dtype=_wide_dtype(x), device=x.device)
+    block = power_of_two(width)
+    launch_at(
+        x, rms_norm_backward, (programs,),
+        gradients, totals, rows, weight.contiguous(), roots, dx, dbranch, shares, gradients.stride(0),
+        totals.stride(0), rows.stride(0), count, width, tiles_of(count, programs),
+        HAS_TOTAL=dtotal is not None, HAS_BRANCH=apart, WIDE=wide(x.dtype), BLOCK=block, num_warps=warps_for(block),
+    )  # fmt: skip
+    return dx, dbranch, shares.sum(0).to(weight.dtype)
+
+
+def _fake_backward(
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, roots: Tensor, dtype: torch.dtype,
+    branch_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    apart = branch_dtype is not None and branch_dtype != dtype
+    return (
+        torch.empty(x.shape, dtype=dtype, device=x.device),
+        torch.empty(x.shape if apart else (0,), dtype=branch_dtype or dtype, device=x.device),
+        torch.empty_like(weight),
+    )
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+_library = torch.library.Library("stepscope", "FRAGMENT")
+define(
+    _library,
+    "rms_norm_forward(Tensor x, Tensor? branch, Tensor weight, float epsilon, ScalarType dtype)"
+    " -> (Tensor, Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+)
+define(
+    _library,
+    "rms_norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor roots, ScalarType dtype,"
+    " ScalarType? branch_dtype) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
+
+
+class _Norm(torch.autograd.Function):
+    """y = norm(x)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
+        run = torch.ops.stepscope.rms_norm_forward if watched(x, weight) else _forward
+        y, _, roots = run(x, None, weight, epsilon, dtype)
+        ctx.save_for_backward(x, weight, roots)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(_NAME)
+        x, weight, roots = ctx.saved_tensors
+        run = torch.ops.stepscope.rms_norm_backward if watched(gradients[0], x, weight) else _backward
+        dx, _, dweight = run(gradients[0], None, x, weight, roots, x.dtype, None)
+        return dx, dweight, None, None
+
+
+class _AddNorm(torch.autograd.Function):
+    """s = x + branch, y = norm(s)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, branch: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        run = torch.ops.stepscope.rms_norm_forward if watched(x, branch, weight) else _forward
+        y, total, roots = run(x, branch, weight, epsilon, dtype)
+        ctx.save_for_backward(total, weight, roots)
+        ctx.dtypes = x.dtype, branch.dtype
+        return total, y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(_NAME)
+        total, weight, roots = ctx.saved_tensors
+        dtotal, dy = gradients
+        run = torch.ops.stepscope.rms_norm_backward if watched(dy, total, weight) else _backward
+        dx, dbranch, dweight = run(dy, dtotal, total, weight, roots, *ctx.dtypes)
+        return dx, dx if ctx.dtypes[0] == ctx.dtypes[1] else dbranch, dweight, None, None
+
+
+def rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """x + branch, or x where there is no branch, and its RMSNorm: x / sqrt(mean(x^2) + epsilon) * weight."""
+    refuse_transforms(_NAME, "norm reference")
+    check_kernel_dtype(_NAME, x, weight, *([] if branch is None else [branch]))
+    width, largest = x.shape[-1] if x.dim() else 0, PARTS["norm"]["fused"].largest_width
+    assert largest is not None
+    if weight.shape != (width,) or not 1 <= width <= largest or (branch is not None and branch.shape != x.shape):
+        raise InputError(
+            f"{_NAME} takes x (..., M), a branch of its shape and a weight (M) with M from 1 to {largest}, not "
+            f"{tuple(x.shape)}, {None if branch is None else tuple(branch.shape)}, {tuple(weight.shape)}"
+        )
+    dtype = autocast_dtype(x)
+    if branch is None:
+        return x, _Norm.apply(x, weight, epsilon, dtype)
+    return _AddNorm.apply(x, branch, weight, epsilon, dtype)

@@ -1,0 +1,42 @@
+"""The parts by Liger-Kernel (github.com/linkedin/Liger-Kernel), where it is installed.
+
+Its norm has no residual sum: the sum is a kernel of PyTorch's before it. Its cross-entropy keeps the weight's gradient
+in the weight's dtype, and is told autocast's dtype by its input.
+"""
+
+import importlib
+from typing import Any
+
+from torch import Tensor
+
+from stepscope.kernels.parts.layout import autocast_dtype
+
+
+def _liger(name: str) -> Any:
+    return getattr(importlib.import_module("liger_kernel.transformers.functional"), name)
+
+
+def rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """x + branch, or x where there is no branch, and its RMSNorm."""
+    x = x if branch is None else x + branch
+    # In place it would write its gradient over the one that the residual stream still needs.
+    return x, _liger("liger_rms_norm")(x, weight, epsilon, in_place=False)
+
+
+def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys with each pair of halves turned by its position's angle."""
+    length = q.shape[2]
+    return _liger("liger_rope")(q, k, cos[None, :length].to(q.dtype), sin[None, :length].to(q.dtype))
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    return _liger("liger_swiglu")(gate, up)
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy of softmax(x weight^T) with the targets."""
+    dtype = autocast_dtype(x)
+    return _liger("liger_fused_linear_cross_entropy")(
+        x.to(dtype).flatten(0, -2), weight.to(dtype), targets.flatten()
+    )  # fmt: skip

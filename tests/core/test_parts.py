@@ -1,0 +1,65 @@
+"""The names of parts, as a command and as a call say them."""
+
+import re
+
+import pytest
+
+from stepscope.cli.workloads import ManyWorkloads, OneWorkload
+from stepscope.core.errors import InputError
+from stepscope.core.parts import PARTS, calls_in_forward, loss_chunk_rows, named_kernels, norm_programs
+from stepscope.core.workload import Workload
+from stepscope.work.spelled import run_call, run_command
+from tests.conftest import workload
+
+
+def test_one_name_is_that_of_all_parts_and_a_part_that_is_said_keeps_its_own():
+    assert named_kernels("fused") == dict.fromkeys(PARTS, "fused")
+    assert named_kernels({"loss": "liger"}) == {"loss": "liger"}
+    said = OneWorkload({"model": "tiny", "kernels": "fused", "rope": "reference"}).workload()
+    assert said.parts == {"norm": "fused", "rope": "reference", "mlp": "fused", "loss": "fused"}
+    for wrong, line in (({"normal": "fused"}, "kernels has the part 'normal'"), ("fast", "unknown kernels 'fast'"),
+                        ({"norm": "fast"}, "unknown norm 'fast'")):  # fmt: skip
+        with pytest.raises(InputError, match=re.escape(line)):
+            named_kernels(wrong)
+
+
+def test_a_sweep_over_kernels_has_a_cell_for_each():
+    found = ManyWorkloads({"model": ("tiny",), "kernels": ("reference", "fused"), "mlp": ("reference",)}).workloads()
+    assert [tuple(each.parts.values()) for each in found if isinstance(each, Workload)] == [
+        ("reference", "reference", "reference", "reference"), ("fused", "fused", "reference", "fused"),
+    ]  # fmt: skip
+
+
+def test_a_workload_is_spelled_with_its_parts():
+    every, one = workload(**dict.fromkeys(PARTS, "fused")), workload(loss="fused")
+    assert str(run_command(every)).endswith("--kernels fused") and str(run_command(one)).endswith("--loss fused")
+    assert str(run_call(every)).endswith("kernels='fused')")
+    assert str(run_call(one)).endswith("kernels={'loss': 'fused'})")
+
+
+def test_keys_name_parts_and_those_of_the_textbook_stay_as_they_were():
+    assert "fused-norm" in workload(norm="fused").key and "norm" not in workload().key
+
+
+def test_the_kernels_of_a_part_show_its_own_name_and_no_others():
+    names = {
+        "norm": ("rms_norm_forward", "_rms_norm_forward_kernel"), "rope": ("rotate_halves", "_triton_rope"),
+        "mlp": ("silu_product_backward", "_swiglu_backward_kernel"),
+        "loss": ("stepscope::linear_cross_entropy_forward", "liger_cross_entropy_kernel"),
+    }  # fmt: skip
+    for part, of_each in names.items():
+        for kernel, owner in zip(of_each, ("fused", "liger"), strict=True):
+            found = [
+                (where, name)
+                for where, ways in PARTS.items()
+                for name, way in ways.items()
+                if way.signs and re.search(way.signs, kernel)
+            ]
+            assert found == [(part, owner)]
+
+
+def test_sizes_of_launches():
+    assert [calls_in_forward(part, 3) for part in PARTS] == [7, 3, 3, 1]
+    assert loss_chunk_rows(2048, 10_000, 2) == 2048 and loss_chunk_rows(2048, 50_257, 2) == 640
+    assert loss_chunk_rows(5, 2**40, 2) == 1
+    assert norm_programs(3, "cuda") == 3 and norm_programs(10**6, "cuda") == 512 and norm_programs(0, "cpu") == 1

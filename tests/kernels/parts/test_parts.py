@@ -1,0 +1,198 @@
+"""The fused parts against float64: on a GPU, or without one in Triton's interpreter (conftest.py)."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
+
+from stepscope.core import parts as records
+from stepscope.core.attentions import TensorDtype
+from stepscope.core.errors import InputError
+from stepscope.kernels.parts.loss import linear_cross_entropy
+from stepscope.kernels.parts.mlp import silu_product
+from stepscope.kernels.parts.norm import rms_norm
+from stepscope.kernels.parts.rope import rotated
+from stepscope.models.parts.gate import LARGE_CASES, SMALL_CASES, PartCase, check_part
+from tests.conftest import in_the_interpreter_at_length
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
+    ),
+]
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", *in_the_interpreter_at_length("fp16")])
+@pytest.mark.parametrize("case", SMALL_CASES, ids=str)
+def test_a_part_passes_the_gate(case: PartCase, dtype: TensorDtype):
+    (verdict,) = check_part("fused", [case], [dtype], DEVICE)
+    assert verdict.passed, verdict.reason
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("case", LARGE_CASES, ids=str)
+def test_a_part_passes_the_gate_at_the_sizes_of_models(case: PartCase, dtype: TensorDtype):
+    (verdict,) = check_part("fused", [case], [dtype], DEVICE)
+    assert verdict.passed, verdict.reason
+
+
+def test_the_gate_sees_what_is_wrong():
+    def forgets(gate: Tensor, up: Tensor) -> Tensor:
+        out = silu_product(gate, up)
+        return torch.cat([out[:-1], torch.full_like(out[-1:], float("nan"))])
+
+    def overwrites(gate: Tensor, up: Tensor) -> Tensor:
+        gate.data.mul_(0.5)
+        return silu_product(gate, up)
+
+    def of_another_dtype(gate: Tensor, up: Tensor) -> Tensor:
+        return (F.silu(gate) * up).double()
+
+    def a_little_off(gate: Tensor, up: Tensor) -> Tensor:
+        return silu_product(gate, up) * 1.0001
+
+    case = PartCase("mlp", (3, 8))
+    said = {
+        wrong.__name__: check_part("fused", [case], ["fp32"], DEVICE, wrong)[0].reason
+        for wrong in (forgets, overwrites, of_another_dtype, a_little_off)
+    }
+    assert "off by nan" in said["forgets"] and said["overwrites"] == "it writes to its inputs"
+    assert "in torch.float64, not" in said["of_another_dtype"] and "is off by" in said["a_little_off"]
+
+
+def test_gradients_are_those_of_finite_differences():
+    x, branch, weight = normal(2, 5), normal(2, 5, seed=1), normal(5)
+    q, k = normal(1, 2, 2, 4), normal(1, 2, 1, 4)
+    angles = torch.linspace(0, 6, 4, dtype=torch.float64, device=DEVICE).reshape(2, 2).repeat(1, 2)
+    targets = torch.tensor([1, -100, 6], device=DEVICE)
+
+    def check(function: Any, *inputs: Tensor) -> None:
+        assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+
+    check(lambda x, weight: rms_norm(x, None, weight, 1e-5)[1], x, weight)
+    check(lambda x, branch, weight: rms_norm(x, branch, weight, 1e-5), x, branch, weight)
+    check(lambda q, k: rotated(q.transpose(1, 2), k.transpose(1, 2), angles.cos(), angles.sin()), q, k)
+    check(silu_product, normal(2, 7), normal(2, 7, seed=1))
+    check(lambda x, weight: linear_cross_entropy(x, weight, targets, z_loss=0.1), normal(3, 5), normal(7, 5))
+
+
+def test_the_loss_is_pytorchs_in_chunks_scaled_and_with_a_z_loss(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(records, "LOSS_CHUNK_BYTES", 2 * 11 * 8)  # two rows at a time
+    x, weight = normal(5, 6), normal(11, 6)
+    targets = torch.tensor([3, 0, -100, 10, 10], device=DEVICE)
+    logits = x @ weight.t()
+    kept = targets != -100
+    right = F.cross_entropy(logits, targets) + 0.1 * logits.logsumexp(-1)[kept].square().mean()
+    ours = linear_cross_entropy(x, weight, targets, z_loss=0.1)
+    torch.testing.assert_close(ours, right)
+    torch.testing.assert_close(
+        torch.autograd.grad(65536 * ours, [x, weight]), torch.autograd.grad(65536 * right, [x, weight])
+    )
+
+
+def test_a_loss_without_any_target_is_as_pytorchs_and_a_wrong_target_is_nan():
+    x, weight = normal(2, 4), normal(5, 4)
+    ignored = torch.full((2,), -100, device=DEVICE)
+    loss = linear_cross_entropy(x, weight, ignored)
+    assert loss.isnan()
+    assert all(gradient.eq(0).all() for gradient in torch.autograd.grad(loss, [x, weight]))
+    assert linear_cross_entropy(x, weight, torch.tensor([1, 5], device=DEVICE)).isnan()
+
+
+def test_fp16_keeps_gradients_that_a_mean_over_many_rows_would_lose():
+    """1 / 4096 of a probability of 1e-5 is below fp16's smallest number; the loss scale comes after forward."""
+    rows, vocabulary = 4096 if DEVICE.type == "cuda" else 8, 64
+    x, weight = normal(rows, 8, dtype=torch.float16), normal(vocabulary, 8, dtype=torch.float16)
+    targets = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    exact = torch.autograd.grad(65536 * F.cross_entropy(x.double() @ weight.double().t(), targets), weight)[0]
+    ours = torch.autograd.grad(65536 * linear_cross_entropy(x, weight, targets), weight)[0]
+    assert (ours.double() - exact).norm() <= 4e-3 * exact.norm()
+
+
+def test_without_gradients_the_loss_makes_none():
+    x, weight = normal(3, 4), normal(5, 4)
+    targets = torch.tensor([0, 1, 4], device=DEVICE)
+    with torch.no_grad():
+        assert not linear_cross_entropy(x, weight, targets).requires_grad
+    (of_x,) = torch.autograd.grad(linear_cross_entropy(x, weight.detach(), targets), [x])
+    torch.testing.assert_close(of_x, torch.autograd.grad(F.cross_entropy(x @ weight.t(), targets), [x])[0])
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0, 4)])
+def test_tensors_without_rows(shape: tuple[int, ...]):
+    x, weight = normal(*shape), normal(4)
+    summed, out = rms_norm(x, x * 2, weight, 1e-5)
+    assert summed.shape == out.shape == shape
+    gradients = torch.autograd.grad((out.sum() + summed.sum() + silu_product(x, x).sum()), [x, weight])
+    assert gradients[0].shape == shape and gradients[1].eq(0).all()
+    q = normal(0, 2, 3, 4)
+    assert rotated(q, q, torch.ones(3, 4, device=DEVICE), torch.ones(3, 4, device=DEVICE))[0].shape == q.shape
+
+
+def test_under_autocast_outputs_have_its_dtype_and_gradients_their_inputs():
+    x, weight, branch = normal(3, 8, dtype=torch.float32), normal(8, dtype=torch.float32), normal(3, 8).bfloat16()
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        summed, out = rms_norm(x, branch, weight, 1e-5)
+        loss = linear_cross_entropy(
+            out, normal(9, 8, dtype=torch.float32), torch.zeros(3, dtype=torch.int64).to(DEVICE)
+        )
+    assert (summed.dtype, out.dtype, loss.dtype) == (torch.float32, torch.bfloat16, torch.float32)
+    gradients = torch.autograd.grad(loss + summed.sum(), [x, branch, weight])
+    assert [g.dtype for g in gradients] == [torch.float32, torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: rms_norm(normal(2, 4), None, normal(5), 1e-5), r"norm fused takes x .* not \(2, 4\), None, \(5,"),
+        (lambda: rms_norm(normal(2, 4), normal(4), normal(4), 1e-5), "norm fused takes"),
+        (lambda: rotated(normal(1, 2, 3, 5), normal(1, 2, 3, 5), *[normal(3, 5)] * 2), "with an even D up to 1024"),
+        (lambda: rotated(normal(1, 2, 3, 4), normal(1, 2, 3, 4), *[normal(2, 4)] * 2), r"tables \(S or more, D\)"),
+        (lambda: silu_product(normal(2, 4), normal(2, 5)), "mlp fused takes gate and up"),
+        (lambda: silu_product(normal(2).int(), normal(2).int()), "mlp fused takes fp32, bf16, fp16 or fp64, not int32"),
+        (lambda: linear_cross_entropy(normal(2, 4), normal(5, 4), torch.zeros(3)), "loss fused takes x"),
+        (lambda: linear_cross_entropy(normal(2, 4), normal(5, 4), torch.zeros(2).to(DEVICE)), "targets of int64 or"),
+    ],
+)  # fmt: skip
+def test_what_a_part_does_not_take_is_one_line_that_names_it(call: Any, says: str):
+    with pytest.raises(InputError, match=says) as raised:
+        call()
+    assert "\n" not in str(raised.value)
+
+
+def test_a_second_derivative_is_refused():
+    x = normal(2, 4)
+    (gradient,) = torch.autograd.grad(silu_product(x, x * 2).sum(), x, create_graph=False)
+    assert gradient.shape == x.shape
+    with pytest.raises(NotImplementedError, match="mlp fused has no second derivative"):
+        torch.autograd.grad(silu_product(x, x * 2).sum(), x, create_graph=True)
+
+
+def test_a_compiler_takes_every_part_without_a_graph_break():
+    x, weight, head = normal(2, 3, 8), normal(8), normal(9, 8)
+    cos, sin = normal(3, 4).detach(), normal(3, 4, seed=1).detach()
+    targets = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
+
+    def all_parts(x: Tensor, weight: Tensor, head: Tensor) -> Tensor:
+        summed, out = rms_norm(x, x * 2, weight, 1e-5)
+        heads = out.unflatten(-1, (2, 4)).transpose(1, 2)
+        q, k = rotated(heads, heads * 2, cos, sin)
+        mixed = silu_product(q, k).transpose(1, 2).flatten(-2) + rms_norm(summed, None, weight, 1e-5)[1]
+        return linear_cross_entropy(mixed, head, targets)
+
+    right = torch.autograd.grad(all_parts(x, weight, head), [x, weight, head])
+    compiled = torch.compile(all_parts, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(x, weight, head), [x, weight, head]), right)

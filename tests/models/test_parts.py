@@ -1,0 +1,77 @@
+"""The textbook's step with fused parts beside its own code: the same losses and gradients, in Triton's interpreter."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the fused parts are written in Triton, which is not installed")
+
+from stepscope.core import parts as records
+from stepscope.core.errors import InputError
+from stepscope.core.parts import KERNELS, PARTS
+from stepscope.core.workload import Workload
+from stepscope.models.parts import parts_for
+from stepscope.models.training_step import TrainingStep
+from tests.conftest import at_length, mini, run_steps
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+FUSED: dict[str, Any] = dict.fromkeys(PARTS, "fused")
+UNITS = {"fp32": 2e-6, "bf16": 2e-2, "bf16-master": 2e-2, "bf16-pure": 3e-2, "fp16": 4e-3}
+"""How far losses and gradients may be apart, by dtype: in 16 bits the fused parts round less often."""
+
+
+def gradients(workload: Workload) -> tuple[float, torch.Tensor]:
+    """The loss of the first step and all its gradients as one tensor."""
+    step = TrainingStep(workload, CPU)
+    loss = run_steps(step)
+    assert loss is not None
+    scale = step.scaler.get_scale() if step.scaler.is_enabled() else 1.0
+    return loss, torch.cat([p.grad.double().flatten() / scale for p in step.model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "choices"),
+    [
+        ("fp32", {}),
+        ("bf16", {"checkpointing": "selective"}),
+        ("bf16-master", {"accumulation": 2}),
+        ("fp32", {"tied": True, "kv_heads": 1, "attention": "sdpa"}),
+        *at_length(
+            ("fp32", {"norm": "reference"}), ("fp32", {"rope": "reference", "checkpointing": "every-1"}),
+            ("bf16", {"mlp": "reference"}), ("bf16", {"loss": "reference", "checkpointing": "every-2"}),
+            ("fp16", {}), ("bf16-pure", {}), ("bf16-pure", {"norm": "reference", "checkpointing": "selective"}),
+        ),
+    ],
+)  # fmt: skip
+def test_a_step_of_fused_parts_has_the_gradients_of_the_textbooks(dtype: str, choices: dict[str, Any]):
+    common = {"phase": "forward-backward", "dtype": dtype}
+    fused = gradients(mini(**common, **{**FUSED, **choices}))
+    plain = gradients(mini(**common, **{**choices, **dict.fromkeys(PARTS, "reference")}))
+    assert fused[0] == pytest.approx(plain[0], rel=UNITS[dtype])
+    assert float((fused[1] - plain[1]).norm()) <= UNITS[dtype] * float(plain[1].norm())
+
+
+def test_inference_has_the_same_logits():
+    step, plain = TrainingStep(mini(phase="forward", **FUSED), CPU), TrainingStep(mini(phase="forward"), CPU)
+    assert step.workload.loss == "reference", "inference ends with the logits"
+    torch.testing.assert_close(step.model(step.tokens), plain.model(plain.tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_every_name_of_kernels_is_one_of_every_part():
+    assert all(set(KERNELS) == set(ways) for ways in PARTS.values())
+
+
+def test_a_part_that_does_not_run_here_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(InputError, match="norm liger runs on cuda, not on cpu: choose --norm reference"):
+        parts_for(mini(norm="liger"), "cpu")
+    monkeypatch.delenv(records.INTERPRETER)
+    with pytest.raises(InputError, match="mlp fused runs on cpu in Triton's interpreter only"):
+        parts_for(mini(mlp="fused"), "cpu")
+    wide = mini(norm="fused", d_model=65536, heads=64)
+    with pytest.raises(InputError, match="norm fused takes rows of up to 32768 numbers, not 65536"):
+        parts_for(wide, "cuda")
+    with pytest.raises(InputError, match="loss fused runs in one process: leave out --parallel ddp"):
+        mini(loss="fused", parallel="ddp", ranks=2)
