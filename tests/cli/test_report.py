@@ -1,6 +1,9 @@
 """`stepscope report`: which page a name gives, where it is written, and what is refused."""
 
+import html
 import os
+import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -12,6 +15,16 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
 RUN = RESULTS / "cpu" / "first"
 SNAPSHOT = next((RESULTS / "h200" / "memory-recorded").glob("*tiny*")) / "memory.pickle.gz"
+
+
+def test_a_page_names_a_command_that_shows_the_same(tmp_path: Path):
+    done = stepscope("report", "last", "last", "--runs", RUN, "-o", tmp_path / "page.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = html.unescape((tmp_path / "page.html").read_text())
+    assert "Show it in a terminal" in page and "Measure it again" not in page
+    (command,) = re.findall(r"<code>(stepscope table .*)</code>", page)
+    shown = stepscope(*shlex.split(command)[1:], cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
 
 
 def test_a_page_lies_beside_its_run(tmp_path: Path):

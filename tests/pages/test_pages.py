@@ -50,6 +50,16 @@ def test_a_run_is_a_sentence_five_figures_and_its_tables():
     assert titles(page) == ["What was measured", "The step by its phases", "Environment", "Notes"]
 
 
+def test_what_only_reads_is_said_to_show_and_not_to_measure():
+    ranks = [str(file) for file in sorted((ROOT / "results/h200-x2/ranks/late-0").rglob("*.json.gz"))]
+    page = page_named(ranks, Path("runs"), quiet)
+    assert page.title == f"What do the ranks of {len(ranks)} captures do?"
+    assert page.shown_by == (f"stepscope trace {' '.join(ranks)}",) and page.reproduce == ()
+    assert page_of_run(make_run(mini())).shown_by == ()
+    hostile = page_of_runs(sweep(), "x", ["my runs", "a;b"])
+    assert hostile.shown_by == ("stepscope table 'my runs' 'a;b'",)
+
+
 def test_a_run_with_a_trace_shows_where_when_and_how_near_the_peaks():
     page = page_named([str(LOOP)], Path("runs"), quiet)
     for title in ("Where the time went", "The longest kernels", "Against the device's peaks"):
@@ -140,7 +150,7 @@ def sweep() -> list[Run]:
 
 
 def test_a_sweep_has_maps_of_its_axes_with_why_a_cell_is_missing():
-    page = page_of_runs(sweep(), "a folder")
+    page = page_of_runs(sweep(), "a folder", ["a folder"])
     assert figure(page, "measured") == "5 of 6"
     assert "from 16 ms" in page.sentence and "to 64 ms" in page.sentence and "1 OOM" in page.sentence
     heat = next(panel for section in page.sections for panel in section.answer.panels if panel.kind == "heat")
@@ -225,7 +235,7 @@ def test_nothing_that_says_who_or_where_is_left(monkeypatch: pytest.MonkeyPatch)
         tables=(table_of("line of code", rows=[("train.py:17 forward",), ("../lib/net/attention.py:5",)]),),
         origin=("Saved in runs/20260101-x; own code at 0123456789",),
     )  # fmt: skip
-    page = page_of_answer(answer, "capture", reproduce=("stepscope trace /home/ada/x",))
+    page = page_of_answer(answer, "capture", shown_by=("stepscope trace /home/ada/x",))
     said = msgspec.json.encode(redacted(page)).decode()
     for secret in ("ada", "secret", "lab-node", "train.py", "width=12", "/data", "attention.py", "0123456789"):
         assert secret not in said, secret
@@ -249,6 +259,19 @@ def test_what_the_user_named_and_commits_are_left_out_wherever_they_stand():
     for secret in ("acme", "bob", "fdb506a6ec", "85ec82b31d", "2aafee13b3d7", "Documents", "for-bob", "red1"):
         assert secret not in said, secret
     assert "57.6 ms" in said and "Is [path] faster than [path]?" in said
+
+
+def test_a_name_that_is_a_part_of_a_word_leaves_the_word():
+    answer = Answer(
+        study="s", question="The latest of test, acme_2", lead=(Line("at the commits 12345678 and 87654321"),),
+        tables=(table_of("what", "on this machine", rows=[("git commit", "87654321")]),),
+    )  # fmt: skip
+    page = page_of_answer(answer, "answer", figures=(gravest(()),))
+    found = redacted(page, ("test", "acme", "gravest"))
+    assert found.title == "The latest of [path], [path]_2"
+    said = msgspec.json.encode(found).decode()
+    assert "12345678" not in said and "87654321" not in said
+    assert found.figures[0].name == "gravest finding", "words of stepscope's own stay"
 
 
 def test_a_run_that_was_not_measured_has_not_passed_every_check():

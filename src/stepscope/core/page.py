@@ -42,7 +42,9 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     """Whether checks ran, so that no finding is good news."""
     sections: tuple[Section, ...] = ()
     reproduce: tuple[str, ...] = ()
-    """Commands that make the same again."""
+    """Commands that measure the same again."""
+    shown_by: tuple[str, ...] = ()
+    """Commands that show the same in a terminal, and measure nothing."""
 
     @property
     def panels(self) -> tuple[Panel, ...]:

@@ -74,11 +74,12 @@ def page_of_comparison(names: Sequence[str], runs: Path, across: Sequence[str], 
         )
 
     answer = answer_comparison(found, digests)
-    across_words = f" --across {','.join(across)}" if across else ""
+    options = f" --across {shlex.quote(','.join(across))}" if across else ""
+    options += f" --runs {shlex.quote(str(runs))}" if runs != Path("runs") else ""
     return page_of_answer(
         answer,
         "comparison",
-        reproduce=(f"stepscope compare {shlex.quote(names[0])} {shlex.quote(names[1])}{across_words}",),
+        shown_by=(f"stepscope compare {shlex.join(names)}{options}",),
     )
 
 
@@ -156,7 +157,7 @@ def _of_snapshot(place: Path) -> Page:
     sentence = next(line.text for table in answer.tables for line in table.notes)
     return page_of_answer(
         answer, "snapshot", title=f"What takes the memory of {place.name}?", sentence=sentence, figures=figures,
-        reproduce=(f"stepscope memory {shlex.quote(str(place))}",),
+        shown_by=(f"stepscope memory {shlex.quote(str(place))}",),
     )  # fmt: skip
 
 
@@ -175,10 +176,10 @@ def _of_directory(place: Path, say: Say) -> Page:
         for fault in faults:
             say(f"left out: {fault}")
         ranks = len(captures) == len(runs) and all(getattr(run.workload, "rank", None) is not None for run in runs)
-        return _of_ranks(captures, str(place), say) if ranks else page_of_runs(runs, str(place))
+        return _of_ranks(captures, [str(place)], say) if ranks else page_of_runs(runs, str(place), [str(place)])
     if not any(place.iterdir()):
         raise InputError(f"{place} is empty: name a run, a folder of runs, a capture, or a snapshot")
-    return _of_ranks(captures, str(place), say) if len(captures) > 1 else _of_capture(place, say)
+    return _of_ranks(captures, [str(place)], say) if len(captures) > 1 else _of_capture(place, say)
 
 
 def _of_run(run: Run, directory: Path, say: Say) -> Page:
@@ -211,13 +212,13 @@ def _of_several(names: Sequence[str], runs: Path, say: Say) -> Page:
     if len(files) < len(places):
         raise InputError("several names are runs, or captures of ranks: name each set by itself")
     if all(place.is_file() and place.name != RUN_FILE for place in files):
-        return _of_ranks(files, " ".join(shlex.quote(str(file)) for file in files), say)
+        return _of_ranks(files, [str(file) for file in files], say)
     found, faults = load_runs(files)
     for fault in faults:
         say(f"left out: {fault}")
-    return page_of_runs(found, " ".join(names))
+    return page_of_runs(found, " ".join(names), list(dict.fromkeys(map(str, files))))
 
 
-def _of_ranks(captures: list[Path], source: str, say: Say) -> Page:
+def _of_ranks(captures: list[Path], places: Sequence[str], say: Say) -> Page:
     job = load_job(captures, say=say)
-    return page_of_job(job, check_job(job), source, lambda path: load_capture(Path(path), say=say))
+    return page_of_job(job, check_job(job), places, lambda path: load_capture(Path(path), say=say))

@@ -13,7 +13,7 @@ PLOTS = "Plots"
 
 def page_of_answer(
     answer: Answer, kind: str, *, title: str = "", sentence: str = "", figures: tuple[Figure, ...] = (),
-    panels: tuple[Panel, ...] = (), reproduce: tuple[str, ...] = (),
+    panels: tuple[Panel, ...] = (), shown_by: tuple[str, ...] = (),
 ) -> Page:  # fmt: skip
     """The page of one answer: its sentences as findings, then plots, then each table. `panels` are further plots."""
     drawn = msgspec.structs.replace(answer, panels=(*panels, *answer.panels))
@@ -25,7 +25,7 @@ def page_of_answer(
         findings=answer.findings,
         checked=answer.checked,
         sections=(*heading_of(answer), *sections_of(drawn), *ending_of(answer)),
-        reproduce=reproduce,
+        shown_by=shown_by,
     )
 
 

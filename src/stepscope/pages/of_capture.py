@@ -2,7 +2,7 @@
 peaks, and what ran when."""
 
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import polars as pl
 
@@ -30,7 +30,7 @@ def page_of_capture(summary: TraceSummary, findings: tuple[Finding, ...], source
         findings=findings,
         checked=True,
         sections=(*heading_of(answer), *sections_of_capture(summary, answer), *ending_of(answer)),
-        reproduce=(f"stepscope trace {shlex.quote(source)}",),
+        shown_by=(f"stepscope trace {shlex.quote(source)}",),
     )
 
 
@@ -102,8 +102,12 @@ def _figures(summary: TraceSummary, findings: tuple[Finding, ...]) -> tuple[Figu
     )  # fmt: skip
 
 
-def page_of_job(job: Job, findings: tuple[Finding, ...], source: str, load: Callable[[str], TraceSummary]) -> Page:
-    """The page of several ranks' captures. `load` reads one of them again, by its source, for the timeline."""
+def page_of_job(
+    job: Job, findings: tuple[Finding, ...], places: Sequence[str], load: Callable[[str], TraceSummary]
+) -> Page:
+    """The page of several ranks' captures, from a folder or from files. `load` reads one of them again, by its source,
+    for the timeline."""
+    source = places[0] if len(places) == 1 else counted(len(places), "capture")
     offsets = {clock.rank: clock.offset_ns for clock in job.matched.clocks}
     lanes: Iterable[tuple[str, TraceSummary, int]] = (
         (f"rank {rank.number}", load(rank.source), offsets.get(rank.number, 0)) for rank in job.ranks[:_RANKS_DRAWN]
@@ -121,7 +125,7 @@ def page_of_job(job: Job, findings: tuple[Finding, ...], source: str, load: Call
             gravest(findings),
         ),
         panels=(timeline,) if timeline is not None else (),
-        reproduce=(f"stepscope trace {source}",),
+        shown_by=(f"stepscope trace {shlex.join(places)}",),
     )
 
 

@@ -1,5 +1,6 @@
 """The page of one run, or of one step measured in several processes."""
 
+import shlex
 from collections.abc import Iterator
 
 import msgspec
@@ -196,8 +197,8 @@ def commands_of(run: Run) -> list[str]:
         words += _different(workload, Workload(model=model, phase=workload.phase), without=("model", "phase"))
         words += [f"--phase {workload.phase}"] if workload.phase != "train" else []
     elif isinstance(workload, OwnWorkload) and ":" in workload.factory:
-        words = [f"--module {workload.factory}"]
-        words += [f"--arg {name}={value}" for name, value in workload.arguments.items()]
+        words = [f"--module {shlex.quote(workload.factory)}"]
+        words += [f"--arg {shlex.quote(f'{name}={value}')}" for name, value in workload.arguments.items()]
         words += [f"--dtype {workload.dtype}"] if workload.dtype != "fp32" else []
     else:
         return []
@@ -212,7 +213,7 @@ def _different(one: msgspec.Struct, usual: msgspec.Struct, *, without: tuple[str
         if field in without or value == getattr(usual, field, None) or value is None:
             continue
         option = f"--{field.replace('_', '-')}"
-        yield option if value is True else f"{option} {value}"
+        yield option if value is True else f"{option} {shlex.quote(str(value))}"
 
 
 def _of_settings(settings: Settings) -> list[str]:

@@ -34,8 +34,8 @@ _MOST_MAPS = 4
 _SIZES = ("layers", "d_model", "heads", "head_dim")
 
 
-def page_of_runs(runs: Sequence[Run], name: str) -> Page:
-    """The page of these runs, of which `name` says where they lie. Raises InputError where there are none."""
+def page_of_runs(runs: Sequence[Run], name: str, places: Sequence[str]) -> Page:
+    """The page of these runs, which lie in these places and go by this name. Raises InputError where there are none."""
     if not runs:
         raise InputError(f"no runs at {name}: `stepscope sweep` leaves some")
     done = [run for run in runs if run.status == "done" and metrics.median_s(run, STEP)]
@@ -57,7 +57,7 @@ def page_of_runs(runs: Sequence[Run], name: str) -> Page:
         findings=findings,
         checked=bool(done),
         sections=(*sections, _where(runs)),
-        reproduce=(f"stepscope table {shlex.quote(name)}",),
+        shown_by=(f"stepscope table {shlex.join(places)}",),
     )
 
 
