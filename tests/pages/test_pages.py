@@ -1,5 +1,6 @@
 """Pages of stored runs, of captures and of other answers: what stands on them, and in which order."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -10,12 +11,14 @@ import pytest
 from stepscope.analysis.captures.checks import check_trace
 from stepscope.analysis.captures.digest import load_digest
 from stepscope.analysis.captures.load import load_capture
+from stepscope.analysis.captures.panels import icicle_panel
 from stepscope.core.answer import Answer, Line, table_of, text
+from stepscope.core.errors import InputError
 from stepscope.core.finding import error, note, warning
 from stepscope.core.page import Page
 from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import load_run
-from stepscope.pages.named import page_named
+from stepscope.pages.named import page_named, page_of_comparison
 from stepscope.pages.of_answer import gravest, page_of_answer
 from stepscope.pages.of_capture import page_of_capture
 from stepscope.pages.of_run import commands_of, page_of_run
@@ -36,6 +39,12 @@ def figure(page: Page, name: str) -> str:
 
 
 def quiet(_: str) -> None: ...
+
+
+def row_of(page: Page, title: str) -> list[tuple[str, str]]:
+    """The rows of the only table of a section, as text."""
+    (found,) = [section.answer.tables[0].rows for section in page.sections if section.title == title]
+    return [(str(row[0]), str(row[1])) for row in found]
 
 
 def test_a_run_is_a_sentence_five_figures_and_its_tables():
@@ -93,7 +102,9 @@ def test_a_run_that_failed_says_what_became_of_it():
         run, status="out-of-memory", failure=Failure(during="measure", phase="forward", message="no room"), samples={}
     )
     page = page_of_run(lost)
-    assert page.sentence.startswith("out-of-memory (") and "no room" in page.sentence
+    assert page.sentence == "Out of memory on a CPU, in measure, forward."
+    said = msgspec.json.encode(page.sections).decode()
+    assert said.count("no room") == 1, "the library's own words stand once"
     assert figure(page, "a step") == "not measured" and not page.checked
 
 
@@ -277,3 +288,85 @@ def test_a_name_that_is_a_part_of_a_word_leaves_the_word():
 def test_a_run_that_was_not_measured_has_not_passed_every_check():
     page = page_of_run(msgspec.structs.replace(make_run(), status="out-of-memory", samples={}, findings=()))
     assert figure(page, "gravest finding") == "OOM"
+
+
+def test_a_comparison_opens_with_its_verdict_and_names_both_models():
+    sides = [str(ROOT / "results/h200" / name) for name in ("first", "best")]
+    across = ("model", "dtype", "compile", "attention", "optimizer")
+    page = page_of_comparison(sides, Path("runs"), across, quiet)
+    assert page.sentence.startswith("Of 4 pairs: 4 untold.")
+    assert figure(page, "pairs") == "4" and figure(page, "largest change") == "+91.9 %"
+    bars = [point.name for panel in page.panels if panel.kind == "bars" for point in panel.points]
+    assert len(set(bars)) == 4 and any("small to large" in name for name in bars)
+    (first,), (small, *_) = ((ROOT / "results/h200" / name).glob("*-small-*") for name in ("first", "best"))
+    alone = page_of_comparison([str(first), str(small)], Path("runs"), across, quiet)
+    assert figure(alone, "processes") == "1 / 1" and "no verdict" in alone.sentence
+
+
+def test_a_page_names_the_limit_of_memory_and_runs_that_ran_out_of_it():
+    page = page_named([str(ROOT / "results/h200/limit-80GiB")], Path("runs"), quiet)
+    assert "limited to 80.00 GiB" in page.sentence and figure(page, "gravest finding") == "2 OOM"
+    (lost,) = (ROOT / "results/h200/limit-80GiB").glob("*-xl-b4-s1024-*")
+    one = page_named([str(lost)], Path("runs"), quiet)
+    assert one.sentence.startswith("Out of memory on NVIDIA H200, limited to 80.00 GiB, in warm-up, forward, blocks.39")
+    assert one.sentence.endswith("400.00 MiB more were asked for.")
+
+
+def test_a_page_gives_no_advice_of_the_command_line():
+    page = page_named([str(LOOP)], Path("runs"), quiet)
+    assert "--only" not in msgspec.json.encode(page.sections).decode()
+
+
+def test_an_environment_reads_in_words_with_units():
+    page = page_named([str(next((ROOT / "results/h200/first").glob("*")))], Path("runs"), quiet)
+    rows = dict(row_of(page, "Environment"))
+    before = rows["GPU before the measured steps"]
+    assert "SM clock" in before and " MHz" in before and "mhz" not in before and "memory used" in before
+    assert "GiB" in before.partition("memory used")[2]
+
+
+def test_cells_that_were_measured_twice_say_so_and_marks_have_a_legend():
+    runs = [msgspec.structs.replace(run, findings=(warning("short-samples", "Few steps."),)) for run in sweep()]
+    page = page_of_runs([*runs, runs[0]], "a folder", ["a folder"])
+    heats = [panel for panel in page.panels if panel.kind == "heat"]
+    assert heats and all("of 1 cell measured more than once the newest run is shown" in h.frame.note for h in heats)
+    (cells,) = [one.answer.tables[0] for one in page.sections if one.title == "Cells"]
+    assert any("* " in line.text and "short-samples" in line.text for line in cells.notes)
+    assert "One of 7 such findings in 7 runs" in page.findings[0].sentence
+
+
+def test_tokens_of_a_forward_alone_are_no_rival_to_those_of_training():
+    fast = msgspec.structs.replace(make_run(mini(phase="forward"), step=[0.001] * 12), id="20260101T000000.000-forward")
+    page = page_of_runs([*sweep(), fast], "a folder", ["a folder"])
+    alone = page_of_runs([fast], "x", ["x"])
+    assert figure(page, "most tokens per second, training") != figure(alone, "most tokens per second")
+    assert alone.sentence.startswith("1 run measured on a CPU, 1 ms (") and " to " not in alone.sentence
+
+
+def test_an_icicle_without_modules_has_no_level_of_them(tmp_path: Path):
+    found = load_capture(ROOT / "tests/data/kineto_inference_bf16.json.gz", say=quiet)
+    work = found.attribution.work.with_columns(pl.lit(None, pl.Categorical()).alias("module"))
+    bare = dataclasses.replace(found, attribution=dataclasses.replace(found.attribution, work=work))
+    panel = icicle_panel(bare)
+    assert panel is not None and {node.level for node in panel.nodes} == {"all", "phase", "family"}
+
+
+def test_a_run_without_samples_is_one_line(tmp_path: Path):
+    (tmp_path / "run.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(make_run(), samples={})))
+    with pytest.raises(InputError, match="no samples of a step"):
+        page_named([str(tmp_path)], Path("runs"), quiet)
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ({"schema_version": 1, "workload": {}}, "is a run as --json wrote it.*stepscope report RUN"),
+        ({"before": "a", "after": "b", "pairs": []}, "is a comparison.*--compare"),
+        ({"peak_bytes": 1, "estimate": {}}, "is a prediction.*stepscope fit"),
+    ],
+)
+def test_what_another_verb_wrote_is_named(tmp_path: Path, document: dict[str, object], said: str):
+    file = tmp_path / "x.json"
+    file.write_bytes(msgspec.json.encode(document))
+    with pytest.raises(InputError, match=said):
+        page_named([str(file)], Path("runs"), quiet)

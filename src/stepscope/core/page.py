@@ -5,6 +5,9 @@ import msgspec
 from stepscope.core.answer import Answer, Panel
 from stepscope.core.finding import Finding
 
+GENERATOR = '<meta name="generator" content="stepscope">'
+"""What every page says near its beginning: a file without it is not ours, and is not overwritten."""
+
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """One of the large figures at the head of a page."""

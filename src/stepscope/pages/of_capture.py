@@ -74,10 +74,11 @@ def _sentence(summary: TraceSummary) -> str:
     share = phases[0].busy_ns / (summary.busy_ns / steps)
     totals = summary.families.group_by("family").agg(pl.col("busy_ns").sum())
     family = totals.sort("busy_ns", "family", descending=[True, False])["family"][0]
-    return (
-        f"A step keeps the device busy for {ms_text(summary.busy_ns / steps)} ms with {noun}, "
-        f"{format_share(share)} of it {_where(phases[0].phase)}; most of it is {family}."
-    )
+    took = f"{ms_text(summary.busy_ns / steps)} ms"
+    kept = f"keeps the device busy for {took} with {noun}"
+    if summary.attribution.table.on_cpu:
+        kept = f"takes {took} of the host's time in {noun}"
+    return f"A step {kept}, {format_share(share)} of it {_where(phases[0].phase)}; most of it is {family}."
 
 
 def _where(phase: str) -> str:

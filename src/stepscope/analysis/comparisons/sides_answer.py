@@ -1,6 +1,7 @@
 """Sides of a comparison as an answer: is it faster, by how much, how sure, and which part of the step made it so."""
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -68,12 +69,17 @@ def _lead(found: SideComparison) -> tuple[Line, ...]:
     sides = f"{found.after.name} ({found.after.kind}) against {found.before.name} ({found.before.kind})"
     said = [Line(sides, "strong")]
     if len(found.pairs) == 1:
-        said.append(Line(f"{found.pairs[0].label}: {sentence(found, 0)}", _tone(found, 0)))
+        said.append(Line(conclusion(found), _tone(found, 0)))
     else:
-        said.append(Line(_together(found), "strong"))
+        said.append(Line(conclusion(found), "strong"))
     apart = [finding for finding in sides_findings(found) if finding.kind in _BEFORE_ALL]
     cautions = [Line(f"Take care: {finding.sentence}", "care") for finding in apart]
     return (said[0], *cautions, *said[1:])
+
+
+def conclusion(found: SideComparison) -> str:
+    """The verdict on one pair, or on all of them together, in a sentence or two."""
+    return f"{found.pairs[0].label}: {sentence(found, 0)}" if len(found.pairs) == 1 else _together(found)
 
 
 def _together(found: SideComparison) -> str:
@@ -176,6 +182,8 @@ def _verdicts(found: SideComparison) -> Table:
     ]
     if found.asked > 1:
         notes.append("A verdict stands where it holds for all pairs asked at once (Holm).")
+    if len(found.pairs) > DETAILED:
+        notes.append(f"Where the step changed is shown for the {DETAILED} pairs that changed most.")
     return table_of(
         f"{found.value} of", ("before", "s"), ("after", "s"), ("change", "+%"), ("interval", TEXT),
         ("processes", TEXT), "verdict", "most of it in", rows=rows, tones=tones, notes=as_lines(*notes),
@@ -277,7 +285,8 @@ def _bucket_table(head: str, buckets: Sequence[tuple[str, float, float]], whole:
         return Table(title="", columns=(head,), rows=())
     rows.append(("together", *total, difference, None))
     return table_of(
-        head, ("before", "ms of s"), ("after", "ms of s"), ("change", "+ms of s"), ("of the change", "%"), rows=rows,
+        head, ("before ms", "ms of s"), ("after ms", "ms of s"), ("change ms", "+ms of s"), ("of the change", "%"),
+        rows=rows,
         rules=(len(rows) - 1,),
     )  # fmt: skip
 
@@ -317,12 +326,15 @@ def _energy(pair: SidePair, of: str) -> Table:
 def _panel(found: SideComparison) -> tuple[Panel, ...]:
     """A bar for each pair: the change in percent, with its interval."""
     points: list[Point] = []
+    seen: Counter[str] = Counter()
     for pair, change in zip(found.pairs, found.changes, strict=True):
         if change is not None:
+            seen[pair.label] += 1
+            number = f" ({seen[pair.label]})" if seen[pair.label] > 1 else ""
             low, high = (
                 ((change.interval.low - 1) * 100, (change.interval.high - 1) * 100) if change.interval else (None, None)
             )
-            points.append(Point(line="change", name=pair.label, y=change.share * 100, low=low, high=high))
+            points.append(Point(line="change", name=f"{pair.label}{number}", y=change.share * 100, low=low, high=high))
     frame = Frame(guides=(Guide(y=(0.0,)),), note="bars without an interval have fewer than five processes a side")
     return (Panel(x_title="", y_title="change, %", points=tuple(points), kind="bars", frame=frame),) if points else ()
 

@@ -12,7 +12,7 @@ import msgspec
 from stepscope.core.answer import Answer, Line, Panel, Table, name_of
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding
-from stepscope.core.page import Page, Section
+from stepscope.core.page import GENERATOR, Page, Section
 from stepscope.core.shown_text import middle_cut, printable
 from stepscope.report.cells import bare_row, is_figures, row_texts, sentences_of, where_of
 from stepscope.report.page.shapes import heat, lanes, tiles
@@ -24,6 +24,8 @@ _FILTERED_FROM = 8
 """Rows from which a table has a field to filter by."""
 _MOST_ROWS = 5_000
 """Rows of a table that a page holds: more make it slow to open, and the verb's --json has them all."""
+_SUM = re.compile(r"all|together|total|the step|step|\d[\d,]* (?:more|others?)\b.*")
+"""Names of rows that are no parts."""
 _SYMBOLS = {"error": "✕", "warning": "!", "note": "i"}
 
 
@@ -46,6 +48,8 @@ class _Row:
     cells: list[_Cell]
     tone: str
     rule: bool
+    last: bool
+    """Whether it is no part but a sum or a rest, which stays at the end however the parts are sorted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +75,7 @@ def render_page(page: Page) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template("page.html").render(
         page=page,
+        generator=GENERATOR,
         sections=[_section(one, place) for place, one in enumerate(page.sections)],
         findings=_findings(page),
         symbols=_SYMBOLS,
@@ -131,6 +136,7 @@ def _table(table: Table, *, alone: bool) -> _Table:
     texts = row_texts(table)
     numbers = [is_figures(table, column) for column in range(len(table.columns))]
     plain = msgspec.structs.replace(table, rows=tuple(tuple(_undoubted(cell) for cell in row) for row in table.rows))
+    sums = _first_sum(table)
     rows = [
         _Row(
             cells=[
@@ -139,6 +145,7 @@ def _table(table: Table, *, alone: bool) -> _Table:
             ],
             tone=table.tones.get(place, ""),
             rule=place in table.rules,
+            last=place >= sums,
         )
         for place, (shown, row) in enumerate(zip(texts, plain.rows, strict=True))
     ]
@@ -150,6 +157,16 @@ def _table(table: Table, *, alone: bool) -> _Table:
         filtered=len(rows) >= _FILTERED_FROM,
         left_out=max(0, len(rows) - _MOST_ROWS),
     )  # fmt: skip
+
+
+def _first_sum(table: Table) -> int:
+    """The place of the first of the rows that end the table with sums and rests."""
+    place = len(table.rows)
+    if len(table.rules) == 1:
+        return table.rules[0]
+    while place and _SUM.fullmatch(str(table.rows[place - 1][0])):
+        place -= 1
+    return place
 
 
 def _undoubted(cell: object) -> object:
