@@ -84,6 +84,10 @@ def damaged(tmp_path: Path, text: str) -> str:
         (["run", "-o", "no/such/page.html"], "there is no folder no/such"),
         (["run", "-o", "empty"], "it is a folder"),
         (["run", "--plots-as", "gif"], "gif"),
+        (["run", "--plots-as", "png"], "--plots-as belongs to --plots"),
+        (["run", "--plots", "no/such/plots"], "there is no folder no/such"),
+        (["run", "-o", "-"], "not written to stdout"),
+        (["run", "-o", "text.json"], "not written by this command"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -114,3 +118,9 @@ def test_a_run_without_samples_has_a_page(tmp_path: Path):
     done = stepscope("report", folder, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "the run was started and never ended" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_page_of_ours_is_written_again(tmp_path: Path):
+    for _ in range(2):
+        done = stepscope("report", RUN, "-o", tmp_path / "page.html", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr

@@ -74,7 +74,7 @@ _FLASH_STEP = Measure(
     name="attention-step", full="study attention-step --model large --seq-len 1024 --attention reference,flash",
     small="study attention-step --model tiny --seq-len 64 --attention reference,sdpa --steps 5", cost=38,
 )  # fmt: skip
-_COLLECTIVES = _answer("collectives", 30, "--ranks 2", "--ranks 2 --largest 64KiB --seconds 0.05")
+_COLLECTIVES = _answer("collectives", 32, "--ranks 2", "--ranks 2 --largest 64KiB --seconds 0.05")
 _RANKS = Measure(
     name="parallel", full="study parallel --model large --ranks 2",
     small="study parallel --model tiny --seq-len 32 --parallel ddp-naive,ddp-flat,ddp-overlap,ddp-bucketed,zero1 "
