@@ -14,7 +14,7 @@ from stepscope.analysis.runs.answer import answer_run
 from stepscope.analysis.runs.run_sets import RunSet
 from stepscope.analysis.runs.set_answer import answer_set
 from stepscope.analysis.runs.words import identify, status_in_short, status_word
-from stepscope.core.answer import Answer, Cell, Table, name_of, table_of
+from stepscope.core.answer import Answer, Cell, Table, as_lines, name_of, table_of
 from stepscope.core.environment import Environment
 from stepscope.core.model_config import PRESETS, configure
 from stepscope.core.own_workload import OwnWorkload
@@ -60,6 +60,7 @@ def page_of_run(
             msgspec.structs.replace(one, title=f"Memory: {one.title[:1].lower()}{one.title[1:]}")
             for one in sections_of(remembered)
         ]
+    sections += _numerics(run)
     sections += _environment(run.environment)
     asides = (*answer.asides, *notes)
     ends = msgspec.structs.replace(answer.body(), tables=(), panels=(), findings=(), checked=False)
@@ -160,6 +161,37 @@ def _gravest(run: Run) -> Figure:
     if run.status != "done" and not any(finding.severity == "error" for finding in run.findings):
         return Figure(name="gravest finding", value=status_word(run), note="not measured to the end")
     return gravest(run.findings)
+
+
+def _numerics(run: Run) -> Iterator[Section]:
+    """What was observed of the run's precision and of its updates; nothing where nothing was."""
+    precision, updates, seen = run.evidence.precision, run.evidence.updates, run.evidence.observation
+    rows: list[tuple[Cell, ...]] = []
+    notes: list[str] = []
+    if precision is not None:
+        rows.append(("fp32 matrix products are set to", precision.float32_matmul))
+        rows.append(("error of one against float64", f"{precision.probe_relative_error:.1e}"))
+        for name, kernels in (("TF32", precision.tf32_kernels), ("true fp32", precision.fp32_kernels)):
+            rows += [(f"kernels of products in {name}", counted(len(kernels), "name"))] if kernels else []
+    if seen is not None and seen.product_dtypes:
+        rows.append(("operands of the forward's products", ", ".join(seen.product_dtypes)))
+    if updates is not None:
+        rows.append(("updates of the parameters", f"{updates.applied} in {counted(updates.steps, 'measured step')}"))
+        if updates.loss_scale is not None:
+            rows.append(("scale of the loss after them", f"{updates.loss_scale:,g}"))
+        if updates.parameters_finite is not None:
+            rows.append(("every parameter finite after them", "yes" if updates.parameters_finite else "no"))
+        if updates.skipped:
+            notes.append(
+                f"{counted(updates.skipped, 'update')} did not come: a gradient scaler swallows those of steps whose "
+                "gradients overflow."
+            )
+    habits = run.evidence.habits
+    if habits is not None and habits.without_gradient_count:
+        rows.append(("parameters without a gradient", f"{habits.without_gradient_count:,}"))
+    if rows:
+        table = table_of("what", "in this run", rows=rows, notes=as_lines(*notes))
+        yield Section(title="Numerics", answer=Answer(study="run", question="", tables=(table,)))
 
 
 def _environment(where: Environment | None) -> Iterator[Section]:

@@ -118,12 +118,13 @@ def _chief(table: Table) -> list[int]:
 def _rows(table: Table) -> list[str]:
     """Each row as `name: head figure, head figure`, without the empty cells."""
     found: list[str] = []
+    subject = next(iter(table.columns), "").partition(",")[0]
     heads = [_with_unit(head, unit_of(table, place)) for place, head in enumerate(table.columns)]
     for texts in row_texts(table) if table.columns else []:
         name = texts[0]
         if re.fullmatch(r"[\d.,]+", name):  # a bare number says nothing of what it is
-            name = f"{table.columns[0].partition(',')[0]} {name}".strip()
-        cells = [head.format(text).strip() for head, text in zip(heads[1:], texts[1:], strict=True) if text]
+            name = f"{subject} {name}".strip()
+        cells = [one.format(text).strip() for one, text in zip(heads[1:], texts[1:], strict=True) if text]
         bare = "" if len(table.columns) > 1 else name
         found.append(f"{name}: {', '.join(cells)}" if cells else bare)
     return found
