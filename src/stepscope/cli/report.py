@@ -1,7 +1,5 @@
 """`stepscope report`: a run, or anything else that stepscope reads, as one HTML page."""
 
-import contextlib
-import threading
 import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +14,7 @@ from stepscope.core.page import GENERATOR
 from stepscope.core.polars_memory import give_pages_back
 from stepscope.core.run_directory import check_is_ours, write_atomically
 from stepscope.core.run_files import RUN_FILE
+from stepscope.report.aside import Drawer
 
 if TYPE_CHECKING:
     from stepscope.core.page import Page
@@ -51,16 +50,20 @@ def report(
         raise InputError("--plots-as belongs to --plots: name the folder for the plots, as in --plots plots")
     target = output or _target(what, runs)
     _check(target, plots)
-    threading.Thread(target=_get_ready, daemon=True).start()  # the page's plots, while its runs are read
-    page = _made(what, runs, compare=compare, across=across)
-    if redact:
-        from stepscope.pages.redaction import redacted
-
-        page = redacted(page, what)
-    from stepscope.report.page.render import render_page
-
+    drawer = Drawer()  # it gets ready while the runs are read
     try:
-        write_atomically(render_page(page).encode(errors="replace"), target)
+        page = _made(what, runs, compare=compare, across=across, drawer=None if redact else drawer)
+        if redact:
+            from stepscope.pages.redaction import redacted
+
+            page = redacted(page, what)
+        from stepscope.report.page.render import render_page
+
+        text = render_page(page, drawer.draw)
+    finally:
+        drawer.close()
+    try:
+        write_atomically(text.encode(errors="replace"), target)
     except OSError as error:
         raise InputError(f"cannot write the page {target}: {error.strerror or error}") from None
     if plots is not None:
@@ -70,19 +73,22 @@ def report(
         webbrowser.open(target.resolve().as_uri())
 
 
-def _get_ready() -> None:
-    with contextlib.suppress(Exception):  # what is missing is said where the first plot is drawn
-        from stepscope.report.plots.save import get_ready
-
-        get_ready()
-
-
-def _made(what: list[str], runs: Path, *, compare: bool, across: tuple[str, ...]) -> "Page":
+def _made(
+    what: list[str], runs: Path, *, compare: bool, across: tuple[str, ...], drawer: Drawer | None
+) -> "Page":  # fmt: skip
     from stepscope.pages.named import page_named, page_of_comparison
 
     if compare:
         return page_of_comparison(what, runs, across, warn)
-    return page_named(what, runs, warn)
+
+    def begun(page: "Page") -> None:
+        from stepscope.report.page.render import pictures_of
+
+        if drawer is not None:
+            for wanted in pictures_of(page):
+                drawer.ask(wanted)
+
+    return page_named(what, runs, warn, begun)
 
 
 def _target(what: list[str], runs: Path) -> Path:

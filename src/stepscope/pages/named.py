@@ -36,6 +36,7 @@ from stepscope.pages.of_run import page_of_run, page_of_set
 from stepscope.pages.of_runs import page_of_runs
 
 Say = Callable[[str], None]
+Begun = Callable[[Page], None]
 _SNAPSHOTS = (".pickle", ".pkl", ".pickle.gz", ".pkl.gz")
 _DATABASES = (".sqlite", ".sqlite.gz", ".nsys-rep", ".qdstrm", ".db")
 _LARGEST_DOCUMENT = 4 << 20
@@ -44,9 +45,10 @@ _LOOKED_AT = 65_536
 """Bytes of a JSON file that tell whether it is an answer."""
 
 
-def page_named(names: Sequence[str], runs: Path, say: Say) -> Page:
+def page_named(names: Sequence[str], runs: Path, say: Say, begun: Begun | None = None) -> Page:
     """The page of what these names mean; several are the ranks of a job, or runs side by side.
 
+    begun: is called with what of a run's page is known before its trace is read, so that it can be drawn meanwhile.
     Raises InputError where a name means nothing, or what it means cannot be read.
     """
     if len(names) > 1:
@@ -57,7 +59,7 @@ def page_named(names: Sequence[str], runs: Path, say: Say) -> Page:
         return _of_set(name, runs)
     if place.is_file() and place.name != RUN_FILE:
         return _of_file(place, say)
-    return _of_directory(place, say)
+    return _of_directory(place, say, begun)
 
 
 def page_of_comparison(names: Sequence[str], runs: Path, across: Sequence[str], say: Say) -> Page:
@@ -222,10 +224,10 @@ def _of_capture(place: Path, say: Say) -> Page:
     return page_of_capture(summary, check_trace(summary), str(place))
 
 
-def _of_directory(place: Path, say: Say) -> Page:
+def _of_directory(place: Path, say: Say, begun: Begun | None) -> Page:
     inside = list(find_run_files(place))
     if len(inside) == 1:
-        return _of_run(load_run(inside[0]), inside[0].parent, say)
+        return _of_run(load_run(inside[0]), inside[0].parent, say, begun)
     captures = captures_in(place)
     if inside:
         runs, faults = load_runs([place])
@@ -238,7 +240,7 @@ def _of_directory(place: Path, say: Say) -> Page:
     return _of_ranks(captures, [str(place)], say) if len(captures) > 1 else _of_capture(place, say)
 
 
-def _of_run(run: Run, directory: Path, say: Say) -> Page:
+def _of_run(run: Run, directory: Path, say: Say, begun: Begun | None) -> Page:
     """The page of a run with what it recorded; a recording that cannot be read is told, and the run is shown."""
     samples = run.samples.get(STEP)
     if run.status == "done" and not run.artifacts and not (samples is not None and samples.count):
@@ -247,6 +249,8 @@ def _of_run(run: Run, directory: Path, say: Say) -> Page:
         )
     if run.repeat is not None and run.status == "unfinished":
         say(f"{run.id} was started and never ended")
+    if begun is not None and run.artifacts:
+        begun(page_of_run(run))
     notes: list[str] = []
     captured = remembered = None
     digest: TraceDigest | None = None
