@@ -129,7 +129,7 @@ def test_what_is_asked_does_not_depend_on_what_was_found():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("dtype", "fp8"), ("phase", "test"), ("compile", "fast"), ("accumulation", 0), ("optimizer", "sgd"), ("seed", -1)],
+    [("dtype", "fp7"), ("phase", "test"), ("compile", "fast"), ("accumulation", 0), ("optimizer", "sgd"), ("seed", -1)],
 )
 def test_a_choice_that_does_not_exist_is_refused(field: str, value: object):
     with pytest.raises(InputError):

@@ -48,6 +48,7 @@ from stepscope.measure.updates import applied_updates, read_updates
 from stepscope.models import training_step
 from stepscope.models.attention import implementation
 from stepscope.models.checkpointing import block_runner
+from stepscope.models.scaled_products import plain_products
 from stepscope.models.training_step import TrainingStep
 from tests.conftest import FakeClock, FakeDevice, make_run, mini, workload
 from tests.measure.test_timer import FakeStep
@@ -669,6 +670,19 @@ def test_27_attention_by_the_names_of_kernels():
         )  # fmt: skip
         run = make_run(workload(attention=asked, compile="reduce-overhead"), step=[1.0] * 9, evidence=evidence)
         assert (kinds(run).get("attention-mismatch") == "error") is wrong
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8-row"])
+def test_3_products_of_16_bits_where_8_were_asked_for(dtype: str):
+    step = TrainingStep(mini(dtype=dtype, optimizer="adamw-fused"), CPU)
+    assert kinds(observed(step)) == {}
+    plain_products(step.model)
+    run = observed(step)
+    assert kinds(run) == {"precision-mismatch": "error"}
+    assert (
+        f"{dtype} was asked for, but matrix products took bfloat16"
+        in check_run(run)[0].sentence[:1].lower() + (check_run(run)[0].sentence[1:])
+    )
 
 
 @pytest.mark.parametrize("asked", OPTIMIZERS)

@@ -27,6 +27,7 @@ from stepscope.cli import (
     sweep,
     table,
     trace,
+    tune,
     watch,
     writeup,
 )
@@ -63,6 +64,7 @@ class _Command(Verbs):
     verbs: ClassVar = {
         "run": run.run, "watch": watch.watch, "sweep": sweep.sweep, "compare": compare.compare, "table": table.table,
         "trace": trace.trace, "memory": memory.memory, "report": report.report, "fit": fit.fit, "plan": plan.plan,
+        "tune": tune.tune,
         "show": show.show,
         "ls": ls.ls, "history": history.history, "writeup": writeup.writeup,
         "models": models.models, "device": device.device, "kernel": kernel.kernel,

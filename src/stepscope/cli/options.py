@@ -27,7 +27,8 @@ from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.range_names import PHASES as CAPTURED_PHASES
 from stepscope.core.run import Settings
 from stepscope.core.strategies import NOT_PARALLEL, strategy_names
-from stepscope.core.units import parse_bytes, parse_flops_per_s, parse_window
+from stepscope.core.tuned import TUNED_FIELDS
+from stepscope.core.units import parse_bytes, parse_flops_per_s, parse_seconds, parse_window
 from stepscope.core.workload import CHECKPOINTING_CHOICES, COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES, Workload
 from stepscope.engine.request import MEMORY_STACKS, MemoryRequest, MemoryStacks, TraceRequest
 from stepscope.report.renderers import STYLES
@@ -250,6 +251,10 @@ OPTIONS = (
     Option("peak_flops", parse_flops_per_s, MEASURING, "The device's peak for this dtype, as in 989T, if unknown.",
            metavar="RATE"),
     Option("budget", float, MEASURING, "Seconds for the whole grid; the rest is not reached.", least=0),
+    Option("budget", partial(parse_seconds, option="--budget"), MEASURING,
+           "How long the search may take, as in 90s, 10min or 1h; what has begun is ended.", default=600.0,
+           metavar="TIME", verbs=("tune",)),
+    Option("keep", str, MEASURING, "Choices that stay as they are said.", choices=TUNED_FIELDS),
     Option("workers", int, MEASURING, "Processes that judge, or compile ahead (on a GPU).", least=0),
     Option("again", bool, MEASURING, "Measure anew even if ceilings are stored.", default=False),
     Option("record", str, RECORDING,

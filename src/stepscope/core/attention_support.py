@@ -111,7 +111,21 @@ def predicted_attention(workload: Workload, device_type: str) -> Attention:
 def is_predicted(workload: AnyWorkload) -> TypeGuard[Workload]:
     """Whether a workload's memory can be predicted: the model is the textbook's, with an attention that can be,
     wherever that attention runs."""
-    return isinstance(workload, Workload) and workload.attention in (AUTO, *_predicted(workload))
+    return (
+        isinstance(workload, Workload)
+        and workload.attention in (AUTO, *_predicted(workload))
+        and unpredicted(workload) is None
+    )
+
+
+def unpredicted(workload: Workload) -> str | None:
+    """What of a workload's choices, its attention apart, keeps its memory from being predicted, with the remedy; None
+    where nothing does."""
+    if workload.compile == "blocks":
+        return "the memory of a step compiled block by block is not predicted: ask for --compile default"
+    if PRECISIONS[workload.dtype].scaled:
+        return f"the memory of a step in {workload.dtype} is not predicted: ask for --dtype bf16-master"
+    return None
 
 
 def _predicted(workload: Workload) -> list[Attention]:

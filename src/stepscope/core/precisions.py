@@ -7,11 +7,12 @@ from typing import Literal
 
 import msgspec
 
-Dtype = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure", "bf16-master"]
+Dtype = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure", "bf16-master", "fp8", "fp8-row"]
 """fp32: true fp32 everywhere. tf32: fp32 storage, products on TF32 Tensor Cores. bf16, fp16: autocast over fp32
 parameters (fp16 with gradient scaling). bf16-pure: parameters, gradients and optimizer state in bf16. bf16-master:
 weights and their gradients in bf16, written by the optimizer from master weights in fp32; norms, optimizer state and
-loss in fp32."""
+loss in fp32. fp8, fp8-row: as bf16-master, and the products of the blocks' linear layers take operands of 8 bits,
+scaled by tensor or by row."""
 
 
 class Precision(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,8 +34,10 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
     """Of the inputs and outputs of matrix products."""
     tensors: Literal["fp32", "bf16", "fp16"]
     """The dtype of the tensors that matrix products and attention take."""
-    multiplies: Literal["fp32", "tf32", "bf16", "fp16"]
+    multiplies: Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
     """The rate of matrix products: a column of a device's datasheet."""
+    scaled: Literal["", "tensor", "row"] = ""
+    """By what operands of 8 bits are scaled; empty where products take none."""
     autocast: bool = False
     """Whether torch.autocast casts the inputs of products."""
 
@@ -52,6 +55,13 @@ def _autocast(tensors: Literal["bf16", "fp16"]) -> Precision:
     )  # fmt: skip
 
 
+def _on_masters(multiplies: Literal["bf16", "fp8"], scaled: Literal["", "tensor", "row"] = "") -> Precision:
+    return Precision(
+        weights=2, vectors=4, buffers=4, moments=4, masters=4, residual=2, products=2, tensors="bf16",
+        multiplies=multiplies, autocast=True, scaled=scaled,
+    )  # fmt: skip
+
+
 PRECISIONS: dict[Dtype, Precision] = {
     "fp32": _full("fp32"),
     "tf32": _full("tf32"),
@@ -60,8 +70,7 @@ PRECISIONS: dict[Dtype, Precision] = {
     "bf16-pure": Precision(
         weights=2, vectors=2, buffers=2, moments=2, residual=2, products=2, tensors="bf16", multiplies="bf16"
     ),
-    "bf16-master": Precision(
-        weights=2, vectors=4, buffers=4, moments=4, masters=4, residual=2, products=2, tensors="bf16",
-        multiplies="bf16", autocast=True,
-    ),
+    "bf16-master": _on_masters("bf16"),
+    "fp8": _on_masters("fp8", "tensor"),
+    "fp8-row": _on_masters("fp8", "row"),
 }  # fmt: skip

@@ -146,10 +146,15 @@ MOST_SECONDS = 1e7
 """The longest span that is accepted, over a hundred days: more is a slip, and would overflow."""
 
 
+_SECONDS = {"min": 60, "h": 3600, "s": 1}
+
+
 def parse_seconds(text: str, option: str, *, zero: bool = False) -> float:
-    """`90`, `0.5`: a span of time that was given as `option`; zero only where it means something."""
+    """`90`, `0.5`, `90s`, `10min`, `1h`: a span of time that was given as `option`; zero only where it means
+    something."""
+    unit = next((unit for unit in _SECONDS if text.endswith(unit)), "")
     try:
-        seconds = float(text)
+        seconds = float(text.removesuffix(unit)) * _SECONDS.get(unit, 1)
     except ValueError:
         seconds = math.nan
     if not (seconds > 0 or (zero and seconds == 0)) or seconds > MOST_SECONDS:

@@ -91,13 +91,14 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.graph == "step" and self.optimizer == "adamw-bf16-state" and self.phase == "train":
             raise InputError("adamw-bf16-state counts its updates on the host, which --graph step does not replay: "
                              "choose adamw-one-launch")  # fmt: skip
-        if self.dtype == "bf16-master" and self.optimizer == "adamw-bf16-state" and self.phase == "train":
-            raise InputError("adamw-bf16-state keeps no master weights: with dtype bf16-master choose another AdamW")
+        masters = PRECISIONS[self.dtype].masters > 0
+        if masters and self.optimizer == "adamw-bf16-state" and self.phase == "train":
+            raise InputError(f"adamw-bf16-state keeps no master weights: with dtype {self.dtype} choose another AdamW")
         if self.dtype == "bf16-pure" and self.optimizer in OF_ONE_LAUNCH and self.phase == "train":
             raise InputError(f"{self.optimizer} keeps master weights of what is bf16: with it choose dtype bf16-master")
         if self.dtype == "fp16" and self.optimizer in OF_ONE_LAUNCH and self.phase == "train":
             raise InputError(f"{self.optimizer} takes no scaled gradients: choose dtype bf16 or bf16-master")
-        shared = {"graph step": self.graph == "step", "dtype bf16-master": self.dtype == "bf16-master",
+        shared = {"graph step": self.graph == "step", f"dtype {self.dtype}": masters,
                   f"optimizer {self.optimizer}": self.optimizer == "adamw-under-backward"}  # fmt: skip
         for what in (name for name, chosen in shared.items() if chosen and self.parallel != NOT_PARALLEL):
             raise InputError(f"{what} is for a step that one process runs: leave out --parallel, or choose another")

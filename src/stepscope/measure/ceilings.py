@@ -18,11 +18,13 @@ from stepscope.measure.device import timing_device
 from stepscope.measure.environment import cpu_name
 from stepscope.measure.lead import LedCall
 from stepscope.measure.precision import matmul_precision
+from stepscope.measure.scaled_mm import scaled_mm
 from stepscope.measure.timer import measure_one
 from stepscope.work.operations import copy_work, matmul_work
 
 CEILING_DTYPES: tuple[Dtype, ...] = ("fp32", "tf32", "bf16", "fp16")
-_TORCH_DTYPE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TORCH_DTYPE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+                "fp8": torch.float8_e4m3fn}  # fmt: skip
 _MATMUL_SIZES = {"cuda": (2048, 4096, 8192), "cpu": (512, 1024, 2048)}
 _COPY_BYTES = {"cuda": 2**32, "cpu": 2**28}
 _TRIAL = Settings(warmup_floor=3, warmup_cap=10, warmup_seconds=0.3, steps_floor=3, steps_cap=200, seconds=0.2)
@@ -39,7 +41,9 @@ _PATIENCE_S = 0.1
 
 
 def supported_dtypes(device: torch.device) -> tuple[Dtype, ...]:
-    """dtypes whose matrix products this device runs. TF32 exists on NVIDIA GPUs from Ampere (8.0) on."""
+    """dtypes whose matrix products this device runs: TF32 on NVIDIA GPUs from Ampere (8.0) on, fp8 from Ada (8.9)."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+        return (*CEILING_DTYPES, "fp8")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
         return CEILING_DTYPES
     if device.type == "cuda":
@@ -126,6 +130,10 @@ def _matmul_ceiling(device: torch.device, dtype: Dtype, tell: _Tell) -> Ceiling:
 
 def _time_matmul(device: torch.device, dtype: Dtype, n: int, settings: Settings) -> tuple[float, int]:
     torch_dtype = _TORCH_DTYPE[dtype]
+    if dtype == "fp8":
+        one = torch.ones((), device=device)
+        a, b = (torch.randn(n, n, device=device).to(torch_dtype) for _ in range(2))
+        return _time(device, lambda: scaled_mm(a, b.t(), one, one, fast=True), settings)
     a, b = (torch.randn(n, n, device=device, dtype=torch_dtype) for _ in range(2))
     out = torch.empty(n, n, device=device, dtype=torch_dtype)
     with matmul_precision(dtype):

@@ -21,7 +21,8 @@ from stepscope.measure.local_part import local_part
 from stepscope.measure.nvml import read_gpu
 from stepscope.measure.step import Recorder, Step
 
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+_SCALED = ("aten::_scaled_mm", "stepscope::scaled_product")
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", *_SCALED)
 
 
 class _Saved:
@@ -44,7 +45,9 @@ class _ProductDtypes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func._schema.name in _PRODUCTS:
-            operands = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            # Of a scaled product the first two are the operands, and the others their scales.
+            count = 2 if func._schema.name in _SCALED else len(args)
+            operands = [arg for arg in args[:count] if isinstance(arg, torch.Tensor)]
             self.found |= {str(operand.dtype).removeprefix("torch.") for operand in operands}
         return func(*args, **(kwargs or {}))
 

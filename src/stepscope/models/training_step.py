@@ -29,6 +29,7 @@ from stepscope.models.attention import attention_for, chosen_attention
 from stepscope.models.checkpointing import block_runner
 from stepscope.models.master_weights import OnMasters, halve
 from stepscope.models.optimizer import AdamWBf16State
+from stepscope.models.scaled_products import scale_products
 from stepscope.models.step_graphs import StepGraphs
 from stepscope.models.transformer import Transformer
 
@@ -241,7 +242,7 @@ def textbook_parts(workload: Workload, device: torch.device) -> StepParts:
     model, inference = build_model(workload, device), workload.phase == "forward"
     return StepParts(
         model=model,
-        masters=halve(model) if workload.dtype == "bf16-master" else {},
+        masters=in_16_bits(model, workload.dtype, tuple(model.blocks)),
         forward=model if inference else ForwardLoss(model),
         forward_inputs=1 if inference else 2,
         batches=_random_batches(workload, device),
@@ -250,6 +251,15 @@ def textbook_parts(workload: Workload, device: torch.device) -> StepParts:
         blocks=tuple(model.blocks),
         compiles_parts=ATTENTIONS[chosen_attention(workload, device.type)].compiler == "inductor",
     )
+
+
+def in_16_bits(model: nn.Module, dtype: Dtype, blocks: Sequence[nn.Module]) -> dict[Tensor, Tensor]:
+    """Make the weights bf16 where the precision has masters, and give their first values in fp32. Where it scales
+    operands of 8 bits, the linear layers of the blocks take such, or of the whole model where no blocks are known."""
+    precision = PRECISIONS[dtype]
+    if precision.scaled:
+        scale_products(blocks or (model,), precision.scaled, dtype)
+    return halve(model) if precision.masters else {}
 
 
 def _tokens_and_targets(batch: Batch) -> list[tuple[str, Tensor]]:
@@ -270,6 +280,10 @@ def check_choices(choices: Choices, device: torch.device) -> None:
     """Raise InputError for a precision or an optimizer that this device cannot run, whatever the model."""
     if choices.dtype == "tf32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         raise InputError(f"dtype tf32 needs an NVIDIA GPU from Ampere on, not {device.type}: choose fp32 or bf16")
+    least = {"tensor": (8, 9), "row": (9, 0)}.get(PRECISIONS[choices.dtype].scaled)
+    if least is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) < least:
+        needs = "an NVIDIA GPU from Ada on" if least == (8, 9) else "an NVIDIA GPU from Hopper on"
+        raise InputError(f"dtype {choices.dtype} needs {needs}: choose bf16-master")
     if choices.optimizer == "adamw-fused" and device.type not in ("cuda", "cpu"):
         raise InputError(f"optimizer adamw-fused does not run on {device.type}: choose adamw-foreach")
     if choices.phase == "train" and choices.optimizer in OF_ONE_LAUNCH:

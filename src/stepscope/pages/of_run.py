@@ -1,6 +1,5 @@
 """The page of one run, or of one step measured in several processes."""
 
-import shlex
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -16,18 +15,16 @@ from stepscope.analysis.runs.set_answer import answer_set
 from stepscope.analysis.runs.words import identify, status_in_short, status_word
 from stepscope.core.answer import Answer, Cell, Table, as_lines, name_of, table_of
 from stepscope.core.environment import Environment
-from stepscope.core.model_config import PRESETS, configure
-from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.page import Figure, Page, Section
 from stepscope.core.processes import FEWEST_PROCESSES
 from stepscope.core.range_names import STEP
-from stepscope.core.run import Run, Settings
+from stepscope.core.run import Run
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_seconds, format_share
-from stepscope.core.workload import Workload
 from stepscope.pages.of_answer import gravest, heading_of, section, sections_of
 from stepscope.pages.of_capture import sections_of_capture
 from stepscope.pages.of_digest import sections_of_digest
 from stepscope.work.described import cell_name
+from stepscope.work.spelled import run_command
 
 _UNKNOWN = "not measured"
 
@@ -244,42 +241,5 @@ def _with_unit(field: str, value: object) -> str:
 
 def commands_of(run: Run) -> list[str]:
     """Commands that measure the same again, as far as options say it; none where a loop was watched."""
-    workload = run.workload
-    if isinstance(workload, Workload):
-        model, preset = workload.model, workload.model.name.partition("+")[0]
-        words = [f"--model {preset}"] if preset in PRESETS else []
-        if preset in PRESETS:
-            usual = configure(preset)
-            words += _different(model, usual, without=("name",))
-        words += _different(workload, Workload(model=model, phase=workload.phase), without=("model", "phase"))
-        words += [f"--phase {workload.phase}"] if workload.phase != "train" else []
-    elif isinstance(workload, OwnWorkload) and ":" in workload.factory:
-        words = [f"--module {shlex.quote(workload.factory)}"]
-        words += [f"--arg {shlex.quote(f'{name}={value}')}" for name, value in workload.arguments.items()]
-        words += [f"--dtype {workload.dtype}"] if workload.dtype != "fp32" else []
-    else:
-        return []
-    words += _of_settings(run.settings)
-    return [f"stepscope run {' '.join(words)}"]
-
-
-def _different(one: msgspec.Struct, usual: msgspec.Struct, *, without: tuple[str, ...]) -> Iterator[str]:
-    """The fields that are not the usual, as options: those of the table are spelled like the fields."""
-    for field in one.__struct_fields__:
-        value = getattr(one, field)
-        if field in without or value == getattr(usual, field, None) or value is None:
-            continue
-        option = f"--{field.replace('_', '-')}"
-        yield option if value is True else f"{option} {shlex.quote(str(value))}"
-
-
-def _of_settings(settings: Settings) -> list[str]:
-    usual = Settings()
-    words = []
-    if settings.warmup_floor == settings.warmup_cap:
-        words.append(f"--warmup {settings.warmup_cap}")
-    if settings.steps_floor == settings.steps_cap:
-        words.append(f"--steps {settings.steps_cap}")
-    elif settings.seconds != usual.seconds:
-        words.append(f"--seconds {settings.seconds:g}")
-    return words
+    command = run_command(run.workload, run.settings)
+    return [command] if command is not None else []

@@ -58,6 +58,8 @@ def rates_of(spec: DeviceSpec, workload: Workload, matmul_share: float | None = 
     if matmul_share is not None and not 0 < matmul_share <= 1:
         raise InputError(f"--efficiency is {matmul_share:g}: write a share of the peak, above 0 and at most 1")
     product = product_dtype(workload.dtype)
+    if matmul_share is None and product not in MATMUL_SHARES:
+        raise InputError(f"what products in {product} reach was not measured: say it, as in --efficiency 0.5")
     share = MATMUL_SHARES[product] if matmul_share is None else matmul_share
     whose = "measured on an H200" if matmul_share is None else "as --efficiency says"
     if scores_of(workload.attention) == "whole":

@@ -23,7 +23,7 @@ def answer_against(before: RunSet, after: RunSet, folder: str | None = None) -> 
         change = change_of(before, after, part)
         rows.append((
             part, before.processes(part).typical_s, after.processes(part).typical_s,
-            change.ratio if change else None, _interval_text(change.interval) if change else "",
+            change.ratio if change else None, interval_text(change.interval) if change else "",
         ))  # fmt: skip
     change = change_of(before, after)
     table = table_of(
@@ -69,7 +69,8 @@ def verdict(change: Change | None) -> str:
     return f"No difference seen{seen}{often}."
 
 
-def _interval_text(interval: Interval | None) -> str:
+def interval_text(interval: Interval | None) -> str:
+    """An interval of a ratio in words; empty for none."""
     return f"{interval.low:.3f} to {interval.high:.3f}" if interval else ""
 
 
@@ -86,7 +87,7 @@ def _about(before: RunSet, after: RunSet, change: Change | None) -> list[str]:
     if change.interval is None:
         pairs = ((b, a) for b in before.measured for a in after.measured if a.beside == b.id)
         within = [found.interval() for b, a in pairs if (found := paired_ratios(b, a, STEP)) is not None]
-        lines += [f"Within the process: {_interval_text(one)}." for one in within[:1] if one is not None]
+        lines += [f"Within the process: {interval_text(one)}." for one in within[:1] if one is not None]
     return lines
 
 

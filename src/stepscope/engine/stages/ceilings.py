@@ -4,7 +4,7 @@ from stepscope.core.device_spec import product_dtype
 from stepscope.engine.draft import Draft
 from stepscope.engine.request import Stage
 from stepscope.measure import ranges
-from stepscope.measure.ceilings import ceilings_for
+from stepscope.measure.ceilings import ceilings_for, supported_dtypes
 
 
 def find_ceilings(draft: Draft) -> None:
@@ -16,7 +16,7 @@ def find_ceilings(draft: Draft) -> None:
     with ranges.silenced():  # these steps are not the model's
         ceilings = ceilings_for(
             draft.device,
-            [product_dtype(request.workload.dtype)],
+            [dtype] if (dtype := product_dtype(request.workload.dtype)) in supported_dtypes(draft.device) else [],
             lambda what: draft.tell(Stage(name="ceiling", detail=what)),
             keep=request.memory_limit_bytes is None,
         )

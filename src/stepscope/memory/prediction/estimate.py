@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from stepscope.core.attention_support import unpredicted
 from stepscope.core.attentions import ATTENTIONS, Attention
 from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import CATEGORIES, MemoryCategory
@@ -114,8 +115,8 @@ def _run_within(workload: Workload, _attention: Attention | None, limit_bytes: i
 def symbolic_model(workload: Workload, device_type: DeviceType) -> SymbolicModel:
     """The symbolic model as the workload runs it: op by op, or compiled. Raises InputError for what would not run."""
     config = workload.model
-    if workload.compile == "blocks":
-        raise InputError("the memory of a step compiled block by block is not predicted: ask for --compile default")
+    if (why := unpredicted(workload)) is not None:
+        raise InputError(why)
     if config.layers > MOST_LAYERS:
         raise InputError(f"layers is {config.layers}: memory is predicted for at most {MOST_LAYERS}")
     return (SymbolicModel if workload.compile == "eager" else CompiledSymbolicModel)(workload, device_type)

@@ -8,13 +8,21 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.core.errors import InputError, StepscopeError, message_of, named_line
+from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.measure.step import Phase
-from stepscope.models.master_weights import halve
 from stepscope.models.own.batches import input_names, named_tensors, split
 from stepscope.models.own.blocks import checkpoint_blocks
 from stepscope.models.own.own_module import OwnModule, check_gradient
-from stepscope.models.training_step import AssembledStep, Batch, Choices, Share, StepParts, check_choices
+from stepscope.models.training_step import (
+    AssembledStep,
+    Batch,
+    Choices,
+    Share,
+    StepParts,
+    check_choices,
+    in_16_bits,
+)
 
 
 class OwnChoices(Choices, Protocol):
@@ -63,7 +71,7 @@ class OwnStep(AssembledStep):
             remedy = "give it some, or measure forward alone with stepscope run --phase forward"
             raise InputError(f"{own.name} has no parameters to train: {remedy}")
         own = own.on(device, torch.bfloat16 if choices.dtype == "bf16-pure" else None)
-        if choices.dtype == "bf16-master" and own.optimizer is not None:
+        if PRECISIONS[choices.dtype].masters and own.optimizer is not None:
             raise InputError(f"{own.name} gives an optimizer, which keeps no master weights: choose another --dtype")
         blocks = checkpoint_blocks(own.module, choices.checkpointing, own.name)
         self.own = own
@@ -173,7 +181,7 @@ def parts_of(own: OwnModule, choices: OwnChoices, blocks: Sequence[nn.Module] = 
 
     return StepParts(
         model=own.module,
-        masters=halve(own.module) if choices.dtype == "bf16-master" else {},
+        masters=in_16_bits(own.module, choices.dtype, blocks),
         forward=ModuleAlone(own) if choices.phase == "forward" else ModuleWithLoss(own),
         batches=[(batch,) for batch in own.batches],
         named_tensors=lambda batch: named_tensors(batch[0], names),

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.attention import sdpa_kernel
 
 from stepscope.core.errors import InputError, StepscopeError
-from stepscope.core.precisions import Dtype
+from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.models.attention.pytorch import BACKENDS
 from stepscope.models.own.own_step import OwnStep
 from stepscope.numerics.replays.results import Distance, StepResult, distance, run_step
@@ -30,8 +30,10 @@ MOVED = 3
 """How often the weights are moved by a rounding."""
 
 _COMPUTED_IN: dict[Dtype, torch.dtype] = {
-    "bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16
-}  # fmt: skip
+    name: torch.float8_e4m3fn if precision.scaled else torch.bfloat16 if precision.tensors == "bf16" else torch.float16
+    for name, precision in PRECISIONS.items()
+    if precision.products == 2
+}
 _TF32_ROUNDING = 2.0**-11
 _SMALLEST = 1e-30
 """What rounding does to a gradient that is exactly zero, so that anything else is far from it."""

@@ -23,6 +23,7 @@ from stepscope.measure.precision import matmul_precision
 from stepscope.models.own.batches import moved
 from stepscope.models.own.own_step import OwnStep
 from stepscope.models.own.user_code import said_of
+from stepscope.models.scaled_products import plain_products
 from stepscope.models.training_step import check_choices
 from stepscope.numerics.answers import computed_answer
 from stepscope.numerics.quality.answer import panels_of, tables_of
@@ -152,6 +153,7 @@ class _Subject:
     def judged(self, step: OwnStep) -> float:
         """The mean loss over the shared batches of a module that is trained no more, in fp32 and eval mode."""
         step.model.float().eval()
+        plain_products(step.model)
         losses: list[Tensor] = []
         with torch.no_grad(), matmul_precision("fp32"), said_of(f"{self.name} fails in eval mode, which judges it"):
             for batch in self.batches:

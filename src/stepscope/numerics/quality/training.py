@@ -3,8 +3,9 @@
 `train` is of the textbook's model; `of_own.py` gives the same loop a module of the user's own.
 
 fp32, tf32, bf16 and fp16 have parameters in fp32; the latter two run forward under autocast. fp16's loss is scaled by a
-DynamicLossScaler; fp16-unscaled's is not. bf16-pure has everything that forward and backward see in bf16, from the
-rounded fp32 parameters on; its moments and its optimizer's arithmetic are fp32 (`models/bf16_parameters.py`).
+DynamicLossScaler; fp16-unscaled's is not. fp8 and fp8-row are as bf16, with products of 8 bits in the blocks. bf16-pure
+has everything that forward and backward see in bf16, from the rounded fp32 parameters on; its moments and its
+optimizer's arithmetic are fp32 (`models/bf16_parameters.py`).
 """
 
 import contextlib
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 
 from stepscope.core.model_config import ModelConfig
-from stepscope.core.precisions import Dtype
+from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.measure.precision import matmul_precision
 from stepscope.models.bf16_parameters import AdamWBf16Parameters, Keeping
+from stepscope.models.scaled_products import plain_products, scale_products
 from stepscope.models.training_step import ForwardLoss
 from stepscope.models.transformer import Transformer
 from stepscope.numerics.gradients.loss_scaler import DynamicLossScaler
@@ -50,6 +52,8 @@ VARIANTS: dict[str, Variant] = {
     "bf16": Variant(dtype="bf16", autocast=torch.bfloat16),
     "fp16": Variant(dtype="fp16", autocast=torch.float16, scaled=True),
     "fp16-unscaled": Variant(dtype="fp16", autocast=torch.float16),
+    "fp8": Variant(dtype="fp8", autocast=torch.bfloat16),
+    "fp8-row": Variant(dtype="fp8-row", autocast=torch.bfloat16),
     "bf16-pure": Variant(dtype="bf16-pure", keeping="nearest"),
     "bf16-pure-stochastic": Variant(dtype="bf16-pure", keeping="stochastic"),
     "bf16-pure-kahan": Variant(dtype="bf16-pure", keeping="kahan"),
@@ -152,12 +156,15 @@ def train(
     model = initial_model(size, seed if start_seed is None else start_seed).to(device)
     if variant.keeping is not None:
         model = model.to(torch.bfloat16)
+    if scaled := PRECISIONS[variant.dtype].scaled:
+        scale_products(tuple(model.blocks), scaled, variant.dtype)
     data = batches(size, text.train, device, seed)
     # So that rounding at random is the same whatever ran before, and leaves no trace.
     with own_randomness(device), matmul_precision(variant.dtype):
         torch.manual_seed(seed)
         trained = train_steps(_trainee(variant, size, model, data), size.steps, variant.scaled, tell_step)
     trained.parameters = [parameter.detach().float().clone() for parameter in model.parameters()]
+    plain_products(model)
     with matmul_precision("fp32"):
         trained.final_loss = _mean_loss(model.float(), _on(device, text.held_out), size.seq_len)
     return trained

@@ -48,8 +48,11 @@ def precision_mismatch(run: Run) -> Finding | None:
     if not fault and observation and observation.product_dtypes:
         # Attention's own products may be fp32 beside others of 16 bits. Without others autocast took no effect.
         excused = _attention_in_fp32(run) and expected in observation.product_dtypes
-        allowed = {expected, "float32"} if excused else {expected}
+        scaled = [found for found in observation.product_dtypes if found.startswith("float8")]
+        allowed = {expected, *(("float32",) if excused else ()), *(scaled if PRECISIONS[dtype].scaled else ())}
         strangers = [found for found in observation.product_dtypes if found not in allowed]
+        if PRECISIONS[dtype].scaled and not scaled:
+            strangers = list(observation.product_dtypes)
         if strangers:
             fault = f"{dtype} was asked for, but matrix products took {', '.join(strangers)} operands"
     if not fault:

@@ -1,0 +1,65 @@
+"""`stepscope tune`: find the fastest step that fits and stays right."""
+
+from pathlib import Path
+
+import typer
+
+from stepscope.cli.captured_runs import type_of_device
+from stepscope.cli.output import check_picture, draw, stdout_kept_clean, sweep_progress, warn
+from stepscope.cli.presentation import Presentation
+from stepscope.cli.verb import verb
+from stepscope.cli.workloads import OneWorkload
+from stepscope.core.document import json_document
+from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, choose
+from stepscope.core.finding import worst
+from stepscope.core.tuned import TUNED_FIELDS
+
+
+@verb(
+    "tune",
+    "stepscope tune --model large --dtype bf16 --memory 80GiB",
+    "stepscope tune --module train.py:make --budget 10min --keep dtype",
+    model="small on a GPU, tiny on a CPU",
+    seq_len="512 on a GPU, 128 on a CPU",
+)
+def tune(
+    *,
+    said: OneWorkload,
+    device: str,
+    budget: float,
+    keep: tuple[str, ...] = (),
+    memory: int | None,
+    fresh: bool,
+    tag: str | None,
+    runs: Path,
+    save: Path | None,
+    shown: Presentation,
+) -> None:
+    """Find the fastest step that fits and trains as this one does, at the same batch. The same command goes on.
+
+    Changes take turns with the best step until then; the losses of the fastest are compared, and it is confirmed in
+    processes of its own.
+    """
+    check_picture(save)
+    kept = frozenset(choose(name, TUNED_FIELDS, "keep") for name in keep)
+    own = said.own
+    if own is None:
+        said.workload(model="tiny", seq_len=1, **({} if "model" in said.said else {"layers": 1000}))
+    on_gpu = type_of_device(device) == "cuda"
+    asked = own or said.workload(model="small" if on_gpu else "tiny", seq_len=512 if on_gpu else 128)
+
+    from stepscope.analysis.comparisons.tuned import answer_tuned
+    from stepscope.studies.tuning.racing import Racing
+    from stepscope.studies.tuning.tune import tune as search
+
+    with stdout_kept_clean(), sweep_progress() as tell:
+        racing = Racing(
+            device=device, out=str(runs), budget_s=budget, memory_limit_bytes=memory, tag=tag, fresh=fresh, tell=tell
+        )
+        found = search(asked, racing, device=device, on_gpu=on_gpu, kept=kept, memory_limit_bytes=memory, tell=warn)
+    answer = answer_tuned(found)
+    shown.show(answer, document=lambda: json_document(found))
+    draw(answer, save)
+    if found.interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+    raise typer.Exit(EXIT_CHECK_FAILED if worst(answer.findings) == "error" else 0)

@@ -1,0 +1,85 @@
+"""The result of a search for the fastest step: each change that was tried, and the step that it ended with."""
+
+from typing import Literal
+
+import msgspec
+
+from stepscope.core.own_workload import DrivenWorkload
+from stepscope.core.processes import Change
+from stepscope.core.samples import Interval
+
+TUNED_FIELDS = ("attention", "dtype", "optimizer", "compile", "graph", "checkpointing", "accumulation")
+"""Fields of a workload that a search may change."""
+
+Verdict = Literal[
+    "taken", "faster", "undecided", "slower", "refused", "does not fit", "failed", "doubted", "not right", "not reached"
+]
+"""taken: the fastest of its round, and part of every later step. faster: surely, but another of its round was more so.
+undecided: its interval holds 1. refused: it cannot run here, or beside another choice. does not fit: by prediction, or
+it ran out of memory. failed: it was measured, and ended without a result. doubted: a check of its run found an error.
+not right: its losses depart from the baseline's. not reached: the time was over."""
+
+
+class Tried(msgspec.Struct, frozen=True, kw_only=True):
+    """One change of the step, and what it gave beside the best step until then."""
+
+    round: str
+    """What was changed, in a word: `attention`, `precision`."""
+    change: dict[str, str | int]
+    """Fields of the workload with their new values."""
+    verdict: Verdict
+    step_s: float | None = None
+    """Its median step, in seconds; None where none was measured."""
+    ratio: float | None = None
+    """How many times as long it took as the best step until then."""
+    interval: Interval | None = None
+    """Of the ratio, within one process."""
+    p_value: float | None = None
+    """Two-sided, of "both take equally long", by the interval; a round's are judged together (Holm)."""
+    peak_bytes: int | None = None
+    """The most bytes of tensors at once; None where two models lay in the memory, or it was not counted."""
+    why: str = ""
+    """The reason of a refusal, a failure or a doubt, in one line."""
+    runs: tuple[str, ...] = ()
+    """The runs of the best step until then, and of this one."""
+
+
+class LossCurve(msgspec.Struct, frozen=True, kw_only=True):
+    """The losses of a short training: of each step, before its update."""
+
+    name: str
+    losses: tuple[float, ...]
+
+
+class Tuned(msgspec.Struct, frozen=True, kw_only=True):
+    """A search, as far as it came."""
+
+    asked: DrivenWorkload
+    """The step that the user asked for."""
+    baseline: DrivenWorkload
+    """The step that the search began with: the one asked for, or one that fits."""
+    best: DrivenWorkload
+    tried: tuple[Tried, ...] = ()
+    confirmed: Change | None = None
+    """The best step against the baseline, in processes of their own; None where that was not reached."""
+    baseline_s: float | None = None
+    """The typical step of the baseline in these processes, in seconds."""
+    best_s: float | None = None
+    baseline_peak_bytes: int | None = None
+    best_peak_bytes: int | None = None
+    confirmed_by: tuple[str, ...] = ()
+    """The runs of these processes."""
+    curves: tuple[LossCurve, ...] = ()
+    """Losses of the baseline, of the baseline from other starts, and of the best."""
+    departs_at: int | None = None
+    """The step at which the best one's losses depart from the baseline's; None where they do not."""
+    why_no_losses: str = ""
+    """Why there are no losses to compare, in one line."""
+    seconds: float = 0.0
+    """How long the search took."""
+    budget_s: float = 0.0
+    interrupted: bool = False
+    device: str = ""
+    versions: dict[str, str] = {}
+    folder: str = ""
+    """Where the runs are."""

@@ -1,0 +1,1 @@
+"""Which choices make this step the fastest that fits and stays right?"""

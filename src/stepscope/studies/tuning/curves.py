@@ -1,0 +1,102 @@
+"""Do the losses of the fastest step follow those of the step that it replaces? Short trainings, a process each.
+
+A step that is faster because it computes something else shows it in its losses. How far they may be apart is told by
+the baseline itself, started from other parameters over the same batches (`numerics/quality/departure.py`).
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from stepscope.core.own_workload import DrivenWorkload, OwnWorkload
+from stepscope.core.tuned import LossCurve
+from stepscope.core.workload import Workload
+from stepscope.engine.own_code import answer_apart, ask_apart
+from stepscope.engine.stages.build import make_step
+from stepscope.measure.device import limit_memory, resolve_device
+from stepscope.measure.precision import matmul_precision
+from stepscope.measure.step import drive
+from stepscope.models.training_step import AssembledStep
+from stepscope.numerics.quality.departure import departure, reach_of, smoothed, starts_apart, window_of
+
+STEPS = 50
+OTHER_STARTS = 2
+
+
+class Training(msgspec.Struct, frozen=True, kw_only=True):
+    """A short training: its step, and where it starts."""
+
+    workload: Workload | OwnWorkload
+    device: str
+    start_seed: int | None = None
+    """The seed of its first parameters, where that is not the workload's; its batches are the workload's."""
+    memory_limit_bytes: int | None = None
+    steps: int = STEPS
+
+
+def losses_of(training: Training) -> list[float]:
+    """The loss of each step before its update, trained in a process of its own; ends early where it is not finite.
+    Empty for a step of the user's own, which has no loss that is known."""
+    text = msgspec.json.encode(training).decode()
+    told = ask_apart(__name__, text, what=f"the training of {training.workload.name}")
+    return msgspec.json.decode(told, type=list[float])
+
+
+def main(text: str) -> str:
+    """Train, and write the losses as JSON, for `losses_of`."""
+    return msgspec.json.encode(trained(msgspec.json.decode(text, type=Training))).decode()
+
+
+def trained(training: Training) -> list[float]:
+    """The losses of a training in this process."""
+    device = resolve_device(training.device)
+    limit_memory(device, training.memory_limit_bytes)
+    with matmul_precision(training.workload.dtype):
+        step, _ = make_step(training.workload, device)
+        if not isinstance(step, AssembledStep):
+            return []
+        if training.start_seed is not None:
+            batches = step.batches
+            del step
+            step, _ = make_step(msgspec.structs.replace(training.workload, seed=training.start_seed), device)
+            assert isinstance(step, AssembledStep)
+            step.batches = batches
+        losses: list[torch.Tensor] = []
+        for _ in range(training.steps):
+            drive(step)
+            assert step.loss is not None
+            losses.append(step.loss.detach().float().clone())
+    return list(itertools.takewhile(math.isfinite, map(float, losses)))
+
+
+def curves(
+    baseline: DrivenWorkload, best: DrivenWorkload, device: str, memory_limit_bytes: int | None = None
+) -> tuple[LossCurve, ...]:
+    """Losses of the baseline, of the baseline from other starts, and of the fastest step."""
+    runs: list[tuple[str, DrivenWorkload, int | None]] = [("baseline", baseline, None)]
+    runs += [(f"baseline, start {n + 1}", baseline, baseline.seed + n) for n in range(1, 1 + OTHER_STARTS)]
+    found: list[LossCurve] = []
+    for name, workload, start in (*runs, ("fastest", best, None)):
+        training = Training(
+            workload=workload, device=device, start_seed=start, memory_limit_bytes=memory_limit_bytes
+        )  # fmt: skip
+        found.append(LossCurve(name=name, losses=tuple(losses_of(training))))
+    return tuple(found)
+
+
+def departs_at(found: Sequence[LossCurve], steps: int = STEPS) -> int | None:
+    """The step at which the best one's losses depart from the baseline's; None where they do not."""
+    *starts, best = (curve.losses for curve in found)
+    length = min(map(len, starts), default=0)
+    if not length:
+        return None
+    window, reach = window_of(steps), reach_of(steps)
+    smooth = [smoothed(losses[:length], window) for losses in starts]
+    return departure(best[:length], smooth[0], starts_apart(smooth, reach), window=window, reach=reach)
+
+
+if __name__ == "__main__":
+    answer_apart(main)

@@ -1,0 +1,186 @@
+"""What measures for a search: races turn by turn in one process, and processes of their own that confirm its end."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from stepscope.analysis.runs.run_sets import RunSet, change_of, paired_ratios, sets_of
+from stepscope.core.attention_support import is_predicted
+from stepscope.core.environment import Environment
+from stepscope.core.errors import DeviceError
+from stepscope.core.finding import worst
+from stepscope.core.own_workload import DrivenWorkload
+from stepscope.core.processes import FEWEST_PROCESSES, Change
+from stepscope.core.range_names import STEP
+from stepscope.core.run import Run, settings_from
+from stepscope.core.run_directory import load_run
+from stepscope.core.samples import Interval
+from stepscope.core.tuned import Tried, Verdict
+from stepscope.core.units import format_bytes
+from stepscope.engine.forecast import memory_of
+from stepscope.engine.measured_cell import REFUSED
+from stepscope.engine.plan import Cell, Policy, SweepPlan, Tell, order_cells, repeated
+from stepscope.engine.sweep import run_sweep
+from stepscope.memory.prediction.estimate import estimate_quickly
+from stepscope.memory.prediction.fit import Budget, will_fit
+
+RACED = settings_from(None, None, seconds=2.0, no_profile=True)
+"""How long the two steps of a race take turns."""
+
+CONFIRMED = settings_from(None, None, seconds=3.0)
+
+_DEVIATIONS = statistics.NormalDist().inv_cdf(0.975)
+
+
+class Racing:
+    """Measures steps for a search, and keeps the time."""
+
+    def __init__(
+        self, *, device: str, out: str, budget_s: float, memory_limit_bytes: int | None = None, tag: str | None = None,
+        fresh: bool = False, tell: Tell = lambda _: None, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """fresh: whether nothing that an earlier search measured is taken. tell: is given the state of each sweep of
+        cells as it goes on."""
+        self._fresh = fresh
+        self._device, self.out, self._limit, self._tag = device, out, memory_limit_bytes, tag
+        self._tell, self._clock, self.budget_s = tell, clock, budget_s
+        self._began = clock()
+        self._longest_s = 0.0
+        self.where: Environment | None = None
+        """The environment of the last run."""
+        self.budget: Budget | None = memory_of(self._plan(()))
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken until now."""
+        return self._clock() - self._began
+
+    def time_left(self) -> bool:
+        """Whether another race would leave the time to confirm: each process takes about as long as the longest did."""
+        return self.seconds + self._longest_s * (1 + _PROCESSES_KEPT) < self.budget_s
+
+    def fits(self, workload: DrivenWorkload) -> str | None:
+        """Why the step does not fit, by prediction; None where it does, or nothing predicts it."""
+        if self.budget is None or not is_predicted(workload) or will_fit(workload, self.budget):
+            return None
+        needs = estimate_quickly(workload).peak_bytes
+        return f"predicted to need {format_bytes(needs)} of {self.budget.said}"
+
+    def runs_alone(self, workload: DrivenWorkload) -> str | None:
+        """Why the step runs out of memory here; None where it runs. Raises InputError for one that cannot run as asked,
+        and DeviceError for one that fails."""
+        began = self._clock()
+        (run,) = self._measured(Cell(workload=workload, settings=RACED), refuses=True)
+        self._longest_s = max(self._longest_s, self._clock() - began)
+        if run.status == "out-of-memory":
+            return "it ran out of memory"
+        if run.status != "done":
+            message = run.failure.message if run.failure is not None else run.status
+            raise DeviceError(f"the step that is to be tuned {run.status}: {message}")
+        return None
+
+    def race(self, best: DrivenWorkload, other: DrivenWorkload) -> Tried:
+        """The other step beside the best: by turns in one process, or one after another where that cannot hold both."""
+        began = self._clock()
+        try:
+            if self._fit_together(best, other):
+                found = self._by_turns(best, other)
+                if found.verdict != "does not fit":
+                    return found
+            return self._apart(best, other)
+        finally:
+            self._longest_s = max(self._longest_s, self._clock() - began)
+
+    def confirm(self, baseline: DrivenWorkload, best: DrivenWorkload) -> tuple[RunSet, RunSet, Change | None]:
+        """Both steps in processes of their own, by rounds; and how many times as long the best one takes."""
+        cells = [Cell(workload=workload, settings=CONFIRMED) for workload in (baseline, best)]
+        runs = self._measured(*repeated(cells, FEWEST_PROCESSES))
+        before, after = sets_of(runs)[:2]
+        if before.representative.workload.identity != baseline.identity:
+            before, after = after, before
+        return before, after, change_of(before, after)
+
+    def _fit_together(self, best: DrivenWorkload, other: DrivenWorkload) -> bool:
+        if (best.dtype == "tf32") != (other.dtype == "tf32"):
+            return False  # whether fp32's products may be TF32 holds for a whole process
+        if self.budget is None or not (is_predicted(best) and is_predicted(other)):
+            return True
+        needs = estimate_quickly(best).peak_bytes + estimate_quickly(other).peak_bytes
+        return needs < self.budget.usable_bytes
+
+    def _by_turns(self, best: DrivenWorkload, other: DrivenWorkload) -> Tried:
+        (first,) = self._measured(Cell(workload=best, settings=RACED, against=other))
+        if first.beside is None:
+            return _without_result(first, (first,))
+        second = load_run(Path(self.out) / first.beside)
+        runs = (first, second)
+        if first.status != "done" or second.status != "done":
+            return _without_result(second if second.failure is not None else first, runs)
+        ratios = paired_ratios(first, second, STEP)
+        if ratios is None or ratios.median_s is None:
+            return _tried("failed", runs, why="no steps that ran next to one another")
+        return _timed(second, runs, ratios.median_s, ratios.interval())
+
+    def _apart(self, best: DrivenWorkload, other: DrivenWorkload) -> Tried:
+        found = self._measured(*(Cell(workload=workload, settings=RACED) for workload in (best, other)))
+        first, second = sorted(found, key=lambda run: run.workload.identity == other.identity)
+        runs = (first, second)
+        for run in (second, first):
+            if run.status != "done":
+                return _without_result(run, runs)
+        before, after = first.samples[STEP], second.samples[STEP]
+        found_ratio = before.speedup_over(after)  # how many times as long the other takes
+        if found_ratio is None:
+            return _tried("failed", runs, why="no steps to compare")
+        memory = second.evidence.memory
+        return _timed(second, runs, found_ratio.value, found_ratio.interval, memory.allocated_peak if memory else None)
+
+    def _measured(self, *cells: Cell, refuses: bool = False) -> list[Run]:
+        """The runs of these cells, each in a process of its own; those of an interrupted search are found again."""
+        policy = Policy(start="exec", fresh=self._fresh, refuses=refuses)
+        runs = run_sweep(self._plan(order_cells(list(cells))), policy, self._tell)
+        self.where = next((run.environment for run in runs if run.environment is not None), self.where)
+        return runs
+
+    def _plan(self, cells: tuple[Cell, ...]) -> SweepPlan:
+        return SweepPlan(
+            cells=cells, devices=(self._device,), out=self.out, tag=self._tag, memory_limit_bytes=self._limit
+        )
+
+
+_PROCESSES_KEPT = 0.75 * (2 * FEWEST_PROCESSES + 4)
+"""The processes for which time is kept, those that confirm and those that train, in races: they have one step."""
+
+
+def p_value_of(ratio: float, interval: Interval | None) -> float | None:
+    """Two-sided, of "both take equally long", as the interval of the ratio's logarithm says it of a normal law."""
+    if interval is None or interval.low <= 0:
+        return None
+    error = math.log(interval.high / interval.low) / (2 * _DEVIATIONS)
+    if error <= 0:
+        return 0.0 if ratio != 1 else 1.0
+    return 2 * (1 - statistics.NormalDist().cdf(abs(math.log(ratio)) / error))
+
+
+def _timed(
+    run: Run, runs: tuple[Run, ...], ratio: float, interval: Interval | None, peak_bytes: int | None = None
+) -> Tried:  # fmt: skip
+    gravest = next((finding for finding in run.findings if finding.severity == "error"), None)
+    return _tried(
+        "doubted" if worst(run.findings) == "error" else "undecided", runs, step_s=run.samples[STEP].median_s,
+        ratio=ratio, interval=interval, p_value=p_value_of(ratio, interval), peak_bytes=peak_bytes,
+        why=gravest.sentence if gravest is not None else "",
+    )  # fmt: skip
+
+
+def _without_result(run: Run, runs: tuple[Run, ...]) -> Tried:
+    refused = run.failure is not None and run.failure.during == REFUSED
+    verdict: Verdict = "refused" if refused else "does not fit" if run.status == "out-of-memory" else "failed"
+    return _tried(verdict, runs, why=run.failure.message if run.failure is not None else run.status)
+
+
+def _tried(verdict: Verdict, runs: tuple[Run, ...], **found: object) -> Tried:
+    named = tuple(run.id for run in runs)
+    return Tried(round="", change={}, verdict=verdict, runs=named, **found)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,140 @@
+"""The rounds of a search for the fastest step: which changes are tried together, and in which order.
+
+A round's changes all begin at the best step so far, and the fastest of them is taken. What only helps together is one
+change: bf16 weights, and the optimizer that writes them. The order is that in which the choices build on one another:
+what fits, then what computes, then what launches it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from stepscope.core.attentions import PREFERRED, PREFERRED_ELSEWHERE
+from stepscope.core.errors import InputError
+from stepscope.core.own_workload import DrivenWorkload
+from stepscope.core.precisions import Dtype
+from stepscope.core.workload import Workload
+
+Change = dict[str, str | int]
+"""Fields of a workload with new values."""
+
+PRECISIONS_TRIED: dict[Dtype, tuple[Dtype, ...]] = {
+    "fp32": ("tf32", "bf16", "bf16-master"),
+    "tf32": ("bf16", "bf16-master"),
+    "fp16": ("bf16", "bf16-master"),
+    "bf16": ("bf16-master",),
+}
+"""Of each precision those that may be faster, and that the quality study sees train as fp32 does."""
+
+RECOMPUTED = ("none", "selective", "every-1")
+"""Checkpointing, by what it computes again: the least first."""
+
+MOST_MICRO_BATCHES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """Changes that are tried against the same step."""
+
+    name: str
+    changes: Callable[[DrivenWorkload, bool], Iterable[Change]]
+    """Of the best step so far, and whether it runs on a GPU."""
+    of_gpu: bool = False
+    """Whether it needs a GPU."""
+    of_textbook: bool = False
+    """Whether it says something of the textbook's model alone."""
+
+
+def _attentions(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    for name in PREFERRED["cuda"][:-1] if on_gpu else PREFERRED_ELSEWHERE:
+        yield {"attention": name}
+
+
+def _precisions(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    for dtype in PRECISIONS_TRIED.get(best.dtype, ()):
+        if dtype == "bf16-master":
+            if on_gpu:
+                yield {"dtype": dtype, "optimizer": "adamw-one-launch"}
+        elif on_gpu or dtype != "tf32":
+            yield {"dtype": dtype}
+
+
+def _optimizers(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    for name in ("adamw-fused", *(("adamw-one-launch",) if on_gpu else ())):
+        yield {"optimizer": name}
+
+
+def _compiled(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    yield {"compile": "default"}
+    if on_gpu:
+        yield {"compile": "blocks"}
+        yield {"compile": "reduce-overhead", "graph": "none"}
+
+
+def _replayed(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    yield {"graph": "step"}
+    yield {"graph": "step", "compile": "blocks"}
+    yield {"graph": "step", "compile": "default"}
+
+
+def _under_backward(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    for compiled in ("eager", "blocks"):
+        yield {"optimizer": "adamw-under-backward", "compile": compiled}
+
+
+def lighter(best: DrivenWorkload) -> list[Change]:
+    """Checkpointing and micro-batches at the same batch, from what computes least again to what keeps least."""
+    batch = best.batch_size or 1
+    parts = [n for n in (1, 2, 4, 8, MOST_MICRO_BATCHES) if batch % n == 0]
+    return [
+        {"checkpointing": kept, "accumulation": micro_batches} for kept in RECOMPUTED for micro_batches in parts
+    ]  # fmt: skip
+
+
+def _lighter_work(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    """What computes less again, or splits the batch less, than the best step does."""
+    for change in lighter(best):
+        if (change["checkpointing"], change["accumulation"]) == (best.checkpointing, best.accumulation):
+            return
+        yield change
+
+
+ROUNDS: tuple[Round, ...] = (
+    Round(name="memory", changes=_lighter_work),
+    Round(name="attention", changes=_attentions, of_textbook=True),
+    Round(name="precision", changes=_precisions),
+    Round(name="optimizer", changes=_optimizers),
+    Round(name="compile", changes=_compiled),
+    Round(name="graph", changes=_replayed, of_gpu=True),
+    Round(name="update under backward", changes=_under_backward, of_gpu=True),
+)
+
+
+def changed(best: DrivenWorkload, change: Change) -> DrivenWorkload:
+    """The step with the change. Raises InputError where it excludes what the step has."""
+    return msgspec.structs.replace(best, **change)
+
+
+def changes_of(
+    round_: Round, best: DrivenWorkload, *, on_gpu: bool, kept: frozenset[str]
+) -> Iterator[tuple[Change, DrivenWorkload | str]]:
+    """Each change of a round that changes anything, with the step that it makes, or with why it cannot be.
+
+    kept: fields that stay as they are; a change of one is left out.
+    """
+    if (round_.of_gpu and not on_gpu) or (round_.of_textbook and not isinstance(best, Workload)):
+        return
+    seen = {best.key}
+    for change in round_.changes(best, on_gpu):
+        different = {name: value for name, value in change.items() if getattr(best, name) != value}
+        if not different or kept & different.keys():
+            continue
+        try:
+            made = changed(best, different)
+        except InputError as error:
+            yield different, str(error)
+            continue
+        if made.key not in seen:
+            seen.add(made.key)
+            yield different, made

@@ -1,0 +1,103 @@
+"""The search: round after round, the fastest change that surely helps is taken; then the end is confirmed.
+
+It knows neither processes nor clocks: what races, confirms and trains is given. `racing.py` has what measures.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from stepscope.core.own_workload import DrivenWorkload
+from stepscope.core.processes import standing
+from stepscope.core.tuned import Tried, Tuned
+from stepscope.studies.tuning.rounds import ROUNDS, Change, Round, changes_of
+
+NOT_REACHED = "the time was over"
+
+
+class Bench(Protocol):
+    """What measures for a search."""
+
+    def fits(self, workload: DrivenWorkload) -> str | None:
+        """Why the step does not fit, by prediction; None where it does, or nothing predicts it."""
+        ...
+
+    def race(self, best: DrivenWorkload, other: DrivenWorkload) -> Tried:
+        """The other step beside the best one; its round and its change are filled in later."""
+        ...
+
+    def time_left(self) -> bool:
+        """Whether there is time for another race, and to confirm the best step afterwards."""
+        ...
+
+
+@dataclass
+class Search:
+    """A search as it goes on: stopped at any moment, it has what it found."""
+
+    baseline: DrivenWorkload
+    on_gpu: bool
+    kept: frozenset[str] = frozenset()
+    rounds: Sequence[Round] = ROUNDS
+    best: DrivenWorkload = field(init=False)
+    tried: list[Tried] = field(default_factory=list[Tried])
+
+    def __post_init__(self) -> None:
+        self.best = self.baseline
+
+    def run(self, bench: Bench, tell: Callable[[str], None] = lambda _: None) -> None:
+        """Go through the rounds. A KeyboardInterrupt leaves what was found."""
+        for round_ in self.rounds:
+            if (taken := self._round(round_, bench, tell)) is not None:
+                self.best = taken
+
+    def _round(self, round_: Round, bench: Bench, tell: Callable[[str], None]) -> DrivenWorkload | None:
+        """Try the changes of a round; returns the step with the one that is taken."""
+        raced: list[tuple[int, DrivenWorkload]] = []
+        for change, made in changes_of(round_, self.best, on_gpu=self.on_gpu, kept=self.kept):
+            if isinstance(made, str):
+                self._note(round_, change, Tried(round="", change={}, verdict="refused", why=made))
+            elif not bench.time_left():
+                self._note(round_, change, Tried(round="", change={}, verdict="not reached", why=NOT_REACHED))
+            elif (why := bench.fits(made)) is not None:
+                self._note(round_, change, Tried(round="", change={}, verdict="does not fit", why=why))
+            else:
+                tell(f"{round_.name}: {words_of(change)}")
+                raced.append((len(self.tried), made))
+                self._note(round_, change, bench.race(self.best, made))
+        return self._judged(raced)
+
+    def _note(self, round_: Round, change: Change, tried: Tried) -> None:
+        self.tried.append(msgspec.structs.replace(tried, round=round_.name, change=change))
+
+    def _judged(self, raced: list[tuple[int, DrivenWorkload]]) -> DrivenWorkload | None:
+        """Judge the races of a round together, and take the fastest that surely is faster."""
+        places = [place for place, _ in raced if self.tried[place].ratio is not None]
+        stands = standing(self.tried[place].p_value for place in places)
+        faster: list[tuple[float, int]] = []
+        for place, stand in zip(places, stands, strict=True):
+            tried = self.tried[place]
+            if tried.ratio is None or tried.verdict != "undecided":
+                continue
+            if stand:
+                self._set(place, verdict="faster" if tried.ratio < 1 else "slower")
+                faster += [(tried.ratio, place)] if tried.ratio < 1 else []
+        if not faster:
+            return None
+        _, place = min(faster)
+        self._set(place, verdict="taken")
+        return dict(raced)[place]
+
+    def _set(self, place: int, **fields: str) -> None:
+        self.tried[place] = msgspec.structs.replace(self.tried[place], **fields)
+
+    def so_far(self, asked: DrivenWorkload) -> Tuned:
+        """What was found until now."""
+        return Tuned(asked=asked, baseline=self.baseline, best=self.best, tried=tuple(self.tried))
+
+
+def words_of(change: Change) -> str:
+    """A change in words: `dtype bf16-master, optimizer adamw-one-launch`."""
+    return ", ".join(f"{name} {value}" for name, value in change.items())

@@ -1,0 +1,110 @@
+"""Search, check the losses, confirm: `tune` goes this way, and what it has when it is interrupted is its answer."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from stepscope.core.errors import InputError, StepscopeError
+from stepscope.core.own_workload import DrivenWorkload
+from stepscope.core.tuned import Tuned
+from stepscope.studies.tuning.curves import curves, departs_at
+from stepscope.studies.tuning.racing import Racing
+from stepscope.studies.tuning.rounds import Change, changed, lighter
+from stepscope.studies.tuning.search import Search
+
+NUMERIC = ("precision",)
+"""Rounds whose changes compute something else on purpose. They are taken back where the losses depart."""
+
+
+def tune(
+    asked: DrivenWorkload, racing: Racing, *, device: str, on_gpu: bool, kept: frozenset[str] = frozenset(),
+    memory_limit_bytes: int | None = None, tell: Callable[[str], None] = lambda _: None,
+) -> Tuned:  # fmt: skip
+    """Find the fastest step that trains as the one asked for does, at the same batch.
+
+    kept: fields of the workload that stay as they are. tell: is given what is tried, in words. Interrupted, it returns
+    what it found. Raises InputError for a step that is no training step, or that nothing makes fit.
+    """
+    if asked.phase != "train":
+        raise InputError(f"tune makes a training step faster, and --phase {asked.phase} asks for another: leave it out")
+    try:
+        baseline = one_that_fits(asked, racing)
+    except KeyboardInterrupt:
+        return Tuned(asked=asked, baseline=asked, best=asked, interrupted=True, seconds=racing.seconds)
+    search = Search(baseline=baseline, on_gpu=on_gpu, kept=kept)
+    found = Tuned(asked=asked, baseline=baseline, best=baseline)
+    try:
+        search.run(racing, tell)
+        found = search.so_far(asked)
+        while found.best != baseline:
+            tell("losses of both steps")
+            found = _with_losses(found, device, memory_limit_bytes)
+            if found.departs_at is None:
+                break
+            found = without_numeric_changes(found)
+        if found.best != baseline:
+            tell("both steps in processes of their own")
+            found = _confirmed(found, racing)
+    except KeyboardInterrupt:
+        known = found if found.tried else search.so_far(asked)
+        found = msgspec.structs.replace(known, interrupted=True)
+    where = racing.where
+    return msgspec.structs.replace(
+        found, seconds=racing.seconds, budget_s=racing.budget_s, folder=racing.out,
+        device=where.device_name if where is not None else "", versions=where.versions if where is not None else {},
+    )  # fmt: skip
+
+
+def one_that_fits(asked: DrivenWorkload, racing: Racing) -> DrivenWorkload:
+    """The step, or the one that computes least again of those that fit and run."""
+    why = racing.fits(asked) or racing.runs_alone(asked)
+    if why is None:
+        return asked
+    for change in lighter(asked):
+        try:
+            other = changed(asked, change)
+        except InputError:
+            continue
+        if other != asked and racing.fits(other) is None and racing.runs_alone(other) is None:
+            return other
+    raise InputError(f"the step does not fit, however it is split or computed again: {why}; choose a smaller batch")
+
+
+def _with_losses(found: Tuned, device: str, memory_limit_bytes: int | None) -> Tuned:
+    best = found.best
+    try:
+        same = changed(found.baseline, {"accumulation": best.accumulation})
+        losses = curves(same, best, device, memory_limit_bytes)
+    except StepscopeError as error:
+        return msgspec.structs.replace(found, curves=(), why_no_losses=str(error))
+    return msgspec.structs.replace(found, curves=losses, departs_at=departs_at(losses))
+
+
+def without_numeric_changes(found: Tuned) -> Tuned:
+    """The search with what it took less the changes that compute something else; without any, the baseline is best."""
+    taken = [tried for tried in found.tried if tried.verdict == "taken"]
+    blamed = [tried for tried in taken if tried.round in NUMERIC] or taken
+    kept: list[Change] = [tried.change for tried in taken if tried not in blamed]
+    best = found.baseline
+    for change in kept:
+        try:
+            best = changed(best, change)
+        except InputError:  # it was for what is taken back
+            continue
+    why = f"losses depart from the baseline's at step {found.departs_at}"
+    tried = tuple(
+        msgspec.structs.replace(one, verdict="not right", why=why) if one in blamed else one for one in found.tried
+    )
+    return msgspec.structs.replace(found, best=best, tried=tried, curves=(), departs_at=None)
+
+
+def _confirmed(found: Tuned, racing: Racing) -> Tuned:
+    before, after, change = racing.confirm(found.baseline, found.best)
+    memory = [side.representative.evidence.memory for side in (before, after)]
+    return msgspec.structs.replace(
+        found, confirmed=change,
+        baseline_s=before.processes("step").typical_s, best_s=after.processes("step").typical_s,
+        baseline_peak_bytes=memory[0].allocated_peak if memory[0] else None,
+        best_peak_bytes=memory[1].allocated_peak if memory[1] else None,
+        confirmed_by=tuple(run.id for side in (before, after) for run in side.runs),
+    )  # fmt: skip

@@ -1,0 +1,48 @@
+"""`stepscope tune` as its user sees it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.command import stepscope
+
+SMALL = ("--model", "tiny", "--layers", "1", "--d-model", "32", "--heads", "2", "--seq-len", "16", "--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--phase", "forward"), "tune makes a training step faster, and --phase forward asks for another"),
+        (("--budget", "soon"), "--budget is 'soon': write seconds"),
+        (("--budget", "0min"), "--budget is '0min': write seconds, above 0"),
+        (("--keep", "colour"), "colour"),
+        (("--module", "nowhere.py:make"), "nowhere.py"),
+        (("--dtype", "tf32"), "tf32 needs an NVIDIA GPU"),
+    ],
+)
+def test_wrong_input_is_one_line(options: tuple[str, ...], said: str, tmp_path: Path):
+    sizes = SMALL[-2:] if options[0] == "--module" else SMALL
+    done = stepscope("tune", *sizes, *options, "--runs", tmp_path)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_without_time_it_says_what_it_would_have_tried(tmp_path: Path):
+    done = stepscope("tune", *SMALL, "--budget", "0.001s", "--runs", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "No change made it surely faster" in done.stdout and "dtype bf16" in done.stdout
+    assert done.stdout.count("the time was over") >= 3
+
+
+@pytest.mark.long
+def test_it_goes_on_where_it_stopped_and_confirms(tmp_path: Path):
+    """Two real searches: the second measures nothing of what the first did."""
+    words = ("tune", *SMALL, "--budget", "10min", "--keep", "compile,dtype", "--runs", tmp_path, "--json")
+    first = json.loads(stepscope(*words).stdout)
+    runs = set(tmp_path.iterdir())
+    again = json.loads(stepscope(*words).stdout)
+    assert set(tmp_path.iterdir()) == runs and [t["ratio"] for t in again["tried"]] == [
+        t["ratio"] for t in first["tried"]
+    ]
+    if first["best"] != first["baseline"]:
+        assert first["confirmed"]["processes"] == [5, 5] and len(first["curves"]) == 4

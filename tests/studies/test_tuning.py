@@ -1,0 +1,200 @@
+"""The search for the fastest step: what it tries, what it takes, and what it has when it is stopped."""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepscope.analysis.comparisons.tuned import answer_tuned
+from stepscope.core.errors import InputError
+from stepscope.core.own_workload import DrivenWorkload
+from stepscope.core.processes import Change
+from stepscope.core.samples import Interval
+from stepscope.core.tuned import LossCurve, Tried, Tuned
+from stepscope.measure.step import drive
+from stepscope.models.training_step import TrainingStep
+from stepscope.studies.tuning.curves import Training, departs_at, trained
+from stepscope.studies.tuning.racing import p_value_of
+from stepscope.studies.tuning.rounds import ROUNDS, changes_of, lighter
+from stepscope.studies.tuning.search import Search
+from stepscope.studies.tuning.tune import one_that_fits, without_numeric_changes
+from tests.conftest import mini, workload
+
+FACTORS = {
+    ("attention", "flash"): 0.9, ("attention", "sdpa-cudnn"): 0.95, ("dtype", "bf16"): 0.6,
+    ("dtype", "bf16-master"): 0.5, ("optimizer", "adamw-fused"): 0.97, ("optimizer", "adamw-one-launch"): 0.9,
+    ("optimizer", "adamw-under-backward"): 0.85, ("compile", "default"): 0.8, ("compile", "blocks"): 0.82,
+    ("compile", "reduce-overhead"): 0.79, ("graph", "step"): 0.9, ("checkpointing", "every-1"): 1.3,
+}  # fmt: skip
+
+
+class Written:
+    """A bench whose steps take what FACTORS say, and that counts its races."""
+
+    def __init__(self, races: int = 100, unfit: Sequence[str] = (), noise: float = 0.001) -> None:
+        self.left, self.unfit, self.noise = races, unfit, noise
+
+    def seconds(self, step: DrivenWorkload) -> float:
+        return math.prod(
+            factor for (field, value), factor in FACTORS.items() if getattr(step, field) == value
+        ) * (1 + 0.05 * (step.accumulation - 1))  # fmt: skip
+
+    def fits(self, workload: DrivenWorkload) -> str | None:
+        return "too large" if workload.checkpointing in self.unfit else None
+
+    def runs_alone(self, workload: DrivenWorkload) -> str | None:
+        return None
+
+    def time_left(self) -> bool:
+        return self.left > 0
+
+    def race(self, best: DrivenWorkload, other: DrivenWorkload) -> Tried:
+        self.left -= 1
+        ratio = self.seconds(other) / self.seconds(best)
+        interval = Interval(low=ratio * (1 - self.noise), high=ratio * (1 + self.noise))
+        return Tried(
+            round="", change={}, verdict="undecided", ratio=ratio, interval=interval,
+            p_value=p_value_of(ratio, interval), step_s=self.seconds(other), runs=("a", "b"),
+        )  # fmt: skip
+
+
+def searched(bench: Written, kept: frozenset[str] = frozenset(), on_gpu: bool = True, **step: object) -> Search:
+    search = Search(baseline=workload(**step), on_gpu=on_gpu, kept=kept)
+    search.run(bench)
+    return search
+
+
+def test_the_fastest_of_each_round_is_taken():
+    search = searched(Written(), dtype="fp32", checkpointing="every-1", accumulation=2)
+    best = search.best
+    assert (best.checkpointing, best.accumulation, best.dtype) == ("none", 1, "bf16-master")
+    assert best.optimizer == "adamw-under-backward" and best.graph == "step" and best.compile == "blocks"
+    taken = [tried for tried in search.tried if tried.verdict == "taken"]
+    assert math.prod(tried.ratio or 0 for tried in taken) == pytest.approx(
+        Written().seconds(best) / Written().seconds(search.baseline)
+    )
+    assert len({tried.round for tried in taken}) == len(taken), "one of each round"
+
+
+@pytest.mark.parametrize("field", ["dtype", "optimizer", "compile", "attention", "graph"])
+def test_what_is_kept_stays(field: str):
+    search = searched(Written(), kept=frozenset({field}))
+    assert getattr(search.best, field) == getattr(search.baseline, field)
+    assert not any(field in tried.change for tried in search.tried)
+
+
+def test_without_time_nothing_is_measured_and_all_of_it_is_said():
+    search = searched(Written(races=2))
+    assert sum(1 for tried in search.tried if tried.ratio is not None) == 2
+    late = [tried for tried in search.tried if tried.verdict == "not reached"]
+    assert late and all(tried.why == "the time was over" for tried in late)
+
+
+def test_noise_takes_nothing():
+    search = searched(Written(noise=3.0))
+    assert search.best == search.baseline and {t.verdict for t in search.tried} <= {"undecided", "refused"}
+
+
+def test_what_is_predicted_not_to_fit_is_not_measured():
+    bench = Written(unfit=("none",))
+    search = searched(bench, checkpointing="every-1")
+    unfit = [tried for tried in search.tried if tried.verdict == "does not fit"]
+    assert unfit and all(tried.ratio is None for tried in unfit)
+    assert search.best.checkpointing != "none"
+
+
+def test_a_step_that_does_not_fit_is_split_or_computed_again_first():
+    class Small(Written):
+        def fits(self, workload: DrivenWorkload) -> str | None:
+            return None if workload.checkpointing == "selective" and workload.accumulation >= 2 else "too large"
+
+    found = one_that_fits(workload(batch_size=4), Small())  # pyright: ignore[reportArgumentType]
+    assert (found.checkpointing, found.accumulation) == ("selective", 2)
+    with pytest.raises(InputError, match="however it is split"):
+        one_that_fits(workload(batch_size=1), Written(unfit=("none", "selective", "every-1")))  # pyright: ignore[reportArgumentType]
+
+
+def test_on_a_cpu_nothing_of_a_gpu_is_tried():
+    search = searched(Written(), on_gpu=False)
+    words = {value for tried in search.tried for value in tried.change.values()}
+    assert not words & {"flash", "tf32", "bf16-master", "adamw-one-launch", "blocks", "step"}
+
+
+@given(st.sampled_from(["fp32", "bf16", "tf32", "bf16-master"]), st.sampled_from(["eager", "default"]), st.booleans())
+def test_each_change_of_a_round_changes_something_once(dtype: str, compiled: str, on_gpu: bool):
+    best = workload(dtype=dtype, compile=compiled, batch_size=8, checkpointing="every-1")
+    for round_ in ROUNDS:
+        made = [m for _, m in changes_of(round_, best, on_gpu=on_gpu, kept=frozenset()) if not isinstance(m, str)]
+        keys = [one.key for one in made]
+        assert best.key not in keys and len(set(keys)) == len(keys)
+        assert all(one.batch_size == best.batch_size for one in made)
+
+
+def test_what_computes_least_again_comes_first():
+    changes = lighter(workload(batch_size=4))
+    assert changes[0] == {"checkpointing": "none", "accumulation": 1}
+    assert [change["accumulation"] for change in changes[:3]] == [1, 2, 4]
+    assert changes[3]["checkpointing"] == "selective"
+
+
+def test_a_p_value_is_that_of_its_interval():
+    assert p_value_of(1.0, Interval(low=0.9, high=1.1)) == pytest.approx(1.0)
+    assert p_value_of(1.1, Interval(low=1.0, high=1.21)) == pytest.approx(0.05, abs=1e-6)
+    assert p_value_of(1.1, None) is None
+
+
+def curve(name: str, *, off: float = 0.0, slope: float = -0.05, steps: int = 50) -> LossCurve:
+    return LossCurve(name=name, losses=tuple(9.0 + off + slope * n for n in range(steps)))
+
+
+def test_losses_depart_where_they_leave_what_starts_do():
+    starts = [curve("baseline"), curve("baseline, start 2", off=0.02), curve("baseline, start 3", off=-0.02)]
+    assert departs_at([*starts, curve("fastest", off=0.03)]) is None
+    assert departs_at([*starts, curve("fastest", slope=0.0)]) in range(2, 6)
+    assert departs_at([*starts, curve("fastest", steps=20)]) == 21, "it stopped being finite"
+    assert departs_at([curve("baseline", steps=0), curve("fastest", steps=0)]) is None
+
+
+def tuned(**fields: object) -> Tuned:
+    search = searched(Written(), dtype="bf16")
+    return msgspec.structs.replace(
+        Tuned(asked=search.baseline, baseline=search.baseline, best=search.best, tried=tuple(search.tried)), **fields
+    )
+
+
+def test_a_change_whose_losses_depart_is_taken_back():
+    found = without_numeric_changes(tuned(departs_at=7))
+    assert found.best.dtype == "bf16" and found.best.graph == "step" and found.departs_at is None
+    wrong = [tried for tried in found.tried if tried.verdict == "not right"]
+    assert [tried.round for tried in wrong] == ["precision"] and "step 7" in wrong[0].why
+
+
+def test_the_answer_says_what_to_use_and_how_sure_it_is():
+    change = Change(ratio=0.5, processes=(5, 5), interval=Interval(low=0.4, high=0.625))
+    found = tuned(confirmed=change, baseline_s=0.04, best_s=0.02, curves=(curve("baseline"), curve("fastest")))
+    answer = answer_tuned(found)
+    assert "2.00 times as fast (interval 1.60 to 2.50; 5 processes a side)" in answer.lead[-1].text
+    assert answer.asides[0].startswith("Measure it: stepscope run --model") and "--graph step" in answer.asides[0]
+    assert answer.asides[1].startswith("In Python: stepscope.run(") and "graph='step'" in answer.asides[1]
+    assert not [finding for finding in answer.findings if finding.severity != "note"]
+    slower = answer_tuned(msgspec.structs.replace(found, confirmed=Change(
+        ratio=1.2, processes=(5, 5), interval=Interval(low=1.1, high=1.3))))  # fmt: skip
+    assert [finding.kind for finding in slower.findings if finding.severity == "error"] == ["slower-when-confirmed"]
+    assert {f.kind for f in answer_tuned(tuned(interrupted=True)).findings} >= {"interrupted"}
+
+
+def test_a_training_s_losses_are_those_of_its_batches():
+    """From another start they are those of other parameters, over the same batches."""
+    training = Training(workload=mini(), device="cpu", steps=6)
+    losses = trained(training)
+    assert len(losses) == 6 and losses == trained(training) and losses[4] < losses[0]
+    cpu = torch.device("cpu")
+    other = TrainingStep(mini(seed=1), cpu)
+    other.batches = TrainingStep(mini(), cpu).batches
+    drive(other)
+    assert other.loss is not None and float(other.loss) != losses[0]
+    assert trained(msgspec.structs.replace(training, start_seed=1))[0] == float(other.loss)
