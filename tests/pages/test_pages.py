@@ -295,10 +295,10 @@ def test_a_comparison_opens_with_its_verdict_and_names_both_models():
     sides = [str(ROOT / "results/h200" / name) for name in ("first", "best")]
     across = ("model", "dtype", "compile", "attention", "optimizer")
     page = page_of_comparison(sides, Path("runs"), across, quiet)
-    assert page.sentence.startswith("Of 4 pairs: 4 untold.")
+    assert page.sentence.startswith("Of 4 pairs: 4 without a verdict")
     assert figure(page, "pairs") == "4" and figure(page, "largest change") == "+91.9 %"
     bars = [point.name for panel in page.panels if panel.kind == "bars" for point in panel.points]
-    assert len(set(bars)) == 4 and any("small to large" in name for name in bars)
+    assert len(set(bars)) == 4 and "b4-s512-train, eager to default, small to large" in bars
     (first,), (small, *_) = ((ROOT / "results/h200" / name).glob("*-small-*") for name in ("first", "best"))
     alone = page_of_comparison([str(first), str(small)], Path("runs"), across, quiet)
     assert figure(alone, "processes") == "1 / 1" and "no verdict" in alone.sentence
@@ -307,6 +307,7 @@ def test_a_comparison_opens_with_its_verdict_and_names_both_models():
 def test_a_page_names_the_limit_of_memory_and_runs_that_ran_out_of_it():
     page = page_named([str(ROOT / "results/h200/limit-80GiB")], Path("runs"), quiet)
     assert "limited to 80.00 GiB" in page.sentence and figure(page, "gravest finding") == "2 OOM"
+    assert page.findings[0].sentence.startswith("2 OOM of 20 runs")
     (lost,) = (ROOT / "results/h200/limit-80GiB").glob("*-xl-b4-s1024-*")
     one = page_named([str(lost)], Path("runs"), quiet)
     assert one.sentence.startswith("Out of memory on NVIDIA H200, limited to 80.00 GiB, in warm-up, forward, blocks.39")
@@ -333,7 +334,7 @@ def test_cells_that_were_measured_twice_say_so_and_marks_have_a_legend():
     assert heats and all("of 1 cell measured more than once the newest run is shown" in h.frame.note for h in heats)
     (cells,) = [one.answer.tables[0] for one in page.sections if one.title == "Cells"]
     assert any("* " in line.text and "short-samples" in line.text for line in cells.notes)
-    assert "One of 7 such findings in 7 runs" in page.findings[0].sentence
+    assert "One of 7 such findings in 7 runs" in page.findings[1].sentence
 
 
 def test_tokens_of_a_forward_alone_are_no_rival_to_those_of_training():

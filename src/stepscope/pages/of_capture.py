@@ -119,6 +119,8 @@ def page_of_job(
         answer_job(job, findings, source),
         "ranks",
         title=f"What do the ranks of {source} do?",
+        sentence=f"A step takes {ms_text(job.step_ns)} ms on {counted(len(job.ranks), 'rank')}; rank {slowest.number} "
+        "has most kernel time.",
         figures=(
             Figure(name="ranks", value=format_count(len(job.ranks))),
             Figure(name="a step", value=f"{ms_text(job.step_ns)} ms"),

@@ -15,7 +15,7 @@ from stepscope.analysis.runs.tables import TableQuery, select_runs
 from stepscope.analysis.runs.words import status_sentence, status_word
 from stepscope.core.answer import Answer, Cell, Frame, Line, Panel, Point, Table, table_of
 from stepscope.core.errors import InputError
-from stepscope.core.finding import Finding
+from stepscope.core.finding import Finding, warning
 from stepscope.core.page import Figure, Page, Section
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
@@ -55,7 +55,7 @@ def page_of_runs(runs: Sequence[Run], name: str, places: Sequence[str]) -> Page:
         kind="sweep",
         sentence=_sentence(runs, done, devices),
         figures=_figures(runs, done, findings),
-        findings=findings,
+        findings=(*_not_measured(runs), *findings),
         checked=bool(done),
         sections=(*sections, _where(runs)),
         shown_by=(f"stepscope table {shlex.join(places)}",),
@@ -114,6 +114,18 @@ def _gravest(runs: Sequence[Run], findings: tuple[Finding, ...]) -> Figure:
         return gravest(findings)
     said = ", ".join(f"{count} {word}" for word, count in lost.items())
     return Figure(name="gravest finding", value=said, note="not measured to the end")
+
+
+def _not_measured(runs: Sequence[Run]) -> Iterator[Finding]:
+    """What became of the runs that did not end, which no check sees."""
+    lost = Counter(status_word(run) for run in runs if run.status != "done")
+    if lost:
+        said = ", ".join(f"{count} {word}" for word, count in lost.items())
+        yield warning(
+            "not-measured",
+            f"{said} of {counted(len(runs), 'run')}: what is missing stands below, with why.",
+            dict(lost),
+        )
 
 
 def _most(done: Sequence[Run], name: str, read: Callable[[Run], float | None], shown: Callable[[float], str]) -> Figure:
