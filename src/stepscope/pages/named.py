@@ -12,7 +12,7 @@ from stepscope.analysis.captures.checks import check_trace
 from stepscope.analysis.captures.digest import TraceDigest, load_digest
 from stepscope.analysis.captures.load import load_capture
 from stepscope.analysis.comparisons.sides import SideComparison, SidePair, compare_sides, side_named
-from stepscope.analysis.comparisons.sides_answer import answer_comparison, conclusion, verdict
+from stepscope.analysis.comparisons.sides_answer import answer_comparison, conclusion, short_names, verdict
 from stepscope.analysis.ranks.checks import check_job
 from stepscope.analysis.ranks.load import captures_in, load_job
 from stepscope.analysis.runs.run_sets import RunSet, sets_of
@@ -102,7 +102,7 @@ def _figures_of_comparison(found: SideComparison, answer: Answer) -> tuple[Figur
         *((Figure(name="pairs", value=f"{len(found.pairs)}"),) if several else ()),
         Figure(
             name="largest change" if several else "change", value=f"{change.share * 100:+.1f} %",
-            note=found.pairs[place].label,
+            note=short_names(found)[place],
         ),
         Figure(
             name="its 95 % interval" if several else "95 % interval",

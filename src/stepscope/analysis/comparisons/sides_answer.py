@@ -45,7 +45,7 @@ def answer_comparison(found: SideComparison, digests: DigestOf) -> Answer:
     order = sorted(range(len(found.pairs)), key=lambda i: -abs(_share(found.changes[i])))[:DETAILED]
     detailed = [found.pairs[i] for i in sorted(order)]
     tables = [_verdicts(found)]
-    several, names = len(found.pairs) > 1, dict(zip(map(id, found.pairs), _short_names(found), strict=True))
+    several, names = len(found.pairs) > 1, dict(zip(map(id, found.pairs), short_names(found), strict=True))
     for pair in detailed:
         tables += _details(pair, digests, f" of {names[id(pair)]}" if several else "")
     first, findings = found.pairs[0].after.representative.environment, tuple(sides_findings(found))
@@ -325,7 +325,7 @@ def _energy(pair: SidePair, of: str) -> Table:
     return table_of(f"energy{of}", ("before", TEXT), ("after", TEXT), ("change", "+%"), rows=[row])
 
 
-def _short_names(found: SideComparison) -> list[str]:
+def short_names(found: SideComparison) -> list[str]:
     """The labels of the pairs without what all have in common, each once: a plot cuts a long name, and a title is one
     line."""
     parts = [re.split(r"[:,] ", pair.label) for pair in found.pairs]
@@ -342,7 +342,7 @@ def _short_names(found: SideComparison) -> list[str]:
 def _panel(found: SideComparison) -> tuple[Panel, ...]:
     """A bar for each pair: the change in percent, with its interval."""
     points: list[Point] = []
-    for name, change in zip(_short_names(found), found.changes, strict=True):
+    for name, change in zip(short_names(found), found.changes, strict=True):
         if change is not None:
             low, high = (
                 ((change.interval.low - 1) * 100, (change.interval.high - 1) * 100) if change.interval else (None, None)
