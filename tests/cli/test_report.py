@@ -1,6 +1,9 @@
 """`stepscope report`: which page a name gives, where it is written, and what is refused."""
 
+import html
 import os
+import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -12,6 +15,16 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
 RUN = RESULTS / "cpu" / "first"
 SNAPSHOT = next((RESULTS / "h200" / "memory-recorded").glob("*tiny*")) / "memory.pickle.gz"
+
+
+def test_a_page_names_a_command_that_shows_the_same(tmp_path: Path):
+    done = stepscope("report", "last", "last", "--runs", RUN, "-o", tmp_path / "page.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = html.unescape((tmp_path / "page.html").read_text())
+    assert "Show it in a terminal" in page and "Measure it again" not in page
+    (command,) = re.findall(r"<code>(stepscope table .*)</code>", page)
+    shown = stepscope(*shlex.split(command)[1:], cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
 
 
 def test_a_page_lies_beside_its_run(tmp_path: Path):
@@ -71,6 +84,10 @@ def damaged(tmp_path: Path, text: str) -> str:
         (["run", "-o", "no/such/page.html"], "there is no folder no/such"),
         (["run", "-o", "empty"], "it is a folder"),
         (["run", "--plots-as", "gif"], "gif"),
+        (["run", "--plots-as", "png"], "--plots-as belongs to --plots"),
+        (["run", "--plots", "no/such/plots"], "there is no folder no/such"),
+        (["run", "-o", "-"], "not written to stdout"),
+        (["run", "-o", "text.json"], "not written by this command"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -101,3 +118,9 @@ def test_a_run_without_samples_has_a_page(tmp_path: Path):
     done = stepscope("report", folder, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "the run was started and never ended" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_page_of_ours_is_written_again(tmp_path: Path):
+    for _ in range(2):
+        done = stepscope("report", RUN, "-o", tmp_path / "page.html", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr

@@ -1,5 +1,6 @@
 """Pages of stored runs, of captures and of other answers: what stands on them, and in which order."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -10,12 +11,15 @@ import pytest
 from stepscope.analysis.captures.checks import check_trace
 from stepscope.analysis.captures.digest import load_digest
 from stepscope.analysis.captures.load import load_capture
+from stepscope.analysis.captures.panels import icicle_panel
 from stepscope.core.answer import Answer, Line, table_of, text
+from stepscope.core.errors import InputError
+from stepscope.core.evidence import Evidence, Precision, Updates
 from stepscope.core.finding import error, note, warning
 from stepscope.core.page import Page
 from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import load_run
-from stepscope.pages.named import page_named
+from stepscope.pages.named import page_named, page_of_comparison
 from stepscope.pages.of_answer import gravest, page_of_answer
 from stepscope.pages.of_capture import page_of_capture
 from stepscope.pages.of_run import commands_of, page_of_run
@@ -38,6 +42,12 @@ def figure(page: Page, name: str) -> str:
 def quiet(_: str) -> None: ...
 
 
+def row_of(page: Page, title: str) -> list[tuple[str, str]]:
+    """The rows of the only table of a section, as text."""
+    (found,) = [section.answer.tables[0].rows for section in page.sections if section.title == title]
+    return [(str(row[0]), str(row[1])) for row in found]
+
+
 def test_a_run_is_a_sentence_five_figures_and_its_tables():
     run = make_run(mini(), forward=[0.010] * 12, backward=[0.020] * 12, optimizer=[0.002] * 12)
     page = page_of_run(run)
@@ -48,6 +58,16 @@ def test_a_run_is_a_sentence_five_figures_and_its_tables():
     ]  # fmt: skip
     assert figure(page, "tokens per second") == "1,000", "2 sequences of 16 tokens in 32 ms"
     assert titles(page) == ["What was measured", "The step by its phases", "Environment", "Notes"]
+
+
+def test_what_only_reads_is_said_to_show_and_not_to_measure():
+    ranks = [str(file) for file in sorted((ROOT / "results/h200-x2/ranks/late-0").rglob("*.json.gz"))]
+    page = page_named(ranks, Path("runs"), quiet)
+    assert page.title == f"What do the ranks of {len(ranks)} captures do?"
+    assert page.shown_by == (f"stepscope trace {' '.join(ranks)}",) and page.reproduce == ()
+    assert page_of_run(make_run(mini())).shown_by == ()
+    hostile = page_of_runs(sweep(), "x", ["my runs", "a;b"])
+    assert hostile.shown_by == ("stepscope table 'my runs' 'a;b'",)
 
 
 def test_a_run_with_a_trace_shows_where_when_and_how_near_the_peaks():
@@ -83,7 +103,9 @@ def test_a_run_that_failed_says_what_became_of_it():
         run, status="out-of-memory", failure=Failure(during="measure", phase="forward", message="no room"), samples={}
     )
     page = page_of_run(lost)
-    assert page.sentence.startswith("out-of-memory (") and "no room" in page.sentence
+    assert page.sentence == "Out of memory on a CPU, in measure, forward."
+    said = msgspec.json.encode(page.sections).decode()
+    assert said.count("no room") == 1, "the library's own words stand once"
     assert figure(page, "a step") == "not measured" and not page.checked
 
 
@@ -140,7 +162,7 @@ def sweep() -> list[Run]:
 
 
 def test_a_sweep_has_maps_of_its_axes_with_why_a_cell_is_missing():
-    page = page_of_runs(sweep(), "a folder")
+    page = page_of_runs(sweep(), "a folder", ["a folder"])
     assert figure(page, "measured") == "5 of 6"
     assert "from 16 ms" in page.sentence and "to 64 ms" in page.sentence and "1 OOM" in page.sentence
     heat = next(panel for section in page.sections for panel in section.answer.panels if panel.kind == "heat")
@@ -225,7 +247,7 @@ def test_nothing_that_says_who_or_where_is_left(monkeypatch: pytest.MonkeyPatch)
         tables=(table_of("line of code", rows=[("train.py:17 forward",), ("../lib/net/attention.py:5",)]),),
         origin=("Saved in runs/20260101-x; own code at 0123456789",),
     )  # fmt: skip
-    page = page_of_answer(answer, "capture", reproduce=("stepscope trace /home/ada/x",))
+    page = page_of_answer(answer, "capture", shown_by=("stepscope trace /home/ada/x",))
     said = msgspec.json.encode(redacted(page)).decode()
     for secret in ("ada", "secret", "lab-node", "train.py", "width=12", "/data", "attention.py", "0123456789"):
         assert secret not in said, secret
@@ -251,6 +273,115 @@ def test_what_the_user_named_and_commits_are_left_out_wherever_they_stand():
     assert "57.6 ms" in said and "Is [path] faster than [path]?" in said
 
 
+def test_a_name_that_is_a_part_of_a_word_leaves_the_word():
+    answer = Answer(
+        study="s", question="The latest of test, acme_2", lead=(Line("at the commits 12345678 and 87654321"),),
+        tables=(table_of("what", "on this machine", rows=[("git commit", "87654321")]),),
+    )  # fmt: skip
+    page = page_of_answer(answer, "answer", figures=(gravest(()),))
+    found = redacted(page, ("test", "acme", "gravest"))
+    assert found.title == "The latest of [path], [path]_2"
+    said = msgspec.json.encode(found).decode()
+    assert "12345678" not in said and "87654321" not in said
+    assert found.figures[0].name == "gravest finding", "words of stepscope's own stay"
+
+
 def test_a_run_that_was_not_measured_has_not_passed_every_check():
     page = page_of_run(msgspec.structs.replace(make_run(), status="out-of-memory", samples={}, findings=()))
     assert figure(page, "gravest finding") == "OOM"
+
+
+def test_a_comparison_opens_with_its_verdict_and_names_both_models():
+    sides = [str(ROOT / "results/h200" / name) for name in ("first", "best")]
+    across = ("model", "dtype", "compile", "attention", "optimizer")
+    page = page_of_comparison(sides, Path("runs"), across, quiet)
+    assert page.sentence.startswith("Of 4 pairs: 4 without a verdict")
+    assert figure(page, "pairs") == "4" and figure(page, "largest change") == "+91.9 %"
+    bars = [point.name for panel in page.panels if panel.kind == "bars" for point in panel.points]
+    assert len(set(bars)) == 4 and "b4-s512-train, eager to default, small to large" in bars
+    (first,), (small, *_) = ((ROOT / "results/h200" / name).glob("*-small-*") for name in ("first", "best"))
+    alone = page_of_comparison([str(first), str(small)], Path("runs"), across, quiet)
+    assert figure(alone, "processes") == "1 / 1" and "no verdict" in alone.sentence
+
+
+def test_a_page_names_the_limit_of_memory_and_runs_that_ran_out_of_it():
+    page = page_named([str(ROOT / "results/h200/limit-80GiB")], Path("runs"), quiet)
+    assert "limited to 80.00 GiB" in page.sentence and figure(page, "gravest finding") == "2 OOM"
+    assert page.findings[0].sentence.startswith("2 OOM of 20 runs")
+    (lost,) = (ROOT / "results/h200/limit-80GiB").glob("*-xl-b4-s1024-*")
+    one = page_named([str(lost)], Path("runs"), quiet)
+    assert one.sentence.startswith("Out of memory on NVIDIA H200, limited to 80.00 GiB, in warm-up, forward, blocks.39")
+    assert one.sentence.endswith("400.00 MiB more were asked for.")
+
+
+def test_a_page_gives_no_advice_of_the_command_line():
+    page = page_named([str(LOOP)], Path("runs"), quiet)
+    assert "--only" not in msgspec.json.encode(page.sections).decode()
+
+
+def test_an_environment_reads_in_words_with_units():
+    page = page_named([str(next((ROOT / "results/h200/first").glob("*")))], Path("runs"), quiet)
+    rows = dict(row_of(page, "Environment"))
+    before = rows["GPU before the measured steps"]
+    assert "SM clock" in before and " MHz" in before and "mhz" not in before and "memory used" in before
+    assert "GiB" in before.partition("memory used")[2]
+
+
+def test_cells_that_were_measured_twice_say_so_and_marks_have_a_legend():
+    runs = [msgspec.structs.replace(run, findings=(warning("short-samples", "Few steps."),)) for run in sweep()]
+    page = page_of_runs([*runs, runs[0]], "a folder", ["a folder"])
+    heats = [panel for panel in page.panels if panel.kind == "heat"]
+    assert heats and all("of 1 cell measured more than once the newest run is shown" in h.frame.note for h in heats)
+    (cells,) = [one.answer.tables[0] for one in page.sections if one.title == "Cells"]
+    assert any("* " in line.text and "short-samples" in line.text for line in cells.notes)
+    assert "One of 7 such findings in 7 runs" in page.findings[1].sentence
+
+
+def test_tokens_of_a_forward_alone_are_no_rival_to_those_of_training():
+    fast = msgspec.structs.replace(make_run(mini(phase="forward"), step=[0.001] * 12), id="20260101T000000.000-forward")
+    page = page_of_runs([*sweep(), fast], "a folder", ["a folder"])
+    alone = page_of_runs([fast], "x", ["x"])
+    assert figure(page, "most tokens per second, training") != figure(alone, "most tokens per second")
+    assert alone.sentence.startswith("1 run measured on a CPU, 1 ms (") and " to " not in alone.sentence
+
+
+def test_an_icicle_without_modules_has_no_level_of_them(tmp_path: Path):
+    found = load_capture(ROOT / "tests/data/kineto_inference_bf16.json.gz", say=quiet)
+    work = found.attribution.work.with_columns(pl.lit(None, pl.Categorical()).alias("module"))
+    bare = dataclasses.replace(found, attribution=dataclasses.replace(found.attribution, work=work))
+    panel = icicle_panel(bare)
+    assert panel is not None and {node.level for node in panel.nodes} == {"all", "phase", "family"}
+
+
+def test_a_run_without_samples_is_one_line(tmp_path: Path):
+    (tmp_path / "run.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(make_run(), samples={})))
+    with pytest.raises(InputError, match="no samples of a step"):
+        page_named([str(tmp_path)], Path("runs"), quiet)
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ({"schema_version": 1, "workload": {}}, "is a run as --json wrote it.*stepscope report RUN"),
+        ({"before": "a", "after": "b", "pairs": []}, "is a comparison.*--compare"),
+        ({"peak_bytes": 1, "estimate": {}}, "is a prediction.*stepscope fit"),
+    ],
+)
+def test_what_another_verb_wrote_is_named(tmp_path: Path, document: dict[str, object], said: str):
+    file = tmp_path / "x.json"
+    file.write_bytes(msgspec.json.encode(document))
+    with pytest.raises(InputError, match=said):
+        page_named([str(file)], Path("runs"), quiet)
+
+
+def test_the_numerics_of_a_run_say_its_scale_and_swallowed_updates():
+    run = make_run(mini(), step=[0.01] * 12)
+    assert "Numerics" not in titles(page_of_run(run)) or run.evidence.precision
+    updates = Updates(steps=12, applied=10, loss_scale=65536.0, parameters_finite=True)
+    precision = Precision(float32_matmul="highest", probe_relative_error=1.2e-7)
+    seen = msgspec.structs.replace(run, evidence=Evidence(updates=updates, precision=precision))
+    rows = dict(row_of(page_of_run(seen), "Numerics"))
+    assert rows["scale of the loss after them"] == "65,536" and rows["error of one against float64"] == "1.2e-07"
+    assert rows["updates of the parameters"] == "10 in 12 measured steps"
+    said = msgspec.json.encode(page_of_run(seen).sections).decode()
+    assert "2 updates did not come" in said

@@ -1,5 +1,6 @@
 """`--style bars`: bars and sparklines in 80 columns, in blocks or in ASCII, with every figure beside them."""
 
+import io
 import os
 import subprocess
 import sys
@@ -8,9 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
-from stepscope.core.answer import Answer, Panel, Point
+from stepscope.core.answer import MEASURED_STEP, Answer, Frame, Panel, Point
 from stepscope.report.renderers import bars
+from stepscope.report.terminal import render_answer
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,3 +68,27 @@ def test_a_pipe_gets_what_its_encoding_can_say(encoding: str, block: str):
     text = done.stdout.decode(encoding)
     assert block * 20 in text and "\x1b" not in text
     assert "?" not in text.partition("median, ms")[2].partition("\n\n")[0]
+
+
+def test_colours_say_nothing_that_the_text_does_not():
+    answer = Answer(study="run", question="What?", panels=(PHASES,))
+    text = bars.coloured(answer)
+    assert text.plain == bars.render(answer)
+    of = {text.plain[span.start : span.end].strip("█▏▎▍▌▋▊▉")[:9]: str(span.style) for span in text.spans}
+    styles = [str(span.style) for span in text.spans]
+    assert styles == ["cyan", "yellow", "red", "green"], "a phase, a doubted bar, a missing one, the step"
+    assert of["optimizer"] == "red"
+
+
+def test_a_terminal_shows_every_step_of_a_run_and_a_pipe_the_tables_alone():
+    curve = Panel(
+        x_title=MEASURED_STEP, y_title="ms", kind="curves", frame=Frame(heading="Every measured step"),
+        points=tuple(Point(line="step", x=place, y=value) for place, value in enumerate((1.0, 1.0, 8.0, 1.0))),
+    )  # fmt: skip
+    answer = Answer(study="run", question="What?", panels=(PHASES, curve))
+    assert bars.step_by_step(answer)[0] == "Every measured step, ms"
+    assert bars.step_by_step(answer)[1].endswith(("▁▁█▁", "__@_"))
+    console = Console(file=io.StringIO(), width=80, force_terminal=False)
+    console.print(render_answer(answer, drawn=True))
+    assert "Every measured step, ms" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert bars.step_by_step(Answer(study="s", question="", panels=(PHASES,))) == []

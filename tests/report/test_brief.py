@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepscope.core.answer import Answer, Line, table_of
@@ -37,15 +38,47 @@ batch 4
 error no-sync: The timer did not wait.
 warning not-steady: The steps vary by 9 %. Remedy: close other programs.
 note small: The step is small.
-step: median 30.00, share 100 %
+step: median 30.00 ms, share 100 %
 128 tokens a step.
-forward: median 10.00
-backward: median 20.00, share 66 %
+forward: median 10.00 ms
+backward: median 20.00 ms, share 66 %
 """
 
 
 def test_the_gravest_finding_is_first_then_the_figures():
     assert brief_text(ANSWER) == SAID
+
+
+def test_a_noisy_run_still_says_its_tokens_mfu_and_memory():
+    memory = table_of(
+        "memory", ("allocated", "B"), rows=[("peak during forward", 2**20), ("peak during backward", 2**30)]
+    )
+    times = msgspec.structs.replace(
+        ANSWER.tables[0], notes=(Line("9 steps."), Line("128 tokens/s."), Line("MFU 40 % of the peak."))
+    )
+    noisy = tuple(warning(f"w{place}", "Take care.") for place in range(9))
+    lines = brief_text(msgspec.structs.replace(ANSWER, tables=(times, memory), findings=noisy)).splitlines()
+    assert lines[5:9] == [
+        "step: median 30.00 ms, share 100 %", "128 tokens/s.", "MFU 40 % of the peak.",
+        "peak during backward: allocated 1.00 GiB",
+    ]  # fmt: skip
+    assert len(lines) == MOST_LINES
+
+
+def test_cautions_and_the_verdict_are_in_the_head():
+    lead = (Line("a against b", "strong"), Line("Take care: x.", "care"), Line("b is faster.", "good"))
+    lines = brief_text(msgspec.structs.replace(ANSWER, study="compare", lead=lead)).splitlines()
+    assert lines[:3] == ["a against b", "Take care: x.", "b is faster."]
+
+
+def test_rows_of_numbers_have_a_subject_and_the_newest_run_is_first():
+    ranks = table_of("rank, ms a step", ("computation", "ms of ns"), rows=[("0", 5_000_000), ("", None)])
+    of_ranks = Answer(study="trace", question="Where?", tables=(ranks,))
+    assert "rank 0: computation 5.000 ms" in brief_text(of_ranks).splitlines()
+    listed = Answer(
+        study="ls", question="", tables=(table_of("run", "cell", rows=[(f"r{i}", "x") for i in range(50)]),)
+    )
+    assert brief_text(listed).splitlines()[0] == "r49: cell x"
 
 
 def test_json_has_the_same_lines_with_the_figures_of_findings():

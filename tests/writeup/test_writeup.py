@@ -4,16 +4,18 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepscope.cli.app import app
-from stepscope.core.answer import Answer, Panel, Point, encode_answer, table_of
+from stepscope.core.answer import Answer, Panel, Point, decode_answer, encode_answer, table_of
 from stepscope.core.errors import InputError
+from stepscope.core.finding import note
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.report.renderers import render
 from stepscope.writeup.answered import write_up
 from stepscope.writeup.assignments import NAMES, assignment_named
-from stepscope.writeup.document import MOST_ROWS, Target
+from stepscope.writeup.document import MOST_ALIKE, MOST_ROWS, Target
 from stepscope.writeup.material import Found, Material, gather
 from stepscope.writeup.question import SCALES
 from tests.command import stepscope
@@ -131,13 +133,11 @@ def test_what_was_interrupted_is_measured_again(tmp_path: Path):
 
 
 def test_wrong_input_is_one_line(tmp_path: Path):
-    (tmp_path / "empty").mkdir()
     old = tmp_path / "old/a/run.json"
     old.parent.mkdir(parents=True)
     old.write_text(json.dumps({"schema_version": 999}))
     stored_answer(tmp_path / "in")
     cases = {
-        "no run and no answer": (tmp_path / "empty",),
         "schema version 999": (tmp_path / "old",),
         "--assignment": (tmp_path / "in", "--assignment", "cs999"),
         "there is no folder": (tmp_path / "in", "-o", tmp_path / "nowhere/out.md"),
@@ -213,3 +213,37 @@ def test_questions_on_ranks_take_their_part_of_one_study(tmp_path: Path):
 def ranks(place: Path) -> tuple[Found, ...]:
     of = [shared_cell(), *(shared_cell(name, 2) for name in ("ddp-naive", "ddp-flat", "ddp-bucketed", "zero1"))]
     return tuple((cell.run, place / cell.run.id) for cell in of)
+
+
+def test_a_folder_without_runs_yet_names_a_command_for_each_question(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    for arguments in ((), (tmp_path / "empty",)):
+        done = stepscope("writeup", *arguments, cwd=tmp_path)
+        assert done.returncode == 0 and "0 of 26 questions answered" in done.stdout, done.stderr
+        assert "stepscope study warmup" in (tmp_path / "writeup.md").read_text()
+        assert "--run measures them all" in done.stderr
+
+
+def test_a_file_of_somebody_s_own_is_not_overwritten(tmp_path: Path):
+    mine = tmp_path / "mine.md"
+    mine.write_text("# My notes")
+    with pytest.raises(InputError, match="not written by this command"):
+        Target(file=mine)
+    assert mine.read_text() == "# My notes"
+    stored_answer(tmp_path / "in")
+    ours = Target(file=tmp_path / "my notes.md")
+    for _ in range(2):
+        Target(file=ours.file).write(write_up(CS336, gather([str(tmp_path / "in")], tmp_path)), "full")
+    assert "](<my notes_files/accumulation.svg>)" in ours.file.read_text()
+
+
+def test_findings_that_say_the_same_of_many_cells_are_taken_together(tmp_path: Path):
+    file = stored_answer(tmp_path / "in")
+    answer = decode_answer(file.read_bytes(), str(file))
+    alike = tuple(note("alike", f"Cell {place} is not distinguishable.") for place in range(60))
+    file.write_text(encode_answer(msgspec.structs.replace(answer, findings=alike)))
+    target = Target(file=tmp_path / "out.md")
+    target.write(write_up(CS336, gather([str(tmp_path / "in")], tmp_path)), "full")
+    text = target.file.read_text()
+    assert text.count("is not distinguishable") == MOST_ALIKE
+    assert "54 further findings of the kind 'alike'" in text

@@ -394,7 +394,7 @@ OPTIONS = (
     Option("compare", bool, OUTPUT, "Two names are two sides: what changed, and how sure that is.", default=False,
            verbs=("report",)),
     Option("plots", Path, OUTPUT, "Also write each plot of the page into this folder.", metavar="DIR"),
-    Option("plots_as", str, OUTPUT, "", default="svg", choices=("svg", "png")),
+    Option("plots_as", str, OUTPUT, "The form of those plots, svg unless it is said.", choices=("svg", "png")),
     Option("redact", bool, OUTPUT, "Leave out hosts, paths, arguments, lines of source and commands.", default=False),
     Option("save", Path, OUTPUT, "Draw a plot into this file: .svg, .png, .html or .json.", metavar="FILE"),
     Option("json", bool, OUTPUT, "JSON on stdout, and nothing else there.", Presentation, False),

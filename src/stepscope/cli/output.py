@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -55,11 +56,23 @@ def present(*answers: "Answer", style: str = "terminal", only: str | None = None
         if style == "terminal":
             from stepscope.report.terminal import render_answer
 
-            show(render_answer(wanted))
+            show(render_answer(wanted, drawn=sys.stdout.isatty() and _columns() >= _DRAWN_FROM))
+        elif style == "bars" and sys.stdout.isatty():
+            from stepscope.report.renderers.bars import coloured
+
+            show(coloured(wanted))
         else:
             from stepscope.report.renderers import render
 
             emit(render(wanted, style))
+
+
+_DRAWN_FROM = 80
+"""Columns of a terminal that sparklines need."""
+
+
+def _columns() -> int:
+    return shutil.get_terminal_size().columns
 
 
 def check_picture(target: Path | None) -> None:

@@ -1,7 +1,5 @@
 """`stepscope report`: a run, or anything else that stepscope reads, as one HTML page."""
 
-import contextlib
-import threading
 import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,9 +10,11 @@ from stepscope.cli import completion
 from stepscope.cli.output import emit, warn
 from stepscope.cli.verb import verb
 from stepscope.core.errors import InputError, choose
+from stepscope.core.page import GENERATOR
 from stepscope.core.polars_memory import give_pages_back
-from stepscope.core.run_directory import write_atomically
+from stepscope.core.run_directory import check_is_ours, write_atomically
 from stepscope.core.run_files import RUN_FILE
+from stepscope.report.aside import Drawer
 
 if TYPE_CHECKING:
     from stepscope.core.page import Page
@@ -37,7 +37,7 @@ def report(
     compare: bool,
     across: tuple[str, ...] = (),
     plots: Path | None,
-    plots_as: str,
+    plots_as: str | None,
     redact: bool,
     runs: Path,
 ) -> None:
@@ -45,41 +45,50 @@ def report(
     give_pages_back()
     if across and not compare:
         raise InputError("--across belongs to --compare: it says in what the two sides may differ")
-    choose(plots_as, ("svg", "png"), "--plots-as")
+    choose(plots_as or "svg", ("svg", "png"), "--plots-as")
+    if plots_as is not None and plots is None:
+        raise InputError("--plots-as belongs to --plots: name the folder for the plots, as in --plots plots")
     target = output or _target(what, runs)
-    _check(target)
-    threading.Thread(target=_get_ready, daemon=True).start()  # the page's plots, while its runs are read
-    page = _made(what, runs, compare=compare, across=across)
-    if redact:
-        from stepscope.pages.redaction import redacted
-
-        page = redacted(page, what)
-    from stepscope.report.page.render import render_page
-
+    _check(target, plots)
+    drawer = Drawer()  # it gets ready while the runs are read
     try:
-        write_atomically(render_page(page).encode(errors="replace"), target)
+        page = _made(what, runs, compare=compare, across=across, drawer=None if redact else drawer)
+        if redact:
+            from stepscope.pages.redaction import redacted
+
+            page = redacted(page, what)
+        from stepscope.report.page.render import render_page
+
+        text = render_page(page, drawer.draw)
+    finally:
+        drawer.close()
+    try:
+        write_atomically(text.encode(errors="replace"), target)
     except OSError as error:
         raise InputError(f"cannot write the page {target}: {error.strerror or error}") from None
     if plots is not None:
-        _plot(page, plots, plots_as)
+        _plot(page, plots, plots_as or "svg")
     emit(f"{target}\n")
     if open_page:
         webbrowser.open(target.resolve().as_uri())
 
 
-def _get_ready() -> None:
-    with contextlib.suppress(Exception):  # what is missing is said where the first plot is drawn
-        from stepscope.report.plots.save import get_ready
-
-        get_ready()
-
-
-def _made(what: list[str], runs: Path, *, compare: bool, across: tuple[str, ...]) -> "Page":
+def _made(
+    what: list[str], runs: Path, *, compare: bool, across: tuple[str, ...], drawer: Drawer | None
+) -> "Page":  # fmt: skip
     from stepscope.pages.named import page_named, page_of_comparison
 
     if compare:
         return page_of_comparison(what, runs, across, warn)
-    return page_named(what, runs, warn)
+
+    def begun(page: "Page") -> None:
+        from stepscope.report.page.render import pictures_of
+
+        if drawer is not None:
+            for wanted in pictures_of(page):
+                drawer.ask(wanted)
+
+    return page_named(what, runs, warn, begun)
 
 
 def _target(what: list[str], runs: Path) -> Path:
@@ -98,19 +107,24 @@ def _target(what: list[str], runs: Path) -> Path:
     return Path("stepscope.report.html")
 
 
-def _check(target: Path) -> None:
-    """Raise InputError, before anything is read, where no page can be written there."""
+def _check(target: Path, plots: Path | None) -> None:
+    """Raise InputError, before anything is read, where no page can be written there, or no plots."""
+    if str(target) == "-":
+        raise InputError("-o takes a file, and a page is not written to stdout: write -o page.html, say")
     if target.is_dir():
         raise InputError(f"cannot write the page {target}: it is a folder; name a file in it")
     if not target.parent.is_dir():
         raise InputError(f"cannot write the page {target}: there is no folder {target.parent}, make it first")
+    check_is_ours(target, GENERATOR)
+    if plots is not None and not plots.parent.is_dir():
+        raise InputError(f"cannot write plots to {plots}: there is no folder {plots.parent}, make it first")
 
 
 def _plot(page: "Page", folder: Path, suffix: str) -> None:
     from stepscope.report.picture import draw_panels
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot write plots to {folder}: {error.strerror or error}") from None
     written = draw_panels(page, folder, suffix)

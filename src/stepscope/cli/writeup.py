@@ -55,14 +55,14 @@ def writeup(
     size, target = cast("Scale", scale), Target(file=output)
 
     def written() -> "WriteUp":
-        places = list(sweeps or ([str(runs)] if runs.is_dir() or not (run or target.store.is_dir()) else []))
+        places = list(sweeps or ([str(runs)] if runs.is_dir() else []))
         places += [str(target.store)] if target.store.is_dir() else []
         try:
             material = gather(places, runs)
         except InputError:
-            if sweeps or not run:
+            if any(not _is_bare(Path(place)) for place in places):
                 raise
-            material = Material()  # everything is still to be measured
+            material = Material()  # everything is still to be measured, and the document says how
         found = write_up(asked, material)
         target.write(found, size)
         return found
@@ -84,6 +84,11 @@ def writeup(
             warn(f"{one.name} could not be measured (exit code {code}): the other questions go on")
         found = written()
     _say(found, target, run=run, failed=failed)
+
+
+def _is_bare(place: Path) -> bool:
+    """Whether a place is a folder that holds no file yet."""
+    return place.is_dir() and not any(file.is_file() for file in place.rglob("*"))
 
 
 def _measure(one: "Measure", scale: "Scale", target: "Target") -> int:

@@ -20,6 +20,10 @@ Tone = Literal["", "strong", "good", "bad", "care", "aside"]
 """The tone of a line or a row, where a renderer can show it: bold, good or bad news, a warning, or quiet."""
 
 
+MEASURED_STEP = "measured step"
+"""The axis of a curve that has a point for every step that was measured."""
+
+
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     """A sentence and its tone."""
 

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from stepscope.core.units import format_bytes
+from stepscope.core.units import counted, format_bytes
 
 COMMITS = ("git_commit", "git_dirty", "own_commit", "own_dirty")
 """The fields of an environment that say which code ran."""
@@ -102,10 +102,16 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
         return (self.own_commit, self.own_dirty) if self.own_commit else (self.git_commit, self.git_dirty)
 
     @property
+    def limited_device(self) -> str:
+        """The device, with the limit of its memory where the user set one."""
+        limit = f", limited to {format_bytes(self.memory_limit_bytes)}" if self.memory_limit_bytes else ""
+        return f"{self.device_name}{limit}"
+
+    @property
     def described(self) -> str:
         """Device and versions, on one line."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        threads = f", {self.threads} threads" if self.device_type == "cpu" else ""
+        threads = f", {counted(self.threads or 0, 'thread')}" if self.device_type == "cpu" else ""
         limit = f", limited to {format_bytes(self.memory_limit_bytes)}" if self.memory_limit_bytes else ""
         return f"{self.device_name}{threads}{limit}; {versions}"
 

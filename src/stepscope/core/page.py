@@ -5,6 +5,9 @@ import msgspec
 from stepscope.core.answer import Answer, Panel
 from stepscope.core.finding import Finding
 
+GENERATOR = '<meta name="generator" content="stepscope">'
+"""What every page says near its beginning: a file without it is not ours, and is not overwritten."""
+
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """One of the large figures at the head of a page."""
@@ -42,7 +45,9 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     """Whether checks ran, so that no finding is good news."""
     sections: tuple[Section, ...] = ()
     reproduce: tuple[str, ...] = ()
-    """Commands that make the same again."""
+    """Commands that measure the same again."""
+    shown_by: tuple[str, ...] = ()
+    """Commands that show the same in a terminal, and measure nothing."""
 
     @property
     def panels(self) -> tuple[Panel, ...]:

@@ -224,6 +224,21 @@ def exists(path: Path) -> bool:
     return True
 
 
+_HEAD = 4096
+"""Bytes of a document within which its mark stands."""
+
+
+def check_is_ours(file: Path, mark: str) -> None:
+    """Raise InputError where a file is there and has not our mark at its head: it is somebody's own."""
+    try:
+        with file.open("rb") as stream:
+            head = stream.read(_HEAD)
+    except OSError:
+        return  # there is none; or it cannot be read, which writing will say
+    if head and mark.encode() not in head:
+        raise InputError(f"{file} is there and was not written by this command: name another file, or remove it first")
+
+
 def write_atomically(data: bytes, target: Path) -> None:
     """Write a file whole or not at all: what stood there before stays until then. Raises OSError."""
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")

@@ -11,8 +11,8 @@ from stepscope.analysis.captures.beside import digest_beside
 from stepscope.analysis.captures.checks import check_trace
 from stepscope.analysis.captures.digest import TraceDigest, load_digest
 from stepscope.analysis.captures.load import load_capture
-from stepscope.analysis.comparisons.sides import SidePair, compare_sides, side_named
-from stepscope.analysis.comparisons.sides_answer import answer_comparison
+from stepscope.analysis.comparisons.sides import SideComparison, SidePair, compare_sides, side_named
+from stepscope.analysis.comparisons.sides_answer import answer_comparison, conclusion, short_names, verdict
 from stepscope.analysis.ranks.checks import check_job
 from stepscope.analysis.ranks.load import captures_in, load_job
 from stepscope.analysis.runs.run_sets import RunSet, sets_of
@@ -21,6 +21,7 @@ from stepscope.core.bounded_file import read_document
 from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.page import Figure, Page
+from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.run_directory import find_place, find_run, find_run_files, load_run, load_runs
 from stepscope.core.run_files import RUN_FILE
@@ -35,15 +36,19 @@ from stepscope.pages.of_run import page_of_run, page_of_set
 from stepscope.pages.of_runs import page_of_runs
 
 Say = Callable[[str], None]
+Begun = Callable[[Page], None]
 _SNAPSHOTS = (".pickle", ".pkl", ".pickle.gz", ".pkl.gz")
 _DATABASES = (".sqlite", ".sqlite.gz", ".nsys-rep", ".qdstrm", ".db")
+_LARGEST_DOCUMENT = 4 << 20
+"""Bytes of a document that is read to say what it is; what is larger is taken for a trace."""
 _LOOKED_AT = 65_536
 """Bytes of a JSON file that tell whether it is an answer."""
 
 
-def page_named(names: Sequence[str], runs: Path, say: Say) -> Page:
+def page_named(names: Sequence[str], runs: Path, say: Say, begun: Begun | None = None) -> Page:
     """The page of what these names mean; several are the ranks of a job, or runs side by side.
 
+    begun: is called with what of a run's page is known before its trace is read, so that it can be drawn meanwhile.
     Raises InputError where a name means nothing, or what it means cannot be read.
     """
     if len(names) > 1:
@@ -54,7 +59,7 @@ def page_named(names: Sequence[str], runs: Path, say: Say) -> Page:
         return _of_set(name, runs)
     if place.is_file() and place.name != RUN_FILE:
         return _of_file(place, say)
-    return _of_directory(place, say)
+    return _of_directory(place, say, begun)
 
 
 def page_of_comparison(names: Sequence[str], runs: Path, across: Sequence[str], say: Say) -> Page:
@@ -74,12 +79,39 @@ def page_of_comparison(names: Sequence[str], runs: Path, across: Sequence[str], 
         )
 
     answer = answer_comparison(found, digests)
-    across_words = f" --across {','.join(across)}" if across else ""
+    options = f" --across {shlex.quote(','.join(across))}" if across else ""
+    options += f" --runs {shlex.quote(str(runs))}" if runs != Path("runs") else ""
     return page_of_answer(
         answer,
         "comparison",
-        reproduce=(f"stepscope compare {shlex.quote(names[0])} {shlex.quote(names[1])}{across_words}",),
+        sentence=conclusion(found),
+        figures=_figures_of_comparison(found, answer),
+        shown_by=(f"stepscope compare {shlex.join(names)}{options}",),
     )
+
+
+def _figures_of_comparison(found: SideComparison, answer: Answer) -> tuple[Figure, ...]:
+    """The change with its interval and its processes; of several pairs the largest change."""
+    changes = [(change, place) for place, change in enumerate(found.changes) if change is not None]
+    if not changes:
+        return (gravest(answer.findings),)
+    change, place = max(changes, key=lambda one: abs(one[0].share))
+    several = len(found.pairs) > 1
+    within = change.interval
+    return (
+        *((Figure(name="pairs", value=f"{len(found.pairs)}"),) if several else ()),
+        Figure(
+            name="largest change" if several else "change", value=f"{change.share * 100:+.1f} %",
+            note=short_names(found)[place],
+        ),
+        Figure(
+            name="its 95 % interval" if several else "95 % interval",
+            value=f"{(within.low - 1) * 100:+.1f} to {(within.high - 1) * 100:+.1f} %" if within else "none",
+            note=verdict(change, found.stands[place]),
+        ),
+        Figure(name="processes", value=" / ".join(map(str, change.processes)), note="before / after"),
+        gravest(answer.findings, note="" if answer.checked else "nothing to doubt was found"),
+    )  # fmt: skip
 
 
 def _place(name: str, runs: Path) -> Path | None:
@@ -114,8 +146,10 @@ def _of_file(place: Path, say: Say) -> Page:
     name = place.name.casefold()
     if name.endswith(_SNAPSHOTS):
         return _of_snapshot(place)
-    if not name.endswith(_DATABASES) and (answer := _stored_answer(place)) is not None:
-        return page_of_answer(answer, "answer")
+    if not name.endswith(_DATABASES):
+        if (answer := _stored_answer(place)) is not None:
+            return page_of_answer(answer, "answer")
+        _refuse_other_documents(place)
     return _of_capture(place, say)
 
 
@@ -138,6 +172,31 @@ def _stored_answer(place: Path) -> Answer | None:
     return decode_answer(data, str(place))
 
 
+_OTHERS: tuple[tuple[frozenset[str], str, str], ...] = (
+    (frozenset({"schema_version", "workload"}), "a run", "name its folder: stepscope report RUN"),
+    (frozenset({"before", "after", "pairs"}), "a comparison", "stepscope report BASE OTHER --compare makes its page"),
+    (frozenset({"peak_bytes", "estimate"}), "a prediction", "stepscope fit shows it, and --style html writes it"),
+    (frozenset({"kernel_times"}), "a trace's figures", "name the trace itself: stepscope report TRACE"),
+)
+"""What other verbs write by --json, by keys that it has: its name, and what to do instead."""
+
+
+def _refuse_other_documents(place: Path) -> None:
+    """Raise InputError where a file holds what another verb wrote by --json, which has no page."""
+    try:
+        if place.name.endswith(".gz") or place.stat().st_size > _LARGEST_DOCUMENT:
+            return
+        document = json.loads(place.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return
+    first = document[0] if isinstance(document, list) and document else document
+    if not isinstance(first, dict) or "traceEvents" in first:
+        return
+    for keys, what, remedy in _OTHERS:
+        if keys <= first.keys():
+            raise InputError(f"{place} is {what} as --json wrote it, which has no page of its own: {remedy}")
+
+
 def _of_snapshot(place: Path) -> Page:
     explained = explain(read_snapshot(place))
     moment = moment_at(explained, None)
@@ -156,7 +215,7 @@ def _of_snapshot(place: Path) -> Page:
     sentence = next(line.text for table in answer.tables for line in table.notes)
     return page_of_answer(
         answer, "snapshot", title=f"What takes the memory of {place.name}?", sentence=sentence, figures=figures,
-        reproduce=(f"stepscope memory {shlex.quote(str(place))}",),
+        shown_by=(f"stepscope memory {shlex.quote(str(place))}",),
     )  # fmt: skip
 
 
@@ -165,26 +224,33 @@ def _of_capture(place: Path, say: Say) -> Page:
     return page_of_capture(summary, check_trace(summary), str(place))
 
 
-def _of_directory(place: Path, say: Say) -> Page:
+def _of_directory(place: Path, say: Say, begun: Begun | None) -> Page:
     inside = list(find_run_files(place))
     if len(inside) == 1:
-        return _of_run(load_run(inside[0]), inside[0].parent, say)
+        return _of_run(load_run(inside[0]), inside[0].parent, say, begun)
     captures = captures_in(place)
     if inside:
         runs, faults = load_runs([place])
         for fault in faults:
             say(f"left out: {fault}")
         ranks = len(captures) == len(runs) and all(getattr(run.workload, "rank", None) is not None for run in runs)
-        return _of_ranks(captures, str(place), say) if ranks else page_of_runs(runs, str(place))
+        return _of_ranks(captures, [str(place)], say) if ranks else page_of_runs(runs, str(place), [str(place)])
     if not any(place.iterdir()):
         raise InputError(f"{place} is empty: name a run, a folder of runs, a capture, or a snapshot")
-    return _of_ranks(captures, str(place), say) if len(captures) > 1 else _of_capture(place, say)
+    return _of_ranks(captures, [str(place)], say) if len(captures) > 1 else _of_capture(place, say)
 
 
-def _of_run(run: Run, directory: Path, say: Say) -> Page:
+def _of_run(run: Run, directory: Path, say: Say, begun: Begun | None) -> Page:
     """The page of a run with what it recorded; a recording that cannot be read is told, and the run is shown."""
+    samples = run.samples.get(STEP)
+    if run.status == "done" and not run.artifacts and not (samples is not None and samples.count):
+        raise InputError(
+            f"{directory}: this run has no samples of a step, so there is nothing to show: measure it again"
+        )
     if run.repeat is not None and run.status == "unfinished":
         say(f"{run.id} was started and never ended")
+    if begun is not None and run.artifacts:
+        begun(page_of_run(run))
     notes: list[str] = []
     captured = remembered = None
     digest: TraceDigest | None = None
@@ -211,13 +277,13 @@ def _of_several(names: Sequence[str], runs: Path, say: Say) -> Page:
     if len(files) < len(places):
         raise InputError("several names are runs, or captures of ranks: name each set by itself")
     if all(place.is_file() and place.name != RUN_FILE for place in files):
-        return _of_ranks(files, " ".join(shlex.quote(str(file)) for file in files), say)
+        return _of_ranks(files, [str(file) for file in files], say)
     found, faults = load_runs(files)
     for fault in faults:
         say(f"left out: {fault}")
-    return page_of_runs(found, " ".join(names))
+    return page_of_runs(found, " ".join(names), list(dict.fromkeys(map(str, files))))
 
 
-def _of_ranks(captures: list[Path], source: str, say: Say) -> Page:
+def _of_ranks(captures: list[Path], places: Sequence[str], say: Say) -> Page:
     job = load_job(captures, say=say)
-    return page_of_job(job, check_job(job), source, lambda path: load_capture(Path(path), say=say))
+    return page_of_job(job, check_job(job), places, lambda path: load_capture(Path(path), say=say))

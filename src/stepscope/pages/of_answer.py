@@ -1,5 +1,6 @@
 """The page of any answer: a comparison, a snapshot, a prediction, the ranks of a job, or a study that was stored."""
 
+import re
 from collections.abc import Iterable
 
 import msgspec
@@ -9,11 +10,13 @@ from stepscope.core.finding import Finding
 from stepscope.core.page import Figure, Page, Section
 
 PLOTS = "Plots"
+_OF_A_TERMINAL = re.compile(r"(?:More tables with --only: .*|\d[\d,]* more: --only .*)")
+"""Lines that say how a terminal shows more: they name no whole command, and a page has no options."""
 
 
 def page_of_answer(
     answer: Answer, kind: str, *, title: str = "", sentence: str = "", figures: tuple[Figure, ...] = (),
-    panels: tuple[Panel, ...] = (), reproduce: tuple[str, ...] = (),
+    panels: tuple[Panel, ...] = (), shown_by: tuple[str, ...] = (),
 ) -> Page:  # fmt: skip
     """The page of one answer: its sentences as findings, then plots, then each table. `panels` are further plots."""
     drawn = msgspec.structs.replace(answer, panels=(*panels, *answer.panels))
@@ -25,7 +28,7 @@ def page_of_answer(
         findings=answer.findings,
         checked=answer.checked,
         sections=(*heading_of(answer), *sections_of(drawn), *ending_of(answer)),
-        reproduce=reproduce,
+        shown_by=shown_by,
     )
 
 
@@ -45,8 +48,9 @@ def heading_of(answer: Answer) -> tuple[Section, ...]:
 def ending_of(answer: Answer) -> tuple[Section, ...]:
     """What was not examined, and where the run lies."""
     body = msgspec.structs.replace(answer.body(), tables=(), panels=(), findings=(), checked=False)
-    notes = msgspec.structs.replace(body, asides=answer.asides, origin=answer.origin)
-    return (Section(title="Notes", answer=notes),) if answer.asides or answer.origin else ()
+    asides = tuple(aside for aside in answer.asides if not _OF_A_TERMINAL.fullmatch(aside))
+    notes = msgspec.structs.replace(body, asides=asides, origin=answer.origin)
+    return (Section(title="Notes", answer=notes),) if notes.asides or notes.origin else ()
 
 
 def sections_of(answer: Answer) -> tuple[Section, ...]:
@@ -68,7 +72,19 @@ def sections_of(answer: Answer) -> tuple[Section, ...]:
 def section(title: str, answer: Answer, *, tables: Iterable[Table], panels: Iterable[Panel] = ()) -> Section:
     """These tables and plots of an answer under a title."""
     body = msgspec.structs.replace(answer.body(), findings=(), checked=False)
-    return Section(title=title, answer=msgspec.structs.replace(body, tables=tuple(tables), panels=tuple(panels)))
+    kept = tuple(map(_for_a_page, tables))
+    return Section(title=title, answer=msgspec.structs.replace(body, tables=kept, panels=tuple(panels)))
+
+
+def _for_a_page(table: Table) -> Table:
+    """The table, whose note says how many rows are left out, and not which option of a terminal shows them."""
+    said = [
+        msgspec.structs.replace(line, text=f"{line.text.partition(':')[0]} are left out here.")
+        if _OF_A_TERMINAL.fullmatch(line.text)
+        else line
+        for line in table.notes
+    ]
+    return msgspec.structs.replace(table, notes=tuple(said))
 
 
 def titled(table: Table) -> str:

@@ -2,7 +2,7 @@
 peaks, and what ran when."""
 
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import polars as pl
 
@@ -30,7 +30,7 @@ def page_of_capture(summary: TraceSummary, findings: tuple[Finding, ...], source
         findings=findings,
         checked=True,
         sections=(*heading_of(answer), *sections_of_capture(summary, answer), *ending_of(answer)),
-        reproduce=(f"stepscope trace {shlex.quote(source)}",),
+        shown_by=(f"stepscope trace {shlex.quote(source)}",),
     )
 
 
@@ -74,10 +74,11 @@ def _sentence(summary: TraceSummary) -> str:
     share = phases[0].busy_ns / (summary.busy_ns / steps)
     totals = summary.families.group_by("family").agg(pl.col("busy_ns").sum())
     family = totals.sort("busy_ns", "family", descending=[True, False])["family"][0]
-    return (
-        f"A step keeps the device busy for {ms_text(summary.busy_ns / steps)} ms with {noun}, "
-        f"{format_share(share)} of it {_where(phases[0].phase)}; most of it is {family}."
-    )
+    took = f"{ms_text(summary.busy_ns / steps)} ms"
+    kept = f"keeps the device busy for {took} with {noun}"
+    if summary.attribution.table.on_cpu:
+        kept = f"takes {took} of the host's time in {noun}"
+    return f"A step {kept}, {format_share(share)} of it {_where(phases[0].phase)}; most of it is {family}."
 
 
 def _where(phase: str) -> str:
@@ -102,8 +103,12 @@ def _figures(summary: TraceSummary, findings: tuple[Finding, ...]) -> tuple[Figu
     )  # fmt: skip
 
 
-def page_of_job(job: Job, findings: tuple[Finding, ...], source: str, load: Callable[[str], TraceSummary]) -> Page:
-    """The page of several ranks' captures. `load` reads one of them again, by its source, for the timeline."""
+def page_of_job(
+    job: Job, findings: tuple[Finding, ...], places: Sequence[str], load: Callable[[str], TraceSummary]
+) -> Page:
+    """The page of several ranks' captures, from a folder or from files. `load` reads one of them again, by its source,
+    for the timeline."""
+    source = places[0] if len(places) == 1 else counted(len(places), "capture")
     offsets = {clock.rank: clock.offset_ns for clock in job.matched.clocks}
     lanes: Iterable[tuple[str, TraceSummary, int]] = (
         (f"rank {rank.number}", load(rank.source), offsets.get(rank.number, 0)) for rank in job.ranks[:_RANKS_DRAWN]
@@ -114,6 +119,8 @@ def page_of_job(job: Job, findings: tuple[Finding, ...], source: str, load: Call
         answer_job(job, findings, source),
         "ranks",
         title=f"What do the ranks of {source} do?",
+        sentence=f"A step takes {ms_text(job.step_ns)} ms on {counted(len(job.ranks), 'rank')}; rank {slowest.number} "
+        "has most kernel time.",
         figures=(
             Figure(name="ranks", value=format_count(len(job.ranks))),
             Figure(name="a step", value=f"{ms_text(job.step_ns)} ms"),
@@ -121,7 +128,7 @@ def page_of_job(job: Job, findings: tuple[Finding, ...], source: str, load: Call
             gravest(findings),
         ),
         panels=(timeline,) if timeline is not None else (),
-        reproduce=(f"stepscope trace {source}",),
+        shown_by=(f"stepscope trace {shlex.join(places)}",),
     )
 
 

@@ -1,6 +1,6 @@
 """The page of one run, or of one step measured in several processes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -12,8 +12,8 @@ from stepscope.analysis.runs import metrics
 from stepscope.analysis.runs.answer import answer_run
 from stepscope.analysis.runs.run_sets import RunSet
 from stepscope.analysis.runs.set_answer import answer_set
-from stepscope.analysis.runs.words import identify, status_sentence, status_word
-from stepscope.core.answer import Answer, Cell, Table, name_of, table_of
+from stepscope.analysis.runs.words import identify, status_in_short, status_word
+from stepscope.core.answer import Answer, Cell, Table, as_lines, name_of, table_of
 from stepscope.core.environment import Environment
 from stepscope.core.page import Figure, Page, Section
 from stepscope.core.processes import FEWEST_PROCESSES
@@ -57,6 +57,7 @@ def page_of_run(
             msgspec.structs.replace(one, title=f"Memory: {one.title[:1].lower()}{one.title[1:]}")
             for one in sections_of(remembered)
         ]
+    sections += _numerics(run)
     sections += _environment(run.environment)
     asides = (*answer.asides, *notes)
     ends = msgspec.structs.replace(answer.body(), tables=(), panels=(), findings=(), checked=False)
@@ -109,9 +110,10 @@ def page_of_set(found: RunSet) -> Page:
 
 def sentence_of(run: Run) -> str:
     """The run in one sentence."""
-    step_s, device = metrics.median_s(run, STEP), run.environment.device_name if run.environment else "this device"
+    step_s = metrics.median_s(run, STEP)
+    device = run.environment.limited_device if run.environment else "this device"
     if run.status != "done" and step_s is None:
-        return status_sentence(run)
+        return status_in_short(run)
     if not step_s:
         return "No step was measured."
     parts = {
@@ -158,6 +160,37 @@ def _gravest(run: Run) -> Figure:
     return gravest(run.findings)
 
 
+def _numerics(run: Run) -> Iterator[Section]:
+    """What was observed of the run's precision and of its updates; nothing where nothing was."""
+    precision, updates, seen = run.evidence.precision, run.evidence.updates, run.evidence.observation
+    rows: list[tuple[Cell, ...]] = []
+    notes: list[str] = []
+    if precision is not None:
+        rows.append(("fp32 matrix products are set to", precision.float32_matmul))
+        rows.append(("error of one against float64", f"{precision.probe_relative_error:.1e}"))
+        for name, kernels in (("TF32", precision.tf32_kernels), ("true fp32", precision.fp32_kernels)):
+            rows += [(f"kernels of products in {name}", counted(len(kernels), "name"))] if kernels else []
+    if seen is not None and seen.product_dtypes:
+        rows.append(("operands of the forward's products", ", ".join(seen.product_dtypes)))
+    if updates is not None:
+        rows.append(("updates of the parameters", f"{updates.applied} in {counted(updates.steps, 'measured step')}"))
+        if updates.loss_scale is not None:
+            rows.append(("scale of the loss after them", f"{updates.loss_scale:,g}"))
+        if updates.parameters_finite is not None:
+            rows.append(("every parameter finite after them", "yes" if updates.parameters_finite else "no"))
+        if updates.skipped:
+            notes.append(
+                f"{counted(updates.skipped, 'update')} did not come: a gradient scaler swallows those of steps whose "
+                "gradients overflow."
+            )
+    habits = run.evidence.habits
+    if habits is not None and habits.without_gradient_count:
+        rows.append(("parameters without a gradient", f"{habits.without_gradient_count:,}"))
+    if rows:
+        table = table_of("what", "in this run", rows=rows, notes=as_lines(*notes))
+        yield Section(title="Numerics", answer=Answer(study="run", question="", tables=(table,)))
+
+
 def _environment(where: Environment | None) -> Iterator[Section]:
     """Everything that a figure depends on beside the workload, a line each."""
     if where is None:
@@ -166,20 +199,44 @@ def _environment(where: Environment | None) -> Iterator[Section]:
     for field, value in msgspec.structs.asdict(where).items():
         if value is None or field in ("before", "after", "during", "host", "versions"):
             continue
-        shown = format_bytes(value) if field.endswith("_bytes") else value
-        rows.append((field.removesuffix("_bytes").replace("_", " "), str(shown) if shown is not True else "yes"))
+        rows.append((_KEYS.get(field) or _in_words(field), _with_unit(field, value)))
     rows += [(name, version) for name, version in where.versions.items()]
     for when in ("before", "after"):
         reading = getattr(where, when)
         if reading is not None:
             said = ", ".join(
-                f"{name.replace('_', ' ')} {value}"
+                f"{_in_words(name)} {_with_unit(name, value)}"
                 for name, value in msgspec.to_builtins(reading).items()
-                if value not in (None, (), [])
+                if value not in (None, (), []) and name != "read_at_s"
             )
             rows.append((f"GPU {when} the measured steps", said))
     table: Table = table_of("what", "on this machine", rows=rows)
     yield Section(title="Environment", answer=Answer(study="run", question="", tables=(table,)))
+
+
+_KEYS = {"l2_bytes": "L2 cache", "multiprocessors": "streaming multiprocessors", "cpu_name": "CPU"}
+"""Fields of an environment whose names say too little."""
+_WORDS = {"sm": "SM", "gpu": "GPU", "cpu": "CPU", "git": "git"}
+_OF_FIELDS: dict[str, Callable[[float], str]] = {
+    "_bytes": format_bytes, "_mhz": lambda value: f"{value:,.0f} MHz", "_w": lambda value: f"{value:,.0f} W",
+    "_c": lambda value: f"{value:.0f} °C", "_s": format_seconds,
+}  # fmt: skip
+"""The ends of fields' names that are units, and how a figure in them reads."""
+
+
+def _in_words(field: str) -> str:
+    """The name of a field as words, without its unit."""
+    bare = next((field.removesuffix(unit) for unit in _OF_FIELDS if field.endswith(unit)), field)
+    return " ".join(_WORDS.get(word, word) for word in bare.split("_"))
+
+
+def _with_unit(field: str, value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (int, float)):
+        shown = next((text for unit, text in _OF_FIELDS.items() if field.endswith(unit)), None)
+        return shown(value) if shown is not None else f"{value:,}"
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def commands_of(run: Run) -> list[str]:

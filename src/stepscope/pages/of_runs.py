@@ -2,19 +2,20 @@
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
 from stepscope.analysis.runs import metrics
 from stepscope.analysis.runs.answer import answer_cells
+from stepscope.analysis.runs.doubts import doubts_sentence
 from stepscope.analysis.runs.fields import FIELDS, Scalar
 from stepscope.analysis.runs.table_panels import table_panels
 from stepscope.analysis.runs.tables import TableQuery, select_runs
 from stepscope.analysis.runs.words import status_sentence, status_word
-from stepscope.core.answer import Answer, Cell, Frame, Panel, Point, Table, table_of
+from stepscope.core.answer import Answer, Cell, Frame, Line, Panel, Point, Table, table_of
 from stepscope.core.errors import InputError
-from stepscope.core.finding import Finding
+from stepscope.core.finding import Finding, warning
 from stepscope.core.page import Figure, Page, Section
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
@@ -34,14 +35,14 @@ _MOST_MAPS = 4
 _SIZES = ("layers", "d_model", "heads", "head_dim")
 
 
-def page_of_runs(runs: Sequence[Run], name: str) -> Page:
-    """The page of these runs, of which `name` says where they lie. Raises InputError where there are none."""
+def page_of_runs(runs: Sequence[Run], name: str, places: Sequence[str]) -> Page:
+    """The page of these runs, which lie in these places and go by this name. Raises InputError where there are none."""
     if not runs:
         raise InputError(f"no runs at {name}: `stepscope sweep` leaves some")
     done = [run for run in runs if run.status == "done" and metrics.median_s(run, STEP)]
-    devices = list(dict.fromkeys(run.environment.device_name for run in runs if run.environment))
+    devices = list(dict.fromkeys(run.environment.limited_device for run in runs if run.environment))
     findings = _findings(runs)
-    cells = answer_cells(runs)
+    cells = _with_legend(answer_cells(runs), runs)
     sections = [Section(title="Cells", answer=cells)]
     plots = (*_curves(done), *_heats(runs))
     if plots:
@@ -54,10 +55,22 @@ def page_of_runs(runs: Sequence[Run], name: str) -> Page:
         kind="sweep",
         sentence=_sentence(runs, done, devices),
         figures=_figures(runs, done, findings),
-        findings=findings,
+        findings=(*_not_measured(runs), *findings),
         checked=bool(done),
         sections=(*sections, _where(runs)),
-        reproduce=(f"stepscope table {shlex.quote(name)}",),
+        shown_by=(f"stepscope table {shlex.join(places)}",),
+    )
+
+
+def _with_legend(cells: Answer, runs: Sequence[Run]) -> Answer:
+    """The cells, with what the marks beside their figures mean."""
+    found = cells.tables[0]
+    said = doubts_sentence(runs)
+    if said is None:
+        return cells
+    legend = Line(said, "aside")
+    return msgspec.structs.replace(
+        cells, tables=(msgspec.structs.replace(found, notes=(*found.notes, legend)), *cells.tables[1:])
     )
 
 
@@ -70,6 +83,8 @@ def _sentence(runs: Sequence[Run], done: Sequence[Run], devices: Sequence[str]) 
     lost = Counter(status_word(run) for run in runs if run not in done)
     others = f"; {', '.join(f'{count} {word}' for word, count in lost.items())}" if lost else ""
     span = f"from {_step(first)} ({cell_name(first.workload)}) to {_step(last)} ({cell_name(last.workload)})"
+    if len(done) == 1:
+        span = f"{_step(first)} ({cell_name(first.workload)})"
     return f"{counted(len(done), 'run')} measured{where}, {span}{others}."
 
 
@@ -78,13 +93,39 @@ def _step(run: Run) -> str:
 
 
 def _figures(runs: Sequence[Run], done: Sequence[Run], findings: tuple[Finding, ...]) -> tuple[Figure, ...]:
+    # A forward alone has more tokens per second than a training step of the same: they are no rivals.
+    phases = {FIELDS["phase"].read(run) for run in done}
+    whole = [run for run in done if FIELDS["phase"].read(run) == "train"] if len(phases) > 1 else done
+    of_train = ", training" if len(phases) > 1 and whole else ""
+    whole = whole or done
     return (
         Figure(name="measured", value=f"{len(done)} of {len(runs)}"),
-        _most(done, "most tokens per second", metrics.tokens_per_s, lambda value: f"{value:,.0f}"),
+        _most(whole, f"most tokens per second{of_train}", metrics.tokens_per_s, lambda value: f"{value:,.0f}"),
         _most(done, "best MFU", lambda run: metrics.mfu_datasheet(run) or metrics.mfu_measured(run), format_share),
         _most(done, "most memory", metrics.peak_bytes, format_bytes),
-        gravest(findings),
+        _gravest(runs, findings),
     )
+
+
+def _gravest(runs: Sequence[Run], findings: tuple[Finding, ...]) -> Figure:
+    """The gravest finding; where there is no error, how many runs ended before they were measured comes first."""
+    lost = Counter(status_word(run) for run in runs if run.status != "done")
+    if not lost or any(finding.severity == "error" for finding in findings):
+        return gravest(findings)
+    said = ", ".join(f"{count} {word}" for word, count in lost.items())
+    return Figure(name="gravest finding", value=said, note="not measured to the end")
+
+
+def _not_measured(runs: Sequence[Run]) -> Iterator[Finding]:
+    """What became of the runs that did not end, which no check sees."""
+    lost = Counter(status_word(run) for run in runs if run.status != "done")
+    if lost:
+        said = ", ".join(f"{count} {word}" for word, count in lost.items())
+        yield warning(
+            "not-measured",
+            f"{said} of {counted(len(runs), 'run')}: what is missing stands below, with why.",
+            dict(lost),
+        )
 
 
 def _most(done: Sequence[Run], name: str, read: Callable[[Run], float | None], shown: Callable[[float], str]) -> Figure:
@@ -106,9 +147,16 @@ def _findings(runs: Sequence[Run]) -> tuple[Finding, ...]:
     grave = ("error", "warning", "note")
     ordered = sorted(first.values(), key=lambda one: (grave.index(one.severity), -counts[one.kind], one.kind))
     return tuple(
-        msgspec.structs.replace(one, sentence=f"{one.sentence} (In {counts[one.kind]} of {len(runs)} runs.)")
+        msgspec.structs.replace(one, sentence=_in_how_many(one.sentence, counts[one.kind], len(runs)))
         for one in ordered
     )
+
+
+def _in_how_many(sentence: str, count: int, runs: int) -> str:
+    """The sentence of one run's finding, and how many others have a finding of its kind, with figures of their own."""
+    if count == 1:
+        return f"{sentence} (In one of {runs} runs.)" if runs > 1 else sentence
+    return f"{sentence} (One of {count} such findings in {runs} runs; the others have figures of their own.)"
 
 
 def _axes(runs: Sequence[Run]) -> list[str]:
@@ -163,7 +211,8 @@ def _heats(runs: Sequence[Run]) -> tuple[Panel, ...]:
     panels: list[Panel] = []
     for title, read in _MAPPED:
         for values, members in groups.items():
-            where = ", ".join(f"{name} {value}" for name, value in zip(rest, values, strict=True))
+            known = [(name, value) for name, value in zip(rest, values, strict=True) if value is not None]
+            where = ", ".join(f"{name} {value}" for name, value in known)
             panels += _heat(members, across, down, f"{title}{f', {where}' if where else ''}", read)
     return tuple(panels)
 
@@ -192,8 +241,14 @@ def _heat(
             y_title=title,
             points=tuple(points),
             kind="heat",
-            frame=Frame(heading=title, line_title=down),
+            frame=Frame(heading=title, line_title=down, note=_again(cells.values())),
         )
+
+
+def _again(cells: Iterable[Sequence[Run]]) -> str:
+    """What a map says where cells were measured more than once."""
+    count = sum(len(runs) > 1 for runs in cells)
+    return f"of {counted(count, 'cell')} measured more than once the newest run is shown" if count else ""
 
 
 def _ms(run: Run) -> float | None:

@@ -4,7 +4,7 @@ import contextlib
 import getpass
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -19,7 +19,9 @@ _PATH = (
 _SOURCE = r"[\w./\\-]+\.(?:py|cu|cpp|cc|h|pyx)(?::\w+)?(?::\d+)?(?:\([^)]*\))?"
 _MADE_BY = r"(made by )\S+(?: with [^)]*)?"
 _WATCHED_IN = r"(watched in )[^),]+"
-_COMMIT = r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b|(?<=\bat )[0-9a-f]{7,40}\b"
+_COMMIT = r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b|(?:(?<=\bat )|(?<=\bcommits ))[0-9a-f]{7,40}\b"
+"""Digits and letters mixed; of a commit that is digits alone, or letters, only what stands after a word for it."""
+_COMMIT_ROW = "git commit"
 _TAG, _HOST = r"\b(tag )[^;,\s]+", r"\b(host(?:name)?:? )[\w.:-]+"
 _PATTERN = re.compile(f"(?P<quoted>{_QUOTED})|(?P<source>{_SOURCE})|(?P<path>{_PATH})")
 _COMMON = {"last", "runs", "results", "traces", "trace", "memory"}
@@ -31,7 +33,7 @@ def redacted(page: Page, given: Iterable[str] = ()) -> Page:
 
     given: what the user named, paths or names: wherever they stand, and their parts, they are left out, too.
     """
-    names, asked = _names(), _given(given)
+    names, asked = _names(), _given([*given, *_commits(page)])
 
     def clean(text: str) -> str:
         text = asked.sub("[path]", text) if asked is not None else text
@@ -42,7 +44,10 @@ def redacted(page: Page, given: Iterable[str] = ()) -> Page:
         return names.sub("[host]", text) if names is not None else text
 
     cleaned: Page = msgspec.convert(_mapped(msgspec.to_builtins(page), clean), Page)
-    return msgspec.structs.replace(cleaned, reproduce=())
+    figures = tuple(
+        msgspec.structs.replace(one, name=own.name) for one, own in zip(cleaned.figures, page.figures, strict=True)
+    )
+    return msgspec.structs.replace(cleaned, figures=figures, reproduce=(), shown_by=())
 
 
 def _given(given: Iterable[str]) -> re.Pattern[str] | None:
@@ -52,7 +57,15 @@ def _given(given: Iterable[str]) -> re.Pattern[str] | None:
         parts = [part for part in re.split(r"[\\/]", name) if len(part) > 3 and part not in _COMMON]
         found |= {name, *parts, *(part.partition(".")[0] for part in parts)}
     kept = sorted((name for name in found if len(name) > 3 and name not in _COMMON), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, kept))) if kept else None
+    # A part of a longer word is no name: `test` is none in `latest`, and `acme` is one in `acme_2`.
+    return re.compile("|".join(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])" for name in kept)) if kept else None
+
+
+def _commits(page: Page) -> Iterator[str]:
+    """The commits that tables name, which may be digits alone."""
+    for section in page.sections:
+        for table in section.answer.tables:
+            yield from (str(row[1]) for row in table.rows if row[0] == _COMMIT_ROW and len(row) > 1)
 
 
 def _names() -> re.Pattern[str] | None:

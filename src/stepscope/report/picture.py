@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     import altair as alt
 
 
+def draw_svg(answer: Answer) -> str:
+    """Its panels as SVG; empty where they cannot be drawn, since too much would have to be told apart."""
+    from stepscope.report.plots.save import plot_spec, plot_svg  # noqa: PLC0415
+
+    try:
+        return plot_svg(plot_spec(draw_answer(answer)))
+    except InputError:
+        return ""
+
+
 def draw_answer(answer: Answer, *, interactive: bool = False) -> "alt.TopLevelMixin":
     """Its panels, one below the other; curves over one axis stand side by side and share their colours.
 

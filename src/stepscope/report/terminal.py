@@ -11,6 +11,7 @@ from stepscope.core.finding import Finding
 from stepscope.core.shown_text import middle_cut, printable
 from stepscope.report.cells import is_figures, row_texts, sentences_of, unit_of, where_of
 from stepscope.report.layout import OneLine
+from stepscope.report.renderers.bars import step_by_step
 
 _STYLES = {"": "", "strong": "bold", "good": "bold green", "bad": "bold red", "care": "yellow", "aside": "dim"}
 _SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -19,12 +20,17 @@ _LONGEST_SENTENCE = 4000
 """Characters: a finding from a foreign file may be of any length."""
 
 
-def render_answer(answer: Answer) -> RenderableType:
-    """What was asked or measured, every table with its sentences, what follows, and which run or file this is."""
+def render_answer(answer: Answer, *, drawn: bool = False) -> RenderableType:
+    """What was asked or measured, every table with its sentences, what follows, and which run or file this is.
+
+    drawn: also the measured steps one by one, as sparklines, behind the table of their phases.
+    """
     asked = (Line(answer.question, "strong"), Line(where_of(answer)))
     lead = answer.lead or [line for line in asked if line.text]
     parts: list[list[RenderableType]] = [[_line(line) for line in lead]]
     parts += [_part(table) for table in answer.tables]
+    if drawn and (lines := step_by_step(answer)):
+        parts.insert(min(2, len(parts)), [Text(line) for line in lines])
     parts.append([*_findings(answer), *(Text(printable(aside), style="dim") for aside in answer.asides)])
     parts.append([Text(printable(line)) for line in answer.origin])
     blocks = [part for part in parts if part]

@@ -1,6 +1,8 @@
 """A write-up as a document: Markdown with its plots beside it, or one HTML file. Figures are those of the Answers."""
 
+import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +11,9 @@ import msgspec
 
 from stepscope.core.answer import Answer, Line, Table, text
 from stepscope.core.errors import InputError, one_line
-from stepscope.core.page import Page, Section
-from stepscope.core.run_directory import write_atomically
+from stepscope.core.finding import Finding
+from stepscope.core.page import GENERATOR, Page, Section
+from stepscope.core.run_directory import check_is_ours, write_atomically
 from stepscope.core.shown_text import printable
 from stepscope.core.units import counted
 from stepscope.report.cells import where_of
@@ -22,6 +25,10 @@ from stepscope.writeup.answered import Answered, WriteUp
 from stepscope.writeup.question import Scale
 
 SUFFIXES = (".md", ".html")
+MARK = "<!-- written by stepscope writeup -->"
+"""The first line of a Markdown document of ours: a file without it is not overwritten."""
+MOST_ALIKE = 6
+"""Findings of one kind that are written out: a study of many cells has one for each."""
 MOST_ROWS = 24
 """A longer table is cut, which a line says: a write-up is read."""
 
@@ -38,6 +45,7 @@ class Target:
         if self.file.is_dir() or not self.file.parent.is_dir():
             what = "it is a folder" if self.file.is_dir() else f"there is no folder {self.file.parent}, make it first"
             raise InputError(f"cannot write {self.file}: {what}")
+        check_is_ours(self.file, GENERATOR if self.file.suffix.lower() == ".html" else MARK)
 
     @property
     def plots(self) -> Path:
@@ -78,11 +86,17 @@ def as_markdown(found: WriteUp, scale: Scale, store: Path, images: dict[str, str
     def body(one: Answered) -> list[str]:
         if one.answer is None:
             return [*_lacking(one), *(f"```\n{command}\n```" for command in _commands(one, scale, store))]
-        image = [f"![{one.question.asks}]({images[one.question.id]})"] if one.question.id in images else []
+        image = [f"![{one.question.asks}]({_link(images[one.question.id])})"] if one.question.id in images else []
         where = [f"*{printable(where)}*"] if (where := where_of(one.answer)) else []
         return [*where, render(_shown(one.answer), "markdown").strip(), *image]
 
-    return "\n\n".join(_parts(found, lambda level, text: f"{'#' * level} {text}", lambda text: text, body)) + "\n"
+    parts = _parts(found, lambda level, text: f"{'#' * level} {text}", lambda text: text, body)
+    return "\n\n".join([MARK, *parts]) + "\n"
+
+
+def _link(path: str) -> str:
+    """A path as the target of a link in Markdown, where a space ends a bare one."""
+    return f"<{path}>" if re.search(r"[\s()]", path) else path
 
 
 def as_page(found: WriteUp, scale: Scale, store: Path) -> Page:
@@ -94,7 +108,7 @@ def as_page(found: WriteUp, scale: Scale, store: Path) -> Page:
             commands = tuple(_commands(one, scale, store))
             return Section(title=one.question.asks, answer=lacking, part=part, commands=commands)
         where = msgspec.structs.replace(
-            _shown(one.answer), device=one.answer.device, date=one.answer.date, versions=one.answer.versions,
+            _shown(one.answer, cut=False), device=one.answer.device, date=one.answer.date, versions=one.answer.versions,
             settings=one.answer.settings, panels=one.answer.panels,
         )  # fmt: skip
         return Section(title=one.question.asks, answer=where, part=part)
@@ -141,17 +155,36 @@ def _commands(one: Answered, scale: Scale, store: Path) -> list[str]:
     return [one.question.measure.command(scale, store)] if one.question.measure is not None else []
 
 
-def _shown(answer: Answer) -> Answer:
-    """The answer without what stands above it in the document, its long tables cut."""
+def _shown(answer: Answer, *, cut: bool = True) -> Answer:
+    """The answer without what stands above it in the document, its long tables cut where they cannot be scrolled."""
     why = _why_undrawn(answer)
     asides = (*answer.asides, f"No plot: {why}.") if why else answer.asides
-    return msgspec.structs.replace(answer.body(), tables=tuple(map(_cut, answer.tables)), asides=asides)
+    findings, more = _without_repeats(answer.findings)
+    tables = tuple(map(_cut, answer.tables)) if cut else answer.tables
+    return msgspec.structs.replace(answer.body(), tables=tables, findings=findings, asides=(*more, *asides))
+
+
+def _without_repeats(findings: tuple[Finding, ...]) -> tuple[tuple[Finding, ...], list[str]]:
+    """The first findings of each kind, and a sentence on the others."""
+    seen: Counter[str] = Counter()
+    kept: list[Finding] = []
+    for finding in findings:
+        seen[finding.kind] += 1
+        if seen[finding.kind] <= MOST_ALIKE:
+            kept.append(finding)
+    more = [
+        f"{counted(count - MOST_ALIKE, 'further finding')} of the kind {kind!r} for other cells: the tables have them."
+        for kind, count in seen.items()
+        if count > MOST_ALIKE
+    ]
+    return tuple(kept), more
 
 
 def _cut(table: Table) -> Table:
     if len(table.rows) <= MOST_ROWS:
         return table
-    note = Line(f"The first {MOST_ROWS} of {len(table.rows)} rows.")
+    rows = f"The first {MOST_ROWS} of {len(table.rows)} rows."
+    note = Line(f"{rows} Written as HTML (-o NAME.html), this document has them all.")
     return msgspec.structs.replace(table, rows=table.rows[:MOST_ROWS], notes=(note, *table.notes))
 
 

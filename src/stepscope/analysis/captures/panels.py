@@ -35,6 +35,9 @@ def icicle_panel(summary: TraceSummary) -> Panel | None:
         .sort("duration_ns", "phase", "module", "family", descending=[True, False, False, False])
     )
     noun = "operator" if summary.attribution.table.on_cpu else "kernel"
+    if rows["module"].is_in([ROOT, NO_MODULE]).all():  # no module is known: a level of them would say nothing
+        plain = (((phase, family), time_ms) for phase, _, family, time_ms in rows.iter_rows())
+        return _icicle(plain, noun, "Time by phase and family")
     ways = (((phase, *_modules(path), family), time_ms) for phase, path, family, time_ms in rows.iter_rows())
     return _icicle(ways, noun, "Time by phase, module and family")
 

@@ -189,6 +189,9 @@ class SidePair:
         said: list[str] = []
         for field in self.across:
             was, now = first.get(field), second.get(field)
+            if field == "model":
+                names = self.before.representative.workload.model.name, self.after.representative.workload.model.name
+                was, now = names if names[0] != names[1] else (was, now)
             said.append(f"{was} to {now}" if _is_plain(was) and _is_plain(now) else f"other {field}")
         return ", ".join(said)
 

@@ -1,6 +1,8 @@
 """Sides of a comparison as an answer: is it faster, by how much, how sure, and which part of the step made it so."""
 
+import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +45,9 @@ def answer_comparison(found: SideComparison, digests: DigestOf) -> Answer:
     order = sorted(range(len(found.pairs)), key=lambda i: -abs(_share(found.changes[i])))[:DETAILED]
     detailed = [found.pairs[i] for i in sorted(order)]
     tables = [_verdicts(found)]
-    several = len(found.pairs) > 1
+    several, names = len(found.pairs) > 1, dict(zip(map(id, found.pairs), short_names(found), strict=True))
     for pair in detailed:
-        tables += _details(pair, digests, f" of {pair.label}" if several else "")
+        tables += _details(pair, digests, f" of {names[id(pair)]}" if several else "")
     first, findings = found.pairs[0].after.representative.environment, tuple(sides_findings(found))
     return Answer(
         study="compare",
@@ -68,12 +70,17 @@ def _lead(found: SideComparison) -> tuple[Line, ...]:
     sides = f"{found.after.name} ({found.after.kind}) against {found.before.name} ({found.before.kind})"
     said = [Line(sides, "strong")]
     if len(found.pairs) == 1:
-        said.append(Line(f"{found.pairs[0].label}: {sentence(found, 0)}", _tone(found, 0)))
+        said.append(Line(conclusion(found), _tone(found, 0)))
     else:
-        said.append(Line(_together(found), "strong"))
+        said.append(Line(conclusion(found), "strong"))
     apart = [finding for finding in sides_findings(found) if finding.kind in _BEFORE_ALL]
     cautions = [Line(f"Take care: {finding.sentence}", "care") for finding in apart]
     return (said[0], *cautions, *said[1:])
+
+
+def conclusion(found: SideComparison) -> str:
+    """The verdict on one pair, or on all of them together, in a sentence or two."""
+    return f"{found.pairs[0].label}: {sentence(found, 0)}" if len(found.pairs) == 1 else _together(found)
 
 
 def _together(found: SideComparison) -> str:
@@ -82,8 +89,9 @@ def _together(found: SideComparison) -> str:
     slower = sum(stand and change.ratio > 1 for change, stand in stands)
     faster = sum(stand and change.ratio < 1 for change, stand in stands)
     untold = sum(change.interval is None for change, _ in stands)
+    no_verdict = f"without a verdict, since a side has fewer than {FEWEST_PROCESSES} processes"
     same = len(stands) - slower - faster - untold
-    words = [(slower, "slower"), (faster, "faster"), (same, "without a difference that was seen"), (untold, "untold")]
+    words = [(slower, "slower"), (faster, "faster"), (same, "without a difference that was seen"), (untold, no_verdict)]
     told = ", ".join(f"{count} {word}" for count, word in words if count)
     return f"Of {counted(len(found.pairs), 'pair')}: {told}.{''.join(_means(found))}"
 
@@ -176,6 +184,8 @@ def _verdicts(found: SideComparison) -> Table:
     ]
     if found.asked > 1:
         notes.append("A verdict stands where it holds for all pairs asked at once (Holm).")
+    if len(found.pairs) > DETAILED:
+        notes.append(f"Where the step changed is shown for the {DETAILED} pairs that changed most.")
     return table_of(
         f"{found.value} of", ("before", "s"), ("after", "s"), ("change", "+%"), ("interval", TEXT),
         ("processes", TEXT), "verdict", "most of it in", rows=rows, tones=tones, notes=as_lines(*notes),
@@ -277,7 +287,8 @@ def _bucket_table(head: str, buckets: Sequence[tuple[str, float, float]], whole:
         return Table(title="", columns=(head,), rows=())
     rows.append(("together", *total, difference, None))
     return table_of(
-        head, ("before", "ms of s"), ("after", "ms of s"), ("change", "+ms of s"), ("of the change", "%"), rows=rows,
+        head, ("before ms", "ms of s"), ("after ms", "ms of s"), ("change ms", "+ms of s"), ("of the change", "%"),
+        rows=rows,
         rules=(len(rows) - 1,),
     )  # fmt: skip
 
@@ -314,15 +325,29 @@ def _energy(pair: SidePair, of: str) -> Table:
     return table_of(f"energy{of}", ("before", TEXT), ("after", TEXT), ("change", "+%"), rows=[row])
 
 
+def short_names(found: SideComparison) -> list[str]:
+    """The labels of the pairs without what all have in common, each once: a plot cuts a long name, and a title is one
+    line."""
+    parts = [re.split(r"[:,] ", pair.label) for pair in found.pairs]
+    common = set(parts[0]).intersection(*parts[1:]) if len(parts) > 1 else set[str]()
+    names = [", ".join(part for part in own if part not in common) or pair.label
+             for own, pair in zip(parts, found.pairs, strict=True)]  # fmt: skip
+    seen: Counter[str] = Counter()
+    for place, name in enumerate(names):
+        seen[name] += 1
+        names[place] = f"{name} ({seen[name]})" if seen[name] > 1 else name
+    return names
+
+
 def _panel(found: SideComparison) -> tuple[Panel, ...]:
     """A bar for each pair: the change in percent, with its interval."""
     points: list[Point] = []
-    for pair, change in zip(found.pairs, found.changes, strict=True):
+    for name, change in zip(short_names(found), found.changes, strict=True):
         if change is not None:
             low, high = (
                 ((change.interval.low - 1) * 100, (change.interval.high - 1) * 100) if change.interval else (None, None)
             )
-            points.append(Point(line="change", name=pair.label, y=change.share * 100, low=low, high=high))
+            points.append(Point(line="change", name=name, y=change.share * 100, low=low, high=high))
     frame = Frame(guides=(Guide(y=(0.0,)),), note="bars without an interval have fewer than five processes a side")
     return (Panel(x_title="", y_title="change, %", points=tuple(points), kind="bars", frame=frame),) if points else ()
 

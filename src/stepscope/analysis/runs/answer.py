@@ -12,7 +12,19 @@ from stepscope.analysis.runs.nodes import node_of, nodes_findings, unlike_nodes
 from stepscope.analysis.runs.shared import ranks_table
 from stepscope.analysis.runs.times import about_intervals, about_steps, time_table
 from stepscope.analysis.runs.words import doubts, figure, identify, status_sentence, status_word
-from stepscope.core.answer import Answer, Cell, Frame, Line, Panel, Point, Table, as_lines, table_of, text
+from stepscope.core.answer import (
+    MEASURED_STEP,
+    Answer,
+    Cell,
+    Frame,
+    Line,
+    Panel,
+    Point,
+    Table,
+    as_lines,
+    table_of,
+    text,
+)
 from stepscope.core.errors import printable
 from stepscope.core.evidence import Capture, WatchedLoop
 from stepscope.core.range_names import PHASES, STEP
@@ -159,7 +171,7 @@ def _samples_panel(run: Run) -> tuple[Panel, ...]:
     )
     note = f"a point is the mean of {together} steps in a row" if together > 1 else ""
     frame = Frame(heading="Every measured step", note=note, line_title="part of the step")
-    panel = Panel(x_title="measured step", y_title="ms", points=points, x_log=False, y_log=False, frame=frame)
+    panel = Panel(x_title=MEASURED_STEP, y_title="ms", points=points, x_log=False, y_log=False, frame=frame)
     return (panel,) if points else ()
 
 

@@ -1,5 +1,7 @@
 """A run in words: its status, its doubts, and which run it is."""
 
+import re
+
 from stepscope.analysis.runs.doubts import doubt_mark, doubting_kinds
 from stepscope.core.answer import Cell, Doubted
 from stepscope.core.errors import printable
@@ -31,6 +33,16 @@ def status_sentence(run: Run) -> str:
         return f"{run.status}: the run was started and never ended."
     remedy = f" Remedy: {OUT_OF_MEMORY_REMEDY if run.textbook else _OF_OWN}." if run.status == "out-of-memory" else ""
     return printable(f"{run.status} ({run.failure.where}): {run.failure.message}{remedy}")
+
+
+def status_in_short(run: Run) -> str:
+    """What became of a run that is not done, without the message of a library, which may be long."""
+    if run.failure is None or run.status != "out-of-memory":
+        return status_sentence(run)
+    where = run.environment.limited_device if run.environment else "the device"
+    asked = re.search(r"[Tt]ried to allocate ([\d.]+ [KMGT]i?B)", run.failure.message)
+    wanted = f": {asked[1]} more were asked for" if asked else ""
+    return printable(f"Out of memory on {where}, in {run.failure.where}{wanted}.")
 
 
 def status_word(run: Run) -> str:

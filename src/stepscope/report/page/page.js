@@ -28,7 +28,9 @@
         all("th", table.tHead).forEach((other) => other.removeAttribute("aria-sort"));
         head.setAttribute("aria-sort", down ? "descending" : "ascending");
         const keyed = rows.map((row) => [cell(row, i), row]);
-        keyed.sort(([a], [b]) => {
+        keyed.sort(([a, one], [b, other]) => {
+          const last = one.classList.contains("last"), alsoLast = other.classList.contains("last");
+          if (last || alsoLast) return last && alsoLast ? rows.indexOf(one) - rows.indexOf(other) : last - alsoLast;
           if (a === "" || b === "") return (a === "") - (b === "");
           const order = typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });
           return down ? -order : order;

@@ -4,15 +4,15 @@ import base64
 import hashlib
 import html
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
 import msgspec
 
 from stepscope.core.answer import Answer, Line, Panel, Table, name_of
-from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding
-from stepscope.core.page import Page, Section
+from stepscope.core.page import GENERATOR, Page, Section
 from stepscope.core.shown_text import middle_cut, printable
 from stepscope.report.cells import bare_row, is_figures, row_texts, sentences_of, where_of
 from stepscope.report.page.shapes import heat, lanes, tiles
@@ -24,6 +24,8 @@ _FILTERED_FROM = 8
 """Rows from which a table has a field to filter by."""
 _MOST_ROWS = 5_000
 """Rows of a table that a page holds: more make it slow to open, and the verb's --json has them all."""
+_SUM = re.compile(r"all|together|total|the step|step|\d[\d,]* (?:more|others?)\b.*")
+"""Names of rows that are no parts."""
 _SYMBOLS = {"error": "✕", "warning": "!", "note": "i"}
 
 
@@ -46,6 +48,8 @@ class _Row:
     cells: list[_Cell]
     tone: str
     rule: bool
+    last: bool
+    """Whether it is no part but a sum or a rest, which stays at the end however the parts are sorted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +62,11 @@ class _Table:
     left_out: int
 
 
-def render_page(page: Page) -> str:
-    """The page as HTML. Every text in it is data: markup in a name is shown as it is written."""
+def render_page(page: Page, draw: Callable[[Sequence[Answer]], list[str]] | None = None) -> str:
+    """The page as HTML. Every text in it is data: markup in a name is shown as it is written.
+
+    draw: what makes an SVG of each of several answers, where it is not this process.
+    """
     import jinja2  # noqa: PLC0415  (only where a page is written)
 
     environment = jinja2.Environment(
@@ -67,11 +74,17 @@ def render_page(page: Page) -> str:
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     environment.filters["cut"] = lambda text: middle_cut(printable(text), _LONGEST_SENTENCE)
+    asked = [_to_draw(one.answer) for one in page.sections]
+    drawn = iter((draw or _draw_here)(pictures_of(page)))
+    pictures = ["" if one is None else next(drawn) for one in asked]
     script = _file("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template("page.html").render(
         page=page,
-        sections=[_section(one, place) for place, one in enumerate(page.sections)],
+        generator=GENERATOR,
+        sections=[
+            _section(one, place, svg) for place, (one, svg) in enumerate(zip(page.sections, pictures, strict=True))
+        ],
         findings=_findings(page),
         symbols=_SYMBOLS,
         css=_file("page.css"),
@@ -89,11 +102,10 @@ def _findings(page: Page) -> list[Finding]:
     return sorted(page.findings, key=lambda one: ("error", "warning", "note").index(one.severity))
 
 
-def _section(section: Section, place: int) -> dict[str, object]:
+def _section(section: Section, place: int, svg: str) -> dict[str, object]:
     title, answer = section.title, section.answer
     where = where_of(answer) if answer.device or answer.versions else ""
     lead = [*answer.lead, *([Line(where)] if where and not answer.lead else [])]
-    drawn = [panel for panel in answer.panels if panel.kind not in OWN]
     sentences = sentences_of(answer) if answer.findings else []
     return {
         "id": f"s{place}-{re.sub('[^a-z0-9]+', '-', title.casefold()).strip('-')}",
@@ -101,7 +113,7 @@ def _section(section: Section, place: int) -> dict[str, object]:
         "part": section.part,
         "commands": section.commands,
         "lead": lead,
-        "pictures": _pictures(answer, drawn, place, title),
+        "pictures": _pictures(svg, place, title),
         "own": [_own(panel) for panel in answer.panels if panel.kind in OWN],
         "tables": [
             _table(table, alone=sum(bool(one.columns) for one in answer.tables) == 1) for table in answer.tables
@@ -131,6 +143,7 @@ def _table(table: Table, *, alone: bool) -> _Table:
     texts = row_texts(table)
     numbers = [is_figures(table, column) for column in range(len(table.columns))]
     plain = msgspec.structs.replace(table, rows=tuple(tuple(_undoubted(cell) for cell in row) for row in table.rows))
+    sums = _first_sum(table)
     rows = [
         _Row(
             cells=[
@@ -139,6 +152,7 @@ def _table(table: Table, *, alone: bool) -> _Table:
             ],
             tone=table.tones.get(place, ""),
             rule=place in table.rules,
+            last=place >= sums,
         )
         for place, (shown, row) in enumerate(zip(texts, plain.rows, strict=True))
     ]
@@ -152,24 +166,46 @@ def _table(table: Table, *, alone: bool) -> _Table:
     )  # fmt: skip
 
 
+def _first_sum(table: Table) -> int:
+    """The place of the first of the rows that end the table with sums and rests."""
+    place = len(table.rows)
+    if len(table.rules) == 1:
+        return table.rules[0]
+    while place and _SUM.fullmatch(str(table.rows[place - 1][0])):
+        place -= 1
+    return place
+
+
 def _undoubted(cell: object) -> object:
     return getattr(cell, "value", cell)
 
 
-def _pictures(answer: Answer, panels: list[Panel], place: int, title: str) -> list[str]:
-    """The panels that report/picture draws, as SVG; nothing where they cannot be drawn."""
-    if not any(panel.points for panel in panels):
-        return []
-    from stepscope.report.picture import draw_answer  # noqa: PLC0415
-    from stepscope.report.plots.save import plot_spec, plot_svg  # noqa: PLC0415
+def pictures_of(page: Page) -> list[Answer]:
+    """What report/picture is to draw for a page, in order."""
+    return [wanted for one in page.sections if (wanted := _to_draw(one.answer)) is not None]
 
-    quiet = msgspec.structs.replace(
-        answer, panels=tuple(panels), question="", device="", date="", versions={}, settings={}
-    )
-    try:
-        svg = plot_svg(plot_spec(draw_answer(quiet)))
-    except InputError:
-        return []  # too much to be told apart in a picture: the tables have it all
+
+def _to_draw(answer: Answer) -> Answer | None:
+    """The panels that report/picture draws, and nothing else of the answer; None where there are none."""
+    panels = tuple(panel for panel in answer.panels if panel.kind not in OWN)
+    if not any(panel.points for panel in panels):
+        return None
+    return msgspec.structs.replace(
+        answer, panels=panels, question="", device="", date="", versions={}, settings={}, tables=(), lead=(),
+        findings=(),
+    )  # fmt: skip
+
+
+def _draw_here(answers: Sequence[Answer]) -> list[str]:
+    from stepscope.report.picture import draw_svg  # noqa: PLC0415
+
+    return [draw_svg(answer) for answer in answers]
+
+
+def _pictures(svg: str, place: int, title: str) -> list[str]:
+    """A picture as it stands in the page; nothing where there is none."""
+    if not svg:
+        return []
     # Two pictures of one page must not share the names of their clips.
     svg = re.sub(r'(\bid="|url\(#)((?:clip|gradient_)\d+)', rf"\1p{place}-\2", svg)
     # The picture is one thing with one name: the tables beside it hold its figures.

@@ -4,9 +4,12 @@ Where stdout cannot say block characters, the same in ASCII.
 """
 
 import math
+import re
 import sys
 
-from stepscope.core.answer import Answer, Panel, Point
+from rich.text import Text
+
+from stepscope.core.answer import MEASURED_STEP, Answer, Panel, Point
 from stepscope.core.shown_text import middle_cut, printable
 from stepscope.core.units import figure_text
 from stepscope.report.cells import sentences_of, where_of
@@ -21,7 +24,7 @@ _LEVELS_ASCII = "_.-=+*#@"
 
 def render(answer: Answer) -> str:
     """Every panel as bars, or as a sparkline a line; then the sentences. Figures stand beside what is drawn."""
-    blocks = _says_blocks()
+    blocks = says_blocks()
     asked = [line.text for line in answer.lead] or [answer.question, where_of(answer)]
     parts = [printable(line) for line in asked if line]
     for panel in answer.panels:
@@ -30,6 +33,35 @@ def render(answer: Answer) -> str:
     if not answer.panels:
         parts += ["", "Nothing here is drawn: leave out --style bars to see the tables."]
     return "\n".join([*parts, "", *(line.text for line in sentences_of(answer))]) + "\n"
+
+
+_COLOURS = {"forward": "cyan", "backward": "blue", "optimizer": "magenta", "error": "bold red", "warning": "yellow"}
+_DRAWN = re.compile(r"[▁-█▉▊▋▌▍▎▏]+|(?<=  )#+(?=$| \*)")
+
+
+def coloured(answer: Answer) -> Text:
+    """The same for a terminal that has colours: a phase has its own, a doubted bar is yellow as its mark says, and a
+    missing one is red. No colour says what the text does not."""
+    text = Text(render(answer))
+    begin = 0
+    for line in text.plain.splitlines(keepends=True):
+        first = line.partition(" ")[0]
+        drawn = _DRAWN.search(line)
+        if drawn is not None:
+            style = "yellow" if line.rstrip().endswith(" *") else _COLOURS.get(first, "green")
+            text.stylize(style, begin + drawn.start(), begin + drawn.end())
+        elif first in ("error", "warning"):
+            text.stylize(_COLOURS[first], begin, begin + len(first))
+        elif line.rstrip().endswith("OOM"):
+            text.stylize("red", begin, begin + len(line))
+        begin += len(line)
+    return text
+
+
+def step_by_step(answer: Answer) -> list[str]:
+    """The time of every measured step of a run, a sparkline a part; nothing for an answer without such a curve."""
+    found = [panel for panel in answer.panels if panel.kind == "curves" and panel.x_title == MEASURED_STEP]
+    return [line for panel in found for line in (f"{panel.frame.heading}, ms", *_sparklines(panel, says_blocks()))]
 
 
 def bar_of(share: float, width: int, *, blocks: bool) -> str:
@@ -98,7 +130,7 @@ def _figure(value: float) -> str:
     return figure_text(value, ".4g")
 
 
-def _says_blocks() -> bool:
+def says_blocks() -> bool:
     """Whether stdout can say block characters."""
     try:
         (_EIGHTHS + _LEVELS).encode(sys.stdout.encoding or "ascii")
