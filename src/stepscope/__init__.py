@@ -8,6 +8,7 @@
     stepscope.fit(net, batch, loss, memory="80GiB")                # will it fit? Or fit("xl", seq_len=1024, ...)
     stepscope.show("last")                                         # a run that is stored
     stepscope.compare("runs/before", "runs/after")                 # is it faster, and how sure is that
+    stepscope.tune("large", dtype="bf16", budget="10min")          # the fastest step that stays right
     with stepscope.watch(model, optimizer) as watched:
         ...  # your own training loop
 
@@ -26,13 +27,14 @@ if TYPE_CHECKING:
     from stepscope.api.measuring import Timed, measure
     from stepscope.api.reading import Measured, Remembered, Traced, memory, show, trace
     from stepscope.api.running import run
+    from stepscope.api.tuning import Found, tune
     from stepscope.api.watching import Watched, watch
     from stepscope.core.errors import InputError, StepscopeError
 
 __version__ = "0.1.0"
 __all__ = [
-    "Compared", "Fitted", "InputError", "Measured", "Remembered", "StepscopeError", "Timed", "Traced", "Watched",
-    "__version__", "compare", "fit", "measure", "memory", "run", "show", "trace", "watch",
+    "Compared", "Fitted", "Found", "InputError", "Measured", "Remembered", "StepscopeError", "Timed", "Traced",
+    "Watched", "__version__", "compare", "fit", "measure", "memory", "run", "show", "trace", "tune", "watch",
 ]  # fmt: skip
 
 _WHERE = {
@@ -41,6 +43,7 @@ _WHERE = {
     **dict.fromkeys(("measure", "Timed"), "stepscope.api.measuring"),
     **dict.fromkeys(("memory", "show", "trace", "Measured", "Remembered", "Traced"), "stepscope.api.reading"),
     **dict.fromkeys(("run",), "stepscope.api.running"),
+    **dict.fromkeys(("tune", "Found"), "stepscope.api.tuning"),
     **dict.fromkeys(("watch", "Watched"), "stepscope.api.watching"),
     **dict.fromkeys(("InputError", "StepscopeError"), "stepscope.core.errors"),
 }

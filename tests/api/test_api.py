@@ -388,3 +388,21 @@ def test_an_answer_and_its_tables_show_themselves():
     assert repr(answer) == as_text(answer) == str(answer)
     assert repr(table) in repr(answer) and "<table>" in table._repr_html_()
     assert answer._repr_html_().count("<table>") == len([each for each in answer.tables if each.columns])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"model": object()}, "give a preset's name"),
+        ({"model": "tiny", "budget": "soon"}, "budget is 'soon': write seconds"),
+        ({"model": "tiny", "keep": ["colour"]}, "colour"),
+        ({"model": "tiny", "dtype": "bf17"}, "bf17"),
+        ({"model": "tiny", "phase": "forward"}, "tune makes a training step faster"),
+        ({"model": "tiny", "module": "a.py:b"}, "model and module both say"),
+    ],
+)
+def test_a_search_that_cannot_begin_is_refused(tmp_path: Path, given: dict[str, Any], message: str):
+    with pytest.raises(InputError) as caught:
+        stepscope.tune(**given, device="cpu", runs=tmp_path)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())

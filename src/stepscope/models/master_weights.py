@@ -7,10 +7,12 @@ its gradient is too; the optimizer updates an fp32 master and writes its roundin
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from stepscope.models.optimizer import Updating
 
 
 def halve(model: nn.Module) -> dict[Tensor, Tensor]:
@@ -28,7 +30,7 @@ def halve(model: nn.Module) -> dict[Tensor, Tensor]:
     return {weight: masters[weight] for weight in masters if weight.requires_grad}
 
 
-class OnMasters(torch.optim.Optimizer):
+class OnMasters(Updating):
     """An optimizer of PyTorch's that updates fp32 masters, whose roundings become the weights.
 
     It casts every gradient to fp32 before its step, and every master to bf16 after it.
@@ -54,19 +56,7 @@ class OnMasters(torch.optim.Optimizer):
             if state:
                 self.state[parameter] = {**state, **({} if held is parameter else {"master": held})}
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient; returns what `closure`, run first, returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update_all(self) -> None:
         halves = [
             (parameter, held)
             for parameter, held in zip(self._parameters, self._held, strict=True)
@@ -83,7 +73,6 @@ class OnMasters(torch.optim.Optimizer):
                 [parameter for parameter, _ in halves], [held for _, held in halves]
             )
         self._show()
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and the masters."""

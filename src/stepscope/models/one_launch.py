@@ -2,13 +2,14 @@
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
 from stepscope.kernels.adamw.launch import Moving, Updated, UpdateOfMany
+from stepscope.models.optimizer import Updating
 
 _UNDER_BACKWARD_BYTES = 32 * 2**20
 """Gradients that are ready are updated together once they have so many bytes: a launch is then worth its while."""
@@ -17,7 +18,7 @@ _UNDER_BACKWARD_PROGRAMS = 48
 """Programs of an update under backward: few, so that most of the GPU is left to matrix products."""
 
 
-class AdamWOneLaunch(torch.optim.Optimizer):
+class AdamWOneLaunch(Updating):
     """AdamW (kernels/adamw) of parameters in fp32, or in bf16 with a master weight in fp32 that the state keeps.
 
     The arithmetic is fp32. Every update is one launch for each group, however many parameters it has, and nothing waits
@@ -41,24 +42,7 @@ class AdamWOneLaunch(torch.optim.Optimizer):
             if parameter.dtype not in (torch.float32, torch.bfloat16):
                 raise InputError(f"AdamW in one launch takes parameters in fp32 or bf16, and one is {parameter.dtype}")
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient; returns what `closure`, run first, returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._update_left()
-        return loss
-
-    def _update_left(self) -> None:
-        """Update every parameter that has a gradient and is not updated yet."""
+    def _update_all(self) -> None:
         for number, group in enumerate(self.param_groups):
             ready = [parameter for parameter in group["params"] if parameter.grad is not None]
             if ready:
@@ -152,10 +136,10 @@ class AdamWUnderBackward(AdamWOneLaunch):
         finally:
             self._waits = False
 
-    def _update_left(self) -> None:
+    def _update_all(self) -> None:
         """Update what is not updated yet, and wait, on the device, for what is."""
         if self._stream is None:
-            super()._update_left()
+            super()._update_all()
             return
         for number, group in enumerate(self.param_groups):
             left = [p for p in group["params"] if p.grad is not None and p not in self._done]

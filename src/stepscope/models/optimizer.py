@@ -1,4 +1,4 @@
-"""AdamW whose state takes half the memory: both moments are kept in bf16."""
+"""The step that our optimizers have in common, and AdamW whose state takes half the memory: both moments in bf16."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 
-class OneByOne(torch.optim.Optimizer, ABC):
-    """An optimizer that updates one parameter after another, from its gradient in fp32."""
+class Updating(torch.optim.Optimizer, ABC):
+    """An optimizer that says how parameters are updated. No `step` calls another: PyTorch wraps that of each class, and
+    hooks would run twice."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -24,11 +25,22 @@ class OneByOne(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._update_all()
+        return loss
+
+    @abstractmethod
+    def _update_all(self) -> None:
+        """Update every parameter that has a gradient."""
+
+
+class OneByOne(Updating):
+    """An optimizer that updates one parameter after another, from its gradient in fp32."""
+
+    def _update_all(self) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad.float(), group)
-        return loss
 
     @abstractmethod
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None: ...

@@ -12,6 +12,7 @@ def describe_workload(workload: AnyWorkload) -> str:
     """A workload's sizes, tokens and choices on one line."""
     optimizer = f", {workload.optimizer}" if workload.optimizer else ""
     compiled = "eager" if workload.compile == "eager" else f"torch.compile {workload.compile}"
+    compiled += ", replayed as CUDA graphs" if workload.graph == "step" else ""
     memory = f", checkpointing {workload.checkpointing}" if workload.checkpointing != "none" else ""
     if workload.accumulation != 1:
         memory += f", {_micro_batches(workload)}"

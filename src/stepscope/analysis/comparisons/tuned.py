@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from stepscope.analysis.runs.against_answer import interval_text
 from stepscope.core.answer import INTERVALS, TEXT, Answer, Cell, Line, Panel, Point, Table, as_lines, table_of
 from stepscope.core.finding import Finding, error, note, warning
+from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.tuned import Tuned
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_seconds, format_share
 from stepscope.work.described import cell_name, describe_workload
@@ -35,13 +36,14 @@ def answer_tuned(found: Tuned) -> Answer:
 
 
 def _lead(found: Tuned) -> Iterator[Line]:
-    yield Line(f"Asked for: {describe_workload(found.asked)}.")
+    yield Line(f"Asked for: {_said(found.asked)}.")
     if found.baseline != found.asked:
-        yield Line(f"It does not fit, so the search began with: {describe_workload(found.baseline)}.")
+        yield Line(f"It does not fit, so the search began with: {_said(found.baseline)}.")
     if found.best == found.baseline:
-        yield Line("No change made it surely faster: it stays as it is.", "strong")
+        until = ", until it was interrupted" if found.interrupted else ": it stays as it is"
+        yield Line(f"No change made it surely faster{until}.", "strong")
         return
-    yield Line(f"Fastest: {describe_workload(found.best)}.")
+    yield Line(f"Fastest: {_said(found.best)}.")
     change = found.confirmed
     if change is None or found.baseline_s is None or found.best_s is None:
         yield Line("It was not confirmed in processes of its own, so how much faster it is stays open.", "strong")
@@ -56,6 +58,11 @@ def _lead(found: Tuned) -> Iterator[Line]:
         f"{times}: {1 / change.ratio:.2f} times as fast ({sure}; {counted(change.processes[1], 'process')} a side).",
         "strong",
     )
+
+
+def _said(workload: DrivenWorkload) -> str:
+    """The workload in words; of a model that is yet to be made, the batch is not known."""
+    return f"{workload.name}: {describe_workload(workload).removeprefix('batch unknown, ')}"
 
 
 def _gave(found: Tuned) -> Table:
