@@ -78,7 +78,7 @@ def _kernels_at_once(of_step: dict[str, object]) -> list[tuple[str, object]]:
     names = {of_step.get(part) for part in PARTS}
     if len(names) > 1 or None in names:
         return [*of_step.items()]
-    return [*((name, value) for name, value in of_step.items() if name not in PARTS), ("kernels", *names)]
+    return [*((name, value) for name, value in of_step.items() if name not in PARTS), ("kernels", names.pop())]
 
 
 def _of_settings(settings: Settings) -> list[str]:
