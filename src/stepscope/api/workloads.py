@@ -28,9 +28,8 @@ def textbook(preset: object, said: dict[str, Any]) -> Workload:
     """The textbook's workload, with Workload's defaults for the rest. Raises InputError for choices that cannot be."""
     if not isinstance(preset, str):
         raise InputError(f"the model is {type(preset).__name__}: give the name of a preset, as in 'small'")
-    chosen = dict(said)
-    if "kernels" in chosen:
-        chosen.update({**named_kernels(chosen.pop("kernels"))})
+    parts = named_kernels(said["kernels"]) if "kernels" in said else {}
+    chosen: dict[str, Any] = {**{name: value for name, value in said.items() if name != "kernels"}, **parts}
     sizes = {name: chosen.pop(name) for name in _SIZES if name in chosen}
     return Workload(model=configure(preset, **sizes), **chosen)
 

@@ -1,0 +1,255 @@
+"""How fast is the whole step, and what did each part of it give? One way after another, each in a process of its own.
+
+    python benchmarks/step.py [--models small large 2.7B] [--only fused hugging-face] [--budget 900] [--out FILE]
+    python benchmarks/step.py --show FILE...        # a table of what was kept
+
+The step is forward, backward and AdamW at batch 4 and sequence 512, with fp32 master weights. Ways are named in WAYS:
+today's best options, each later idea on top of those before it, and rivals. A way that fails says so in its line, and
+spoils none of the next: memory, captured graphs and compiled code end with its process. Each line of FILE is written
+when its process has ended. When the budget of seconds is over, the rest is not measured and said to be so.
+
+A line has the medians with their 95 % intervals, of the step, of the host and of each phase; peak memory by PyTorch's
+allocator; and the losses of the first steps. Seeds and batches are the same, so the losses of all ways but the rivals'
+must agree as far as their precision lets them.
+"""
+
+import argparse
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+SIZES = ("small", "large", "2.7B")
+BATCH, SEQUENCE, LOSSES = 4, 512, 8
+_MASTERS = {"dtype": "bf16-master", "optimizer": "adamw-one-launch", "attention": "auto"}
+_TODAY = {"dtype": "bf16", "optimizer": "adamw-fused", "attention": "auto"}
+_FUSED = dict.fromkeys(("norm", "rope", "mlp", "loss"), "fused")
+RIVAL = "hugging-face"
+WAYS: dict[str, dict[str, str]] = {
+    "today": {**_TODAY, "compile": "default"},
+    "today-cuda-graphs": {**_TODAY, "compile": "reduce-overhead"},
+    "masters": {**_MASTERS, "compile": "default"},
+    "blocks": {**_MASTERS, "compile": "blocks"},
+    "graph": {**_MASTERS, "compile": "blocks", "graph": "step"},
+    "fused": {**_MASTERS, **_FUSED, "compile": "blocks", "graph": "step"},
+    "fused-loss": {**_MASTERS, "loss": "fused", "compile": "blocks", "graph": "step"},
+    "under-backward": {**_MASTERS, "optimizer": "adamw-under-backward", "compile": "blocks", "graph": "step"},
+    "all": {**_MASTERS, **_FUSED, "optimizer": "adamw-under-backward", "compile": "blocks", "graph": "step"},
+    "graph-default": {**_MASTERS, "compile": "default", "graph": "step"},
+    "eager": {**_TODAY},
+    "eager-fused": {**_TODAY, **_FUSED},
+    "eager-fused-graph": {**_MASTERS, **_FUSED, "graph": "step"},
+    "eager-liger": {**_TODAY, **dict.fromkeys(_FUSED, "liger")},
+    RIVAL: {**_TODAY, "compile": "default"},
+    f"{RIVAL}-cuda-graphs": {**_TODAY, "compile": "reduce-overhead"},
+}
+"""By name, the choices of a step's workload. Those of Hugging Face take its Llama with SDPA in place of our model."""
+
+_FIGURES = ("step", "host", "forward", "backward", "optimizer")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, or show what was kept; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", nargs="+", default=list(SIZES), help="presets, as stepscope models lists them")
+    parser.add_argument("--only", nargs="+", choices=list(WAYS), help="these ways, in this order")
+    parser.add_argument("--budget", type=float, default=1800.0, help="seconds for everything")
+    parser.add_argument("--each", type=float, default=300.0, help="seconds that one process may take")
+    parser.add_argument("--seconds", type=float, default=4.0, help="seconds of measuring in a process")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--sequence", type=int, default=SEQUENCE)
+    parser.add_argument("--out", type=Path, help="add a line to this file as each process ends")
+    parser.add_argument("--show", nargs="+", type=Path, metavar="FILE", help="show files kept before")
+    parser.add_argument("--one", nargs=2, metavar=("MODEL", "WAY"), help=argparse.SUPPRESS)
+    asked = parser.parse_args(arguments)
+    if asked.show:
+        sys.stdout.write(rendered([json.loads(line) for path in asked.show for line in path.read_text().splitlines()]))
+        return 0
+    if asked.one:
+        sys.stdout.write("\n" + json.dumps(measured(asked.one[0], asked.one[1], asked)) + "\n")
+        return 0
+    found: list[dict[str, Any]] = []
+    ends = time.monotonic() + asked.budget
+    for model in asked.models:
+        for way in asked.only or WAYS:
+            left = ends - time.monotonic()
+            line = _in_a_process(model, way, asked, min(left, asked.each)) if left > 0 else _not_run(model, way)
+            found.append(line)
+            sys.stderr.write(f"{model} {way}: {line.get('fault') or _milliseconds(line, 'step')}\n")
+            if asked.out:
+                with asked.out.open("a") as kept:
+                    kept.write(json.dumps(line) + "\n")
+    sys.stdout.write(rendered(found))
+    return 0
+
+
+def _not_run(model: str, way: str) -> dict[str, Any]:
+    return {"model": model, "way": way, "fault": "not measured: the seconds were over"}
+
+
+def _in_a_process(model: str, way: str, asked: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """The line of one way, measured in a fresh process, which ends with all that it started."""
+    options = ["--batch", str(asked.batch), "--sequence", str(asked.sequence), "--seconds", str(asked.seconds),
+               "--device", asked.device]  # fmt: skip
+    command = [sys.executable, __file__, "--one", model, way, *options]
+    begun = time.monotonic()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            out, said = process.communicate(timeout=seconds)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            if isinstance(error, subprocess.TimeoutExpired):
+                return {"model": model, "way": way, "fault": f"took more than {seconds:.0f} s"}
+            raise
+    line: dict[str, Any] = {"model": model, "way": way}
+    try:
+        line |= json.loads(out.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = said.strip().splitlines()[-1:] or [f"its process ended with {process.returncode}"]
+        line["fault"] = last[0][:300]
+    return line | {"took_s": round(time.monotonic() - begun, 1)}
+
+
+def measured(model: str, way: str, asked: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one way, in this process."""
+    # A process that measures, and no other, imports PyTorch.
+    import torch  # noqa: PLC0415
+
+    from stepscope.core.errors import InputError  # noqa: PLC0415
+    from stepscope.core.model_config import configure  # noqa: PLC0415
+    from stepscope.core.run import Settings  # noqa: PLC0415
+    from stepscope.core.workload import Workload  # noqa: PLC0415
+    from stepscope.measure.device import resolve_device, timing_device  # noqa: PLC0415
+    from stepscope.measure.timer import measure_one  # noqa: PLC0415
+    from stepscope.models.training_step import TrainingStep  # noqa: PLC0415
+
+    try:
+        device = resolve_device(asked.device)
+        chosen: dict[str, Any] = WAYS[way]
+        workload = Workload(model=configure(model), batch_size=asked.batch, seq_len=asked.sequence, **chosen)
+        torch.set_float32_matmul_precision("highest")
+        step = _hugging_face(workload, device) if way.startswith(RIVAL) else TrainingStep(workload, device)
+        losses: list[float] = []
+        for _ in range(LOSSES):
+            step.prepare()
+            for phase in step.phases:
+                phase.run()
+            losses.append(float(step.loss) if step.loss is not None else math.nan)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        settings = Settings(warmup_floor=6, steps_floor=20, seconds=asked.seconds, profile=False)
+        samples = measure_one(step, device=timing_device(device), settings=settings)
+    except InputError as error:
+        return {"fault": str(error)}
+    except ImportError as error:
+        return {"fault": f"not installed: {error}"}
+    except RuntimeError as error:  # of the device, as a failed capture or no more memory: another way may work
+        return {"fault": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
+    figures: dict[str, Any] = {name: _figure(samples[name]) for name in _FIGURES if name in samples}
+    on_gpu = device.type == "cuda"
+    return {
+        "choices": chosen, "batch": asked.batch, "sequence": asked.sequence, "steps": samples["step"].count,
+        "seconds": figures, "losses": losses,
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        "reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu", "torch": torch.__version__,
+        "cores": os.cpu_count(), "load": os.getloadavg()[0],
+    }  # fmt: skip
+
+
+def _figure(samples: Any) -> dict[str, float | None]:
+    interval = samples.interval()
+    return {
+        "median": samples.median_s, "least": samples.smallest_s, "p95": samples.p95_s,
+        "low": interval.low if interval else None, "high": interval.high if interval else None,
+    }  # fmt: skip
+
+
+def _hugging_face(workload: Any, device: Any) -> Any:
+    """The step of a Llama of the same sizes by Hugging Face, with SDPA, on the same kind of batches."""
+    import torch  # noqa: PLC0415
+    import torch.nn.functional as F  # noqa: PLC0415
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+    from stepscope.models.training_step import AssembledStep, StepParts  # noqa: PLC0415
+
+    sizes = workload.model
+    config = LlamaConfig(
+        vocab_size=sizes.vocabulary, hidden_size=sizes.d_model, intermediate_size=sizes.d_ff,
+        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.key_heads,
+        max_position_embeddings=workload.seq_len, attention_bias=False, tie_word_embeddings=sizes.tied,
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(workload.seed)
+    with device:
+        llama = LlamaForCausalLM(config)
+
+    class Loss(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = llama
+
+        def forward(self, tokens: Any, targets: Any) -> Any:
+            logits = self.model(input_ids=tokens, use_cache=False).logits
+            return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    shape = (workload.batch_size, workload.seq_len)
+    batches = [
+        tuple(torch.randint(sizes.vocabulary, shape, device=device) for _ in ("tokens", "targets")) for _ in range(4)
+    ]
+    parts = StepParts(
+        model=llama, forward=Loss(), batches=batches, split=lambda batch, _: [batch],
+        named_tensors=lambda batch: list(zip(("tokens", "targets"), batch, strict=True)),
+    )  # fmt: skip
+    return AssembledStep(parts, workload, device)
+
+
+def rendered(lines: Sequence[Mapping[str, Any]]) -> str:
+    """A table of what was measured, in Markdown; a way that was measured again has its last line."""
+    latest = {(line["model"], line["way"]): line for line in lines}
+    text: list[str] = []
+    for model in dict.fromkeys(model for model, _ in latest):
+        of_model = {way: line for (each, way), line in latest.items() if each == model}
+        where = next((line for line in of_model.values() if "device" in line), None)
+        text += [f"## {model}" + (f", {where['device']}, torch {where['torch']}" if where else ""), ""]
+        text += ["| way | step, ms | 95 % | host | forward | backward | optimizer | peak, GiB | of today's |",
+                 "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+        today = _median(of_model.get("today", {}), "step")
+        for way, line in of_model.items():
+            if "fault" in line:
+                text.append(f"| {way} | {line['fault']} | | | | | | | |")
+                continue
+            step = line["seconds"]["step"]
+            interval = f"{step['low'] * 1e3:.2f} to {step['high'] * 1e3:.2f}" if step["low"] is not None else ""
+            median, peak = _median(line, "step"), line["peak_bytes"]
+            share = f"{median / today:.3f}" if median and today else ""
+            text.append(
+                f"| {way} | {_milliseconds(line, 'step')} | {interval} | "
+                + " | ".join(_milliseconds(line, name) for name in _FIGURES[1:])
+                + f" | {f'{peak / 2**30:.2f}' if peak else ''} | {share} |"
+            )
+        text.append("")
+    return "\n".join(text) + "\n"
+
+
+def _median(line: Mapping[str, Any], name: str) -> float | None:
+    return line.get("seconds", {}).get(name, {}).get("median")
+
+
+def _milliseconds(line: Mapping[str, Any], name: str) -> str:
+    median = _median(line, name)
+    return f"{median * 1e3:.2f}" if median is not None else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
