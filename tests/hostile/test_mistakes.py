@@ -811,6 +811,16 @@ def test_27_cuda_graphs_that_were_recorded_or_not():
         assert (kinds(run).get("compile-mode-mismatch") == "error") is wrong
 
 
+def test_27_a_replayed_step_calls_no_module_and_that_is_no_mistake():
+    """What was seen of a real step whose phases did nothing, as those of a replayed graph do to the hooks."""
+    step = TrainingStep(mini(checkpointing="every-1"), CPU)
+    step.phases = tuple(Phase(name=phase.name, run=lambda: None) for phase in step.phases)
+    run = observed(step)
+    assert kinds(run).keys() >= {"accumulation-mismatch", "checkpointing-mismatch"}
+    replayed = mini(checkpointing="every-1", graph="step")
+    assert not kinds(make_run(replayed, step=[1.0] * 9, evidence=run.evidence))
+
+
 @pytest.mark.parametrize(
     ("kept", "said"),
     [

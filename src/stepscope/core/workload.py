@@ -198,10 +198,17 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
             "dtype": self.dtype,
             "phase": self.phase,
             "attention": self.attention if self.attention != "reference" else "",
-            **{part: f"{name}-{part}" if name != REFERENCE else "" for part, name in self.parts.items()},
+            **self._part_words(),
             **self.choice_words,
         }
         return [word for field, word in said.items() if word and field not in without]
+
+    def _part_words(self) -> dict[str, str]:
+        """The words for the parts; one word, with the first, where all have one name."""
+        names = set(self.parts.values())
+        if len(names) == 1 and names != {REFERENCE}:
+            return {"norm": f"{self.norm}-parts"}
+        return {part: f"{name}-{part}" if name != REFERENCE else "" for part, name in self.parts.items()}
 
     @property
     def identity(self) -> dict[str, object]:

@@ -14,8 +14,9 @@ from stepscope.models.optimizer import Updating
 _UNDER_BACKWARD_BYTES = 32 * 2**20
 """Gradients that are ready are updated together once they have so many bytes: a launch is then worth its while."""
 
-_UNDER_BACKWARD_PROGRAMS = 48
-"""Programs of an update under backward: few, so that most of the GPU is left to matrix products."""
+_UNDER_BACKWARD_PROGRAMS = 132
+"""Programs of an update under backward: one for each multiprocessor of an H200. With 48, updates of `large` took longer
+than its whole backward."""
 
 
 class AdamWOneLaunch(Updating):

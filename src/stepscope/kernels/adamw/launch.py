@@ -10,7 +10,6 @@ from stepscope.kernels.adamw.update import CHUNK, adamw_update
 from stepscope.kernels.launching import interpreted, launch
 
 _ALIGNMENT = 16
-_PROGRAMS_PER_SM = 16
 
 
 class Moving:
@@ -91,14 +90,14 @@ class UpdateOfMany:
 
     def run(self, gradients: Sequence[Tensor], moving: Moving, programs: int | None = None) -> None:
         """Update every parameter. gradients: in the parameters' order, of their dtypes and layouts. programs: how many
-        do the work; None for as many as the device takes."""
+        do the work; None for one for each chunk."""
         if not self._chunks:
             return
         self._find(gradients)
         rest1, rest2, eps, weight_decay = self._numbers
         options = {} if interpreted() else {"num_warps": 4}
         launch(
-            adamw_update, (min(self._chunks, programs or self._many()),),
+            adamw_update, (min(self._chunks, programs or self._chunks),),
             self._addresses, self._sizes, self._halves, self._chunk_tensors, self._chunk_starts, moving.values,
             len(self._updated), self._chunks, rest1, rest2, eps, weight_decay,
             ALIGNED=self._rest_is_aligned and all(address % _ALIGNMENT == 0 for address in self._gradients),
@@ -118,8 +117,3 @@ class UpdateOfMany:
             self._captured.append(row)
         else:
             self._spare = self._new_host_row()
-
-    def _many(self) -> int:
-        if self._device.type != "cuda":
-            return 4
-        return _PROGRAMS_PER_SM * torch.cuda.get_device_properties(self._device).multi_processor_count

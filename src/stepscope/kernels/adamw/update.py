@@ -10,14 +10,15 @@ w is the parameter in fp32: the parameter itself, or the master weight of one in
 same pass. So a parameter in bf16 moves 28 bytes: it reads its gradient (2), w, m and v (4 each) and writes these three
 and itself (2).
 
-The tensors are found by a table of their addresses, and each program takes one chunk after another. So few programs
-can do all of the work beside something else, and the launch costs the same however many tensors there are.
+The tensors are found by a table of their addresses. A program takes a chunk, or one after another where there are fewer
+programs: so few of them can do all of the work beside something else. The launch costs the same however many tensors
+there are. One program for each chunk of 1024 elements was the fastest of 14 ways on an H200 (970 million parameters).
 """
 
 import triton
 import triton.language as tl
 
-CHUNK = tl.constexpr(2048)
+CHUNK = tl.constexpr(1024)
 """Elements that a program updates at a time."""
 
 

@@ -127,7 +127,7 @@ def symbolic_model(workload: Workload, device_type: DeviceType) -> SymbolicModel
     return (SymbolicModel if eager else CompiledSymbolicModel)(workload, device_type)
 
 
-_CHUNK = 2048
+_CHUNK = 1024
 """Elements of a chunk of the update in one launch (kernels/adamw/update.py)."""
 
 
