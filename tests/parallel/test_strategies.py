@@ -11,7 +11,7 @@ import torch
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import configure
 from stepscope.core.ranks import Correctness
-from stepscope.core.strategies import STRATEGIES, batch_parts
+from stepscope.core.strategies import STRATEGIES, Activations, batch_parts, spelled, stages_of, strategy_named
 from stepscope.core.workload import Workload
 from stepscope.engine.stages.right import said_of
 from stepscope.models.training_step import textbook_parts
@@ -110,6 +110,11 @@ def held_against_one(rank: int, ranks: int) -> dict[str, Any]:
     judge("context-textbook sdpa", "context-textbook", msgspec.structs.replace(WORKLOAD, attention="sdpa"))
     for name in ("fsdp-textbook", "tensor", "context-textbook"):
         judge(f"{name} bf16", name, msgspec.structs.replace(WORKLOAD, dtype="bf16"))
+    deep = msgspec.structs.replace(WORKLOAD, model=configure("tiny", layers=4, vocabulary=101, tied=True))
+    judge("interleaved", "pipeline:schedule=interleaved", deep)
+    judge("gpipe", "pipeline:schedule=gpipe", deep)
+    judge("kept and offloaded", "fsdp2:reshard=no:offload=yes", WORKLOAD)
+    judge("in bf16", "fsdp2:compute=bf16", msgspec.structs.replace(WORKLOAD, dtype="bf16"))
     for name, strategy in WRONG.items():
         judge(name, "ddp-flat", WORKLOAD, strategy)
     return found
@@ -182,6 +187,43 @@ BYTES: tuple[tuple[str, int, Callable[[int], float]], ...] = (
 def test_a_rank_sends_what_the_ring_s_formulas_say(name: str, ranks: int, wanted: Callable[[int], float]):
     sends = STRATEGIES[name].sends
     assert sends is not None and sends(1000, 1000, ranks) == pytest.approx(wanted(1000))
+
+
+def test_options_change_what_a_rank_sends_and_are_spelled_in_one_way():
+    def sent(parallel: str) -> float:
+        sends = strategy_named(parallel).sends
+        assert sends is not None
+        return sends(1000, 1000, 4)
+
+    assert sent("fsdp2:reshard=no") == 1500 and sent("fsdp2:compute=bf16") == 1500 and sent("ddp:bucket=3") == 1500
+    step = Activations(tokens=64, width=8, key_width=8, layers=4, element_bytes=4, residual_bytes=4)
+    of_stages = {name: strategy_named(name).sends_activations for name in ("pipeline", "pipeline:schedule=interleaved")}
+    # Between 4 stages there are 3 borders, and between 8 there are 7, each passed twice; the mean of the ranks.
+    assert [formula and formula(step, 4) for formula in of_stages.values()] == [3 * 1024.0, 7 * 1024.0]
+    assert spelled("fsdp2:offload=yes:reshard=yes") == "fsdp2:offload=yes" and spelled("ddp:bucket=025") == "ddp"
+    assert stages_of("pipeline:schedule=interleaved:chunks=3", 2) == 6 and stages_of("ddp", 2) == 1
+    one = msgspec.structs.replace(WORKLOAD, parallel="fsdp2:reshard=yes", ranks=2)
+    assert one.parallel == "fsdp2" and one.key == msgspec.structs.replace(WORKLOAD, parallel="fsdp2", ranks=2).key
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallel": "ddp:bucket=0"}, "bucket is a whole number from 1 on"),
+        ({"parallel": "ddp:bucket=1:bucket=2"}, "ddp takes bucket=N, and not 'bucket=2' here"),
+        ({"parallel": "ddp-naive:bucket=1"}, "ddp-naive takes no options"),
+        ({"parallel": "fsdp2:reshard=maybe"}, "reshard is one of yes, no"),
+        ({"parallel": "fsdp2:compute=bf16"}, "computes in bf16: say --dtype bf16"),
+        ({"parallel": "none:x=1", "ranks": 1}, "--parallel none takes no options"),
+        ({"parallel": "pipeline", "compile": "default"}, "runs its stages eagerly"),
+        ({"parallel": "pipeline:schedule=interleaved:chunks=9"}, "makes 18 stages of 2 layers over 2 ranks"),
+        ({"parallel": "pipeline", "batch_size": 3}, "cannot cut batch_size 3 into 2 micro-batches"),
+    ],
+)
+def test_options_that_cannot_be_are_one_line(changes: dict[str, Any], said: str):
+    with pytest.raises(InputError) as caught:
+        msgspec.structs.replace(WORKLOAD, **{"ranks": 2, **changes})
+    assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_batch_is_split_where_the_strategy_splits_it():

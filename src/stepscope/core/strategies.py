@@ -6,8 +6,9 @@ all-reduce sends 2 (n - 1) / n of the message, a reduce-scatter or an all-gather
 the activations is a formula of its own, of the step's tokens.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from stepscope.core.errors import InputError, choose
 
@@ -19,21 +20,30 @@ BATCH, SEQUENCE, PRODUCTS, LAYERS = "batch", "sequence", "products", "layers"
 """What a strategy divides among the ranks."""
 
 
-def _all_reduced(gradients: int, parameters: int, ranks: int) -> float:
+def _all_reduced(gradients: int, parameters: int, ranks: int, **_: str) -> float:
     """Each gradient is reduced on all ranks: 2 (n - 1) / n."""
     return 2 * (ranks - 1) / ranks * gradients
 
 
-def _sharded_optimizer(gradients: int, parameters: int, ranks: int) -> float:
+def _sharded_optimizer(gradients: int, parameters: int, ranks: int, **_: str) -> float:
     """Gradients are reduced on all ranks, then each rank sends the others what it updated: each byte of the parameters
     reaches n - 1 ranks, of which a rank sends its share."""
     return _all_reduced(gradients, parameters, ranks) + (ranks - 1) / ranks * parameters
 
 
-def _fully_sharded(gradients: int, parameters: int, ranks: int) -> float:
+def _fully_sharded(
+    gradients: int, parameters: int, ranks: int, *, reshard: str = "yes", compute: str = "own", **_: str
+) -> float:
     """Parameters are gathered for forward, and again for backward; gradients are reduced to their shards
-    (Rajbhandari et al. 2020, ZeRO, section 7.2.2)."""
-    return (ranks - 1) / ranks * (2 * parameters + gradients)
+    (Rajbhandari et al. 2020, ZeRO, section 7.2.2). What is not let go after forward is gathered once; in another dtype
+    than its own, fp32, a parameter is half as long."""
+    times, length = 2 if reshard == "yes" else 1, 1 if compute == "own" else 0.5
+    return (ranks - 1) / ranks * (times * length * parameters + gradients)
+
+
+def _nothing_of_either(gradients: int, parameters: int, ranks: int, **_: str) -> float:
+    """Every rank has its parameters alone."""
+    return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +63,14 @@ class Activations:
     """Of a number in the residual stream."""
 
 
-def _gathered_keys(step: Activations, ranks: int) -> float:
+def _across_stages(step: Activations, ranks: int, *, schedule: str = "1f1b", chunks: str = "2") -> float:
+    """The residual stream of every token goes from each stage to the next, and its gradient back (Narayanan et al.
+    2021, section 3.2): over all ranks, once each way for every border between stages on different ranks."""
+    borders = ranks * (int(chunks) if schedule == "interleaved" else 1) - 1
+    return 2 * borders / ranks * step.tokens * step.width * step.element_bytes if ranks > 1 else 0.0
+
+
+def _gathered_keys(step: Activations, ranks: int, **_: str) -> float:
     """Each block gathers keys and values in forward, and reduces their gradients to the ranks that own them (Llama
     Team 2024, The Llama 3 Herd of Models, section 3.3.2, on context parallelism by all-gather)."""
     return 4 * (ranks - 1) / ranks * step.tokens * step.key_width * step.layers * step.element_bytes
@@ -64,6 +81,25 @@ def _reduced_products(step: Activations, ranks: int) -> float:
     stream in backward (Shoeybi et al. 2019, Megatron-LM, section 3)."""
     each = step.tokens * step.width * step.layers
     return 2 * _all_reduced(each * (step.element_bytes + step.residual_bytes), 0, ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOption:
+    """A choice within a strategy, as in `fsdp2:reshard=no`."""
+
+    name: str
+    words: str
+    default: str
+    choices: tuple[str, ...] = ()
+    """What it may be; empty for a whole number from 1 on."""
+
+    def checked(self, value: str, strategy: str) -> str:
+        """The value. Raises InputError for one that it cannot be."""
+        allowed = value in self.choices if self.choices else value.isascii() and value.isdigit() and int(value) > 0
+        if not allowed:
+            may = f"one of {', '.join(self.choices)}" if self.choices else "a whole number from 1 on"
+            raise InputError(f"--parallel {strategy}:{self.name}={value}: {self.name} is {may}")
+        return value if self.choices else str(int(value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +120,16 @@ class StrategyRecord:
     """How many ranks in a row divide each product among themselves and take the same part of the batch."""
     shards: tuple[str, ...] = ()
     """What each rank keeps a part of alone, between steps; the rest it keeps whole."""
-    sends: Callable[[int, int, int], float] | None = None
+    sends: Callable[..., float] | None = None
     """The bytes that a rank sends in a step of gradients and of parameters, by the bytes of either and the number of
     ranks; None where no formula is known."""
-    sends_activations: Callable[[Activations, int], float] | None = None
+    sends_activations: Callable[..., float] | None = None
     """The bytes of activations and of their gradients that a rank sends besides, in the mean of the ranks."""
     attentions: tuple[str, ...] = ()
     """The attentions that it can spread; empty for any."""
+    options: tuple[StrategyOption, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What was chosen of the options."""
     textbook_only: bool = False
     """Whether it needs the textbook's model, whose modules it knows by name."""
 
@@ -104,6 +143,26 @@ class StrategyRecord:
         """Whether ranks add up parts of a sum that one process adds up whole."""
         return self.splits in (PRODUCTS, SEQUENCE) or self.near > 1
 
+    def chosen(self, option: str) -> str:
+        """What was chosen of an option, or its default."""
+        return self.settings.get(option) or next(one.default for one in self.options if one.name == option)
+
+    def stages(self, ranks: int) -> int:
+        """Into how many stages it divides the model's blocks; 1 where it does not."""
+        if self.splits != LAYERS:
+            return 1
+        return ranks * (int(self.chosen("chunks")) if self.chosen("schedule") == "interleaved" else 1)
+
+    def micro_batches(self, ranks: int, accumulation: int) -> int:
+        """The micro-batches of a step: in a pipeline of which nobody said how many, as many as it has stages."""
+        return accumulation if accumulation > 1 else self.stages(ranks)
+
+
+_BUCKET = StrategyOption(name="bucket", default="25", words="MiB of gradients in a message")
+_COMPUTE = StrategyOption(
+    name="compute", default="own", choices=("own", "bf16"),
+    words="the dtype in which parameters are gathered and used; shards and gradients keep theirs",
+)  # fmt: skip
 
 STRATEGIES: dict[str, StrategyRecord] = {
     record.name: record
@@ -122,7 +181,7 @@ STRATEGIES: dict[str, StrategyRecord] = {
         ),
         StrategyRecord(
             name="ddp-bucketed", module="ddp_bucketed", is_lesson=True, sends=_all_reduced,
-            words="All-reduces gradients in buckets of 25 MiB while backward goes on.",
+            words="All-reduces gradients in buckets of 25 MiB while backward goes on.", options=(_BUCKET,),
         ),
         StrategyRecord(
             name="zero1", module="zero1", is_lesson=True, shards=(OPTIMIZER_STATE,), sends=_sharded_optimizer,
@@ -131,7 +190,7 @@ STRATEGIES: dict[str, StrategyRecord] = {
         ),
         StrategyRecord(
             name="fsdp-textbook", module="fsdp_textbook", is_lesson=True, sends=_fully_sharded,
-            shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE),
+            shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE), options=(_COMPUTE,),
             words="Keeps a shard of each parameter on each rank, gathers a block's for its forward and its backward, "
             "and reduces its gradients to their shards.",
         ),
@@ -143,12 +202,23 @@ STRATEGIES: dict[str, StrategyRecord] = {
         ),
         StrategyRecord(
             name="ddp", module="ddp", is_lesson=False, sends=_all_reduced,
-            words="PyTorch's DistributedDataParallel.",
+            words="PyTorch's DistributedDataParallel.", options=(_BUCKET,),
         ),
         StrategyRecord(
             name="fsdp2", module="fsdp2", is_lesson=False, sends=_fully_sharded,
             shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE),
             words="PyTorch's fully_shard, block by block.",
+            options=(
+                StrategyOption(
+                    name="reshard", default="yes", choices=("yes", "no"),
+                    words="whether a block's parameters are let go after forward, and gathered again",
+                ),
+                StrategyOption(
+                    name="offload", default="no", choices=("no", "yes"),
+                    words="whether shards, gradients and optimizer state lie in the host's memory",
+                ),
+                _COMPUTE,
+            ),
         ),
         StrategyRecord(
             name="tensor", module="tensor", is_lesson=False, splits=PRODUCTS, textbook_only=True,
@@ -168,6 +238,19 @@ STRATEGIES: dict[str, StrategyRecord] = {
             words="Pairs of ranks run tensor-sequence on the same samples, and fsdp2 shards their parts across pairs.",
         ),
         StrategyRecord(
+            name="pipeline", module="pipeline", is_lesson=False, splits=LAYERS, textbook_only=True,
+            shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE), sends=_nothing_of_either,
+            sends_activations=_across_stages,
+            options=(
+                StrategyOption(
+                    name="schedule", default="1f1b", choices=("1f1b", "gpipe", "interleaved"),
+                    words="the order of micro-batches",
+                ),
+                StrategyOption(name="chunks", default="2", words="stages of a rank, if interleaved"),
+            ),
+            words="PyTorch's pipeline schedules: each rank has some of the blocks, and micro-batches go through.",
+        ),
+        StrategyRecord(
             name="context", module="context", is_lesson=False, splits=SEQUENCE, textbook_only=True, backends=("nccl",),
             attentions=("sdpa", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"), sends=_all_reduced,
             words="PyTorch's context_parallel: each sequence is split over the ranks, whose attention passes keys and "
@@ -183,10 +266,45 @@ def strategy_names() -> tuple[str, ...]:
     return tuple(STRATEGIES)
 
 
-def strategy_named(name: str) -> StrategyRecord:
-    """The strategy of that name. Raises InputError where there is none."""
-    choose(name, strategy_names(), "parallel")
-    return STRATEGIES[name]
+def strategy_named(parallel: str) -> StrategyRecord:
+    """The strategy of that name, with what is chosen of its options, as in `fsdp2:reshard=no:offload=yes`. Raises
+    InputError for what there is not."""
+    name, *chosen = parallel.split(":")
+    choose(name, (NOT_PARALLEL, *STRATEGIES), "parallel")
+    if name == NOT_PARALLEL:
+        raise InputError(f"--parallel {NOT_PARALLEL} takes no options")
+    record = STRATEGIES[name]
+    if not chosen:
+        return record
+    options = {option.name: option for option in record.options}
+    settings: dict[str, str] = {}
+    for word in chosen:
+        option, _, value = word.partition("=")
+        if option not in options or option in settings:
+            takes = ", ".join(f"{one.name}={'|'.join(one.choices) or 'N'}" for one in record.options) or "no options"
+            raise InputError(f"--parallel {parallel}: {name} takes {takes}, and not {word!r} here")
+        settings[option] = options[option].checked(value, name)
+    return replace(record, settings=settings, sends=_with(record.sends, settings),
+                   sends_activations=_with(record.sends_activations, settings))  # fmt: skip
+
+
+def _with(formula: Callable[..., float] | None, settings: Mapping[str, str]) -> Callable[..., float] | None:
+    return functools.partial(formula, **settings) if formula is not None else None
+
+
+def spelled(parallel: str) -> str:
+    """The same strategy and options in one spelling: in the record's order, without what is the default."""
+    if parallel == NOT_PARALLEL:
+        return parallel
+    record = strategy_named(parallel)
+    said = [(one.name, record.settings[one.name]) for one in record.options if one.name in record.settings]
+    defaults = {option.name: option.default for option in record.options}
+    return ":".join([record.name, *(f"{name}={value}" for name, value in said if value != defaults[name])])
+
+
+def stages_of(parallel: str, ranks: int) -> int:
+    """Into how many stages this strategy divides the model's blocks; 1 where it does not."""
+    return strategy_named(parallel).stages(ranks) if parallel != NOT_PARALLEL else 1
 
 
 def sequence_parts(parallel: str, ranks: int) -> int:

@@ -12,7 +12,14 @@ from stepscope.core.identity import identity_of
 from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
 from stepscope.core.parts import REFERENCE, Kernels, Part, kernels_of
 from stepscope.core.precisions import PRECISIONS, Dtype
-from stepscope.core.strategies import NOT_PARALLEL, batch_parts, sequence_parts, strategy_named, strategy_names
+from stepscope.core.strategies import (
+    NOT_PARALLEL,
+    batch_parts,
+    sequence_parts,
+    spelled,
+    stages_of,
+    strategy_named,
+)
 
 Phase = Literal["forward", "forward-backward", "train"]
 """forward: inference under no_grad, logits only. forward-backward: loss and gradients. train: and the optimizer."""
@@ -69,7 +76,7 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     graph: Graph = "none"
     """Whether the step is replayed as CUDA graphs."""
     parallel: str = NOT_PARALLEL
-    """How several ranks share a step: one of core/strategies.py, or that none do."""
+    """How several ranks share a step: one of core/strategies.py, perhaps with options, or that none do."""
     ranks: int = 1
     """The processes that take part in a step, a device each. Batch sizes are those of all ranks together."""
 
@@ -105,12 +112,18 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise InputError(f"{what} is for a step that one process runs: leave out --parallel, or choose another")
 
     def _check_parallel(self) -> None:
-        choose(self.parallel, (NOT_PARALLEL, *strategy_names()), "parallel")
+        msgspec.structs.force_setattr(self, "parallel", spelled(self.parallel))
         whole_number(self.ranks, "ranks", 1, LARGEST)
         if self.parallel == NOT_PARALLEL and self.ranks > 1:
             raise InputError(f"{self.ranks} ranks need a way to share the step: say --parallel, as in --parallel ddp")
         if self.parallel != NOT_PARALLEL and self.phase == "forward":
             raise InputError(f"--parallel {self.parallel} shares a training step: leave out --phase forward")
+        if ":compute=bf16" in self.parallel and PRECISIONS[self.dtype].tensors != "bf16":
+            raise InputError(
+                f"--parallel {self.parallel} computes in bf16: say --dtype bf16, or leave out compute=bf16"
+            )
+        if stages_of(self.parallel, self.ranks) > 1 and self.compile != "eager":
+            raise InputError(f"--parallel {self.parallel} runs its stages eagerly: leave out --compile {self.compile}")
 
     @property
     def batch_parts(self) -> int:
@@ -141,7 +154,7 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "optimizer": optimizer if optimizer != "adamw-foreach" else "",
             "checkpointing": f"checkpoint-{self.checkpointing}" if self.checkpointing != "none" else "",
             "accumulation": f"accumulate-{self.accumulation}" if self.accumulation != 1 else "",
-            "parallel": f"{self.parallel}-x{self.ranks}" if self.parallel != NOT_PARALLEL else "",
+            "parallel": re.sub("[:=]", "-", f"{self.parallel}-x{self.ranks}") if self.parallel != NOT_PARALLEL else "",
         }
 
 
@@ -174,6 +187,7 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
         self._check_checkpointing()
         self._check_accumulation()
         self._check_sequence()
+        self._check_stages()
         self.without_what_has_no_effect()
         if self.phase == "forward":
             msgspec.structs.force_setattr(self, "loss", REFERENCE)  # inference ends with the logits
@@ -299,6 +313,23 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
             raise InputError(
                 f"--parallel {self.parallel} gives each of {parts} ranks two equal chunks of a sequence, and seq_len "
                 f"{self.seq_len} cannot be divided by {2 * parts}: choose a multiple"
+            )
+
+    def _check_stages(self) -> None:
+        """Refuse what cannot go through the stages of a pipeline."""
+        stages = stages_of(self.parallel, self.ranks)
+        if stages == 1:
+            return
+        if self.model.layers < stages:
+            raise InputError(
+                f"--parallel {self.parallel} makes {stages} stages of {self.model.layers} layers over {self.ranks} "
+                f"ranks: give each stage a layer or more"
+            )
+        micro_batches = strategy_named(self.parallel).micro_batches(self.ranks, self.accumulation)
+        if self.batch_size % micro_batches or micro_batches < self.ranks:
+            raise InputError(
+                f"--parallel {self.parallel} over {self.ranks} ranks cannot cut batch_size {self.batch_size} into "
+                f"{micro_batches} micro-batches: give a multiple, or --accumulation, of {self.ranks} or more"
             )
 
 

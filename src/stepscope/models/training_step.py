@@ -22,7 +22,7 @@ from stepscope.core.attention_support import triton_fault
 from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.errors import InputError
 from stepscope.core.precisions import PRECISIONS, Dtype
-from stepscope.core.range_names import BACKWARD, FORWARD, GRADIENT_SYNC, OPTIMIZER
+from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, GRADIENT_SYNC, OPTIMIZER
 from stepscope.core.workload import OF_ONE_LAUNCH, Workload
 from stepscope.measure.step import Phase
 from stepscope.models.attention import attention_for, chosen_attention
@@ -114,6 +114,8 @@ class Shared:
     """What it does between the last backward and the optimizer's step; None where that is nothing."""
     local: Callable[[], AbstractContextManager[object]]
     """A context for the backward of all but the last micro-batch."""
+    run: Callable[[Batch], Tensor | None] | None = None
+    """Runs forward and backward of the whole batch, which take turns; None where they are phases of their own."""
 
 
 Share = Callable[[StepParts, Choices], Shared]
@@ -154,7 +156,9 @@ class AssembledStep:
         self._take(self.batches[0])
         forward = self._infer if self.inference else self._forward
         self.phases: tuple[Phase, ...] = ()
-        for micro in range(choices.accumulation):
+        if shared is not None and shared.run is not None:
+            self.phases = (Phase(name=FORWARD_BACKWARD, run=functools.partial(self._by_schedule, shared.run)),)
+        for micro in range(choices.accumulation if not self.phases else 0):
             self.phases += (Phase(name=FORWARD, run=functools.partial(forward, micro)),)
             if not self.inference:
                 alone = micro < choices.accumulation - 1
@@ -190,8 +194,10 @@ class AssembledStep:
 
     def _autocast(self) -> AbstractContextManager[object]:
         """A new autocast context, one for each forward: autocast keeps its cast weights until the context ends."""
-        dtype = AUTOCAST_DTYPE.get(self.workload.dtype)
-        return torch.autocast(self.device.type, dtype=dtype) if dtype else contextlib.nullcontext()
+        return autocast_of(self.workload, self.device.type)
+
+    def _by_schedule(self, run: Callable[[Batch], Tensor | None]) -> None:
+        self.loss = run(self.batch)
 
     def _infer(self, micro: int) -> None:
         with torch.no_grad(), self._autocast():
@@ -221,6 +227,12 @@ class AssembledStep:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def autocast_of(choices: Choices, device_type: str) -> AbstractContextManager[object]:
+    """A context of one forward in the dtype that was chosen."""
+    dtype = AUTOCAST_DTYPE.get(choices.dtype)
+    return torch.autocast(device_type, dtype=dtype) if dtype else contextlib.nullcontext()
 
 
 class TrainingStep(AssembledStep):

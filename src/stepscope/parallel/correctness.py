@@ -20,9 +20,9 @@ from torch import Tensor
 
 from stepscope.core.ranks import Correctness
 from stepscope.core.strategies import strategy_named
-from stepscope.models.training_step import AUTOCAST_DTYPE, Choices, StepParts
+from stepscope.models.training_step import AUTOCAST_DTYPE, Choices, StepParts, autocast_of
 from stepscope.parallel.ranks import Ranks
-from stepscope.parallel.spread import MakeOptimizer, Spread, Strategy
+from stepscope.parallel.spread import Batch, MakeOptimizer, Spread, Strategy
 from stepscope.parallel.step import part_of, spread_parts
 
 STEPS = 5
@@ -48,7 +48,8 @@ def check_ranks(
     layers: how many the checked model has, where it is not the whole. strategy: in place of that of this name.
     """
     record = strategy_named(name)
-    least = _least(choices, cuts_sums=record.cuts_sums)
+    halved = record.settings.get("compute") == "bf16"
+    least = _FEWEST[torch.bfloat16] if halved else _least(choices, cuts_sums=record.cuts_sums)
     verdicts: list[_Distance] = []
     for make_optimizer, parts_of_found in ((_sgd, (0, 1)), (_adamw, (2,))):
         expected = _expected(make_parts, choices, device, ranks, make_optimizer) if ranks.is_first else None
@@ -131,7 +132,7 @@ def _alone(
         if len(micro_batches) != pieces:
             raise _NoSplit
         for micro_batch in micro_batches:
-            with _autocast(choices, device):
+            with autocast_of(choices, device.type):
                 loss = parts.forward(*micro_batch[: parts.forward_inputs])
             (loss / pieces).backward()
             _add_loss(losses, step, float(loss.detach()), pieces)
@@ -155,17 +156,26 @@ def _by_ranks(
     losses: dict[str, Tensor] = {}
     for step in range(STEPS):
         batch = part_of(parts.batches[step % len(parts.batches)], parts, record, ranks)
-        with _autocast(choices, device):
-            loss = spread.forward(*batch[: parts.forward_inputs])
-        loss.backward()
-        for of_rank in ranks.gathered(float(loss.detach())):
-            _add_loss(losses, step, of_rank, ranks.ranks)
+        loss = spread.run(batch) if spread.run is not None else _one_by_one(spread, parts, batch, choices, device)
+        known = [one for one in ranks.gathered(float(loss.detach()) if loss is not None else None) if one is not None]
+        for of_rank in known:
+            _add_loss(losses, step, of_rank, len(known))
         spread.finish()
         if not step:
             gradients = _copies(spread.full_gradients())
         spread.optimizer.step()
         spread.optimizer.zero_grad(set_to_none=True)
     return gradients, _changes(_copies(spread.full_parameters()), began), losses
+
+
+def _one_by_one(
+    spread: Spread, parts: StepParts, batch: Batch, choices: Choices, device: torch.device
+) -> Tensor:  # fmt: skip
+    """Forward, then backward; returns the loss."""
+    with autocast_of(choices, device.type):
+        loss: Tensor = spread.forward(*batch[: parts.forward_inputs])
+    loss.backward()
+    return loss
 
 
 def _sgd(parameters: Sequence[object]) -> torch.optim.Optimizer:
@@ -207,8 +217,3 @@ def _changes(now: Mapping[str, Tensor], began: Mapping[str, Tensor]) -> dict[str
 
 def _product_dtype(choices: Choices) -> torch.dtype:
     return AUTOCAST_DTYPE.get(choices.dtype, torch.bfloat16 if choices.dtype == "bf16-pure" else torch.float32)
-
-
-def _autocast(choices: Choices, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    dtype = AUTOCAST_DTYPE.get(choices.dtype)
-    return torch.autocast(device.type, dtype=dtype) if dtype else contextlib.nullcontext()

@@ -8,8 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from stepscope.core.strategies import StrategyRecord
 from stepscope.parallel.ranks import Ranks
 
+Batch = tuple[Any, ...]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 """Makes an optimizer of parameters, or of groups of them as torch.optim takes them."""
 
@@ -25,6 +27,12 @@ class Whole:
     """The parts of the model that repeat, in their order; empty where none are known."""
     make_optimizer: MakeOptimizer | None
     """Makes the optimizer of these parameters; None where no optimizer steps."""
+    record: StrategyRecord
+    """The strategy, with what was chosen of its options."""
+    micro_batches: Callable[[Batch], Sequence[Batch]]
+    """A batch as the arguments of one forward for each micro-batch."""
+    autocast: Callable[[], contextlib.AbstractContextManager[object]]
+    """The context of a forward."""
 
     def optimizer_of(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
         """The optimizer of those of the parameters that are trained."""
@@ -52,6 +60,11 @@ class Spread:
     """Whether it does anything there: then it is a phase of the step."""
     local: Callable[[], contextlib.AbstractContextManager[object]] = field(default=contextlib.nullcontext)
     """A context for the backward of all but the last micro-batch, whose gradients stay on their rank."""
+    run: Callable[[Batch], Tensor | None] | None = None
+    """Runs forward and backward of a whole batch, where a schedule lets them take turns; returns the mean loss where
+    this rank has it. None where forward and backward are phases of their own."""
+    blocks: Sequence[nn.Module] | None = None
+    """The blocks that this rank has; None where it has all."""
 
 
 class Strategy(Protocol):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stepscope.core.errors import InputError
 from stepscope.core.strategies import GRADIENTS, SEQUENCE, StrategyRecord, batch_parts, strategy_named
-from stepscope.models.training_step import Choices, Share, Shared, StepParts, optimizer_for
+from stepscope.models.training_step import Choices, Share, Shared, StepParts, autocast_of, optimizer_for
 from stepscope.models.transformer import Transformer
 from stepscope.parallel.ranks import Ranks
 from stepscope.parallel.sequence import part_of_sequence
@@ -23,9 +23,10 @@ def shared_by(name: str, ranks: Ranks) -> Share:
         spread = spread_parts(record, parts, choices, ranks)
         made = dataclasses.replace(
             parts, model=spread.model, forward=spread.forward, optimizer=spread.optimizer,
+            blocks=parts.blocks if spread.blocks is None else spread.blocks,
             batches=[part_of(batch, parts, record, ranks) for batch in parts.batches],
         )  # fmt: skip
-        return Shared(parts=made, finish=spread.finish if spread.finishes else None, local=spread.local)
+        return Shared(parts=made, finish=spread.finish if spread.finishes else None, local=spread.local, run=spread.run)
 
     return share
 
@@ -59,7 +60,14 @@ def spread_parts(
     given = parts.optimizer
     if make_optimizer is None and choices.phase == "train":
         make_optimizer = lambda trained: given or optimizer_for(trained, choices)  # noqa: E731
-    whole = Whole(model=parts.model, forward=parts.forward, blocks=parts.blocks, make_optimizer=make_optimizer)
+    device_type = next(parts.model.parameters()).device.type
+    split, inputs = parts.split, parts.forward_inputs
+    count = record.micro_batches(ranks.ranks, choices.accumulation)
+    whole = Whole(
+        model=parts.model, forward=parts.forward, blocks=parts.blocks, make_optimizer=make_optimizer, record=record,
+        micro_batches=lambda batch: [one[:inputs] for one in split(batch, count)],
+        autocast=lambda: autocast_of(choices, device_type),
+    )  # fmt: skip
     chosen: Strategy = strategy or importlib.import_module(f"stepscope.parallel.strategies.{record.module}").spread
     return chosen(whole, ranks)
 

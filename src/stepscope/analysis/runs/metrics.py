@@ -20,6 +20,8 @@ def samples_of(run: Run, name: str) -> Samples | None:
 def parts_of(run: Run) -> list[str]:
     """The names of the timed parts of the run's step: those that stepscope knows in their order, then a user's own."""
     known = [name for name in TIMED if name in run.samples]
+    if FORWARD not in known and FORWARD_BACKWARD in run.samples:  # they take turns, as in a pipeline
+        known = [FORWARD_BACKWARD, *known]
     return known + [name for name in run.samples if name not in (*TIMED, STEP, "host", FORWARD_BACKWARD)]
 
 

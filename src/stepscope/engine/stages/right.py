@@ -6,7 +6,7 @@ import msgspec
 
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.ranks import Correctness
-from stepscope.core.strategies import NOT_PARALLEL
+from stepscope.core.strategies import NOT_PARALLEL, stages_of
 from stepscope.core.workload import Workload
 from stepscope.engine.draft import Draft
 from stepscope.engine.stages.build import release
@@ -39,10 +39,11 @@ def _check(draft: Draft, workload: Workload | OwnWorkload) -> Correctness:
             return dataclasses.replace(own_parts(workload, device, draft.given), optimizer=None)
 
         return check_ranks(workload.parallel, make_own, workload, device, draft.ranks)
-    layers = min(_LAYERS, workload.model.layers)
+    stages = stages_of(workload.parallel, workload.ranks)
+    layers = min(max(_LAYERS, stages), workload.model.layers)
     small = msgspec.structs.replace(
         workload, model=msgspec.structs.replace(workload.model, layers=layers), compile="eager", checkpointing="none",
-        accumulation=1,
+        accumulation=1 if stages == 1 else workload.accumulation,
     )  # fmt: skip
     return check_ranks(
         workload.parallel, lambda: textbook_parts(small, device), small, device, draft.ranks,

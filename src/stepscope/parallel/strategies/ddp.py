@@ -8,5 +8,5 @@ from stepscope.parallel.spread import Spread, Whole, replicated
 
 def spread(whole: Whole, ranks: Ranks) -> Spread:
     """Wrap the module; it averages gradients within backward."""
-    module = DistributedDataParallel(whole.forward)
+    module = DistributedDataParallel(whole.forward, bucket_cap_mb=float(whole.record.chosen("bucket")))
     return replicated(whole, module, local=module.no_sync)

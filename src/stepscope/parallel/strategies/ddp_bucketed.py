@@ -114,5 +114,5 @@ def in_buckets(parameters: list[nn.Parameter], most_bytes: float) -> list[list[n
 
 def spread(whole: Whole, ranks: Ranks) -> Spread:
     """All-reduce gradients in buckets while backward goes on."""
-    module = BucketedDataParallel(whole.forward)
+    module = BucketedDataParallel(whole.forward, float(whole.record.chosen("bucket")))
     return replicated(whole, module, finish=module.finish_gradient_synchronization, local=module.no_sync)

@@ -4,10 +4,12 @@ Each block is a unit, whose parameters are gathered before its forward and its b
 after each; the last unit, of what is in no block, is the root, which keeps its own from forward to backward.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from stepscope.parallel.collective import broadcast_from_first
@@ -20,9 +22,16 @@ def spread(whole: Whole, ranks: Ranks) -> Spread:
     broadcast_from_first(whole.model)
     # Said, since PyTorch would take the GPU that a machine has, where the ranks are on its CPU.
     mesh = init_device_mesh(next(whole.model.parameters()).device.type, (ranks.ranks,))
+    chosen = whole.record.chosen
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": chosen("reshard") == "yes"}
+    if chosen("compute") == "bf16":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if chosen("offload") == "yes":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=next(whole.model.parameters()).device.type == "cuda")
     for block in whole.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(whole.forward, mesh=mesh)
+        fully_shard(block, **options)
+    # The root's parameters are needed again at once, so they are never let go between.
+    fully_shard(whole.forward, **{**options, "reshard_after_forward": False})
     model, forward = whole.model, whole.forward
 
     def full_parameters() -> dict[str, Tensor]:

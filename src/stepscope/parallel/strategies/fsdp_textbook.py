@@ -212,7 +212,8 @@ def spread(whole: Whole, ranks: Ranks) -> Spread:
     names = {parameter: name for name, parameter in whole.model.named_parameters()}
     inside = dict(whole.forward.named_parameters())
     renamed = {name: names[parameter] for name, parameter in inside.items() if parameter in names}
-    module = FullyShardedDataParallel(whole.forward, units=list(whole.blocks))
+    compute = torch.bfloat16 if whole.record.chosen("compute") == "bf16" else None
+    module = FullyShardedDataParallel(whole.forward, compute_dtype=compute, units=list(whole.blocks))
     return Spread(
         model=whole.model, forward=module, optimizer=whole.optimizer_of(module.parameters()),
         full_parameters=lambda: {renamed[n]: t for n, t in module.full_parameters().items() if n in renamed},

@@ -7,7 +7,7 @@ from stepscope.analysis.kernels.names.decoding import decode, is_tf32
 from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.precisions import PRECISIONS
-from stepscope.core.range_names import BACKWARD, FORWARD, STEP
+from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, STEP
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes
 
@@ -168,6 +168,8 @@ def phase_includes_forward(run: Run) -> Finding | None:
     if observation is None:
         return None
     for phase, count in observation.model_forwards.items():
+        if phase == FORWARD_BACKWARD:
+            continue  # forwards and backwards of micro-batches take turns there, stage by stage
         allowed = run.workload.accumulation if phase == FORWARD else 0
         if count > allowed:
             return error(

@@ -10,7 +10,7 @@ from stepscope.core.attentions import ATTENTIONS, AUTO, Attention
 from stepscope.core.evidence import StepObservation
 from stepscope.core.finding import Finding, error, warning
 from stepscope.core.parts import PARTS, Part, calls_in_forward
-from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER, STEP
+from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, OPTIMIZER, STEP
 from stepscope.core.run import Run
 from stepscope.core.workload import Compile, Optimizer, Workload
 
@@ -36,7 +36,7 @@ def attention_mismatch(run: Run) -> Finding | None:
     if asked == AUTO:
         return None
     record = ATTENTIONS[asked]
-    calls = evidence.operators.calls.get(FORWARD, {})
+    calls, whole = _forward_calls(run)
     kernels = evidence.profile.kernels if evidence.profile else ()
     signs = {name: each.signs for name, each in ATTENTIONS.items() if each.signs}
     counted = {
@@ -46,7 +46,8 @@ def attention_mismatch(run: Run) -> Finding | None:
     ran = [n for n, sign in signs.items() if counted[n] or any(re.search(sign, kernel.name) for kernel in kernels)]
     allowed = [name for name in signs if name == asked or name in record.chooses_among]
     strangers = [name for name in ran if name not in allowed]
-    eager, due = workload.compile == "eager" and not _replayed(run), workload.model.layers * workload.accumulation
+    eager = workload.compile == "eager" and not _replayed(run)
+    due = workload.model.layers * workload.accumulation if whole else 1
     times = sum(counted[name] for name in allowed)
     fault = ""
     if strangers and (eager or allowed):  # a compiler may make fused attention of one that is written out
@@ -66,6 +67,13 @@ def attention_mismatch(run: Run) -> Finding | None:
         remedy="compare it as what it is; look for what chose another implementation",
         evidence={"asked": asked, "ran": ", ".join(ran), **{name: counted[name] for name in ran}},
     )
+
+
+def _forward_calls(run: Run) -> tuple[dict[str, int], bool]:
+    """The operators that forward called, and whether that is the whole model's: where forward and backward take turns,
+    as in a pipeline, those of both, and of the blocks that this rank has."""
+    calls = run.evidence.operators.calls if run.evidence.operators is not None else {}
+    return (calls.get(FORWARD_BACKWARD, {}), False) if FORWARD not in calls else (calls[FORWARD], True)
 
 
 def _written_out(calls: dict[str, int]) -> list[Attention]:
@@ -92,7 +100,7 @@ def part_mismatch(run: Run) -> Finding | None:
 def _part_mismatch(run: Run, workload: Workload, part: Part) -> Finding | None:
     assert run.evidence.operators is not None
     asked, ways = workload.parts[part], PARTS[part]
-    calls, profile = run.evidence.operators.calls.get(FORWARD, {}), run.evidence.profile
+    (calls, _), profile = _forward_calls(run), run.evidence.profile
     kernels = profile.kernels if profile else ()
     counted = {
         name: sum(count for operator, count in calls.items() if re.search(way.signs, operator))
