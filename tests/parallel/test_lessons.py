@@ -1,5 +1,6 @@
 """The lessons as modules of somebody's own loop: each rank has its part, and all end where one process would."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -7,6 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stepscope.core.errors import InputError
+from stepscope.core.strategies import strategy_named
+from stepscope.parallel.ranks import Ranks
+from stepscope.parallel.spread import Whole
 from tests.parallel.ranks import on_ranks
 
 STEPS, PART = 4, 6
@@ -90,12 +95,33 @@ def trained(rank: int, ranks: int) -> dict[str, Any]:
 
 
 def _ends(of_rank: dict[str, Any]) -> dict[str, Any]:
-    return {kind: end for kind, end in of_rank.items() if kind != "scheduled"}
+    return {kind: end for kind, end in of_rank.items() if kind not in ("scheduled", "unused")}
+
+
+def unused(rank: int, ranks: int) -> list[str]:
+    """What PyTorch's own says of a module that no step uses, as it is and where it looks for such."""
+    from stepscope.parallel.strategies import ddp
+
+    said: list[str] = []
+    for word in ("ddp", "ddp:unused=yes"):
+        module = _made(0)
+        whole = Whole(
+            model=module, forward=module, blocks=(), make_optimizer=None, record=strategy_named(word),
+            micro_batches=lambda batch: [batch], autocast=contextlib.nullcontext,
+        )  # fmt: skip
+        spread = ddp.spread(whole, Ranks())
+        try:
+            for _ in range(2):
+                spread.forward(torch.ones(2, 8)).sum().backward()
+            said.append("")
+        except InputError as error:
+            said.append(str(error))
+    return said
 
 
 def everything(rank: int, ranks: int) -> dict[str, Any]:
     """What the ranks find in one process each, which takes longer to start than all of this."""
-    return {**trained(rank, ranks), "scheduled": scheduled(rank, ranks)}
+    return {**trained(rank, ranks), "scheduled": scheduled(rank, ranks), "unused": unused(rank, ranks)}
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
@@ -116,6 +142,12 @@ def test_a_compute_dtype_is_that_of_the_output_and_not_of_what_is_trained(found:
         assert of_rank["fsdp bf16, whole"]["dtype"] == "torch.bfloat16"
         assert of_rank["fsdp fp16, whole"]["dtype"] == "torch.float16"
         assert all(end["masters"] == ["torch.float32"] for end in _ends(of_rank).values())
+
+
+def test_a_module_that_no_step_uses_is_one_line_for_pytorch_s_own(found: tuple[int, list[dict[str, Any]]]):
+    for of_rank in found[1]:
+        refused, taken = of_rank["unused"]
+        assert "say --parallel ddp:unused=yes" in refused and "\n" not in refused and not taken
 
 
 def test_what_is_sharded_is_kept_in_parts(found: tuple[int, list[dict[str, Any]]]):

@@ -202,7 +202,14 @@ STRATEGIES: dict[str, StrategyRecord] = {
         ),
         StrategyRecord(
             name="ddp", module="ddp", is_lesson=False, sends=_all_reduced,
-            words="PyTorch's DistributedDataParallel.", options=(_BUCKET,),
+            words="PyTorch's DistributedDataParallel.",
+            options=(
+                _BUCKET,
+                StrategyOption(
+                    name="unused", default="no", choices=("no", "yes"),
+                    words="whether each step looks for parameters that got no gradient",
+                ),
+            ),
         ),
         StrategyRecord(
             name="fsdp2", module="fsdp2", is_lesson=False, sends=_fully_sharded,
