@@ -119,7 +119,7 @@ def measures(words: list[str]) -> bool:
         return False
     verb = words[words.index("stepscope") + 1]
     quick = verb == "study" and (len(words) == 2 or "--from" in words or words[2] in {"formats", "accumulation"})
-    return verb in {"run", "sweep", "watch", "device", "study"} and not quick
+    return verb in {"run", "sweep", "tune", "watch", "device", "study"} and not quick
 
 
 def blocks() -> list[Block]:
@@ -203,6 +203,8 @@ def smaller(words: list[str]) -> list[str]:
         changed += ["--steps", "5", "--warmup", "2"]
     elif words[0] == "sweep":
         changed += ["--seconds", "0.2"]
+    elif words[0] == "tune":
+        changed += ["--budget", "0.001s"]
     return changed
 
 
