@@ -12,6 +12,7 @@ from stepscope.analysis.captures.checks import check_trace
 from stepscope.analysis.captures.digest import load_digest
 from stepscope.analysis.captures.load import load_capture
 from stepscope.analysis.captures.panels import icicle_panel
+from stepscope.cli.fit import fit_as_json
 from stepscope.core.answer import Answer, Line, table_of, text
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence, Precision, Updates
@@ -19,13 +20,17 @@ from stepscope.core.finding import error, note, warning
 from stepscope.core.page import Page
 from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import load_run
+from stepscope.core.units import format_bytes
+from stepscope.memory.prediction.answer import answer_fit
+from stepscope.memory.prediction.fit import budget_of_memory
+from stepscope.memory.prediction.fit import fit as predict
 from stepscope.pages.named import page_named, page_of_comparison
 from stepscope.pages.of_answer import gravest, page_of_answer
 from stepscope.pages.of_capture import page_of_capture
 from stepscope.pages.of_run import commands_of, page_of_run
 from stepscope.pages.of_runs import page_of_runs
 from stepscope.pages.redaction import redacted
-from tests.conftest import make_run, mini
+from tests.conftest import make_run, mini, workload
 
 ROOT = Path(__file__).parents[2]
 LOOP = next((ROOT / "results" / "h200" / "loops").glob("*LlamaForCausalLM*"))
@@ -121,8 +126,6 @@ def test_a_run_that_failed_says_what_became_of_it():
     ],
 )
 def test_the_command_that_measures_a_run_again(changes: dict[str, object], words: str):
-    from tests.conftest import workload
-
     run = make_run(workload(**changes), step=[0.01])
     (command,) = commands_of(run)
     assert command.startswith("stepscope run --model ")
@@ -357,6 +360,25 @@ def test_a_run_without_samples_is_one_line(tmp_path: Path):
     (tmp_path / "run.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(make_run(), samples={})))
     with pytest.raises(InputError, match="no samples of a step"):
         page_named([str(tmp_path)], Path("runs"), quiet)
+
+
+def test_a_prediction_has_a_page_of_what_was_said(tmp_path: Path):
+    """The figures are those of the document, and the tables those that the terminal showed."""
+    found, step = budget_of_memory(2**30), workload(batch_size=4, seq_len=64)
+    told = predict(step, found)
+    file = tmp_path / "fit.json"
+    document = {**fit_as_json(told, step), "answer": msgspec.to_builtins(answer_fit(told, step))}
+    file.write_bytes(msgspec.json.encode(document))
+    page = page_named([str(file)], Path("runs"), quiet)
+    shown = {figure.name: figure.value for figure in page.figures}
+    assert page.kind == "prediction" and shown["peak"] == format_bytes(told.estimate.peak_bytes)
+    assert shown["fits"] == "yes" and shown["left"] == format_bytes(told.margin_bytes) and "fits" in page.sentence
+    file.write_bytes(msgspec.json.encode([document, document]))
+    with pytest.raises(InputError, match="holds 2 predictions: predict for one --memory"):
+        page_named([str(file)], Path("runs"), quiet)
+    file.write_bytes(msgspec.json.encode({**document, "categories": 3}))
+    with pytest.raises(InputError, match="is no whole prediction"):
+        page_named([str(file)], Path("runs"), quiet)
 
 
 @pytest.mark.parametrize(

@@ -147,12 +147,18 @@ def _answer(workload: Workload, budgets: "list[Budget]", fake: bool, runs: Path,
         if second is not None:
             for fields in found:
                 fields["fake"] = {"peak_bytes": second.peak_bytes, **msgspec.to_builtins(second)}
-        return json_document(found[0] if len(found) == 1 else found)
+        return _as_document(found, said)
 
     said[-1] = _with_error_bars(said[-1], runs)
     verdicts = [(answer.budget, answer.fits) for answer in answers]
     _keep(runs, workload, predicted.peak_bytes, verdicts)
     shown.show(*said, document=document)
+
+
+def _as_document(found: "Sequence[dict[str, object]]", answers: "Iterable[Answer]") -> str:
+    """The predictions as JSON, each with its answer, which its page shows."""
+    both = [{**one, "answer": msgspec.to_builtins(answer)} for one, answer in zip(found, answers, strict=False)]
+    return json_document(both[0] if len(both) == 1 else both)
 
 
 def _with_error_bars(answer: "Answer", runs: Path) -> "Answer":
@@ -199,14 +205,15 @@ def _answer_own(workload: OwnWorkload, budgets: "list[Budget]", runs: Path, show
     from stepscope.studies.fit_of_own import fit_of_own
 
     found = fit_of_own(workload, budgets)
+    answers = answer_own_fit(found)
 
     def document() -> str:
         said = [own_fit_as_json(found, verdict) for verdict in found.verdicts] or [own_fit_as_json(found, None)]
-        return json_document(said[0] if len(said) == 1 else said)
+        return _as_document(said, answers)
 
     verdicts = [(verdict.budget, verdict.fits) for verdict in found.verdicts]
     _keep(runs, found.workload, found.estimate.peak_bytes, verdicts, is_bound=bool(found.estimate.unseen.at_most))
-    *others, last = answer_own_fit(found)
+    *others, last = answers
     shown.show(*others, _with_error_bars(last, runs), document=document)
 
 

@@ -32,6 +32,7 @@ from stepscope.memory.explain import explain
 from stepscope.memory.snapshot import read_snapshot
 from stepscope.pages.of_answer import gravest, page_of_answer
 from stepscope.pages.of_capture import page_of_capture, page_of_job
+from stepscope.pages.of_prediction import is_prediction, page_of_prediction
 from stepscope.pages.of_run import page_of_run, page_of_set
 from stepscope.pages.of_runs import page_of_runs
 
@@ -149,7 +150,10 @@ def _of_file(place: Path, say: Say) -> Page:
     if not name.endswith(_DATABASES):
         if (answer := _stored_answer(place)) is not None:
             return page_of_answer(answer, "answer")
-        _refuse_other_documents(place)
+        document = _small_document(place)
+        if is_prediction(document):
+            return page_of_prediction(document, str(place))
+        _refuse_other_documents(place, document)
     return _of_capture(place, say)
 
 
@@ -175,20 +179,24 @@ def _stored_answer(place: Path) -> Answer | None:
 _OTHERS: tuple[tuple[frozenset[str], str, str], ...] = (
     (frozenset({"schema_version", "workload"}), "a run", "name its folder: stepscope report RUN"),
     (frozenset({"before", "after", "pairs"}), "a comparison", "stepscope report BASE OTHER --compare makes its page"),
-    (frozenset({"peak_bytes", "estimate"}), "a prediction", "stepscope fit shows it, and --style html writes it"),
+    (frozenset({"peak_bytes", "estimate"}), "a prediction without its answer", "stepscope fit --json writes it anew"),
     (frozenset({"kernel_times"}), "a trace's figures", "name the trace itself: stepscope report TRACE"),
 )
 """What other verbs write by --json, by keys that it has: its name, and what to do instead."""
 
 
-def _refuse_other_documents(place: Path) -> None:
-    """Raise InputError where a file holds what another verb wrote by --json, which has no page."""
+def _small_document(place: Path) -> object:
+    """The JSON of a file, if it is no trace by its size; None where it is something else."""
     try:
         if place.name.endswith(".gz") or place.stat().st_size > _LARGEST_DOCUMENT:
-            return
-        document = json.loads(place.read_bytes())
+            return None
+        return json.loads(place.read_bytes())
     except (OSError, ValueError, RecursionError):
-        return
+        return None
+
+
+def _refuse_other_documents(place: Path, document: object) -> None:
+    """Raise InputError where a file holds what another verb wrote by --json, which has no page."""
     first = document[0] if isinstance(document, list) and document else document
     if not isinstance(first, dict) or "traceEvents" in first:
         return
