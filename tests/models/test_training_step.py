@@ -1,5 +1,6 @@
 """The training step: what is timed is what was chosen."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -11,7 +12,16 @@ from stepscope.measure.compilation import compile_report, reset_compilation
 from stepscope.measure.device import HostDevice
 from stepscope.measure.driven import observe_step, profile_step
 from stepscope.measure.profile import union_length
-from stepscope.models.training_step import TrainingStep, check_supported
+from stepscope.models.training_step import (
+    AssembledStep,
+    Batch,
+    Choices,
+    Shared,
+    StepParts,
+    TrainingStep,
+    check_supported,
+    textbook_parts,
+)
 from tests.conftest import at_length, mini, run_steps
 from tests.models.by_dtype import BY_DTYPE
 
@@ -168,6 +178,32 @@ def test_of_micro_batches_the_saved_bytes_are_those_of_one():
         module.register_forward_pre_hook(lambda _module, inputs: kept.append(inputs))
     expected, found = (observe_step(step, CPU)[1].saved_for_backward for step in (alone, split))
     assert expected and found == expected
+
+
+def test_where_forward_and_backward_take_turns_the_most_that_is_kept_at_a_time_counts():
+    """Of four micro-batches a step that runs all forwards first keeps four, and one that takes turns keeps one."""
+    of = mini(batch_size=4, phase="forward-backward")
+
+    def most(together: int) -> int:
+        def share(parts: StepParts, _: Choices) -> Shared:
+            def run(batch: Batch) -> None:
+                micro_batches = parts.split(batch, 4)
+                for first in range(0, 4, together):
+                    losses = [parts.forward(*one) for one in micro_batches[first : first + together]]
+                    while losses:
+                        losses.pop().backward()
+
+            return Shared(parts=parts, finish=None, local=contextlib.nullcontext, run=run)
+
+        step = AssembledStep(textbook_parts(of, CPU), of, CPU, share)
+        assert [phase.name for phase in step.phases] == ["forward-backward"]
+        observation, memory = observe_step(step, CPU)
+        assert memory.saved_for_backward and observation.product_dtypes == ("float32",)
+        return memory.saved_for_backward
+
+    alone = most(1)
+    # All forwards share the causal mask and the positions, so that the rest counts two and four times.
+    assert most(4) - alone == 3 * (most(2) - alone) > 2 * alone
 
 
 @pytest.mark.parametrize(

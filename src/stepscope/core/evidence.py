@@ -106,7 +106,9 @@ class PhaseMemory(msgspec.Struct, frozen=True, kw_only=True):
     forward_peak: int | None = None
     saved_for_backward: int | None = None
     """Allocated when forward has ended, over what was allocated before it. On a CPU without a memory history: the saved
-    tensors, summed."""
+    tensors, summed. Where forward and backward take turns, the most that was kept at a time."""
+    turns_peak: int | None = None
+    """While forward and backward take turns, as in a pipeline, where neither has a peak of its own."""
     backward_peak: int | None = None
     gradient_bytes: int | None = None
     """The gradients on the parameters when backward has ended, as tensors."""
@@ -119,7 +121,9 @@ class PhaseMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def allocated_peak(self) -> int | None:
-        peaks = [p for p in (self.forward_peak, self.backward_peak, self.optimizer_peak) if p is not None]
+        peaks = [
+            p for p in (self.forward_peak, self.turns_peak, self.backward_peak, self.optimizer_peak) if p is not None
+        ]
         return max(peaks, default=None)
 
 

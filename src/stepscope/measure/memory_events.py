@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity
 
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import SEGMENTS_BEFORE_KEY
-from stepscope.core.range_names import BACKWARD, FORWARD, GRADIENT_ACCUMULATION, OPTIMIZER
+from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, GRADIENT_ACCUMULATION, OPTIMIZER
 from stepscope.measure import ranges
 from stepscope.measure.backward_ranges import SequenceNotes
 from stepscope.measure.memory_frames import Frame, StackTable, joined_ranges
@@ -90,7 +90,7 @@ class ProfilerRecording(Recorder):
         self._phases.add(name)
 
     def phase_ends(self, name: str) -> None:
-        if name == BACKWARD:
+        if name in (BACKWARD, FORWARD_BACKWARD):
             self._gradients = gradient_bytes(self._step)
 
     def snapshot(self, notes: TensorNotes) -> tuple[dict[str, Any], PhaseMemory]:
@@ -171,6 +171,7 @@ class ProfilerRecording(Recorder):
             parameter_bytes=parameter_bytes(self._step),
             after_parameters=before,
             forward_peak=peaks.get(FORWARD),
+            turns_peak=peaks.get(FORWARD_BACKWARD),
             saved_for_backward=max(held.values(), default=0) if BACKWARD in peaks else None,
             backward_peak=peaks.get(BACKWARD),
             gradient_bytes=self._gradients,

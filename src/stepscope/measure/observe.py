@@ -6,6 +6,7 @@ The timed steps carry no hooks; these steps run after them.
 import contextlib
 import hashlib
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stepscope.core.evidence import PhaseMemory, StepObservation
-from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
+from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, OPTIMIZER
 from stepscope.measure.local_part import local_part
 from stepscope.measure.nvml import read_gpu
 from stepscope.measure.step import Recorder, Step
@@ -32,6 +33,28 @@ class _Saved:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+
+
+class _Held:
+    """How many bytes of storages autograd keeps at a time, and the most that it did."""
+
+    def __init__(self) -> None:
+        self._boxes: Counter[int] = Counter()
+        self.bytes = self.most = 0
+
+    def take(self, box: _Saved, storage: torch.UntypedStorage) -> None:
+        """Count this storage until its last box is gone."""
+        key, size = storage.data_ptr(), storage.nbytes()
+        self._boxes[key] += 1
+        if self._boxes[key] == 1:
+            self.bytes += size
+            self.most = max(self.most, self.bytes)
+        weakref.finalize(box, self._release, key, size)
+
+    def _release(self, key: int, size: int) -> None:
+        self._boxes[key] -= 1
+        if not self._boxes[key]:
+            self.bytes -= size
 
 
 class _ProductDtypes(TorchDispatchMode):
@@ -72,6 +95,7 @@ class Observer(Recorder):
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self._saved_storages: dict[int, int] = {}
         self._saved_bytes = 0
+        self._held = _Held()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Self]:
@@ -92,13 +116,14 @@ class Observer(Recorder):
         self._phase = name
         self._forwards.setdefault(name, 0)
         self._saved_storages.clear()  # each forward counts alone, since the graphs of several do not live together
-        if name == FORWARD and self._hooked:
+        if name in (FORWARD, FORWARD_BACKWARD) and self._hooked:
             self._watching.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda box: box.tensor))
             self._watching.enter_context(self._products)
 
     def phase_ends(self, name: str) -> None:
         self._watching.close()
-        self._saved_bytes = max(self._saved_bytes, sum(self._saved_storages.values()))
+        kept = self._held.most if name == FORWARD_BACKWARD else sum(self._saved_storages.values())
+        self._saved_bytes = max(self._saved_bytes, kept)
         loss = self._step.loss
         if name == FORWARD and loss is not None and loss.requires_grad:
             loss.register_hook(lambda _gradient: self._pass(BACKWARD))
@@ -137,6 +162,8 @@ class Observer(Recorder):
         storage = local_part(tensor).untyped_storage()
         if storage.data_ptr() not in self._owned:
             self._saved_storages[storage.data_ptr()] = storage.nbytes()
+            if self._phase == FORWARD_BACKWARD:
+                self._held.take(box, storage)
         return box
 
     def _count_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -211,7 +238,7 @@ class PhasePeaks(Recorder):
         self._read_peaks(name)
         if name == FORWARD:
             self._saved = max(torch.cuda.memory_allocated(self._device) - self._at_start, self._saved or 0)
-        elif name == BACKWARD:
+        elif name in (BACKWARD, FORWARD_BACKWARD):
             self._gradients = gradient_bytes(self._step)
 
     def phase_failed(self, name: str) -> None:
@@ -241,6 +268,7 @@ class PhasePeaks(Recorder):
             memory,
             resident_expected=self._expected,
             forward_peak=self._peaks.get(FORWARD),
+            turns_peak=self._peaks.get(FORWARD_BACKWARD),
             saved_for_backward=self._saved if BACKWARD in self._peaks else None,
             backward_peak=self._peaks.get(BACKWARD),
             gradient_bytes=self._gradients,

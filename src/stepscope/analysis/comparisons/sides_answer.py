@@ -27,6 +27,7 @@ _ROWS = 10
 _MEMORY = (
     ("before the step", "after_parameters"), ("forward peak", "forward_peak"),
     ("saved for backward", "saved_for_backward"), ("backward peak", "backward_peak"),
+    ("peak of forward and backward that take turns", "turns_peak"),
     ("optimizer peak", "optimizer_peak"), ("reserved", "reserved_peak"),
 )  # fmt: skip
 

@@ -27,7 +27,7 @@ from stepscope.core.answer import (
 )
 from stepscope.core.errors import printable
 from stepscope.core.evidence import Capture, WatchedLoop
-from stepscope.core.range_names import PHASES, STEP
+from stepscope.core.range_names import FORWARD_BACKWARD, PHASES, STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.units import counted, format_joules, format_rate, format_seconds, format_share
@@ -326,11 +326,13 @@ def _memory_table(run: Run) -> list[Table]:
     memory = run.evidence.memory
     if memory is None:
         return []
+    kept = "at most" if FORWARD_BACKWARD in run.samples else "when forward ends"
     rows = (
         ("parameters", memory.parameter_bytes),
         ("before the step: parameters, optimizer state, batches", memory.after_parameters),
         ("peak during forward", memory.forward_peak),
-        ("saved for backward when forward ends", memory.saved_for_backward),
+        ("peak while forward and backward take turns", memory.turns_peak),
+        (f"saved for backward {kept}", memory.saved_for_backward),
         ("peak during backward", memory.backward_peak),
         ("peak during the optimizer step", memory.optimizer_peak),
         ("reserved by the allocator at most", memory.reserved_peak),
