@@ -165,7 +165,8 @@ def page() -> str:
             values = sorted({value_of(flag, verb) for verb in verbs}, key=len)
             named = "every verb" if len(verbs) == len(VERBS) else ", ".join(verbs)
             spelled = f"{option.flag} {values[-1]}".strip().replace("|", "\\|")
-            parts.append(f"| `{spelled}` | {option.words} | {named} |")
+            words = option.words.replace("|", "\\|")
+            parts.append(f"| `{spelled}` | {words} | {named} |")
         parts[-1] += "\n"
     parts.append("## Old spellings\n\n| before | now |\n|---|---|")
     parts += [f"| `{old}` | {' or '.join(f'`{name}`' for name in new)} |" for old, new in OLD_SPELLINGS.items()]

@@ -213,6 +213,8 @@ def test_options_change_what_a_rank_sends_and_are_spelled_in_one_way():
         ({"parallel": "ddp:bucket=1:bucket=2"}, "ddp takes bucket=N, unused=no|yes, and not 'bucket=2' here"),
         ({"parallel": "ddp-naive:bucket=1"}, "ddp-naive takes no options"),
         ({"parallel": "fsdp2:reshard=maybe"}, "reshard is one of yes, no"),
+        ({"parallel": "fsdp2:reshard"}, "and not 'reshard' here"),
+        ({"parallel": "pipeline:chunks=2"}, "chunks has an effect with schedule=interleaved alone"),
         ({"parallel": "fsdp2:compute=bf16"}, "computes in bf16: say --dtype bf16"),
         ({"parallel": "none:x=1", "ranks": 1}, "--parallel none takes no options"),
         ({"parallel": "pipeline", "compile": "default"}, "runs its stages eagerly"),

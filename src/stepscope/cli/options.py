@@ -25,7 +25,7 @@ from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.parts import KERNELS, PART_WORDS, kernels_of
 from stepscope.core.range_names import PHASES as CAPTURED_PHASES
 from stepscope.core.run import Settings
-from stepscope.core.strategies import NOT_PARALLEL, strategy_names
+from stepscope.core.strategies import NOT_PARALLEL, option_words, strategy_names
 from stepscope.core.tuned import TUNED_FIELDS
 from stepscope.core.units import parse_bytes, parse_flops_per_s, parse_seconds, parse_window
 from stepscope.core.workload import CHECKPOINTING_CHOICES, COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES, Workload
@@ -124,8 +124,11 @@ OPTIONS = (
     Option("batch_size", int, WORKLOAD, "Sequences in a step.", Workload),
     Option("dtype", str, WORKLOAD, "", Workload, choices=DTYPES),
     Option("phase", str, WORKLOAD, "", Workload, choices=PHASES),
-    Option("parallel", str, PARALLEL, "How several ranks share a step.", Workload,
-           choices=(NOT_PARALLEL, *strategy_names()), verbs=_SHARED),
+    Option(
+        "parallel", str, PARALLEL,
+        f"How several ranks share a step. Options follow the name, as in fsdp2:reshard=no: {option_words()}.",
+        Workload, choices=(NOT_PARALLEL, *strategy_names()), verbs=_SHARED,
+    ),
     Option("ranks", int, PARALLEL, "Processes that share a step, a device each.", Workload, verbs=_SHARED),
     Option("attention", str, WORKLOAD, "", Workload, choices=attention_names()),
     *(Option(part, str, WORKLOAD, f"How {said} is computed.", Workload, choices=kernels_of(part), verbs=_WITH_PARTS)

@@ -61,13 +61,18 @@ class Activations:
     """Of what products make."""
     residual_bytes: int
     """Of a number in the residual stream."""
+    tied_bytes: int = 0
+    """Of the weight that embedding and head share; 0 where each has its own."""
 
 
 def _across_stages(step: Activations, ranks: int, *, schedule: str = "1f1b", chunks: str = "2") -> float:
     """The residual stream of every token goes from each stage to the next, and its gradient back (Narayanan et al.
-    2021, section 3.2): over all ranks, once each way for every border between stages on different ranks."""
+    2021, section 3.2): over all ranks, once each way for every border between stages on different ranks. The first rank
+    and the last add up the gradient of a weight that both have: of two ranks, an all-reduce sends it once from each."""
+    if ranks == 1:
+        return 0.0
     borders = ranks * (int(chunks) if schedule == "interleaved" else 1) - 1
-    return 2 * borders / ranks * step.tokens * step.width * step.element_bytes if ranks > 1 else 0.0
+    return 2 * (borders * step.tokens * step.width * step.residual_bytes + step.tied_bytes) / ranks
 
 
 def _gathered_keys(step: Activations, ranks: int, **_: str) -> float:
@@ -92,6 +97,13 @@ class StrategyOption:
     default: str
     choices: tuple[str, ...] = ()
     """What it may be; empty for a whole number from 1 on."""
+    only_with: tuple[str, str] | None = None
+    """Another option, and the choice of it with which this one has an effect."""
+
+    @property
+    def written(self) -> str:
+        """The option with what it may be: `reshard=yes|no`."""
+        return f"{self.name}={'|'.join(self.choices) or 'N'}"
 
     def checked(self, value: str, strategy: str) -> str:
         """The value. Raises InputError for one that it cannot be."""
@@ -253,7 +265,9 @@ STRATEGIES: dict[str, StrategyRecord] = {
                     name="schedule", default="1f1b", choices=("1f1b", "gpipe", "interleaved"),
                     words="the order of micro-batches",
                 ),
-                StrategyOption(name="chunks", default="2", words="stages of a rank, if interleaved"),
+                StrategyOption(
+                    name="chunks", default="2", words="stages of a rank", only_with=("schedule", "interleaved")
+                ),
             ),
             words="PyTorch's pipeline schedules: each rank has some of the blocks, and micro-batches go through.",
         ),
@@ -273,6 +287,20 @@ def strategy_names() -> tuple[str, ...]:
     return tuple(STRATEGIES)
 
 
+def option_words() -> str:
+    """Every option of a strategy, and which strategies take it, in a line."""
+    takers: dict[str, list[str]] = {}
+    for record in STRATEGIES.values():
+        for option in record.options:
+            takers.setdefault(option.written, []).append(record.name)
+    return ", ".join(f"{option} ({' and '.join(names)})" for option, names in takers.items())
+
+
+def strategy_word(parallel: str) -> str:
+    """The name of a strategy, without what is chosen of its options."""
+    return parallel.partition(":")[0]
+
+
 def strategy_named(parallel: str) -> StrategyRecord:
     """The strategy of that name, with what is chosen of its options, as in `fsdp2:reshard=no:offload=yes`. Raises
     InputError for what there is not."""
@@ -286,13 +314,27 @@ def strategy_named(parallel: str) -> StrategyRecord:
     options = {option.name: option for option in record.options}
     settings: dict[str, str] = {}
     for word in chosen:
-        option, _, value = word.partition("=")
-        if option not in options or option in settings:
-            takes = ", ".join(f"{one.name}={'|'.join(one.choices) or 'N'}" for one in record.options) or "no options"
+        option, sign, value = word.partition("=")
+        if option not in options or option in settings or not sign:
+            takes = ", ".join(one.written for one in record.options) or "no options"
             raise InputError(f"--parallel {parallel}: {name} takes {takes}, and not {word!r} here")
         settings[option] = options[option].checked(value, name)
+    for option in (options[one] for one in settings):
+        if option.only_with and settings.get(option.only_with[0]) != option.only_with[1]:
+            raise InputError(
+                f"--parallel {parallel}: {option.name} has an effect with {'='.join(option.only_with)} alone"
+            )
     return replace(record, settings=settings, sends=_with(record.sends, settings),
                    sends_activations=_with(record.sends_activations, settings))  # fmt: skip
+
+
+def known_strategy(parallel: str) -> StrategyRecord | None:
+    """The strategy of a stored run, with its options; None where ranks share nothing, or this release knows none of
+    that name."""
+    try:
+        return strategy_named(parallel)
+    except InputError:
+        return None
 
 
 def _with(formula: Callable[..., float] | None, settings: Mapping[str, str]) -> Callable[..., float] | None:

@@ -3,10 +3,10 @@
 import itertools
 from collections.abc import Sequence
 
-from stepscope.core.errors import InputError, choose
+from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.run import Settings
-from stepscope.core.strategies import NOT_PARALLEL, strategy_names
+from stepscope.core.strategies import NOT_PARALLEL, strategy_named
 from stepscope.core.workload import Workload
 from stepscope.engine.grid import grid
 from stepscope.engine.plan import Cell, order_cells
@@ -35,7 +35,7 @@ def parallel_cells(
     """The step of one process, and that of each strategy and number of ranks with this batch and with one as large for
     each rank; and the combinations that cannot be, with why. One rank is one process."""
     for name in strategies:
-        choose(name, strategy_names(), "parallel")
+        strategy_named(name)
     if any(number < 1 for number in ranks) or max(ranks, default=0) < 2:
         raise InputError(f"--ranks {','.join(map(str, ranks))} compares nothing with one process: name 2, or more")
     refused: list[tuple[str, str]] = []

@@ -75,6 +75,32 @@ def test_sharded_sequences_send_keys_and_values_beside_gradients():
     assert communication.sent_by_formula(run) == 1000 + 4 * each / 2
 
 
+@pytest.mark.parametrize(
+    ("parallel", "formula"), [("fsdp2:reshard=no", 1000), ("fsdp2:compute=bf16", 1000), ("ddp:bucket=1", 1000)]
+)
+def test_options_leave_a_strategy_its_formula(parallel: str, formula: float):
+    of = Communication(calls=(calls("forward", "all-gather", 1000),))
+    run = msgspec.structs.replace(
+        shared_run("ddp", of, of, forward=(1.0, 1.2)),
+        workload=workload(batch_size=4, parallel=parallel, ranks=2, dtype="bf16" if "bf16" in parallel else "fp32"),
+    )
+    assert communication.sent_by_formula(run) == formula
+    assert f"as the formula of {parallel} says" in said(run)
+    assert communication.kept_by_formula(run) == (1500 if parallel.startswith("fsdp2") else 3000)
+
+
+@pytest.mark.parametrize(("dtype", "element_bytes"), [("fp32", 4), ("bf16", 4), ("bf16-pure", 2)])
+def test_a_pipeline_sends_the_residual_stream_and_the_gradient_of_a_tied_weight(dtype: str, element_bytes: int):
+    """Under autocast the residual stream stays fp32. Of two ranks there is one border, passed once each way."""
+    run = shared_run("pipeline", Communication(), Communication())
+    alone = msgspec.structs.replace(textbook(run), dtype=dtype)
+    model = alone.model
+    tied = msgspec.structs.replace(alone, model=msgspec.structs.replace(model, tied=True))
+    sent = [communication.sent_by_formula(msgspec.structs.replace(run, workload=of)) for of in (alone, tied)]
+    stream = 4 * 16 * model.d_model * element_bytes
+    assert sent == [stream, stream + model.vocabulary * model.d_model * element_bytes]
+
+
 def test_some_activations_have_no_formula():
     told = Communication(calls=(calls("forward", "all-reduce", 10),))
     assert communication.sent_by_formula(shared_run("tensor-sequence", told, told)) is None

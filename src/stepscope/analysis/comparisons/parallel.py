@@ -21,7 +21,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, note
 from stepscope.core.range_names import BACKWARD, FORWARD, GRADIENT_SYNC, OPTIMIZER, STEP
 from stepscope.core.run import Run
-from stepscope.core.strategies import NOT_PARALLEL, STRATEGIES
+from stepscope.core.strategies import NOT_PARALLEL, STRATEGIES, strategy_word
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_share
 from stepscope.core.workload import Workload
 
@@ -84,7 +84,13 @@ class SharedCell(ComparedRun):
     def order(self) -> tuple[int, ...]:
         """The place of the cell among others: by model, sizes, ranks and strategy."""
         workload = self.run.workload
-        return (self.parameters, workload.seq_len or 0, self.batch, self.ranks, _ORDER.get(self.strategy, 0))
+        return (
+            self.parameters,
+            workload.seq_len or 0,
+            self.batch,
+            self.ranks,
+            _ORDER.get(strategy_word(self.strategy), 0),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -4,10 +4,11 @@ import statistics
 from collections.abc import Callable, Iterator
 
 from stepscope.core.answer import TEXT, Cell, Table, as_lines, table_of
-from stepscope.core.range_names import FORWARD
+from stepscope.core.precisions import PRECISIONS
+from stepscope.core.range_names import FORWARD, FORWARD_BACKWARD
 from stepscope.core.ranks import Communication, RankFigures, RanksEvidence
 from stepscope.core.run import Run
-from stepscope.core.strategies import BATCH, OPTIMIZER_STATE, PARAMETERS, PRODUCTS, STRATEGIES, Activations
+from stepscope.core.strategies import BATCH, OPTIMIZER_STATE, PARAMETERS, PRODUCTS, Activations, known_strategy
 from stepscope.core.units import format_bytes, format_seconds
 from stepscope.core.workload import Workload
 
@@ -23,8 +24,8 @@ def sent_bytes(run: Run) -> float | None:
 
 
 def sent_by_formula(run: Run) -> float | None:
-    """The same by the formula of the strategy; None where it has none."""
-    shared, record = run.shared, STRATEGIES.get(run.workload.parallel)
+    """The same by the formula of the strategy and its options; None where it has none."""
+    shared, record = run.shared, known_strategy(run.workload.parallel)
     if shared is None or record is None or (record.sends is None and record.sends_activations is None):
         return None
     if record.splits != BATCH and record.sends_activations is None:
@@ -42,12 +43,12 @@ def sent_by_formula(run: Run) -> float | None:
 
 
 def _activations(workload: Workload) -> Activations:
-    """What formulas take of a textbook's step. Under autocast products have 16 bits, and the residual stream 32."""
-    model = workload.model
+    """What formulas take of a textbook's step."""
+    model, precision = workload.model, PRECISIONS[workload.dtype]
     return Activations(
         tokens=workload.tokens, width=model.d_model, key_width=model.key_heads * model.head_dim, layers=model.layers,
-        element_bytes=4 if workload.dtype in ("fp32", "tf32") else 2,
-        residual_bytes=2 if workload.dtype == "bf16-pure" else 4,
+        element_bytes=precision.products, residual_bytes=precision.residual,
+        tied_bytes=model.vocabulary * model.d_model * precision.weights if model.tied else 0,
     )  # fmt: skip
 
 
@@ -76,7 +77,7 @@ def kept_bytes(run: Run) -> int | None:
 def kept_by_formula(run: Run) -> float | None:
     """The same, evenly divided, by what the strategy's record says that it shards; None where the optimizer is no
     AdamW, or where a strategy shards a part of the parameters alone."""
-    shared, record = run.shared, STRATEGIES.get(run.workload.parallel)
+    shared, record = run.shared, known_strategy(run.workload.parallel)
     if shared is None or record is None or record.splits == PRODUCTS or record.near > 1:
         return None
     whole, trained, parts = shared.whole_parameter_bytes, shared.whole_gradient_bytes, len(shared.ranks)
@@ -89,7 +90,9 @@ def kept_by_formula(run: Run) -> float | None:
 def waits_in_forward(run: Run) -> bool:
     """Whether ranks wait for one another in forward, so that its time is not each rank's own."""
     calls = _of(run.shared.ranks[0]).calls if run.shared is not None else None
-    return any(call.phase == FORWARD for call in calls) if calls is not None else PARAMETERS in _shards(run)
+    if calls is None:
+        return PARAMETERS in _shards(run)
+    return any(call.phase in (FORWARD, FORWARD_BACKWARD) for call in calls)
 
 
 def figures_of(run: Run) -> dict[str, float | None]:
@@ -185,7 +188,7 @@ def _beside_the_formula(run: Run, sent: float, formula: float) -> str:
 
 
 def _shards(run: Run) -> tuple[str, ...]:
-    record = STRATEGIES.get(run.workload.parallel)
+    record = known_strategy(run.workload.parallel)
     return record.shards if record is not None else ()
 
 

@@ -4,6 +4,7 @@ from stepscope.cli.studies.answering import AskedSteps
 from stepscope.cli.verb import verb
 from stepscope.core.answer import Answer
 from stepscope.core.run import settings_from
+from stepscope.core.strategies import spelled
 from stepscope.engine.request import TraceRequest
 
 
@@ -33,7 +34,7 @@ def parallel(*, asked: AskedSteps, parallel: tuple[str, ...] | None, ranks: tupl
 
     comparing = asked.comparing(STUDY, SharedCell, answer)
     if asked.from_:
-        wanted = None if parallel is None else ("none", *parallel)
+        wanted = None if parallel is None else ("none", *map(spelled, parallel))
         comparing.from_stored(asked.from_, {**asked.given, "parallel": wanted, "ranks": ranks and (1, *ranks)})
         return
     sizes = asked.sizes(ON_CPU, ON_GPU)

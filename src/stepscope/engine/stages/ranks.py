@@ -10,6 +10,7 @@ from stepscope.core.evidence import PhaseMemory
 from stepscope.core.range_names import STEP
 from stepscope.core.ranks import Communication, RankFigures, RanksEvidence, Span, steps_together
 from stepscope.core.run_files import RANK_FOLDER
+from stepscope.core.strategies import stages_of
 from stepscope.engine.draft import Draft
 from stepscope.measure.driven import step_traffic
 from stepscope.measure.local_part import local_part
@@ -25,7 +26,7 @@ def take_steps_together(draft: Draft, result: Measurement) -> None:
         return
     environment = draft.run.environment
     parameters, state = kept_bytes(draft.step)
-    whole, trained = whole_bytes(draft.step.model.parameters())
+    whole, trained = _of_the_model(draft)
     mine = RankFigures(
         rank=draft.ranks.rank, host=host_name(), device_name=environment.device_name if environment else "",
         samples=result.samples, parameter_bytes=parameters, optimizer_bytes=state,
@@ -40,6 +41,16 @@ def take_steps_together(draft: Draft, result: Measurement) -> None:
     together = steps_together([spans for _, spans in found], one_clock=shared.one_host)
     step = msgspec.structs.replace(result.samples[STEP], values_s=together)
     draft.set(samples={**result.samples, STEP: step}, shared=shared)
+
+
+def _of_the_model(draft: Draft) -> tuple[int, int]:
+    """The bytes of all parameters of the model, and of those that are trained. Each rank has whole ones, or parts of
+    tensors that say how large the whole is; in a pipeline it has some, and a weight that two stages share is two."""
+    mine = whole_bytes(draft.step.model.parameters())
+    if stages_of(draft.run.workload.parallel, draft.ranks.ranks) == 1:
+        return mine
+    of_ranks: list[tuple[int, int]] = draft.ranks.gathered(mine)
+    return sum(whole for whole, _ in of_ranks), sum(trained for _, trained in of_ranks)
 
 
 def count_traffic(draft: Draft) -> None:
