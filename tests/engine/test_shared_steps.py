@@ -132,6 +132,53 @@ def test_a_job_that_torchrun_started_is_joined(tmp_path: Path):
     assert len(list(tmp_path.glob("*/run.json"))) == 1
 
 
+OWN = """import torch
+from torch import nn
+
+class Tied(nn.Module):
+    def __init__(self, unused):
+        super().__init__()
+        self.inner, self.head = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
+        self.head.weight = self.inner.weight
+        self.register_buffer("scale", torch.ones(16))
+        self.branch = nn.Linear(16, 16) if unused else nn.Identity()
+
+    def forward(self, tokens):
+        found = self.head(self.inner(tokens) * self.scale)
+        return nn.functional.cross_entropy(found.flatten(0, 1), tokens.flatten())
+
+def make(unused=0): return Tied(unused), torch.randint(50, (8, 16))
+"""
+
+
+@pytest.mark.long
+def test_a_module_of_your_own_is_counted_whole(tmp_path: Path):
+    (tmp_path / "own.py").write_text(OWN)
+    of = ("run", "--module", f"{tmp_path / 'own.py'}:make", "--device", "cpu", *QUICK, "--runs", tmp_path, "--json")
+    runs: list[dict[str, Any]] = []
+    for options in ((), ("--parallel", "fsdp2:reshard=no", "--ranks", 2)):
+        done = stepscope(*of, *options)
+        assert done.returncode == 0, done.stderr
+        runs.append(json.loads(done.stdout))
+    assert runs[0]["workload"]["model"]["inputs"] == runs[1]["workload"]["model"]["inputs"]
+    flops = [sum(work["flops"] for work in run["work"].values()) for run in runs]
+    assert flops[0] == flops[1] == 6 * 8 * 16 * 16 * 50
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [("ddp", "say --parallel ddp:unused=yes"), ("pipeline", "knows the textbook's model alone: choose ddp or fsdp2")],
+)
+def test_what_every_rank_refuses_is_said_once(parallel: str, said: str, tmp_path: Path):
+    (tmp_path / "own.py").write_text(OWN)
+    done = stepscope(
+        "run", "--module", f"{tmp_path / 'own.py'}:make", "--arg", "unused=1", "--device", "cpu", *QUICK, "--ranks", 2,
+        "--parallel", parallel, "--runs", tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

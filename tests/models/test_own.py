@@ -1,5 +1,7 @@
 """A user's own model: how it is found, what its factory may give, and the step that it becomes."""
 
+import contextlib
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -21,6 +23,7 @@ from stepscope.models.own.batches import named_tensors, split
 from stepscope.models.own.blocks import find_blocks
 from stepscope.models.own.loading import load_module, make_own_step
 from stepscope.models.own.own_step import DrivenStep, OwnStep
+from stepscope.models.training_step import Choices, Shared, StepParts
 from tests.conftest import mini
 from tests.models.by_dtype import BY_DTYPE
 
@@ -304,6 +307,17 @@ def test_steps_rotate_through_the_batches_that_were_given(file: str, factory: st
     assert len(step.batches) == batches
     assert (observation.covers_batch, observation.model_forwards["forward"]) == (True, 1)
     assert observation.forward_tokens is None  # floating numbers are no tokens
+
+
+def test_the_batch_of_the_workload_is_that_of_all_ranks(file: str):
+    def half(parts: StepParts, _: Choices) -> Shared:
+        batches = [parts.split(batch, 2)[0] for batch in parts.batches]
+        return Shared(parts=dataclasses.replace(parts, batches=batches), finish=None, local=contextlib.nullcontext)
+
+    alone = made(f"{file}:make")[1]
+    step, found = make_own_step(own_workload(f"{file}:make"), CPU, share=half)
+    assert found.model.inputs == alone.model.inputs
+    assert [tensor.shape[0] for _, tensor in step.named_tensors(step.batch)] == [2] and alone.batch_size == 4
 
 
 @pytest.mark.parametrize("factory", ["attributes", "with_optimizer"])

@@ -25,7 +25,7 @@ CONVENTION = Convention(causal="full", recompute=True)
 _PRODUCT = re.compile(r"mm|matmul|mv$|dot|conv|attention|rnn|lstm|gru|bilinear|linear|einsum|fft|outer|cdist|scan")
 """Names of ATen's operators that multiply, or may."""
 _NO_PRODUCT = re.compile(r"^_?(convert|upsample|linspace)")
-_NO_WORK = ("profiler", "prim", "prims", "inductor", "c10d", "_c10d_functional", "debugprims", "rngprims")
+_NO_WORK = ("profiler", "prim", "prims", "inductor", "c10d", "_c10d_functional", "fsdp", "debugprims", "rngprims")
 """Namespaces of operators that do no arithmetic of the model's own."""
 
 

@@ -1,8 +1,10 @@
 """Gathers evidence of what the timed steps did, from steps that run after them."""
 
+import msgspec
 import torch
 
 from stepscope.core.evidence import Precision
+from stepscope.core.work import Work
 from stepscope.engine.draft import Draft
 from stepscope.measure import ranges
 from stepscope.measure.driven import observe_step, profile_step, step_flops, step_habits, step_operators
@@ -42,6 +44,11 @@ def count_work(draft: Draft) -> None:
         draft.note("no FLOPs: what CUDA graphs replay calls no operators that could be counted")
         return
     draft.begin("count FLOPs")
-    work, unknown = step_flops(draft.step, draft.timing)
+    mine, unknown = step_flops(draft.step, draft.timing)
+    of_ranks: list[bytes] = draft.ranks.gathered(msgspec.json.encode(mine)) if draft.ranks.backend else []
+    work = msgspec.json.decode(of_ranks[0], type=dict[str, Work]) if of_ranks else mine
+    for other in of_ranks[1:]:  # each has a part of the batch, and of nothing else
+        for phase, more in msgspec.json.decode(other, type=dict[str, Work]).items():
+            work[phase] = work[phase] + more if phase in work else more
     draft.set(work=work)
     draft.set_evidence(uncounted=unknown)

@@ -21,7 +21,7 @@ from stepscope.models.own.identity import describe_own
 from stepscope.models.own.own_module import OwnModule, understand
 from stepscope.models.own.own_step import DrivenStep, OwnStep, parts_of
 from stepscope.models.own.user_code import said_of
-from stepscope.models.training_step import Share, StepParts
+from stepscope.models.training_step import Batch, Choices, Share, Shared, StepParts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +104,19 @@ def make_own_step(
         if share is not None:
             raise InputError(f"{loaded.name} gave a step of its own, which ranks cannot share: give a module, a batch")
         return _driven(loaded, workload, device)
-    step = OwnStep(loaded.made, workload, device, share)
+    whole: list[Batch] = []  # of all ranks together, of which the step has a part
+
+    def share_and_note(parts: StepParts, choices: Choices) -> Shared:
+        assert share is not None
+        whole.append(parts.batches[0])
+        return share(parts, choices)
+
+    step = OwnStep(loaded.made, workload, device, share_and_note if share is not None else None)
     optimizer, by_factory = workload.optimizer, ()
     if loaded.made.optimizer is not None and step.optimizer is not None:
         optimizer, by_factory = type(step.optimizer).__name__, ("optimizer",)
-    model = describe_own(step.model, step.named_tensors(step.batches[0]), [loaded.file])
+    batch = whole[0] if whole else step.batches[0]
+    model = describe_own(step.model, step.named_tensors(batch), [loaded.file])
     return step, msgspec.structs.replace(workload, model=model, optimizer=optimizer, by_factory=by_factory)
 
 
