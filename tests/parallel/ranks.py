@@ -25,11 +25,11 @@ def on_ranks(count: int, function: Callable[[int, int], Any]) -> list[Any]:
             for process in ranks:
                 process.start()
         for process in ranks:
-            process.join(120)
+            process.join(240)
         alive = [process for process in ranks if process.is_alive()]
         for process in alive:
             process.kill()
-        assert not alive, "ranks still waited for one another after two minutes"
+        assert not alive, "ranks still waited for one another after four minutes"
         codes = [process.exitcode for process in ranks]
         assert codes == [0] * count, f"exit codes {codes}"
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(count)]
