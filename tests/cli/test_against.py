@@ -73,7 +73,7 @@ def test_two_steps_take_turns_in_each_of_two_processes(tmp_path: Path):
     ("against", "said"),
     [
         ("no-such-run", "no run named"),
-        ("--dtype tf32", "dtype tf32 needs an NVIDIA GPU"),
+        pytest.param("--dtype tf32", "dtype tf32 needs an NVIDIA GPU", marks=pytest.mark.long),
         ("--nonsense", "No such option"),
     ],
 )

@@ -201,6 +201,7 @@ def test_the_cells_that_judge_cover_what_can_be_chosen():
     assert {"none", "selective", "every-1"} < {cell.checkpointing for cell in cells}
 
 
+@pytest.mark.long
 def test_no_cell_judges_that_the_model_was_corrected_by():
     apart = {c.workload.key for c in judged().apart}
     assert apart and not apart & {c.workload.key for c in judged().comparisons}

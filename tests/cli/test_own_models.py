@@ -185,6 +185,7 @@ def test_autocast_of_ones_own_by_its_file_and_arguments(own: Path):
     assert {"parameter 24 x 8", "parameter 50 x 8"} <= shapes
 
 
+@pytest.mark.long
 def test_autocast_of_a_configuration(own: Path):
     pytest.importorskip("transformers", reason="needs transformers: pip install 'stepscope[transformers]'")
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}

@@ -55,6 +55,7 @@ def test_a_run_in_two_processes(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_sweep_of_two_cells_twice_is_taken_up_where_it_stopped(tmp_path: Path):
     asked = ("sweep", *SMALL[:8], "--seq-len", "8,16", *SMALL[10:], "--repeat", "2", "--runs", tmp_path)
     done = stepscope(*asked)

@@ -134,6 +134,7 @@ def failure(run: Run) -> str:
     return run.failure.message
 
 
+@pytest.mark.long
 def test_cells_end_as_they_would_in_a_python_of_their_own(out: Path, own: Path, capfd: pytest.CaptureFixture[str]):
     """A result, memory that runs out, an exit, a crash: rows with the same words; and nothing of them lives on."""
     cells = [made(own, "plain"), Cell(workload=impossible(), settings=QUICK), made(own, "exits"),
