@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from stepscope.analysis.runs.answer import answer_run
 from stepscope.core import attention_support
 from stepscope.core.attention_support import attention_of, is_predicted, predicted_attention, resolve_attention
-from stepscope.core.attentions import ATTENTIONS, Attention, AttentionCall, attention_names
+from stepscope.core.attentions import ATTENTIONS, Attention, AttentionCall, attention_names, is_kept
 from stepscope.core.errors import InputError
 from stepscope.core.run import Settings
 from stepscope.engine.fake_step import estimate_by_running
@@ -335,7 +335,7 @@ def test_flash_keeps_what_the_symbolic_model_says(dtype: str):
 
 
 @interpreted
-def test_selective_checkpointing_keeps_flashs_output(monkeypatch: pytest.MonkeyPatch):
+def test_checkpointing_keeps_flashs_output(monkeypatch: pytest.MonkeyPatch):
     """Its kernel runs once, and not again in backward; gradients are those without checkpointing."""
     from stepscope.kernels.flash import launch as flash_launch
 
@@ -348,12 +348,12 @@ def test_selective_checkpointing_keeps_flashs_output(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(flash_launch, "launch_forward", counting)
     gradients: list[list[torch.Tensor | None]] = []
-    for checkpointing in ("none", "selective", "every-1"):
+    for checkpointing in ("none", "selective", "attention", "every-1"):
         launched.append(0)
         step = TrainingStep(mini(attention="flash", phase="forward-backward", checkpointing=checkpointing), CPU)
         run_steps(step)
         gradients.append([parameter.grad for parameter in step.model.parameters()])
-    assert launched == [2, 2, 4]  # of two layers
+    assert launched == [2, 2, 2, 4]  # of two layers
     for plain, *others in zip(*gradients, strict=True):
         assert plain is not None
         assert all(other is not None and torch.equal(plain, other) for other in others)
@@ -365,6 +365,19 @@ def test_flash_is_predicted_to_keep_what_pytorchs_flash_keeps():
     assert estimate(ours).saved_for_backward == estimate(theirs).saved_for_backward
     assert estimate(mini(attention="auto", dtype="bf16", seq_len=512)) == estimate(ours)
     assert estimate_by_running(ours).memory.saved_for_backward == estimate_by_running(theirs).memory.saved_for_backward
+
+
+@pytest.mark.parametrize("name", attention_names())
+def test_checkpointing_attention_is_for_those_that_are_an_operator(name: Attention):
+    """Each of those that are none is refused in one line that names those that are."""
+    kept = ("sdpa", "sdpa-efficient", "sdpa-flash", "sdpa-cudnn", "flash", "auto")
+    assert is_kept(name) == (name in kept)
+    assert mini(attention=name, checkpointing="attention", phase="forward").checkpointing == "none"
+    if name in kept:
+        assert mini(attention=name, checkpointing="attention").checkpointing == "attention"
+        return
+    with pytest.raises(InputError, match=f"attention {name} is no such .*: choose --attention {', '.join(kept)}, or"):
+        mini(attention=name, checkpointing="attention")
 
 
 @pytest.mark.parametrize("name", ["chunked", "flash-tiled", "flex"])

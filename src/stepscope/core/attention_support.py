@@ -123,6 +123,8 @@ def unpredicted(workload: Workload) -> str | None:
         return "the memory of a step compiled block by block is not predicted: ask for --compile default"
     if PRECISIONS[workload.dtype].scaled:
         return f"the memory of a step in {workload.dtype} is not predicted: ask for --dtype bf16-master"
+    if workload.projections != "apart":
+        return "the memory of a step with projections joint is not predicted: choose --projections apart"
     eager = workload.compile == "eager"
     part = unpredicted_part(workload.parts, eager=eager)
     if part is not None:

@@ -47,6 +47,8 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
     """The factor on the scores; None is 1 / sqrt(head_dim)."""
     numbers: Numbers = "normal"
     differentiated: Differentiated = "qkv"
+    documents: tuple[int, ...] = ()
+    """The lengths of the documents, through the batch row by row; none where each row is one."""
 
     @property
     def layouts(self) -> tuple[Layout, Layout, Layout, Layout]:
@@ -62,7 +64,7 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
         return AttentionCall(
             device_type=device_type, dtype=dtype, head_dim=self.head_dim, queries=self.queries, keys=self.keys,
             heads=self.heads, key_heads=self.key_heads, window=self.window, backward=backward,
-            largest_score=largest_score,
+            documents=bool(self.documents), largest_score=largest_score,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -74,6 +76,7 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
             *([f"window {self.window}"] if self.window is not None else []),
             *([f"scale {self.scale:g}"] if self.scale is not None else []),
             *([f"scores {self.numbers}"] if self.numbers != "normal" else []),
+            *([f"documents of {', '.join(map(str, self.documents))}"] if self.documents else []),
             *([f"gradients of {' and '.join(self.differentiated)} alone"] if self.differentiated != "qkv" else []),
             *self._layout_words(),
         ]

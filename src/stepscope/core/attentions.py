@@ -50,6 +50,8 @@ class AttentionCall(msgspec.Struct, frozen=True, kw_only=True):
     heads: int | None = None
     key_heads: int | None = None
     window: int | None = None
+    documents: bool = False
+    """Whether the rows hold several documents, and a query sees only keys of its own."""
     largest_score: float | None = None
     """The largest absolute score of a query and a key that it sees; None if the numbers are unknown."""
     backward: bool = True
@@ -84,6 +86,8 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The smallest number of queries, and of keys, that it takes."""
     window: bool = True
     """Whether it takes a sliding window."""
+    documents: bool = False
+    """Whether it takes documents, as their bounds (kernels/documents.py): a keyword argument `bounds`."""
     subtracts_maximum: bool = True
     """Whether it subtracts the row's maximum, which allows scores of any size. If not, their exp must be finite."""
     compiler: Compiler | None = None
@@ -105,7 +109,8 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Which steps with it have a predicted memory: all, only eager ones, or none."""
 
     kept_operators: tuple[str, ...] = ()
-    """Fused operators whose output selective checkpointing keeps, as `namespace::name`. They do not run again."""
+    """Fused operators whose outputs checkpointing by operator keeps (core/workload.py, `KEEPING`), as
+    `namespace::name`. They do not run again."""
 
     in_fp32: bool = False
     """Whether even 16-bit tensors are multiplied in fp32."""
@@ -160,8 +165,12 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
         for length, what in ((call.queries, "queries"), (call.keys, "keys")):
             if length is not None and length < self.shortest:
                 return f"takes {what} from {self.shortest} on, not {length}"
-        if call.window is not None and not self.window:
-            return "takes no sliding window"
+        for asked, taken, what in (
+            (call.window is not None, self.window, "sliding window"),
+            (call.documents, self.documents, "documents in one row"),
+        ):
+            if asked and not taken:
+                return f"takes no {what}"
         return None
 
     def fault_of_scores(self, call: AttentionCall) -> str | None:
@@ -180,19 +189,22 @@ ATTENTIONS: dict[Attention, AttentionRecord] = {
     # Written out: scores, mask, softmax with the maximum subtracted, weighted sum.
     "reference": AttentionRecord(
         function=f"{_WRITTEN_OUT}:reference", scores="whole", memory="scores", predicted="always", rounds_scores=True,
+        documents=True,
     ),
     # PyTorch's scaled_dot_product_attention. PyTorch chooses the backend, and the run names it.
     "sdpa": AttentionRecord(
-        function=f"{_PYTORCH}:sdpa", memory="chosen", predicted="always",
+        function=f"{_PYTORCH}:sdpa", memory="chosen", predicted="always", documents=True,
         chooses_among=("sdpa-math", "sdpa-efficient", "sdpa-flash", "sdpa-cudnn"),
     ),
     # The next four run the backend of that name, or raise an error.
     "sdpa-math": AttentionRecord(
         function=f"{_PYTORCH}:sdpa_math", scores="whole", memory="math", predicted="always", in_fp32=True,
+        documents=True,
         signs=r"^aten::_scaled_dot_product_attention_math",
     ),
     "sdpa-efficient": AttentionRecord(
         function=f"{_PYTORCH}:sdpa_efficient", memory="efficient", predicted="always", repeats_keys=True,
+        documents=True,
         kept_operators=("aten::_scaled_dot_product_efficient_attention",),
         # It loads 16 bytes at a time (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
         device_types=("cuda",), cuda_dtypes=_FUSED, head_dim_multiple=8,
@@ -215,6 +227,7 @@ ATTENTIONS: dict[Attention, AttentionRecord] = {
         kept_operators=("aten::_scaled_dot_product_cudnn_attention",),
         # Beyond 128, only cuDNN 9.22 or later has a backward, and only on some GPUs.
         device_types=("cuda",), cuda_dtypes=_HALF, max_head_dim=128, head_dim_multiple=8, shortest=2,
+        documents=True,
         signs=r"_scaled_dot_product_cudnn_attention|^cudnn\w*_sdpa_", signs_when_compiled=True,
     ),
     # Written out, without the maximum that keeps exp from overflowing.
@@ -230,6 +243,7 @@ ATTENTIONS: dict[Attention, AttentionRecord] = {
     "flex": AttentionRecord(
         function="stepscope.models.attention.flex:flex", memory="fused", compiler="inductor",
         trains_on=("cuda",), cuda_dtypes=_FUSED, cpu_dtypes=_FUSED, min_head_dim=16, max_head_dim=256,
+        documents=True,
         signs=r"flex_attention|FlexAttention",
     ),
     # FlashAttention-2 tile by tile in PyTorch.
@@ -242,6 +256,7 @@ ATTENTIONS: dict[Attention, AttentionRecord] = {
         function="stepscope.kernels.flash.attention:flash_attention", memory="hopper", predicted="always",
         kept_operators=("stepscope::flash_attention_forward",), compiler="triton", kernel_by_length=True,
         capability=(8, 0), cuda_dtypes=_FUSED, cpu_dtypes=_FUSED, max_head_dim=256,
+        documents=True,
         signs=r"^stepscope::flash_attention_forward|^flash_forward", signs_when_compiled=True,
     ),
 }  # fmt: skip
@@ -261,6 +276,14 @@ def check_attention(name: Attention) -> None:
 def scores_of(name: Attention) -> Scores:
     """How an attention makes its scores; `auto` picks a fused one."""
     return ATTENTIONS[name].scores if name != AUTO else "fused"
+
+
+def is_kept(name: Attention) -> bool:
+    """Whether an attention is an operator whose output checkpointing can keep; `auto` picks one that is."""
+    if name == AUTO:
+        return True
+    record = ATTENTIONS[name]
+    return bool(record.kept_operators) or any(map(is_kept, record.chooses_among))
 
 
 def attention_names() -> tuple[Attention, ...]:

@@ -5,7 +5,9 @@
     FlashAttention.apply(q, k, v, is_causal=False)          Triton: a GPU, or Triton's interpreter
     FlashAttentionTiled.apply(q, k, v, is_causal=False)     PyTorch alone: any device
 
-Both take (..., seq, head_dim) and save q, k, v, the output and the logsumexp (..., seq).
+Both take (..., seq, head_dim) and save q, k, v, the output and the logsumexp (..., seq). `flash_attention`
+runs the first one's kernels on (batch, heads, seq, head_dim), also with a window and with packed documents
+(`document_bounds`, `check_cu_seqlens`).
 """
 
 import importlib
@@ -15,7 +17,13 @@ from stepscope.core.address_space import require_room_for_torch
 
 require_room_for_torch()
 
-_PUBLIC = {"FlashAttention": "flash.attention", "FlashAttentionTiled": "flash.tiled"}
+_PUBLIC = {
+    "FlashAttention": "flash.attention",
+    "FlashAttentionTiled": "flash.tiled",
+    "flash_attention": "flash.attention",
+    "document_bounds": "documents",
+    "check_cu_seqlens": "documents",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,6 @@
-"""Queries, keys and values cast as autocast casts the arguments of PyTorch's scaled_dot_product_attention.
+"""What autocast makes of the arguments of our own functions.
+
+Queries, keys and values are cast as autocast casts the arguments of PyTorch's scaled_dot_product_attention.
 
 That function is on autocast's list for the lower precision, on CUDA and on a CPU: under autocast every floating tensor
 of the device but fp64 is cast to autocast's dtype first, so that its output has that dtype too. A custom function is on
@@ -23,3 +25,11 @@ def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
         for tensor in (q, k, v)
     )
     return q, k, v
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that a product after x would cast it to: autocast's, or that of x where autocast is off."""
+    device_type = x.device.type
+    if x.dtype == torch.float64 or device_type not in {"cpu", "cuda"} or not torch.is_autocast_enabled(device_type):
+        return x.dtype
+    return torch.get_autocast_dtype(device_type)

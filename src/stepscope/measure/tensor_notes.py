@@ -33,7 +33,6 @@ class TensorNotes:
         self._step, self._device = step, device
         self._names = {id(parameter): name for name, parameter in step.model.named_parameters()}
         self._notes: list[TensorNote] = []
-        self._resident: set[int] = set()
         self._before: dict[int, int] | None = None
         self._casts: set[int] = set()
 
@@ -49,20 +48,25 @@ class TensorNotes:
     def resident(self) -> None:
         """Note everything that exists before a step: parameters, buffers, gradients, optimizer state, batches."""
         already = len(self._notes)
-        model, optimizer = self._step.model, self._step.optimizer
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            self._note(tensor, "parameters", name)
-        self.gradients()
-        for parameter, state in optimizer.state.items() if optimizer is not None else ():
-            for key, tensor in state.items():
-                self._note(tensor, "optimizer state", f"{self._names.get(id(parameter), '?')}.{key}")
-        for i, batch in enumerate(self._step.batches):
-            for what, tensor in self._step.named_tensors(batch):
-                self._note(tensor, "inputs", f"batch {i} {what}")
+        for tensor, category, name in self._residents():
+            self._note(tensor, category, name)
         found = self._notes[already:]
-        self._resident = {note.address for note in found}
         if self._before is None:
             self._before = {note.address: note.bytes for note in found}
+
+    def _residents(self) -> Iterator[tuple[object, MemoryCategory, str]]:
+        """What outlives a phase, each with its category and name."""
+        model, optimizer = self._step.model, self._step.optimizer
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            yield tensor, "parameters", name
+        for name, parameter in model.named_parameters():
+            yield parameter.grad, "gradients", name
+        for parameter, state in optimizer.state.items() if optimizer is not None else ():
+            for key, tensor in state.items():
+                yield tensor, "optimizer state", f"{self._names.get(id(parameter), '?')}.{key}"
+        for i, batch in enumerate(self._step.batches):
+            for what, tensor in self._step.named_tensors(batch):
+                yield tensor, "inputs", f"batch {i} {what}"
 
     def gradients(self) -> None:
         """Note the gradients that backward left on the parameters."""
@@ -82,7 +86,12 @@ class TensorNotes:
         self._note(loss, "temporaries", "loss")
         if loss is None or loss.grad_fn is None:
             return
-        seen = self._resident | self._casts
+        # Read anew: an activation may lie where a gradient lay that the loop freed since.
+        seen = self._casts | {
+            local_part(tensor).untyped_storage().data_ptr()
+            for tensor, _, _ in self._residents()
+            if isinstance(tensor, torch.Tensor) and tensor.device == self._device
+        }
         for saved in saved_tensors(loss.grad_fn):
             address = local_part(saved.tensor).untyped_storage().data_ptr()
             if address not in seen:

@@ -1,12 +1,13 @@
 """FlashAttention-2 for PyTorch: operators with fake kernels, autograd and a FLOP formula, and two Functions.
 
-    flash_attention(q, k, v, causal=..., scale=None, window=None) -> out        (B, H, S, D)
+    flash_attention(q, k, v, causal=..., scale=None, window=None, cu_seqlens=None) -> out        (B, H, S, D)
     FlashAttention.apply(q, k, v, is_causal=False) -> out                       (..., S, D)
     FlashAttentionTiled.apply(q, k, v, is_causal=False) -> out                  (..., S, D), in PyTorch: tiled.py
 
 With `causal`, query i sees key j if j <= i (top-left alignment if S and T differ, like `is_causal` of PyTorch's
 scaled_dot_product_attention). With a window w it must also hold that i - j < w and, without causal, that j - i < w. A
-row that sees no key gives zeros, logsumexp -inf and no gradient. Under autocast both run in autocast's dtype, like
+row that sees no key gives zeros, logsumexp -inf and no gradient. With documents (`kernels/documents.py`) query i sees
+only keys of its own. Under autocast both run in autocast's dtype, like
 PyTorch's attention.
 
 Forward is deterministic. Backward is deterministic unless its kernels sum dQ in memory, in an order that differs
@@ -25,6 +26,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from stepscope.core.errors import InputError
 from stepscope.kernels.autocast_inputs import as_autocast
+from stepscope.kernels.documents import check_bounds, document_bounds
 from stepscope.kernels.flash.tiled import FlashAttentionTiled
 from stepscope.kernels.function_transforms import refuse_transforms, transformed_by_func
 from stepscope.kernels.operators import watched
@@ -39,11 +41,12 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _library = torch.library.Library("stepscope", "FRAGMENT")
 _library.define(
-    "flash_attention_forward(Tensor q, Tensor k, Tensor v, bool causal, float scale, int? window) -> (Tensor, Tensor)"
+    "flash_attention_forward(Tensor q, Tensor k, Tensor v, bool causal, float scale, int? window,"
+    " Tensor? bounds=None) -> (Tensor, Tensor)"
 )
 _library.define(
     "flash_attention_backward(Tensor gradient, Tensor? logsumexp_gradient, Tensor q, Tensor k, Tensor v, Tensor out,"
-    " Tensor logsumexp, bool causal, float scale, int? window) -> (Tensor, Tensor, Tensor)"
+    " Tensor logsumexp, bool causal, float scale, int? window, Tensor? bounds=None) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -73,7 +76,9 @@ def _needed(window: int | None, q: Tensor, k: Tensor, causal: bool) -> int | Non
     return window
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None, bounds: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     launch, replay, tuning = _launching()
     if q.device.type == "cpu" and not launch.interpreted():
         raise InputError(
@@ -88,16 +93,19 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window
     target = _dense_target(out)
     precision = tuning.precision_for(q)
 
+    packed = () if bounds is None else (bounds.contiguous(),)
+
     def call(tensors: tuple[Tensor, ...], launcher: Any) -> None:
         launch.launch_forward(
-            *tensors[:5], causal=causal, scale=scale, window=window, precision=precision, parts=tensors[5:],
+            *tensors[:5], causal=causal, scale=scale, window=window, precision=precision,
+            parts=tensors[5 + len(packed) :], bounds=tensors[5] if packed else None,
             configuration=tuning.forward_configuration(q, causal=causal), launcher=launcher,
         )  # fmt: skip
 
-    tensors = (_dense(q), _dense(k), _dense(v), target, logsumexp, *launch.parts_for(precision, q, k, v))
+    tensors = (_dense(q), _dense(k), _dense(v), target, logsumexp, *packed, *launch.parts_for(precision, q, k, v))
     # These determine the strides of every tensor that is allocated here.
     strides = q.stride(), tensors[1].stride(), tensors[2].stride()
-    key = ("forward", q.shape, k.shape, strides, q.dtype, q.device, causal, scale, window, tuning.state(q))
+    key = ("forward", q.shape, k.shape, strides, q.dtype, q.device, causal, scale, window, len(packed), tuning.state(q))
     replay.run(key, tensors, call)
     if target is not out:
         out.copy_(target)
@@ -106,7 +114,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window
 
 def _backward(
     gradient: Tensor, logsumexp_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    logsumexp: Tensor, causal: bool, scale: float, window: int | None,
+    logsumexp: Tensor, causal: bool, scale: float, window: int | None, bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     launch, replay, tuning = _launching()
     window = _needed(window, q, k, causal)
@@ -117,25 +125,29 @@ def _backward(
     configuration = tuning.backward_configuration(q, causal=causal)
     dense = _dense(gradient), _dense(q), _dense(k), _dense(v)
     statistics = launch.statistics_for(q, configuration)
-    sums = launch.sums_for(configuration, statistics, *dense[1:], dense[0], causal=causal, window=window)
+    sums = launch.sums_for(
+        configuration, statistics, *dense[1:], dense[0], causal=causal, window=window, packed=bounds is not None
+    )
     precision = tuning.precision_for(q)
     # A tensor that was saved between the passes may have a new layout. The kernels address logsumexp without strides.
     always = (*dense, _dense(out), logsumexp.contiguous(), *targets, statistics)
     parts = launch.parts_for(precision, q, k, v, gradient)
     rest = (
         () if sums is None else (sums,),
+        () if bounds is None else (bounds.contiguous(),),
         () if logsumexp_gradient is None else (logsumexp_gradient.contiguous(),),
     )
-    tensors = (*always, *parts, *rest[0], *rest[1])
+    tensors = (*always, *parts, *rest[0], *rest[1], *rest[2])
     ends = tuple(itertools.accumulate(map(len, (always, parts, *rest))))
 
     def call(tensors: tuple[Tensor, ...], launcher: Any) -> None:
         backward = launch.Backward(
             *tensors[: ends[0]], causal=causal, scale=scale, window=window, precision=precision,
             tma=configuration.tma, parts=tensors[ends[0] : ends[1]],
-            sums=next(iter(tensors[ends[1] : ends[2]]), None), launcher=launcher,
+            sums=next(iter(tensors[ends[1] : ends[2]]), None),
+            bounds=next(iter(tensors[ends[2] : ends[3]]), None), launcher=launcher,
         )  # fmt: skip
-        launch.run_backward(backward, configuration, *tensors[ends[2] :])
+        launch.run_backward(backward, configuration, *tensors[ends[3] :])
 
     strides = tensors[0].stride(), q.stride(), k.stride(), v.stride(), tensors[4].stride(), ends
     key = ("backward", q.shape, k.shape, strides, q.dtype, q.device, causal, scale, window, tuning.state(q))
@@ -163,20 +175,21 @@ def _fake_backward(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.causal, ctx.scale, ctx.window = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, ctx.causal, ctx.scale, ctx.window, bounds = inputs
+    ctx.save_for_backward(q, k, v, *output, bounds)
     ctx.set_materialize_grads(False)
 
 
 def _autograd(ctx: Any, gradient: Tensor | None, logsumexp_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
     if gradient is None:
         if logsumexp_gradient is None:
-            return (None,) * 6
+            return (None,) * 7
         gradient = torch.zeros_like(ctx.saved_tensors[3])
+    *saved, bounds = ctx.saved_tensors
     gradients = torch.ops.stepscope.flash_attention_backward(
-        gradient, logsumexp_gradient, *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.window
+        gradient, logsumexp_gradient, *saved, ctx.causal, ctx.scale, ctx.window, bounds
     )
-    return *gradients, None, None, None
+    return *gradients, None, None, None, None
 
 
 torch.library.register_autograd(
@@ -193,7 +206,8 @@ torch.library.register_autograd("stepscope::flash_attention_backward", _refuse, 
 
 @register_flop_formula(torch.ops.stepscope.flash_attention_forward)
 def _forward_flops(q_shape: Any, k_shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """FLOPs of forward: two products of 2 B H S T D, the full square, as PyTorch counts its own attention."""
+    """FLOPs of forward: two products of 2 B H S T D, the full square, as PyTorch counts its own attention. What causal,
+    a window or documents hide is counted too: a count sees shapes."""
     batches, heads, queries, head_dim = q_shape
     return 4 * batches * heads * queries * k_shape[2] * head_dim
 
@@ -234,17 +248,25 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> 
 
 
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
-) -> Tensor:
-    """softmax(q k^T * scale) v, with scale 1 / sqrt(D) by default. The module says what causal and window hide."""
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None,
+    cu_seqlens: Tensor | None = None, bounds: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """softmax(q k^T * scale) v, with scale 1 / sqrt(D) by default. The module says what causal and window hide.
+
+    cu_seqlens: the borders of documents. bounds: what `document_bounds` made of them, once for several calls.
+    """
     q, k, v = as_autocast(q, k, v)
     check_inputs(q, k, v, window)
+    if cu_seqlens is not None:
+        bounds = document_bounds(cu_seqlens, q.shape[0], q.shape[2])
+    if bounds is not None:
+        check_bounds(bounds, q, k)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     if watched(q, k, v):
         if transformed_by_func():
-            return _transforms().transformed(q, k, v, causal, scale, window)
-        return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window)[0]
-    return _Direct.apply(q, k, v, (causal, scale, window))
+            return _transforms().transformed(q, k, v, causal, scale, window, bounds)
+        return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window, bounds)[0]
+    return _Direct.apply(q, k, v, (causal, scale, window, bounds))
 
 
 @functools.cache
@@ -256,14 +278,14 @@ def _transforms() -> "ModuleType":
 
 def _gradients(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool, scale: float,
-    window: int | None,
+    window: int | None, bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     # With gradients enabled, this backward is itself differentiated. The operator then raises, since it cannot be.
     if torch.is_grad_enabled() or watched(q, k, v) or type(gradient) is not Tensor:
         return torch.ops.stepscope.flash_attention_backward(
-            gradient, None, q, k, v, out, logsumexp, causal, scale, window
+            gradient, None, q, k, v, out, logsumexp, causal, scale, window, bounds
         )
-    return _backward(gradient, None, q, k, v, out, logsumexp, causal, scale, window)
+    return _backward(gradient, None, q, k, v, out, logsumexp, causal, scale, window, bounds)
 
 
 class _Direct(torch.autograd.Function):
@@ -271,7 +293,9 @@ class _Direct(torch.autograd.Function):
     passes."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[bool, float, int | None]) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[bool, float, int | None, Tensor | None]
+    ) -> Tensor:
         out, logsumexp = _forward(q, k, v, *options)
         ctx.save_for_backward(q, k, v, out, logsumexp)
         ctx.options = options

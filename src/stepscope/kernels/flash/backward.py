@@ -24,7 +24,9 @@ import triton.language as tl
 
 from stepscope.kernels.flash.operands import as_operand, joined, load_operand, product, transposed
 from stepscope.kernels.flash.tiles import (
+    document_of,
     head_and_row,
+    in_document,
     keys_visited,
     load_tile,
     long,
@@ -102,7 +104,8 @@ def _load_statistic(STATISTICS, row, first_query, padded, BLOCK_M: tl.constexpr,
 @triton.jit
 def _visit_queries(
     dk, dv, k, v, Q, GRADIENT, DQ, STATISTICS, statistics_row, q_offset, g_offset, dq_offset, batch, head,
-    q_row, g_row, dq_row, key, begin, end, queries, keys, window, padded, rows, scale_log2,
+    q_row, g_row, dq_row, key, document_first, document_after, begin, end, queries, keys, window, padded, rows,
+    scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr, EVEN_QUERIES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr,
     TMA_REDUCE: tl.constexpr,
@@ -118,6 +121,7 @@ def _visit_queries(
         weights_transposed = tl.math.exp2(scores_transposed * scale_log2 - logsumexp[None, :])
         if MASKED:
             seen = visible(query[None, :], key[:, None], keys, window, CAUSAL, WINDOW)
+            seen = in_document(seen, query, document_first, document_after)
             weights_transposed = tl.where(seen, weights_transposed, 0.0)
         gradient = load_operand(
             GRADIENT, g_offset, batch, head, first_query, queries, g_row,
@@ -143,7 +147,7 @@ def _visit_queries(
 
 @triton.jit
 def _key_gradients(
-    tile, Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, scale, scale_log2,
+    tile, Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, scale, scale_log2,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
     batches, kv_heads, queries, keys, window, padded,
@@ -172,8 +176,12 @@ def _key_gradients(
     )  # fmt: skip
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    document_first = None
+    document_after = None
+    if BOUNDS is not None:
+        document_first, document_after = document_of(BOUNDS, batch, batches, key, keys)
     begin, full_begin, full_end, end = queries_visiting(
-        first_key, queries, keys, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
+        BOUNDS, batch, batches, first_key, queries, keys, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
     )
     if FUSED and not EVEN_KEYS and first_key + BLOCK_N > keys:
         # If the weights of keys beyond the sequence overflow, dQ would get 0 * inf.
@@ -186,22 +194,24 @@ def _key_gradients(
         g_offset = batch_long * g_batch + long(head) * g_head
         dq_offset = batch_long * dq_batch + long(head) * dq_head
         statistics_row = batch * kv_heads * GROUP + head
-        if CAUSAL or WINDOW or (FUSED and not EVEN_KEYS):
+        if CAUSAL or WINDOW or BOUNDS is not None or (FUSED and not EVEN_KEYS):
             dk, dv = _visit_queries(
                 dk, dv, k, v, Q, GRADIENT, DQ, STATISTICS, statistics_row, q_offset, g_offset, dq_offset, batch, head,
-                q_row, g_row, dq_row, key, begin, tl.minimum(full_begin, end), queries, keys, window, padded, rows,
-                scale_log2,
+                q_row, g_row, dq_row, key, document_first, document_after, begin, tl.minimum(full_begin, end),
+                queries, keys, window, padded, rows, scale_log2,
                 HEAD_DIM, BLOCK_D, BLOCK_M, CAUSAL, WINDOW, True, EVEN_QUERIES, PRECISION, TMA, FUSED, TMA_REDUCE,
             )  # fmt: skip
         dk, dv = _visit_queries(
             dk, dv, k, v, Q, GRADIENT, DQ, STATISTICS, statistics_row, q_offset, g_offset, dq_offset, batch, head,
-            q_row, g_row, dq_row, key, full_begin, full_end, queries, keys, window, padded, rows, scale_log2,
+            q_row, g_row, dq_row, key, document_first, document_after, full_begin, full_end,
+            queries, keys, window, padded, rows, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_M, CAUSAL, WINDOW, False, EVEN_QUERIES, PRECISION, TMA, FUSED, TMA_REDUCE,
         )  # fmt: skip
-        if WINDOW:
+        if WINDOW or BOUNDS is not None:
             dk, dv = _visit_queries(
                 dk, dv, k, v, Q, GRADIENT, DQ, STATISTICS, statistics_row, q_offset, g_offset, dq_offset, batch, head,
-                q_row, g_row, dq_row, key, full_end, end, queries, keys, window, padded, rows, scale_log2,
+                q_row, g_row, dq_row, key, document_first, document_after, full_end, end,
+                queries, keys, window, padded, rows, scale_log2,
                 HEAD_DIM, BLOCK_D, BLOCK_M, CAUSAL, WINDOW, True, EVEN_QUERIES, PRECISION, TMA, FUSED, TMA_REDUCE,
             )  # fmt: skip
     store_tile(
@@ -217,7 +227,7 @@ def _key_gradients(
 @triton.jit
 def _visit_keys(
     dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-    query, begin, end, keys, window, scale_log2,
+    query, document_first, document_after, begin, end, keys, window, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr, EVEN_KEYS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -231,6 +241,7 @@ def _visit_keys(
         if MASKED:
             key = first_key + tl.arange(0, BLOCK_N)
             seen = visible(query[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
+            seen = in_document(seen, key, document_first, document_after)
             weights = tl.where(seen, weights, 0.0)
         v = load_operand(
             V, v_offset, batch, kv_head, first_key, keys, v_row,
@@ -244,7 +255,7 @@ def _visit_keys(
 
 @triton.jit
 def _query_gradients(
-    tile, Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, scale, scale_log2,
+    tile, Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, BOUNDS, scale, scale_log2,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     o_batch, o_head, o_row, dq_batch, dq_head, dq_row,
     batches, kv_heads, queries, keys, window, padded,
@@ -287,24 +298,28 @@ def _query_gradients(
     k_offset = batch_long * k_batch + long(kv_head) * k_head
     v_offset = batch_long * v_batch + long(kv_head) * v_head
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    document_first = None
+    document_after = None
+    if BOUNDS is not None:
+        document_first, document_after = document_of(BOUNDS, batch, batches, query, queries)
     begin, full_begin, full_end, end = keys_visited(
-        first_query, queries, keys, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
+        BOUNDS, batch, batches, first_query, queries, keys, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
     )
-    if WINDOW:
+    if WINDOW or BOUNDS is not None:
         dq = _visit_keys(
             dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-            query, begin, tl.minimum(full_begin, end), keys, window, scale_log2,
+            query, document_first, document_after, begin, tl.minimum(full_begin, end), keys, window, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, True, EVEN_KEYS, PRECISION, TMA,
         )  # fmt: skip
-    if CAUSAL or WINDOW or not EVEN_KEYS:
+    if CAUSAL or WINDOW or BOUNDS is not None or not EVEN_KEYS:
         dq = _visit_keys(
             dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-            query, full_end, end, keys, window, scale_log2,
+            query, document_first, document_after, full_end, end, keys, window, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, True, EVEN_KEYS, PRECISION, TMA,
         )  # fmt: skip
     dq = _visit_keys(
         dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-        query, full_begin, full_end, keys, window, scale_log2,
+        query, document_first, document_after, full_begin, full_end, keys, window, scale_log2,
         HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, False, EVEN_KEYS, PRECISION, TMA,
     )  # fmt: skip
     store_tile(
@@ -315,7 +330,7 @@ def _query_gradients(
 
 @triton.jit
 def flash_key_gradients(
-    Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, scale, scale_log2,
+    Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, scale, scale_log2,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
     batches, kv_heads, queries, keys, window, padded,
@@ -329,7 +344,7 @@ def flash_key_gradients(
     descriptor.
     """
     _key_gradients(
-        tl.program_id(0), Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, scale, scale_log2,
+        tl.program_id(0), Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, scale, scale_log2,
         q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
         dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
         batches, kv_heads, queries, keys, window, padded, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
@@ -339,7 +354,7 @@ def flash_key_gradients(
 
 @triton.jit
 def flash_query_gradients(
-    Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, scale, scale_log2,
+    Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, BOUNDS, scale, scale_log2,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     o_batch, o_head, o_row, dq_batch, dq_head, dq_row,
     batches, kv_heads, queries, keys, window, padded,
@@ -349,7 +364,8 @@ def flash_query_gradients(
 ):  # fmt: skip
     """Compute dQ: one program per tile of queries. PREPARE also writes STATISTICS for `flash_key_gradients`."""
     _query_gradients(
-        tl.program_id(0), Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, scale, scale_log2,
+        tl.program_id(0), Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, BOUNDS,
+        scale, scale_log2,
         q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
         o_batch, o_head, o_row, dq_batch, dq_head, dq_row, batches, kv_heads, queries, keys, window, padded,
         GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS, PRECISION, TMA,
@@ -359,7 +375,8 @@ def flash_query_gradients(
 
 @triton.jit
 def flash_joint_gradients(
-    Q, K, V, GRADIENT, Q2, K2, V2, GRADIENT2, DQ, DK, DV, STATISTICS, STATISTICS2, scale, scale_log2,
+    Q, K, V, GRADIENT, Q2, K2, V2, GRADIENT2, DQ, DK, DV, STATISTICS, STATISTICS2, BOUNDS,
+    scale, scale_log2,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
     batches, kv_heads, queries, keys, window, padded,
@@ -376,7 +393,7 @@ def flash_joint_gradients(
     program = tl.program_id(0)
     if program < key_programs:
         _key_gradients(
-            program, Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, scale, scale_log2,
+            program, Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, scale, scale_log2,
             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
             dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
             batches, kv_heads, queries, keys, window, padded, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
@@ -384,7 +401,7 @@ def flash_joint_gradients(
         )  # fmt: skip
     else:
         _query_gradients(
-            program - key_programs, Q2, K2, V2, GRADIENT2, DQ, STATISTICS2, STATISTICS2, DQ, STATISTICS2,
+            program - key_programs, Q2, K2, V2, GRADIENT2, DQ, STATISTICS2, STATISTICS2, DQ, STATISTICS2, BOUNDS,
             scale, scale_log2,
             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
             0, 0, 0, dq_batch, dq_head, dq_row, batches, kv_heads, queries, keys, window, padded,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from stepscope.kernels.flash.operands import as_operand, load_operand, negated, product, transposed
-from stepscope.kernels.flash.tiles import keys_visited, long, store_tile, visible
+from stepscope.kernels.flash.tiles import document_of, in_document, keys_visited, long, store_tile, visible
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -24,7 +24,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _visit_keys(
     output, total, maximum, q, K, V, k_offset, v_offset, batch, kv_head, k_stride, v_stride,
-    queries_of_tile, begin, end, keys, window, scale_log2,
+    queries_of_tile, document_first, document_after, begin, end, keys, window, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr, EVEN_KEYS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr,
@@ -38,10 +38,11 @@ def _visit_keys(
         if MASKED:
             key = first_key + tl.arange(0, BLOCK_N)
             seen = visible(queries_of_tile[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
+            seen = in_document(seen, key, document_first, document_after)
             scores = tl.where(seen, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale_log2)
         shift = new_maximum
-        if WINDOW:
+        if WINDOW or document_first is not None:
             # A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN.
             shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weights = tl.math.exp2(scores * scale_log2 - shift[:, None])
@@ -59,7 +60,7 @@ def _visit_keys(
 
 @triton.jit
 def _attend_tile(
-    tile, Q, K, V, OUT, LOGSUMEXP, scale_log2,
+    tile, Q, K, V, OUT, LOGSUMEXP, BOUNDS, scale_log2,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     batches, heads, queries, keys, window,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -97,24 +98,28 @@ def _attend_tile(
     total = tl.zeros([BLOCK_M], tl.float32)
     output = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
+    document_first = None
+    document_after = None
+    if BOUNDS is not None:
+        document_first, document_after = document_of(BOUNDS, batch, batches, query, queries)
     begin, full_begin, full_end, end = keys_visited(
-        first_query, queries, keys, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
+        BOUNDS, batch, batches, first_query, queries, keys, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
     )
-    if WINDOW:
+    if WINDOW or BOUNDS is not None:
         output, total, maximum = _visit_keys(
             output, total, maximum, q, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-            query, begin, tl.minimum(full_begin, end), keys, window, scale_log2,
+            query, document_first, document_after, begin, tl.minimum(full_begin, end), keys, window, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, True, EVEN_KEYS, PRECISION, TMA, False,
         )  # fmt: skip
-    if CAUSAL or WINDOW or not EVEN_KEYS:
+    if CAUSAL or WINDOW or BOUNDS is not None or not EVEN_KEYS:
         output, total, maximum = _visit_keys(
             output, total, maximum, q, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-            query, full_end, end, keys, window, scale_log2,
+            query, document_first, document_after, full_end, end, keys, window, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, True, EVEN_KEYS, PRECISION, TMA, False,
         )  # fmt: skip
     output, total, maximum = _visit_keys(
         output, total, maximum, q, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-        query, full_begin, full_end, keys, window, scale_log2,
+        query, document_first, document_after, full_begin, full_end, keys, window, scale_log2,
         HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, False, EVEN_KEYS, PRECISION, TMA, WARP_SPECIALIZE,
     )  # fmt: skip
 
@@ -131,7 +136,7 @@ def _attend_tile(
 
 @triton.jit
 def flash_forward(
-    Q, K, V, OUT, LOGSUMEXP, scale_log2,
+    Q, K, V, OUT, LOGSUMEXP, BOUNDS, scale_log2,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     batches, heads, queries, keys, window,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -141,14 +146,15 @@ def flash_forward(
 ):  # fmt: skip
     """Compute forward: one program per tile of queries of a head or, if PERSISTENT, per multiprocessor.
 
-    LOGSUMEXP is (B, H, S) fp32, contiguous. Strides are in elements; the head dimension is dense. With TMA, Q, K and V
-    are tensor descriptors of (B, H, rows, D) with blocks (1, 1, BLOCK_M or BLOCK_N, BLOCK_D).
+    LOGSUMEXP is (B, H, S) fp32, contiguous. tiles.py describes BOUNDS. Strides are in elements; the head dimension is
+    dense. With TMA, Q, K and V are tensor descriptors of (B, H, rows, D) with blocks (1, 1, BLOCK_M or BLOCK_N,
+    BLOCK_D).
     """
     if PERSISTENT:
         tiles = tl.cdiv(queries, BLOCK_M) * batches * heads
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):  # pyright: ignore[reportGeneralTypeIssues]
             _attend_tile(
-                tile, Q, K, V, OUT, LOGSUMEXP, scale_log2,
+                tile, Q, K, V, OUT, LOGSUMEXP, BOUNDS, scale_log2,
                 q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
                 batches, heads, queries, keys, window,
                 GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS,
@@ -156,7 +162,7 @@ def flash_forward(
             )  # fmt: skip
     else:
         _attend_tile(
-            tl.program_id(0), Q, K, V, OUT, LOGSUMEXP, scale_log2,
+            tl.program_id(0), Q, K, V, OUT, LOGSUMEXP, BOUNDS, scale_log2,
             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
             batches, heads, queries, keys, window,
             GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS,

@@ -113,10 +113,14 @@ def _split(first: Tensor, second: Tensor, parts: tuple[Tensor, Tensor], launcher
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
     *, causal: bool, scale: float, window: int | None, precision: Precision, configuration: ForwardConfiguration,
-    parts: tuple[Tensor, ...] = (), launcher: Launcher = launch,
+    parts: tuple[Tensor, ...] = (), bounds: Tensor | None = None, launcher: Launcher = launch,
 ) -> object:  # fmt: skip
-    """Fill `out` and `logsumexp` ((B, H, S) fp32, contiguous). `parts` are the buffers of `parts_for` q, k and v."""
-    if configuration.hopper is not None and scale >= 0 and hopper_takes(q, k, v, out, window=window):
+    """Fill `out` and `logsumexp` ((B, H, S) fp32, contiguous). `parts` are the buffers of `parts_for` q, k and v.
+
+    `bounds` are those of documents, (2, B, S) int32, contiguous. The kernel in Gluon takes no call with them.
+    """
+    plain = scale >= 0 and bounds is None
+    if configuration.hopper is not None and plain and hopper_takes(q, k, v, out, window=window):
         return _required_hopper().launch_hopper_forward(
             q, k, v, out, logsumexp, causal=causal, scale=scale, configuration=configuration.hopper, launcher=launcher
         )
@@ -140,7 +144,7 @@ def launch_forward(
         _described(q, tiles.block_m, block_d) if tma else q,
         _described(k, tiles.block_n, block_d) if tma else k,
         _described(v, tiles.block_n, block_d) if tma else v,
-        out, logsumexp, max(abs(scale) * LOG2E.value, SMALLEST_SCALE),
+        out, logsumexp, bounds, max(abs(scale) * LOG2E.value, SMALLEST_SCALE),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         batches, heads, queries, keys, window or 0,
         heads // kv_heads, head_dim, block_d, tiles.block_m, tiles.block_n,
@@ -164,15 +168,15 @@ def statistics_for(q: Tensor, configuration: BackwardConfiguration | None = None
 
 def sums_for(
     configuration: BackwardConfiguration, statistics: Tensor, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor,
-    *, causal: bool, window: int | None,
+    *, causal: bool, window: int | None, packed: bool = False,
 ) -> Tensor | None:  # fmt: skip
     """A buffer for the sums of dQ if the kernel in Gluon takes this pass. With None, the other kernels run.
 
     The kernel in Gluon sums dQ in an order that differs between runs, so it does not run if PyTorch must be
-    deterministic. It also does not run if a causal mask leaves keys that no query sees. It would add their products to
-    another head's sums, and these are zeros only if keys and values are finite.
+    deterministic. It takes no documents (`packed`). It also does not run if a causal mask leaves keys that no query
+    sees. It would add their products to another head's sums, and these are zeros only if keys and values are finite.
     """
-    if configuration.hopper is None or torch.are_deterministic_algorithms_enabled():
+    if configuration.hopper is None or packed or torch.are_deterministic_algorithms_enabled():
         return None
     if causal and k.shape[2] > statistics.shape[1]:
         return None
@@ -194,7 +198,8 @@ class Backward:
         self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
         dq: Tensor, dk: Tensor, dv: Tensor, statistics: Tensor,
         *, causal: bool, scale: float, window: int | None, precision: Precision, tma: bool,
-        parts: tuple[Tensor, ...] = (), sums: Tensor | None = None, launcher: Launcher = launch,
+        parts: tuple[Tensor, ...] = (), sums: Tensor | None = None, bounds: Tensor | None = None,
+        launcher: Launcher = launch,
     ) -> None:  # fmt: skip
         """Hold the tensors without a launch.
 
@@ -204,6 +209,7 @@ class Backward:
         self.gradient, self.q, self.k, self.v, self.out, self.logsumexp = gradient, q, k, v, out, logsumexp
         self.dq, self.dk, self.dv = dq, dk, dv
         self.sums = sums
+        self.bounds = bounds
         self.scale = scale
         self.causal = causal
         self.batches, self.heads, self.queries, self.head_dim = q.shape
@@ -253,7 +259,7 @@ class Backward:
         return self.launch(
             flash_key_gradients, (tiles_of(self.keys, tiles.block_n) * self.batches * self.kv_heads,),
             *self._operands(tiles), target, self.dk, self.dv, self._statistics(tiles),
-            self.scale, self.scale * LOG2E.value, *self._inputs,
+            self.bounds, self.scale, self.scale * LOG2E.value, *self._inputs,
             *sums.stride()[:3], *self.dk.stride()[:3], *self.dv.stride()[:3], *self._sizes,
             *self._shape(tiles), *self._mask, *self._even(tiles), *self._loading, fused, tma_reduce,
             **_options(tiles),
@@ -281,7 +287,7 @@ class Backward:
             flash_query_gradients, (tiles_of(rows, tiles.block_m) * self.batches * self.heads,),
             *self._operands(tiles), self.out, self.logsumexp,
             self.logsumexp if logsumexp_gradient is None else logsumexp_gradient,
-            self.dq, self.statistics, self.scale, self.scale * LOG2E.value,
+            self.dq, self.statistics, self.bounds, self.scale, self.scale * LOG2E.value,
             *self._inputs, *self.out.stride()[:3], *self.dq.stride()[:3], *self._sizes,
             *self._shape(tiles), *self._mask,
             even_queries and rows == self.queries, even_keys, *self._loading,
@@ -296,7 +302,7 @@ class Backward:
         return self.launch(
             flash_joint_gradients, (key_programs + query_programs,),
             *self._operands(keys), *self._operands(queries), self.dq, self.dk, self.dv,
-            self._statistics(keys), self.statistics, self.scale, self.scale * LOG2E.value, *self._inputs,
+            self._statistics(keys), self.statistics, self.bounds, self.scale, self.scale * LOG2E.value, *self._inputs,
             *self.dq.stride()[:3], *self.dk.stride()[:3], *self.dv.stride()[:3], *self._sizes,
             *self._shape(keys), queries.block_m, queries.block_n, *self._mask,
             *self._even(keys), *self._even(queries), *self._loading,

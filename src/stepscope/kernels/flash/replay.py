@@ -4,13 +4,20 @@ Most of a launch's cost on the host is work that the last launch did too: the gr
 argument specialises the kernel, and which compiled kernel that is. A recording keeps all of this except the tensors'
 addresses. It is valid while shapes, strides, dtypes, device and every option stay the same (its key holds them), and
 while every address is a multiple of 16 bytes, which each call checks.
+
+What is left then is mostly Triton's launcher in Python, which makes every descriptor anew and copies some sixty
+arguments one by one. With Triton 3.6, whose launcher is known here, a recording calls the compiled launcher below it,
+and keeps the descriptors of the addresses that it has seen: the allocator gives the same ones step after step.
 """
 
-from collections.abc import Callable, Hashable
+import inspect
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
+from triton import knobs
 
 from stepscope.kernels.launching import Launcher, launch
 
@@ -18,6 +25,10 @@ ALIGNMENT_BYTES = 16
 """An alignment in bytes. Triton compiles a separate variant for addresses that are a multiple of this."""
 _MOST = 512
 """The most recordings that are kept. There is a limit, since every call may have another sequence length."""
+
+_MOST_DESCRIPTORS = 4096
+"""The most descriptors that a recording keeps of one operand: a program without an allocator that caches has new
+addresses at each step."""
 
 _Call = Callable[[tuple[Tensor, ...], Launcher], None]
 _Operand = tuple[int, int, tuple[type[Any], dict[str, Any]] | None]
@@ -29,6 +40,95 @@ def _is_descriptor(argument: Any) -> bool:
     return hasattr(argument, "block_shape")
 
 
+class _Direct:
+    """One recorded launch by the compiled launcher that Triton's own launcher ends with."""
+
+    def __init__(
+        self, launch: Callable[..., object], arguments: list[object], addresses: list[tuple[int, int]],
+        descriptors: list[tuple[int, int, Callable[[Tensor], object]]],
+    ) -> None:  # fmt: skip
+        """addresses: where an argument is the address of which tensor. descriptors: the same of descriptors, and what
+        makes one of the tensor."""
+        self._launch, self._arguments, self._addresses = launch, arguments, addresses
+        self._descriptors = [(at, place, make, dict[int, object]()) for at, place, make in descriptors]
+
+    def __call__(self, tensors: tuple[Tensor, ...], addresses: list[int], stream: int) -> None:
+        arguments = self._arguments.copy()
+        arguments[_STREAM] = stream
+        for at, place in self._addresses:
+            arguments[at] = addresses[place]
+        for at, place, make, known in self._descriptors:
+            found = known.get(addresses[place])
+            if found is None:
+                if len(known) >= _MOST_DESCRIPTORS:
+                    known.clear()
+                found = known[addresses[place]] = make(tensors[place])
+            arguments[at] = found
+        self._launch(*arguments)
+
+
+_STREAM = 3
+"""Where the compiled launcher takes the stream."""
+_KNOWN_LAUNCHER = "3.6."
+"""The versions of Triton whose launcher is known here."""
+
+
+def _direct(
+    compiled: Any, grid: tuple[int, ...], template: Sequence[object], operands: Sequence[_Operand]
+) -> _Direct | None:
+    """The launch without Triton's launcher in Python; None where that may do more than is known here."""
+    if not triton.__version__.startswith(_KNOWN_LAUNCHER):
+        return None
+    run = compiled.run
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None
+    launch, of_descriptors, indices = run.launch, None, ()
+    if inspect.isfunction(launch):
+        known = inspect.getclosurevars(launch)
+        launch, indices = known.nonlocals["launcher"], sorted(known.nonlocals["tensordesc_indices"])
+        of_descriptors = known.globals["make_tensordesc_arg"]
+    metadata = dict(zip(indices, compiled.metadata.tensordesc_meta or (), strict=False)) if indices else {}
+    arguments: list[object] = [
+        *(*grid, 1, 1)[:3], None, compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None,
+        compiled.packed_metadata, None, None, None,
+    ]  # fmt: skip
+    addresses: list[tuple[int, int]] = []
+    descriptors: list[tuple[int, int, Callable[[Tensor], object]]] = []
+    by_index = {at: (place, descriptor) for at, place, descriptor in operands}
+    for at, argument in enumerate(template):
+        place, descriptor = by_index.get(at, (0, None))
+        if descriptor is not None:
+            if of_descriptors is None or metadata.get(at) is None:
+                return None
+            kind, same = descriptor
+            descriptors.append((len(arguments), place, _maker(of_descriptors, kind, same, metadata[at])))
+            arguments += [None, *same["shape"], *same["strides"]]
+        else:
+            if at in by_index:
+                addresses.append((len(arguments), place))
+            arguments.append(argument)
+    return _Direct(launch, arguments, addresses, descriptors)
+
+
+def _has_calls(hook: Any) -> bool:
+    """Whether a hook of Triton's calls anybody: a chain of hooks may be empty."""
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
+def _maker(expanded: Callable[..., list[object]], kind: type[Any], same: dict[str, Any], metadata: object) -> Any:
+    def make(tensor: Tensor) -> object:
+        return expanded(_descriptor(kind, same, tensor), metadata)[0]
+
+    return make
+
+
+def _descriptor(kind: type[Any], same: dict[str, Any], base: Tensor) -> Any:
+    """A descriptor of another tensor, alike in all else."""
+    described = object.__new__(kind)
+    described.__dict__.update(same, base=base)
+    return described
+
+
 class Recording:
     """The launches of one call: `launch` runs and records each kernel, then `repeat` runs them on other tensors."""
 
@@ -37,6 +137,7 @@ class Recording:
         self.seen = tuple(t.detach() for t in tensors)
         self._place_of = {id(t): place for place, t in enumerate(self.seen)}
         self._steps: list[tuple[Callable[..., object], list[object], list[_Operand]]] = []
+        self._direct: list[_Direct | None] = []
         self._repeatable = True
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: int) -> Any:
@@ -56,6 +157,7 @@ class Recording:
                 operands.append((at, self._place_of[id(argument.base)], (type(argument), same)))
                 template[at] = None
         self._steps.append((compiled[(*grid, 1, 1)[:3]], template, operands))
+        self._direct.append(_direct(compiled, grid, template, operands))
         return compiled
 
     def _is_known(self, argument: Any) -> bool:
@@ -70,16 +172,18 @@ class Recording:
 
     def repeat(self, tensors: tuple[Tensor, ...], addresses: list[int], stream: int | None) -> None:
         """Repeat the recorded launches on `tensors`, given in the order of `seen`, all on one stream."""
-        for run, template, operands in self._steps:
+        # Whoever watches launches does so in Triton's own launcher.
+        watched = _has_calls(knobs.runtime.launch_enter_hook) or _has_calls(knobs.runtime.launch_exit_hook)
+        for (run, template, operands), direct in zip(self._steps, self._direct, strict=True):
+            if direct is not None and stream is not None and not watched:
+                direct(tensors, addresses, stream)
+                continue
             arguments = template.copy()
             for at, place, descriptor in operands:
                 if descriptor is None:
                     arguments[at] = addresses[place]
                 else:
-                    kind, same = descriptor
-                    described = object.__new__(kind)
-                    described.__dict__.update(same, base=tensors[place])
-                    arguments[at] = described
+                    arguments[at] = _descriptor(*descriptor, tensors[place])
             run(*arguments, stream=stream)
 
 

@@ -4,6 +4,10 @@ Scores are S x T (query positions x key positions). A query i sees a key j if
 
     causal:            j <= i            (top-left alignment, like PyTorch's `is_causal`)
     window w:          i - j < w, and without causal also j - i < w
+    documents:         i and j lie in one document; S = T
+
+BOUNDS, (2, B, S) int32, has for each position the first one of its document, and the one after its last. It is None,
+and nothing of it is compiled, if there are no documents (`kernels/documents.py`).
 
 A visit has up to three loops: masked tiles on either side, and the tiles between, where every pair is visible. Only
 masked tiles need comparisons; tiles where nothing is visible are never loaded. The loop that is often empty comes last.
@@ -92,14 +96,34 @@ def visible(query, key, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
 
 
 @triton.jit
+def document_of(BOUNDS, batch, batches, position, length):
+    """The first position of the document of each position, and the one after its last; both 0 beyond the sequence."""
+    first = BOUNDS + long(batch) * length + position
+    inside = position < length
+    return tl.load(first, mask=inside, other=0), tl.load(first + long(batches) * length, mask=inside, other=0)
+
+
+@triton.jit
+def in_document(seen, column, first, after):
+    """`seen`, but False where a column's position is outside the row's document [first, after); first None: `seen`.
+
+    Documents are symmetric: rows may be queries and columns keys, or the reverse.
+    """
+    if first is None:
+        return seen
+    else:
+        return seen & (column[None, :] >= first[:, None]) & (column[None, :] < after[:, None])
+
+
+@triton.jit
 def keys_visited(
-    first_query, queries, keys, window,
+    BOUNDS, batch, batches, first_query, queries, keys, window,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """The keys that one tile of queries visits: (begin, full_begin, full_end, end), all but `end` multiples of BLOCK_N.
 
-    Visit [begin, full_begin) masked, [full_begin, full_end) unmasked, [full_end, end) masked. Without WINDOW the first
-    range is empty, and begin = 0.
+    Visit [begin, full_begin) masked, [full_begin, full_end) unmasked, [full_end, end) masked. Without WINDOW and BOUNDS
+    the first range is empty, and begin = 0.
     """
     last_query = tl.minimum(first_query + BLOCK_M, queries) - 1
     begin = 0
@@ -115,29 +139,40 @@ def keys_visited(
         if not CAUSAL:
             end = tl.minimum(keys, last_query + window)
             full_end = tl.minimum(keys, first_query + window)
+    if BOUNDS is not None:
+        # Of the tile's first query, which may be beyond the sequence, and of its last.
+        start = tl.minimum(first_query, queries - 1)
+        first, first_after = document_of(BOUNDS, batch, batches, start, queries)  # pyright: ignore
+        last_first, after = document_of(BOUNDS, batch, batches, last_query, queries)  # pyright: ignore
+        begin = tl.maximum(begin, first // BLOCK_N * BLOCK_N)
+        full_begin = tl.maximum(full_begin, tl.cdiv(last_first, BLOCK_N) * BLOCK_N)
+        if not CAUSAL:
+            end = tl.minimum(end, after)
+            full_end = tl.minimum(full_end, first_after)
+    if WINDOW or BOUNDS is not None:
         full_begin = tl.minimum(full_begin, tl.cdiv(end, BLOCK_N) * BLOCK_N)
     full_end = full_end // BLOCK_N * BLOCK_N
-    if WINDOW:
+    if WINDOW or BOUNDS is not None:
         full_end = tl.maximum(full_begin, full_end)
     return begin, full_begin, full_end, end
 
 
 @triton.jit
 def queries_visiting(
-    first_key, queries, keys, window,
+    BOUNDS, batch, batches, first_key, queries, keys, window,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """The queries that one tile of keys visits: (begin, full_begin, full_end, end), as in `keys_visited`.
 
     Queries beyond the sequence need no mask: their logsumexp is read as infinite, so their weights are zero. So without
-    WINDOW, full_end = end.
+    WINDOW and BOUNDS, full_end = end.
     """
     last_key = tl.minimum(first_key + BLOCK_N, keys) - 1
     begin = 0
     full_begin = 0
     end = queries
     full_end = queries
-    if not CAUSAL and not WINDOW:
+    if not CAUSAL and not WINDOW and BOUNDS is None:
         # No path leads around this loop. The module's docstring says why.
         tl.assume(queries > 0)
     if CAUSAL:
@@ -150,6 +185,14 @@ def queries_visiting(
         end = tl.minimum(queries, last_key + window)
         if first_key + window < queries:
             full_end = (first_key + window) // BLOCK_M * BLOCK_M
+    if BOUNDS is not None:
+        first, first_after = document_of(BOUNDS, batch, batches, first_key, keys)  # pyright: ignore
+        last_first, after = document_of(BOUNDS, batch, batches, last_key, keys)  # pyright: ignore
+        if not CAUSAL:
+            begin = tl.maximum(begin, first // BLOCK_M * BLOCK_M)
+            full_begin = tl.maximum(full_begin, tl.cdiv(last_first, BLOCK_M) * BLOCK_M)
+        end = tl.minimum(end, after)
+        full_end = tl.minimum(full_end, first_after // BLOCK_M * BLOCK_M)
     full_begin = tl.minimum(full_begin, tl.cdiv(end, BLOCK_M) * BLOCK_M)
     full_end = tl.maximum(full_begin, full_end)
     return begin, full_begin, full_end, end

@@ -6,6 +6,8 @@ attention). What a query sees:
 
     causal           query i sees the keys j <= i, also where S and T differ (aligned at the top left)
     window w         query i sees the keys with |i - j| < w; with causal, those in (i - w, i]
+    documents        query i sees the keys of its own document, of several in a row (kernels/documents.py): `bounds`, an
+                     argument of the implementations whose record says so
     nothing at all   (S >= T + w: the window is past the last key) makes a row of zeros
 
 `core/attentions.py` has a record of each. `attention_for` is for the model; `inputs.attend` is for one call, and checks

@@ -7,15 +7,18 @@ so a key too many or too few is gross, at the end, at the diagonal, and at eithe
 may also lie hundreds above or below zero: exp of them is infinite or nothing, and softmax of them is as it was.
 """
 
+import itertools
 import math
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stepscope.core.attention_verdict import AttentionShape, Differentiated, Layout, Numbers
 from stepscope.core.attentions import TensorDtype
+from stepscope.kernels.documents import document_bounds
 from stepscope.models.attention.inputs import TORCH_DTYPES
 
 _LENGTHS = (1, 17, 63, 64, 65, 127, 200)
@@ -106,6 +109,37 @@ def long_shapes() -> tuple[AttentionShape, ...]:
         for head_dim in (64, 128)
         for causal, key_heads, keys, numbers in kinds
     )  # fmt: skip
+
+
+def packed_shapes() -> tuple[AttentionShape, ...]:
+    """Calls with documents, for the attentions that take them: borders on the edges of tiles and inside, documents of
+    one position and of several tiles, without a position, over the end of a row, causal and not."""
+    kinds: tuple[tuple[int, int, tuple[int, ...], bool, int, Numbers], ...] = (
+        (1, 77, (77,), True, 2, "normal"),
+        (1, 96, (32, 1, 31, 32), True, 1, "rising"),
+        (1, 70, (1,) * 70, False, 2, "normal"),
+        (2, 67, (5, 100, 0, 28, 1), True, 2, "falling"),
+        (2, 67, (5, 100, 0, 28, 1), False, 1, "rising"),
+        (1, 200, (64, 130, 6), True, 1, "offset"),
+        (1, 200, (130, 64, 6), False, 2, "falling"),
+    )
+    return tuple(
+        AttentionShape(
+            batch=batch, heads=2, key_heads=key_heads, queries=length, keys=length, head_dim=16 if length < 100 else 64,
+            causal=causal, numbers=numbers, documents=documents,
+            layout="transposed" if causal else "contiguous",
+        )
+        for batch, length, documents, causal, key_heads, numbers in kinds
+    )  # fmt: skip
+
+
+def call_options(shape: AttentionShape, device: torch.device) -> dict[str, Any]:
+    """The keyword arguments of the call: its mask, its scale and the bounds of its documents."""
+    options: dict[str, Any] = {"causal": shape.causal, "scale": shape.scale, "window": shape.window}
+    if shape.documents:
+        borders = torch.tensor((0, *itertools.accumulate(shape.documents)), dtype=torch.int32, device=device)
+        options["bounds"] = document_bounds(borders, shape.batch, shape.queries)
+    return options
 
 
 def _pairings(*, plain: bool) -> list[AttentionShape]:

@@ -39,7 +39,7 @@ from stepscope.core.attention_verdict import AttentionShape, AttentionVerdict, G
 from stepscope.core.attentions import ATTENTIONS, Attention, AttentionCall, TensorDtype
 from stepscope.core.errors import InputError, named_line
 from stepscope.models.attention import AttentionFunction, fault_of_device, implementation
-from stepscope.models.attention.cases import GivenTensor, draw_tensors, scale_of
+from stepscope.models.attention.cases import GivenTensor, call_options, draw_tensors, scale_of
 from stepscope.models.attention.masks import for_all_heads
 from stepscope.models.attention.pytorch import sdpa
 from stepscope.models.attention.written_out import chunked, reference
@@ -144,7 +144,9 @@ class _Case:
         q, k, v, gradient = (each.tensor for each in given)
         large = shape.batch * shape.heads * shape.queries * shape.keys > _MOST_SCORES
         wide = [tensor.double() for tensor in (q, k, v)]
-        exact = _run(chunked if large else reference, shape, wide, gradient.double(), backward=True)
+        exact = _run(
+            chunked if large and not shape.documents else reference, shape, wide, gradient.double(), backward=True
+        )
         terms = _terms(q, k, v, gradient)
         yardsticks: list[AttentionFunction] = [sdpa, _sdpa_of_repeated] if _is_grouped(shape, dtype) else [sdpa]
         try:
@@ -301,14 +303,15 @@ def _run(
     function: AttentionFunction, shape: AttentionShape, inputs: Sequence[Tensor], gradient: Tensor, *, backward: bool
 ) -> dict[_Result, Tensor]:
     """The output, and with `backward` the gradients that the shape asks for."""
+    options = call_options(shape, gradient.device)
     if not backward:
         with torch.no_grad():
-            return {"out": function(*inputs, causal=shape.causal, scale=shape.scale, window=shape.window)}
+            return {"out": function(*inputs, **options)}
     wanted = _GRADIENTS[shape.differentiated]
     leaves = {
         name: tensor.detach().requires_grad_(name in wanted) for name, tensor in zip(_RESULTS[1:], inputs, strict=True)
     }
-    out = function(*leaves.values(), causal=shape.causal, scale=shape.scale, window=shape.window)
+    out = function(*leaves.values(), **options)
     if out.shape != gradient.shape or out.dtype != gradient.dtype:
         return {"out": out.detach()}  # its wrong kind is then reported, where autograd would raise
     gradients = torch.autograd.grad(out, [leaves[name] for name in wanted], gradient)
@@ -316,9 +319,10 @@ def _run(
 
 
 def _sdpa_of_repeated(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
-) -> Tensor:
-    return sdpa(q, *for_all_heads(q, k, v), causal=causal, scale=scale, window=window)
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None,
+    bounds: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    return sdpa(q, *for_all_heads(q, k, v), causal=causal, scale=scale, window=window, bounds=bounds)
 
 
 def _is_grouped(shape: AttentionShape, dtype: TensorDtype) -> bool:

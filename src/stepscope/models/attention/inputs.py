@@ -1,11 +1,14 @@
 """A call of attention by name, after a check of its tensors; an error names the implementations that would work."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from stepscope.core.attention_support import resolve_attention
 from stepscope.core.attentions import Attention, AttentionCall, TensorDtype
 from stepscope.core.errors import InputError
+from stepscope.kernels.documents import check_bounds, document_bounds
 from stepscope.models.attention import fault_of_device, implementation
 
 DTYPES: dict[torch.dtype, TensorDtype] = {
@@ -16,18 +19,24 @@ TORCH_DTYPES: dict[TensorDtype, torch.dtype] = {name: dtype for dtype, name in D
 
 def attend(
     name: Attention, q: Tensor, k: Tensor, v: Tensor,
-    *, causal: bool, scale: float | None = None, window: int | None = None, finite: bool = False,
+    *, causal: bool, scale: float | None = None, window: int | None = None, cu_seqlens: Tensor | None = None,
+    finite: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attention by the named implementation. Raises InputError for what it does not take, and, where `finite` is asked
-    for, for NaN and infinity.
+    for, for NaN and infinity. cu_seqlens: the borders of documents (kernels/documents.py).
     """
-    chosen = check_inputs(name, q, k, v, window=window, finite=finite)
-    return implementation(chosen)(q, k, v, causal=causal, scale=scale, window=window)
+    chosen = check_inputs(name, q, k, v, window=window, documents=cu_seqlens is not None, finite=finite)
+    options: dict[str, Any] = {"causal": causal, "scale": scale, "window": window}
+    if cu_seqlens is not None:
+        options["bounds"] = document_bounds(cu_seqlens, q.shape[0], q.shape[2])
+        check_bounds(options["bounds"], q, k)
+    return implementation(chosen)(q, k, v, **options)
 
 
 def check_inputs(
-    name: Attention, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, finite: bool = False
-) -> Attention:
+    name: Attention, q: Tensor, k: Tensor, v: Tensor,
+    *, window: int | None = None, documents: bool = False, finite: bool = False,
+) -> Attention:  # fmt: skip
     """The implementation that runs: `name`, or what `auto` picks. Raises InputError for what it does not take.
 
     finite: also look for NaN and infinity. On a GPU this waits for everything launched, so a step must not ask for it.
@@ -35,7 +44,7 @@ def check_inputs(
     _check_shapes(name, q, k, v)
     if window is not None and window < 1:
         raise InputError(f"attention {name}: window is {window}: a query sees itself at least, with window 1")
-    call = attention_call(q, k, v, window=window)
+    call = attention_call(q, k, v, window=window, documents=documents)
     chosen = resolve_attention(name, call, here=fault_of_device)
     if finite:
         for what, tensor in (("queries", q), ("keys", k), ("values", v)):
@@ -43,7 +52,9 @@ def check_inputs(
     return chosen
 
 
-def attention_call(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> AttentionCall:
+def attention_call(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, documents: bool = False
+) -> AttentionCall:
     """The AttentionCall that these tensors make. Raises InputError for a dtype that no implementation takes."""
     if q.dtype not in DTYPES:
         raise InputError(
@@ -58,6 +69,7 @@ def attention_call(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None
         heads=q.shape[1],
         key_heads=k.shape[1],
         window=window,
+        documents=documents,
         backward=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)),
     )
 

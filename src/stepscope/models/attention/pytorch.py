@@ -6,13 +6,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stepscope.models.attention import AttentionFunction
-from stepscope.models.attention.masks import for_all_heads, fully_masked_queries, hidden_keys, with_zeros
+from stepscope.models.attention.masks import for_all_heads, fully_masked_queries, hidden_scores, with_zeros
 
 
 def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
-) -> Tensor:
-    """PyTorch's scaled_dot_product_attention; PyTorch chooses the backend. A sliding window becomes a mask (S, T)."""
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None,
+    bounds: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """PyTorch's scaled_dot_product_attention; PyTorch chooses the backend. A sliding window becomes a mask (S, T), and
+    documents become one (B, 1, S, T)."""
     masked = fully_masked_queries(q, k, window)
     if masked:
         return with_zeros(sdpa, masked, q, k, v, causal=causal, scale=scale, window=window)
@@ -22,12 +24,11 @@ def sdpa(
         # Its CPU kernel scales masked scores, which are -inf: a scale of 0 makes NaN, a negative one +infinity.
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     grouped = q.shape[1] != k.shape[1]
-    if window is None:
+    if window is None and bounds is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
-    query_S1 = torch.arange(q.shape[-2], device=q.device)[:, None]
-    key_1T = torch.arange(k.shape[-2], device=q.device)[None, :]
-    seen_ST = ~hidden_keys(query_S1, key_1T, causal, window)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen_ST, scale=scale, enable_gqa=grouped)
+    hidden = hidden_scores(q, k, causal=causal, window=window, bounds=bounds)
+    assert hidden is not None
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, scale=scale, enable_gqa=grouped)
 
 
 BACKENDS: dict[str, SDPBackend] = {
@@ -41,10 +42,11 @@ BACKENDS: dict[str, SDPBackend] = {
 
 def _by(backend: str) -> AttentionFunction:
     def attention(
-        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
-    ) -> Tensor:
+        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None,
+        bounds: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         with sdpa_kernel(BACKENDS[backend]):
-            return sdpa(q, k, v, causal=causal, scale=scale, window=window)
+            return sdpa(q, k, v, causal=causal, scale=scale, window=window, bounds=bounds)
 
     return attention
 
@@ -53,12 +55,13 @@ sdpa_math, sdpa_cudnn = _by("sdpa-math"), _by("sdpa-cudnn")
 
 
 def sdpa_efficient(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None,
+    bounds: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """PyTorch's memory-efficient backend. Some releases lack grouped heads there, so keys and values are repeated."""
     k, v = for_all_heads(q, k, v)
     with sdpa_kernel(BACKENDS["sdpa-efficient"]):
-        return sdpa(q, k, v, causal=causal, scale=scale, window=window)
+        return sdpa(q, k, v, causal=causal, scale=scale, window=window, bounds=bounds)
 
 
 def sdpa_flash(

@@ -10,7 +10,13 @@ from torch.utils.checkpoint import checkpoint
 
 from stepscope.core.range_names import OUTPUT, SCORES, SOFTMAX
 from stepscope.measure.ranges import detail_range
-from stepscope.models.attention.masks import for_all_heads, fully_masked_queries, hidden_keys, with_zeros
+from stepscope.models.attention.masks import (
+    for_all_heads,
+    fully_masked_queries,
+    hidden_keys,
+    outside_documents,
+    with_zeros,
+)
 
 CHUNK = 256
 """Queries per chunk."""
@@ -18,11 +24,12 @@ CHUNK = 256
 
 def reference(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None,
-    subtract_maximum: bool = True, first_query: int = 0,
+    bounds: Tensor | None = None, subtract_maximum: bool = True, first_query: int = 0,
 ) -> Tensor:  # fmt: skip
     """Attention written out: scores, mask, softmax with the maximum subtracted, weighted sum.
 
-    first_query: the position of the first query, where queries are the later part of a sequence; without a window.
+    bounds: those of documents. first_query: the position of the first query, where queries are the later part of a
+    sequence; without a window.
     """
     masked = fully_masked_queries(q, k, window)
     if masked:
@@ -33,9 +40,12 @@ def reference(
     with detail_range(SCORES):
         scores_BHST = q @ k.transpose(-2, -1) * scale
         if causal or window is not None:
+            # The mask has no name: a name would keep it alive beside the softmax where no graph needs it.
             query_S1 = torch.arange(first_query, first_query + q.shape[-2], device=q.device)[:, None]
             key_1T = torch.arange(k.shape[-2], device=q.device)[None, :]
             scores_BHST = scores_BHST.masked_fill(hidden_keys(query_S1, key_1T, causal, window), float("-inf"))
+        if bounds is not None:
+            scores_BHST = scores_BHST.masked_fill(outside_documents(k, bounds), float("-inf"))
     with detail_range(SOFTMAX):
         if subtract_maximum:
             # exp overflows in fp16 above ln(65504) = 11.09: with the row's maximum subtracted, no exponent is above 0.
