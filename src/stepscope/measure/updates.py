@@ -44,9 +44,11 @@ def most_updates(optimizer: torch.optim.Optimizer | None) -> int | None:
 
 
 def read_updates(
-    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, *, steps: int, before: int
-) -> Updates | None:
-    """The updates of `steps` steps to parameters that had `before` of them; None where the optimizer has no count."""
+    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, *, steps: int, before: int,
+    gradient_norm: Tensor | None = None,
+) -> Updates | None:  # fmt: skip
+    """The updates of `steps` steps to parameters that had `before` of them; None where the optimizer has no count.
+    gradient_norm: that of the last step, on its device, where gradients are clipped."""
     after = applied_updates(optimizer)
     if after is None:
         return None
@@ -57,4 +59,5 @@ def read_updates(
         applied=after - before,
         loss_scale=float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None,
         parameters_finite=bool(finite),
+        gradient_norm=float(gradient_norm) if gradient_norm is not None else None,
     )

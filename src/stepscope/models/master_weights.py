@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepscope.models.clipping import clip_gradients
 from stepscope.models.optimizer import Updating
 
 
@@ -33,21 +34,29 @@ def halve(model: nn.Module) -> dict[Tensor, Tensor]:
 class OnMasters(Updating):
     """An optimizer of PyTorch's that updates fp32 masters, whose roundings become the weights.
 
-    It casts every gradient to fp32 before its step, and every master to bf16 after it.
+    It casts every gradient to fp32 before its step, and every master to bf16 after it. With max_norm it clips what was
+    cast, so that no clipped gradient is rounded to bf16.
     """
 
     counts_updates = True
 
     def __init__(
         self, parameters: Iterable[Tensor], make: Callable[[Sequence[Tensor]], torch.optim.Optimizer],
-        masters: Mapping[Tensor, Tensor],
+        masters: Mapping[Tensor, Tensor], max_norm: float | None = None,
     ) -> None:  # fmt: skip
-        """make: an optimizer of the tensors that it is given: masters, and parameters that need none."""
+        """make: an optimizer of the tensors that it is given: masters, and parameters that need none. max_norm: the
+        bound on the gradients' global norm; None for none."""
         self._parameters = list(parameters)
         self._held = [masters.get(parameter, parameter) for parameter in self._parameters]
         self.inner = make(self._held)
+        self.max_norm = max_norm
+        self._gradient_norm: Tensor | None = None
         super().__init__(self._parameters, {})
         self._show()
+
+    @property
+    def gradient_norm(self) -> Tensor | None:
+        return self._gradient_norm
 
     def _show(self) -> None:
         """Let the state of this optimizer be that of the inner one, and the masters."""
@@ -65,6 +74,8 @@ class OnMasters(Updating):
         for parameter, held in halves:
             assert parameter.grad is not None
             held.grad = parameter.grad.float()
+        if self.max_norm is not None:
+            self._gradient_norm = clip_gradients(self._held, self.max_norm)
         self.inner.step()
         for _, held in halves:
             held.grad = None

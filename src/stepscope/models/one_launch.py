@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
-from stepscope.kernels.adamw.launch import Moving, Updated, UpdateOfMany
+from stepscope.kernels.adamw.launch import Clipping, Moving, Updated, UpdateOfMany
 from stepscope.models.optimizer import Updating
 
 _UNDER_BACKWARD_BYTES = 32 * 2**20
@@ -25,7 +25,8 @@ class AdamWOneLaunch(Updating):
     The arithmetic is fp32. Every update is one launch for each group, however many parameters it has, and nothing waits
     for the device, so a CUDA graph can hold it; a learning rate that is a tensor is read at each replay. The count of
     updates is the group's: a parameter that got no gradient in some steps takes part in its bias correction.
-    Deterministic.
+    Deterministic. With max_norm it clips gradients as torch.nn.utils.clip_grad_norm_ does, by the norm over all groups:
+    two launches more find norm and coefficient, and the update multiplies by it. Gradients stay as they were.
     """
 
     counts_updates = True
@@ -33,22 +34,45 @@ class AdamWOneLaunch(Updating):
     def __init__(
         self, parameters: Iterable[Tensor], *, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8, weight_decay: float = 1e-2, masters: Mapping[Tensor, Tensor] | None = None,
+        max_norm: float | None = None,
     ) -> None:  # fmt: skip
-        """masters: the first values of parameters in bf16, in fp32 and dense; without one, the parameter's own."""
+        """masters: the first values of parameters in bf16, in fp32 and dense; without one, the parameter's own.
+        max_norm: the bound on the gradients' global norm; None for none."""
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._masters = dict(masters or {})
         self._moving: dict[int, Moving] = {}
         self._updates: dict[tuple[int, ...], UpdateOfMany] = {}
+        self.max_norm = max_norm
+        self._clipping: Clipping | None = None
         for parameter in (each for group in self.param_groups for each in group["params"]):
             if parameter.dtype not in (torch.float32, torch.bfloat16):
                 raise InputError(f"AdamW in one launch takes parameters in fp32 or bf16, and one is {parameter.dtype}")
 
+    @property
+    def gradient_norm(self) -> Tensor | None:
+        return self._clipping.values[0] if self._clipping is not None else None
+
     def _update_all(self) -> None:
+        ready: dict[int, list[Tensor]] = {}
         for number, group in enumerate(self.param_groups):
-            ready = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if ready:
+            if found := [parameter for parameter in group["params"] if parameter.grad is not None]:
+                ready[number] = found
                 self._begin(number)
-                self._update(number, ready)
+        if self.max_norm is not None and ready:
+            self._update_clipped(ready, self.max_norm)
+            return
+        for number, parameters in ready.items():
+            self._update(number, parameters)
+
+    def _update_clipped(self, ready: Mapping[int, list[Tensor]], max_norm: float) -> None:
+        """Update these parameters of each group, with gradients clipped to this norm over all groups."""
+        updates = [(number, self._update_of(number, parameters), _gradients(parameters))
+                   for number, parameters in ready.items()]  # fmt: skip
+        if self._clipping is None:
+            self._clipping = Clipping(max_norm, updates[0][2][0].device)
+        self._clipping.measure([(update, gradients) for _, update, gradients in updates])
+        for number, update, gradients in updates:
+            update.run(gradients, self._moving[number], clip=self._clipping.values)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what `state_dict` gave. Masters and moments stay fp32, whatever dtype the parameters have."""
@@ -78,14 +102,17 @@ class AdamWOneLaunch(Updating):
 
     def _update(self, number: int, parameters: list[Tensor], programs: int | None = None) -> None:
         """Update these parameters of a group, all of which have a gradient."""
+        self._update_of(number, parameters).run(_gradients(parameters), self._moving[number], programs)
+
+    def _update_of(self, number: int, parameters: list[Tensor]) -> UpdateOfMany:
+        """The update of these parameters of a group, made once."""
         key = tuple(map(id, parameters))
         if key not in self._updates:
             group = self.param_groups[number]
             updated = [self._updated(parameter, self._moving[number]) for parameter in parameters]
             numbers = {name: group[name] for name in ("betas", "eps", "weight_decay")}
             self._updates[key] = UpdateOfMany(updated, **numbers)
-        gradients = [_like(parameter.grad, parameter) for parameter in parameters if parameter.grad is not None]
-        self._updates[key].run(gradients, self._moving[number], programs)
+        return self._updates[key]
 
     def _updated(self, parameter: Tensor, moving: Moving) -> Updated:
         state = self.state[parameter]
@@ -109,8 +136,9 @@ class AdamWUnderBackward(AdamWOneLaunch):
 
     It moves bytes while backward multiplies matrices: a step then takes little more than the longer of the two. The
     updates have a small grid, which leaves backward most of the GPU. `step` waits for them and does what is left. On a
-    CPU, where there are no streams, `step` does it all. Gradients stay until `step`, so that nothing else takes their
-    memory while an update reads it.
+    CPU, where there are no streams, `step` does it all. So it does with max_norm: the norm of all gradients is known
+    only when backward has ended. Gradients stay until `step`, so that nothing else takes their memory while an update
+    reads it.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], **options: Any) -> None:
@@ -124,7 +152,7 @@ class AdamWUnderBackward(AdamWOneLaunch):
         self._to_join = False
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
-                if parameter.device.type == "cuda":
+                if parameter.device.type == "cuda" and self.max_norm is None:
                     self._stream = self._stream or torch.cuda.Stream(parameter.device)
                     parameter.register_post_accumulate_grad_hook(self._hook(number))
 
@@ -190,6 +218,11 @@ class AdamWUnderBackward(AdamWOneLaunch):
         if number not in self._begun:
             self._begun.add(number)
             self._begin(number)
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients of parameters that have one, as the kernel reads them."""
+    return [_like(parameter.grad, parameter) for parameter in parameters if parameter.grad is not None]
 
 
 def _like(tensor: Tensor, parameter: Tensor) -> Tensor:

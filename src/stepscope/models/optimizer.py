@@ -12,6 +12,14 @@ class Updating(torch.optim.Optimizer, ABC):
     """An optimizer that says how parameters are updated. No `step` calls another: PyTorch wraps that of each class, and
     hooks would run twice."""
 
+    max_norm: float | None = None
+    """The bound to which it clips the gradients' global norm, in its own pass over them; None where it does not."""
+
+    @property
+    def gradient_norm(self) -> Tensor | None:
+        """The norm of the last gradients before it clipped them, on the device; None where it measured none."""
+        return None
+
     @overload
     def step(self, closure: None = None) -> None: ...
 

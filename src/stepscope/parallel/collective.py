@@ -1,10 +1,12 @@
 """The few things that the lessons ask of torch.distributed, over tensors that are there already."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from stepscope.models.clipping import global_norm
 
 
 @torch.no_grad()
@@ -35,12 +37,15 @@ def with_gradient(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return gradients
 
 
-def same_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The tensors by their dtype: only those of one can be one message."""
-    kinds: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault(tensor.dtype, []).append(tensor)
-    return list(kinds.values())
+@torch.no_grad()
+def norm_over_ranks(
+    parameters: Sequence[Tensor], dtype: torch.dtype = torch.float32, *, but_for: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """The global norm of gradients of which each rank has some that no other has. but_for: a parameter that another
+    rank has, too, and counts."""
+    square = global_norm([parameter for parameter in parameters if parameter is not but_for], dtype).square()
+    dist.all_reduce(square)
+    return square.sqrt_()
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.core.strategies import StrategyRecord
+from stepscope.models.clipping import NormOf, global_norm
 from stepscope.parallel.ranks import Ranks
 
 Batch = tuple[Any, ...]
@@ -65,6 +66,8 @@ class Spread:
     this rank has it. None where forward and backward are phases of their own."""
     blocks: Sequence[nn.Module] | None = None
     """The blocks that this rank has; None where it has all."""
+    norm_of: NormOf = global_norm
+    """The global norm of the gradients of these parameters, as one process would find it. All ranks must call it."""
 
 
 class Strategy(Protocol):

@@ -26,7 +26,8 @@ def shared_by(name: str, ranks: Ranks) -> Share:
             blocks=parts.blocks if spread.blocks is None else spread.blocks,
             batches=[part_of(batch, parts, record, ranks) for batch in parts.batches],
         )  # fmt: skip
-        return Shared(parts=made, finish=spread.finish if spread.finishes else None, local=spread.local, run=spread.run)
+        finish = spread.finish if spread.finishes else None
+        return Shared(parts=made, finish=finish, local=spread.local, run=spread.run, norm_of=spread.norm_of)
 
     return share
 

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stepscope.kernels.adamw.norm import SUMS, clip_coefficient, square_sums
 from stepscope.kernels.adamw.update import CHUNK, adamw_update
 from stepscope.kernels.launching import interpreted, launch
 
 _ALIGNMENT = 16
+_BLOCK = 1024
+"""Sums of squares that are added at a time."""
 
 
 class Moving:
@@ -88,21 +91,45 @@ class UpdateOfMany:
         """A row of the table on the host; pinned, so that its copy need not wait for the device."""
         return torch.empty(len(self._updated), dtype=torch.int64, pin_memory=self._device.type == "cuda")
 
-    def run(self, gradients: Sequence[Tensor], moving: Moving, programs: int | None = None) -> None:
+    def run(
+        self, gradients: Sequence[Tensor], moving: Moving, programs: int | None = None, clip: Tensor | None = None
+    ) -> None:  # fmt: skip
         """Update every parameter. gradients: in the parameters' order, of their dtypes and layouts. programs: how many
-        do the work; None for one for each chunk."""
+        do the work; None for one for each chunk. clip: fp32 (2,), the gradients' norm and the coefficient by which they
+        are multiplied."""
         if not self._chunks:
             return
         self._find(gradients)
         rest1, rest2, eps, weight_decay = self._numbers
-        options = {} if interpreted() else {"num_warps": 4}
         launch(
             adamw_update, (min(self._chunks, programs or self._chunks),),
-            self._addresses, self._sizes, self._halves, self._chunk_tensors, self._chunk_starts, moving.values,
+            *self._tables, moving.values, moving.values if clip is None else clip,
             len(self._updated), self._chunks, rest1, rest2, eps, weight_decay,
-            ALIGNED=self._rest_is_aligned and all(address % _ALIGNMENT == 0 for address in self._gradients),
-            **options,
+            ALIGNED=self._rest_is_aligned and self._gradients_are_aligned, CLIPPED=clip is not None, **_options(),
         )  # fmt: skip
+
+    @property
+    def sums(self) -> int:
+        """How many sums of squares its gradients make."""
+        return min(self._chunks, SUMS.value)
+
+    def sum_squares(self, gradients: Sequence[Tensor], into: Tensor) -> None:
+        """Write `sums` numbers, which add up to the squares of all gradients. gradients: as `run` takes them."""
+        if not self._chunks:
+            return
+        self._find(gradients)
+        launch(
+            square_sums, (self.sums,), *self._tables, into, len(self._updated), self._chunks,
+            ALIGNED=self._gradients_are_aligned, **_options(),
+        )  # fmt: skip
+
+    @property
+    def _tables(self) -> tuple[Tensor, ...]:
+        return self._addresses, self._sizes, self._halves, self._chunk_tensors, self._chunk_starts
+
+    @property
+    def _gradients_are_aligned(self) -> bool:
+        return all(address % _ALIGNMENT == 0 for address in self._gradients)
 
     def _find(self, gradients: Sequence[Tensor]) -> None:
         """Write the gradients' addresses into the table, where they are not there already."""
@@ -117,3 +144,28 @@ class UpdateOfMany:
             self._captured.append(row)
         else:
             self._spare = self._new_host_row()
+
+
+class Clipping:
+    """The global norm of the gradients of several updates, and the coefficient that clips it to a bound."""
+
+    def __init__(self, max_norm: float, device: torch.device) -> None:
+        self._max_norm = float(max_norm)
+        self.values = torch.zeros(2, dtype=torch.float32, device=device)
+        """fp32 (2,): the norm and the coefficient, of the gradients that were last measured."""
+        self._sums = torch.empty(0, dtype=torch.float32, device=device)
+
+    def measure(self, updates: Sequence[tuple[UpdateOfMany, Sequence[Tensor]]]) -> None:
+        """Find both of all gradients, each with the update that will take them. Nothing waits for the device."""
+        count = sum(update.sums for update, _ in updates)
+        if count > len(self._sums):
+            self._sums = self._sums.new_empty(count)
+        begin = 0
+        for update, gradients in updates:
+            update.sum_squares(gradients, self._sums[begin:])
+            begin += update.sums
+        launch(clip_coefficient, (1,), self._sums, self.values, count, self._max_norm, BLOCK=_BLOCK, **_options())
+
+
+def _options() -> dict[str, int]:
+    return {} if interpreted() else {"num_warps": 4}

@@ -8,7 +8,7 @@ AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2), in fp32, elem
 
 w is the parameter in fp32: the parameter itself, or the master weight of one in bf16, which gets w's rounding in the
 same pass. So a parameter in bf16 moves 28 bytes: it reads its gradient (2), w, m and v (4 each) and writes these three
-and itself (2).
+and itself (2). Of gradients that are clipped, g is c times what is read, with the coefficient that `norm.py` found.
 
 The tensors are found by a table of their addresses. A program takes a chunk, or one after another where there are fewer
 programs: so few of them can do all of the work beside something else. The launch costs the same however many tensors
@@ -30,6 +30,7 @@ def adamw_update(
     chunk_tensors,  # int32 (chunks,): the tensor of each chunk
     chunk_starts,  # int64 (chunks,): its first element
     moving,  # fp64 (4,): lr, beta1^t, beta2^t, t
+    clip,  # fp32 (2,): the gradients' norm, and the coefficient that clips them; read where CLIPPED
     tensors,
     chunks,
     rest1,  # 1 - beta1, which fp32 would make 1e-5 wrong of a beta near one
@@ -37,7 +38,9 @@ def adamw_update(
     eps,
     weight_decay,
     ALIGNED: tl.constexpr,
+    CLIPPED: tl.constexpr,
 ):
+    coefficient = tl.load(clip + 1) if CLIPPED else 1.0
     lr = tl.load(moving)
     step_size = (lr / (1.0 - tl.load(moving + 1))).to(tl.float32)
     correction = (1.0 / (1.0 - tl.load(moving + 2))).to(tl.float32)
@@ -55,17 +58,17 @@ def adamw_update(
         half = tl.load(halves + tensor)
         # A whole chunk needs no mask, and only without one are its loads as wide as the memory takes them.
         if left >= CHUNK:
-            _update(parameter, gradient, w, m, v, half, start, left, step_size, correction, decay,
-                    rest1, rest2, eps, ALIGNED, False)  # fmt: skip
+            _update(parameter, gradient, w, m, v, half, start, left, step_size, correction, decay, coefficient,
+                    rest1, rest2, eps, ALIGNED, CLIPPED, False)  # fmt: skip
         else:
-            _update(parameter, gradient, w, m, v, half, start, left, step_size, correction, decay,
-                    rest1, rest2, eps, ALIGNED, True)  # fmt: skip
+            _update(parameter, gradient, w, m, v, half, start, left, step_size, correction, decay, coefficient,
+                    rest1, rest2, eps, ALIGNED, CLIPPED, True)  # fmt: skip
 
 
 @triton.jit
 def _update(
-    parameter, gradient, w, m, v, half, start, left, step_size, correction, decay, rest1, rest2, eps,
-    ALIGNED: tl.constexpr, MASKED: tl.constexpr,
+    parameter, gradient, w, m, v, half, start, left, step_size, correction, decay, coefficient, rest1, rest2, eps,
+    ALIGNED: tl.constexpr, CLIPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.arange(0, CHUNK)
     mask = offsets < left if MASKED else None
@@ -76,6 +79,8 @@ def _update(
         g = tl.load(_bf16_at(gradient, start, ALIGNED) + offsets, mask=mask).to(tl.float32)
     else:
         g = tl.load(_fp32_at(gradient, start, ALIGNED) + offsets, mask=mask)
+    if CLIPPED:
+        g *= coefficient
     m_new = tl.load(m_ptrs, mask=mask)
     m_new += rest1 * (g - m_new)
     v_new = tl.load(v_ptrs, mask=mask)

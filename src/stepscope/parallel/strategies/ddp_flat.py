@@ -7,15 +7,8 @@ tensor takes as much memory as they do. Nothing is hidden yet: the collective be
 
 import torch
 
-from stepscope.parallel.collective import (
-    average,
-    broadcast_from_first,
-    flat,
-    same_kind,
-    trained,
-    unflatten_into,
-    with_gradient,
-)
+from stepscope.models.clipping import same_kind
+from stepscope.parallel.collective import average, broadcast_from_first, flat, trained, unflatten_into, with_gradient
 from stepscope.parallel.ranks import Ranks
 from stepscope.parallel.spread import Spread, Whole, replicated
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepscope.parallel.collective import broadcast_from_first
+from stepscope.parallel.collective import broadcast_from_first, norm_over_ranks
 from stepscope.parallel.ranks import Ranks
 from stepscope.parallel.spread import Spread, Whole
 
@@ -219,4 +219,5 @@ def spread(whole: Whole, ranks: Ranks) -> Spread:
         full_parameters=lambda: {renamed[n]: t for n, t in module.full_parameters().items() if n in renamed},
         full_gradients=lambda: {renamed[n]: t for n, t in module.full_gradients().items() if n in renamed},
         finish=module.finish_gradient_synchronization, finishes=True, local=contextlib.nullcontext,
+        norm_of=norm_over_ranks,
     )  # fmt: skip

@@ -24,7 +24,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from stepscope.models.checkpointing import BlockRunner
 from stepscope.models.transformer import Transformer
-from stepscope.parallel.collective import broadcast_from_first
+from stepscope.parallel.collective import broadcast_from_first, norm_over_ranks
 from stepscope.parallel.ranks import Ranks
 from stepscope.parallel.spread import Batch, Spread, Whole
 
@@ -117,12 +117,18 @@ def spread(whole: Whole, ranks: Ranks) -> Spread:
 
     finish = _sum_of_the_tied(model, own, stages, ranks)
     here = {names[parameter]: parameter for parameter in model.parameters()}
+    # A tied weight that two ranks have is the first one's.
+    theirs = model.head.weight if finish is not None and stages - 1 in own else None
+
+    def norm_of(parameters: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+        return norm_over_ranks(parameters, dtype, but_for=theirs)
+
     return Spread(
         model=model, forward=whole.forward, optimizer=whole.optimizer_of(here.values()),
         full_parameters=lambda: _of_all(ranks, here),
         full_gradients=lambda: _of_all(ranks, {n: p.grad for n, p in here.items() if p.grad is not None}),
         finish=finish or (lambda: None), finishes=finish is not None, run=run,
-        blocks=[block for block in model.blocks if not isinstance(block, nn.Identity)],
+        blocks=[block for block in model.blocks if not isinstance(block, nn.Identity)], norm_of=norm_of,
     )  # fmt: skip
 
 
