@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import json
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from stepscope.models.own.loading import load_module, make_own_step
 from stepscope.models.own.own_step import DrivenStep, OwnStep
 from stepscope.models.training_step import Choices, Shared, StepParts
 from tests.conftest import mini
+from tests.cpu_allocations import allocated_bytes
 from tests.models.by_dtype import BY_DTYPE
 
 CPU = torch.device("cpu")
@@ -341,6 +343,8 @@ def test_a_step_of_ones_own_is_driven_as_it_is(file: str, tmp_path: Path):
     assert capture_memory(step, CPU, tmp_path, workload=mini()).measured.gradient_bytes == 20
     with pytest.raises(InputError, match="on which dtype bf16 has no effect"):
         make_own_step(own_workload(f"{file}:Steps", dtype="bf16"), CPU)
+    with pytest.raises(InputError, match=r"on which clip 1\.0 has no effect"):
+        make_own_step(own_workload(f"{file}:Steps", clip=1), CPU)
 
 
 # --- the step ---
@@ -381,6 +385,43 @@ def test_checkpointing_runs_each_block_again_and_changes_no_gradient(file: str, 
     assert memory.saved_for_backward < all_kept.saved_for_backward
     for a, b in zip(gradients(plain), gradients(step), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_checkpointing_keeps_the_outputs_of_fused_attention(tmp_path: Path):
+    (tmp_path / "attending.py").write_text(
+        "import torch\nfrom torch import nn\nimport torch.nn.functional as F\n"
+        "class Block(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.into = nn.Linear(16, 48)\n"
+        "    def forward(self, x):\n"
+        "        q, k, v = self.into(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)\n"
+        "        return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).sin()\n"
+        "def make():\n"
+        "    return nn.Sequential(*(Block() for _ in range(3))), torch.randn(2, 64, 16), lambda y: y.square().mean()\n"
+    )
+    kept: dict[str, int] = {}
+    found: list[list[Tensor]] = []
+    for checkpointing in ("none", "attention", "every-1"):
+        step, _ = made(f"{tmp_path}/attending.py:make", phase="forward-backward", checkpointing=checkpointing)
+        assert observe_step(step, CPU)[0].blocks_again == (0 if checkpointing == "none" else 3)
+        found.append(gradients(step))
+        step.prepare()
+        step.loss = None
+        gc.collect()
+        kept[checkpointing] = allocated_bytes(step.phases[0].run)[0]
+    # Three outputs, and a logsumexp for each query of two heads.
+    assert kept["attention"] - kept["every-1"] == 3 * 4 * 2 * 64 * (16 + 2)
+    assert kept["attention"] < kept["none"]
+    for plain, *others in zip(*found, strict=True):
+        for other in others:
+            torch.testing.assert_close(other, plain)
+
+
+def test_a_module_without_fused_attention_has_none_to_keep(file: str):
+    step, _ = made(f"{file}:make", phase="forward-backward", checkpointing="attention")
+    with pytest.raises(InputError, match=r":make calls none: let it call scaled_dot_product_attention .* or every-1$"):
+        run(step)
 
 
 def test_checkpointed_blocks_drop_the_same_numbers_again(file: str):

@@ -31,11 +31,3 @@ def power_of_two(number: int) -> int:
 def warps_for(block: int) -> int:
     """Warps for a row of this many numbers: each thread has some 8 of them."""
     return max(1, min(32, block // 256))
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that a product after x would cast it to: autocast's, or that of x where autocast is off."""
-    device_type = x.device.type
-    if x.dtype == torch.float64 or device_type not in {"cpu", "cuda"} or not torch.is_autocast_enabled(device_type):
-        return x.dtype
-    return torch.get_autocast_dtype(device_type)

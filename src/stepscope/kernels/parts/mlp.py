@@ -53,7 +53,7 @@ def silu_product_forward(
 
 @triton.jit
 def silu_product_backward(
-    dout, gate, up, dgate, dup, dout_stride, gate_stride, up_stride, width, tiles,
+    dout, gate, up, dgate, dup, dout_stride, gate_stride, up_stride, made_stride, width, tiles,
     WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
@@ -65,13 +65,13 @@ def silu_product_backward(
     values = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(WIDE)
     sigmoid = 1.0 / (1.0 + tl.exp(-through))
     of_gate = gradient * values * sigmoid * (1.0 + through * (1.0 - sigmoid))
-    tl.store(dgate + row * width + column, of_gate.to(dgate.dtype.element_ty), mask=inside)
-    tl.store(dup + row * width + column, (gradient * through * sigmoid).to(dup.dtype.element_ty), mask=inside)
+    tl.store(dgate + row * made_stride + column, of_gate.to(dgate.dtype.element_ty), mask=inside)
+    tl.store(dup + row * made_stride + column, (gradient * through * sigmoid).to(dup.dtype.element_ty), mask=inside)
 
 
-def _rows(*tensors: Tensor) -> list[Tensor]:
-    """Tensors (..., F) of one shape as rows; as a single row where all are contiguous, so that blocks are full."""
-    if all(tensor.is_contiguous() for tensor in tensors):
+def _rows(*tensors: Tensor, flat: bool = True) -> list[Tensor]:
+    """Tensors (..., F) of one shape as rows; flat: as one row where all are contiguous, so that blocks are full."""
+    if flat and all(tensor.is_contiguous() for tensor in tensors):
         return [tensor.reshape(1, -1) for tensor in tensors]
     rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
     return [each if each.stride(1) == 1 else each.contiguous() for each in rows]
@@ -96,29 +96,43 @@ def _fake_forward(gate: Tensor, up: Tensor) -> Tensor:
     return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
 
 
-def _backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    dgate, dup = _fake_backward(dout, gate, up)
+def _backward(dout: Tensor, gate: Tensor, up: Tensor, halves: bool) -> tuple[Tensor, Tensor]:
+    """Both gradients; with `halves`, as halves of the rows of the first result."""
+    dgate, dup = made = _fake_backward(dout, gate, up, halves)
     if gate.numel():
-        gradients, gates, ups = _rows(dout, gate, up)
+        gradients, gates, ups = _rows(dout, gate, up, flat=not halves)
         rows, width = gates.shape
+        if halves:
+            dgate, dup = dgate.tensor_split(2, dim=-1)
         tiles = tiles_of(width, _BLOCK)
         launch_at(
             gate, silu_product_backward, (rows * tiles,),
-            gradients, gates, ups, dgate, dup, gradients.stride(0), gates.stride(0), ups.stride(0), width, tiles,
+            gradients, gates, ups, dgate, dup, gradients.stride(0), gates.stride(0), ups.stride(0),
+            dgate.stride(-2) if halves else width, width, tiles,
             WIDE=wide(gate.dtype), BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
-    return dgate, dup
+    return made
 
 
-def _fake_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def _fake_backward(dout: Tensor, gate: Tensor, up: Tensor, halves: bool) -> tuple[Tensor, Tensor]:
+    if halves:
+        both = torch.empty((*gate.shape[:-1], 2 * gate.shape[-1]), dtype=gate.dtype, device=gate.device)
+        return both, gate.new_empty(0)
     return _fake_forward(gate, up), _fake_forward(gate, up)
+
+
+def _halves(gate: Tensor, up: Tensor) -> bool:
+    """Whether gate and up lie as halves of one tensor's rows do, which one product made. Their gradients then are such
+    halves, too, and the product's backward takes them as they lie."""
+    lying = (2 * gate.shape[-1], 1)
+    return gate.dim() > 1 and not gate.is_contiguous() and gate.stride() == up.stride() and gate.stride()[-2:] == lying
 
 
 _library = torch.library.Library("stepscope", "FRAGMENT")
 define(_library, "silu_product_forward(Tensor gate, Tensor up) -> Tensor", _forward, _fake_forward)
 define(
     _library,
-    "silu_product_backward(Tensor dout, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+    "silu_product_backward(Tensor dout, Tensor gate, Tensor up, bool halves) -> (Tensor, Tensor)",
     _backward,
     _fake_backward,
 )
@@ -128,6 +142,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
+        ctx.halves = _halves(gate, up)
         run = torch.ops.stepscope.silu_product_forward if watched(gate, up) else _forward
         return run(gate, up)
 
@@ -136,7 +151,8 @@ class _Product(torch.autograd.Function):
         refuse_second_derivative(_NAME)
         gate, up = ctx.saved_tensors
         run = torch.ops.stepscope.silu_product_backward if watched(gradients[0], gate, up) else _backward
-        return run(gradients[0], gate, up)
+        made = run(gradients[0], gate, up, ctx.halves)
+        return made[0].tensor_split(2, dim=-1) if ctx.halves else made
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:

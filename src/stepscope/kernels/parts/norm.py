@@ -26,6 +26,7 @@ from torch import Tensor
 
 from stepscope.core.errors import InputError
 from stepscope.core.parts import PARTS, norm_programs
+from stepscope.kernels.autocast_inputs import autocast_dtype
 from stepscope.kernels.function_transforms import refuse_transforms
 from stepscope.kernels.launching import interpreted, tiles_of
 from stepscope.kernels.operators import (
@@ -35,7 +36,7 @@ from stepscope.kernels.operators import (
     refuse_second_derivative,
     watched,
 )
-from stepscope.kernels.parts.layout import autocast_dtype, launch_at, power_of_two, warps_for, wide
+from stepscope.kernels.parts.layout import launch_at, power_of_two, warps_for, wide
 
 _NAME = "norm fused"
 
@@ -85,6 +86,22 @@ def rms_norm_backward(
         if HAS_BRANCH:
             tl.store(dbranch + row * width + column, gradient.to(dbranch.dtype.element_ty), mask=here)
     tl.store(shares + program * width + column, share, mask=inside)
+
+
+@triton.jit
+def rms_norm_shares(
+    shares, out, programs, width, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    total = tl.zeros((COLUMNS,), WIDE)
+    for first in range(0, programs, ROWS):
+        row = first + tl.arange(0, ROWS)
+        tile = tl.load(
+            shares + row[:, None] * width + column[None, :], mask=(row < programs)[:, None] & inside[None, :], other=0.0
+        )
+        total += tl.sum(tile, 0)
+    tl.store(out + column, total.to(out.dtype.element_ty), mask=inside)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -141,7 +158,20 @@ def _backward(
         totals.stride(0), rows.stride(0), count, width, tiles_of(count, programs),
         HAS_TOTAL=dtotal is not None, HAS_BRANCH=apart, WIDE=wide(x.dtype), BLOCK=block, num_warps=warps_for(block),
     )  # fmt: skip
-    return dx, dbranch, shares.sum(0).to(weight.dtype)
+    return dx, dbranch, _summed(shares, weight)
+
+
+def _summed(shares: Tensor, weight: Tensor) -> Tensor:
+    """The sum of all programs' shares of the weight's gradient. PyTorch's sum over a few hundred rows takes longer than
+    the kernel that made them."""
+    programs, width = shares.shape
+    total = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    rows, columns = (256, 16) if not interpreted() else (power_of_two(programs), power_of_two(width))
+    launch_at(
+        shares, rms_norm_shares, (tiles_of(width, columns),),
+        shares, total, programs, width, WIDE=wide(shares.dtype), ROWS=rows, COLUMNS=columns, num_warps=8,
+    )  # fmt: skip
+    return total
 
 
 def _fake_backward(
@@ -219,8 +249,13 @@ class _AddNorm(torch.autograd.Function):
         return dx, dx if ctx.dtypes[0] == ctx.dtypes[1] else dbranch, dweight, None, None
 
 
-def rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """x + branch, or x where there is no branch, and its RMSNorm: x / sqrt(mean(x^2) + epsilon) * weight."""
+def rms_norm(
+    x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """x + branch, or x where there is no branch, and its RMSNorm: x / sqrt(mean(x^2) + epsilon) * weight.
+
+    dtype: that of the norm; autocast's, or that of x, where it is left out.
+    """
     refuse_transforms(_NAME, "norm reference")
     check_kernel_dtype(_NAME, x, weight, *([] if branch is None else [branch]))
     width, largest = x.shape[-1] if x.dim() else 0, PARTS["norm"]["fused"].largest_width
@@ -230,7 +265,7 @@ def rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float) -
             f"{_NAME} takes x (..., M), a branch of its shape and a weight (M) with M from 1 to {largest}, not "
             f"{tuple(x.shape)}, {None if branch is None else tuple(branch.shape)}, {tuple(weight.shape)}"
         )
-    dtype = autocast_dtype(x)
+    dtype = dtype or autocast_dtype(x)
     if branch is None:
         return x, _Norm.apply(x, weight, epsilon, dtype)
     return _AddNorm.apply(x, branch, weight, epsilon, dtype)

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from stepscope.core.errors import InputError
-from stepscope.models.checkpointing import any_products_kept, checkpointed
+from stepscope.core.workload import KEEPING
+from stepscope.models.checkpointing import OUTPUTS_KEPT_OF_ANY, checkpointed
 
 
 def find_blocks(module: nn.Module) -> dict[str, Sequence[nn.Module]]:
@@ -43,14 +44,14 @@ def checkpoint_blocks(module: nn.Module, checkpointing: str, name: str) -> tuple
     size = _group_size(checkpointing, max(map(len, found.values())), name)
     if size in (None, 1):
         for block in blocks:
-            _run_again(block, selective=size is None)
+            _run_again(block, checkpointing)
         return blocks
     for path, several in found.items():
         home = module.get_submodule(path)
         if not isinstance(home, nn.Sequential):
             raise InputError(
                 f"{name} cannot run with checkpointing {checkpointing}: its own forward calls the blocks of {path} one "
-                "by one; choose every-1 or selective"
+                f"by one; choose every-1, {' or '.join(KEEPING)}"
             )
         home.forward = functools.partial(_run_groups, several, size)  # type: ignore[method-assign]
     return blocks
@@ -62,12 +63,13 @@ def _are_blocks(home: nn.Module) -> bool:
 
 
 def _group_size(checkpointing: str, most: int, name: str) -> int | None:
-    """The number K of `every-K`; None for `selective`."""
-    if checkpointing == "selective":
+    """The number K of `every-K`; None for those of KEEPING."""
+    if checkpointing in KEEPING:
         return None
     written = re.fullmatch(r"every-([1-9][0-9]{0,8})", checkpointing)
     if written is None:
-        raise InputError(f"unknown checkpointing {checkpointing!r}: choose none, selective, every-1 or every-K")
+        choices = ", ".join(("none", *KEEPING, "every-1"))
+        raise InputError(f"unknown checkpointing {checkpointing!r}: choose {choices} or every-K")
     if int(written[1]) > most:
         raise InputError(
             f"checkpointing {checkpointing} groups more blocks than {name} has in a list: choose every-1 to {most}"
@@ -83,10 +85,10 @@ def _turn_caches_off(module: nn.Module) -> None:
             config.use_cache = False
 
 
-def _run_again(block: nn.Module, *, selective: bool) -> None:
+def _run_again(block: nn.Module, checkpointing: str) -> None:
     """Checkpoint a block in place. Backward runs the module again, and not only its forward, so that hooks on it see
     it."""
-    forward = block.forward
+    forward, contexts = block.forward, OUTPUTS_KEPT_OF_ANY.get(checkpointing)
     running_again = threading.local()
 
     def again(*args: Any, **kwargs: Any) -> Any:
@@ -99,7 +101,6 @@ def _run_again(block: nn.Module, *, selective: bool) -> None:
     def run(*args: Any, **kwargs: Any) -> Any:
         if getattr(running_again, "now", False):
             return forward(*args, **kwargs)
-        contexts = any_products_kept if selective else None
         if torch.compiler.is_compiling():  # Compiled code calls no hooks either.
             return checkpointed(forward, *args, contexts=contexts, random=True, **kwargs)
         return checkpointed(_first_then(forward, again), *args, contexts=contexts, random=True, **kwargs)

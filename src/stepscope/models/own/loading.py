@@ -132,7 +132,7 @@ def own_parts(
 
 def _driven(loaded: Loaded, workload: OwnWorkload, device: torch.device) -> tuple[DrivenStep, OwnWorkload]:
     usual = OwnWorkload(model=workload.model, factory=workload.factory)
-    for field in ("dtype", "phase", "compile", "checkpointing", "accumulation"):
+    for field in ("dtype", "phase", "compile", "clip", "checkpointing", "accumulation"):
         if getattr(workload, field) != getattr(usual, field):
             raise InputError(
                 f"{loaded.name} gave a step of its own, on which {field} {getattr(workload, field)} has no effect: "

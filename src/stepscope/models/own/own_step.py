@@ -11,6 +11,7 @@ from stepscope.core.errors import InputError, StepscopeError, message_of, named_
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.measure.step import Phase
+from stepscope.models.checkpointing import KeptCalls
 from stepscope.models.own.batches import input_names, named_tensors, split
 from stepscope.models.own.blocks import checkpoint_blocks
 from stepscope.models.own.own_module import OwnModule, check_gradient
@@ -74,7 +75,7 @@ class OwnStep(AssembledStep):
         if PRECISIONS[choices.dtype].masters and own.optimizer is not None:
             raise InputError(f"{own.name} gives an optimizer, which keeps no master weights: choose another --dtype")
         blocks = checkpoint_blocks(own.module, choices.checkpointing, own.name)
-        self.own = own
+        self.own, self._checkpointing = own, choices.checkpointing
         self._first = _FirstRuns(own.name)
         super().__init__(parts_of(own, choices, blocks), choices, device, share)
 
@@ -82,9 +83,22 @@ class OwnStep(AssembledStep):
         if FORWARD in self._first.done:
             super()._forward(micro)
             return
-        self._first.run(FORWARD, lambda: super(OwnStep, self)._forward(micro))
+        self._first.run(FORWARD, lambda: self._first_forward(micro))
         assert self.loss is not None
         check_gradient(self.loss, self.own.name)
+
+    def _first_forward(self, micro: int) -> None:
+        if self._checkpointing != "attention" or self.compiled:
+            super()._forward(micro)
+            return
+        with KeptCalls("attention") as kept:
+            super()._forward(micro)
+        if not kept.count:
+            raise InputError(
+                f"checkpointing attention keeps what a fused operator returns, and {self.own.name} calls none: let it "
+                "call scaled_dot_product_attention where a fused kernel runs, or choose --checkpointing selective or "
+                "every-1"
+            )
 
     def _infer(self, micro: int) -> None:
         self._first.run(FORWARD, lambda: super(OwnStep, self)._infer(micro))

@@ -1,10 +1,12 @@
-"""The parts of the textbook's transformer that others than its own code can compute: norm, rope, mlp and loss.
+"""The parts of the textbook's transformer that others than its own code can compute: norm, rope, mlp and loss, and the
+projections of one input as one product.
 
 `core/parts.py` has a record of each. `parts_for` makes of a workload what its model is given: a function for each part,
 or None where the code of models/transformer.py and models/training_step.py is taken.
 """
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +15,7 @@ from torch import Tensor
 from stepscope.core.attention_support import tensor_dtype
 from stepscope.core.parts import PARTS, Kernels, Part, check_parts
 from stepscope.core.workload import Workload
+from stepscope.kernels.parts.projections import joint_projections
 
 
 class Norm(Protocol):
@@ -41,6 +44,12 @@ class Loss(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor: ...
 
 
+class Projections(Protocol):
+    """x (..., M) times each of several weights (N_i, M), as views of one tensor."""
+
+    def __call__(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """The functions that compute the parts; None for the textbook's own code."""
@@ -49,6 +58,7 @@ class Parts:
     rope: Rope | None = None
     mlp: Mlp | None = None
     loss: Loss | None = None
+    projections: Projections | None = None
 
 
 REFERENCE_PARTS = Parts()
@@ -66,4 +76,5 @@ def parts_for(workload: Workload, device_type: str) -> Parts:
     config = workload.model
     widths: dict[Part, int] = {"norm": config.d_model, "rope": config.head_dim}
     check_parts(workload.parts, device_type, tensor_dtype(workload.dtype), widths)
-    return Parts(**{part: part_function(part, name) for part, name in workload.parts.items()})
+    chosen = {part: part_function(part, name) for part, name in workload.parts.items()}
+    return Parts(**chosen, projections=joint_projections if workload.projections == "joint" else None)

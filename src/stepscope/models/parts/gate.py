@@ -11,7 +11,7 @@ reads beside its input is seen, and who leaves a number unwritten.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -137,13 +137,36 @@ def _judge(
     if reason:
         return PartVerdict(name=name, case=case, dtype=dtype, passed=False, reason=reason)
     unit = torch.finfo(TORCH_DTYPES[dtype]).eps / 2
-    least = unit + SUM_UNITS * torch.finfo(torch.float32).eps / 2
-    slack = 2.0 if dtype == "bf16" and device.type == "cpu" else 1.0
+    slack = interpreter_slack(TORCH_DTYPES[dtype], device.type)
+    errors, reason = compare(exact, plain, found, dict.fromkeys(exact, unit), slack)
+    repeats = all(torch.equal(found[result], again[result]) for result in found)
+    if not repeats and PARTS[case.part][name].repeats:
+        reason = reason or "a second call gave other bits"
+    return PartVerdict(
+        name=name, case=case, dtype=dtype, passed=not reason, reason=reason, errors=errors, repeats=repeats
+    )
+
+
+def interpreter_slack(dtype: torch.dtype, device_type: str) -> float:
+    """How much further a kernel may be off on this device: Triton's interpreter cuts bf16 off."""
+    return 2.0 if dtype == torch.bfloat16 and device_type == "cpu" else 1.0
+
+
+def compare(
+    exact: Mapping[str, Tensor], plain: Mapping[str, Tensor], found: Mapping[str, Tensor], units: Mapping[str, float],
+    slack: float,
+) -> tuple[dict[str, tuple[float, float]], str]:  # fmt: skip
+    """By result its relative error and the one that is allowed, and what is wrong, "" where nothing is.
+
+    exact: in float64. plain: PyTorch's, in the tensors' dtypes. units: the unit roundoff of each result.
+    """
     errors: dict[str, tuple[float, float]] = {}
+    reason = ""
     for result, right in exact.items():
+        unit = units[result]
         error, row_error = _errors(found[result], right)
         of_pytorch, row_of_pytorch = _errors(plain[result], right)
-        allowed = slack * max(FACTOR * of_pytorch, least)
+        allowed = slack * max(FACTOR * of_pytorch, unit + SUM_UNITS * torch.finfo(torch.float32).eps / 2)
         row_allowed = slack * max(ROW_FACTOR * row_of_pytorch, ROW_UNITS * unit)
         errors[result] = error, allowed
         if reason:
@@ -152,12 +175,7 @@ def _judge(
             reason = f"{result} is off by {error:.2g}, {allowed:.2g} are allowed"
         elif not row_error <= row_allowed:
             reason = f"the worst row of {result} is off by {row_error:.2g}, {row_allowed:.2g} are allowed"
-    repeats = all(torch.equal(found[result], again[result]) for result in found)
-    if not repeats and PARTS[case.part][name].repeats:
-        reason = reason or "a second call gave other bits"
-    return PartVerdict(
-        name=name, case=case, dtype=dtype, passed=not reason, reason=reason, errors=errors, repeats=repeats
-    )
+    return errors, reason
 
 
 class _Inputs:

@@ -7,20 +7,24 @@ in the weight's dtype, and is told autocast's dtype by its input.
 import importlib
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from stepscope.kernels.parts.layout import autocast_dtype
+from stepscope.kernels.autocast_inputs import autocast_dtype
 
 
 def _liger(name: str) -> Any:
     return getattr(importlib.import_module("liger_kernel.transformers.functional"), name)
 
 
-def rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """x + branch, or x where there is no branch, and its RMSNorm."""
+def rms_norm(
+    x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """x + branch, or x where there is no branch, and its RMSNorm, in this dtype where one is given."""
     x = x if branch is None else x + branch
     # In place it would write its gradient over the one that the residual stream still needs.
-    return x, _liger("liger_rms_norm")(x, weight, epsilon, in_place=False)
+    y = _liger("liger_rms_norm")(x, weight, epsilon, in_place=False)
+    return x, y if dtype is None else y.to(dtype)
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

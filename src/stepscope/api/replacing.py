@@ -1,0 +1,37 @@
+"""`stepscope.replace_parts`: let other kernels compute parts of a model of your own, where they compute the same."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from stepscope.core.errors import InputError
+from stepscope.core.parts import Kernels, named_kernels
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from stepscope.models.parts.replaced import Replaced
+
+
+def replace_parts(
+    model: "nn.Module", kernels: str | Mapping[str, str] | None = None, *, norm: Kernels | None = None,
+    mlp: Kernels | None = None,
+) -> "Replaced":  # fmt: skip
+    """Let other kernels compute the norms and SwiGLUs of a model, in place, where they compute the same.
+
+        replaced = stepscope.replace_parts(model, norm="fused", mlp="fused")
+        print(replaced)         # what was replaced, what was left, and why
+        replaced.restore()      # the model's own code again
+
+    kernels: fused or liger, for all parts or by part; norm and mlp say it of one. Each module is held against its
+    replacement first, forward and backward, on random numbers; one that differs is left. Move the model to its device
+    and dtype before. Parameters and the keys of the state dict stay the same.
+
+    Raises InputError where the kernels do not run on the model's device, and for a part that the model does not have.
+    """
+    said = {part: name for part, name in (("norm", norm), ("mlp", mlp)) if name is not None}
+    chosen = (named_kernels(kernels) if kernels is not None else {}) | named_kernels(said)
+    if not chosen:
+        raise InputError("replace_parts needs a part: say norm='fused', mlp='fused' or kernels='fused'")
+    from stepscope.models.parts.replaced import replace_in  # noqa: PLC0415  (torch, only now)
+
+    return replace_in(model, chosen)

@@ -1,0 +1,146 @@
+"""Fused parts in a user's own model: what is replaced computes the same, what differs is left and named."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton", reason="the fused parts are written in Triton, which is not installed")
+
+from stepscope.api.replacing import replace_parts
+from stepscope.core import parts as records
+from stepscope.core.errors import InputError
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, act: nn.Module):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(12, 20, bias=False), nn.Linear(12, 20, bias=False)
+        self.down_proj, self.act = nn.Linear(20, 12, bias=False), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Shifted(nn.Module):
+    """Gemma's norm: the weight is what is added to 1."""
+
+    def __init__(self, power: float = 2.0):
+        super().__init__()
+        self.weight, self.eps, self.power = nn.Parameter(torch.zeros(12)), 1e-5, power
+
+    def forward(self, x: Tensor) -> Tensor:
+        normal = x.float() * torch.rsqrt(x.float().abs().pow(self.power).mean(-1, keepdim=True) + self.eps)
+        return (normal * (1.0 + self.weight.float())).type_as(x)
+
+
+def net(*modules: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    parts = modules or (nn.RMSNorm(12, eps=1e-5), SwiGLU(nn.SiLU()), Shifted())
+    return nn.Sequential(nn.Linear(7, 12), *parts).to(DEVICE)
+
+
+def gradients(model: nn.Module, *, autocast: bool = False) -> tuple[Tensor, list[Tensor]]:
+    torch.manual_seed(1)
+    x = torch.randn(3, 5, 7, device=DEVICE)
+    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
+        out = model(x)
+    return out.detach(), list(
+        torch.autograd.grad(out.float(), [*model.parameters()], torch.randn(out.shape).to(DEVICE))
+    )
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_replaced_model_has_its_own_results_gradients_and_keys(autocast: bool):
+    model = net()
+    before, keys = gradients(model, autocast=autocast), {k: t.data_ptr() for k, t in model.state_dict().items()}
+    replaced = replace_parts(model, norm="fused", mlp="fused")
+    assert [(each.type, each.modules) for each in replaced.replaced] == [("RMSNorm", 1), ("Shifted", 1), ("SwiGLU", 1)]
+    assert not replaced.left
+    assert {k: t.data_ptr() for k, t in model.state_dict().items()} == keys
+    bound = 2e-2 if autocast else 1e-5
+    for now in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        after = gradients(now, autocast=autocast)
+        assert after[0].dtype == before[0].dtype
+        for one, other in zip((after[0], *after[1]), (before[0], *before[1]), strict=True):
+            assert float((one - other).norm()) <= bound * float(other.norm())
+    types = [type(module) for module in net().modules()]
+    replaced.restore()
+    assert [type(module) for module in model.modules()] == types
+    assert torch.equal(gradients(model, autocast=autocast)[0], before[0])
+
+
+def test_the_kernels_run_in_a_replaced_model():
+    model = net()
+    replace_parts(model, norm="fused", mlp="fused")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        gradients(model)
+    called = {event.key: event.count for event in profiler.key_averages()}
+    assert called["stepscope::rms_norm_forward"] == 2
+    assert called["stepscope::silu_product_backward"] == 1
+
+
+def test_a_module_that_computes_something_else_is_left_and_named():
+    model = net(SwiGLU(nn.GELU()), SwiGLU(nn.SiLU()), Shifted(power=1.5), nn.RMSNorm(12, eps=1e-3))
+    types = [type(module) for module in model.modules()]
+    replaced = replace_parts(model, "fused")
+    left = {each.type: each for each in replaced.left if each.modules}
+    assert set(left) == {"SwiGLU", "Shifted"}
+    assert left["SwiGLU"].where == "1"
+    assert "they compute something else: " in left["SwiGLU"].why
+    assert "the largest difference is " in left["SwiGLU"].why
+    assert {each.part for each in replaced.left if not each.modules} == {"rope", "loss"}
+    assert [type(each).__mro__[1] for each in (model[2], model[4])] == [SwiGLU, nn.RMSNorm]
+    assert [type(each) for each in (model[1], model[3])] == [types[2], Shifted]
+
+
+def test_a_dropout_inside_is_seen():
+    model = net(SwiGLU(nn.Sequential(nn.SiLU(), nn.Dropout(0.1)))).eval()
+    (left,) = replace_parts(model, mlp="fused").left
+    assert "gives other numbers when it is called again" in left.why
+    assert not any(module.training for module in model.modules())
+
+
+def test_wrong_input_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(InputError, match="norm fused replaces nothing in Sequential: it has no RMSNorm"):
+        replace_parts(net(nn.LayerNorm(12, bias=False)), norm="fused")
+    with pytest.raises(InputError, match="replace_parts needs a part"):
+        replace_parts(net())
+    if DEVICE.type == "cpu":
+        monkeypatch.delenv(records.INTERPRETER, raising=False)
+        with pytest.raises(InputError, match="norm fused runs on cpu in Triton's interpreter only"):
+            replace_parts(net(), norm="fused")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("llama", {("LlamaRMSNorm", True), ("LlamaMLP", True)}),
+        ("qwen2", {("Qwen2RMSNorm", True), ("Qwen2MLP", True)}),
+        ("gemma", {("GemmaRMSNorm", True), ("GemmaMLP", False)}),
+        ("gpt2", None),
+    ],
+)
+def test_hugging_faces_models(kind: str, said: set[tuple[str, bool]] | None):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    if kind != "gpt2":
+        sizes |= {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 16}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **sizes)).to(DEVICE)
+    if said is None:
+        with pytest.raises(InputError, match="replaces nothing in GPT2LMHeadModel"):
+            replace_parts(model, "fused")
+        return
+    tokens = torch.arange(14, device=DEVICE).view(2, 7)
+    before = model(input_ids=tokens, labels=tokens).loss
+    replaced = replace_parts(model, "fused")
+    assert {(each.type, each.replaced) for each in replaced.found if each.modules} == said
+    after = model(input_ids=tokens, labels=tokens).loss
+    assert float(after.detach()) == pytest.approx(float(before.detach()), rel=1e-5)
+    after.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
