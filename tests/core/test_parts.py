@@ -6,7 +6,7 @@ import pytest
 
 from stepscope.cli.workloads import ManyWorkloads, OneWorkload
 from stepscope.core.errors import InputError
-from stepscope.core.parts import PARTS, calls_in_forward, loss_chunk_rows, named_kernels, norm_programs
+from stepscope.core.parts import LOSS_LEAST_ROWS, PARTS, calls_in_forward, loss_chunk_rows, named_kernels, norm_programs
 from stepscope.core.workload import Workload
 from stepscope.work.spelled import run_call, run_command
 from tests.conftest import workload
@@ -60,6 +60,7 @@ def test_the_kernels_of_a_part_show_its_own_name_and_no_others():
 
 def test_sizes_of_launches():
     assert [calls_in_forward(part, 3) for part in PARTS] == [7, 3, 3, 1]
-    assert loss_chunk_rows(2048, 10_000, 2) == 2048 and loss_chunk_rows(2048, 50_257, 2) == 640
-    assert loss_chunk_rows(5, 2**40, 2) == 1
+    assert loss_chunk_rows(2048, 10_000, 2) == 2048 and loss_chunk_rows(8192, 10_000, 2) == 3328
+    assert loss_chunk_rows(32768, 151_936, 2) == LOSS_LEAST_ROWS
+    assert loss_chunk_rows(5, 2**40, 2) == 5 and loss_chunk_rows(0, 10, 2) == 1
     assert norm_programs(3, "cuda") == 3 and norm_programs(10**6, "cuda") == 512 and norm_programs(0, "cpu") == 1

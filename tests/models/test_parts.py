@@ -1,4 +1,4 @@
-"""The textbook's step with fused parts beside its own code: the same losses and gradients, in Triton's interpreter."""
+"""The textbook's step with fused parts beside its own code: the same losses and gradients, on a GPU or interpreted."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.conftest import at_length, mini, run_steps
 
 pytestmark = pytest.mark.slow
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FUSED: dict[str, Any] = dict.fromkeys(PARTS, "fused")
 UNITS = {"fp32": 2e-6, "bf16": 2e-2, "bf16-master": 2e-2, "bf16-pure": 3e-2, "fp16": 4e-3}
 """How far losses and gradients may be apart, by dtype: in 16 bits the fused parts round less often."""
@@ -25,7 +25,7 @@ UNITS = {"fp32": 2e-6, "bf16": 2e-2, "bf16-master": 2e-2, "bf16-pure": 3e-2, "fp
 
 def gradients(workload: Workload) -> tuple[float, torch.Tensor]:
     """The loss of the first step and all its gradients as one tensor."""
-    step = TrainingStep(workload, CPU)
+    step = TrainingStep(workload, DEVICE)
     loss = run_steps(step)
     assert loss is not None
     scale = step.scaler.get_scale() if step.scaler.is_enabled() else 1.0
@@ -55,7 +55,7 @@ def test_a_step_of_fused_parts_has_the_gradients_of_the_textbooks(dtype: str, ch
 
 
 def test_inference_has_the_same_logits():
-    step, plain = TrainingStep(mini(phase="forward", **FUSED), CPU), TrainingStep(mini(phase="forward"), CPU)
+    step, plain = TrainingStep(mini(phase="forward", **FUSED), DEVICE), TrainingStep(mini(phase="forward"), DEVICE)
     assert step.workload.loss == "reference", "inference ends with the logits"
     torch.testing.assert_close(step.model(step.tokens), plain.model(plain.tokens), rtol=1e-4, atol=1e-5)
 
@@ -67,11 +67,14 @@ def test_every_name_of_kernels_is_one_of_every_part():
 def test_a_part_that_does_not_run_here_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(InputError, match="norm liger runs on cuda, not on cpu: choose --norm reference"):
         parts_for(mini(norm="liger"), "cpu")
-    monkeypatch.delenv(records.INTERPRETER)
+    monkeypatch.delenv(records.INTERPRETER, raising=False)
     with pytest.raises(InputError, match="mlp fused runs on cpu in Triton's interpreter only"):
         parts_for(mini(mlp="fused"), "cpu")
     wide = mini(norm="fused", d_model=65536, heads=64)
     with pytest.raises(InputError, match="norm fused takes rows of up to 32768 numbers, not 65536"):
         parts_for(wide, "cuda")
-    with pytest.raises(InputError, match="loss fused runs in one process: leave out --parallel ddp"):
-        mini(loss="fused", parallel="ddp", ranks=2)
+    with pytest.raises(InputError, match="loss fused runs where a rank computes whole blocks of its own samples"):
+        mini(loss="fused", parallel="tensor", ranks=2)
+    with pytest.raises(InputError, match="loss fused reads the head's weight without calling the head"):
+        mini(loss="fused", parallel="fsdp-textbook", ranks=2)
+    assert mini(loss="fused", parallel="fsdp2", ranks=2).parts["loss"] == "fused"

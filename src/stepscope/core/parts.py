@@ -30,7 +30,10 @@ PART_WORDS: dict[Part, str] = {
 REFERENCE: Kernels = "reference"
 
 LOSS_CHUNK_BYTES = 64 << 20
-"""The most bytes of logits that the fused loss has in memory at a time, where that is a row or more."""
+"""The bytes of logits that the fused loss has in memory at a time, where that is LOSS_LEAST_ROWS or more."""
+LOSS_LEAST_ROWS = 2048
+"""The fewest rows of a chunk. Each chunk adds to the weight's gradient in fp32: 8 bytes a number, against 6 FLOPs for
+each row. At 700 TFLOP/s and 4.3 TB/s that is as long as the products of 217 rows."""
 
 _FUSED: tuple[TensorDtype, ...] = ("fp32", "bf16", "fp16")
 
@@ -74,6 +77,28 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
 
+class PartFound(msgspec.Struct, frozen=True, kw_only=True):
+    """Modules of one type in a user's model that compute a part, and whether they were replaced."""
+
+    part: Part
+    kernels: Kernels
+    """What was to compute them."""
+    type: str
+    """The name of their class; empty where the model has none."""
+    modules: int
+    replaced: bool
+    why: str = ""
+    """Why they were left; empty where they were replaced."""
+    where: str = ""
+    """The path of the first."""
+
+    def __str__(self) -> str:
+        name = f"{self.part} {self.kernels}"
+        if self.replaced:
+            return f"{name}: {self.modules} {self.type} replaced"
+        return f"{name}: {f'{self.modules} {self.type} left' if self.modules else 'none'}, {self.why}"
+
+
 INTERPRETER = "TRITON_INTERPRET"
 """The environment variable that makes Triton run its kernels in Python, on tensors of the CPU."""
 
@@ -98,7 +123,7 @@ PARTS: dict[Part, dict[Kernels, PartRecord]] = {
         "reference": PartRecord(function="", saves="x and x / rms in fp32, 2 R M; rms, R"),
         "fused": _fused(
             "norm:rms_norm", "the sum x + branch, R M, which the residual stream keeps anyway; 1 / rms in fp32, R",
-            "rms_norm_(?:forward|backward)$", largest_width=32768,
+            "rms_norm_(?:forward|backward|shares)$", largest_width=32768,
         ),
         "liger": _liger("rms_norm", "the sum, R M; 1 / rms, R", r"^_(?:block_)?rms_norm_(?:forward|backward)_kernel"),
     },
@@ -161,7 +186,7 @@ def norm_programs(rows: int, device_type: str) -> int:
 def loss_chunk_rows(rows: int, vocabulary: int, itemsize: int) -> int:
     """How many rows of logits the fused loss makes at a time."""
     fitting = LOSS_CHUNK_BYTES // max(1, vocabulary * itemsize)
-    return max(1, min(rows, fitting // 128 * 128 or fitting))
+    return max(1, min(rows, max(fitting // 128 * 128, LOSS_LEAST_ROWS)))
 
 
 def check_parts(

@@ -102,24 +102,32 @@ class CausalSelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.rotary = rotary
         self.attention = attention
-        self.fused_rotary = parts.rope
+        self.fused_rotary, self.joint = parts.rope, parts.projections
         self.query = nn.Linear(config.d_model, config.d_model, bias=False, device=device)
         self.key = nn.Linear(config.d_model, config.key_width, bias=False, device=device)
         self.value = nn.Linear(config.d_model, config.key_width, bias=False, device=device)
         self.output = nn.Linear(config.d_model, config.d_model, bias=False, device=device)
 
     def forward(self, x_BSM: Tensor) -> Tensor:
-        if self.fused_rotary is None:
+        if self.joint is not None:
+            weights = (self.query.weight, self.key.weight, self.value.weight)
+            q_BHSD, k_BHSD, v_BHSD = map(self._split_heads, self.joint(x_BSM, weights))
+            q_BHSD, k_BHSD = self._rotated(q_BHSD, k_BHSD)
+        elif self.fused_rotary is None:
+            # Each is turned before the next is made: its own heads are then not kept beside the others.
             q_BHSD = self.rotary(self._split_heads(self.query(x_BSM)))
             k_BHSD = self.rotary(self._split_heads(self.key(x_BSM)))
+            v_BHSD = self._split_heads(self.value(x_BSM))
         else:
-            q_BHSD, k_BHSD = self.fused_rotary(
-                self._split_heads(self.query(x_BSM)), self._split_heads(self.key(x_BSM)),
-                self.rotary.cos_SD, self.rotary.sin_SD,
-            )  # fmt: skip
-        v_BHSD = self._split_heads(self.value(x_BSM))
+            q_BHSD, k_BHSD = self._rotated(self._split_heads(self.query(x_BSM)), self._split_heads(self.key(x_BSM)))
+            v_BHSD = self._split_heads(self.value(x_BSM))
         out_BHSD = self.attention(q_BHSD, k_BHSD, v_BHSD, causal=True)
         return self.output(out_BHSD.transpose(1, 2).flatten(-2))
+
+    def _rotated(self, q_BHSD: Tensor, k_BHSD: Tensor) -> tuple[Tensor, Tensor]:
+        if self.fused_rotary is None:
+            return self.rotary(q_BHSD), self.rotary(k_BHSD)
+        return self.fused_rotary(q_BHSD, k_BHSD, self.rotary.cos_SD, self.rotary.sin_SD)
 
     def _split_heads(self, x_BSM: Tensor) -> Tensor:
         return x_BSM.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -132,12 +140,15 @@ class SwiGLU(nn.Module):
         self, config: ModelConfig, device: torch.device | None = None, parts: Parts = REFERENCE_PARTS
     ) -> None:  # fmt: skip
         super().__init__()
-        self.fused = parts.mlp
+        self.fused, self.joint = parts.mlp, parts.projections
         self.gate = nn.Linear(config.d_model, config.d_ff, bias=False, device=device)
         self.up = nn.Linear(config.d_model, config.d_ff, bias=False, device=device)
         self.down = nn.Linear(config.d_ff, config.d_model, bias=False, device=device)
 
     def forward(self, x_BSM: Tensor) -> Tensor:
+        if self.joint is not None:
+            gate, up = self.joint(x_BSM, (self.gate.weight, self.up.weight))
+            return self.down(F.silu(gate) * up if self.fused is None else self.fused(gate, up))
         if self.fused is not None:
             return self.down(self.fused(self.gate(x_BSM), self.up(x_BSM)))
         return self.down(F.silu(self.gate(x_BSM)) * self.up(x_BSM))
@@ -155,6 +166,14 @@ class Block(nn.Module):
         self.attention = CausalSelfAttention(config, rotary, attention, device, parts)
         self.feed_forward_norm = RMSNorm(config.d_model, device, parts)
         self.feed_forward = SwiGLU(config, device, parts)
+
+    def projections(self) -> tuple[tuple[Tensor, ...], ...]:
+        """The weights of projections that have one input, input by input."""
+        attention, feed_forward = self.attention, self.feed_forward
+        return (
+            (attention.query.weight, attention.key.weight, attention.value.weight),
+            (feed_forward.gate.weight, feed_forward.up.weight),
+        )
 
     def forward(self, x_BSM: Tensor) -> Tensor:
         if self.feed_forward_norm.fused is not None:
@@ -188,6 +207,10 @@ class Transformer(nn.Module):
         self.head = nn.Linear(config.d_model, config.vocabulary, bias=False, device=of_head)
         if config.tied:
             self.head.weight = self.embedding.weight
+
+    def projections(self) -> list[tuple[Tensor, ...]]:
+        """The weights of projections that have one input, of every block."""
+        return [weights for block in self.blocks if isinstance(block, Block) for weights in block.projections()]
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None) -> Tensor:
         """The logits; with targets, the mean loss of `fused_loss`, which makes no logits of the whole batch."""

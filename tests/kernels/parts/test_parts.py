@@ -90,7 +90,8 @@ def test_gradients_are_those_of_finite_differences():
 
 
 def test_the_loss_is_pytorchs_in_chunks_scaled_and_with_a_z_loss(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(records, "LOSS_CHUNK_BYTES", 2 * 11 * 8)  # two rows at a time
+    monkeypatch.setattr(records, "LOSS_CHUNK_BYTES", 0)
+    monkeypatch.setattr(records, "LOSS_LEAST_ROWS", 2)
     x, weight = normal(5, 6), normal(11, 6)
     targets = torch.tensor([3, 0, -100, 10, 10], device=DEVICE)
     logits = x @ weight.t()
@@ -196,3 +197,14 @@ def test_a_compiler_takes_every_part_without_a_graph_break():
     right = torch.autograd.grad(all_parts(x, weight, head), [x, weight, head])
     compiled = torch.compile(all_parts, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(torch.autograd.grad(compiled(x, weight, head), [x, weight, head]), right)
+
+
+def test_gradients_of_halves_of_the_same_rows_are_halves_of_the_same_rows():
+    both = normal(3, 2, 10, dtype=torch.float32)
+    gate, up = both.tensor_split(2, dim=-1)
+    (found,) = torch.autograd.grad(silu_product(gate, up).square().sum(), both)
+    (right,) = torch.autograd.grad((F.silu(gate) * up).square().sum(), both)
+    torch.testing.assert_close(found, right)
+    gate, up = (each.detach().requires_grad_() for each in (gate, up))
+    of_gate, of_up = torch.autograd.grad(silu_product(gate, up).sum(), (gate, up))
+    assert of_up.data_ptr() == of_gate.data_ptr() + 5 * 4 and of_gate.stride() == (20, 10, 1)

@@ -30,6 +30,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from stepscope.core.errors import InputError
 from stepscope.core.parts import loss_chunk_rows
+from stepscope.kernels.autocast_inputs import autocast_dtype
 from stepscope.kernels.function_transforms import refuse_transforms
 from stepscope.kernels.launching import interpreted, tiles_of
 from stepscope.kernels.operators import (
@@ -39,7 +40,7 @@ from stepscope.kernels.operators import (
     refuse_second_derivative,
     watched,
 )
-from stepscope.kernels.parts.layout import autocast_dtype, launch_at, power_of_two, warps_for, wide
+from stepscope.kernels.parts.layout import launch_at, power_of_two, warps_for, wide
 
 _NAME = "loss fused"
 _LARGEST_BLOCK = 8192

@@ -1,0 +1,136 @@
+"""Several projections of one input as one product, forward and backward.
+
+    joint_projections(x, (W1, W2, ...))  ->  x W1^T, x W2^T, ...
+
+With W the rows of all weights, one weight below the other, and dy the gradients of the results side by side:
+
+    y = x W^T        dx = dy W        dW = dy^T x
+
+Apart, each projection is a product of its own, and backward adds up as many gradients of x, each rounded. Joint, small
+products fill a GPU better, the sum over projections is made inside one product, and nothing is added afterwards.
+
+W is no copy where the weights lie one behind the other in memory (`lie_together`); elsewhere they are put together
+first. The results are views of y, so as long as one is kept, all are. Under autocast W is cast in forward and again in
+backward.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from stepscope.core.errors import InputError
+from stepscope.kernels.autocast_inputs import autocast_dtype
+from stepscope.kernels.operators import define, refuse_second_derivative, watched
+
+_NAME = "projections joint"
+OPERATOR = "stepscope::joint_projections"
+"""The operator of forward's product."""
+
+
+@torch.no_grad()
+def lie_together(weights: Sequence[Tensor]) -> None:
+    """Move parameters (N_i, M) of one dtype into one block of memory, in their order. They stay the same parameters."""
+    block = torch.cat([weight.detach() for weight in weights])
+    for weight, place in zip(weights, block.split([weight.shape[0] for weight in weights]), strict=True):
+        weight.data = place
+
+
+def _joined(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The rows of all weights, (sum N_i, M): a view where they lie together, else a copy."""
+    first = weights[0]
+    place, memory = first.data_ptr(), first.untyped_storage().data_ptr()
+    for weight in weights:
+        if weight.data_ptr() != place or weight.untyped_storage().data_ptr() != memory or not weight.is_contiguous():
+            return torch.cat([weight.to(dtype) for weight in weights])
+        place += weight.nbytes
+    rows = sum(weight.shape[0] for weight in weights)
+    return first.as_strided((rows, first.shape[1]), (first.shape[1], 1)).to(dtype)
+
+
+def _beside(gradients: Sequence[Tensor]) -> Tensor:
+    """Gradients (R, N_i) as (R, sum N_i): a view where they are parts of the same rows, else a copy."""
+    first = gradients[0]
+    width = sum(gradient.shape[1] for gradient in gradients)
+    place, memory = first.data_ptr(), first.untyped_storage().data_ptr()
+    for gradient in gradients:
+        alike = gradient.data_ptr() == place and gradient.untyped_storage().data_ptr() == memory
+        if not alike or gradient.stride() != (width, 1):
+            return torch.cat(list(gradients), dim=1)
+        place += gradient.shape[1] * gradient.element_size()
+    return first.as_strided((first.shape[0], width), (width, 1))
+
+
+def _product(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    return F.linear(x, _joined(weights, x.dtype))
+
+
+def _fake_product(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    return x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))
+
+
+def _gradients(dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of W, from rows."""
+    dy = _beside(dys)
+    return dy @ _joined(weights, dy.dtype), dy.t() @ x
+
+
+def _fake_gradients(dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    rows = sum(weight.shape[0] for weight in weights)
+    return x.new_empty(x.shape), x.new_empty(rows, x.shape[1])
+
+
+_library = torch.library.Library("stepscope", "FRAGMENT")
+define(_library, "joint_projections(Tensor x, Tensor[] weights) -> Tensor", _product, _fake_product)
+define(
+    _library,
+    "joint_projections_backward(Tensor[] dys, Tensor x, Tensor[] weights) -> (Tensor, Tensor)",
+    _gradients,
+    _fake_gradients,
+)
+
+
+@register_flop_formula(torch.ops.stepscope.joint_projections)
+def _flops(x_shape: Any, weight_shapes: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """FLOPs of the product."""
+    rows = 1
+    for size in x_shape[:-1]:
+        rows *= size
+    return 2 * rows * x_shape[-1] * sum(shape[0] for shape in weight_shapes)
+
+
+@register_flop_formula(torch.ops.stepscope.joint_projections_backward)
+def _backward_flops(_dys: Any, x_shape: Any, weight_shapes: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """FLOPs of both products of backward."""
+    return 2 * _flops(x_shape, weight_shapes)
+
+
+class _Joint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        run = torch.ops.stepscope.joint_projections if watched(x, *weights) else _product
+        ctx.save_for_backward(x, *weights)
+        return run(x, list(weights)).split([weight.shape[0] for weight in weights], dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(_NAME)
+        x, *weights = ctx.saved_tensors
+        dys = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
+        rows = x.reshape(-1, x.shape[-1])
+        run = torch.ops.stepscope.joint_projections_backward if watched(x, *dys, *weights) else _gradients
+        dx, dweight = run(dys, rows, weights)
+        parts = dweight.to(weights[0].dtype).split([weight.shape[0] for weight in weights])
+        return dx.view(x.shape), *parts
+
+
+def joint_projections(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """x W_i^T for weights W_i (N_i, M) of one dtype, as views of one tensor (..., sum N_i)."""
+    weights = list(weights)
+    if not weights or any(w.dim() != 2 or w.shape[1] != x.shape[-1] or w.dtype != weights[0].dtype for w in weights):
+        said = ", ".join(f"{tuple(w.shape)} in {w.dtype}" for w in weights) or "none"
+        raise InputError(f"{_NAME} takes x (..., M) and weights (N, M) of one dtype, not {tuple(x.shape)} and {said}")
+    return _Joint.apply(x.to(autocast_dtype(x)), *weights)
