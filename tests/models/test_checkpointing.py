@@ -9,6 +9,7 @@ import polars as pl
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.analysis.captures.attribution import attribute
 from stepscope.core.range_names import MARKING, RECOMPUTATION
@@ -19,6 +20,7 @@ from stepscope.measure.device import HostDevice
 from stepscope.models.training_step import TrainingStep
 from stepscope.models.transformer import Block
 from stepscope.trace.read import read_trace
+from stepscope.work.transformer import products_per_forward, recomputed_products
 from tests.conftest import at_length, mini, run_steps
 from tests.cpu_allocations import allocated_bytes
 from tests.measure.test_capture import Recorder
@@ -51,16 +53,58 @@ def test_gradients_are_bitwise_those_without(checkpointing: str, attention: str,
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "bf16-pure"])
+def test_gradients_are_bitwise_those_without_where_attention_is_kept(dtype: str):
+    plain, ours = (run_step(step_with(c, attention="sdpa", dtype=dtype)) for c in ("none", "attention"))
+    assert len(plain) == len(ours) == 9 * LAYERS + 3
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+class Calls(TorchDispatchMode):
+    """The operators that run, by the name of their packet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "attentions", "products"),
+    [("none", 1, 0), ("selective", 1, 0), ("attention", 1, 6), ("every-1", 2, 6)],
+)
+def test_of_kept_attention_backward_runs_all_products_but_the_last_again(
+    checkpointing: str, attentions: int, products: int
+):
+    """Of each block: query, key, value, output, gate and up. PyTorch stops before down, whose output none asks for."""
+    step = step_with(checkpointing, attention="sdpa")
+    step.prepare()
+    with Calls() as calls:
+        for phase in step.phases:
+            phase.run()
+    assert calls.counts["_scaled_dot_product_flash_attention_for_cpu"] == attentions * LAYERS
+    assert calls.counts["_scaled_dot_product_flash_attention_for_cpu_backward"] == LAYERS
+    assert (
+        calls.counts["mm"]
+        == 3 * (7 * LAYERS + 1) + products * LAYERS
+        == 3 * products_per_forward(step.workload) + recomputed_products(step.workload)
+    )
+
+
 # As few blocks as have a whole group and a rest: each takes a cold compiler half a minute and more.
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("checkpointing", "layers", "dtype"),
-    [("every-2", 3, "fp32"), ("selective", 2, "bf16")],
+    ("checkpointing", "layers", "dtype", "attention"),
+    [("every-2", 3, "fp32", "reference"), ("selective", 2, "bf16", "reference"), ("attention", 2, "fp32", "sdpa")],
 )
-def test_compiled_gradients_are_those_without(checkpointing: str, layers: int, dtype: str):
+def test_compiled_gradients_are_those_without(checkpointing: str, layers: int, dtype: str, attention: str):
     reset_compilation()
-    plain = run_step(step_with("none", dtype=dtype, layers=layers))
-    ours = run_step(step_with(checkpointing, compile="default", dtype=dtype, layers=layers))
+    choices = {"dtype": dtype, "layers": layers, "attention": attention}
+    plain = run_step(step_with("none", **choices))
+    ours = run_step(step_with(checkpointing, compile="default", **choices))
     report = compile_report()
     assert (report.graphs, report.graph_breaks, report.recompiles) == (1, 0, 0)
     tolerance = {"fp32": 1e-5, "bf16": 2e-2}[dtype]
@@ -110,7 +154,8 @@ def test_backward_runs_the_groups_again_from_the_last(checkpointing: str, again:
 def saved_bytes(**changes: Any) -> dict[str, int]:
     """By the allocator, for each checkpointing: bytes that forward leaves behind for backward."""
     saved = {}
-    for checkpointing in CHECKPOINTINGS:
+    keeps_attention = ("attention",) if changes.get("attention") == "sdpa" else ()
+    for checkpointing in (*CHECKPOINTINGS, *keeps_attention):
         step = step_with(checkpointing, **changes)
         for _ in range(2):  # the first may leave what libraries keep
             run_step(step)
@@ -137,6 +182,8 @@ def test_what_is_saved_to_the_byte(attention: str):
         + 4 * rows * (SEQUENCE if attention == "reference" else 1)
     )
     assert saved["selective"] - saved["every-1"] == LAYERS * kept
+    if attention == "sdpa":
+        assert saved["attention"] - saved["every-1"] == LAYERS * (residual + 4 * rows)
 
 
 def test_less_is_saved_under_autocast_too():

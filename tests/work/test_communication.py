@@ -99,6 +99,8 @@ def test_tensor_parallelism_sends_the_activations_of_a_block_four_times():
     assert found["tensor kept shares"] == 4 * 2 * tokens * d * e / 2
     again = link_bytes(Layout(tensor=2, micro_batch=2, checkpointing="every-1"), MIXED)
     assert again["tensor activations"] == 4 * (4 + 8) * tokens * d * e / 2
+    kept = link_bytes(Layout(tensor=2, micro_batch=2, checkpointing="attention"), MIXED)
+    assert kept["tensor activations"] == again["tensor activations"]
 
 
 def test_context_parallelism_gathers_keys_and_values():
@@ -106,6 +108,10 @@ def test_context_parallelism_gathers_keys_and_values():
     keys = 16 * 4 * 2  # S k e
     assert found["context keys and values"] == 4 * (2 + 2) * keys * 3 / 4
     assert found["context their gradients"] == 4 * 2 * keys * 3 / 4
+    # Attention that runs again gathers them again; its output, where it is kept, does not need them.
+    for checkpointing, times in (("every-1", 2), ("attention", 1), ("selective", 1)):
+        again = link_bytes(Layout(context=4, micro_batch=1, checkpointing=checkpointing), MIXED)
+        assert again["context keys and values"] == 4 * (2 + 2 * times) * keys * 3 / 4
 
 
 def test_a_pipeline_sends_the_residual_stream_of_each_chunk():

@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from stepscope.core.model_config import PRESETS, configure
 from stepscope.core.work import Convention, Work
 from stepscope.models.training_step import TrainingStep, build_model
+from stepscope.work.described import describe_workload
 from stepscope.work.operations import adamw_work, copy_work, matmul_work
 from stepscope.work.transformer import (
     block_shapes,
@@ -79,6 +80,10 @@ def test_recomputed_flops_by_hand():
     assert recomputed_flops(one_group, "full") == blocks - 2 * 32 * 64
     assert (recomputed_products(two_groups), recomputed_products(one_group)) == (16, 17)
     assert recomputed_products(mini(checkpointing="every-2", attention="sdpa-flash")) == 13
+    # Attention that is kept: the products with weights of both blocks, but for the last of each.
+    kept = mini(batch_size=1, seq_len=1, checkpointing="attention", attention="sdpa")
+    assert recomputed_flops(kept, "full") == recomputed_flops(kept, "half") == 2 * 2 * (4 * 32 * 32 + 2 * 32 * 64)
+    assert recomputed_products(kept) == 12
     assert recomputed_products(mini(checkpointing="selective")) == recomputed_products(mini()) == 0
 
 
@@ -91,6 +96,8 @@ def test_by_hand():
     phases = phase_work(one)
     assert phases["backward"].flops == 2 * phases["forward"].flops
     assert phases["optimizer"].bytes_moved == 7 * 4 * parameter_count(one.model)
+    clipped = phase_work(mini(clip=1.0))["optimizer"]
+    assert clipped.bytes_moved == 8 * 4 * parameter_count(one.model)  # each gradient is read a second time
     bf16_state = phase_work(mini(optimizer="adamw-bf16-state"))["optimizer"]
     assert bf16_state.bytes_moved == (3 * 4 + 4 * 2) * parameter_count(one.model)
     assert phase_work(mini(dtype="bf16-pure"))["optimizer"].bytes_moved == 7 * 2 * parameter_count(one.model)
@@ -108,3 +115,10 @@ def test_unlike_conventions_do_not_add():
     assert (half + half).flops == 2
     with pytest.raises(ValueError, match="unlike FLOP conventions: causal half"):
         _ = half + full
+
+
+def test_a_workload_s_line_names_the_parts_that_are_not_the_textbook_s():
+    assert "bf16, train, sdpa attention, eager" in describe_workload(mini(dtype="bf16", attention="sdpa"))
+    one = describe_workload(mini(norm="fused", projections="joint"))
+    assert "reference attention, fused norm, projections joint, eager" in one
+    assert " fused parts, eager" in describe_workload(mini(norm="fused", rope="fused", mlp="fused", loss="fused"))

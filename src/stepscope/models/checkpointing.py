@@ -12,34 +12,48 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.range_names import RECOMPUTATION
-from stepscope.core.workload import Workload
+from stepscope.core.workload import KEEPING, Workload
+from stepscope.kernels.parts.projections import OPERATOR
 from stepscope.measure.ranges import detail_range
 from stepscope.models.attention import implementation
 
 """The name of the range that encloses what backward runs again, as readers of traces know it."""
 
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", OPERATOR)
 
 
-def _kept_operators() -> list[Any]:
-    names: list[str] = [*_PRODUCTS]
+_OTHER_PRODUCTS = ("aten::convolution", "aten::_grouped_mm")
+"""Products of models that are not ours: convolutions, and the products of experts."""
+
+
+def _attentions() -> tuple[str, ...]:
+    names: list[str] = []
     for attention, record in ATTENTIONS.items():
         if record.kept_operators:
             implementation(attention)  # its module defines its operators
             names += record.kept_operators
+    return tuple(names)
+
+
+_ATTENTIONS = _attentions()
+
+
+def _operators(*names: str) -> list[Any]:
     parts = [name.split("::") for name in names]
     return [getattr(getattr(torch.ops, namespace), operator).default for namespace, operator in parts]
 
 
-KEPT_OPERATORS = _kept_operators()
-"""Operators whose outputs `selective` keeps: matrix products (a Linear is one) and fused attention. Each output is
-kept, also that of a block's last product, which backward never asks for."""
-
-_OTHER_PRODUCTS = [torch.ops.aten.convolution.default, torch.ops.aten._grouped_mm.default]
+KEPT_OPERATORS: dict[str, list[Any]] = {
+    "selective": _operators(*_PRODUCTS, *_ATTENTIONS),
+    "attention": _operators(*_ATTENTIONS),
+}
+"""Operators whose outputs each checkpointing of KEEPING keeps: matrix products (a Linear is one) and fused attention.
+Each output is kept, also that of a block's last product, which backward never asks for."""
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -69,18 +83,24 @@ def keep_group_inputs(group_size: int) -> BlockRunner:
     return run
 
 
-def keep_products(blocks: Iterable[nn.Module], x_BSM: Tensor) -> Tensor:
-    """Run the blocks; each keeps its input and the outputs of KEPT_OPERATORS, and backward runs the rest again."""
-    for block in blocks:
-        x_BSM = checkpointed(functools.partial(keep_all, (block,)), x_BSM, contexts=products_kept)
-    return x_BSM
+def keep_outputs(contexts: Callable[[], Contexts]) -> BlockRunner:
+    """A runner of single blocks: each keeps its input and what the contexts keep, and backward runs the rest again."""
+
+    def run(blocks: Iterable[nn.Module], x_BSM: Tensor) -> Tensor:
+        for block in blocks:
+            x_BSM = checkpointed(functools.partial(keep_all, (block,)), x_BSM, contexts=contexts)
+        return x_BSM
+
+    return run
 
 
 def block_runner(workload: Workload) -> BlockRunner:
     """The runner that the workload's `checkpointing` names."""
     if workload.checkpoint_group is not None:
         return keep_group_inputs(workload.checkpoint_group)
-    return keep_products if workload.checkpointing == "selective" else keep_all
+    if workload.checkpointing in KEEPING:
+        return keep_outputs(OUTPUTS_KEPT[workload.checkpointing])
+    return keep_all
 
 
 def checkpointed(
@@ -100,14 +120,36 @@ def checkpointed(
     return checkpoint(function, *args, **options, **kwargs)
 
 
-def products_kept() -> Contexts:
-    """Contexts that keep the outputs of KEPT_OPERATORS."""
-    return create_selective_checkpoint_contexts(KEPT_OPERATORS)
+def _keeping(operators: list[Any]) -> Callable[[], Contexts]:
+    def contexts() -> Contexts:
+        return create_selective_checkpoint_contexts(operators)
+
+    return contexts
 
 
-def any_products_kept() -> Contexts:
-    """Contexts that keep the same of a model that is not ours: convolutions too, and the products of its experts."""
-    return create_selective_checkpoint_contexts([*KEPT_OPERATORS, *_OTHER_PRODUCTS])
+OUTPUTS_KEPT = {name: _keeping(operators) for name, operators in KEPT_OPERATORS.items()}
+"""By checkpointing of KEEPING, contexts that keep the outputs of its KEPT_OPERATORS."""
+
+OUTPUTS_KEPT_OF_ANY = {
+    **OUTPUTS_KEPT,
+    "selective": _keeping([*KEPT_OPERATORS["selective"], *_operators(*_OTHER_PRODUCTS)]),
+}
+"""By checkpointing of KEEPING, contexts for a model of a user's own, whose products may be convolutions or experts'."""
+
+
+class KeptCalls(TorchDispatchMode):
+    """Counts the calls of operators whose outputs a checkpointing of KEEPING keeps."""
+
+    def __init__(self, checkpointing: str) -> None:
+        super().__init__()
+        self._operators = KEPT_OPERATORS[checkpointing]
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += func in self._operators
+        return func(*args, **(kwargs or {}))
 
 
 def _named(contexts: Contexts) -> Contexts:

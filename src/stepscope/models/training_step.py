@@ -24,11 +24,13 @@ from stepscope.core.errors import InputError
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, GRADIENT_SYNC, OPTIMIZER
 from stepscope.core.workload import OF_ONE_LAUNCH, Workload
+from stepscope.kernels.parts.projections import lie_together
 from stepscope.measure.step import Phase
 from stepscope.models.attention import attention_for, chosen_attention
 from stepscope.models.checkpointing import block_runner
+from stepscope.models.clipping import NormOf, clip_gradients, global_norm, updated_by
 from stepscope.models.master_weights import OnMasters, halve
-from stepscope.models.optimizer import AdamWBf16State
+from stepscope.models.optimizer import AdamWBf16State, Updating
 from stepscope.models.parts import parts_for
 from stepscope.models.scaled_products import scale_products
 from stepscope.models.step_graphs import StepGraphs
@@ -75,6 +77,8 @@ class Choices(Protocol):
     @property
     def optimizer(self) -> str | None: ...
     @property
+    def clip(self) -> float | None: ...
+    @property
     def accumulation(self) -> int: ...
 
 
@@ -116,6 +120,8 @@ class Shared:
     """A context for the backward of all but the last micro-batch."""
     run: Callable[[Batch], Tensor | None] | None = None
     """Runs forward and backward of the whole batch, which take turns; None where they are phases of their own."""
+    norm_of: NormOf = global_norm
+    """Finds the gradients' norm over all processes."""
 
 
 Share = Callable[[StepParts, Choices], Shared]
@@ -145,12 +151,15 @@ class AssembledStep:
         self.optimizer = None
         if choices.phase == "train":
             self.optimizer = parts.optimizer or _build_optimizer(parts, choices)
+        self._max_norm = choices.clip if self.optimizer is not None else None
+        self._norm_of = shared.norm_of if shared is not None else global_norm
         # An optimizer that begins under backward leaves the gradients of early micro-batches alone.
         self._local = getattr(self.optimizer, "waiting", self._local)
         self.scaler = torch.amp.GradScaler(device.type, enabled=choices.dtype == "fp16")
         self.batches: Sequence[Batch] = parts.batches
         self.loss: Tensor | None = None
         """The mean loss of the last micro-batch that ran forward."""
+        self._gradient_norm: Tensor | None = None
         self._next_batch = 0
         self._graphs: StepGraphs | None = None
         self._take(self.batches[0])
@@ -224,9 +233,23 @@ class AssembledStep:
 
     def _optimize(self) -> None:
         assert self.optimizer is not None
+        if self._max_norm is not None and self._clipping_optimizer is None:
+            self.scaler.unscale_(self.optimizer)
+            self._gradient_norm = clip_gradients(updated_by(self.optimizer), self._max_norm, self._norm_of)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def _clipping_optimizer(self) -> Updating | None:
+        """The optimizer where it clips gradients itself."""
+        return self.optimizer if isinstance(self.optimizer, Updating) and self.optimizer.max_norm is not None else None
+
+    @property
+    def gradient_norm(self) -> Tensor | None:
+        """The global norm of the last gradients before they were clipped, on the device; None where nothing clips."""
+        optimizer = self._clipping_optimizer
+        return optimizer.gradient_norm if optimizer is not None else self._gradient_norm
 
 
 def autocast_of(choices: Choices, device_type: str) -> AbstractContextManager[object]:
@@ -255,9 +278,13 @@ def textbook_parts(workload: Workload, device: torch.device) -> StepParts:
     """The textbook's model, initialised by the workload's seed, and its batches."""
     torch.manual_seed(workload.seed)
     model, inference = build_model(workload, device), workload.phase == "forward"
+    masters = in_16_bits(model, workload.dtype, tuple(model.blocks))
+    if workload.projections == "joint":
+        for weights in model.projections():
+            lie_together(weights)
     return StepParts(
         model=model,
-        masters=in_16_bits(model, workload.dtype, tuple(model.blocks)),
+        masters=masters,
         forward=model if inference else ForwardLoss(model),
         forward_inputs=1 if inference else 2,
         batches=_random_batches(workload, device),
@@ -342,25 +369,27 @@ def _compiled(parts: StepParts, mode: str) -> nn.Module:
 
 def _build_optimizer(parts: StepParts, choices: Choices) -> torch.optim.Optimizer:
     trained = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
-    return optimizer_for(trained, choices, parts.masters)
+    return optimizer_for(trained, choices, parts.masters, max_norm=choices.clip)
 
 
 LEARNING_RATE = 1e-4
 
 
 def optimizer_for(
-    trained: Sequence[nn.Parameter], choices: Choices, masters: Mapping[Tensor, Tensor] | None = None
+    trained: Sequence[nn.Parameter], choices: Choices, masters: Mapping[Tensor, Tensor] | None = None, *,
+    max_norm: float | None = None,
 ) -> torch.optim.Optimizer:  # fmt: skip
-    """The optimizer that was chosen, of these parameters. masters: the first values in fp32 of those in bf16."""
+    """The optimizer that was chosen, of these parameters. masters: the first values in fp32 of those in bf16. max_norm:
+    the bound on the gradients' norm, for an optimizer that clips by itself: it must have all gradients."""
     if choices.optimizer == "adamw-bf16-state":
         return AdamWBf16State(trained, lr=LEARNING_RATE)
     if choices.optimizer in OF_ONE_LAUNCH:
         from stepscope.models import one_launch  # noqa: PLC0415  (Triton: where it is there)
 
         chosen = one_launch.AdamWOneLaunch if choices.optimizer == OF_ONE_LAUNCH[0] else one_launch.AdamWUnderBackward
-        return chosen(trained, lr=LEARNING_RATE, masters=masters)
+        return chosen(trained, lr=LEARNING_RATE, masters=masters, max_norm=max_norm)
     make = functools.partial(_pytorchs_adamw, choices=choices)
-    return OnMasters(trained, make, masters) if masters else make(trained)
+    return OnMasters(trained, make, masters, max_norm) if masters else make(trained)
 
 
 def _pytorchs_adamw(parameters: Sequence[Tensor], choices: Choices) -> torch.optim.Optimizer:

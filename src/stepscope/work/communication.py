@@ -73,7 +73,7 @@ def tensor_transfers(
         return
     group = Group(layout.tensor, 1)
     message = _tokens(layout, seq_len) * model.config.d_model * sizes.compute
-    again = 2 if _recomputes(layout) else 1
+    again = 2 if runs_products_again(layout) else 1
     for kind in ("all-gather", "reduce-scatter"):
         yield Transfer("tensor", "activations", kind, message, 2 * blocks, group, "forward")
         yield Transfer("tensor", "activations", kind, message, 2 * blocks * again, group, "backward")
@@ -103,7 +103,8 @@ def context_transfers(
         return
     group = Group(layout.context, layout.tensor)
     message = layout.micro_batch * seq_len * model.local_keys(layout.tensor) * sizes.compute
-    again = 2 if _recomputes(layout) else 1
+    # Attention that is kept does not run again, and asks for keys and values once, in its backward.
+    again = 2 if runs_products_again(layout) and layout.checkpointing != "attention" else 1
     yield Transfer("context", "keys and values", "all-gather", message, 2 * blocks, group, "forward")
     yield Transfer("context", "keys and values", "all-gather", message, 2 * blocks * again, group, "backward")
     yield Transfer("context", "their gradients", "reduce-scatter", message, 2 * blocks, group, "backward")
@@ -117,7 +118,7 @@ def expert_transfers(
         return
     group = Group(layout.expert, layout.tensor)
     message = _tokens(layout, seq_len) // layout.tensor * model.active * model.config.d_model * sizes.compute
-    again = 2 if _recomputes(layout) else 1
+    again = 2 if runs_products_again(layout) else 1
     yield Transfer("expert", "tokens", "all-to-all", message, 2 * blocks, group, "forward")
     yield Transfer("expert", "tokens", "all-to-all", message, 2 * blocks * again, group, "backward")
 
@@ -252,5 +253,6 @@ def _tokens(layout: Layout, seq_len: int) -> int:
     return layout.micro_batch * seq_len // layout.context
 
 
-def _recomputes(layout: Layout) -> bool:
-    return layout.checkpointing.startswith("every-")
+def runs_products_again(layout: Layout) -> bool:
+    """Whether backward runs a block's matrix products again, as checkpointing asks for."""
+    return layout.checkpointing == "attention" or layout.checkpointing.startswith("every-")

@@ -2,6 +2,7 @@
 
 from stepscope.core.own_arguments import is_configuration
 from stepscope.core.own_workload import AnyWorkload, OwnWorkload, WatchedWorkload
+from stepscope.core.parts import REFERENCE
 from stepscope.core.run import Settings
 from stepscope.core.units import format_count
 from stepscope.core.workload import Workload
@@ -11,13 +12,22 @@ from stepscope.work.transformer import parameter_count
 def describe_workload(workload: AnyWorkload) -> str:
     """A workload's sizes, tokens and choices on one line."""
     optimizer = f", {workload.optimizer}" if workload.optimizer else ""
+    optimizer += f", gradients clipped to a norm of {workload.clip:g}" if workload.clip is not None else ""
     compiled = "eager" if workload.compile == "eager" else f"torch.compile {workload.compile}"
     compiled += ", replayed as CUDA graphs" if workload.graph == "step" else ""
     memory = f", checkpointing {workload.checkpointing}" if workload.checkpointing != "none" else ""
     if workload.accumulation != 1:
         memory += f", {_micro_batches(workload)}"
-    attention = f" {workload.attention} attention," if isinstance(workload, Workload) else ""
+    attention = f" {workload.attention} attention,{_of_blocks(workload)}" if isinstance(workload, Workload) else ""
     return f"{_batch(workload)}, {workload.dtype}, {workload.phase},{attention} {compiled}{optimizer}{memory}"
+
+
+def _of_blocks(workload: Workload) -> str:
+    """How the parts of a block are computed, where that is not the textbook's own code."""
+    others = [f" {name} {part}," for part, name in workload.parts.items() if name != REFERENCE]
+    names = set(workload.parts.values())
+    said = f" {names.pop()} parts," if len(names) == 1 and others else "".join(others)
+    return said + (f" projections {workload.projections}," if workload.projections != "apart" else "")
 
 
 def _batch(workload: AnyWorkload) -> str:

@@ -70,10 +70,7 @@ def forward_flops(workload: Workload, causal: CausalConvention = "half") -> int:
     config = workload.model
     matrices = {name: shape for name, shape in block_shapes(config).items() if len(shape) > 1}
     weights = config.layers * count_of(matrices) + config.d_model * config.vocabulary
-    attention = 4 * workload.batch_size * workload.seq_len**2 * config.d_model * config.layers
-    if causal == "half":
-        attention //= 2
-    return 2 * workload.tokens * weights + attention
+    return 2 * workload.tokens * weights + _attention_flops(workload, causal)
 
 
 def products_per_forward(workload: Workload) -> int:
@@ -87,15 +84,16 @@ def recomputed_flops(workload: Workload, causal: CausalConvention = "half") -> i
     """FLOPs of forward's products that a step's checkpointing runs again in backward, counted as model FLOPs are.
 
     every-K: the forward of all blocks, but for one product in each group. Backward needs the input of the group's last
-    product (down), not its output, and PyTorch stops where nothing more is needed. selective: 0, since what it runs
-    again is elementwise; none: 0.
+    product (down), not its output, and PyTorch stops where nothing more is needed. attention: as every-1, but for
+    attention itself. selective: 0, since what it runs again is elementwise; none: 0.
     """
     groups = _checkpointed_groups(workload)
     if not groups:
         return 0
     config = workload.model
     blocks = forward_flops(workload, causal) - 2 * workload.tokens * config.d_model * config.vocabulary
-    return blocks - groups * 2 * workload.tokens * config.d_model * config.d_ff
+    kept = _attention_flops(workload, causal) if workload.checkpointing == "attention" else 0
+    return blocks - kept - groups * 2 * workload.tokens * config.d_model * config.d_ff
 
 
 def recomputed_products(workload: Workload) -> int:
@@ -118,12 +116,13 @@ def phase_work(workload: Workload, causal: CausalConvention = "half") -> dict[st
         phases[BACKWARD] = Work(flops=2 * forward, convention=convention)
     if workload.phase == "train":
         precision = PRECISIONS[workload.dtype]
-        optimizer = adamw_work(
-            parameter_count(workload.model), precision.weights, moment_bytes(workload), precision.masters
-        )
+        count = parameter_count(workload.model)
+        optimizer = adamw_work(count, precision.weights, moment_bytes(workload), precision.masters)
+        # The norm that clips must be known before the first update: every gradient is read once more.
+        of_norm = count * precision.weights if workload.clip is not None else 0
         phases[OPTIMIZER] = Work(
             flops=0,
-            bytes_read=optimizer.bytes_read,
+            bytes_read=(optimizer.bytes_read or 0) + of_norm,
             bytes_written=optimizer.bytes_written,
             convention=convention,
         )
@@ -140,10 +139,20 @@ def step_flops(workload: Workload, causal: CausalConvention = "half") -> int:
     return sum(work.flops for work in phase_work(workload, causal).values())
 
 
+def _attention_flops(workload: Workload, causal: CausalConvention) -> int:
+    """FLOPs of the products of queries with keys, and of weights with values, in one forward pass."""
+    attention = 4 * workload.batch_size * workload.seq_len**2 * workload.model.d_model * workload.model.layers
+    if causal == "half":
+        attention //= 2
+    return attention
+
+
 def _products_per_block(workload: Workload) -> int:
     return 9 if scores_of(workload.attention) == "whole" else 7
 
 
 def _checkpointed_groups(workload: Workload) -> int:
-    """Number of groups of blocks that backward runs again whole."""
+    """Number of groups of blocks whose matrix products backward runs again."""
+    if workload.checkpointing == "attention":
+        return workload.model.layers
     return math.ceil(workload.model.layers / workload.checkpoint_group) if workload.checkpoint_group else 0

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -144,6 +145,17 @@ def test_every_phase_has_the_peak_that_is_predicted(dtype: str, attention: str, 
     assert_alike(three(dtype=dtype, attention=attention, checkpointing=checkpointing))
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"seq_len": 64}, {"d_ff": 512}, {"vocabulary": 16}, {"d_model": 64, "heads": 4, "kv_heads": 2}, *at_length(
+        {"batch_size": 4, "accumulation": 2}, {"d_model": 64, "heads": 1}, {"phase": "train", "tied": True},
+    )],
+)  # fmt: skip
+def test_a_step_that_keeps_attentions_output_is_predicted_to_the_byte(dtype: str, changes: dict[str, Any]):
+    assert_alike(three(dtype=dtype, attention="sdpa", checkpointing="attention", **changes))
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("attention", ["reference", "sdpa", "sdpa-math"])
 @pytest.mark.parametrize("dtype", ["fp32", *at_length("bf16")])
@@ -192,6 +204,19 @@ def test_micro_batches(dtype: str, checkpointing: str):
 def test_optimizers(dtype: str, optimizer: str):
     """The count of steps, a number for each parameter, is on the host, but for the fused one."""
     assert_alike(three(dtype=dtype, optimizer=optimizer, phase="train"))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16-master"])
+def test_clipping(dtype: str):
+    """By PyTorch a norm for each tensor; in one launch a number for each chunk, and two."""
+    workload = three(dtype=dtype, optimizer="adamw-fused", phase="train")
+    clipped = msgspec.structs.replace(workload, clip=1.0)
+    found, plain = ({**measured_peaks(each)} for each in (clipped, workload))
+    wanted, before = predicted_peaks(clipped), predicted_peaks(workload)
+    assert abs((found["optimizer"] - plain["optimizer"]) - (wanted["optimizer"] - before["optimizer"])) <= NUMBERS
+    assert found["optimizer"] - plain["optimizer"] >= 0
+    launch, without = (estimate(three(optimizer="adamw-one-launch", phase="train", clip=clip)) for clip in (1.0, None))
+    assert launch.after_parameters - without.after_parameters == 1024
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "bf16-pure"])

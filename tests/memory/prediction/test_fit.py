@@ -203,6 +203,17 @@ def test_xl_at_1024_in_80_gib():
     assert [plan.gpus for plan in plans] == [1] * 5 + [4]
 
 
+def test_kept_attention_is_offered_where_what_selective_keeps_does_not_fit():
+    fused = {"seq_len": 4096, "dtype": "bf16", "attention": "flash"}
+    selective, attention = (
+        estimate(of("xl", checkpointing=kept, **fused)).peak_bytes for kept in ("selective", "attention")
+    )
+    budget = budget_of_memory((selective + attention) // 2)
+    plans = {plan.options: plan.extra_flops_fraction for plan in fit(of("xl", **fused), budget).plans}
+    assert plans["--checkpointing attention"] < plans.get("--checkpointing every-1", 1)
+    assert "--checkpointing selective" not in plans
+
+
 def test_what_checkpointing_costs_is_counted_by_hand():
     workload = of("xl", seq_len=1024)
     plans = fit(workload, budget_of_memory(80 * GIB)).plans

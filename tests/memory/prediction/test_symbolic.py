@@ -14,6 +14,7 @@ from stepscope.core.workload import Workload
 from stepscope.memory.prediction.estimate import estimate, estimate_quickly, symbolic_model
 from stepscope.memory.prediction.symbolic_tensors import (
     CATEGORIES,
+    KEPT_OPERATORS,
     Ledger,
     Parameter,
     RoundingAllocator,
@@ -87,17 +88,19 @@ def leaf(ledger: Ledger, weight: Parameter) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "after_forward", "peak_of_backward"),
+    ("keeps", "after_forward", "peak_of_backward"),
     [
         # x, y, z and the output. Backward: the output's gradient, then those of weight and z, on top.
         (None, 4 * 400, 4 * 400 + 3 * 400),
         # x and the output. Backward: the output's gradient; y and z anew, no second output; two gradients of 400.
-        (False, 2 * 400, 2 * 400 + 400 + 2 * 400 + 2 * 400),
+        (frozenset[str](), 2 * 400, 2 * 400 + 400 + 2 * 400 + 2 * 400),
         # y stays beside them, a product's output; z comes anew.
-        (True, 3 * 400, 3 * 400 + 400 + 400 + 2 * 400),
+        (KEPT_OPERATORS["selective"], 3 * 400, 3 * 400 + 400 + 400 + 2 * 400),
+        # There is no attention to keep: as with nothing.
+        (KEPT_OPERATORS["attention"], 2 * 400, 2 * 400 + 400 + 2 * 400 + 2 * 400),
     ],
 )
-def test_what_a_segment_keeps_and_makes_again(checkpointing: bool | None, after_forward: int, peak_of_backward: int):
+def test_what_a_segment_keeps_and_makes_again(keeps: frozenset[str] | None, after_forward: int, peak_of_backward: int):
     ledger, weight = exact(), Parameter("weight", 100, 4)
     tape = Tape(ledger, recording=True)
     x = leaf(ledger, weight)
@@ -105,7 +108,7 @@ def test_what_a_segment_keeps_and_makes_again(checkpointing: bool | None, after_
     def run(tape: Tape, x: Tensor) -> Tensor:
         return chain(tape, x, weight)
 
-    out = run(tape, x) if checkpointing is None else tape.checkpoint(run, x, keeps_products=checkpointing)
+    out = run(tape, x) if keeps is None else tape.checkpoint(run, x, keeps=keeps)
     del x
     assert ledger.total == after_forward
     ledger.begin()
@@ -251,6 +254,18 @@ def test_the_more_is_run_again_the_less_is_kept(dtype: str, attention: str, comp
         for checkpointing in ("none", "selective", "every-1", "every-2", "every-4")
     ]
     assert all(more > less for more, less in itertools.pairwise(kept))
+
+
+@pytest.mark.parametrize("compile", COMPILES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kept_attention_is_its_output_and_the_logsumexp(dtype: str, compile: str):
+    sizes = {"dtype": dtype, "attention": "sdpa", "compile": compile}
+    nothing, attention, products = (
+        saved(checkpointing=checkpointing, **sizes) for checkpointing in ("every-1", "attention", "selective")
+    )
+    itemsize = 4 if dtype in ("fp32", "tf32") else 2
+    assert attention - nothing == 4 * (itemsize * 64 * 32 + 4 * 64 * 2)  # four layers of 64 tokens, two heads
+    assert attention < products
 
 
 def test_every_group_keeps_its_input_alone():

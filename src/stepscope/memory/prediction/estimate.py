@@ -130,6 +130,13 @@ def symbolic_model(workload: Workload, device_type: DeviceType) -> SymbolicModel
 _CHUNK = 1024
 """Elements of a chunk of the update in one launch (kernels/adamw/update.py)."""
 
+_SUMS = 4096
+"""The most sums of squares that clipping in one launch makes (kernels/adamw/norm.py)."""
+
+_NORM_CHUNK = 65_536
+"""Elements of whose squares PyTorch's norm of many tensors makes one number (aten/src/ATen/native/cuda/
+MultiTensorApply.cuh, `kChunkSize`)."""
+
 
 class SymbolicStep:
     """A workload's step without values: symbolic parameters, data and optimizer, and the phases that use them."""
@@ -149,6 +156,8 @@ class SymbolicStep:
         self._saved = 0
         self._loss: Tensor | None = None
         """The last forward's loss, which the step keeps until the next forward has made its own."""
+        self._norm: Storage | None = None
+        """The norm of the last gradients that were clipped, which the step keeps until it has the next."""
 
     def run(self, steps: int) -> MemoryEstimate:
         """Build, and predict from the last of so many steps. Raises OutOfMemory where the allocator has a limit."""
@@ -234,6 +243,8 @@ class SymbolicStep:
         # models/master_weights.py `OnMasters`: every gradient in fp32.
         casts = [p for p in parameters if masters and p.itemsize != masters and optimizer not in OF_ONE_LAUNCH]
         _gradients = [self._ledger.storage(masters * p.elements) for p in casts]
+        if self._workload.clip is not None and optimizer not in OF_ONE_LAUNCH:
+            self._norm = self._clip()
         if optimizer == "adamw-foreach":
             # torch/optim/adamw.py, `_multi_tensor_adamw`: the square roots of all second moments at once.
             roots = [self._ledger.storage((masters or p.itemsize) * p.elements) for p in parameters]
@@ -253,6 +264,24 @@ class SymbolicStep:
                 self._update_in_fp32(parameter)
         self._release_gradients()
         self._end()
+
+    def _clip(self) -> Storage:
+        """models/clipping.py: the norm of each tensor, these together, their norm, and the factor made of it."""
+        parameters, masters = self._model.parameters, PRECISIONS[self._workload.dtype].masters
+        sizes = [parameter.elements for parameter in parameters]
+        if self._on_gpu:
+            parts = self._ledger.storage(4 * len(sizes) * max(-(-size // _NORM_CHUNK) for size in sizes))
+            _norms = [self._ledger.storage(4) for _ in sizes]
+            del parts
+        else:
+            for parameter in parameters:  # one after another, of which 16 bits are cast
+                self._ledger.storage(4 * parameter.elements if parameter.itemsize == 2 and not masters else 0)
+            _norms = [self._ledger.storage(4 * len(sizes))]
+        together = self._ledger.storage(4 * len(sizes))
+        norm = self._ledger.storage(4)
+        del together
+        _factors = [self._ledger.storage(4) for _ in range(3)]
+        return norm
 
     def _update_in_fp32(self, parameter: Parameter) -> None:
         size = parameter.elements * 4
@@ -275,6 +304,8 @@ class SymbolicStep:
             tensors = len(self._model.parameters)
             chunks = sum(-(-p.elements // _CHUNK) for p in self._model.parameters)
             tables = (8 * tensors, 4 * tensors, 4 * chunks, 8 * chunks, 5 * 8 * tensors, 32, 32, 32)
+            if self._workload.clip is not None:
+                tables += (4 * min(chunks, _SUMS), 8)
             self._resident += [self._stay(size, "optimizer state") for size in tables]
 
     def _release_gradients(self) -> None:

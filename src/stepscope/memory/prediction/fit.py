@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from stepscope.core.attentions import scores_of
+from stepscope.core.attentions import is_kept, scores_of
 from stepscope.core.device_spec import DATASHEET, DeviceSpec
 from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import MemoryCategory
@@ -16,6 +16,7 @@ from stepscope.memory.prediction.estimate import MemoryEstimate, estimate, estim
 from stepscope.memory.prediction.plans import (
     AUTOCAST,
     FUSED_ADAMW,
+    KEEP_ATTENTION,
     SELECTIVE,
     STATE_IN_BF16,
     Change,
@@ -169,7 +170,7 @@ def _levers(workload: Workload) -> list[Lever]:
     if splits:
         levers.append(splits)
     if workload.checkpointing == "none":
-        levers.append((SELECTIVE,))
+        levers.append((SELECTIVE, KEEP_ATTENTION) if is_kept(workload.attention) else (SELECTIVE,))
     return levers
 
 

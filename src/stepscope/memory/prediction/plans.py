@@ -38,6 +38,7 @@ FUSED_ADAMW = setting("fused AdamW", "--optimizer", "adamw-fused")
 STATE_IN_BF16 = setting("optimizer state in bf16", "--optimizer", "adamw-bf16-state")
 AUTOCAST = setting("bf16 autocast", "--dtype", "bf16")
 SELECTIVE = setting("checkpointing that keeps matrix products", "--checkpointing", "selective")
+KEEP_ATTENTION = setting("checkpointing that keeps attention's outputs", "--checkpointing", "attention")
 
 
 def checkpointed_blocks(k: int) -> Change:

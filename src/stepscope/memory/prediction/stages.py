@@ -14,7 +14,8 @@ from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.rank_model import RankModel, Share, rank_model
 from stepscope.memory.prediction.symbolic_tensors import (
-    KEPT_OPERATORS,
+    ATTENTION,
+    PRODUCTS,
     Ledger,
     Node,
     Parameter,
@@ -24,6 +25,7 @@ from stepscope.memory.prediction.symbolic_tensors import (
 )
 
 _TEMPORARY = CATEGORIES.index("temporaries")
+_OPERATORS_LEFT_OUT = PRODUCTS | ATTENTION
 
 Gradients = Literal["made", "elsewhere"]
 """made: gradients appear during backward, and are counted. elsewhere: they are sent away or added to what is there, and
@@ -85,7 +87,7 @@ class _CountingTape(Tape):
     def op(
         self, operator: str, elements: int, itemsize: int, inputs: Sequence[Tensor | Parameter], **more: Any
     ) -> Tensor:
-        if operator not in KEPT_OPERATORS:
+        if operator not in _OPERATORS_LEFT_OUT:
             self.ledger.moved += sum(one.elements * one.itemsize for one in inputs if isinstance(one, Tensor))
             if operator == "ToCopy":
                 self.ledger.moved += sum(one.bytes for one in inputs if isinstance(one, Parameter))
@@ -94,7 +96,7 @@ class _CountingTape(Tape):
     def output(self, operator: str, size: int) -> Storage:
         before = self.ledger.moved, self.ledger.kernels
         made = super().output(operator, size)
-        if operator in KEPT_OPERATORS:
+        if operator in _OPERATORS_LEFT_OUT:
             self.ledger.moved, self.ledger.kernels = before
         return made
 
@@ -102,7 +104,7 @@ class _CountingTape(Tape):
         ledger, before, kernels = self.ledger, self.ledger.moved, self.ledger.kernels
         reads = pending[node].bytes + sum(storage.bytes for storage in node.saved)
         gradients = super()._apply(node, pending)
-        if node.operator in KEPT_OPERATORS:
+        if node.operator in _OPERATORS_LEFT_OUT:
             ledger.moved, ledger.kernels = before, kernels
             return gradients
         made = ledger.moved - before

@@ -146,8 +146,7 @@ class _OfWeight:
 
     def __call__(self, tape: Tape) -> Storage:
         _shares = tape.storage(self._shares)
-        summed = tape.storage(4 * self._elements)
-        return summed if self._itemsize == 4 else tape.storage(self._itemsize * self._elements)
+        return tape.storage(self._itemsize * self._elements)
 
 
 def _second_result(tape: Tape, result: Tensor, gradients: list[Storage]) -> Tensor:

@@ -24,7 +24,15 @@ from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.item_sizes import item_sizes
-from stepscope.memory.prediction.symbolic_tensors import Parameter, Storage, Tape, Tensor, passes, passes_twice
+from stepscope.memory.prediction.symbolic_tensors import (
+    KEPT_OPERATORS,
+    Parameter,
+    Storage,
+    Tape,
+    Tensor,
+    passes,
+    passes_twice,
+)
 from stepscope.work.transformer import Shapes, block_shapes, shapes_outside_blocks
 
 _CAST = CATEGORIES.index("cast copies")
@@ -119,8 +127,8 @@ class SymbolicModel:
     def _run(self, tape: Tape, x: Tensor, group: Sequence[BlockParameters]) -> Tensor:
         if self.workload.checkpointing == "none":
             return self._run_group(tape, x, group)
-        keeps = self.workload.checkpointing == "selective"
-        return tape.checkpoint(partial(self._run_group, blocks=group), x, keeps_products=keeps)
+        keeps = KEPT_OPERATORS.get(self.workload.checkpointing, frozenset[str]())
+        return tape.checkpoint(partial(self._run_group, blocks=group), x, keeps=keeps)
 
     def _stand_in(self, tape: Tape, x: Tensor, group: Sequence[BlockParameters], grown: Sequence[int]) -> Tensor:
         """A group of blocks as one piece: it leaves `grown` bytes by category, and later its gradients.

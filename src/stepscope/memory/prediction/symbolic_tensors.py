@@ -8,7 +8,7 @@ variable lives as long here as in the model.
 import contextlib
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
 from stepscope.core.memory_notes import CATEGORIES
@@ -18,8 +18,9 @@ _SAVED, _TEMPORARY, _GRADIENT = _INDEX["saved for backward"], _INDEX["temporarie
 _ROUNDING = _INDEX["rounding"]
 
 PRODUCTS = frozenset({"Mm", "Bmm"})
-KEPT_OPERATORS = PRODUCTS | {"Attention"}
-"""Operators whose outputs selective checkpointing keeps."""
+ATTENTION = frozenset({"Attention"})
+KEPT_OPERATORS = {"selective": PRODUCTS | ATTENTION, "attention": ATTENTION}
+"""Operators whose outputs a checkpointing keeps, by its name."""
 
 
 class Allocator(Protocol):
@@ -199,11 +200,11 @@ class Tensor:
 class Segment:
     """A part of forward that backward runs again from its input (activation checkpointing); its nodes keep nothing.
 
-    With `keeps_products`, the outputs of matrix products and of fused attention are kept, not computed again.
+    The outputs of the operators in `keeps` are kept, not computed again.
     """
 
-    def __init__(self, run: "Callable[[Tape, Tensor], object]", x: Tensor, *, keeps_products: bool) -> None:
-        self.run, self.input, self.keeps_products = run, x, keeps_products
+    def __init__(self, run: "Callable[[Tape, Tensor], object]", x: Tensor, keeps: Set[str]) -> None:
+        self.run, self.input, self.keeps = run, x, keeps
         self.nodes: list[Node] = []
         self.saving = 0
         """The number of nodes that save something. Backward runs the segment again up to the last of them."""
@@ -240,15 +241,13 @@ class Tape:
 
     def output(self, operator: str, size: int) -> Storage:
         """Memory for an operator's output. If checkpointing keeps it, forward gets the same memory when rerun."""
-        if operator not in KEPT_OPERATORS:
-            return self.storage(size)
-        if self._rerun is not None and self._rerun.keeps_products:
+        if self._rerun is not None and operator in self._rerun.keeps:
             kept = self._rerun.kept.popleft()
             kept.release()
             return kept
         output = self.storage(size)
         self.take_workspace(operator)
-        if self._segment is not None and self._segment.keeps_products:
+        if self._segment is not None and operator in self._segment.keeps:
             self._segment.kept.append(output)
             output.save()
         return output
@@ -298,9 +297,11 @@ class Tape:
         """x.to(dtype): a copy, or x itself when it has that dtype."""
         return x if x.itemsize == itemsize else self.op("ToCopy", x.elements, itemsize, [x])
 
-    def checkpoint(self, run: "Callable[[Tape, Tensor], Tensor]", x: Tensor, *, keeps_products: bool) -> Tensor:
-        """run(x), which keeps only the input for backward and, with `keeps_products`, the outputs of products."""
-        self._segment = Segment(run, x, keeps_products=keeps_products)
+    def checkpoint(
+        self, run: "Callable[[Tape, Tensor], Tensor]", x: Tensor, *, keeps: Set[str] = frozenset()
+    ) -> Tensor:
+        """run(x), which keeps for backward only the input and the outputs of the operators in `keeps`."""
+        self._segment = Segment(run, x, keeps)
         output = run(self, x)
         self._segment = None
         return output
