@@ -1,6 +1,8 @@
 """Every strategy against one process, and strategies that are wrong on purpose, on two ranks that talk over gloo."""
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +16,13 @@ from stepscope.core.ranks import Correctness
 from stepscope.core.strategies import STRATEGIES, Activations, batch_parts, spelled, stages_of, strategy_named
 from stepscope.core.workload import Workload
 from stepscope.engine.stages.right import said_of
+from stepscope.models.clipping import clip_gradients, updated_by
 from stepscope.models.training_step import textbook_parts
 from stepscope.parallel.collective import broadcast_from_first, trained
 from stepscope.parallel.correctness import check_ranks, furthest
 from stepscope.parallel.ranks import Ranks
 from stepscope.parallel.spread import Spread, Strategy, Whole, replicated
+from stepscope.parallel.step import part_of, spread_parts
 from stepscope.parallel.strategies import ddp_bucketed, ddp_flat
 from stepscope.parallel.strategies.ddp_bucketed import in_buckets
 from tests.parallel.ranks import on_ranks
@@ -90,6 +94,18 @@ def off_by_little(whole: Whole, ranks: Ranks) -> Spread:
     return dataclasses.replace(right, finish=finish)
 
 
+def fused_against_one(rank: int, ranks: int) -> dict[str, bool]:
+    """Whether ranks whose parts are fused compute what one process does, by strategy."""
+    parts: dict[str, str] = dict.fromkeys(("norm", "rope", "mlp"), "fused")
+    model = configure("tiny", layers=1, d_model=32, d_ff=32, heads=2, vocabulary=101)
+    found: dict[str, bool] = {}
+    for name, loss in {"fsdp2": "fused", "fsdp-textbook": "reference"}.items():
+        workload = msgspec.structs.replace(WORKLOAD, model=model, batch_size=2, **parts, loss=loss)
+        verdict = check_ranks(name, functools.partial(textbook_parts, workload, CPU), workload, CPU, Here(rank, ranks))
+        found[name] = verdict.passed
+    return found
+
+
 WRONG: dict[str, Strategy] = {
     "sums": sums, "forgets one": forgets_one, "one bucket late": one_bucket_late, "off by little": off_by_little,
 }  # fmt: skip
@@ -117,14 +133,45 @@ def held_against_one(rank: int, ranks: int) -> dict[str, Any]:
     judge("in bf16", "fsdp2:compute=bf16", msgspec.structs.replace(WORKLOAD, dtype="bf16"))
     for name, strategy in WRONG.items():
         judge(name, "ddp-flat", WORKLOAD, strategy)
-    return found
+    judge("fsdp-textbook clipped", "fsdp-textbook", msgspec.structs.replace(WORKLOAD, clip=0.5))
+    return {"verdicts": found, "norms": norms(Here(rank, ranks))}
+
+
+def norms(ranks: Ranks) -> dict[str, tuple[float, float, float]]:
+    """By strategy: the norm of all gradients as it finds it, that of its whole gradients, and that of these clipped."""
+    found = {name: norms_of(name, WORKLOAD, ranks) for name, record in STRATEGIES.items() if "gloo" in record.backends}
+    tied = msgspec.structs.replace(WORKLOAD, model=configure("tiny", layers=2, vocabulary=101, tied=True))
+    return {**found, "tied": norms_of("pipeline", tied, ranks)}
+
+
+def norms_of(name: str, workload: Workload, ranks: Ranks) -> tuple[float, float, float]:
+    record, parts = strategy_named(name), textbook_parts(workload, CPU)
+    spread = spread_parts(record, parts, workload, ranks)
+    batch = part_of(parts.batches[0], parts, record, ranks)
+    if spread.run is not None:
+        spread.run(batch)
+    else:
+        spread.forward(*batch).backward()
+    spread.finish()
+    assert spread.optimizer is not None
+    wanted = norm_of_all(spread)
+    found = clip_gradients(updated_by(spread.optimizer), wanted / 4, spread.norm_of, torch.float64)
+    return float(found), wanted, norm_of_all(spread)
+
+
+def norm_of_all(spread: Spread) -> float:
+    return math.hypot(*(float(gradient.double().norm()) for gradient in spread.full_gradients().values()))
 
 
 @pytest.fixture(scope="module")
-def verdicts() -> list[dict[str, Correctness]]:
+def of_ranks() -> list[dict[str, Any]]:
+    return on_ranks(2, held_against_one)
+
+
+@pytest.fixture(scope="module")
+def verdicts(of_ranks: list[dict[str, Any]]) -> list[dict[str, Correctness]]:
     return [
-        {name: msgspec.convert(one, Correctness) for name, one in of_rank.items()}
-        for of_rank in on_ranks(2, held_against_one)
+        {name: msgspec.convert(one, Correctness) for name, one in of_rank["verdicts"].items()} for of_rank in of_ranks
     ]
 
 
@@ -136,6 +183,14 @@ def test_every_strategy_computes_what_one_process_does(verdicts: list[dict[str, 
     assert all(0 < verdict.gradient_spread < 1 for verdict in right.values())
     losses = [verdict.loss_error for verdict in right.values()]
     assert all(error is not None and error < 0.01 for error in losses)
+
+
+def test_clipping_takes_the_norm_of_all_ranks(of_ranks: list[dict[str, Any]]):
+    first, second = (of_rank["norms"] for of_rank in of_ranks)
+    assert first == second and first.keys() >= {"fsdp-textbook", "fsdp2", "pipeline", "tied", "tensor", "zero1"}
+    for name, (found, wanted, clipped) in first.items():
+        assert found == pytest.approx(wanted, rel=1e-6), name
+        assert clipped == pytest.approx(wanted / 4, rel=1e-6), name
 
 
 def two_by_two(rank: int, ranks: int) -> Any:
@@ -167,6 +222,8 @@ def test_what_is_missing_or_no_number_is_infinitely_far():
     one = {"a": torch.ones(2), "b": torch.zeros(1)}
     assert furthest({"a": torch.tensor([1.0, 2.0]), "b": torch.zeros(1)}, one)[1] == "a"
     assert furthest({"a": torch.ones(2)}, one) == (float("inf"), "b")
+    found = {"a": one["a"] * 1.5, "b": one["b"]}
+    assert furthest(found, one, {"a": float(one["a"].norm())})[0] == 0
     assert furthest({"a": torch.tensor([1.0, float("nan")]), "b": torch.zeros(1)}, one) == (float("inf"), "a")
 
 
@@ -246,3 +303,12 @@ def test_losses_that_are_not_one_process_s_fail_alone():
     assert not right.passed
     assert "the losses of 5 steps of AdamW differ by 0.001" in said_of(right, "ddp")
     assert msgspec.structs.replace(right, loss_error=None).passed
+
+
+@pytest.mark.slow
+def test_ranks_compute_fused_parts_as_one_process_does(monkeypatch: pytest.MonkeyPatch):
+    """In Triton's interpreter, so with the smallest shapes."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    first, second = on_ranks(2, fused_against_one)
+    assert first == second == {"fsdp2": True, "fsdp-textbook": True}

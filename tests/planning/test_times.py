@@ -101,6 +101,12 @@ def test_checkpointing_runs_a_forward_again():
     assert without_kernels(again.parts["run again"], 8 * 7) == pytest.approx(blocks - last_products)
 
 
+def test_checkpointing_that_keeps_attention_runs_it_once():
+    every, kept = (step(Layout(checkpointing=checkpointing)) for checkpointing in ("every-1", "attention"))
+    attention = 2 * TOKENS * TOKENS * D * 8 / 5e13
+    assert every.parts["run again"] - kept.parts["run again"] == pytest.approx(attention)
+
+
 def test_a_step_op_by_op_waits_for_launches():
     slow_host = msgspec.structs.replace(RATES, launch_s=100e-6)
     assert step(Layout(), compile="eager").parts["launches"] == 0

@@ -2,12 +2,12 @@
 
 import pytest
 
-from stepscope.core.layout import Layout
+from stepscope.core.layout import Layout, layout_of
 from stepscope.core.model_config import configure
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.layouts import RankMemory, bytes_of
 from stepscope.planning.published import PUBLISHED
-from stepscope.planning.verification import answer_verification, layout_of
+from stepscope.planning.verification import answer_verification
 from stepscope.work.planned_model import PlannedModel
 
 

@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 
 from stepscope.core.errors import InputError, choose
+from stepscope.core.strategies import NOT_PARALLEL
+from stepscope.core.workload import Workload
 
 Gathers = Literal["never", "once", "each pass"]
 """When ranks gather the parameters that they need whole: not at all, once a step, or in each forward and backward."""
@@ -142,3 +144,23 @@ def parse_layout(text: str) -> dict[str, int | str]:
     if not found:
         raise InputError("--layout is empty: name a dimension, as in tensor=8")
     return found
+
+
+_SHARDINGS = {"zero1": "zero1", "fsdp-textbook": "zero3-autocast", "fsdp2": "zero3-autocast"}
+"""The kind of sharding of each strategy that has one; those of the data-parallel family have none."""
+
+
+def layout_of(workload: Workload) -> Layout | None:
+    """The layout in which a step ran; None where no plan is of its strategy."""
+    micro_batches, ranks = workload.accumulation, workload.ranks
+    if workload.parallel == NOT_PARALLEL:
+        return Layout(
+            micro_batch=workload.micro_batch_size, micro_batches=micro_batches, checkpointing=workload.checkpointing
+        )
+    if workload.parallel not in _SHARDINGS and not workload.parallel.startswith("ddp"):
+        return None
+    sharding = _SHARDINGS.get(workload.parallel, "ddp")
+    return Layout(
+        data=ranks, sharding=sharding, shard=1 if sharding == "ddp" else ranks, micro_batches=micro_batches,
+        micro_batch=workload.batch_size // ranks // micro_batches, checkpointing=workload.checkpointing,
+    )  # fmt: skip

@@ -95,7 +95,11 @@ class Correctness(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     """Steps of plain SGD, and as many of AdamW for the losses."""
     layers: int | None = None
-    """The layers of the model that was held against one process; None where it was the whole."""
+    """The layers of the model that was held against one process; None where it had all of them."""
+    vocabulary: int | None = None
+    """Its vocabulary; None where it was the whole."""
+    seq_len: int | None = None
+    """The tokens of its sequences; None where they were whole."""
     loss_error: float | None = None
     """Of the losses of steps of AdamW; None in runs from before they were compared."""
     loss_spread: float | None = None

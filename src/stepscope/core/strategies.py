@@ -142,6 +142,8 @@ class StrategyRecord:
     options: tuple[StrategyOption, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict[str, str])
     """What was chosen of the options."""
+    gathers_by_call: bool = False
+    """Whether parameters come and go with the calls of the modules that own them."""
     textbook_only: bool = False
     """Whether it needs the textbook's model, whose modules it knows by name."""
 
@@ -149,6 +151,11 @@ class StrategyRecord:
     def splits_batch(self) -> bool:
         """Whether each rank has samples of its own."""
         return self.splits == BATCH
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether each rank runs every block and the loss whole, on samples of its own."""
+        return self.splits_batch and self.near == 1
 
     @property
     def cuts_sums(self) -> bool:
@@ -201,7 +208,7 @@ STRATEGIES: dict[str, StrategyRecord] = {
             "sends it to the others.",
         ),
         StrategyRecord(
-            name="fsdp-textbook", module="fsdp_textbook", is_lesson=True, sends=_fully_sharded,
+            name="fsdp-textbook", module="fsdp_textbook", is_lesson=True, sends=_fully_sharded, gathers_by_call=True,
             shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE), options=(_COMPUTE,),
             words="Keeps a shard of each parameter on each rank, gathers a block's for its forward and its backward, "
             "and reduces its gradients to their shards.",

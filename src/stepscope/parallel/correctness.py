@@ -4,7 +4,7 @@ One process splits the global batch into micro-batches in several ways. Arithmet
 gradients, and how far these lie apart is the spread that rounding alone makes. The ranks' gradients of the first step,
 and what five steps of plain SGD make of the parameters, must lie within twice that spread of one process's. SGD, since
 AdamW divides by the gradient's own size and makes as much of noise near zero as of the rest. Of five steps of AdamW the
-losses alone are compared.
+losses alone are compared. Where the step clips gradients, all of them do.
 
 Distances are taken parameter by parameter, ||a - b|| / ||b||, and the largest counts: a forgotten bias must not hide
 behind a matrix.
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from stepscope.core.ranks import Correctness
 from stepscope.core.strategies import strategy_named
+from stepscope.models.clipping import NormOf, clip_gradients, global_norm, updated_by
 from stepscope.models.training_step import AUTOCAST_DTYPE, Choices, StepParts, autocast_of
 from stepscope.parallel.ranks import Ranks
 from stepscope.parallel.spread import Batch, MakeOptimizer, Spread, Strategy
@@ -41,23 +42,29 @@ MakeParts = Callable[[], StepParts]
 
 def check_ranks(
     name: str, make_parts: MakeParts, choices: Choices, device: torch.device, ranks: Ranks, *,
-    layers: int | None = None, strategy: Strategy | None = None,
+    strategy: Strategy | None = None,
 ) -> Correctness:  # fmt: skip
     """Hold the ranks against one process. All ranks must call it, and all return the same.
 
-    layers: how many the checked model has, where it is not the whole. strategy: in place of that of this name.
+    strategy: in place of that of this name.
     """
     record = strategy_named(name)
     halved = record.settings.get("compute") == "bf16"
     least = _FEWEST[torch.bfloat16] if halved else _least(choices, cuts_sums=record.cuts_sums)
     verdicts: list[_Distance] = []
+    # Of AdamW the losses alone count, so nothing else is copied.
     for make_optimizer, parts_of_found in ((_sgd, (0, 1)), (_adamw, (2,))):
-        expected = _expected(make_parts, choices, device, ranks, make_optimizer) if ranks.is_first else None
-        found = _by_ranks(name, make_parts(), choices, device, ranks, make_optimizer=make_optimizer, strategy=strategy)
+        copies = _Copies(device, wanted=0 in parts_of_found)
+        expected = (
+            _expected(make_parts, choices, device, ranks, make_optimizer, copies=copies) if ranks.is_first else None
+        )
+        found = _by_ranks(
+            name, make_parts(), choices, device, ranks, make_optimizer=make_optimizer, strategy=strategy, copies=copies
+        )
         if expected is not None:
             # What the parameters became has the roundings of every step in it.
-            verdicts += [_distance(found[i], expected[0][i], [other[i] for other in expected[1]],
-                                   least * (STEPS if i == 1 else 1))
+            verdicts += [_distance(found[i], expected[0][i], [away[i] for away in expected[1]],
+                                   least * (STEPS if i == 1 else 1), expected[2] if i == 1 else {})
                          for i in parts_of_found]  # fmt: skip
     verdict: Correctness | None = None
     if verdicts:
@@ -67,14 +74,18 @@ def check_ranks(
             gradient_error=gradient.error, gradient_spread=gradient.spread, gradient_allowed=gradient.allowed,
             update_error=update.error, update_spread=update.spread, update_allowed=update.allowed,
             loss_error=loss.error, loss_spread=loss.spread, loss_allowed=loss.allowed,
-            worst=worst, steps=STEPS, layers=layers,
+            worst=worst, steps=STEPS,
         )  # fmt: skip
     return ranks.told(verdict)
 
 
 _Found = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
-"""The gradients of the first step, by how much the steps changed the parameters, and the loss of each step, on the CPU
-in fp64."""
+"""The gradients of the first step, by how much the steps changed the parameters, and the loss of each step."""
+_Slack = dict[str, float]
+"""What a few roundings of a parameter itself may add up to, by name. A gradient that differs in its last bit can round
+a number of the parameter the other way, and a norm's weight, near one, changes by little more than such a rounding."""
+_Apart = tuple[float, float, float]
+"""How far another way is from the first, of each of these three."""
 
 
 class _Distance(NamedTuple):
@@ -87,10 +98,11 @@ class _Distance(NamedTuple):
 
 
 def _distance(
-    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], others: Sequence[Mapping[str, Tensor]], least: float
-) -> _Distance:
-    error, worst = furthest(found, wanted)
-    spread = max((furthest(other, wanted)[0] for other in others), default=0.0)
+    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], others: Sequence[float], least: float,
+    slack: _Slack,
+) -> _Distance:  # fmt: skip
+    error, worst = furthest(found, wanted, slack)
+    spread = max(others, default=0.0)
     return _Distance(error, worst, spread, max(_ALLOWED * spread, least))
 
 
@@ -100,15 +112,31 @@ def _least(choices: Choices, *, cuts_sums: bool) -> float:
 
 
 def _expected(
-    make_parts: MakeParts, choices: Choices, device: torch.device, ranks: Ranks, make_optimizer: MakeOptimizer
-) -> tuple[_Found, list[_Found]]:
-    """What one process finds, and what it finds in its other ways to split the batch."""
-    whole = _alone(make_parts(), choices, device, 1, make_optimizer)
-    others: list[_Found] = []
+    make_parts: MakeParts, choices: Choices, device: torch.device, ranks: Ranks, make_optimizer: MakeOptimizer, *,
+    copies: "_Copies",
+) -> tuple[_Found, list[_Apart], _Slack]:  # fmt: skip
+    """What one process finds, how far its other ways to split the batch are from that, and roundings of parameters."""
+    slack = _roundings(make_parts().model) if copies.wanted else {}
+    whole = _alone(make_parts(), choices, device, 1, make_optimizer, copies=copies)
+    others: list[_Apart] = []
     for pieces in dict.fromkeys((ranks.ranks, 2, 2 * ranks.ranks, 4)):
         with contextlib.suppress(_NoSplit):
-            others.append(_alone(make_parts(), choices, device, pieces, make_optimizer))
-    return whole, others
+            other = _alone(make_parts(), choices, device, pieces, make_optimizer, copies=copies)
+            # Only the distance is kept: a model of billions of parameters has no room for every way.
+            others.append((
+                furthest(other[0], whole[0])[0], furthest(other[1], whole[1], slack)[0],
+                furthest(other[2], whole[2])[0],
+            ))  # fmt: skip
+    return whole, others, slack
+
+
+@torch.no_grad()
+def _roundings(model: torch.nn.Module) -> _Slack:
+    return {
+        name: _ROUNDINGS * torch.finfo(p.dtype).eps * float(p.abs().max())
+        for name, p in model.named_parameters()
+        if p.is_floating_point() and p.numel()
+    }
 
 
 class _NoSplit(Exception):
@@ -116,11 +144,12 @@ class _NoSplit(Exception):
 
 
 def _alone(
-    parts: StepParts, choices: Choices, device: torch.device, pieces: int, make_optimizer: MakeOptimizer
-) -> _Found:
+    parts: StepParts, choices: Choices, device: torch.device, pieces: int, make_optimizer: MakeOptimizer, *,
+    copies: "_Copies",
+) -> _Found:  # fmt: skip
     model = parts.model.eval()  # dropout would draw other numbers for other parts
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
-    began = _copies(dict(model.named_parameters()))
+    began = copies.of(dict(model.named_parameters()))
     gradients: dict[str, Tensor] = {}
     losses: dict[str, Tensor] = {}
     for step in range(STEPS):
@@ -137,21 +166,22 @@ def _alone(
             (loss / pieces).backward()
             _add_loss(losses, step, float(loss.detach()), pieces)
         if not step:
-            gradients = _copies({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+            gradients = copies.of({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        _clip(optimizer, choices)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return gradients, _changes(_copies(dict(model.named_parameters())), began), losses
+    return gradients, _changes(copies.of(dict(model.named_parameters())), began), losses
 
 
 def _by_ranks(
     name: str, parts: StepParts, choices: Choices, device: torch.device, ranks: Ranks, *, make_optimizer: MakeOptimizer,
-    strategy: Strategy | None,
+    strategy: Strategy | None, copies: "_Copies",
 ) -> _Found:  # fmt: skip
     record = strategy_named(name)
     parts.model.eval()
     spread: Spread = spread_parts(record, parts, choices, ranks, make_optimizer=make_optimizer, strategy=strategy)
     assert spread.optimizer is not None
-    began = _copies(spread.full_parameters())
+    began = copies.of(spread.full_parameters() if copies.wanted else {})
     gradients: dict[str, Tensor] = {}
     losses: dict[str, Tensor] = {}
     for step in range(STEPS):
@@ -162,10 +192,11 @@ def _by_ranks(
             _add_loss(losses, step, of_rank, len(known))
         spread.finish()
         if not step:
-            gradients = _copies(spread.full_gradients())
+            gradients = copies.of(spread.full_gradients() if copies.wanted else {})
+        _clip(spread.optimizer, choices, spread.norm_of)
         spread.optimizer.step()
         spread.optimizer.zero_grad(set_to_none=True)
-    return gradients, _changes(_copies(spread.full_parameters()), began), losses
+    return gradients, _changes(copies.of(spread.full_parameters() if copies.wanted else {}), began), losses
 
 
 def _one_by_one(
@@ -176,6 +207,12 @@ def _one_by_one(
         loss: Tensor = spread.forward(*batch[: parts.forward_inputs])
     loss.backward()
     return loss
+
+
+def _clip(optimizer: torch.optim.Optimizer, choices: Choices, norm_of: NormOf = global_norm) -> None:
+    if choices.clip is not None:
+        # On a CPU, PyTorch's norm in fp32 of a million numbers is off by some 1e-4, and of two halves by another.
+        clip_gradients(updated_by(optimizer), choices.clip, norm_of, torch.float64)
 
 
 def _sgd(parameters: Sequence[object]) -> torch.optim.Optimizer:
@@ -192,27 +229,55 @@ def _add_loss(losses: dict[str, Tensor], step: int, loss: float, parts: int) -> 
     losses[name] = losses.get(name, torch.zeros((), dtype=torch.float64)) + loss / parts
 
 
-def furthest(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, str]:
+def furthest(
+    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], slack: Mapping[str, float] | None = None
+) -> tuple[float, str]:
     """The largest distance of any tensor, as a share of the one wanted, and its name; infinite for one that is missing,
-    or not finite."""
+    or not finite. slack: what of a tensor's distance does not count, by its name."""
     worst, named = 0.0, ""
     for name, expected in wanted.items():
         if name not in found:
             return float("inf"), name
-        size = float(expected.norm())
-        away = float((found[name] - expected).norm())
+        size = float(expected.double().norm())
+        away = float((found[name].to(expected.device, torch.float64) - expected.double()).norm())
+        away -= min(away, (slack or {}).get(name, 0.0))
         distance = away / size if size else away
         if not distance <= worst:  # not a number is the worst of all
             worst, named = float("inf") if math.isnan(distance) else distance, name
     return worst, named
 
 
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu", torch.float64, copy=True) for name, tensor in tensors.items()}
+class _Copies:
+    """Copies of tensors, on the step's device where a model of this size has room for them, else on the CPU."""
+
+    def __init__(self, device: torch.device, *, wanted: bool = True) -> None:
+        """wanted: whether anything is to be copied at all."""
+        self.wanted = wanted
+        self._device = device
+
+    def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if not self.wanted:
+            return {}
+        place = self._place(sum(tensor.nbytes for tensor in tensors.values()))
+        return {name: tensor.detach().to(place, copy=True) for name, tensor in tensors.items()}
+
+    def _place(self, size: int) -> torch.device:
+        if self._device.type != "cuda":
+            return torch.device("cpu")
+        free = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
+        free -= torch.cuda.memory_allocated(self._device)
+        return self._device if _ROOM * size <= free else torch.device("cpu")
 
 
+_ROOM = 12
+"""How many times the size of the parameters must be free for a copy to stay on a GPU: gradients, the optimizer's state,
+copies of the first way and of another, and activations."""
+
+
+@torch.no_grad()
 def _changes(now: Mapping[str, Tensor], began: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor - began[name] for name, tensor in now.items()}
+    """What became of each, in fp64 before it is rounded to fp32: a change is small beside what it changes."""
+    return {name: (tensor.double() - began[name].to(tensor.device).double()).float() for name, tensor in now.items()}
 
 
 def _product_dtype(choices: Choices) -> torch.dtype:

@@ -63,8 +63,10 @@ class _Joined(Ranks):
             self.threads = max(1, torch.get_num_threads() // max(1, place.local_ranks))
             torch.set_num_threads(self.threads)
         try:
+            # Shards that lie in the host's memory are gathered over gloo, by the same group.
             dist.init_process_group(
-                self.backend, init_method=place.meeting, rank=place.rank, world_size=place.ranks, timeout=_WAIT,
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else self.backend, init_method=place.meeting,
+                rank=place.rank, world_size=place.ranks, timeout=_WAIT,
                 device_id=device if device.type == "cuda" else None,
             )  # fmt: skip
             self._side = _group(dist.new_group(backend="gloo", timeout=_WAIT))

@@ -26,6 +26,7 @@ from stepscope.work.communication import (
     end_transfers,
     expert_transfers,
     pipeline_transfers,
+    runs_products_again,
     tensor_transfers,
     transfer_s,
 )
@@ -180,10 +181,12 @@ class Clock:
         backward = {
             "matrix products": 2 * products, "attention": attention * (_ATTENTION_BACKWARD if fused else 2),
         }  # fmt: skip
-        if layout.checkpointing.startswith("every-"):
-            group = int(layout.checkpointing.removeprefix("every-"))
+        if runs_products_again(layout):
+            keeps_attention = layout.checkpointing == "attention"
+            group = 1 if keeps_attention else int(layout.checkpointing.removeprefix("every-"))
             last = tokens * 2 * self.model.active * config.d_model * config.d_ff / layout.tensor
-            backward["run again"] = products + attention - last / rates.matmul_flops_per_s / group
+            again = products if keeps_attention else products + attention
+            backward["run again"] = again - last / rates.matmul_flops_per_s / group
         count = 7 if fused else 9
         forward["matrix products"] += count * PRODUCT_S
         backward["matrix products"] += 2 * count * PRODUCT_S

@@ -8,7 +8,7 @@ import msgspec
 from stepscope.core.answer import PROSE, Answer, Cell, Line, Table, as_lines, table_of
 from stepscope.core.device_spec import find_device_spec
 from stepscope.core.finding import Finding, note
-from stepscope.core.layout import Layout
+from stepscope.core.layout import layout_of
 from stepscope.core.model_config import configure
 from stepscope.core.network import network_for
 from stepscope.core.run import Run
@@ -85,26 +85,6 @@ def _published_table(rows: Iterable[tuple[Cell, ...]]) -> Table:
 
 def _without_ranks(unknown: str) -> str:
     return unknown.rpartition("GPUs; ")[2]
-
-
-_SHARDINGS = {"zero1": "zero1", "fsdp-textbook": "zero3-autocast", "fsdp2": "zero3-autocast"}
-"""The kind of sharding of each strategy that has one; those of the data-parallel family have none."""
-
-
-def layout_of(workload: Workload) -> Layout | None:
-    """The layout in which a step ran; None where no plan is of its strategy."""
-    micro_batches, ranks = workload.accumulation, workload.ranks
-    if workload.parallel == NOT_PARALLEL:
-        return Layout(
-            micro_batch=workload.micro_batch_size, micro_batches=micro_batches, checkpointing=workload.checkpointing
-        )
-    if workload.parallel not in _SHARDINGS and not workload.parallel.startswith("ddp"):
-        return None
-    sharding = _SHARDINGS.get(workload.parallel, "ddp")
-    return Layout(
-        data=ranks, sharding=sharding, shard=1 if sharding == "ddp" else ranks, micro_batches=micro_batches,
-        micro_batch=workload.batch_size // ranks // micro_batches, checkpointing=workload.checkpointing,
-    )  # fmt: skip
 
 
 def _measured_row(run: Run) -> tuple[Cell, ...] | None:

@@ -13,6 +13,9 @@ from stepscope.engine.stages.build import release
 
 _LAYERS = 2
 """Layers of the textbook's model that are checked: one block's way of being spread is every block's."""
+_VOCABULARY, _SEQUENCE = 32_768, 4096
+"""The largest vocabulary and the longest sequence of what is checked. Both change how long the check takes, and nothing
+in how a matrix or a batch is spread."""
 
 
 def check_the_ranks(draft: Draft) -> None:
@@ -41,14 +44,20 @@ def _check(draft: Draft, workload: Workload | OwnWorkload) -> Correctness:
         return check_ranks(workload.parallel, make_own, workload, device, draft.ranks)
     stages = stages_of(workload.parallel, workload.ranks)
     layers = min(max(_LAYERS, stages), workload.model.layers)
+    vocabulary = min(workload.model.vocabulary, _VOCABULARY)
+    both_chunks = 2 * workload.ranks  # where ranks share a sequence, each takes two chunks
+    seq_len = min(workload.seq_len, _SEQUENCE // both_chunks * both_chunks)
     small = msgspec.structs.replace(
-        workload, model=msgspec.structs.replace(workload.model, layers=layers), compile="eager", checkpointing="none",
-        accumulation=1 if stages == 1 else workload.accumulation,
+        workload, model=msgspec.structs.replace(workload.model, layers=layers, vocabulary=vocabulary), seq_len=seq_len,
+        compile="eager", checkpointing="none", accumulation=1 if stages == 1 else workload.accumulation,
     )  # fmt: skip
-    return check_ranks(
-        workload.parallel, lambda: textbook_parts(small, device), small, device, draft.ranks,
+    found = check_ranks(workload.parallel, lambda: textbook_parts(small, device), small, device, draft.ranks)
+    return msgspec.structs.replace(
+        found,
         layers=layers if layers < workload.model.layers else None,
-    )  # fmt: skip
+        vocabulary=vocabulary if vocabulary < workload.model.vocabulary else None,
+        seq_len=seq_len if seq_len < workload.seq_len else None,
+    )
 
 
 def said_of(found: Correctness, name: str) -> str:

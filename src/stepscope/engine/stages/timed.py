@@ -193,7 +193,8 @@ class _Readings:
         """Store how many of the measured steps updated the parameters."""
         step, count = self._draft.step, self._draft.run.samples["step"].count
         if step.optimizer is not None and self._updates is not None and count:
-            found = read_updates(step.optimizer, step.scaler, steps=count, before=self._updates)
+            norm = getattr(step, "gradient_norm", None)  # a step of the user's own has none
+            found = read_updates(step.optimizer, step.scaler, steps=count, before=self._updates, gradient_norm=norm)
             self._draft.set_evidence(updates=found)
 
 
