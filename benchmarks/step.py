@@ -1,12 +1,14 @@
 """How fast is the whole step, and what did each part of it give? One way after another, each in a process of its own.
 
     python benchmarks/step.py [--models small large 2.7B] [--only fused hugging-face] [--budget 900] [--out FILE]
+    python benchmarks/step.py --busy 16 ...         # beside 16 processes that keep the host's cores busy
     python benchmarks/step.py --show FILE...        # a table of what was kept
 
 The step is forward, backward and AdamW at batch 4 and sequence 512, with fp32 master weights. Ways are named in WAYS:
 today's best options, each later idea on top of those before it, and rivals. A way that fails says so in its line, and
 spoils none of the next: memory, captured graphs and compiled code end with its process. Each line of FILE is written
-when its process has ended. When the budget of seconds is over, the rest is not measured and said to be so.
+when its process has ended. When the budget of seconds is over, the rest is not measured and said to be so. With --busy
+the host is slowed on purpose: a way that waits for it shows so.
 
 A line has the medians with their 95 % intervals, of the step, of the host and of each phase; peak memory by PyTorch's
 allocator; and the losses of the first steps. Seeds and batches are the same, so the losses of all ways but the rivals'
@@ -21,7 +23,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ BATCH, SEQUENCE, LOSSES = 4, 512, 8
 _MASTERS = {"dtype": "bf16-master", "optimizer": "adamw-one-launch", "attention": "auto"}
 _TODAY = {"dtype": "bf16", "optimizer": "adamw-fused", "attention": "auto"}
 _FUSED = dict.fromkeys(("norm", "rope", "mlp", "loss"), "fused")
+_JOINT = {"projections": "joint"}
 RIVAL = "hugging-face"
 WAYS: dict[str, dict[str, str]] = {
     "today": {**_TODAY, "compile": "default"},
@@ -41,10 +45,15 @@ WAYS: dict[str, dict[str, str]] = {
     "fused-loss": {**_MASTERS, "loss": "fused", "compile": "blocks", "graph": "step"},
     "under-backward": {**_MASTERS, "optimizer": "adamw-under-backward", "compile": "blocks", "graph": "step"},
     "all": {**_MASTERS, **_FUSED, "optimizer": "adamw-under-backward", "compile": "blocks", "graph": "step"},
+    "joint": {**_MASTERS, **_FUSED, **_JOINT, "compile": "blocks", "graph": "step"},
+    "joint-default": {**_MASTERS, **_JOINT, "compile": "default", "graph": "step"},
+    "joint-fused-default": {**_MASTERS, **_FUSED, **_JOINT, "compile": "default", "graph": "step"},
     "graph-default": {**_MASTERS, "compile": "default", "graph": "step"},
     "eager": {**_TODAY},
     "eager-fused": {**_TODAY, **_FUSED},
     "eager-fused-graph": {**_MASTERS, **_FUSED, "graph": "step"},
+    "fp8": {**_MASTERS, "dtype": "fp8", "compile": "blocks", "graph": "step"},
+    "fp8-row": {**_MASTERS, "dtype": "fp8-row", "compile": "blocks", "graph": "step"},
     "eager-liger": {**_TODAY, **dict.fromkeys(_FUSED, "liger")},
     RIVAL: {**_TODAY, "compile": "default"},
     f"{RIVAL}-cuda-graphs": {**_TODAY, "compile": "reduce-overhead"},
@@ -65,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--sequence", type=int, default=SEQUENCE)
+    parser.add_argument("--busy", type=int, default=0, help="neighbours that keep a core of the host busy meanwhile")
     parser.add_argument("--out", type=Path, help="add a line to this file as each process ends")
     parser.add_argument("--show", nargs="+", type=Path, metavar="FILE", help="show files kept before")
     parser.add_argument("--one", nargs=2, metavar=("MODEL", "WAY"), help=argparse.SUPPRESS)
@@ -77,21 +87,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     found: list[dict[str, Any]] = []
     ends = time.monotonic() + asked.budget
-    for model in asked.models:
-        for way in asked.only or WAYS:
-            left = ends - time.monotonic()
-            line = _in_a_process(model, way, asked, min(left, asked.each)) if left > 0 else _not_run(model, way)
-            found.append(line)
-            sys.stderr.write(f"{model} {way}: {line.get('fault') or _milliseconds(line, 'step')}\n")
-            if asked.out:
-                with asked.out.open("a") as kept:
-                    kept.write(json.dumps(line) + "\n")
+    with _neighbours(asked.busy):
+        for model in asked.models:
+            for way in asked.only or WAYS:
+                left = ends - time.monotonic()
+                line = _in_a_process(model, way, asked, min(left, asked.each)) if left > 0 else dict(_NOT_RUN)
+                line = {"model": model, "way": way, "busy": asked.busy, **line}
+                found.append(line)
+                sys.stderr.write(f"{model} {_named(line)}: {line.get('fault') or _milliseconds(line, 'step')}\n")
+                if asked.out:
+                    with asked.out.open("a") as kept:
+                        kept.write(json.dumps(line) + "\n")
     sys.stdout.write(rendered(found))
     return 0
 
 
-def _not_run(model: str, way: str) -> dict[str, Any]:
-    return {"model": model, "way": way, "fault": "not measured: the seconds were over"}
+_NOT_RUN = {"fault": "not measured: the seconds were over"}
+
+
+@contextmanager
+def _neighbours(count: int) -> Generator[None]:
+    """Processes that compute without end, as another's job on the same host does."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def _in_a_process(model: str, way: str, asked: argparse.Namespace, seconds: float) -> dict[str, Any]:
@@ -109,9 +132,9 @@ def _in_a_process(model: str, way: str, asked: argparse.Namespace, seconds: floa
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             if isinstance(error, subprocess.TimeoutExpired):
-                return {"model": model, "way": way, "fault": f"took more than {seconds:.0f} s"}
+                return {"fault": f"took more than {seconds:.0f} s"}
             raise
-    line: dict[str, Any] = {"model": model, "way": way}
+    line: dict[str, Any] = {}
     try:
         line |= json.loads(out.splitlines()[-1])
     except (IndexError, ValueError):
@@ -216,7 +239,7 @@ def _hugging_face(workload: Any, device: Any) -> Any:
 
 def rendered(lines: Sequence[Mapping[str, Any]]) -> str:
     """A table of what was measured, in Markdown; a way that was measured again has its last line."""
-    latest = {(line["model"], line["way"]): line for line in lines}
+    latest = {(line["model"], _named(line)): line for line in lines}
     text: list[str] = []
     for model in dict.fromkeys(model for model, _ in latest):
         of_model = {way: line for (each, way), line in latest.items() if each == model}
@@ -240,6 +263,11 @@ def rendered(lines: Sequence[Mapping[str, Any]]) -> str:
             )
         text.append("")
     return "\n".join(text) + "\n"
+
+
+def _named(line: Mapping[str, Any]) -> str:
+    """The way's name, with the neighbours that kept the host busy."""
+    return line["way"] + (f", host with {line['busy']} busy neighbours" if line.get("busy") else "")
 
 
 def _median(line: Mapping[str, Any], name: str) -> float | None:
