@@ -9,6 +9,7 @@
     stepscope.show("last")                                         # a run that is stored
     stepscope.compare("runs/before", "runs/after")                 # is it faster, and how sure is that
     stepscope.tune("large", dtype="bf16", budget="10min")          # the fastest step that stays right
+    stepscope.replace_parts(model, norm="fused", mlp="fused")      # fused kernels in your own model
     with stepscope.watch(model, optimizer) as watched:
         ...  # your own training loop
 
@@ -26,15 +27,18 @@ if TYPE_CHECKING:
     from stepscope.api.fitting import Fitted, fit
     from stepscope.api.measuring import Timed, measure
     from stepscope.api.reading import Measured, Remembered, Traced, memory, show, trace
+    from stepscope.api.replacing import replace_parts
     from stepscope.api.running import run
     from stepscope.api.tuning import Found, tune
     from stepscope.api.watching import Watched, watch
     from stepscope.core.errors import InputError, StepscopeError
+    from stepscope.models.parts.replaced import Replaced
 
 __version__ = "0.1.0"
 __all__ = [
-    "Compared", "Fitted", "Found", "InputError", "Measured", "Remembered", "StepscopeError", "Timed", "Traced",
-    "Watched", "__version__", "compare", "fit", "measure", "memory", "run", "show", "trace", "tune", "watch",
+    "Compared", "Fitted", "Found", "InputError", "Measured", "Remembered", "Replaced", "StepscopeError", "Timed",
+    "Traced", "Watched", "__version__", "compare", "fit", "measure", "memory", "replace_parts", "run", "show",
+    "trace", "tune", "watch",
 ]  # fmt: skip
 
 _WHERE = {
@@ -42,6 +46,8 @@ _WHERE = {
     **dict.fromkeys(("fit", "Fitted"), "stepscope.api.fitting"),
     **dict.fromkeys(("measure", "Timed"), "stepscope.api.measuring"),
     **dict.fromkeys(("memory", "show", "trace", "Measured", "Remembered", "Traced"), "stepscope.api.reading"),
+    "replace_parts": "stepscope.api.replacing",
+    "Replaced": "stepscope.models.parts.replaced",
     **dict.fromkeys(("run",), "stepscope.api.running"),
     **dict.fromkeys(("tune", "Found"), "stepscope.api.tuning"),
     **dict.fromkeys(("watch", "Watched"), "stepscope.api.watching"),

@@ -25,6 +25,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "checkpointing": {"checkpointing": "every-1"}, "accumulation": {"accumulation": 2}, "seed": {"seed": 1},
     "parallel": {"parallel": "ddp"}, "ranks": {"parallel": "ddp", "ranks": 2},
     "norm": {"norm": "fused"}, "rope": {"rope": "fused"}, "mlp": {"mlp": "fused"}, "loss": {"loss": "fused"},
+    "clip": {"clip": 1.0}, "projections": {"projections": "joint"},
 }  # fmt: skip
 """Another value of each field of a workload."""
 

@@ -123,13 +123,19 @@ def test_the_run_is_listed_shown_and_tabled(measured: tuple[Path, subprocess.Com
         (["run", "--phase", "forward", "--optimizer", "sgd"], "unknown optimizer 'sgd'"),
         (
             ["run", "--checkpointing", "some"],
-            "unknown checkpointing 'some': choose none, selective, every-1 or every-K",
+            "unknown checkpointing 'some': choose none, selective, attention, every-1 or every-K",
         ),
+        (["run", "--checkpointing", "attention"], "attention reference is no such operator: choose --attention sdpa, "),
         (["run", "--checkpointing", "every-0"], "unknown checkpointing 'every-0'"),
         (["run", "--model", "tiny", "--checkpointing", "every-5"], "choose every-1 to every-4"),
         (["run", "--device", "cpu", "--checkpointing", "every-5"], "choose every-1 to every-4"),
         (["run", "--batch-size", "6", "--accumulation", "4"], "choose accumulation 3 or 6"),
         (["run", "--accumulation", "0"], "accumulation is 0"),
+        (["run", "--clip", "0"], "--clip holds 0: write numbers above zero"),
+        (["run", "--clip", "-1"], "--clip holds -1: write numbers above zero"),
+        (["run", "--clip", "nan"], "--clip holds 'nan', which is not finite"),
+        (["sweep", "--clip", "none,much"], "--clip holds 'much', which is no number"),
+        (["plan", "--clip", "1"], "--clip says nothing with plan"),
         (["run", "--accumulation", "half"], "Invalid value for '--accumulation'"),
         (["sweep", "--accumulation", "1,3"], "batch_size 4 cannot be split into 3 equal micro-batches"),
         (["sweep", "--checkpointing", "none,all"], "unknown checkpointing 'all'"),
@@ -281,14 +287,15 @@ def test_hostile_run_files_are_one_line_each(tmp_path: Path, measured: tuple[Pat
 
 
 def test_a_step_with_checkpointing_and_accumulation(tmp_path: Path):
-    said = ["--checkpointing", "every-2", "--accumulation", "2", "--optimizer", "adamw-bf16-state"]
+    said = ["--checkpointing", "every-2", "--accumulation", "2", "--optimizer", "adamw-bf16-state", "--clip", "0.5"]
     result = stepscope("run", *QUICK, *said, "--runs", str(tmp_path))
     assert result.returncode == 0, result.stderr
     text = " ".join(result.stdout.split())
-    assert "adamw-bf16-state, checkpointing every-2, 2 micro-batches of 2" in text
+    assert "adamw-bf16-state, gradients clipped to a norm of 0.5, checkpointing every-2, 2 micro-batches of 2" in text
     assert "Checkpointing runs another" in text and "of hardware FLOPs" in text
     (run,), _ = load_runs([tmp_path])
-    assert (run.workload.checkpointing, run.workload.accumulation) == ("every-2", 2)
+    assert (run.workload.checkpointing, run.workload.accumulation, run.workload.clip) == ("every-2", 2, 0.5)
+    assert run.evidence.updates is not None and (run.evidence.updates.gradient_norm or 0) > 0
     assert list(run.samples) == ["step", "host", "forward", "backward", "optimizer"]
     assert {len(samples.values_s) for samples in run.samples.values()} == {60}
     table = stepscope("table", str(tmp_path), "--rows", "checkpointing,accumulation,micro_batch_size", "--style", "csv")

@@ -77,7 +77,10 @@ LLAMA = {
 GIVEN = "import torch, stepscope; from torch import nn; model = nn.Linear(64, 64)\n"
 OF_A_LOOP = GIVEN + "optimizer = torch.optim.SGD(model.parameters(), 1e-3); loader = range(40); max_iters = 40\n"
 STARTS = {
-    "docs/attention.md": ["import torch; q, k, v = torch.randn(3, 1, 2, 32, 16)\n"],
+    "docs/attention.md": [
+        "import torch; q, k, v = torch.randn(3, 1, 2, 32, 16)\n",
+        "import torch; q, k, v = torch.randn(3, 2, 1, 64, 16)\n",
+    ],
     "docs/experiments/parity.md": [""],
     "docs/experiments/shadow.md": [""],
     "docs/experiments/watched-scripts.md": [OF_A_LOOP],

@@ -71,7 +71,8 @@ def test_the_optimizer_splits_no_cells_without_a_train_phase():
         ("attention", "flash9"), ("compile", "fast"), ("optimizer", "sgd"),
         ("checkpointing", "every-0"), ("checkpointing", "every-02"), ("checkpointing", "every-5"),
         ("checkpointing", "selective-2"), ("checkpointing", 1), ("accumulation", 0), ("accumulation", "2"),
-        ("accumulation", 3),
+        ("accumulation", 3), ("clip", 0), ("clip", -1.0), ("clip", float("nan")), ("clip", float("inf")),
+        ("clip", "1"), ("clip", True),
     ],
 )  # fmt: skip
 def test_wrong_fields_are_refused(field: str, value: object):
@@ -174,6 +175,18 @@ def test_the_batch_is_split_into_micro_batches():
 def test_more_blocks_in_a_group_than_there_are_is_refused():
     with pytest.raises(InputError, match="every-5 groups more blocks than tiny has: choose every-1 to every-4"):
         workload(checkpointing="every-5")
+
+
+def test_a_bound_on_the_norm_makes_a_cell_of_its_own_where_gradients_are_used():
+    plain, whole, none = workload(), workload(clip=1), workload(clip="none")
+    assert plain == none and plain.key == none.key and plain.clip is None
+    assert whole == workload(clip=1.0) and "clip-1" in whole.key.split("-train-")[1]
+    assert len({each.key for each in (plain, whole, workload(clip=0.5))}) == 3
+    assert msgspec.json.decode(msgspec.json.encode(whole), type=Workload) == whole
+    assert workload(phase="forward-backward", clip=1.0) == workload(phase="forward-backward")
+    assert not whole.at_most(plain) and not plain.at_most(whole)
+    with pytest.raises(InputError, match="offload=yes keeps gradients in the host's memory"):
+        workload(batch_size=4, clip=1.0, parallel="fsdp2:offload=yes", ranks=2)
 
 
 def test_inference_has_neither_checkpointing_nor_accumulation():

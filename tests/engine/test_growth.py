@@ -111,7 +111,6 @@ def test_a_list_of_losses_is_little(out: Path):
     assert finding.severity == "note" and growth.bytes_a_step == 4
 
 
-@pytest.mark.long  # which of two kinds an activation is called hangs on microseconds: it fails now and then
 def test_a_module_that_keeps_its_activations(out: Path):
     _, growth = told(watched(out, nothing, keeps=True))
     (left,) = growth.left

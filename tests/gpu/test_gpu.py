@@ -117,6 +117,15 @@ def test_a_step_that_turns_tf32_on_behind_our_back_is_found(out: Path, monkeypat
 @pytest.mark.parametrize("attention", ["reference", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"])
 @pytest.mark.parametrize("checkpointing", ["every-1", "every-2", "selective"])
 def test_checkpointing_gives_the_same_gradients_bit_by_bit(gpu: torch.device, attention: Attention, checkpointing: str):
+    assert_same_gradients(gpu, attention, checkpointing)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "flash"])
+def test_kept_attention_gives_the_same_gradients_bit_by_bit(gpu: torch.device, attention: Attention):
+    assert_same_gradients(gpu, attention, "attention")
+
+
+def assert_same_gradients(gpu: torch.device, attention: Attention, checkpointing: str) -> None:
     plain, ours = (
         TrainingStep(mini(phase="forward-backward", dtype="bf16", attention=attention, checkpointing=c), gpu)
         for c in ("none", checkpointing)

@@ -29,6 +29,7 @@ MODES = [
     {"phase": "forward", "dtype": "bf16"},
     {"checkpointing": "every-1"},
     {"checkpointing": "selective", "dtype": "bf16"},
+    {"checkpointing": "attention", "dtype": "bf16", "attention": "sdpa"},
     {"accumulation": 2},
     {"compile": "default", "dtype": "bf16"},
 ]

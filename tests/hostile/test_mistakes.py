@@ -122,6 +122,13 @@ def test_17_a_rate_just_above_the_peak():
         assert ("impossible-rate" in kinds(run)) is found
 
 
+def test_17_devices_that_share_a_step_have_the_peak_of_all():
+    for seconds, found in ((0.51, False), (0.48, True)):
+        run = make_run(workload(parallel="ddp", ranks=2), forward=[seconds] * 9,
+                       work={"forward": Work(flops=66_900_000_000_000)})  # fmt: skip
+        assert ("impossible-rate" in kinds(on_gpu(run))) is found
+
+
 def test_17_a_step_beyond_the_measured_ceiling_doubts_the_ceiling():
     ceilings = Ceilings(
         device_name="a CPU", torch_version="2.13", measured_at="2026-01-01",
@@ -738,6 +745,22 @@ def test_27_an_optimizer_that_never_steps():
     assert kinds(run) == {"optimizer-mismatch": "error"} and "updated nothing" in check_run(run)[0].sentence
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_27_gradients_that_nobody_clips(optimizer: str):
+    step = TrainingStep(mini(optimizer=optimizer, clip=1.0), CPU)
+    after = {"update-after-backward": "note"} if optimizer == "adamw-under-backward" else {}
+    assert kinds(observed(step)) == after
+    step._max_norm = None
+    step.optimizer.__dict__.update(max_norm=None)
+    run = observed(step)
+    kernels = (KernelTotal(name="adamw_update", calls=1, total_s=1.0),)
+    profile = ProfiledStep(step_s=1.0, kernel_launches=1, busy_s=1.0, kernels=kernels)
+    run = msgspec.structs.replace(run, evidence=msgspec.structs.replace(run.evidence, profile=profile))
+    found = {finding.kind: finding for finding in check_run(run)}
+    assert "clip-mismatch" in found and "clipped to a norm of 1, but nothing took" in found["clip-mismatch"].sentence
+    assert ("update-after-backward" in found) == bool(after)
+
+
 def overflows(step: TrainingStep) -> None:
     """A gradient of this step is beyond fp16."""
     gradient = next(step.model.parameters()).grad
@@ -856,6 +879,15 @@ def test_27_checkpointing_that_runs_other_blocks_again(monkeypatch: pytest.Monke
     run = observed(TrainingStep(mini(checkpointing=asked), CPU))
     wrong = (asked == "none") is not (done == "none")
     assert kinds(run) == ({"checkpointing-mismatch": "error"} if wrong else {})
+
+
+@pytest.mark.parametrize("done", ["none", "attention"])
+def test_27_checkpointing_that_keeps_attention_runs_each_block_again(monkeypatch: pytest.MonkeyPatch, done: str):
+    asked = mini(checkpointing="attention", attention="sdpa")
+    monkeypatch.setattr(
+        training_step, "block_runner", lambda _: block_runner(msgspec.structs.replace(asked, checkpointing=done))
+    )
+    assert kinds(observed(TrainingStep(asked, CPU))) == ({"checkpointing-mismatch": "error"} if done == "none" else {})
 
 
 def test_27_what_older_runs_did_not_observe_is_not_judged():

@@ -29,6 +29,8 @@ def losses_and_weights(**choices: Any) -> tuple[list[float | None], list[torch.T
         {"dtype": "bf16-master", "optimizer": "adamw-fused", "checkpointing": "every-1"},
         {"dtype": "bf16-master", "optimizer": "adamw-one-launch", "attention": "sdpa"},
         {"dtype": "bf16-master", "optimizer": "adamw-under-backward", "attention": "flash"},
+        {"dtype": "bf16-master", "optimizer": "adamw-one-launch", "clip": 0.1},
+        {"dtype": "bf16", "optimizer": "adamw-foreach", "clip": 0.1},
         {"dtype": "bf16", "phase": "forward-backward"},
         *at_length({"dtype": "fp16", "optimizer": "adamw-fused"},
                    {"dtype": "bf16", "optimizer": "adamw-loop"},

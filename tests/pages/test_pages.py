@@ -399,11 +399,12 @@ def test_what_another_verb_wrote_is_named(tmp_path: Path, document: dict[str, ob
 def test_the_numerics_of_a_run_say_its_scale_and_swallowed_updates():
     run = make_run(mini(), step=[0.01] * 12)
     assert "Numerics" not in titles(page_of_run(run)) or run.evidence.precision
-    updates = Updates(steps=12, applied=10, loss_scale=65536.0, parameters_finite=True)
+    updates = Updates(steps=12, applied=10, loss_scale=65536.0, parameters_finite=True, gradient_norm=2.5)
     precision = Precision(float32_matmul="highest", probe_relative_error=1.2e-7)
     seen = msgspec.structs.replace(run, evidence=Evidence(updates=updates, precision=precision))
     rows = dict(row_of(page_of_run(seen), "Numerics"))
     assert rows["scale of the loss after them"] == "65,536" and rows["error of one against float64"] == "1.2e-07"
     assert rows["updates of the parameters"] == "10 in 12 measured steps"
+    assert rows["norm of the last gradients before clipping"] == "2.5"
     said = msgspec.json.encode(page_of_run(seen).sections).decode()
     assert "2 updates did not come" in said

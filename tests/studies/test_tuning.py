@@ -22,6 +22,7 @@ from stepscope.studies.tuning.racing import p_value_of
 from stepscope.studies.tuning.rounds import ROUNDS, changes_of, lighter
 from stepscope.studies.tuning.search import Search
 from stepscope.studies.tuning.tune import one_that_fits, without_numeric_changes
+from stepscope.work.spelled import run_call, run_command
 from tests.conftest import mini, workload
 
 FACTORS = {
@@ -88,6 +89,13 @@ def test_what_is_kept_stays(field: str):
     assert not any(field in tried.change for tried in search.tried)
 
 
+def test_clipping_stays_and_leaves_nothing_to_update_under_backward():
+    search = searched(Written(), dtype="fp32", clip=1.0)
+    assert search.best.clip == 1.0 and search.best.optimizer == "adamw-one-launch"
+    assert not [tried for tried in search.tried if tried.change.get("optimizer") == "adamw-under-backward"]
+    assert "--clip 1.0" in (run_command(search.best) or "") and "clip=1.0" in (run_call(search.best) or "")
+
+
 def test_without_time_nothing_is_measured_and_all_of_it_is_said():
     search = searched(Written(races=2))
     assert sum(1 for tried in search.tried if tried.ratio is not None) == 2
@@ -139,7 +147,21 @@ def test_what_computes_least_again_comes_first():
     changes = lighter(workload(batch_size=4))
     assert changes[0] == {"checkpointing": "none", "accumulation": 1}
     assert [change["accumulation"] for change in changes[:3]] == [1, 2, 4]
-    assert changes[3]["checkpointing"] == "selective"
+    assert list(dict.fromkeys(change["checkpointing"] for change in changes)) == [
+        "none", "selective", "attention", "every-1",
+    ]  # fmt: skip
+
+
+def test_kept_attention_is_tried_where_attention_is_fused():
+    (memory,) = (round_ for round_ in ROUNDS if round_.name == "memory")
+
+    def tried(attention: str) -> list[str]:
+        best = workload(batch_size=1, checkpointing="every-1", attention=attention)
+        made = [m for _, m in changes_of(memory, best, on_gpu=True, kept=frozenset())]
+        return [m.checkpointing for m in made if not isinstance(m, str)]
+
+    assert tried("flash") == ["none", "selective", "attention"]
+    assert tried("reference") == ["none", "selective"]
 
 
 def test_a_p_value_is_that_of_its_interval():

@@ -83,6 +83,7 @@ def fit(
     kernels: str | Mapping[str, str] | None = None,
     compile: Compile | None = None,
     optimizer: "Optimizer | torch.optim.Optimizer | None" = None,
+    clip: float | None = None,
     checkpointing: str | None = None,
     accumulation: int | None = None,
     d_model: int | None = None,
@@ -120,7 +121,7 @@ def fit(
 
     memory: how much PyTorch may allocate, in bytes or as in "80GiB".
     device: a device by its name, as in "H100", whose datasheet says how much.
-    dtype, phase, optimizer, checkpointing, accumulation: as in `stepscope.run`, for any model.
+    dtype, phase, optimizer, clip, checkpointing, accumulation: as in `stepscope.run`, for any model.
 
     Without memory and device the peak alone is predicted.
 
@@ -129,7 +130,7 @@ def fit(
     """
     said = given(
         seq_len=seq_len, batch_size=batch_size, dtype=dtype, phase=phase, attention=attention, kernels=kernels,
-        compile=compile, optimizer=optimizer, checkpointing=checkpointing, accumulation=accumulation,
+        compile=compile, optimizer=optimizer, clip=clip, checkpointing=checkpointing, accumulation=accumulation,
         d_model=d_model, d_ff=d_ff, layers=layers, heads=heads, kv_heads=kv_heads, vocabulary=vocabulary, tied=tied,
     )  # fmt: skip
     check_one_model(model, module, arguments, batch=batch, loss=loss, optimizer=optimizer)

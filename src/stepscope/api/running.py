@@ -13,7 +13,7 @@ from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.precisions import Dtype
 from stepscope.core.run import settings_from
 from stepscope.core.shown_text import warn
-from stepscope.core.workload import Compile, Graph, Optimizer, Phase
+from stepscope.core.workload import Compile, Graph, Optimizer, Phase, Projections
 from stepscope.engine.request import MemoryRequest, Stage, StepRequest, Tell, TraceRequest
 
 if TYPE_CHECKING:
@@ -40,7 +40,9 @@ def run(
     graph: Graph | None = None,
     attention: Attention | None = None,
     kernels: str | Mapping[str, str] | None = None,
+    projections: Projections | None = None,
     optimizer: "Optimizer | torch.optim.Optimizer | None" = None,
+    clip: float | None = None,
     checkpointing: str | None = None,
     accumulation: int | None = None,
     seed: int | None = None,
@@ -88,7 +90,7 @@ def run(
       xl and larger ones (left out: small on a GPU, tiny on a CPU), with batch_size sequences (4) of seq_len tokens (512
       on a GPU, 128 on a CPU), an attention, and d_model, d_ff, layers, heads, kv_heads, vocabulary and tied in place of
       the preset's own. kernels says how norm, rope, mlp and loss are computed: reference, fused or liger, for all or
-      by part, as in {"norm": "fused"}.
+      by part, as in {"norm": "fused"}. projections: apart, or joint: those of one input are one product.
 
     How it runs, whatever the model:
 
@@ -98,7 +100,8 @@ def run(
     compile: eager, or a mode of torch.compile, or blocks: each block by itself.
     graph: none, or step: the whole step is replayed as CUDA graphs.
     optimizer: an AdamW by name; for a module of your own an optimizer that holds its parameters.
-    checkpointing: none, selective, or every-K.
+    clip: the bound on the gradients' global norm, to which they are scaled down; left out, they are not.
+    checkpointing: none, selective, attention, or every-K.
     accumulation: how many micro-batches make a step.
     seed: of weights and batches that are made.
 
@@ -122,9 +125,9 @@ def run(
     """
     said = given(
         seq_len=seq_len, batch_size=batch_size, dtype=dtype, phase=phase, compile=compile, graph=graph,
-        attention=attention, kernels=kernels, optimizer=optimizer, checkpointing=checkpointing,
-        accumulation=accumulation, seed=seed, d_model=d_model, d_ff=d_ff, layers=layers, heads=heads,
-        kv_heads=kv_heads, vocabulary=vocabulary, tied=tied,
+        attention=attention, kernels=kernels, projections=projections, optimizer=optimizer, clip=clip,
+        checkpointing=checkpointing, accumulation=accumulation, seed=seed, d_model=d_model, d_ff=d_ff, layers=layers,
+        heads=heads, kv_heads=kv_heads, vocabulary=vocabulary, tied=tied,
     )  # fmt: skip
     asked = _recorded(record)
     settings = settings_from(warmup, steps, seconds, not profile)

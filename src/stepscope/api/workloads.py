@@ -14,7 +14,7 @@ from stepscope.core.workload import Workload
 if TYPE_CHECKING:
     from stepscope.models.own.loading import Loaded
 
-_OF_ANY_MODEL = ("dtype", "phase", "compile", "graph", "optimizer", "checkpointing", "accumulation", "seed")
+_OF_ANY_MODEL = ("dtype", "phase", "compile", "graph", "optimizer", "clip", "checkpointing", "accumulation", "seed")
 """The choices for a step of any model. All others belong to the textbook's model."""
 _SIZES = tuple(field for field in ModelConfig.__struct_fields__ if field != "name")
 

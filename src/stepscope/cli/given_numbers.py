@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from stepscope.core.errors import InputError
+from stepscope.core.workload import NO_CLIP
 
 Numbers = Sequence[float]
 """The annotation of an option that takes a row of numbers as a whole."""
@@ -38,6 +39,11 @@ def positive_number(text: str, option: str) -> float:
     if more:
         raise InputError(f"{option} holds {1 + len(more)} numbers: write one")
     return number
+
+
+def norm_bound(text: str) -> float | str:
+    """What `--clip` says: a number above zero, or none. Raises InputError for anything else."""
+    return text if text == NO_CLIP else positive_number(text, "--clip")
 
 
 def positive_integers(text: str, option: str, *, limit: int) -> tuple[int, ...]:

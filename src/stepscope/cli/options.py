@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.cli import completion
-from stepscope.cli.given_numbers import finite_numbers, positive_integers, positive_number, positive_numbers
+from stepscope.cli.given_numbers import finite_numbers, norm_bound, positive_integers, positive_number, positive_numbers
 from stepscope.cli.given_words import words
 from stepscope.cli.presentation import Presentation
 from stepscope.cli.recording import RECORDED, Recording
@@ -28,7 +28,17 @@ from stepscope.core.run import Settings
 from stepscope.core.strategies import NOT_PARALLEL, option_words, strategy_names
 from stepscope.core.tuned import TUNED_FIELDS
 from stepscope.core.units import parse_bytes, parse_flops_per_s, parse_seconds, parse_window
-from stepscope.core.workload import CHECKPOINTING_CHOICES, COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES, Workload
+from stepscope.core.workload import (
+    CHECKPOINTING_CHOICES,
+    COMPILES,
+    DTYPES,
+    GRAPHS,
+    KEEPING,
+    OPTIMIZERS,
+    PHASES,
+    PROJECTIONS,
+    Workload,
+)
 from stepscope.engine.request import MEMORY_STACKS
 from stepscope.report.renderers import STYLES
 
@@ -135,12 +145,16 @@ OPTIONS = (
       for part, said in PART_WORDS.items()),
     Option("kernels", str, WORKLOAD, "How norm, rope, mlp and loss are computed, where they are not said.", Workload,
            choices=KERNELS, verbs=_WITH_PARTS),
+    Option("projections", str, WORKLOAD, "Whether projections of one input are one product.", Workload,
+           choices=PROJECTIONS, verbs=_WITH_PARTS),
     Option("compile", str, WORKLOAD, "", Workload, choices=COMPILES),
     Option("graph", str, WORKLOAD, "What is replayed as CUDA graphs.", Workload, choices=GRAPHS),
     Option("optimizer", str, WORKLOAD, "", Workload, choices=OPTIMIZERS),
+    Option("clip", norm_bound, WORKLOAD, "The bound on the gradients' global norm, as in 1.0, to which they are scaled "
+           "down; none leaves them.", Workload, metavar="NORM"),
     Option(
         "checkpointing", str, WORKLOAD, f"What backward runs again instead of keeping: {CHECKPOINTING_CHOICES}.",
-        Workload, complete=completion.words("none", "selective", "every-1", "every-2", "every-4"),
+        Workload, complete=completion.words("none", *KEEPING, "every-1", "every-2", "every-4"),
     ),
     Option("accumulation", int, WORKLOAD, "Micro-batches that a step is split into.", Workload),
     Option(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _NOT_ASKED = {
     "phase": "a plan is of a training step", "accumulation": "a plan chooses micro-batches: say --layout micro-batch=1",
-    "seed": "a plan draws no data",
+    "seed": "a plan draws no data", "clip": "a plan has no time of clipping",
 }  # fmt: skip
 
 

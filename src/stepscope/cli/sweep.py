@@ -90,15 +90,16 @@ def sweep(
         report_runs(measured, answer_cells(measured, str(runs)), shown)
         shown.name_the_page(runs)
 
-    measure_and_report(plan, policy, report)
+    measure_and_report(plan, policy, report, retries=True)
 
 
 def measure_and_report(
-    plan: "SweepPlan", policy: "Policy", report: Callable[[list[Run]], None], *, again: bool = True
-) -> NoReturn:
+    plan: "SweepPlan", policy: "Policy", report: Callable[[list[Run]], None], *, again: bool = True,
+    retries: bool = False,
+) -> NoReturn:  # fmt: skip
     """Run the sweep under a display, report its runs, and leave with the sweep's exit code.
 
-    again: whether the same command goes on where this one stopped.
+    again: whether the same command goes on where this one stopped. retries: whether it has the option --retry.
     """
     from stepscope.engine.measured_cell import leaves_nothing
     from stepscope.engine.plan import BROKEN
@@ -122,8 +123,10 @@ def measure_and_report(
     report(runs)
     broken = [run for run in runs if run.status in BROKEN]
     if broken:
-        how = "the same command" if all(map(leaves_nothing, broken)) else "the same command with --retry"
-        tries = f": {how} tries {'it' if len(broken) == 1 else 'them'} again" if again else ""
+        stays, they = not all(map(leaves_nothing, broken)), "it" if len(broken) == 1 else "them"
+        delete = "" if not stays or retries else f"delete {they}, and "
+        how = "the same command with --retry" if stays and retries else "the same command"
+        tries = f": {delete}{how} tries {they} again" if again else ""
         warn(f"{len(broken)} of {counted(len(runs), 'cell')} ended without a result{tries}")
     raise typer.Exit(sweep_exit_code(runs))
 
@@ -145,10 +148,10 @@ def _foretell(plan: "SweepPlan") -> None:
 
 def _keep(plan: "SweepPlan", usable_bytes: int, unfit: set[str]) -> None:
     """Keep the verdict on each cell beside the runs that will show whether it comes true."""
-    from stepscope.core.attention_support import is_predicted
     from stepscope.core.forecasts import forecast_of_peak, keep_forecasts
+    from stepscope.engine.forecast import is_foretold
 
-    keys = dict.fromkeys(cell.workload.key for cell in plan.cells if is_predicted(cell.workload))
+    keys = dict.fromkeys(cell.workload.key for cell in plan.cells if is_foretold(cell.workload))
     verdicts = [forecast_of_peak("sweep", key, None, budget_bytes=usable_bytes, fits=key not in unfit) for key in keys]
     if verdicts and (fault := keep_forecasts(Path(plan.out), verdicts)):
         warn(fault)

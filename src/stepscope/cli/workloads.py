@@ -81,7 +81,8 @@ class ManyWorkloads:
 _TWO_MODELS = "--module and --model both say which model: give one of them"
 _ARG_ALONE = "--arg belongs to --module, or --model CONFIG.json: say whose argument it is"
 _OF_ANY_MODEL = (
-    "dtype", "phase", "compile", "graph", "optimizer", "checkpointing", "accumulation", "parallel", "ranks", "seed",
+    "dtype", "phase", "compile", "graph", "optimizer", "clip", "checkpointing", "accumulation", "parallel", "ranks",
+    "seed",
 )  # fmt: skip
 """Options of a workload that say something of a user's own model, too."""
 

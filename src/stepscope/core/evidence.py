@@ -185,6 +185,8 @@ class Updates(msgspec.Struct, frozen=True, kw_only=True):
     """The scale of the loss after the measured steps; None where it is not scaled."""
     parameters_finite: bool | None = None
     """Whether every parameter was finite after the measured steps."""
+    gradient_norm: float | None = None
+    """The global norm of the last measured step's gradients, before they were clipped; None where they were not."""
 
     @property
     def skipped(self) -> int:

@@ -60,7 +60,7 @@ class OwnModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.batch_size * self.seq_len if self.batch_size and self.seq_len else None
 
 
-_LATER: dict[str, object] = {"parallel": NOT_PARALLEL, "ranks": 1, "graph": "none"}
+_LATER: dict[str, object] = {"parallel": NOT_PARALLEL, "ranks": 1, "graph": "none", "clip": None}
 """Fields that came after the first results were stored, with their defaults: they count where they differ."""
 
 

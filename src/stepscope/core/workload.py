@@ -1,12 +1,13 @@
 """A Workload: everything that makes two measurements the same experiment. The device is not part of it."""
 
 import hashlib
+import math
 import re
 from typing import Literal, get_args
 
 import msgspec
 
-from stepscope.core.attentions import Attention, attention_names
+from stepscope.core.attentions import Attention, attention_names, is_kept
 from stepscope.core.errors import InputError, choose
 from stepscope.core.identity import identity_of
 from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
@@ -31,6 +32,10 @@ its gradients are ready when its own backward ends and not when the whole model'
 Graph = Literal["none", "step"]
 """step: the whole step (forward, backward, optimizer) is captured into CUDA graphs and replayed."""
 
+Projections = Literal["apart", "joint"]
+"""joint: projections of one input (query, key and value; gate and up) are one product, forward and backward. Their
+weights stay parameters of their own, and lie one behind the other in memory."""
+
 GRAPH_WARMUP = 4
 """Steps until a step is replayed: three run as they are, and the next is captured."""
 
@@ -44,15 +49,23 @@ adamw-under-backward: the same, begun as each gradient is ready."""
 OF_ONE_LAUNCH: tuple[str, ...] = ("adamw-one-launch", "adamw-under-backward")
 """The optimizers by the kernel for all parameters."""
 
-CHECKPOINTING_CHOICES = "none, selective, every-1 or every-K for any K up to the number of layers"
+NO_CLIP = "none"
+"""What says of `clip` that gradients are not clipped, where an option must say it: on a sweep's axis."""
+
+KEEPING = ("selective", "attention")
+"""Checkpointing that keeps, beside each block's input, the outputs of some operators; the most first."""
+
+CHECKPOINTING_CHOICES = "none, selective, attention, every-1 or every-K for any K up to the number of layers"
 """What `checkpointing` may say. none: autograd keeps what it needs. every-K: blocks in groups of K (the last may be
 shorter); a group keeps its input alone, and backward runs the whole group again. selective: every block keeps the
-outputs of its matrix products and of fused attention, and backward recomputes the cheap rest."""
+outputs of its matrix products and of fused attention, and backward recomputes the cheap rest. attention: every block
+keeps the outputs of fused attention alone, which for long sequences are dear to compute and small to keep."""
 
 DTYPES: tuple[str, ...] = tuple(PRECISIONS)
 PHASES: tuple[str, ...] = get_args(Phase)
 COMPILES: tuple[str, ...] = get_args(Compile)
 GRAPHS: tuple[str, ...] = get_args(Graph)
+PROJECTIONS: tuple[str, ...] = get_args(Projections)
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 
 _FIRST_FIELDS = (
@@ -75,6 +88,8 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Number of micro-batches in a step: each runs forward and backward, gradients add up, the optimizer steps once."""
     graph: Graph = "none"
     """Whether the step is replayed as CUDA graphs."""
+    clip: float | None = None
+    """The bound on the gradients' global L2 norm, to which the optimizer's phase scales them down; None for none."""
     parallel: str = NOT_PARALLEL
     """How several ranks share a step: one of core/strategies.py, perhaps with options, or that none do."""
     ranks: int = 1
@@ -86,6 +101,7 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         choose(self.compile, COMPILES, "compile mode")
         choose(self.graph, GRAPHS, "graph")
         whole_number(self.accumulation, "accumulation", 1, LARGEST)
+        msgspec.structs.force_setattr(self, "clip", _norm_bound(self.clip))
         self._check_parallel()
         self._check_together()
 
@@ -110,6 +126,11 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                   f"optimizer {self.optimizer}": self.optimizer == "adamw-under-backward"}  # fmt: skip
         for what in (name for name, chosen in shared.items() if chosen and self.parallel != NOT_PARALLEL):
             raise InputError(f"{what} is for a step that one process runs: leave out --parallel, or choose another")
+        if self.clip is not None and ":offload=yes" in self.parallel and self.phase == "train":
+            raise InputError(
+                f"--parallel {self.parallel} keeps gradients in the host's memory, and ranks cannot add up their norm "
+                "there: leave out --clip, or offload=yes"
+            )
 
     def _check_parallel(self) -> None:
         msgspec.structs.force_setattr(self, "parallel", spelled(self.parallel))
@@ -143,6 +164,7 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             msgspec.structs.force_setattr(self, "accumulation", 1)
         if self.phase != "train":
             msgspec.structs.force_setattr(self, "optimizer", None)
+            msgspec.structs.force_setattr(self, "clip", None)
 
     @property
     def choice_words(self) -> dict[str, str]:
@@ -152,6 +174,7 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "compile": f"compile-{self.compile}" if self.compile != "eager" else "",
             "graph": f"graph-{self.graph}" if self.graph != "none" else "",
             "optimizer": optimizer if optimizer != "adamw-foreach" else "",
+            "clip": f"clip-{self.clip:g}" if self.clip is not None else "",
             "checkpointing": f"checkpoint-{self.checkpointing}" if self.checkpointing != "none" else "",
             "accumulation": f"accumulate-{self.accumulation}" if self.accumulation != 1 else "",
             "parallel": re.sub("[:=]", "-", f"{self.parallel}-x{self.ranks}") if self.parallel != NOT_PARALLEL else "",
@@ -171,6 +194,7 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
     mlp: Kernels = REFERENCE
     loss: Kernels = REFERENCE
     """How each part is computed: the textbook's code, or another implementation of core/parts.py."""
+    projections: Projections = "apart"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -213,6 +237,7 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
             "phase": self.phase,
             "attention": self.attention if self.attention != "reference" else "",
             **self._part_words(),
+            "projections": f"{self.projections}-projections" if self.projections != "apart" else "",
             **self.choice_words,
         }
         return [word for field, word in said.items() if word and field not in without]
@@ -246,7 +271,7 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
 
     @property
     def checkpoint_group(self) -> int | None:
-        """How many consecutive blocks are run again as one (`every-K`); None where nothing is, or `selective`."""
+        """How many consecutive blocks are run again as one (`every-K`); None where nothing is, or some of KEEPING."""
         return _group_of(self.checkpointing)
 
     def at_most(self, other: "Workload") -> bool:
@@ -259,21 +284,37 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
 
     def _sort(self) -> tuple[str | None, ...]:
         choices = (self.dtype, self.phase, self.attention, self.compile, self.optimizer)
-        others = (self.checkpointing, self.accumulation, self.parallel, self.ranks, self.model.tied)
-        choices += tuple(self.parts.values())
+        others = (self.checkpointing, self.accumulation, self.parallel, self.ranks, self.model.tied, self.clip)
+        choices += (*self.parts.values(), self.projections)
         return (*choices, *map(str, others))
 
     def _check_parts(self) -> None:
+        whole_blocks = self.parallel == NOT_PARALLEL or strategy_named(self.parallel).whole_blocks
         for part, name in self.parts.items():
             choose(name, kernels_of(part), part)
-            if name != REFERENCE and self.parallel != NOT_PARALLEL:
+            if name != REFERENCE and not whole_blocks:
                 raise InputError(
-                    f"{part} {name} runs in one process: leave out --parallel {self.parallel}, or choose --{part} "
-                    f"{REFERENCE}"
+                    f"{part} {name} runs where a rank computes whole blocks of its own samples: leave out --parallel "
+                    f"{self.parallel}, or choose --{part} {REFERENCE}"
                 )
+        if self.loss != REFERENCE and self.parallel != NOT_PARALLEL and strategy_named(self.parallel).gathers_by_call:
+            raise InputError(
+                f"loss {self.loss} reads the head's weight without calling the head, and --parallel {self.parallel} "
+                f"gathers what is called: choose --loss {REFERENCE}, or --parallel fsdp2"
+            )
+        choose(self.projections, PROJECTIONS, "projections")
+        if self.projections == "joint" and (self.parallel != NOT_PARALLEL or PRECISIONS[self.dtype].scaled):
+            other = f"dtype {self.dtype}" if self.parallel == NOT_PARALLEL else f"--parallel {self.parallel}"
+            raise InputError(f"projections joint does not go with {other}: choose --projections apart")
 
     def _check_checkpointing(self) -> None:
-        if self.checkpointing in ("none", "selective"):
+        if self.checkpointing == "attention" and self.phase != "forward" and not is_kept(self.attention):
+            raise InputError(
+                f"checkpointing attention keeps what a fused operator returns, and attention {self.attention} is no "
+                f"such operator: choose --attention {', '.join(filter(is_kept, attention_names()))}, or "
+                "--checkpointing selective or every-1"
+            )
+        if self.checkpointing in ("none", *KEEPING):
             return
         group = _group_of(self.checkpointing)
         if group is None:
@@ -331,6 +372,15 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
                 f"--parallel {self.parallel} over {self.ranks} ranks cannot cut batch_size {self.batch_size} into "
                 f"{micro_batches} micro-batches: give a multiple, or --accumulation, of {self.ranks} or more"
             )
+
+
+def _norm_bound(clip: object) -> float | None:
+    """The number that bounds the gradients' norm; None for none. Raises InputError for what is no number above zero."""
+    if clip is None or clip == NO_CLIP:
+        return None
+    if isinstance(clip, bool) or not isinstance(clip, (int, float)) or not 0 < clip < math.inf:
+        raise InputError(f"clip is {clip!r:.40}: give the highest norm of the gradients, a number above 0, as in 1.0")
+    return float(clip)
 
 
 def _check_model(model: object) -> None:

@@ -1,11 +1,21 @@
 """Predicts which cells of a sweep will run out of memory, before the first of them runs."""
 
+from typing import TypeGuard
+
+import msgspec
+
 from stepscope.core.attention_support import is_predicted
+from stepscope.core.layout import layout_of
+from stepscope.core.own_workload import AnyWorkload
+from stepscope.core.parts import REFERENCE
+from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.workload import Workload
 from stepscope.engine.plan import SweepPlan
 from stepscope.measure.nvml import smallest_gpu
 from stepscope.memory.prediction.estimate import estimate_quickly
 from stepscope.memory.prediction.fit import Budget, budget_of_memory, budget_of_total, will_fit
+from stepscope.memory.prediction.layouts import RankMemory
+from stepscope.work.planned_model import PlannedModel
 
 _FAR_BELOW = 0.6
 """A peak below this share of the memory needs no closer look."""
@@ -21,12 +31,25 @@ def memory_of(plan: SweepPlan) -> Budget | None:
     return None if gpu is None else budget_of_total(gpu[1], gpu[0])
 
 
+def is_foretold(workload: AnyWorkload) -> TypeGuard[Workload]:
+    """Whether it can be said before that this step fits. Of ranks, only what a layout of plans stands for."""
+    if not is_predicted(workload):
+        return False
+    reference = all(name == REFERENCE for name in workload.parts.values())
+    return workload.parallel == NOT_PARALLEL or (reference and layout_of(workload) is not None)
+
+
 def cells_that_will_not_fit(plan: SweepPlan, budget: Budget) -> list[Workload]:
     """The workloads whose predicted step needs more than the budget, in the order of the plan."""
-    return [cell.workload for cell in plan.cells if is_predicted(cell.workload) and not _fits(cell.workload, budget)]
+    return [cell.workload for cell in plan.cells if is_foretold(cell.workload) and not _fits(cell.workload, budget)]
 
 
 def _fits(workload: Workload, budget: Budget) -> bool:
+    layout = layout_of(workload)
+    if workload.parallel != NOT_PARALLEL and layout is not None:
+        alone = msgspec.structs.replace(workload, parallel=NOT_PARALLEL, ranks=1)
+        memory = RankMemory(alone, PlannedModel(config=workload.model))
+        return memory.needs(layout, exactly=True).peak <= budget.usable_bytes
     if workload.phase == "train" and estimate_quickly(workload).peak_bytes < _FAR_BELOW * budget.usable_bytes:
         return True
     return will_fit(workload, budget)

@@ -57,7 +57,9 @@ def run_sweep(plan: SweepPlan, policy: Policy | None = None, tell: Tell = lambda
         runs = asyncio.run(sweep.run())
     if sweep.interrupted:
         stopped, _ = load_runs([made for made in sorted(set(out.iterdir()) - before) if made.is_dir()])
-        raise SweepInterrupted(runs, [out / run.id for run in stopped if run.status == "interrupted"])
+        # Another command may have left runs in the same place meanwhile.
+        kept = [run for run in stopped if run.status == "interrupted" and run.sweep == plan.key]
+        raise SweepInterrupted(runs, [out / run.id for run in kept])
     return runs
 
 

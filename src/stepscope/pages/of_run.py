@@ -176,6 +176,8 @@ def _numerics(run: Run) -> Iterator[Section]:
         rows.append(("updates of the parameters", f"{updates.applied} in {counted(updates.steps, 'measured step')}"))
         if updates.loss_scale is not None:
             rows.append(("scale of the loss after them", f"{updates.loss_scale:,g}"))
+        if updates.gradient_norm is not None:
+            rows.append(("norm of the last gradients before clipping", f"{updates.gradient_norm:.4g}"))
         if updates.parameters_finite is not None:
             rows.append(("every parameter finite after them", "yes" if updates.parameters_finite else "no"))
         if updates.skipped:

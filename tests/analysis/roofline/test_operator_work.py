@@ -187,6 +187,21 @@ def test_attention_backward_as_recorded(operator: str, shapes: list, dtypes: lis
     assert (work.bytes_read, work.bytes_written) == (5 * rows * 64 * 2 + rows * 4, 3 * rows * 64 * 2)
 
 
+def test_flash_attention_over_documents_has_no_work():
+    """Their lengths are values, which are not recorded. A capture may be older than that argument."""
+    shapes, dtypes = [[2, 12, 512, 64]] * 3 + [[], [], []], ["c10::BFloat16"] * 3 + ["Scalar", "Scalar", ""]
+
+    def work(*bounds: tuple[list[int], str]) -> Work | None:
+        of_bounds, kinds = [shape for shape, _ in bounds], [kind for _, kind in bounds]
+        name = "stepscope::flash_attention_forward"
+        return operator_work(name, json.dumps([*shapes, *of_bounds]), json.dumps([*dtypes, *kinds]))
+
+    full = work()
+    assert full and full.flops == 4 * 2 * 12 * 512 * 512 * 64 // 2
+    assert work(([], "")) == full
+    assert work(([2, 2, 512], "int")) is None
+
+
 @pytest.mark.parametrize(
     ("operator", "shapes", "dtypes"),
     [

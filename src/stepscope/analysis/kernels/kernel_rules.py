@@ -91,10 +91,11 @@ KERNEL_RULES = Rulebook((
     # stepscope's own.
     Rule(family="attention (fused)", function=r"^flash_(?:forward|row_statistics|(?:key|query|joint)_gradients|"
          r"finish_queries|split_operands)$|^hopper_(?:forward|gradients)$", example="hopper_gradients"),
-    Rule(family="normalisation", function=r"^rms_norm_(?:forward|backward)$", example="rms_norm_backward"),
+    Rule(family="normalisation", function=r"^rms_norm_(?:forward|backward|shares)$", example="rms_norm_backward"),
     Rule(family="activation/elementwise", function=r"^(?:silu_product_(?:forward|backward)|rotate_halves|scaled_by)$",
          example="silu_product_forward"),
     Rule(family="softmax", function=r"^cross_entropy_rows$", example="cross_entropy_rows"),
+    Rule(family="optimizer", function=r"^(?:adamw_update|square_sums|clip_coefficient)$", example="adamw_update"),
     Rule(family="attention (fused)", function=r"^cudnn\w*(?:_sdpa_|_flash_|_mha_)|^cudnn::fusion::(?:compute_dot_do_o|"
          r"convert_dq)",
          example="cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_cga1x1x1_"

@@ -21,7 +21,7 @@ OPERATOR_RULES = Rulebook((
     Rule(family="normalisation", function=r"^stepscope::rms_norm_", example="stepscope::rms_norm_forward"),
     Rule(family="activation/elementwise", function=r"^stepscope::(?:silu_product_|rotate_halves|"
          r"linear_cross_entropy_backward)", example="stepscope::rotate_halves"),
-    Rule(family="matrix multiplication", function=r"^stepscope::linear_cross_entropy_forward",
+    Rule(family="matrix multiplication", function=r"^stepscope::(?:linear_cross_entropy_forward|joint_projections)",
          example="stepscope::linear_cross_entropy_forward"),
     Rule(family="matrix multiplication", function=r"^aten::(?:_?(?:addmm|mm|bmm|baddbmm|addbmm|matmul|linear|addmv|mv|"
          r"dot|vdot|einsum|_scaled_mm|_scaled_grouped_mm|_grouped_mm|_int_mm|addmm_activation|linear_backward|"

@@ -18,7 +18,7 @@ from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.strategies import NOT_PARALLEL, strategy_names
 from stepscope.core.units import GIB, MIB
-from stepscope.core.workload import COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES
+from stepscope.core.workload import COMPILES, DTYPES, GRAPHS, KEEPING, OPTIMIZERS, PHASES, PROJECTIONS
 from stepscope.memory.prediction.estimate import estimate
 from stepscope.work.described import parameters_of
 
@@ -33,11 +33,13 @@ class Field:
     order: tuple[str, ...] = ()
 
     def rank(self, value: Scalar) -> tuple[int, float, str]:
-        """Sort key: numbers by size, known words in their order, other words by the alphabet."""
+        """Sort key: numbers by size, known words in their order, other words by the alphabet. What follows a colon are
+        options of the word before it: they come behind the word alone."""
         if isinstance(value, (int, float)):
             return (0, float(value), "")
-        if value in self.order:
-            return (1, float(self.order.index(str(value))), "")
+        word, _, options = str(value).partition(":")
+        if word in self.order:
+            return (1, float(self.order.index(word)), options)
         return (2, 0.0, str(value))
 
 
@@ -71,7 +73,7 @@ def _argument(run: Run, name: str) -> Scalar:
     return value if plain else json.dumps(value)
 
 
-_CHECKPOINTINGS = ("none", "selective", *(f"every-{group}" for group in range(1, 257)))
+_CHECKPOINTINGS = ("none", *KEEPING, *(f"every-{group}" for group in range(1, 257)))
 """Choices of checkpointing in order of how much they keep, the most first."""
 
 _TIED: dict[bool | None, Scalar] = {True: "true", False: "false", None: None}
@@ -95,9 +97,11 @@ FIELDS: dict[str, Field] = {
     "phase": Field(read=_workload("phase"), order=PHASES),
     "attention": Field(read=_workload("attention"), order=attention_names()),
     **{part: Field(read=_workload(part), order=kernels_of(part)) for part in PARTS},
+    "projections": Field(read=_workload("projections"), order=PROJECTIONS),
     "compile": Field(read=_workload("compile"), order=COMPILES),
     "graph": Field(read=_workload("graph"), order=GRAPHS),
     "optimizer": Field(read=_workload("optimizer"), order=OPTIMIZERS),
+    "clip": Field(read=_workload("clip")),
     "checkpointing": Field(read=_workload("checkpointing"), order=_CHECKPOINTINGS),
     "accumulation": Field(read=_workload("accumulation")),
     "parallel": Field(read=_workload("parallel"), order=(NOT_PARALLEL, *strategy_names())),
@@ -138,8 +142,8 @@ def argument_fields(runs: Iterable[Run]) -> list[str]:
 
 
 IDENTIFYING = (
-    "model", "factory", "code", "batch_size", "seq_len", "dtype", "phase", "attention", *PARTS, "compile", "graph",
-    "optimizer", "checkpointing", "accumulation", "parallel", "ranks", "seed",
+    "model", "factory", "code", "batch_size", "seq_len", "dtype", "phase", "attention", *PARTS, "projections",
+    "compile", "graph", "optimizer", "clip", "checkpointing", "accumulation", "parallel", "ranks", "seed",
     "warmup", "device", "memory_limit", "torch", "tag",
 )  # fmt: skip
 """Fields that make two runs different experiments, as every argument does: a cell that holds runs which differ in one

@@ -55,19 +55,24 @@ def model_flops_per_s(run: Run) -> float | None:
 
 def mfu_datasheet(run: Run) -> float | None:
     """Model FLOPs utilisation against the datasheet's dense peak for the dtype of the matrix products."""
-    rate = model_flops_per_s(run)
+    rate, peak = model_flops_per_s(run), peak_flops_per_s(run)
+    return rate / peak if rate and peak else None
+
+
+def peak_flops_per_s(run: Run) -> float | None:
+    """The datasheet's dense peak for the dtype of the matrix products, of all devices that share the step."""
     peak = run.device_spec.peak_for(run.workload.dtype) if run.device_spec else None
-    return rate / (peak * _devices(run)) if rate and peak else None
+    return peak * devices(run) if peak else None
 
 
 def mfu_measured(run: Run) -> float | None:
     """Model FLOPs utilisation against the best matrix product measured on this device."""
     rate = model_flops_per_s(run)
     ceiling = run.ceilings.matmul_for(run.workload.dtype) if run.ceilings else None
-    return rate / (ceiling.rate * _devices(run)) if rate and ceiling and ceiling.rate > 0 else None
+    return rate / (ceiling.rate * devices(run)) if rate and ceiling and ceiling.rate > 0 else None
 
 
-def _devices(run: Run) -> int:
+def devices(run: Run) -> int:
     """How many devices like this one share the step: ranks on a CPU share that CPU."""
     return run.workload.ranks if _on_gpu(run) else 1
 

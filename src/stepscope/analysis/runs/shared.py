@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from stepscope.analysis.runs.communication import computation_of, waits_in_forward
 from stepscope.core.answer import TEXT, Cell, Table, as_lines, table_of
 from stepscope.core.range_names import STEP
-from stepscope.core.ranks import RankFigures, RanksEvidence
+from stepscope.core.ranks import Correctness, RankFigures, RanksEvidence
 from stepscope.core.run import Run
 from stepscope.core.units import counted, format_seconds, format_share
 
@@ -35,6 +35,15 @@ def ranks_table(run: Run) -> Table:
     )  # fmt: skip
 
 
+def _cut_for_the_check(right: Correctness) -> list[str]:
+    """What of the step was made smaller before it was held against one process, in words."""
+    return [
+        *([counted(right.layers, "layer")] if right.layers is not None else []),
+        *([f"{right.seq_len:,} tokens a sequence"] if right.seq_len is not None else []),
+        *([f"a vocabulary of {right.vocabulary:,}"] if right.vocabulary is not None else []),
+    ]
+
+
 def _about(run: Run, shared: RanksEvidence) -> Iterator[str]:
     hosts = len({figures.host for figures in shared.ranks})
     threads = f", each on {counted(shared.threads, 'CPU thread')}" if shared.threads else ""
@@ -44,7 +53,7 @@ def _about(run: Run, shared: RanksEvidence) -> Iterator[str]:
         f"over {shared.backend}{threads}. A step lasts {lasts}; the phases above are those of rank 0."
     )
     if (right := shared.correct) is not None:
-        of = f", of {counted(right.layers, 'layer')}" if right.layers is not None else ""
+        of = f", of {', '.join(cut)}" if (cut := _cut_for_the_check(right)) else ""
         losses = ""
         if right.loss_error is not None and right.loss_spread is not None:
             losses = f", losses under AdamW by {right.loss_error:.2g} ({right.loss_spread:.2g})"

@@ -105,7 +105,7 @@ def _asked(setting: Setting, asked: Mapping[str, Several]) -> Iterator[StepVaria
         yield _checked(setting, StepVariant(name=f"attention {name}", attention=name))
     for how in asked["checkpointing"] or ():
         if how == "none":
-            raise InputError("--checkpointing none is the plain step itself: ask for selective or every-1")
+            raise InputError("--checkpointing none is the plain step itself: ask for selective, attention or every-1")
         yield _checked(setting, StepVariant(name=f"checkpointing {how}", checkpointing=how))
     for mode in asked["compile"] or ():
         yield StepVariant(name=f"compile {mode}", compile=choose(mode, COMPILES[1:], "compile mode"))

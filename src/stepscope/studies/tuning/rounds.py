@@ -15,7 +15,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.parts import PARTS
 from stepscope.core.precisions import Dtype
-from stepscope.core.workload import Workload
+from stepscope.core.workload import KEEPING, Workload
 
 Change = dict[str, str | int]
 """Fields of a workload with new values."""
@@ -28,7 +28,7 @@ PRECISIONS_TRIED: dict[Dtype, tuple[Dtype, ...]] = {
 }
 """Of each precision those that may be faster, and that the quality study sees train as fp32 does."""
 
-RECOMPUTED = ("none", "selective", "every-1")
+RECOMPUTED = ("none", *KEEPING, "every-1")
 """Checkpointing, by what it computes again: the least first."""
 
 MOST_MICRO_BATCHES = 16
@@ -85,7 +85,13 @@ def _fused_parts(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
         yield {part: "fused"}
 
 
+def _joint_projections(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    yield {"projections": "joint"}
+
+
 def _under_backward(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    if best.clip is not None:
+        return  # the norm of all gradients is known only after backward
     for compiled in ("eager", "blocks"):
         yield {"optimizer": "adamw-under-backward", "compile": compiled}
 
@@ -115,6 +121,7 @@ ROUNDS: tuple[Round, ...] = (
     Round(name="compile", changes=_compiled),
     Round(name="graph", changes=_replayed, of_gpu=True),
     Round(name="kernels", changes=_fused_parts, of_gpu=True, of_textbook=True),
+    Round(name="projections", changes=_joint_projections, of_textbook=True),
     Round(name="update under backward", changes=_under_backward, of_gpu=True),
 )
 

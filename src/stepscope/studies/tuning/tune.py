@@ -63,10 +63,10 @@ def one_that_fits(asked: DrivenWorkload, racing: Racing) -> DrivenWorkload:
     for change in lighter(asked):
         try:
             other = changed(asked, change)
-        except InputError:
+            if other != asked and racing.fits(other) is None and racing.runs_alone(other) is None:
+                return other
+        except InputError:  # the step has nothing that this checkpointing keeps, or cannot be split so
             continue
-        if other != asked and racing.fits(other) is None and racing.runs_alone(other) is None:
-            return other
     raise InputError(f"the step does not fit, however it is split or computed again: {why}; choose a smaller batch")
 
 

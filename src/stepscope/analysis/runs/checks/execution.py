@@ -8,11 +8,11 @@ import re
 
 from stepscope.core.attentions import ATTENTIONS, AUTO, Attention
 from stepscope.core.evidence import StepObservation
-from stepscope.core.finding import Finding, error, warning
+from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.parts import PARTS, Part, calls_in_forward
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, OPTIMIZER, STEP
 from stepscope.core.run import Run
-from stepscope.core.workload import Compile, Optimizer, Workload
+from stepscope.core.workload import OF_ONE_LAUNCH, Compile, Optimizer, Workload
 
 _MODES: dict[Compile, dict[str, bool]] = {
     "default": {"triton.cudagraphs": False, "max_autotune": False},
@@ -25,6 +25,10 @@ _MODES: dict[Compile, dict[str, bool]] = {
 
 _COUNTS_UPDATE = "aten::addcmul"
 """kernels/adamw/launch.py: this operator, on four numbers, counts an update. Its kernel is no operator."""
+
+
+_NORM_OPERATOR, _NORM_KERNEL = "aten::_foreach_norm", "square_sums"
+"""What takes the norm of gradients that are clipped: models/clipping.py, and kernels/adamw/norm.py."""
 
 
 def attention_mismatch(run: Run) -> Finding | None:
@@ -138,8 +142,9 @@ def optimizer_mismatch(run: Run) -> Finding | None:
     calls = operators.calls
     ran = _optimizer_of(calls.get(OPTIMIZER, {}))
     if asked == "adamw-under-backward":
-        # On a CPU it has no stream to run beside backward, and updates after it.
-        begun = calls.get(BACKWARD, {}).get(_COUNTS_UPDATE) or (ran == "adamw-one-launch" and not _on_gpu(run))
+        # On a CPU it has no stream to run beside backward, and updates after it, as it does of clipped gradients.
+        may_be_after = not _on_gpu(run) or run.workload.clip is not None
+        begun = calls.get(BACKWARD, {}).get(_COUNTS_UPDATE) or (ran == "adamw-one-launch" and may_be_after)
         ran = asked if begun else ran
     if ran == asked:
         return None
@@ -164,6 +169,38 @@ def _optimizer_of(calls: dict[str, int]) -> Optimizer | None:
         (_COUNTS_UPDATE, "adamw-one-launch"),
     )
     return next((optimizer for operator, optimizer in signs if calls.get(operator)), None)
+
+
+def update_after_backward(run: Run) -> Finding | None:
+    """[27] An update that was to hide under backward, and cannot."""
+    workload = run.workload
+    if workload.optimizer != "adamw-under-backward" or workload.clip is None or workload.phase != "train":
+        return None
+    return note(
+        "update-after-backward",
+        "The update ran after backward and not under it, in one launch: gradients are clipped by their global norm, "
+        "which is known only when backward has ended.",
+        remedy="leave out --clip to have it under backward; adamw-one-launch is the same step",
+        evidence={"asked": workload.optimizer, "clip": workload.clip},
+    )
+
+
+def clip_mismatch(run: Run) -> Finding | None:
+    """[27] Gradients that were to be clipped, and whose norm nobody took."""
+    workload, operators = run.workload, run.evidence.operators
+    if workload.clip is None or workload.phase != "train" or operators is None or workload.graph == "step":
+        return None
+    if operators.calls.get(OPTIMIZER, {}).get(_NORM_OPERATOR):
+        return None
+    kernels = run.evidence.profile.kernels if run.evidence.profile else ()
+    if workload.optimizer in OF_ONE_LAUNCH and (not kernels or any(_NORM_KERNEL in each.name for each in kernels)):
+        return None  # the kernel is no operator: without a profile of the GPU nothing can be told
+    return error(
+        "clip-mismatch",
+        f"Gradients were to be clipped to a norm of {workload.clip:g}, but nothing took their norm.",
+        remedy="compare it as a step that does not clip; look at what the optimizer's phase runs",
+        evidence={"asked": workload.clip},
+    )
 
 
 def optimizer_skipped(run: Run) -> Finding | None:

@@ -38,17 +38,16 @@ def timer_stopped_early(run: Run) -> Finding | None:
 
 
 def impossible_rate(run: Run) -> Finding | None:
-    """[1, 17] No phase can run faster than the device's peak."""
-    if run.device_spec is None:
-        return None
-    peak = run.device_spec.peak_for(run.workload.dtype)
+    """[1, 17] No phase can run faster than the peak of the devices that share it."""
+    peak, devices = metrics.peak_flops_per_s(run), metrics.devices(run)
     for name, work in run.work.items():
         phase_s = metrics.median_s(run, name)
-        if peak and phase_s and work.flops / phase_s > 1.02 * peak:
+        if peak and run.device_spec and phase_s and work.flops / phase_s > 1.02 * peak:
             rate = work.flops / phase_s
+            whose = f"the {devices} devices' peak" if devices > 1 else "the peak"
             return error(
                 "impossible-rate",
-                f"{name} at {format_seconds(phase_s)} would be {format_rate(rate, 'FLOP/s')}, above the peak "
+                f"{name} at {format_seconds(phase_s)} would be {format_rate(rate, 'FLOP/s')}, above {whose} "
                 f"of {format_rate(peak, 'FLOP/s')} ({run.device_spec.source}).",
                 remedy="the time, the FLOP convention or the stated peak is wrong",
                 evidence={"phase": name, "flops_per_s": rate, "peak_flops_per_s": peak},
