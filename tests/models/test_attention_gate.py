@@ -159,9 +159,9 @@ class _SixteenBits(torch.autograd.Function):
 
 def sixteen_bits(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None,
-    early: bool = False,
+    bounds: Tensor | None = None, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    assert window is None
+    assert window is None and bounds is None
     k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
     mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
