@@ -1,9 +1,12 @@
 """Which layout a stored run is, and plans beside published figures."""
 
+from pathlib import Path
+
 import pytest
 
 from stepscope.core.layout import Layout, layout_of
 from stepscope.core.model_config import configure
+from stepscope.core.run_directory import load_runs
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.layouts import RankMemory, bytes_of
 from stepscope.planning.published import PUBLISHED
@@ -46,3 +49,13 @@ def test_every_published_figure_has_a_plan():
         if "405B" in one.model:
             assert tokens == pytest.approx(16.8e6, rel=0.01)  # "16M" in the paper
             assert one.layout.ranks in (8192, 16384)
+
+
+def test_a_run_whose_memory_is_not_predicted_has_no_row_and_spoils_no_other():
+    runs, faults = load_runs([Path(__file__).parents[2] / "results" / "h100-x2" / "parallel"])
+    assert not faults
+    rows = answer_verification(runs).table("Stored runs").rows
+    named = [str(row[0]) for row in rows]
+    assert any("ddp-bucketed-x2" in name for name in named)
+    assert len(named) < len(runs)
+    assert not any("compile-blocks" in name and "-x2" not in name for name in named)

@@ -7,6 +7,7 @@ import msgspec
 
 from stepscope.core.answer import PROSE, Answer, Cell, Line, Table, as_lines, table_of
 from stepscope.core.device_spec import find_device_spec
+from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, note
 from stepscope.core.layout import layout_of
 from stepscope.core.model_config import configure
@@ -99,9 +100,12 @@ def _measured_row(run: Run) -> tuple[Cell, ...] | None:
         return None
     alone = msgspec.structs.replace(workload, parallel=NOT_PARALLEL, ranks=1)
     memory = RankMemory(alone, PlannedModel(config=workload.model))
-    plan = Clock(alone, memory, rates_of(spec, alone), network_for(spec)).step(layout).step_s
     measured = _measured_peak(run)
-    peak = estimate(workload).peak_bytes if layout.ranks == 1 else memory.needs(layout, exactly=True).peak
+    try:
+        plan = Clock(alone, memory, rates_of(spec, alone), network_for(spec)).step(layout).step_s
+        peak = estimate(workload).peak_bytes if layout.ranks == 1 else memory.needs(layout, exactly=True).peak
+    except InputError:  # memory of such a step is not predicted, as of compiled blocks
+        return None
     return (
         cell_name(workload), measured_s, plan, plan / measured_s - 1, measured, peak if measured else None,
         100 * (peak / measured - 1) if measured else None,
