@@ -301,7 +301,7 @@ def _model(workload: Workload, asked: argparse.Namespace, device: Any) -> Any:
                 shard.fill_(1.0)
             else:
                 shard.normal_(0.0, SPREAD, generator=generator)
-        # Of buffers the meta device has no values either, and no checkpoint would hold them: they are computed anew.
+        # The meta device gives buffers no values, and no checkpoint holds them: they are computed here.
         rotary = model.model.rotary_emb
         computed = dict(modeling_llama.LlamaRotaryEmbedding(config).named_buffers())
         held = dict(rotary.named_buffers())

@@ -157,7 +157,7 @@ def test_more_chunks_than_programs_are_all_counted(monkeypatch: pytest.MonkeyPat
 def test_the_norm_is_that_of_float64(
     shapes: list[list[int]], seed: int, dtype: torch.dtype, offset: int, scale: float
 ):  # fmt: skip
-    """Of any shapes, aligned and not, whatever the gradients' size."""
+    """The norm is right for any shapes, aligned or not, and any size of gradients."""
     generator = torch.Generator().manual_seed(seed)
     ours: list[nn.Parameter] = []
     for shape in shapes:

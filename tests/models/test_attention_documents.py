@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 LENGTHS = (5, 0, 21, 7, 1)
 BORDERS = torch.tensor([0, 5, 5, 26, 33, 34], dtype=torch.int32)
-"""Of two rows of 17: the document of 21 goes on in the second row as another, whose part there is 9."""
+"""Two rows of 17: the first ends inside the document of 21, whose other 9 are a document of the second."""
 PIECES = ((0, 0, 5), (0, 5, 17), (1, 0, 9), (1, 9, 16), (1, 16, 17))
 """Row, first and after of each document."""
 

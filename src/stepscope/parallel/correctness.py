@@ -52,7 +52,7 @@ def check_ranks(
     halved = record.settings.get("compute") == "bf16"
     least = _FEWEST[torch.bfloat16] if halved else _least(choices, cuts_sums=record.cuts_sums)
     verdicts: list[_Distance] = []
-    # Of AdamW the losses alone count, so nothing else is copied.
+    # AdamW is judged by its losses alone, so nothing else is copied for it.
     for make_optimizer, parts_of_found in ((_sgd, (0, 1)), (_adamw, (2,))):
         copies = _Copies(device, wanted=0 in parts_of_found)
         expected = (

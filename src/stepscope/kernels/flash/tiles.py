@@ -140,7 +140,7 @@ def keys_visited(
             end = tl.minimum(keys, last_query + window)
             full_end = tl.minimum(keys, first_query + window)
     if BOUNDS is not None:
-        # Of the tile's first query, which may be beyond the sequence, and of its last.
+        # Bounds of the tile's first query, which may lie beyond the sequence, and of its last.
         start = tl.minimum(first_query, queries - 1)
         first, first_after = document_of(BOUNDS, batch, batches, start, queries)  # pyright: ignore
         last_first, after = document_of(BOUNDS, batch, batches, last_query, queries)  # pyright: ignore

@@ -45,11 +45,11 @@ class _Way:
     """How a module's own code is said by a kernel."""
 
     names: tuple[str, ...] = ()
-    """Of a SwiGLU: its linear layers."""
+    """The linear layers of a SwiGLU."""
     offset: float = 0.0
-    """Of a norm: what is added to the weight, 1 in Gemma."""
+    """What a norm adds to its weight; 1 in Gemma."""
     promoted: bool = False
-    """Of a norm: whether its result has the dtype of input times weight, or that of the input."""
+    """Whether a norm's result has the dtype of input times weight; otherwise it has that of the input."""
 
 
 class _Unlike(Exception):
