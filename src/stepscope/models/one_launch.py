@@ -14,6 +14,9 @@ from stepscope.models.optimizer import Updating
 _UNDER_BACKWARD_BYTES = 32 * 2**20
 """Gradients that are ready are updated together once they have so many bytes: a launch is then worth its while."""
 
+_UNDER_BACKWARD_LAUNCHES = 4
+"""Updates that a small model, whose gradients have fewer bytes in all, begins under backward."""
+
 _UNDER_BACKWARD_PROGRAMS = 132
 """Programs of an update under backward: one for each multiprocessor of an H200. With 48, updates of `large` took longer
 than its whole backward."""
@@ -150,6 +153,8 @@ class AdamWUnderBackward(AdamWOneLaunch):
         self._ready_bytes = 0
         self._stream: torch.cuda.Stream | None = None
         self._to_join = False
+        all_bytes = sum(parameter.nbytes for group in self.param_groups for parameter in group["params"])
+        self._worthwhile_bytes = min(_UNDER_BACKWARD_BYTES, all_bytes / _UNDER_BACKWARD_LAUNCHES)
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 if parameter.device.type == "cuda" and self.max_norm is None:
@@ -194,7 +199,7 @@ class AdamWUnderBackward(AdamWOneLaunch):
                 return
             self._ready.setdefault(number, []).append(parameter)
             self._ready_bytes += parameter.grad.nbytes
-            if self._ready_bytes >= _UNDER_BACKWARD_BYTES:
+            if self._ready_bytes >= self._worthwhile_bytes:
                 self._update_ready()
 
         return ready
