@@ -193,3 +193,26 @@ def test_a_sharded_optimizer_takes_groups_closures_and_schedules(found: tuple[in
         loss, later, first, *others = of_rank["scheduled"]
         assert (first, *others) == pytest.approx((1 - 1.1, *[1 - 2.2] * len(others)), abs=1e-6)
         assert loss - later == pytest.approx(4 * (1 + 2 * len(others)))
+
+
+def storages(rank: int, ranks: int) -> dict[str, list[int]]:
+    """How many storages the averaged gradients lie in, and how many gradients have one of their own, by bucket size."""
+    from stepscope import parallel
+
+    found: dict[str, list[int]] = {}
+    for mib in (1.0, 1e-5):
+        spread = parallel.BucketedDataParallel(_made(0), bucket_mib=mib)
+        for _ in range(2):
+            spread.zero_grad(set_to_none=True)
+            spread(torch.ones(3, 8)).sum().backward()
+            spread.finish_gradient_synchronization()
+        gradients = [p.grad for p in spread.parameters() if p.grad is not None]
+        alone = [g for g in gradients if g.untyped_storage().nbytes() == g.nbytes]
+        found[str(mib)] = [len({g.untyped_storage().data_ptr() for g in gradients}), len(alone)]
+    return found
+
+
+def test_averaged_gradients_are_the_message_itself():
+    of_all, of_each = on_ranks(2, storages)[0].values()
+    assert of_all == [1, 0]  # one bucket, of which every gradient is a view
+    assert of_each == [7, 7]  # a bucket each: nothing was copied

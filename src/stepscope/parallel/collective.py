@@ -1,6 +1,7 @@
 """The few things that the lessons ask of torch.distributed, over tensors that are there already."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,25 @@ def broadcast_from_first(module: nn.Module) -> None:
 
 
 def average(tensor: Tensor) -> None:
-    """Replace a tensor by its mean over the ranks: an all-reduce, then a division, as gloo has no mean of its own."""
-    dist.all_reduce(tensor)
-    tensor /= dist.get_world_size()
+    """Replace a tensor by its mean over the ranks."""
+    begin_average(tensor)()
+
+
+def begin_average(tensor: Tensor) -> Callable[[], None]:
+    """Begin to replace a tensor by its mean over the ranks. Returns what waits for it, to be called once.
+
+    NCCL finds the mean itself. gloo adds up alone, so the sum is divided after it: one more pass over the tensor.
+    """
+    operation = dist.ReduceOp.AVG if tensor.is_cuda else dist.ReduceOp.SUM
+    handle: Any = dist.all_reduce(tensor, operation, async_op=True)
+
+    @torch.no_grad()
+    def finish() -> None:
+        handle.wait()
+        if not tensor.is_cuda:
+            tensor.div_(dist.get_world_size())
+
+    return finish
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:
@@ -53,9 +70,16 @@ def flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def unflatten_into(flat_tensor: Tensor, tensors: Iterable[Tensor]) -> None:
-    """Copy the elements of `flat` back."""
+def parts_of(flat_tensor: Tensor, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The views of `flat`'s tensor that have the shapes of these tensors, one after the other."""
     begin = 0
     for tensor in tensors:
-        tensor.copy_(flat_tensor[begin : begin + tensor.numel()].view_as(tensor))
+        yield flat_tensor[begin : begin + tensor.numel()].view(tensor.shape)
         begin += tensor.numel()
+
+
+def unflatten_into(flat_tensor: Tensor, tensors: Iterable[Tensor]) -> None:
+    """Copy the elements of `flat` back."""
+    tensors = list(tensors)
+    for tensor, part in zip(tensors, parts_of(flat_tensor, tensors), strict=True):
+        tensor.copy_(part)

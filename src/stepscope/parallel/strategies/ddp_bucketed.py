@@ -1,21 +1,21 @@
 """Data parallel, lesson 4: few messages, and while backward goes on.
 
 Parameters are put into buckets of some MiB, in the reverse of their order, which is about the order in which backward
-reaches them. When the last gradient of a bucket is ready, the bucket is flattened and its all-reduce is started. Large
-buckets pay less latency, and begin later; the last bucket to be full hides nothing (Li et al. 2020, "PyTorch
-Distributed", section 3.2). The bytes are those of lesson 1.
+reaches them. When the last gradient of a bucket is ready, the bucket is flattened and its all-reduce is started. From
+then on the gradients are views of the message, so nothing is copied back and the bytes are there once; a gradient that
+is alone in its bucket is the message. Large buckets pay less latency, and begin later; the last bucket to be full hides
+nothing (Li et al. 2020, "PyTorch Distributed", section 3.2). The bytes are those of lesson 1.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepscope.parallel.collective import broadcast_from_first, flat, trained, unflatten_into, with_gradient
+from stepscope.parallel.collective import begin_average, broadcast_from_first, flat, parts_of, trained, with_gradient
 from stepscope.parallel.ranks import Ranks
 from stepscope.parallel.spread import Spread, Whole, replicated
 
@@ -30,8 +30,8 @@ class _Bucket:
     parameters: list[nn.Parameter]
     waiting: set[nn.Parameter] = field(default_factory=set[nn.Parameter])
     """Those whose gradients are not ready yet."""
-    sent: tuple[Any, Tensor] | None = None
-    """What waits for the message, and the message."""
+    sent: Callable[[], None] | None = None
+    """What waits for the message; None until it is sent."""
 
     def __post_init__(self) -> None:
         self.begin()
@@ -49,6 +49,7 @@ class BucketedDataParallel(nn.Module):
         self.module = module
         broadcast_from_first(module)
         self._buckets = [_Bucket(parameters) for parameters in in_buckets(trained(module), bucket_mib * 2**20)]
+        self._unsent = 0
         self._of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._local = False
         for parameter in self._of:
@@ -63,28 +64,31 @@ class BucketedDataParallel(nn.Module):
             return
         self._of[parameter].waiting.discard(parameter)
         # Every rank sends the buckets in one order, or messages of different buckets would meet.
-        for bucket in self._buckets:
-            if bucket.sent is None:
-                if bucket.waiting:
-                    return
-                self._send(bucket)
-
-    def _send(self, bucket: _Bucket) -> None:
-        message = flat(with_gradient(bucket.parameters))
-        bucket.sent = dist.all_reduce(message, async_op=True), message
+        while self._unsent < len(self._buckets) and not self._buckets[self._unsent].waiting:
+            self._send_next()
 
     @torch.no_grad()
+    def _send_next(self) -> None:
+        bucket = self._buckets[self._unsent]
+        self._unsent += 1
+        gradients = with_gradient(bucket.parameters)
+        if len(gradients) == 1 and gradients[0].is_contiguous():
+            bucket.sent = begin_average(gradients[0])
+            return
+        message = flat(gradients)
+        for parameter, part in zip(bucket.parameters, parts_of(message, bucket.parameters), strict=True):
+            parameter.grad = part
+        bucket.sent = begin_average(message)
+
     def finish_gradient_synchronization(self) -> None:
         """Wait until every gradient is the mean over the ranks."""
+        while self._unsent < len(self._buckets):
+            self._send_next()
         for bucket in self._buckets:
-            if bucket.sent is None:
-                self._send(bucket)
             assert bucket.sent is not None
-            handle, message = bucket.sent
-            handle.wait()
-            message /= dist.get_world_size()
-            unflatten_into(message, with_gradient(bucket.parameters))
+            bucket.sent()
             bucket.begin()
+        self._unsent = 0
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -11,14 +11,12 @@ waits for the others' order to be its own: the model must do the same on every r
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepscope.parallel.collective import broadcast_from_first, trained, with_gradient
+from stepscope.parallel.collective import begin_average, broadcast_from_first, trained, with_gradient
 from stepscope.parallel.ranks import Ranks
 from stepscope.parallel.spread import Spread, Whole, replicated
 
@@ -35,7 +33,7 @@ class OverlappedDataParallel(nn.Module):
         self.module = module
         broadcast_from_first(module)
         self._trained = trained(module)
-        self._under_way: list[tuple[Any, Tensor]] = []
+        self._under_way: list[Callable[[], None]] = []
         self._sent: set[nn.Parameter] = set()
         self._local = False
         for parameter in self._trained:
@@ -52,17 +50,15 @@ class OverlappedDataParallel(nn.Module):
     def _send(self, parameter: nn.Parameter) -> None:
         (gradient,) = with_gradient([parameter])
         self._sent.add(parameter)
-        self._under_way.append((dist.all_reduce(gradient, async_op=True), gradient))
+        self._under_way.append(begin_average(gradient))
 
-    @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """Wait until every gradient is the mean over the ranks."""
         for parameter in self._trained:
             if parameter not in self._sent:
                 self._send(parameter)
-        for handle, gradient in self._under_way:
-            handle.wait()
-            gradient.div_(dist.get_world_size())
+        for finish in self._under_way:
+            finish()
         self._under_way.clear()
         self._sent.clear()
 
