@@ -35,3 +35,29 @@ def call(argument: bytes, ranks: Ranks, device: torch.device, say: Callable[[str
     if "how" in asked:
         dist.all_reduce(number)  # waits for the rank that does not come
     return {"sum": int(number), "rank": ranks.rank, "said": asked.get("word"), "device": device.type}
+
+
+def losses(argument: bytes, ranks: Ranks, device: torch.device, say: Callable[[str], object]) -> dict[str, list[float]]:
+    """The losses of steps that these ranks share, by how the step runs: as it is, and replayed."""
+    from stepscope.core.model_config import configure
+    from stepscope.core.workload import Workload
+    from stepscope.engine.stages.build import make_step
+    from stepscope.models.training_step import AssembledStep
+
+    found: dict[str, list[float]] = {}
+    strategy = msgspec.json.decode(argument, type=dict[str, str])["strategy"]
+    for graph in ("none", "step"):
+        workload = Workload(
+            model=configure("tiny"), seq_len=64, optimizer="adamw-fused", parallel=strategy, ranks=ranks.ranks,
+            graph=graph,
+        )  # fmt: skip
+        step, _ = make_step(workload, device, None, ranks)
+        assert isinstance(step, AssembledStep)
+        found[graph] = []
+        for _ in range(8):
+            step.prepare()
+            for phase in step.phases:
+                phase.run()
+            assert step.loss is not None
+            found[graph].append(float(step.loss))
+    return found

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.core.errors import InputError, StepscopeError
+from stepscope.core.strategies import STRATEGIES
 from stepscope.parallel.launching import launch
 
 ROOT = Path(__file__).parents[2]
@@ -105,3 +106,14 @@ def test_no_rank_outlives_its_starter(number: signal.Signals, monkeypatch: pytes
     starter.send_signal(number)
     starter.wait(20)
     assert gone_within(10)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("strategy", [name for name, record in STRATEGIES.items() if record.captured])
+def test_a_shared_step_that_is_replayed_trains_as_it_does_otherwise(strategy: str):
+    done = launch("tests.parallel.called:losses", {"strategy": strategy}, ranks=2, device="cuda")
+    first, second = (json.loads(value) for value in done.values)
+    assert first["step"] == pytest.approx(first["none"], rel=1e-4)
+    assert second["step"] == pytest.approx(second["none"], rel=1e-4)
+    assert first["none"][-1] != pytest.approx(first["none"][3], rel=1e-3)  # it trains
+    assert first["none"] != second["none"]  # each on a part of its own

@@ -144,6 +144,8 @@ class StrategyRecord:
     """What was chosen of the options."""
     gathers_by_call: bool = False
     """Whether parameters come and go with the calls of the modules that own them."""
+    captured: bool = False
+    """Whether CUDA graphs can hold a rank's step: what it begins, it waits for on the device within the same phase."""
     textbook_only: bool = False
     """Whether it needs the textbook's model, whose modules it knows by name."""
 
@@ -178,6 +180,10 @@ class StrategyRecord:
 
 
 _BUCKET = StrategyOption(name="bucket", default="25", words="MiB of gradients in a message")
+_MULTIPROCESSORS = StrategyOption(
+    name="sms", default="0",
+    words="multiprocessors that products leave to collectives, on GPUs alone; NCCL takes one for each of its channels",
+)  # fmt: skip
 _COMPUTE = StrategyOption(
     name="compute", default="own", choices=("own", "bf16"),
     words="the dtype in which parameters are gathered and used; shards and gradients keep theirs",
@@ -187,23 +193,25 @@ STRATEGIES: dict[str, StrategyRecord] = {
     record.name: record
     for record in (
         StrategyRecord(
-            name="ddp-naive", module="ddp_naive", is_lesson=True, sends=_all_reduced,
+            name="ddp-naive", module="ddp_naive", is_lesson=True, captured=True, sends=_all_reduced,
             words="All-reduces each gradient by itself, after backward.",
         ),
         StrategyRecord(
-            name="ddp-flat", module="ddp_flat", is_lesson=True, sends=_all_reduced,
+            name="ddp-flat", module="ddp_flat", is_lesson=True, captured=True, sends=_all_reduced,
             words="All-reduces all gradients as one tensor, after backward.",
         ),
         StrategyRecord(
-            name="ddp-overlap", module="ddp_overlap", is_lesson=True, sends=_all_reduced,
+            name="ddp-overlap", module="ddp_overlap", is_lesson=True, captured=True, sends=_all_reduced,
             words="All-reduces each gradient while backward goes on, as soon as it is ready.",
         ),
         StrategyRecord(
-            name="ddp-bucketed", module="ddp_bucketed", is_lesson=True, sends=_all_reduced,
-            words="All-reduces gradients in buckets of 25 MiB while backward goes on.", options=(_BUCKET,),
+            name="ddp-bucketed", module="ddp_bucketed", is_lesson=True, captured=True, sends=_all_reduced,
+            words="All-reduces gradients in buckets of 25 MiB while backward goes on.",
+            options=(_BUCKET, _MULTIPROCESSORS),
         ),
         StrategyRecord(
-            name="zero1", module="zero1", is_lesson=True, shards=(OPTIMIZER_STATE,), sends=_sharded_optimizer,
+            name="zero1", module="zero1", is_lesson=True, captured=True, shards=(OPTIMIZER_STATE,),
+            sends=_sharded_optimizer,
             words="Keeps the optimizer's state of a part of the parameters on each rank, which updates that part and "
             "sends it to the others.",
         ),
@@ -228,6 +236,7 @@ STRATEGIES: dict[str, StrategyRecord] = {
                     name="unused", default="no", choices=("no", "yes"),
                     words="whether each step looks for parameters that got no gradient",
                 ),
+                _MULTIPROCESSORS,
             ),
         ),
         StrategyRecord(
@@ -244,6 +253,7 @@ STRATEGIES: dict[str, StrategyRecord] = {
                     words="whether shards, gradients and optimizer state lie in the host's memory",
                 ),
                 _COMPUTE,
+                _MULTIPROCESSORS,
             ),
         ),
         StrategyRecord(

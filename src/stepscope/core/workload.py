@@ -15,6 +15,7 @@ from stepscope.core.parts import REFERENCE, Kernels, Part, kernels_of
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.strategies import (
     NOT_PARALLEL,
+    STRATEGIES,
     batch_parts,
     sequence_parts,
     spelled,
@@ -122,7 +123,11 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise InputError(f"{self.optimizer} keeps master weights of what is bf16: with it choose dtype bf16-master")
         if self.dtype == "fp16" and self.optimizer in OF_ONE_LAUNCH and self.phase == "train":
             raise InputError(f"{self.optimizer} takes no scaled gradients: choose dtype bf16 or bf16-master")
-        shared = {"graph step": self.graph == "step", f"dtype {self.dtype}": masters,
+        captured = self.parallel == NOT_PARALLEL or strategy_named(self.parallel).captured
+        if self.graph == "step" and not captured:
+            may = ", ".join(name for name, record in STRATEGIES.items() if record.captured)
+            raise InputError(f"graph step holds no step that is shared by {self.parallel}: choose one of {may}")
+        shared = {f"dtype {self.dtype}": masters,
                   f"optimizer {self.optimizer}": self.optimizer == "adamw-under-backward"}  # fmt: skip
         for what in (name for name, chosen in shared.items() if chosen and self.parallel != NOT_PARALLEL):
             raise InputError(f"{what} is for a step that one process runs: leave out --parallel, or choose another")

@@ -155,6 +155,8 @@ class AssembledStep:
         self._norm_of = shared.norm_of if shared is not None else global_norm
         # An optimizer that begins under backward leaves the gradients of early micro-batches alone.
         self._local = getattr(self.optimizer, "waiting", self._local)
+        finish = shared.finish if shared is not None else None
+        self._finish = finish if finish is not None and choices.graph == "step" else lambda: None
         self.scaler = torch.amp.GradScaler(device.type, enabled=choices.dtype == "fp16")
         self.batches: Sequence[Batch] = parts.batches
         self.loss: Tensor | None = None
@@ -171,9 +173,9 @@ class AssembledStep:
             self.phases += (Phase(name=FORWARD, run=functools.partial(forward, micro)),)
             if not self.inference:
                 alone = micro < choices.accumulation - 1
-                self.phases += (Phase(name=BACKWARD, run=self._backward_alone if alone else self._backward),)
-        if shared is not None and shared.finish is not None:
-            self.phases += (Phase(name=GRADIENT_SYNC, run=shared.finish),)
+                self.phases += (Phase(name=BACKWARD, run=self._backward_alone if alone else self._last_backward),)
+        if finish is not None and choices.graph == "none":
+            self.phases += (Phase(name=GRADIENT_SYNC, run=finish),)
         if choices.phase == "train":
             self.phases += (Phase(name=OPTIMIZER, run=self._optimize),)
         if choices.graph == "step":
@@ -225,6 +227,11 @@ class AssembledStep:
         if self._graphs is not None:
             # A graph ends with all that it began, so updates under backward end with it.
             getattr(self.optimizer, "join", lambda: None)()
+
+    def _last_backward(self) -> None:
+        self._backward()
+        # A graph waits for what it began, so what ranks do after backward ends with it.
+        self._finish()
 
     def _backward_alone(self) -> None:
         """The backward of a micro-batch after which others come: what ranks share waits for the last."""
