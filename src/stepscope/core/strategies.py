@@ -41,6 +41,12 @@ def _fully_sharded(
     return (ranks - 1) / ranks * (times * length * parameters + gradients)
 
 
+def _copied_into_buckets(gradients: int, **_: str) -> float:
+    """Buckets hold every gradient once more, from the first backward on: without gradient_as_bucket_view no gradient is
+    a view of its bucket (PyTorch, torch/csrc/distributed/c10d/reducer.cpp, `initialize_buckets`)."""
+    return gradients
+
+
 def _nothing_of_either(gradients: int, parameters: int, ranks: int, **_: str) -> float:
     """Every rank has its parameters alone."""
     return 0.0
@@ -137,6 +143,9 @@ class StrategyRecord:
     ranks; None where no formula is known."""
     sends_activations: Callable[..., float] | None = None
     """The bytes of activations and of their gradients that a rank sends besides, in the mean of the ranks."""
+    keeps: Callable[..., float] | None = None
+    """The bytes that a rank keeps from step to step beside parameters, gradients and optimizer state, by the bytes
+    of all gradients; None where it keeps nothing."""
     attentions: tuple[str, ...] = ()
     """The attentions that it can spread; empty for any."""
     options: tuple[StrategyOption, ...] = ()
@@ -228,7 +237,7 @@ STRATEGIES: dict[str, StrategyRecord] = {
             "and values of all, and averages gradients as ddp-bucketed does.",
         ),
         StrategyRecord(
-            name="ddp", module="ddp", is_lesson=False, sends=_all_reduced,
+            name="ddp", module="ddp", is_lesson=False, sends=_all_reduced, keeps=_copied_into_buckets,
             words="PyTorch's DistributedDataParallel.",
             options=(
                 _BUCKET,

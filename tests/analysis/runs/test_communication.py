@@ -6,7 +6,9 @@ import msgspec
 import pytest
 
 from stepscope.analysis.runs import communication
+from stepscope.analysis.runs.checks import check_run
 from stepscope.analysis.runs.shared import ranks_table
+from stepscope.core.evidence import Evidence, PhaseMemory
 from stepscope.core.ranks import CollectiveCalls, Communication, RankFigures, RanksEvidence
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
@@ -113,6 +115,29 @@ def test_some_activations_have_no_formula():
 def test_what_a_rank_keeps_is_what_its_strategy_does_not_shard(parallel: str, kept: tuple[int, int], formula: int):
     run = shared_run(parallel, Communication(), Communication(), parameters=kept[0], state=kept[1])
     assert communication.kept_bytes(run) == communication.kept_by_formula(run) == formula
+
+
+@pytest.mark.parametrize(
+    ("parallel", "surplus", "found"),
+    [("ddp", 1.0, []), ("ddp", 1.7, ["graph-kept-alive"]), ("ddp-naive", 1.0, ["graph-kept-alive"]),
+     ("fsdp2", 0.2, [])],
+)  # fmt: skip
+def test_buckets_that_stay_from_step_to_step_are_no_graph(parallel: str, surplus: float, found: list[str]):
+    """Parameters, moments and batches are 4 GiB, gradients 1 GiB, a graph 1 GiB: DDP holds each gradient once more."""
+    gib = 2**30
+    memory = PhaseMemory(
+        parameter_bytes=gib, after_parameters=int((4 + surplus) * gib), resident_expected=4 * gib,
+        saved_for_backward=gib,
+    )  # fmt: skip
+    told = Communication(calls=(calls("backward", "all-reduce", 1000),))
+    run = shared_run(parallel, told, told)
+    assert run.shared is not None
+    run = msgspec.structs.replace(
+        run, shared=msgspec.structs.replace(run.shared, whole_gradient_bytes=gib), evidence=Evidence(memory=memory)
+    )
+    assert [one.kind for one in check_run(run) if one.kind == "graph-kept-alive"] == found
+    assert communication.buffers_by_formula(run) == (gib if parallel == "ddp" else 0)
+    assert ("buckets hold 1.00 GiB" in said(run)) is (parallel == "ddp")
 
 
 def test_overlap_is_what_is_not_exposed():

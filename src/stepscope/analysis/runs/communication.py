@@ -87,6 +87,14 @@ def kept_by_formula(run: Run) -> float | None:
     return whole / (parts if PARAMETERS in record.shards else 1) + state
 
 
+def buffers_by_formula(run: Run) -> float:
+    """Bytes that the strategy keeps from step to step beside parameters, gradients and the optimizer's state."""
+    shared, record = run.shared, known_strategy(run.workload.parallel)
+    if shared is None or record is None or record.keeps is None:
+        return 0.0
+    return record.keeps(shared.whole_gradient_bytes or 0)
+
+
 def waits_in_forward(run: Run) -> bool:
     """Whether ranks wait for one another in forward, so that its time is not each rank's own."""
     calls = _of(run.shared.ranks[0]).calls if run.shared is not None else None
@@ -167,6 +175,8 @@ def _notes(run: Run, formula: float | None, *, timed: bool) -> Iterator[str]:
         off = kept / of_formula - 1
         beside = f"; even parts would be {format_bytes(of_formula)} ({off:+.1%})" if abs(off) >= _AS_BY_FORMULA else ""
         yield f"A rank keeps up to {format_bytes(kept)} of parameters and optimizer state between steps{beside}."
+    if buffers := buffers_by_formula(run):
+        yield f"Its buckets hold {format_bytes(buffers)} besides: a copy of each gradient."
     if timed:
         yield (
             "Times are of one step under the profiler. Communication holds the waiting for other ranks; what is "

@@ -4,6 +4,7 @@ The numbers in brackets are the rows of docs/measuring.md, where each mistake is
 """
 
 from stepscope.analysis.kernels.names.decoding import decode, is_tf32
+from stepscope.analysis.runs.communication import buffers_by_formula
 from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.precisions import PRECISIONS
@@ -213,7 +214,7 @@ def graph_kept_alive(run: Run) -> Finding | None:
     if memory and memory.after_parameters is not None and memory.resident_expected is not None:
         # What was asked for tells, where it is known: each of a thousand tensors may hold a remainder of up to 1 MiB.
         held = memory.requested_before if memory.requested_before is not None else memory.after_parameters
-        surplus = held - memory.resident_expected
+        surplus = held - memory.resident_expected - buffers_by_formula(run)
         # Allocation sizes round up, and libraries keep workspaces; a graph is as large as what backward needs.
         if memory.saved_for_backward and surplus > max(0.5 * memory.saved_for_backward, _WORKSPACES):
             extra = surplus
