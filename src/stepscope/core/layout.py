@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from stepscope.core.errors import InputError, choose
-from stepscope.core.strategies import NOT_PARALLEL
+from stepscope.core.strategies import NOT_PARALLEL, strategy_word
 from stepscope.core.workload import Workload
 
 Gathers = Literal["never", "once", "each pass"]
@@ -30,15 +30,29 @@ class Sharding:
     gathers: Gathers = "never"
     in_compute_dtype: bool = False
     """Whether parameters are gathered in the dtype of products; else as they are stored, and autocast casts them."""
+    buckets: bool = False
+    """Whether each gradient is copied into a bucket that is sent, and back, and the buckets stay beside gradients."""
     usual: bool = True
     """Whether a plan tries it unasked."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether ranks share out anything at all."""
+        return self.moments or self.parameters or self.gradients
 
 
 _ZERO = "Rajbhandari et al. 2020, section 5"
 SHARDINGS: dict[str, Sharding] = {
     one.name: one
     for one in (
-        Sharding(name="ddp", words="nothing is sharded", source="Li et al. 2020, PyTorch Distributed"),
+        Sharding(
+            name="ddp", words="nothing is sharded, and buckets hold each gradient once more",
+            source="Li et al. 2020, PyTorch Distributed; DistributedDataParallel", buckets=True,
+        ),
+        Sharding(
+            name="ddp-views", words="as ddp, but gradients are views of their buckets, or sent where they are",
+            source="DistributedDataParallel(gradient_as_bucket_view=True), and the lessons", usual=False,
+        ),
         Sharding(
             name="zero1", words="moments sharded", source=f"{_ZERO}.1; PyTorch's ZeroRedundancyOptimizer",
             moments=True, gathers="once",
@@ -146,8 +160,14 @@ def parse_layout(text: str) -> dict[str, int | str]:
     return found
 
 
-_SHARDINGS = {"zero1": "zero1", "fsdp-textbook": "zero3-autocast", "fsdp2": "zero3-autocast"}
-"""The kind of sharding of each strategy that has one; those of the data-parallel family have none."""
+_SHARDINGS = {
+    "ddp": "ddp", "ddp-naive": "ddp-views", "ddp-flat": "ddp-views", "ddp-overlap": "ddp-views",
+    "ddp-bucketed": "ddp-views", "zero1": "zero1", "fsdp-textbook": "zero3-autocast", "fsdp2": "zero3-autocast",
+    "fsdp2:compute=bf16": "zero3",
+}  # fmt: skip
+"""The kind of sharding of each strategy that has one, with the options that choose another."""
+_WITHOUT_EFFECT = ("ddp", "ddp-bucketed")
+"""Strategies whose options leave the kind of sharding as it is."""
 
 
 def layout_of(workload: Workload) -> Layout | None:
@@ -157,10 +177,11 @@ def layout_of(workload: Workload) -> Layout | None:
         return Layout(
             micro_batch=workload.micro_batch_size, micro_batches=micro_batches, checkpointing=workload.checkpointing
         )
-    if workload.parallel not in _SHARDINGS and not workload.parallel.startswith("ddp"):
+    name = strategy_word(workload.parallel)
+    sharding = _SHARDINGS.get(name if name in _WITHOUT_EFFECT else workload.parallel)
+    if sharding is None:
         return None
-    sharding = _SHARDINGS.get(workload.parallel, "ddp")
     return Layout(
-        data=ranks, sharding=sharding, shard=1 if sharding == "ddp" else ranks, micro_batches=micro_batches,
+        data=ranks, sharding=sharding, shard=ranks if SHARDINGS[sharding].shares else 1, micro_batches=micro_batches,
         micro_batch=workload.batch_size // ranks // micro_batches, checkpointing=workload.checkpointing,
     )  # fmt: skip

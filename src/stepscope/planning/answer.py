@@ -201,7 +201,8 @@ def _memory_table(best: Planned, planning: Planning) -> Table:
     assert needs is not None
     parts = {
         "parameters": needs.parameters, "gradients": needs.gradients, "moments of the optimizer": needs.moments,
-        "gathered or cast copies": needs.gathered, "saved for micro-batches in flight": needs.saved,
+        "buckets of gradients": needs.buckets, "gathered or cast copies": needs.gathered,
+        "saved for micro-batches in flight": needs.saved,
         "the micro-batch at work": needs.working, "data and workspaces": needs.fixed,
     }  # fmt: skip
     left = planning.machine.budget.usable_bytes - COMMUNICATION_BYTES

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.core.layout import Layout
+from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.network import Network
 from stepscope.core.units import GIB
 from stepscope.memory.prediction.estimate import estimate
@@ -166,7 +166,7 @@ def _dimensions(layout: Layout) -> int:
     """How many ways of being parallel a layout combines."""
     sizes = (
         layout.tensor, layout.context, layout.pipeline, layout.data, layout.expert, layout.chunks,
-        layout.replicas if layout.sharding != "ddp" else 1,
+        layout.replicas if SHARDINGS[layout.sharding].shares else 1,
     )  # fmt: skip
     return sum(size > 1 for size in sizes)
 

@@ -112,10 +112,10 @@ class Space:
                 continue
             if name == "zero1-master" and self.question.workload.dtype not in ("bf16", "fp16"):
                 continue  # without a compute dtype of its own it is zero1
-            groups = (1,) if name == "ddp" else (width, inside) if sharding.parameters else (width,)
-            if "shard" in fixed and name != "ddp":
+            groups = (1,) if not sharding.shares else (width, inside) if sharding.parameters else (width,)
+            if "shard" in fixed and sharding.shares:
                 groups = (int(fixed["shard"]),)
-            found += [(name, size) for size in dict.fromkeys(groups) if size > 1 or name == "ddp"]
+            found += [(name, size) for size in dict.fromkeys(groups) if size > 1 or not sharding.shares]
         return found
 
     def _impossible(self, grid: Grid) -> str:

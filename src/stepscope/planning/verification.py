@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from stepscope.core.answer import PROSE, Answer, Cell, Line, Table, as_lines, table_of
+from stepscope.core.attention_support import is_predicted
 from stepscope.core.device_spec import find_device_spec
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, note
@@ -103,8 +104,9 @@ def _measured_row(run: Run) -> tuple[Cell, ...] | None:
     measured = _measured_peak(run)
     try:
         plan = Clock(alone, memory, rates_of(spec, alone), network_for(spec)).step(layout).step_s
-        peak = estimate(workload).peak_bytes if layout.ranks == 1 else memory.needs(layout, exactly=True).peak
-    except InputError:  # memory of such a step is not predicted, as of compiled blocks
+        fitted = layout.ranks == 1 and is_predicted(workload)
+        peak = estimate(workload).peak_bytes if fitted else memory.needs(layout, exactly=True).peak
+    except InputError:  # no plan is of such a step
         return None
     return (
         cell_name(workload), measured_s, plan, plan / measured_s - 1, measured, peak if measured else None,
@@ -126,7 +128,7 @@ def _measured_table(rows: list[tuple[Cell, ...]]) -> Table:
         ("of peak", "{:+.3f} %"),
         title="Stored runs", rows=sorted(rows, key=lambda row: str(row[0])),
         notes=as_lines(
-            "The peak of one GPU is the one that `stepscope fit` predicts."
+            "The peak of one GPU is the one that `stepscope fit` predicts, where it does."
         ),
     )  # fmt: skip
 

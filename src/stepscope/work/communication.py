@@ -166,7 +166,7 @@ def _of_parameters(layout: Layout, sizes: Bytes, each: int, count: int, holders:
     """What so many pieces of `each` parameters send."""
     sharding, (shard, replicas, stride) = SHARDINGS[layout.sharding], holders
     gradients = each * sizes.gradients
-    if sharding.name == "ddp":
+    if not sharding.shares:
         group = Group(shard * replicas, stride)
         if group.ranks > 1:
             yield Transfer("data", "gradients", "all-reduce", gradients, count, group, "step", overlaps=True)

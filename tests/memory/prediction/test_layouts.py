@@ -11,7 +11,8 @@ from stepscope.core.workload import Workload
 from stepscope.memory.prediction.estimate import WORKSPACE_BYTES, estimate_quickly
 from stepscope.memory.prediction.layouts import RankMemory, bytes_of
 from stepscope.memory.prediction.rank_model import Share
-from stepscope.memory.prediction.stages import Stage, moved_by_stage, stage_needs
+from stepscope.memory.prediction.sharded_units import Shards
+from stepscope.memory.prediction.stages import Stage, StageNeeds, moved_by_stage, stage_needs
 from stepscope.work.planned_model import PlannedModel
 from stepscope.work.transformer import parameter_count
 
@@ -86,10 +87,17 @@ def test_what_a_compiled_block_moves_by_hand():
 @pytest.mark.parametrize(
     ("sharding", "parameters", "gradients", "moments"),
     # Bytes of a parameter on each of 4 ranks in mixed precision, without what is gathered.
-    [("ddp", 4, 4, 8), ("zero1", 4, 4, 2), ("zero1-master", 1, 4, 2), ("zero2", 1, 1, 2), ("zero3", 1, 1, 2)],
+    [
+        ("ddp", 4, 4, 8),
+        ("ddp-views", 4, 4, 8),
+        ("zero1", 4, 4, 2),
+        ("zero1-master", 1, 4, 2),
+        ("zero2", 1, 1, 2),
+        ("zero3", 1, 1, 2),
+    ],
 )
 def test_sharding_divides_states(sharding: str, parameters: int, gradients: int, moments: int):
-    layout = Layout(data=4, shard=4 if sharding != "ddp" else 1, sharding=sharding, micro_batches=2)
+    layout = Layout(data=4, shard=4 if SHARDINGS[sharding].shares else 1, sharding=sharding, micro_batches=2)
     count = parameter_count(CONFIG)
     found = RankMemory(workload(), MODEL).needs(layout)
     assert found.parameters == pytest.approx(parameters * count, abs=8)
@@ -101,10 +109,70 @@ def test_what_is_gathered():
     memory = RankMemory(workload(), MODEL)
     count, block, outside = parameter_count(CONFIG), MODEL.block, MODEL.outside_blocks
     once = memory.needs(Layout(data=4, shard=4, sharding="zero2", micro_batches=2))
-    assert once.gathered == 2 * count
+    # A copy of all parameters; in backward the gradients of a block or of what is outside, as made and as reduced.
+    assert 2 * count <= once.gathered <= 2 * count + (2 + 4) * max(block, outside) + 2 * outside
     each = memory.needs(Layout(data=4, shard=4, sharding="zero3", micro_batches=2))
-    # Weights of two blocks, embedding and head, and in backward their gradients.
-    assert each.gathered in (2 * (2 * block + outside), 2 * 2 * (2 * block + outside))
+    # Parameters of two blocks, embedding and head, and in backward gradients besides.
+    assert 2 * outside <= each.gathered <= 2 * (2 * block + outside) + (2 + 4) * max(block, outside) + 2 * outside
+
+
+def units_of(layers: int, *, ranks: int = 4, **fields: object) -> tuple[Stage, StageNeeds]:
+    """A stage of so many blocks whose parameters come and go, under torch.compile, and what it needs."""
+    config = msgspec.structs.replace(CONFIG, layers=layers)
+    shards = Shards(ranks=ranks, block=MODEL.block, root=MODEL.outside_blocks, gathered_bytes=4, reduced_bytes=4)
+    stage = Stage(workload=workload(model=config, **fields), share=Share(model=MODEL), gradients="made", shards=shards)
+    return stage, stage_needs(stage)
+
+
+@pytest.mark.parametrize("layers", [2, 3, 8])
+def test_parameters_of_two_blocks_are_whole_at_a_time(layers: int):
+    """In forward a block's parameters and the buffer that they came in, and those outside blocks; what is saved is what
+    a rank saves that has all of them."""
+    stage, found = units_of(layers)
+    block, outside = MODEL.block, MODEL.outside_blocks
+    assert found.gathered_forward == pytest.approx(4 * (2 * block + outside), abs=4096)
+    assert found.saved == stage_needs(msgspec.structs.replace(stage, shards=None)).saved
+    assert found.forward - found.gathered_forward <= stage_needs(msgspec.structs.replace(stage, shards=None)).forward
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    layers=st.integers(1, 5), ranks=st.sampled_from([2, 4, 8]), compiled=st.sampled_from(["eager", "default"]),
+    checkpointing=st.sampled_from(["none", "selective", "every-1"]), batch=st.integers(1, 3),
+)  # fmt: skip
+def test_shards_and_what_is_whole_for_a_while_bound_what_units_need(
+    layers: int, ranks: int, compiled: str, checkpointing: str, batch: int
+):
+    """Beside what a rank with whole parameters needs: in forward two blocks and what is outside; in backward the same,
+    and gradients of a block three times over (as made, as reduced before, and of what is outside), and all shards."""
+    stage, found = units_of(layers, ranks=ranks, compile=compiled, checkpointing=checkpointing, batch_size=batch)
+    alone = stage_needs(msgspec.structs.replace(stage, shards=None, gradients="elsewhere"))
+    block, outside = MODEL.block, MODEL.outside_blocks
+    count = layers * block + outside
+    assert alone.forward <= found.forward <= alone.forward + 4 * (2 * block + outside) + 4096
+    most = alone.backward + 4 * (2 * block + outside) + 4 * (3 * max(block, outside) + outside) + 4 * count // ranks
+    assert found.backward <= most + 65_536
+    assert found.gathered_forward <= found.forward
+    assert found.gathered_backward <= found.backward
+
+
+@pytest.mark.parametrize(("sharding", "buckets"), [("ddp", 4), ("ddp-views", 0), ("zero1", 0)])
+def test_buckets_hold_each_gradient_once_more(sharding: str, buckets: int):
+    layout = Layout(data=4, shard=4 if sharding == "zero1" else 1, sharding=sharding)
+    found = RankMemory(workload(), MODEL).needs(layout)
+    assert found.buckets == buckets * parameter_count(CONFIG)
+    assert RankMemory(workload(), MODEL).needs(Layout()).buckets == 0  # one rank sends nothing
+
+
+@pytest.mark.parametrize("part", ["norm", "rope", "mlp", "loss"])
+def test_a_stage_with_a_fused_part_is_the_step_of_one_gpu(part: str):
+    step = workload(compile="eager", **{part: "fused"})
+    alone = estimate_quickly(step)
+    found = stage_needs(Stage(workload=step, share=Share(model=MODEL), gradients="made"))
+    assert found.saved == alone.saved_for_backward - WORKSPACE_BYTES  # type: ignore[operator]
+    assert found.saved <= stage_needs(Stage(workload=workload(compile="eager"), share=Share(model=MODEL))).saved + (
+        2 * 4 * 512 * 1024 if part == "loss" else 0  # it keeps the head's gradient in fp32
+    )
 
 
 def test_a_pipeline_holds_what_is_in_flight():
@@ -132,7 +200,7 @@ def test_more_experts_are_more_parameters_of_a_rank():
 
 @settings(max_examples=25, deadline=None)
 @given(
-    sharding=st.sampled_from([name for name in SHARDINGS if name != "ddp"]),
+    sharding=st.sampled_from([name for name, one in SHARDINGS.items() if one.shares]),
     tensor=st.sampled_from([1, 2, 4]),
     micro_batches=st.integers(1, 3),
     checkpointing=st.sampled_from(["none", "selective", "every-1"]),
@@ -176,10 +244,10 @@ def test_bytes_follow_the_dtype():
 
 
 def test_a_published_shape_has_a_prediction():
-    """8B on 8 GPUs under FSDP, 2 sequences of 8,192 each, checkpointing selective: torchtitan measured 77.0 GiB
-    (benchmarks/llama3_h100_202412_torchtitan.md). Its checkpointing keeps fewer products, so that a part is chance."""
+    """8B on 8 GPUs under FSDP, 2 sequences of 8,192 each, checkpointing selective: torchtitan's allocator reserved 77.0
+    GiB (benchmarks/llama3_h100_202412_torchtitan.md), which is more than a peak of what is allocated."""
     config = configure("llama3-8B")
     step = workload(model=config, batch_size=16, seq_len=8192, attention="flash")
     layout = Layout(data=8, shard=8, sharding="zero3", micro_batch=2, checkpointing="selective")
     found = RankMemory(step, PlannedModel(config=config)).needs(layout)
-    assert found.peak / 2**30 == pytest.approx(77.0, rel=0.03)
+    assert 0.85 * 77.0 < found.peak / 2**30 < 77.0

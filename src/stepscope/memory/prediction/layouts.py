@@ -4,14 +4,16 @@ A rank holds, with P parameters on it, n ranks in its shard group, and p, g, c, 
 gradient, a copy in the compute dtype and both moments (Rajbhandari et al. 2020, section 3.1):
 
                 parameters              gradients       moments
-    ddp         P p                     P g             P o
+    ddp         P p                     P g + P g       P o          (buckets hold each gradient once more)
+    ddp-views   P p                     P g             P o
     zero1       P p                     P g             P o / n
     zero1-master  P p / n + P c         P g             P o / n
     zero2       P p / n + P c           P g / n         P o / n
-    zero3       P p / n + 2 blocks c    P g / n         P o / n      (and embedding and head: see `sharding.py`)
+    zero3       P p / n                 P g / n         P o / n
 
-Where gradients are sharded, those of two blocks are on their way. Beside that, a rank holds what its schedule has in
-flight: each chunk's saved activations, and what the chunk at work needs more.
+Where gradients are sharded, those of a block are on their way, and with zero3 the parameters of one or two blocks, and
+of embedding and head, are whole for a while: `sharded_units.py` plays that. Beside that, a rank holds what its schedule
+has in flight: each chunk's saved activations, and what the chunk at work needs more.
 """
 
 import functools
@@ -25,6 +27,7 @@ from stepscope.core.precisions import PRECISIONS
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.estimate import DISTINCT_BATCHES, WORKSPACE_BYTES
 from stepscope.memory.prediction.rank_model import Share
+from stepscope.memory.prediction.sharded_units import Shards
 from stepscope.memory.prediction.stages import Gradients, Moved, Stage, StageNeeds, moved_by_stage, stage_needs
 from stepscope.work.communication import Bytes
 from stepscope.work.pipelines import chunks_in_flight
@@ -34,6 +37,8 @@ from stepscope.work.transformer import moment_bytes
 _MIXED = ("bf16", "fp16")
 _FEW_BLOCKS = 2
 """Stages of at most so many blocks are run as they are; larger ones follow from 1 and 2, since blocks are alike."""
+_FEW_UNITS = 4
+"""The same where blocks are gathered and let go: the first and the last one have other neighbours."""
 
 
 class RankNeeds(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,8 +47,10 @@ class RankNeeds(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
     gradients: int
     moments: int
+    buckets: int
+    """Gradients once more, as they are sent."""
     gathered: int
-    """Copies of parameters in the compute dtype, and gradients on their way."""
+    """Copies of parameters in the compute dtype, parameters that are whole for a while, and gradients on their way."""
     saved: int
     """Activations of everything in flight but what is at work."""
     working: int
@@ -55,7 +62,10 @@ class RankNeeds(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def peak(self) -> int:
-        return self.parameters + self.gradients + self.moments + self.gathered + self.saved + self.working + self.fixed
+        return sum((
+            self.parameters, self.gradients, self.moments, self.buckets, self.gathered, self.saved, self.working,
+            self.fixed,
+        ))  # fmt: skip
 
 
 def bytes_of(workload: Workload, sharding: str) -> Bytes:
@@ -98,6 +108,7 @@ class _Question(msgspec.Struct, frozen=True):
     first: bool
     last: bool
     gradients: Gradients
+    shards: Shards | None
 
 
 @functools.lru_cache(maxsize=65536)
@@ -109,17 +120,34 @@ def _stage(question: _Question) -> Stage:
     share = Share(model=question.model, tensor=question.tensor, context=question.context)
     return Stage(
         workload=question.workload, share=share, first=question.first, last=question.last,
-        gradients=question.gradients,
+        gradients=question.gradients, shards=question.shards,
     )  # fmt: skip
 
 
 def _interpolated(low: StageNeeds, high: StageNeeds, steps: float) -> StageNeeds:
     """The needs so many steps beyond `low`, where `high` is one step beyond it."""
     return StageNeeds(
-        forward=low.forward + math.ceil((high.forward - low.forward) * steps),
-        backward=low.backward + math.ceil((high.backward - low.backward) * steps),
-        saved=low.saved + math.ceil((high.saved - low.saved) * steps),
+        **{
+            name: getattr(low, name) + math.ceil((getattr(high, name) - getattr(low, name)) * steps)
+            for name in StageNeeds.__struct_fields__
+        }
     )
+
+
+def _buckets(layout: Layout, sizes: Bytes, held: tuple[int, int, int]) -> int:
+    """Bytes of the buckets that stay beside gradients (`core/strategies.py` has the source)."""
+    shared = layout.data * layout.context > 1
+    return sum(held) * sizes.gradients if shared and SHARDINGS[layout.sharding].buckets else 0
+
+
+class _RankStage(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage of a rank, whatever the layout's sizes."""
+
+    blocks: int
+    first: bool
+    last: bool
+    gradients: Gradients = "elsewhere"
+    shards: Shards | None = None
 
 
 class RankMemory:
@@ -137,7 +165,8 @@ class RankMemory:
 
     def least(self, layout: Layout) -> int:
         """Bytes that the states of the largest rank need, whatever its activations: quickly."""
-        return sum(self._states(layout, self._sizes[layout.sharding], self._held(layout, 0)))
+        sizes, held = self._sizes[layout.sharding], self._held(layout, 0)
+        return sum(self._states(layout, sizes, held)) + _buckets(layout, sizes, held)
 
     def needs(self, layout: Layout, *, exactly: bool = False) -> RankNeeds:
         """What the rank that needs most holds at its peak; `exactly` runs its very stage, however long that takes."""
@@ -153,7 +182,8 @@ class RankMemory:
         )  # fmt: skip
         if key not in self._moved:
             of_sizes = (msgspec.structs.replace(layout, micro_batch=size) for size in (1, 2))
-            questions = (self._question(one, blocks, first, last, "elsewhere") for one in of_sizes)
+            stage = _RankStage(blocks=blocks, first=first, last=last)
+            questions = (self._question(one, stage) for one in of_sizes)
             self._moved[key] = tuple(moved_by_stage(_stage(question)) for question in questions)
         one, two = self._moved[key]
         more = layout.micro_batch - 1
@@ -201,81 +231,89 @@ class RankMemory:
         sharding, sizes = SHARDINGS[layout.sharding], self._sizes[layout.sharding]
         held = self._held(layout, rank)
         parameters, gradients, moments = self._states(layout, sizes, held)
-        whole = not sharding.gradients
-        made_here = whole and layout.micro_batches * layout.chunks == 1 and self.model.experts == 1
-        chunk = largest_stage(self.model.config.layers, layout.stages)
-        needs = self._stage_needs(layout, rank, chunk, "made" if made_here else "elsewhere", exactly)
-        gathered = self._gathered(layout, sizes, held)
-        in_flight = chunks_in_flight(layout, rank) - 1
-        saved = in_flight * needs.saved
+        made_here = layout.micro_batches * layout.chunks == 1 and self.model.experts == 1
+        stage = _RankStage(
+            blocks=largest_stage(self.model.config.layers, layout.stages), first=rank == 0,
+            last=rank == layout.pipeline - 1, gradients="made" if made_here else "elsewhere",
+            shards=self._shards(layout, sizes, held[2]),
+        )  # fmt: skip
+        if layout.chunks > 1 and layout.pipeline > 1 and stage.last:
+            stage = msgspec.structs.replace(stage, first=False)  # the embedding is in another chunk
+        needs = self._stage_needs(layout, stage, exactly)
+        once = sum(held) * self._gathered_bytes(layout, sizes) if sharding.gathers == "once" else 0
+        saved = (chunks_in_flight(layout, rank) - 1) * needs.saved
         kept = 0 if made_here else gradients
         fixed = 2 * WORKSPACE_BYTES + 2 * DISTINCT_BATCHES * 8 * self.workload.tokens // layout.data // layout.context
-        copies = gathered if sharding.gathers == "each pass" else 0
-        on_their_way = copies if sharding.gradients else 0
         roots = moments // 2 if self.workload.optimizer == "adamw-foreach" else 0
+        in_forward, in_backward = needs.gathered_forward, needs.gathered_backward
         phases = (
-            (kept, gathered, saved, needs.forward),
-            (kept, gathered + on_their_way, saved, needs.backward),
-            (gradients, gathered - copies, 0, roots),
+            (kept, once + in_forward, saved, needs.forward - in_forward),
+            (kept, once + in_backward, saved, needs.backward - in_backward),
+            (gradients, once, 0, roots),
         )
         gradients, gathered, saved, working = max(phases, key=sum)
         return RankNeeds(
-            parameters=parameters, gradients=gradients, moments=moments, gathered=gathered, saved=saved,
-            working=working, fixed=fixed, rank=rank,
+            parameters=parameters, gradients=gradients, moments=moments, buckets=_buckets(layout, sizes, held),
+            gathered=gathered, saved=saved, working=working, fixed=fixed, rank=rank,
         )  # fmt: skip
 
-    def _gathered(self, layout: Layout, sizes: Bytes, held: tuple[int, int, int]) -> int:
+    def _gathered_bytes(self, layout: Layout, sizes: Bytes) -> int:
+        """Bytes of an element of a gathered parameter; 0 where none are."""
         sharding = SHARDINGS[layout.sharding]
         if not sharding.parameters:
             return 0
-        dense, experts, outside = held
-        size = sizes.compute if sharding.in_compute_dtype else sizes.parameters
-        if sharding.gathers == "once":
-            return (dense + experts + outside) * size
-        block = self.model.local_block(layout.tensor) + self.model.local_experts(layout.tensor, layout.expert)
-        return (2 * block + outside) * size
+        return sizes.compute if sharding.in_compute_dtype else sizes.parameters
 
-    def _question(self, layout: Layout, blocks: int, first: bool, last: bool, gradients: Gradients) -> _Question:
+    def _shards(self, layout: Layout, sizes: Bytes, outside: int) -> Shards | None:
+        sharding = SHARDINGS[layout.sharding]
+        if not sharding.gradients:
+            return None
+        return Shards(
+            ranks=layout.shard, root=outside,
+            block=self.model.local_block(layout.tensor) + self.model.local_experts(layout.tensor, layout.expert),
+            gathered_bytes=self._gathered_bytes(layout, sizes) if sharding.gathers == "each pass" else 0,
+            reduced_bytes=sizes.gradients,
+        )  # fmt: skip
+
+    def _question(self, layout: Layout, stage: "_RankStage") -> _Question:
         return _Question(
-            rank_workload(self.workload, layout, blocks), self.model, layout.tensor, layout.context, first, last,
-            gradients,
+            rank_workload(self.workload, layout, stage.blocks), self.model, layout.tensor, layout.context, stage.first,
+            stage.last, stage.gradients, stage.shards,
         )  # fmt: skip
 
-    def _stage_needs(self, layout: Layout, rank: int, blocks: int, gradients: Gradients, exactly: bool) -> StageNeeds:
-        first, last = rank == 0, rank == layout.pipeline - 1
-        if layout.chunks > 1 and layout.pipeline > 1 and last:
-            first = False  # the embedding is in another chunk
+    def _stage_needs(self, layout: Layout, stage: "_RankStage", exactly: bool) -> StageNeeds:
         if exactly:
-            return _needs(self._question(layout, blocks, first, last, gradients))
-        key = (
-            layout.tensor, layout.context, layout.micro_batch, layout.checkpointing, blocks, first, last, gradients,
-            SHARDINGS[layout.sharding].in_compute_dtype,
-        )  # fmt: skip
+            return _needs(self._question(layout, stage))
+        key = self._key(layout, stage)
         if key not in self._known:
-            self._known[key] = self._by_corners(layout, blocks, first, last, gradients)
+            self._known[key] = self._by_corners(layout, stage)
         return self._known[key]
 
-    def _by_corners(self, layout: Layout, blocks: int, first: bool, last: bool, gradients: Gradients) -> StageNeeds:
-        """The needs by interpolation between few and more blocks, one sequence and two."""
-        if blocks > _FEW_BLOCKS:
-            low, high = (
-                self._by_tokens(layout, count, first, last, gradients) for count in (_FEW_BLOCKS - 1, _FEW_BLOCKS)
-            )
-            return _interpolated(low, high, blocks - _FEW_BLOCKS + 1)
-        return self._by_tokens(layout, blocks, first, last, gradients)
+    def _key(self, layout: Layout, stage: "_RankStage") -> tuple[object, ...]:
+        return (
+            layout.tensor, layout.context, layout.micro_batch, layout.checkpointing, stage,
+            SHARDINGS[layout.sharding].in_compute_dtype,
+        )  # fmt: skip
 
-    def _by_tokens(self, layout: Layout, blocks: int, first: bool, last: bool, gradients: Gradients) -> StageNeeds:
+    def _by_corners(self, layout: Layout, stage: "_RankStage") -> StageNeeds:
+        """The needs by interpolation between few and more blocks, one sequence and two."""
+        few = _FEW_BLOCKS if stage.shards is None else _FEW_UNITS
+        if stage.blocks > few:
+            low, high = (
+                self._by_tokens(layout, msgspec.structs.replace(stage, blocks=count)) for count in (few - 1, few)
+            )
+            return _interpolated(low, high, stage.blocks - few + 1)
+        return self._by_tokens(layout, stage)
+
+    def _by_tokens(self, layout: Layout, stage: "_RankStage") -> StageNeeds:
         """The needs of so many tokens, for fused attention from those of a whole sequence and of two."""
         if not self._linear:
-            return _needs(self._question(layout, blocks, first, last, gradients))
+            return _needs(self._question(layout, stage))
         corners: list[StageNeeds] = []  # of one sequence and of two
         for micro_batch in (1, 2):
-            corner = (
-                layout.tensor, layout.context, micro_batch, layout.checkpointing, blocks, first, last, gradients,
-                SHARDINGS[layout.sharding].in_compute_dtype,
-            )  # fmt: skip
+            of_corner = msgspec.structs.replace(layout, micro_batch=micro_batch)
+            corner = self._key(of_corner, stage)
             if corner not in self._corners:
-                of_corner = msgspec.structs.replace(layout, micro_batch=micro_batch)
-                self._corners[corner] = _needs(self._question(of_corner, blocks, first, last, gradients))
+                self._corners[corner] = _needs(self._question(of_corner, stage))
             corners.append(self._corners[corner])
         return _interpolated(corners[0], corners[1], layout.micro_batch - 1)

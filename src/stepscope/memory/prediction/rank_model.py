@@ -10,8 +10,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from stepscope.core.parts import REFERENCE
 from stepscope.core.workload import Workload
+from stepscope.memory.prediction.sharded_units import ShardedUnits
 from stepscope.memory.prediction.symbolic_compiled import CompiledSymbolicModel
+from stepscope.memory.prediction.symbolic_fused import FusedSymbolicModel
 from stepscope.memory.prediction.symbolic_model import BlockParameters, SymbolicModel
 from stepscope.memory.prediction.symbolic_tensors import Node, Parameter, Storage, Tape, Tensor
 from stepscope.work.planned_model import PlannedModel
@@ -30,6 +33,9 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
 class RankModel(SymbolicModel):
     """The symbolic model with a rank's sizes. `workload` holds the rank's blocks, and its share of the sequence."""
+
+    units: ShardedUnits | None = None
+    """What gathers the parameters of each block, and reduces their gradients; None where the rank has them whole."""
 
     def __init__(self, workload: Workload, share: Share) -> None:
         self.share = share
@@ -56,6 +62,27 @@ class RankModel(SymbolicModel):
         """The residual stream as it comes from the stage before."""
         elements, size = self.tokens * self.d_model // self.ranks, self.sizes.residual
         return Tensor(tape.storage(elements * size), elements, size, Parameter("received", elements, size))
+
+    def block(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
+        if self.units is None:
+            return super().block(tape, x, block)
+        number = next(i for i, one in enumerate(self.blocks) if one is block)
+        x = self.units.enter(tape, number, x, list(block.values()), again=tape.runs_again)
+        x = super().block(tape, x, block)
+        return self.units.leave(tape, number, x, again=tape.runs_again)
+
+    def _stand_in(self, tape: Tape, x: Tensor, group: Sequence[BlockParameters], grown: Sequence[int]) -> Tensor:
+        out = super()._stand_in(tape, x, group, grown)
+        units, node = self.units, out.node
+        if units is not None and isinstance(node, Node):
+            count, above = len(group), len(node.inputs) - 1
+
+            def backward(tape: Tape, gradient: Storage) -> Sequence[Storage | None]:
+                units.stand_for(count)
+                return gradient, *[None] * above
+
+            node.backward = backward
+        return out
 
     def embedding(self, tape: Tape) -> Tensor:
         if self.ranks == 1:
@@ -127,6 +154,15 @@ class CompiledRankModel(RankModel, CompiledSymbolicModel):
     """The same under torch.compile."""
 
 
+class FusedRankModel(RankModel, FusedSymbolicModel):
+    """The same of which some parts are fused."""
+
+
 def rank_model(workload: Workload, share: Share) -> RankModel:
-    """The model of a rank, as the workload runs it: op by op, or compiled."""
+    """The model of a rank, as the workload runs it: op by op, with fused parts, or compiled.
+
+    Compiling leaves fused parts as they are, and fuses what lies between them, which is little; it is left out.
+    """
+    if any(name != REFERENCE for name in workload.parts.values()):
+        return FusedRankModel(workload, share)
     return (RankModel if workload.compile == "eager" else CompiledRankModel)(workload, share)

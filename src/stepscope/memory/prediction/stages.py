@@ -13,6 +13,7 @@ import msgspec
 from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.rank_model import RankModel, Share, rank_model
+from stepscope.memory.prediction.sharded_units import GATHERED, ON_THEIR_WAY, ShardedUnits, Shards
 from stepscope.memory.prediction.symbolic_tensors import (
     ATTENTION,
     PRODUCTS,
@@ -43,6 +44,8 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     last: bool = True
     """Whether head and loss do."""
     gradients: Gradients = "elsewhere"
+    shards: Shards | None = None
+    """How its parameters are sharded; None where they are whole. `gradients` then says it of their shards."""
 
 
 class StageNeeds(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +56,11 @@ class StageNeeds(msgspec.Struct, frozen=True, kw_only=True):
     backward: int
     """The most that is alive in backward; gradients among it only where they are made there."""
     saved: int
-    """What forward leaves for backward."""
+    """What forward leaves for backward, gathered parameters left out."""
+    gathered_forward: int = 0
+    """Of the most in forward, parameters that are whole for a while."""
+    gathered_backward: int = 0
+    """Of the most in backward, such parameters, and gradients that are on their way to their shards or there."""
 
 
 class Moved(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,12 +127,13 @@ def stage_needs(stage: Stage) -> StageNeeds:
     ledger = Ledger()
     model = rank_model(stage.workload, stage.share)
     model.abridged = True
-    if stage.gradients == "elsewhere":
+    if stage.shards is not None:
+        model.units = ShardedUnits(stage.shards, ledger, keeps=stage.gradients == "made")
+    elif stage.gradients == "elsewhere":
         for parameter in model.parameters:
             parameter.gradient = ledger.storage(0)
     tape = Tape(ledger, recording=True)
-    forward, saved, backward = _run(stage, model, tape)
-    return StageNeeds(forward=forward, backward=backward, saved=saved)
+    return _run(stage, model, tape)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -144,23 +152,36 @@ def moved_by_stage(stage: Stage) -> Moved:
     )
 
 
-def _run(stage: Stage, model: RankModel, tape: Tape, made: list[tuple[int, int]] | None = None) -> tuple[int, int, int]:
-    """Forward's peak, what is saved, and backward's peak; `made` gets the sums after each."""
-    ledger = tape.ledger
+def _run(stage: Stage, model: RankModel, tape: Tape, made: list[tuple[int, int]] | None = None) -> StageNeeds:
+    """What forward and backward need; `made` gets the sums after each."""
+    ledger, units = tape.ledger, model.units
     tape.after_rerun = model.end_autocast
     ledger.begin()
+    if units is not None:
+        units.begin()
     out = model.run_blocks(tape, model.embedding(tape) if stage.first else model.received(tape))
     if stage.last:
         logits = model.head(tape, out)
         out = model.loss(tape, logits)
         del logits
     model.end_autocast()
-    forward, saved = ledger.peak, ledger.total
+    if units is not None:
+        units.forward_ends()
+    forward, saved = ledger.peak, ledger.total - ledger.live[GATHERED]
+    gathered_forward = ledger.at_peak[GATHERED]
     _note(ledger, made)
     ledger.begin()
     tape.backward(out)
+    if units is not None:
+        outside = [model.embedding_weight] if stage.first else []
+        outside += [model.norm_weight, model.head_weight] if stage.last else []
+        units.backward_ends(list(dict.fromkeys(outside)))
     _note(ledger, made)
-    return forward, saved, ledger.peak
+    at_peak = ledger.at_peak
+    return StageNeeds(
+        forward=forward, backward=ledger.peak, saved=saved, gathered_forward=gathered_forward,
+        gathered_backward=at_peak[GATHERED] + (at_peak[ON_THEIR_WAY] if units is not None else 0),
+    )  # fmt: skip
 
 
 def _note(ledger: Ledger, made: list[tuple[int, int]] | None) -> None:

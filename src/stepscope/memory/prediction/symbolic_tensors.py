@@ -236,6 +236,11 @@ class Tape:
         self._views: set[Node] = set()
         """Nodes whose gradient so far is a view. Autograd does not add to a view in place."""
 
+    @property
+    def runs_again(self) -> bool:
+        """Whether this is the second run of a checkpoint, for its backward."""
+        return self._rerun is not None
+
     def storage(self, size: int) -> Storage:
         return self.ledger.storage(size)
 
