@@ -111,7 +111,8 @@ def test_plans_beside_what_was_measured():
     assert len(herd) == 12
     assert any(abs(float(str(row[3]))) < 0.05 for row in herd)
     compiled = [row for row in published if "8B, 128 GPUs" in str(row[0]) and "default" in str(row[0])]
-    assert abs(float(str(compiled[0][6]))) < 0.03
+    # Published is what the allocator reserved, which is more than the peak that is planned.
+    assert -0.12 < float(str(compiled[0][6])) < 0
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def test_every_grid_shares_out_all_ranks():
         (question(32, fixed={"data": 32}), "data parallel ranks do not divide the batch"),
         (question(4, fixed={"context": 4}, seq_len=500), "context parallel ranks do not divide the sequence"),
         (question(2, fixed={"context": 2}, attention="reference"), "context parallel needs fused attention"),
+        (question(2, fixed={"tensor": 2}, loss="fused", compile="eager"), "a fused loss takes the whole vocabulary"),
         (question(16, fixed={"pipeline": 16}), "more pipeline stages than blocks"),
     ],
 )

@@ -1,5 +1,6 @@
 """The time of a step, worked out by hand and against runs that were stored."""
 
+import statistics
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.network import Network
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.layouts import RankMemory
-from stepscope.planning.rates import MATMUL_SHARES, Rates, rates_of
+from stepscope.planning.rates import ATTENTION_S, ATTENTION_SHARES, MATMUL_SHARES, Rates, rates_of
 from stepscope.planning.times import PARTS, Clock
 from stepscope.work.planned_model import PlannedModel
 from stepscope.work.transformer import step_flops
@@ -20,7 +21,7 @@ from stepscope.work.transformer import step_flops
 CONFIG = ModelConfig(name="test", d_model=512, d_ff=1024, layers=8, heads=8, vocabulary=1024)
 RATES = Rates(
     peak_flops_per_s=2e14, matmul_flops_per_s=1e14, attention_flops_per_s=5e13, elementwise_bytes_per_s=1e12,
-    optimizer_bytes_per_s=1e12, launch_s=0.0, said=(),
+    fused_bytes_per_s=2e12, optimizer_bytes_per_s=1e12, launch_s=0.0, said=(),
 )  # fmt: skip
 NETWORK = Network(
     name="by hand", node=8, inside_bytes_per_s=100e9, between_bytes_per_s=10e9, inside_latency_s=0.0,
@@ -49,7 +50,7 @@ def test_one_rank_by_hand():
     matrices = 8 * (4 * D * D + 3 * D * F) + D * 1024
     assert without_kernels(found.parts["matrix products"], 3 * 8 * 7) == pytest.approx(6 * TOKENS * matrices / 1e14)
     scores = 2 * TOKENS * TOKENS * D * 8
-    assert found.parts["attention"] == pytest.approx(3.5 * scores / 5e13)
+    assert found.parts["attention"] == pytest.approx(3.5 * scores / 5e13 + 8 * 55e-6)
     parameters = matrices + D * 1024 + 17 * D
     assert found.parts["optimizer"] == pytest.approx(28 * parameters / 1e12)
     assert found.step_s == pytest.approx(sum(found.parts.values()))
@@ -96,15 +97,55 @@ def test_data_parallelism_hides_behind_backward_as_far_as_it_goes():
 def test_checkpointing_runs_a_forward_again():
     plain, again = step(Layout()), step(Layout(checkpointing="every-1"))
     assert plain.parts["run again"] == 0
-    blocks = 2 * TOKENS * 8 * (4 * D * D + 3 * D * F) / 1e14 + 2 * TOKENS * TOKENS * D * 8 / 5e13
+    blocks = 2 * TOKENS * 8 * (4 * D * D + 3 * D * F) / 1e14 + 2 * TOKENS * TOKENS * D * 8 / 5e13 + 8 * 15e-6
     last_products = 8 * 2 * TOKENS * D * F / 1e14
     assert without_kernels(again.parts["run again"], 8 * 7) == pytest.approx(blocks - last_products)
 
 
 def test_checkpointing_that_keeps_attention_runs_it_once():
     every, kept = (step(Layout(checkpointing=checkpointing)) for checkpointing in ("every-1", "attention"))
-    attention = 2 * TOKENS * TOKENS * D * 8 / 5e13
+    attention = 2 * TOKENS * TOKENS * D * 8 / 5e13 + 8 * 15e-6
     assert every.parts["run again"] - kept.parts["run again"] == pytest.approx(attention)
+
+
+@pytest.mark.parametrize(
+    ("part", "forward", "backward"),
+    # Bytes of a block for each token, with fp32 residual stream and bf16 products under autocast, F = 2 D. Each result
+    # is written, and what it is made of read. In backward also what it kept is read.
+    [
+        # The norm of x (4 + 2) and that of the sum with the branch (4 + 2, 4 + 2). Back come 2, and 4 or 4 + 2 go.
+        ("norm", 18 * D, None),
+        # Queries and keys (4 + 4), of which the keys that it makes are not told apart. Back: 2 of queries, 4 go.
+        ("rope", 6 * D, 6 * D),
+        # Gate, up, and their product; back: one comes, two are read and two go.
+        ("mlp", 6 * F, 10 * F),
+    ],
+)
+def test_what_fused_parts_move_by_hand(part: str, forward: int, backward: int | None):
+    workload = Workload(
+        model=CONFIG,
+        batch_size=1,
+        seq_len=512,
+        dtype="bf16",
+        attention="flash",
+        **{part: "fused"},  # type: ignore[arg-type]
+    )
+    memory = RankMemory(workload, PlannedModel(config=CONFIG))
+    one, two = (memory.moved(Layout(), first=False, last=False, blocks=count) for count in (1, 2))
+    assert two.fused_forward - one.fused_forward == pytest.approx(TOKENS * forward, rel=0.01)
+    if backward is not None:
+        assert two.fused_backward - one.fused_backward == pytest.approx(TOKENS * backward, rel=0.01)
+    plain = RankMemory(msgspec.structs.replace(workload, **{part: "reference"}), PlannedModel(config=CONFIG))
+    assert plain.moved(Layout(), first=False, last=False, blocks=1).fused_forward == 0
+    assert one.forward < plain.moved(Layout(), first=False, last=False, blocks=1).forward
+
+
+def test_a_fused_loss_turns_logits_into_gradients_where_they_are():
+    """Forward moves the logits twice; its products, which make the gradients, are counted as products."""
+    workload = Workload(model=CONFIG, batch_size=1, seq_len=512, dtype="bf16", attention="flash", loss="fused")
+    found = RankMemory(workload, PlannedModel(config=CONFIG)).moved(Layout(), first=True, last=True, blocks=1)
+    logits, hidden, head = TOKENS * 1024 * 2, TOKENS * D * 2, D * 1024 * 4
+    assert found.fused_forward == pytest.approx(2 * logits + 2 * hidden + head, rel=0.01)
 
 
 def test_a_step_op_by_op_waits_for_launches():
@@ -134,6 +175,46 @@ def test_shares_are_those_that_were_measured():
     for dtype, share in MATMUL_SHARES.items():
         measured = report["ceilings"]["matmul"][dtype]["rate"] / report["spec"]["peak_flops_per_s"][dtype]
         assert share == pytest.approx(measured, abs=0.001)
+
+
+@pytest.mark.parametrize("name", ["flash", "sdpa-cudnn", "flex", "sdpa-flash"])
+def test_attention_s_shares_are_those_that_were_measured(name: str):
+    """Of results/h200/attention/grid-bf16.json: 16 heads of 16,384 tokens, forward and backward together; those with a
+    head_dim of 128 were measured another time."""
+    file = Path(__file__).parents[2] / "results" / "h200" / "attention" / "grid-bf16.json"
+    peak = DATASHEET["NVIDIA H200"].peak_for("bf16")
+    assert peak is not None
+    for head_dim, share, near in zip((64, 128), ATTENTION_SHARES[name], (0.002, 0.02), strict=True):
+        seconds = sum(_attention_s(file, name, head_dim, 16_384))
+        assert share == pytest.approx(3.5 * _attention_flops(16_384, head_dim) / seconds / peak, abs=near)
+
+
+def test_short_attention_takes_longer_than_its_flops():
+    """By as much as ATTENTION_S says, in the mean of both head_dims."""
+    file = Path(__file__).parents[2] / "results" / "h200" / "attention" / "grid-bf16.json"
+    beyond: list[list[float]] = [[], []]
+    for head_dim in (64, 128):
+        long, short = (_attention_s(file, "flash", head_dim, tokens) for tokens in (16_384, 1_024))
+        for found, at_rate, measured in zip(beyond, long, short, strict=True):
+            found.append(measured - at_rate / 256)
+    means = [sum(found) / len(found) for found in beyond]
+    assert means == [pytest.approx(seconds, rel=0.15) for seconds in ATTENTION_S]
+
+
+def _attention_flops(tokens: int, head_dim: int) -> float:
+    """Of 16 heads in forward, the causal half."""
+    return 2 * 16 * tokens * tokens * head_dim
+
+
+def _attention_s(file: Path, name: str, head_dim: int, tokens: int) -> tuple[float, float]:
+    """Seconds of forward and of backward."""
+    for timing in msgspec.json.decode(file.read_bytes())["timings"]:
+        shape = timing["cell"]["shape"]
+        if (timing["cell"]["implementation"], shape["head_dim"], shape["queries"]) == (name, head_dim, tokens):
+            return (
+                statistics.median(timing["forward"]["values_s"]), statistics.median(timing["backward"]["values_s"])
+            )  # fmt: skip
+    raise AssertionError(f"{name} was not measured")
 
 
 def test_a_device_without_the_dtype_is_one_line():

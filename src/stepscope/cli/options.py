@@ -105,6 +105,7 @@ GROUPS = (
 
 _ATTENTION = ("study attention", "study attention-gate")
 _WITH_PARTS = ("run", "sweep", "fit", "tune")
+_PARTS = (*_WITH_PARTS, "plan")
 _SHARED = ("run", "sweep", "study parallel")
 _TRAINED = ("study quality", "study scaling", "study swallowed")
 _TRACED = "Needs --record kineto."
@@ -141,10 +142,10 @@ OPTIONS = (
     ),
     Option("ranks", int, PARALLEL, "Processes that share a step, a device each.", Workload, verbs=_SHARED),
     Option("attention", str, WORKLOAD, "", Workload, choices=attention_names()),
-    *(Option(part, str, WORKLOAD, f"How {said} is computed.", Workload, choices=kernels_of(part), verbs=_WITH_PARTS)
+    *(Option(part, str, WORKLOAD, f"How {said} is computed.", Workload, choices=kernels_of(part), verbs=_PARTS)
       for part, said in PART_WORDS.items()),
     Option("kernels", str, WORKLOAD, "How norm, rope, mlp and loss are computed, where they are not said.", Workload,
-           choices=KERNELS, verbs=_WITH_PARTS),
+           choices=KERNELS, verbs=_PARTS),
     Option("projections", str, WORKLOAD, "Whether projections of one input are one product.", Workload,
            choices=PROJECTIONS, verbs=_WITH_PARTS),
     Option("compile", str, WORKLOAD, "", Workload, choices=COMPILES),

@@ -129,7 +129,11 @@ def unpredicted(workload: Workload) -> str | None:
     part = unpredicted_part(workload.parts, eager=eager)
     if part is not None:
         step = "a step" if eager else "a compiled step"
-        return f"the memory of {step} with {part} {workload.parts[part]} is not predicted: choose --{part} reference"
+        or_eager = "" if eager or unpredicted_part(workload.parts, eager=True) else ", or --compile eager"
+        return (
+            f"the memory of {step} with {part} {workload.parts[part]} is not predicted: choose --{part} reference"
+            f"{or_eager}"
+        )
     return None
 
 

@@ -3,10 +3,13 @@
 A plan stands or falls with them, so an answer always names them. They were measured on an H200 by stepscope, and are
 taken for any device:
     device.json      products of 4096 x 4096 matrices, and a copy (in results/h200, as all of these)
-    attention        causal attention of 16,384 tokens, head_dim 128, forward and backward
+    attention        causal attention of 16,384 tokens, 16 heads, forward and backward, and what one of 1,024 takes
+                     beyond its FLOPs at that rate (grid-bf16.json)
     kernels          time of the kernels of 18 training steps, op by op, and of the steps: elementwise kernels take
                      1.5 us and their bytes, products 3.6 us beyond what large ones take for their FLOPs, and the device
                      pauses 2 us between two kernels
+    h100-x2/traced   fused parts: silu_product, forward and backward, moves 210 MB in 70.2 us of an H100, 89 % of its
+                     memory's rate, as much as a copy
     best, plain      optimizers, and how long the host takes for a launch where it is the slower one
 """
 
@@ -15,6 +18,7 @@ import msgspec
 from stepscope.core.attentions import scores_of
 from stepscope.core.device_spec import DeviceSpec, product_dtype
 from stepscope.core.errors import InputError
+from stepscope.core.parts import REFERENCE
 from stepscope.core.workload import Workload
 
 MATMUL_SHARES = {"bf16": 0.690, "fp16": 0.652, "tf32": 0.695, "fp32": 0.761}
@@ -28,9 +32,15 @@ KERNEL_S, PRODUCT_S = 1.5e-6 + _PAUSE_S, 3.6e-6 + _PAUSE_S
 """What an elementwise kernel and a product take however small they are, with the pause before the next."""
 LAUNCH_S = 15e-6
 """What the host takes for a kernel of a step op by op."""
-ATTENTION_SHARES = {"flash": 0.628, "sdpa-cudnn": 0.595, "flex": 0.394, "sdpa-flash": 0.306, "sdpa": 0.306}
-"""Shares of the peak that attention reaches in bf16. Another fused one is taken for PyTorch's own choice, `sdpa`, and
-one that is written out is made of products."""
+ATTENTION_SHARES = {
+    "flash": (0.477, 0.628), "sdpa-cudnn": (0.460, 0.595), "flex": (0.313, 0.394), "sdpa-flash": (0.279, 0.306),
+    "sdpa": (0.279, 0.306),
+}  # fmt: skip
+"""Shares of the peak that attention reaches in bf16, with a head_dim of 64 and of 128; below 128 the first is taken.
+Another fused one is taken for PyTorch's own choice, `sdpa`, and one that is written out is made of products."""
+ATTENTION_S = (15e-6, 40e-6)
+"""What fused attention takes in forward and in backward however short it is: `flash` of 1,024 tokens takes 15 and 30 us
+beyond its FLOPs with a head_dim of 64, 16 and 42 with 128."""
 
 STEP_SPREAD = 0.009
 """Relative standard deviation of the steps of one GPU: of 2.7B, bf16, compiled, in results/h200/best."""
@@ -43,6 +53,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     matmul_flops_per_s: float
     attention_flops_per_s: float
     elementwise_bytes_per_s: float
+    fused_bytes_per_s: float
+    """Of the kernels of fused parts, which read and write once, as a copy does."""
     optimizer_bytes_per_s: float
     launch_s: float
     """What the host takes for a kernel; 0 where a compiled step has few of them."""
@@ -65,22 +77,26 @@ def rates_of(spec: DeviceSpec, workload: Workload, matmul_share: float | None = 
     if scores_of(workload.attention) == "whole":
         attention = share
     else:
-        attention = ATTENTION_SHARES.get(workload.attention, ATTENTION_SHARES["sdpa"])
+        narrow, wide = ATTENTION_SHARES.get(workload.attention, ATTENTION_SHARES["sdpa"])
+        attention = wide if workload.model.head_dim >= 128 else narrow
     eager = workload.compile == "eager"
     elementwise = ELEMENTWISE_SHARE if eager else COPY_SHARE
     adamw = FUSED_ADAMW_SHARE if workload.optimizer == "adamw-fused" else ADAMW_SHARE
     rate = spec.peak_bytes_per_s
+    fused = [part for part, name in workload.parts.items() if name != REFERENCE]
     said = (
         f"Matrix products run at {share:.1%} of the {peak / 1e12:,.4g} TFLOP/s of {product} that the datasheet of "
         f"{spec.name} names ({whose}), attention ({workload.attention}) at {attention:.1%}.",
         f"Elementwise work moves its bytes at {elementwise:.1%} of {rate / 1e12:g} TB/s, the optimizer at {adamw:.1%} "
         "(measured on an H200).",
+        *((f"Fused parts ({', '.join(fused)}) move theirs as a copy does, at {COPY_SHARE:.1%}.",) if fused else ()),
     )
     return Rates(
         peak_flops_per_s=peak,
         matmul_flops_per_s=peak * share,
         attention_flops_per_s=peak * attention,
         elementwise_bytes_per_s=rate * elementwise,
+        fused_bytes_per_s=rate * COPY_SHARE,
         optimizer_bytes_per_s=rate * adamw,
         launch_s=LAUNCH_S if eager else 0.0,
         said=said,

@@ -8,6 +8,7 @@ import msgspec
 
 from stepscope.core.attentions import scores_of
 from stepscope.core.layout import SHARDINGS, Layout
+from stepscope.core.parts import REFERENCE
 from stepscope.core.workload import Workload
 from stepscope.work.planned_model import PlannedModel
 
@@ -135,6 +136,7 @@ def _faults(question: Question, grid: Grid) -> Iterator[tuple[str, object]]:
         "context parallel ranks do not divide the sequence into two equal pieces each",
         context > 1 and length % (2 * context * tensor),
     )
+    yield "a fused loss takes the whole vocabulary", tensor > 1 and question.workload.loss != REFERENCE
     yield "tensor parallel ranks do not divide the sequence", tensor > 1 and length % (context * tensor)
     yield "more pipeline stages than blocks", grid.pipeline > config.layers
     yield "expert parallel ranks do not divide the experts", question.model.experts % grid.expert

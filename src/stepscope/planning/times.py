@@ -17,7 +17,7 @@ from stepscope.core.precisions import PRECISIONS
 from stepscope.core.workload import OF_ONE_LAUNCH, Workload
 from stepscope.memory.prediction.layouts import RankMemory, bytes_of
 from stepscope.memory.prediction.stages import Moved
-from stepscope.planning.rates import KERNEL_S, PRODUCT_S, Rates
+from stepscope.planning.rates import ATTENTION_S, KERNEL_S, PRODUCT_S, Rates
 from stepscope.work.communication import (
     Transfer,
     When,
@@ -177,15 +177,17 @@ class Clock:
         scores = tokens * self.model.attention_flops_per_token(length) / layout.tensor
         fused = scores_of(self.workload.attention) != "whole"
         attention = scores * (1 if fused else 2) / rates.attention_flops_per_s
-        forward = {"matrix products": products, "attention": attention}
+        begins, begins_backward = ATTENTION_S if fused else (0.0, 0.0)
+        forward = {"matrix products": products, "attention": attention + begins}
         backward = {
-            "matrix products": 2 * products, "attention": attention * (_ATTENTION_BACKWARD if fused else 2),
+            "matrix products": 2 * products,
+            "attention": attention * (_ATTENTION_BACKWARD if fused else 2) + begins_backward,
         }  # fmt: skip
         if runs_products_again(layout):
             keeps_attention = layout.checkpointing == "attention"
             group = 1 if keeps_attention else int(layout.checkpointing.removeprefix("every-"))
             last = tokens * 2 * self.model.active * config.d_model * config.d_ff / layout.tensor
-            again = products if keeps_attention else products + attention
+            again = products if keeps_attention else products + attention + begins
             backward["run again"] = again - last / rates.matmul_flops_per_s / group
         count = 7 if fused else 9
         forward["matrix products"] += count * PRODUCT_S
@@ -233,11 +235,12 @@ class Clock:
     ) -> None:
         """Add elementwise kernels, and what the device waits for their launches."""
         rates = self.rates
-        for times, count, kernels, launched in (
-            (forward, moved.forward, moved.kernels_forward, products),
-            (backward, moved.backward, moved.kernels_backward, 2 * products),
+        for times, count, fused, kernels, launched in (
+            (forward, moved.forward, moved.fused_forward, moved.kernels_forward, products),
+            (backward, moved.backward, moved.fused_backward, moved.kernels_backward, 2 * products),
         ):
-            times["elementwise"] = max(0, count) / rates.elementwise_bytes_per_s + max(0, kernels) * KERNEL_S
+            others = max(0, count - fused) / rates.elementwise_bytes_per_s
+            times["elementwise"] = others + max(0, fused) / rates.fused_bytes_per_s + max(0, kernels) * KERNEL_S
             waits = (kernels + launched) * rates.launch_s - sum(times.values())
             if waits > 0:
                 times["launches"] = waits
@@ -334,6 +337,8 @@ def _difference(more: Moved, less: Moved) -> Moved:
         backward=more.backward - less.backward,
         kernels_forward=more.kernels_forward - less.kernels_forward,
         kernels_backward=more.kernels_backward - less.kernels_backward,
+        fused_forward=more.fused_forward - less.fused_forward,
+        fused_backward=more.fused_backward - less.fused_backward,
     )
 
 

@@ -192,6 +192,8 @@ class RankMemory:
             backward=one.backward + more * (two.backward - one.backward),
             kernels_forward=one.kernels_forward,
             kernels_backward=one.kernels_backward,
+            fused_forward=one.fused_forward + more * (two.fused_forward - one.fused_forward),
+            fused_backward=one.fused_backward + more * (two.fused_backward - one.fused_backward),
         )
 
     def _held(self, layout: Layout, rank: int) -> tuple[int, int, int]:

@@ -27,6 +27,9 @@ from stepscope.memory.prediction.symbolic_tensors import (
 
 _TEMPORARY = CATEGORIES.index("temporaries")
 _OPERATORS_LEFT_OUT = PRODUCTS | ATTENTION
+_LOSS = "LinearCrossEntropy"
+_FUSED = frozenset({"RmsNorm", "AddRmsNorm", "Rotate", "SiluProduct", _LOSS})
+"""The operators of fused parts (`symbolic_fused.py`)."""
 
 Gradients = Literal["made", "elsewhere"]
 """made: gradients appear during backward, and are counted. elsewhere: they are sent away or added to what is there, and
@@ -71,12 +74,16 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
     kernels_forward: int
     """Results that are made, products and attention left out: each is a kernel's."""
     kernels_backward: int
+    fused_forward: int = 0
+    """Of the bytes in forward, those of the kernels of fused parts."""
+    fused_backward: int = 0
 
 
 class _CountingLedger(Ledger):
     """A ledger that also sums what was ever made, and what was read of it."""
 
     moved = 0
+    fused = 0
     kernels = 0
 
     def storage(self, size: int, category: int = _TEMPORARY) -> Storage:
@@ -90,15 +97,26 @@ class _CountingTape(Tape):
     the gradient, what was saved, and what it made on the way. Products leave the sum as it is."""
 
     ledger: _CountingLedger
+    width = 1
+    """Numbers in a token's residual stream."""
 
     def op(
         self, operator: str, elements: int, itemsize: int, inputs: Sequence[Tensor | Parameter], **more: Any
     ) -> Tensor:
+        before = self.ledger.moved
         if operator not in _OPERATORS_LEFT_OUT:
             self.ledger.moved += sum(one.elements * one.itemsize for one in inputs if isinstance(one, Tensor))
             if operator == "ToCopy":
                 self.ledger.moved += sum(one.bytes for one in inputs if isinstance(one, Parameter))
-        return super().op(operator, elements, itemsize, inputs, **more)
+        if operator == _LOSS:
+            # Its kernel turns the logits of each chunk into their gradients where they are.
+            hidden, head = inputs
+            self.ledger.moved += 2 * hidden.elements * head.elements // self.width**2 * hidden.itemsize
+        made = super().op(operator, elements, itemsize, inputs, **more)
+        if operator in _FUSED:
+            # What it keeps besides was made a moment before.
+            self.ledger.fused += self.ledger.moved - before + sum(one.bytes for one in more.get("also_saves", ()))
+        return made
 
     def output(self, operator: str, size: int) -> Storage:
         before = self.ledger.moved, self.ledger.kernels
@@ -118,6 +136,8 @@ class _CountingTape(Tape):
         if made:  # otherwise the gradient is passed on
             results = sum({id(one): one.bytes for one in gradients if one is not None}.values())
             ledger.moved += reads + max(0, made - results)
+        if node.operator in _FUSED:
+            ledger.fused += ledger.moved - before
         return gradients
 
 
@@ -144,15 +164,17 @@ def moved_by_stage(stage: Stage) -> Moved:
     for parameter in model.parameters:
         parameter.gradient = ledger.storage(0)
     tape = _CountingTape(ledger, recording=True)
-    made: list[tuple[int, int]] = []
+    tape.width = stage.workload.model.d_model
+    made: list[tuple[int, int, int]] = []
     _run(stage, model, tape, made)
-    (forward, kernels), (both, all_kernels) = made
+    (forward, kernels, fused), (both, all_kernels, all_fused) = made
     return Moved(
-        forward=forward, backward=both - forward, kernels_forward=kernels, kernels_backward=all_kernels - kernels
-    )
+        forward=forward, backward=both - forward, kernels_forward=kernels, kernels_backward=all_kernels - kernels,
+        fused_forward=fused, fused_backward=all_fused - fused,
+    )  # fmt: skip
 
 
-def _run(stage: Stage, model: RankModel, tape: Tape, made: list[tuple[int, int]] | None = None) -> StageNeeds:
+def _run(stage: Stage, model: RankModel, tape: Tape, made: list[tuple[int, int, int]] | None = None) -> StageNeeds:
     """What forward and backward need; `made` gets the sums after each."""
     ledger, units = tape.ledger, model.units
     tape.after_rerun = model.end_autocast
@@ -184,6 +206,6 @@ def _run(stage: Stage, model: RankModel, tape: Tape, made: list[tuple[int, int]]
     )  # fmt: skip
 
 
-def _note(ledger: Ledger, made: list[tuple[int, int]] | None) -> None:
+def _note(ledger: Ledger, made: list[tuple[int, int, int]] | None) -> None:
     if made is not None and isinstance(ledger, _CountingLedger):
-        made.append((ledger.moved, ledger.kernels))
+        made.append((ledger.moved, ledger.kernels, ledger.fused))
