@@ -18,6 +18,7 @@ def test_a_network_is_a_name_or_figures():
     assert (changed.node, changed.share, changed.inside_bytes_per_s) == (4, 0.9, 450e9)
     assert "between=100GB" in changed.name
     assert parse_network("inside=100GB/s", H100).inside_bytes_per_s == 100e9
+    assert (H100.beside, parse_network("beside=1.2", H100).beside) == (None, 1.2)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,7 @@ def test_a_network_is_a_name_or_figures():
         ("between=fast", "cannot read the size 'fast'"),
         ("call=5", "cannot read call=5"),
         ("share=1.5", "cannot read share=1.5"),
+        ("beside=0.5", "cannot read beside=0.5"),
         ("colour=red", "cannot read colour=red"),
     ],
 )

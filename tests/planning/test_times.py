@@ -1,20 +1,38 @@
 """The time of a step, worked out by hand and against runs that were stored."""
 
+import gzip
 import statistics
+from collections import defaultdict
 from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stepscope.core.device_spec import DATASHEET, DeviceSpec
 from stepscope.core.errors import InputError
-from stepscope.core.layout import Layout
+from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.network import Network
 from stepscope.core.workload import Workload
-from stepscope.memory.prediction.layouts import RankMemory
-from stepscope.planning.rates import ATTENTION_S, ATTENTION_SHARES, MATMUL_SHARES, Rates, rates_of
-from stepscope.planning.times import PARTS, Clock
+from stepscope.memory.prediction.layouts import RankMemory, bytes_of
+from stepscope.planning.rates import (
+    ATTENTION_S,
+    ATTENTION_SHARES,
+    MATMUL_SHARES,
+    OTHERS_BESIDE,
+    PRODUCTS_BESIDE,
+    Rates,
+    rates_of,
+)
+from stepscope.planning.times import (
+    PARTS,
+    Clock,
+    _added,  # pyright: ignore[reportPrivateUsage]
+    _Hiding,  # pyright: ignore[reportPrivateUsage]
+)
+from stepscope.work.communication import Copies, data_copies
 from stepscope.work.planned_model import PlannedModel
 from stepscope.work.transformer import step_flops
 
@@ -92,6 +110,92 @@ def test_data_parallelism_hides_behind_backward_as_far_as_it_goes():
     parameters = PlannedModel(config=CONFIG).parameters
     sent = parameters * 4 / 1e9
     assert 0.8 * sent < exposed < sent
+
+
+def test_computation_beside_a_collective_by_hand():
+    """A collective of 4 s in 4 pieces: one has nothing to hide behind, and 3 s pass beside computation."""
+    added = _added(4.0, _Hiding(seconds=40.0, beside=1.5, pieces=4))
+    assert added.exposed == pytest.approx(1.0)
+    assert added.slower == pytest.approx(1.0)  # 3 s of it are enough for 2 s of computation
+    # Computation of 1.6 s, of which 1.2 s hide something, takes 1.8 s of the 3; the rest is bare.
+    short = _added(4.0, _Hiding(seconds=1.6, beside=1.5, pieces=4))
+    assert short.slower == pytest.approx(0.6)
+    assert short.exposed == pytest.approx(1.0 + 3.0 - 1.8)
+
+
+@given(
+    sent=st.floats(0, 100), more=st.floats(0, 10), computing=st.floats(0, 100), slower=st.floats(1, 3),
+    pieces=st.integers(1, 200),
+)  # fmt: skip
+def test_what_a_collective_adds_lies_between_its_bare_rest_and_itself(
+    sent: float, more: float, computing: float, slower: float, pieces: int
+):
+    behind = _Hiding(seconds=computing, beside=slower, pieces=pieces)
+    added = _added(sent, behind).seconds
+    free = _added(sent, behind._replace(beside=1.0)).seconds
+    assert free == pytest.approx(max(sent / pieces, sent - computing * (pieces - 1) / pieces), abs=1e-9)
+    assert free - 1e-9 <= added <= sent + 1e-9
+    assert added <= _added(sent + more, behind).seconds + 1e-9
+
+
+def test_copies_around_collectives_by_hand():
+    """In bf16 with fp32 parameters, for P of them on each of 4 ranks."""
+    model = PlannedModel(config=CONFIG)
+    workload = Workload(model=CONFIG, batch_size=4, seq_len=512, dtype="bf16", attention="flash")
+    count = model.parameters
+
+    def copies(sharding: str) -> Copies:
+        layout = Layout(data=4, shard=4 if SHARDINGS[sharding].shares else 1, sharding=sharding)
+        return data_copies(model, layout, bytes_of(workload, sharding))
+
+    assert copies("ddp") == Copies(step=4 * 4 * count)  # into the bucket and back: two reads, two writes
+    assert copies("ddp-views") == Copies(step=2 * 4 * count)
+    assert copies("zero1-master") == Copies()
+    # A quarter is read and written; what was gathered is read from the buffer and written.
+    wide, gathered = copies("zero3-autocast"), count * (2 * 4 + 8 / 4)
+    assert (wide.forward, wide.backward, wide.step) == (gathered, gathered + count * 8, 0)
+    narrow, gathered = copies("zero3"), count * (2 * 2 + (4 + 2) / 4)
+    assert (narrow.forward, narrow.backward) == (gathered, gathered + count * (2 + 4))
+    once = copies("zero2")
+    assert (once.forward, once.backward, once.step) == (0, count * (2 + 4), gathered)
+    assert data_copies(model, Layout(), bytes_of(workload, "ddp")) == Copies()
+
+
+def test_a_step_says_what_collectives_cost_its_computation():
+    rates = msgspec.structs.replace(RATES, products_beside=2.0, others_beside=1.0)
+    free, slower = (step(Layout(data=2), rates=each) for each in (RATES, rates))
+    assert free.parts["slower beside collectives"] == 0
+    assert slower.parts["slower beside collectives"] > 0
+    assert slower.parts["data parallel"] == pytest.approx(free.parts["data parallel"])
+    assert slower.step_s == pytest.approx(free.step_s + slower.parts["slower beside collectives"])
+    copied = 4 * 4 * PlannedModel(config=CONFIG).parameters / 2e12
+    assert slower.parts["copies for collectives"] == pytest.approx(copied)
+    said = msgspec.structs.replace(NETWORK, beside=1.0)
+    assert step(Layout(data=2), rates=rates, network=said).step_s == pytest.approx(free.step_s)
+
+
+def test_computation_beside_collectives_is_as_slow_as_was_measured():
+    """Of results/h100-x2/traced: kernels of one name and grid, all their time beside a collective or none of it."""
+    alone: dict[tuple[str, str], list[float]] = defaultdict(list)
+    beside: dict[tuple[str, str], list[float]] = defaultdict(list)
+    traces = sorted((Path(__file__).parents[2] / "results" / "h100-x2" / "traced").glob("**/trace.kineto.json.gz"))
+    assert len(traces) == 2
+    for trace in traces:
+        events = msgspec.json.decode(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        kernels = [event for event in events if event.get("cat") == "kernel"]
+        collectives = [(one["ts"], one["ts"] + one["dur"]) for one in kernels if "nccl" in one["name"]]
+        for one in (one for one in kernels if "nccl" not in one["name"]):
+            begin, end = one["ts"], one["ts"] + one["dur"]
+            shared = sum(max(0, min(end, last) - max(begin, first)) for first, last in collectives)
+            if shared == 0 or shared > 0.95 * (end - begin):
+                (beside if shared else alone)[one["name"][:60], str(one["args"]["grid"])].append(one["dur"])
+    known = [name for name, times in alone.items() if len(times) > 2 and len(beside[name]) > 2]
+    for is_product, constant, count in ((True, PRODUCTS_BESIDE, 1007), (False, OTHERS_BESIDE, 1865)):
+        names = [name for name in known if name[0].startswith("nvjet") is is_product]
+        took = {name: (statistics.median(alone[name]), statistics.median(beside[name])) for name in names}
+        slow, fast = (sum(len(beside[name]) * took[name][i] for name in names) for i in (1, 0))
+        assert sum(len(beside[name]) for name in names) == count
+        assert slow / fast == pytest.approx(constant, abs=0.01)
 
 
 def test_checkpointing_runs_a_forward_again():

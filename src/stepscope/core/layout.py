@@ -30,6 +30,8 @@ class Sharding:
     gathers: Gathers = "never"
     in_compute_dtype: bool = False
     """Whether parameters are gathered in the dtype of products; else as they are stored, and autocast casts them."""
+    copied: int = 0
+    """How often a rank reads or writes each gradient besides, to send it and to have it back."""
     buckets: bool = False
     """Whether each gradient is copied into a bucket that is sent, and back, and the buckets stay beside gradients."""
     usual: bool = True
@@ -47,15 +49,15 @@ SHARDINGS: dict[str, Sharding] = {
     for one in (
         Sharding(
             name="ddp", words="nothing is sharded, and buckets hold each gradient once more",
-            source="Li et al. 2020, PyTorch Distributed; DistributedDataParallel", buckets=True,
+            source="Li et al. 2020, PyTorch Distributed; DistributedDataParallel", buckets=True, copied=4,
         ),
         Sharding(
             name="ddp-views", words="as ddp, but gradients are views of their buckets, or sent where they are",
-            source="DistributedDataParallel(gradient_as_bucket_view=True), and the lessons", usual=False,
+            source="DistributedDataParallel(gradient_as_bucket_view=True), and the lessons", copied=2, usual=False,
         ),
         Sharding(
             name="zero1", words="moments sharded", source=f"{_ZERO}.1; PyTorch's ZeroRedundancyOptimizer",
-            moments=True, gathers="once",
+            moments=True, gathers="once", copied=2,
         ),
         Sharding(
             name="zero1-master", words="moments and fp32 parameters sharded, a copy in the compute dtype whole",

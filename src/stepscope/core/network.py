@@ -32,6 +32,9 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     """What a collective takes before its first byte."""
     share: float = 0.8
     """Share of a link's rate that a collective of large messages reaches: an assumption."""
+    beside: float | None = None
+    """How many times as long matrix products take while a collective runs; None for what was measured of NCCL. 1 where
+    copy engines or switches do what multiprocessors do for NCCL."""
     source: str = ""
     measured: tuple[CollectiveFit, ...] = ()
     """What collectives within a node take, as it was measured; empty where nothing was."""
@@ -91,7 +94,7 @@ NETWORKS: dict[str, Network] = {
 _RATES = {"inside": "inside_bytes_per_s", "between": "between_bytes_per_s"}
 _LATENCIES = {"inside-latency": "inside_latency_s", "between-latency": "between_latency_s", "call": "call_s"}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-_KEYS = ", ".join(("node", *_RATES, *_LATENCIES, "share"))
+_KEYS = ", ".join(("node", *_RATES, *_LATENCIES, "share", "beside"))
 
 
 def network_for(spec: DeviceSpec) -> Network:
@@ -140,6 +143,8 @@ def _change(key: str, value: str) -> dict[str, float | int]:
         return {_LATENCIES[key]: float(latency[1]) * _SECONDS[latency[2]]}
     if key == "share" and re.fullmatch(r"0?\.\d+|1(\.0*)?", value) and float(value) > 0:
         return {"share": float(value)}
+    if key == "beside" and re.fullmatch(r"\d{1,2}(\.\d+)?", value) and float(value) >= 1:
+        return {"beside": float(value)}
     raise InputError(
         f"cannot read {key[:40]}={value[:40]} in --network: there are {_KEYS}, as in "
         "node=8,inside=450GB,between=50GB,between-latency=5us,share=0.8"

@@ -15,7 +15,7 @@ from stepscope.planning.rates import STEP_SPREAD
 from stepscope.planning.scaling import Scaled, Sensitivity, stops_at
 from stepscope.planning.search import COMMUNICATION_BYTES, Machine, Plan, Planned
 from stepscope.planning.simulation import Simulated
-from stepscope.planning.times import PARTS
+from stepscope.planning.times import PARTS, beside
 from stepscope.work.collectives import bus_bandwidth
 from stepscope.work.communication import Transfer, transfer_s, transfers_of
 
@@ -72,6 +72,14 @@ def _lead(planning: Planning) -> Iterable[Line]:
         yield Line(_measured_links(network, question.ranks))
     for said in planning.machine.rates.said:
         yield Line(said, "aside")
+    if question.ranks > 1:
+        products, others = beside(planning.machine.rates, network)
+        whose = "measured over NCCL on two H100" if network.beside is None else "as --network says"
+        yield Line(
+            f"While a collective runs, matrix products take {products:.2f} times as long, and other kernels "
+            f"{others:.2f} times ({whose}).",
+            "aside",
+        )
 
 
 def _measured_links(network: Network, ranks: int) -> str:
@@ -328,7 +336,7 @@ _COLOURS = {
     "tensor parallel": ("tensor parallel",),
     "context and expert parallel": ("context parallel", "expert parallel"),
     "pipeline": ("pipeline sends", "pipeline bubble"),
-    "data parallel": ("data parallel",),
+    "data parallel": ("data parallel", "slower beside collectives", "copies for collectives"),
     "optimizer": ("optimizer",),
 }
 """Parts that share a colour in the plot: it can tell eight apart."""

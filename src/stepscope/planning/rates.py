@@ -42,6 +42,12 @@ ATTENTION_S = (15e-6, 40e-6)
 """What fused attention takes in forward and in backward however short it is: `flash` of 1,024 tokens takes 15 and 30 us
 beyond its FLOPs with a head_dim of 64, 16 and 42 with 128."""
 
+PRODUCTS_BESIDE, OTHERS_BESIDE = 1.71, 1.12
+"""How many times as long matrix products, and other kernels, take while a collective runs. NCCL's kernel of 24 blocks
+keeps as many multiprocessors of 132 from them, and products whose grid has a block for each need a second round.
+Of 1,007 products and 1,865 other kernels of a step of two H100: on the rank that waits in a collective meanwhile,
+against the same ones alone on the other rank (results/h100-x2/traced). What a collective moves itself is not in it."""
+
 STEP_SPREAD = 0.009
 """Relative standard deviation of the steps of one GPU: of 2.7B, bf16, compiled, in results/h200/best."""
 
@@ -56,6 +62,10 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     fused_bytes_per_s: float
     """Of the kernels of fused parts, which read and write once, as a copy does."""
     optimizer_bytes_per_s: float
+    products_beside: float = 1.0
+    """How many times as long products take while a collective runs."""
+    others_beside: float = 1.0
+    """The same of all other kernels."""
     launch_s: float
     """What the host takes for a kernel; 0 where a compiled step has few of them."""
     said: tuple[str, ...]
@@ -98,6 +108,8 @@ def rates_of(spec: DeviceSpec, workload: Workload, matmul_share: float | None = 
         elementwise_bytes_per_s=rate * elementwise,
         fused_bytes_per_s=rate * COPY_SHARE,
         optimizer_bytes_per_s=rate * adamw,
+        products_beside=PRODUCTS_BESIDE,
+        others_beside=OTHERS_BESIDE,
         launch_s=LAUNCH_S if eager else 0.0,
         said=said,
     )

@@ -3,10 +3,12 @@
 A micro-batch's turn on a rank is its products, attention and elementwise work, and the communication that nothing
 hides: of tensor, context and expert parallelism all of it. m turns and the bubble of (p - 1) / v turns make the
 pipeline (`work/pipelines.py`). What data parallelism sends is hidden behind the computation that does not wait for it
-(forward and backward of the same micro-batch, or of the last one), and only the rest counts. Then the optimizer steps.
+(forward and backward of the same micro-batch, or of the last one), and only the rest counts. But a collective takes
+multiprocessors: computation beside it goes slower. Then the optimizer steps.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,9 +21,11 @@ from stepscope.memory.prediction.layouts import RankMemory, bytes_of
 from stepscope.memory.prediction.stages import Moved
 from stepscope.planning.rates import ATTENTION_S, KERNEL_S, PRODUCT_S, Rates
 from stepscope.work.communication import (
+    Copies,
     Transfer,
     When,
     context_transfers,
+    data_copies,
     data_transfers,
     end_transfers,
     expert_transfers,
@@ -37,7 +41,8 @@ from stepscope.work.transformer import moment_bytes
 
 PARTS: tuple[str, ...] = (
     "matrix products", "attention", "run again", "elementwise", "launches", "tensor parallel", "context parallel",
-    "expert parallel", "pipeline sends", "pipeline bubble", "data parallel", "optimizer",
+    "expert parallel", "pipeline sends", "pipeline bubble", "data parallel", "slower beside collectives",
+    "copies for collectives", "optimizer",
 )  # fmt: skip
 """What a step's time is made of, in the order of tables."""
 
@@ -96,6 +101,26 @@ class _DataSeconds(msgspec.Struct, frozen=True, kw_only=True):
     backward: float
     gathered: float
     reduced: float
+    copies: Copies
+    """In seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Added:
+    """Seconds that data parallelism adds: what nothing hides, what computation loses beside it, and copies."""
+
+    exposed: float = 0.0
+    slower: float = 0.0
+    copied: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.exposed + self.slower + self.copied
+
+    def __add__(self, other: "_Added") -> "_Added":
+        return _Added(
+            exposed=self.exposed + other.exposed, slower=self.slower + other.slower, copied=self.copied + other.copied
+        )
 
 
 class Clock:
@@ -136,18 +161,19 @@ class Clock:
         send = self._send(layout)
         if p > 1:
             parts["pipeline sends"] = 2 * (p - 1) * send + self._waits_s(layout, send, chunk * block.forward_s)
-        forward, backward = count * block.forward_s, count * block.backward_s
-        each, once = self._data(layout, forward, backward)
-        parts["data parallel"] = m * each + once
+        each, once = self._data(layout, block, count)
+        parts["data parallel"] = m * each.exposed + once.exposed
+        parts["slower beside collectives"] = m * each.slower + once.slower
+        parts["copies for collectives"] = m * each.copied + once.copied
         optimizer = self._optimizer_s(layout)
         parts["optimizer"] = optimizer
-        share = each / 2 / layout.chunks
+        share = each.seconds / 2 / layout.chunks
         return StepTime(
             step_s=sum(parts.values()), parts=parts, forward_s=chunk * block.forward_s + share,
             backward_s=chunk * block.backward_s + share, send_s=send,
             last_forward_s=ends.forward_s - (fewer * block.forward_s if p > 1 else 0),
             last_backward_s=ends.backward_s - (fewer * block.backward_s if p > 1 else 0),
-            data_s=once, optimizer_s=optimizer,
+            data_s=once.seconds, optimizer_s=optimizer,
         )  # fmt: skip
 
     def _waits_s(self, layout: Layout, send: float, forward: float) -> float:
@@ -280,21 +306,30 @@ class Clock:
         sends = list(pipeline_transfers(self.model, layout, self.workload.seq_len, sizes))
         return self.seconds(sends[0]) if sends else 0.0
 
-    def _data(self, layout: Layout, forward: float, backward: float) -> tuple[float, float]:
-        """What data parallelism adds to each micro-batch, and to the step once."""
+    def _data(self, layout: Layout, block: BlockTimes, count: int) -> tuple[_Added, _Added]:
+        """What data parallelism adds to each micro-batch of so many blocks, and to the step once."""
         key = (
             layout.data, layout.tensor, layout.context, layout.pipeline, layout.chunks, layout.expert, layout.sharding,
             layout.shard,
         )  # fmt: skip
         if key not in self._sent:
             self._sent[key] = self._data_seconds(layout)
-        sent = self._sent[key]
-        pieces = sent.pieces
-        each = _exposed(sent.forward, forward, pieces) + _exposed(sent.backward, backward, pieces)
-        gathered = sent.gathered
+        sent, copies = self._sent[key], self._sent[key].copies
+        forward = _Hiding(count * block.forward_s + copies.forward, self._beside(block.forward), sent.pieces)
+        backward = _Hiding(count * block.backward_s + copies.backward, self._beside(block.backward), sent.pieces)
+        each = _added(sent.forward, forward) + _added(sent.backward, backward)
         if SHARDINGS[layout.sharding].parameters:
-            gathered = _exposed(gathered, forward, pieces)  # block by block, before the block's first forward
-        return each, gathered + _exposed(sent.reduced, backward, pieces)
+            gathered = _added(sent.gathered, forward)  # block by block, before the block's first forward
+        else:
+            gathered = _Added(exposed=sent.gathered)
+        once = gathered + _added(sent.reduced, backward) + _Added(copied=copies.step)
+        return each + _Added(copied=copies.forward + copies.backward), once
+
+    def _beside(self, parts: dict[str, float]) -> float:
+        """How many times as long these parts take together while a collective runs."""
+        whole, (of_products, of_others) = sum(parts.values()), beside(self.rates, self.network)
+        products = parts["matrix products"] + parts.get("run again", 0.0)
+        return (products * of_products + (whole - products) * of_others) / whole if whole else 1.0
 
     def _data_seconds(self, layout: Layout) -> "_DataSeconds":
         transfers = list(data_transfers(self.model, layout, bytes_of(self.workload, layout.sharding)))
@@ -306,7 +341,15 @@ class Clock:
             backward=self._sum(transfers, "backward", overlaps=True),
             gathered=self._sum(gathers, "step", overlaps=True),
             reduced=self._sum(reduces, "step", overlaps=True),
+            copies=self._copies(layout),
         )
+
+    def _copies(self, layout: Layout) -> Copies:
+        copies, rate = data_copies(self.model, layout, bytes_of(self.workload, layout.sharding)), self.rates
+        return Copies(
+            forward=copies.forward / rate.fused_bytes_per_s, backward=copies.backward / rate.fused_bytes_per_s,
+            step=copies.step / rate.fused_bytes_per_s,
+        )  # fmt: skip
 
     def _optimizer_s(self, layout: Layout) -> float:
         """AdamW over the parameters that the rank updates."""
@@ -342,8 +385,32 @@ def _difference(more: Moved, less: Moved) -> Moved:
     )
 
 
-def _exposed(sent: float, hidden_behind: float, pieces: int) -> float:
-    """What is left of communication in so many pieces: the first or the last has nothing to hide behind."""
+def beside(rates: Rates, network: Network) -> tuple[float, float]:
+    """How many times as long products, and other kernels, take while a collective runs."""
+    if network.beside is None:
+        return rates.products_beside, rates.others_beside
+    return network.beside, min(network.beside, rates.others_beside)
+
+
+class _Hiding(NamedTuple):
+    """Computation behind which communication hides."""
+
+    seconds: float
+    beside: float
+    """How many times as long it takes while a collective runs."""
+    pieces: int
+    """In how many pieces the communication goes: the first or the last has nothing to hide behind."""
+
+
+def _added(sent: float, behind: _Hiding) -> _Added:
+    """What so many seconds of communication add to the computation behind which they hide.
+
+    While communication goes on for C seconds, computation gets C / f done, f being how much slower it is then: it loses
+    C (1 - 1 / f). Where it ends before, it has lost f - 1 times its own seconds, and the rest of C is bare.
+    """
     if not sent:
-        return 0.0
-    return max(sent / pieces, sent - hidden_behind * (pieces - 1) / pieces)
+        return _Added()
+    first = sent / behind.pieces
+    at_once, hiding = sent - first, behind.seconds * (behind.pieces - 1) / behind.pieces
+    hidden = min(at_once, behind.beside * hiding)
+    return _Added(exposed=first + at_once - hidden, slower=hidden * (1 - 1 / behind.beside))

@@ -186,6 +186,42 @@ def _of_parameters(layout: Layout, sizes: Bytes, each: int, count: int, holders:
         yield Transfer("data", "gradients", "all-reduce", -(-gradients // shard), count, across, "step", overlaps=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Copies:
+    """Bytes that a rank reads and writes on its own device to send and receive what data parallelism shares out."""
+
+    forward: float = 0.0
+    """Of each micro-batch."""
+    backward: float = 0.0
+    """Of each micro-batch."""
+    step: float = 0.0
+
+
+def data_copies(model: PlannedModel, layout: Layout, sizes: Bytes) -> Copies:
+    """What PyTorch copies around data parallelism's collectives.
+
+    DDP copies each gradient into its bucket, and back where it is no view of it (torch/csrc/distributed/c10d/
+    reducer.cpp, `mark_variable_ready_dense` and `finalize_bucket_dense`). `fully_shard` copies a rank's shards to their
+    place in a buffer, what was gathered out of it into parameters, and gradients into the buffer that is reduced
+    (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
+    """
+    sharding = SHARDINGS[layout.sharding]
+    if layout.data * layout.context == 1:
+        return Copies()
+    blocks = largest_stage(model.config.layers, layout.stages) * layout.chunks
+    each = model.local_block(layout.tensor) + model.local_experts(layout.tensor, layout.expert)
+    held = blocks * each + model.outside_blocks // layout.tensor
+    if not sharding.gradients:
+        return Copies(step=sharding.copied * held * sizes.gradients)
+    gathered = sizes.compute if sharding.in_compute_dtype else sizes.parameters
+    whole = held * (2 * gathered + (sizes.parameters + gathered) / layout.shard)
+    made = gathered  # gradients have the dtype of what backward used
+    reduced = held * (made + sizes.gradients)
+    if sharding.gathers == "each pass":
+        return Copies(forward=whole, backward=whole + reduced)
+    return Copies(backward=reduced, step=whole)
+
+
 def transfers_of(model: PlannedModel, layout: Layout, seq_len: int, sizes: Bytes) -> list[Transfer]:
     """Everything that a rank of the largest stage sends, embedding and head with it."""
     blocks = largest_stage(model.config.layers, layout.stages) * layout.chunks

@@ -37,8 +37,6 @@ from stepscope.work.transformer import moment_bytes
 _MIXED = ("bf16", "fp16")
 _FEW_BLOCKS = 2
 """Stages of at most so many blocks are run as they are; larger ones follow from 1 and 2, since blocks are alike."""
-_FEW_UNITS = 4
-"""The same where blocks are gathered and let go: the first and the last one have other neighbours."""
 
 
 class RankNeeds(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,10 +284,24 @@ class RankMemory:
     def _stage_needs(self, layout: Layout, stage: "_RankStage", exactly: bool) -> StageNeeds:
         if exactly:
             return _needs(self._question(layout, stage))
+        if stage.shards is not None:
+            return self._of_units(layout, stage, stage.shards)
         key = self._key(layout, stage)
         if key not in self._known:
             self._known[key] = self._by_corners(layout, stage)
         return self._known[key]
+
+    def _of_units(self, layout: Layout, stage: "_RankStage", shards: Shards) -> StageNeeds:
+        """The needs where parameters come and go, from those where they are there: the stage is the same for every
+        number of ranks. Forward has two blocks and what is outside whole; backward has a block's gradients and those of
+        what is outside on their way besides."""
+        plain = self._stage_needs(layout, msgspec.structs.replace(stage, shards=None, gradients="elsewhere"), False)
+        gathered = (2 * shards.block + shards.root) * shards.gathered_bytes
+        both = gathered + (shards.block + shards.root) * shards.reduced_bytes
+        return msgspec.structs.replace(
+            plain, forward=plain.forward + gathered, backward=plain.backward + both, gathered_forward=gathered,
+            gathered_backward=both,
+        )  # fmt: skip
 
     def _key(self, layout: Layout, stage: "_RankStage") -> tuple[object, ...]:
         return (
@@ -299,12 +311,12 @@ class RankMemory:
 
     def _by_corners(self, layout: Layout, stage: "_RankStage") -> StageNeeds:
         """The needs by interpolation between few and more blocks, one sequence and two."""
-        few = _FEW_BLOCKS if stage.shards is None else _FEW_UNITS
-        if stage.blocks > few:
+        if stage.blocks > _FEW_BLOCKS:
             low, high = (
-                self._by_tokens(layout, msgspec.structs.replace(stage, blocks=count)) for count in (few - 1, few)
+                self._by_tokens(layout, msgspec.structs.replace(stage, blocks=count))
+                for count in (_FEW_BLOCKS - 1, _FEW_BLOCKS)
             )
-            return _interpolated(low, high, stage.blocks - few + 1)
+            return _interpolated(low, high, stage.blocks - _FEW_BLOCKS + 1)
         return self._by_tokens(layout, stage)
 
     def _by_tokens(self, layout: Layout, stage: "_RankStage") -> StageNeeds:
