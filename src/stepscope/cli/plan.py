@@ -55,8 +55,8 @@ def plan(
     """Plan a step on paper, over one GPU to 100,000: every layout, which fit, which is fastest, and what bounds it."""
     check_picture(save)
     if verify or against:
-        refuse_beside("--verify", "--against")
-        _verify(against, save, shown)
+        refuse_beside("--verify", "--against", "--network")
+        _verify(against, network, save, shown)
         return
     workload, checkpointings = _step(said, batch_tokens)
     from stepscope.core.layout import parse_layout
@@ -194,13 +194,16 @@ def _keep(planning: "Planning", runs: Path) -> None:
         warn(fault)
 
 
-def _verify(against: tuple[Path, ...], save: Path | None, shown: Presentation) -> None:
+def _verify(against: tuple[Path, ...], network: str | None, save: Path | None, shown: Presentation) -> None:
+    from stepscope.core.network import network_for
     from stepscope.core.run_directory import load_runs
     from stepscope.planning.verification import answer_verification
 
     runs, faults = load_runs(list(against)) if against else ([], [])
     for fault in faults:
         warn(f"left out: {fault}")
-    answer = answer_verification(runs)
+    answer = answer_verification(
+        runs, lambda spec: _network(network, network_for(spec)) if network else network_for(spec)
+    )
     shown.show(answer)
     draw(answer, save)

@@ -1,18 +1,18 @@
 """Plans beside what others published, and beside stored runs: the difference, whatever it is."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from stepscope.core.answer import PROSE, Answer, Cell, Line, Table, as_lines, table_of
 from stepscope.core.attention_support import is_predicted
-from stepscope.core.device_spec import find_device_spec
+from stepscope.core.device_spec import DeviceSpec, find_device_spec
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, note
 from stepscope.core.layout import layout_of
 from stepscope.core.model_config import configure
-from stepscope.core.network import network_for
+from stepscope.core.network import Network, network_for
 from stepscope.core.run import Run
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.units import GIB
@@ -20,16 +20,19 @@ from stepscope.core.workload import Workload
 from stepscope.memory.prediction.estimate import estimate
 from stepscope.memory.prediction.layouts import RankMemory
 from stepscope.planning.published import PUBLISHED, Published
-from stepscope.planning.rates import rates_of
+from stepscope.planning.rates import LAUNCH_S, rates_of
 from stepscope.planning.search import planned
 from stepscope.planning.times import Clock
 from stepscope.work.described import cell_name
 from stepscope.work.planned_model import PlannedModel
 
+NetworkOf = Callable[[DeviceSpec], Network]
+"""The network that joins devices of a kind."""
 
-def answer_verification(runs: Sequence[Run]) -> Answer:
-    """The Answer to how far plans are off."""
-    measured = [row for run in runs if (row := _measured_row(run)) is not None]
+
+def answer_verification(runs: Sequence[Run], network_of: NetworkOf = network_for) -> Answer:
+    """The Answer to how far plans are off. network_of: the network that joined the devices of the runs."""
+    measured = [row for run in runs if (row := _measured_row(run, network_of)) is not None]
     public = [_published_row(one) for one in PUBLISHED]
     tables = [_published_table(public)]
     if measured:
@@ -89,7 +92,7 @@ def _without_ranks(unknown: str) -> str:
     return unknown.rpartition("GPUs; ")[2]
 
 
-def _measured_row(run: Run) -> tuple[Cell, ...] | None:
+def _measured_row(run: Run, network_of: NetworkOf) -> tuple[Cell, ...] | None:
     """A run beside its plan; None for what no plan is of."""
     workload = run.textbook
     environment, step = run.environment, run.samples.get("step")
@@ -103,34 +106,69 @@ def _measured_row(run: Run) -> tuple[Cell, ...] | None:
     memory = RankMemory(alone, PlannedModel(config=workload.model))
     measured = _measured_peak(run)
     try:
-        plan = Clock(alone, memory, rates_of(spec, alone), network_for(spec)).step(layout).step_s
+        plan = Clock(alone, memory, rates_of(spec, alone), network_of(spec)).step(layout).step_s
         fitted = layout.ranks == 1 and is_predicted(workload)
         peak = estimate(workload).peak_bytes if fitted else memory.needs(layout, exactly=True).peak
     except InputError:  # no plan is of such a step
         return None
     return (
         cell_name(workload), measured_s, plan, plan / measured_s - 1, measured, peak if measured else None,
-        100 * (peak / measured - 1) if measured else None,
+        100 * (peak / measured - 1) if measured else None, _computing_share(run, measured_s),
     )  # fmt: skip
+
+
+def _computing_share(run: Run, step_s: float) -> float | None:
+    """The part of a step in which the device computes, communication left out; None where no step was profiled."""
+    profile = run.evidence.profile
+    if profile is None:
+        return None
+    computing_s = profile.busy_s if run.shared is None else profile.computation_s
+    return min(1.0, computing_s / step_s) if computing_s is not None else None
 
 
 def _measured_peak(run: Run) -> int | None:
     """The peak of the rank that needed most, or of the only one."""
-    if run.shared is None:
-        return run.evidence.memory.allocated_peak if run.evidence.memory else None
-    peaks = [one.memory.allocated_peak for one in run.shared.ranks if one.memory is not None]
+    of_ranks = [one.memory for one in run.shared.ranks] if run.shared is not None else []
+    peaks = [memory.allocated_peak for memory in (run.evidence.memory, *of_ranks) if memory is not None]
     return max((peak for peak in peaks if peak is not None), default=None)
 
 
 def _measured_table(rows: list[tuple[Cell, ...]]) -> Table:
     return table_of(
         "run", ("step", "s"), ("planned", "s"), ("difference", "+%"), ("peak", "B"), ("planned peak", "B"),
-        ("of peak", "{:+.3f} %"),
+        ("of peak", "{:+.3f} %"), ("computing", "%"),
         title="Stored runs", rows=sorted(rows, key=lambda row: str(row[0])),
         notes=as_lines(
-            "The peak of one GPU is the one that `stepscope fit` predicts, where it does."
+            "The peak of one GPU is the one that `stepscope fit` predicts, where it does. Computing: the part of the "
+            "step in which the device (of ranks, the first one's) computes, by the profiled step."
         ),
     )  # fmt: skip
+
+
+_BUSY = 0.8
+"""The least part of a step in which a device computes that does not wait for its host: `launch-bound` has the same."""
+
+
+def _waiting_findings(rows: list[tuple[Cell, ...]]) -> Iterable[Finding]:
+    """Steps whose devices wait, apart from those that compute: what a host needs, no plan knows."""
+    known = [(abs(float(row[3])), row[7]) for row in rows if isinstance(row[3], float) and isinstance(row[7], float)]
+    waiting = [off for off, share in known if share < _BUSY]
+    busy = [off for off, share in known if share >= _BUSY]
+    if waiting and busy:
+        yield note(
+            "steps-busy",
+            f"In {len(busy)} of them the device computes for at least {_BUSY:.0%} of the step: plans of these are off "
+            f"by {statistics.median(busy):.1%} in the median, and by {max(busy):.1%} at most.",
+            {"median": statistics.median(busy), "worst": max(busy)},
+        )
+    if waiting:
+        yield note(
+            "steps-waiting",
+            f"In {len(waiting)} the device waits for longer, for its host or for other ranks. A plan counts "
+            f"{LAUNCH_S * 1e6:.0f} us for each launch of a step op by op, and no host else: what a slower one, hooks "
+            "and compiled blocks take beyond that is not planned.",
+            {"steps": len(waiting), "worst": max(waiting)},
+        )
 
 
 def _findings(rows: list[tuple[Cell, ...]]) -> Iterable[Finding]:
