@@ -79,3 +79,17 @@ def test_a_run_whose_memory_fit_does_not_predict_has_that_of_a_rank():
     compiled = [row for row in rows if "compile-blocks" in str(row[0]) and "-x2" not in str(row[0])]
     assert compiled
     assert all(row[5] is not None for row in compiled)
+
+
+def test_steps_that_wait_are_told_apart():
+    """By the part of the step in which the device computes, whatever it waits for."""
+    runs, faults = load_runs([Path(__file__).parents[2] / "results" / "h200" / "best"])
+    assert not faults
+    answer = answer_verification(runs)
+    shares = {str(row[0]): row[7] for row in answer.table("Stored runs").rows}
+    assert shares["small-b4-s512-bf16-train-sdpa-compile-default-adamw-fused"] == pytest.approx(0.605, abs=0.01)
+    kinds = {finding.kind: finding for finding in answer.findings}
+    assert kinds["steps-waiting"].evidence["steps"] == sum(float(str(share)) < 0.8 for share in shares.values())
+    worst = kinds["steps-busy"].evidence["worst"]
+    assert isinstance(worst, float)
+    assert worst <= max(abs(float(str(row[3]))) for row in answer.table("Stored runs").rows)

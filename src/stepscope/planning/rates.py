@@ -3,8 +3,8 @@
 A plan stands or falls with them, so an answer always names them. They were measured on an H200 by stepscope, and are
 taken for any device:
     device.json      products of 4096 x 4096 matrices, and a copy (in results/h200, as all of these)
-    attention        causal attention of 16,384 tokens, 16 heads, forward and backward, and what one of 1,024 takes
-                     beyond its FLOPs at that rate (grid-bf16.json)
+    attention        causal attention of 16,384 tokens, 16 heads, forward and backward, and how much less it reaches
+                     with 4,096 (grid-bf16.json), and with 1,024 in steps (attention-steps)
     kernels          time of the kernels of 18 training steps, op by op, and of the steps: elementwise kernels take
                      1.5 us and their bytes, products 3.6 us beyond what large ones take for their FLOPs, and the device
                      pauses 2 us between two kernels
@@ -34,13 +34,15 @@ LAUNCH_S = 15e-6
 """What the host takes for a kernel of a step op by op."""
 ATTENTION_SHARES = {
     "flash": (0.477, 0.628), "sdpa-cudnn": (0.460, 0.595), "flex": (0.313, 0.394), "sdpa-flash": (0.279, 0.306),
-    "sdpa": (0.279, 0.306),
+    "sdpa": (0.460, 0.595),
 }  # fmt: skip
-"""Shares of the peak that attention reaches in bf16, with a head_dim of 64 and of 128; below 128 the first is taken.
-Another fused one is taken for PyTorch's own choice, `sdpa`, and one that is written out is made of products."""
-ATTENTION_S = (15e-6, 40e-6)
-"""What fused attention takes in forward and in backward however short it is: `flash` of 1,024 tokens takes 15 and 30 us
-beyond its FLOPs with a head_dim of 64, 16 and 42 with 128."""
+"""Shares of the peak that attention of 16,384 tokens reaches in bf16, with a head_dim of 64 and of 128; below 128 the
+first is taken. PyTorch's own choice, `sdpa`, is cuDNN's on Hopper (results/h200/best). Another fused one is taken for
+it, and one that is written out is made of products."""
+_LONG = 16_384
+ATTENTION_HALVES = {"flash": 1900, "sdpa-cudnn": 1000, "flex": 1200, "sdpa-flash": 2000, "sdpa": 1000}
+"""The tokens with which attention reaches half of what it does with very many: each block of queries takes, beside its
+keys, as long as half as many keys do, to begin, to end, and for scores above the diagonal."""
 
 PRODUCTS_BESIDE, OTHERS_BESIDE = 1.71, 1.12
 """How many times as long matrix products, and other kernels, take while a collective runs. NCCL's kernel of 24 blocks
@@ -72,6 +74,13 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     """The assumptions in sentences."""
 
 
+def attention_share(name: str, head_dim: int, tokens: int) -> float:
+    """The share of the peak that fused attention of sequences of so many tokens reaches in bf16."""
+    known = name if name in ATTENTION_SHARES else "sdpa"
+    half, (narrow, wide) = ATTENTION_HALVES[known], ATTENTION_SHARES[known]
+    return (wide if head_dim >= 128 else narrow) * (1 + half / _LONG) / (1 + half / tokens)
+
+
 def rates_of(spec: DeviceSpec, workload: Workload, matmul_share: float | None = None) -> Rates:
     """The rates of a device for a step's dtype and attention. Raises InputError where the datasheet lacks them."""
     peak = spec.peak_for(workload.dtype)
@@ -87,8 +96,7 @@ def rates_of(spec: DeviceSpec, workload: Workload, matmul_share: float | None = 
     if scores_of(workload.attention) == "whole":
         attention = share
     else:
-        narrow, wide = ATTENTION_SHARES.get(workload.attention, ATTENTION_SHARES["sdpa"])
-        attention = wide if workload.model.head_dim >= 128 else narrow
+        attention = attention_share(workload.attention, workload.model.head_dim, workload.seq_len)
     eager = workload.compile == "eager"
     elementwise = ELEMENTWISE_SHARE if eager else COPY_SHARE
     adamw = FUSED_ADAMW_SHARE if workload.optimizer == "adamw-fused" else ADAMW_SHARE

@@ -19,7 +19,7 @@ from stepscope.core.precisions import PRECISIONS
 from stepscope.core.workload import OF_ONE_LAUNCH, Workload
 from stepscope.memory.prediction.layouts import RankMemory, bytes_of
 from stepscope.memory.prediction.stages import Moved
-from stepscope.planning.rates import ATTENTION_S, KERNEL_S, PRODUCT_S, Rates
+from stepscope.planning.rates import KERNEL_S, PRODUCT_S, Rates
 from stepscope.work.communication import (
     Copies,
     Transfer,
@@ -203,17 +203,15 @@ class Clock:
         scores = tokens * self.model.attention_flops_per_token(length) / layout.tensor
         fused = scores_of(self.workload.attention) != "whole"
         attention = scores * (1 if fused else 2) / rates.attention_flops_per_s
-        begins, begins_backward = ATTENTION_S if fused else (0.0, 0.0)
-        forward = {"matrix products": products, "attention": attention + begins}
+        forward = {"matrix products": products, "attention": attention}
         backward = {
-            "matrix products": 2 * products,
-            "attention": attention * (_ATTENTION_BACKWARD if fused else 2) + begins_backward,
+            "matrix products": 2 * products, "attention": attention * (_ATTENTION_BACKWARD if fused else 2),
         }  # fmt: skip
         if runs_products_again(layout):
             keeps_attention = layout.checkpointing == "attention"
             group = 1 if keeps_attention else int(layout.checkpointing.removeprefix("every-"))
             last = tokens * 2 * self.model.active * config.d_model * config.d_ff / layout.tensor
-            again = products if keeps_attention else products + attention + begins
+            again = products if keeps_attention else products + attention
             backward["run again"] = again - last / rates.matmul_flops_per_s / group
         count = 7 if fused else 9
         forward["matrix products"] += count * PRODUCT_S

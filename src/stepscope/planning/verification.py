@@ -182,6 +182,7 @@ def _findings(rows: list[tuple[Cell, ...]]) -> Iterable[Finding]:
         f"{max(steps):.1%} at most.",
         {"median": statistics.median(steps), "worst": max(steps)},
     )
+    yield from _waiting_findings(rows)
     if peaks:
         yield note(
             "peaks-off",
