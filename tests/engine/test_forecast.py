@@ -29,5 +29,7 @@ def test_a_step_that_ranks_share_is_judged_by_what_a_rank_keeps():
 def test_nothing_is_foretold_of_ranks_that_no_layout_stands_for():
     assert is_foretold(step(parallel="zero1", ranks=2))
     assert not is_foretold(step(parallel="tensor", ranks=2))
-    assert not is_foretold(step(parallel="fsdp2", ranks=2, loss="fused"))
+    assert not is_foretold(step(parallel="fsdp2:offload=yes", ranks=2))
+    assert is_foretold(step(parallel="fsdp2", ranks=2, loss="fused"))
+    assert not is_foretold(step(parallel="fsdp2", ranks=2, loss="liger"))
     assert is_foretold(step(loss="fused"))

@@ -7,7 +7,6 @@ import msgspec
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.layout import layout_of
 from stepscope.core.own_workload import AnyWorkload
-from stepscope.core.parts import REFERENCE
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.workload import Workload
 from stepscope.engine.plan import SweepPlan
@@ -35,8 +34,7 @@ def is_foretold(workload: AnyWorkload) -> TypeGuard[Workload]:
     """Whether it can be said before that this step fits. Of ranks, only what a layout of plans stands for."""
     if not is_predicted(workload):
         return False
-    reference = all(name == REFERENCE for name in workload.parts.values())
-    return workload.parallel == NOT_PARALLEL or (reference and layout_of(workload) is not None)
+    return workload.parallel == NOT_PARALLEL or layout_of(workload) is not None
 
 
 def cells_that_will_not_fit(plan: SweepPlan, budget: Budget) -> list[Workload]:
