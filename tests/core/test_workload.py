@@ -156,13 +156,6 @@ def test_checkpointing_and_accumulation_make_cells_of_their_own():
     assert len(plans) == 8
 
 
-@pytest.mark.parametrize(
-    ("checkpointing", "group"), [("none", None), ("selective", None), ("every-1", 1), ("every-4", 4)]
-)
-def test_the_group_of_a_checkpointing(checkpointing: str, group: int | None):
-    assert workload(checkpointing=checkpointing).checkpoint_group == group
-
-
 def test_the_batch_is_split_into_micro_batches():
     split = workload(batch_size=12, accumulation=3)
     assert (split.micro_batch_size, split.tokens) == (4, 12 * 16)

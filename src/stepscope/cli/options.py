@@ -17,6 +17,7 @@ from stepscope.cli.given_words import words
 from stepscope.cli.presentation import Presentation
 from stepscope.cli.recording import RECORDED, Recording
 from stepscope.core.attentions import ATTENTIONS, attention_names
+from stepscope.core.checkpointing import CHECKPOINTING_CHOICES, KEEPING
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.model_config import PRESETS, PUBLIC_SHAPES, ModelConfig
@@ -28,17 +29,7 @@ from stepscope.core.run import Settings
 from stepscope.core.strategies import NOT_PARALLEL, option_words, strategy_names
 from stepscope.core.tuned import TUNED_FIELDS
 from stepscope.core.units import parse_bytes, parse_flops_per_s, parse_seconds, parse_window
-from stepscope.core.workload import (
-    CHECKPOINTING_CHOICES,
-    COMPILES,
-    DTYPES,
-    GRAPHS,
-    KEEPING,
-    OPTIMIZERS,
-    PHASES,
-    PROJECTIONS,
-    Workload,
-)
+from stepscope.core.workload import COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES, PROJECTIONS, Workload
 from stepscope.engine.request import MEMORY_STACKS
 from stepscope.report.renderers import STYLES
 

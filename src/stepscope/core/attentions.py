@@ -109,7 +109,7 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Which steps with it have a predicted memory: all, only eager ones, or none."""
 
     kept_operators: tuple[str, ...] = ()
-    """Fused operators whose outputs checkpointing by operator keeps (core/workload.py, `KEEPING`), as
+    """Fused operators whose outputs checkpointing by operator keeps (core/checkpointing.py, `KEEPING`), as
     `namespace::name`. They do not run again."""
 
     in_fp32: bool = False

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import msgspec
 
 from stepscope.core.attentions import Attention, attention_names, is_kept
+from stepscope.core.checkpointing import CHECKPOINTING_CHOICES, KEEPING, Span, group_of, spans_of
 from stepscope.core.errors import InputError, choose
 from stepscope.core.identity import identity_of
 from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
@@ -53,15 +54,6 @@ OF_ONE_LAUNCH: tuple[str, ...] = ("adamw-one-launch", "adamw-under-backward")
 NO_CLIP = "none"
 """What says of `clip` that gradients are not clipped, where an option must say it: on a sweep's axis."""
 
-KEEPING = ("selective", "attention")
-"""Checkpointing that keeps, beside each block's input, the outputs of some operators; the most first."""
-
-CHECKPOINTING_CHOICES = "none, selective, attention, every-1 or every-K for any K up to the number of layers"
-"""What `checkpointing` may say. none: autograd keeps what it needs. every-K: blocks in groups of K (the last may be
-shorter); a group keeps its input alone, and backward runs the whole group again. selective: every block keeps the
-outputs of its matrix products and of fused attention, and backward recomputes the cheap rest. attention: every block
-keeps the outputs of fused attention alone, which for long sequences are dear to compute and small to keep."""
-
 DTYPES: tuple[str, ...] = tuple(PRECISIONS)
 PHASES: tuple[str, ...] = get_args(Phase)
 COMPILES: tuple[str, ...] = get_args(Compile)
@@ -84,7 +76,7 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     optimizer: Optimizer | str | None = "adamw-foreach"
     """One of OPTIMIZERS, or the class of a user's own; None where no optimizer steps."""
     checkpointing: str = "none"
-    """One of CHECKPOINTING_CHOICES: what is run again in backward instead of being kept."""
+    """One of CHECKPOINTING_CHOICES (core/checkpointing.py): what is run again in backward instead of being kept."""
     accumulation: int = 1
     """Number of micro-batches in a step: each runs forward and backward, gradients add up, the optimizer steps once."""
     graph: Graph = "none"
@@ -275,9 +267,9 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
         return self.batch_size // self.accumulation
 
     @property
-    def checkpoint_group(self) -> int | None:
-        """How many consecutive blocks are run again as one (`every-K`); None where nothing is, or some of KEEPING."""
-        return _group_of(self.checkpointing)
+    def spans(self) -> tuple[Span, ...]:
+        """The model's blocks, from the first to the last, by what they keep for backward."""
+        return spans_of(self.checkpointing, self.model.layers)
 
     def at_most(self, other: "Workload") -> bool:
         """Whether this cell needs no more memory than `other`: no size larger, everything else the same."""
@@ -321,7 +313,7 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
             )
         if self.checkpointing in ("none", *KEEPING):
             return
-        group = _group_of(self.checkpointing)
+        group = group_of(self.checkpointing)
         if group is None:
             raise InputError(f"unknown checkpointing {self.checkpointing!r}: choose {CHECKPOINTING_CHOICES}")
         if self.phase != "forward" and group > self.model.layers:
@@ -391,12 +383,6 @@ def _norm_bound(clip: object) -> float | None:
 def _check_model(model: object) -> None:
     if not isinstance(model, ModelConfig):
         raise InputError(f"the workload's model is {model!r}: give a ModelConfig, as from configure('small')")
-
-
-def _group_of(checkpointing: object) -> int | None:
-    """K of `every-K`, or None."""
-    written = re.fullmatch(r"every-([1-9][0-9]{0,8})", checkpointing) if isinstance(checkpointing, str) else None
-    return int(written[1]) if written else None
 
 
 def _nearest_divisors(number: int, near: int) -> list[int]:

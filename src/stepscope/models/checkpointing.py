@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from stepscope.core.attentions import ATTENTIONS
+from stepscope.core.checkpointing import Span
 from stepscope.core.range_names import RECOMPUTATION
-from stepscope.core.workload import KEEPING, Workload
+from stepscope.core.workload import Workload
 from stepscope.kernels.parts.projections import OPERATOR
 from stepscope.measure.ranges import detail_range
 from stepscope.models.attention import implementation
@@ -96,11 +97,15 @@ def keep_outputs(contexts: Callable[[], Contexts]) -> BlockRunner:
 
 def block_runner(workload: Workload) -> BlockRunner:
     """The runner that the workload's `checkpointing` names."""
-    if workload.checkpoint_group is not None:
-        return keep_group_inputs(workload.checkpoint_group)
-    if workload.checkpointing in KEEPING:
-        return keep_outputs(OUTPUTS_KEPT[workload.checkpointing])
-    return keep_all
+    (span,) = workload.spans
+    return _runner_of(span)
+
+
+def _runner_of(span: Span) -> BlockRunner:
+    if span.checkpointing == "none":
+        return keep_all
+    contexts = OUTPUTS_KEPT.get(span.checkpointing)
+    return keep_group_inputs(span.group) if contexts is None else keep_outputs(contexts)
 
 
 def checkpointed(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.core.attentions import scores_of
+from stepscope.core.checkpointing import spans_of
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.network import Network
 from stepscope.core.precisions import PRECISIONS
@@ -30,7 +31,6 @@ from stepscope.work.communication import (
     end_transfers,
     expert_transfers,
     pipeline_transfers,
-    runs_products_again,
     tensor_transfers,
     transfer_s,
 )
@@ -207,12 +207,11 @@ class Clock:
         backward = {
             "matrix products": 2 * products, "attention": attention * (_ATTENTION_BACKWARD if fused else 2),
         }  # fmt: skip
-        if runs_products_again(layout):
-            keeps_attention = layout.checkpointing == "attention"
-            group = 1 if keeps_attention else int(layout.checkpointing.removeprefix("every-"))
+        (span,) = spans_of(layout.checkpointing, 1)
+        if span.multiplies_again:
             last = tokens * 2 * self.model.active * config.d_model * config.d_ff / layout.tensor
-            again = products if keeps_attention else products + attention
-            backward["run again"] = again - last / rates.matmul_flops_per_s / group
+            again = products + attention if span.attends_again else products
+            backward["run again"] = again - last / rates.matmul_flops_per_s / span.group
         count = 7 if fused else 9
         forward["matrix products"] += count * PRODUCT_S
         backward["matrix products"] += 2 * count * PRODUCT_S

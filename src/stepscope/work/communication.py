@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from stepscope.core.checkpointing import spans_of
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.network import Network
 from stepscope.work.collectives import named_kind
@@ -73,10 +74,10 @@ def tensor_transfers(
         return
     group = Group(layout.tensor, 1)
     message = _tokens(layout, seq_len) * model.config.d_model * sizes.compute
-    again = 2 if runs_products_again(layout) else 1
+    backward = blocks + _multiply_again(layout, blocks)
     for kind in ("all-gather", "reduce-scatter"):
         yield Transfer("tensor", "activations", kind, message, 2 * blocks, group, "forward")
-        yield Transfer("tensor", "activations", kind, message, 2 * blocks * again, group, "backward")
+        yield Transfer("tensor", "activations", kind, message, 2 * backward, group, "backward")
     yield Transfer("tensor", "kept shares", "all-gather", message, 2 * blocks, group, "backward", overlaps=True)
 
 
@@ -104,9 +105,9 @@ def context_transfers(
     group = Group(layout.context, layout.tensor)
     message = layout.micro_batch * seq_len * model.local_keys(layout.tensor) * sizes.compute
     # Attention that is kept does not run again, and asks for keys and values once, in its backward.
-    again = 2 if runs_products_again(layout) and layout.checkpointing != "attention" else 1
+    backward = blocks + sum(span.blocks for span in spans_of(layout.checkpointing, blocks) if span.attends_again)
     yield Transfer("context", "keys and values", "all-gather", message, 2 * blocks, group, "forward")
-    yield Transfer("context", "keys and values", "all-gather", message, 2 * blocks * again, group, "backward")
+    yield Transfer("context", "keys and values", "all-gather", message, 2 * backward, group, "backward")
     yield Transfer("context", "their gradients", "reduce-scatter", message, 2 * blocks, group, "backward")
 
 
@@ -118,9 +119,9 @@ def expert_transfers(
         return
     group = Group(layout.expert, layout.tensor)
     message = _tokens(layout, seq_len) // layout.tensor * model.active * model.config.d_model * sizes.compute
-    again = 2 if runs_products_again(layout) else 1
+    backward = blocks + _multiply_again(layout, blocks)
     yield Transfer("expert", "tokens", "all-to-all", message, 2 * blocks, group, "forward")
-    yield Transfer("expert", "tokens", "all-to-all", message, 2 * blocks * again, group, "backward")
+    yield Transfer("expert", "tokens", "all-to-all", message, 2 * backward, group, "backward")
 
 
 def pipeline_transfers(model: PlannedModel, layout: Layout, seq_len: int, sizes: Bytes) -> Iterator[Transfer]:
@@ -289,6 +290,6 @@ def _tokens(layout: Layout, seq_len: int) -> int:
     return layout.micro_batch * seq_len // layout.context
 
 
-def runs_products_again(layout: Layout) -> bool:
-    """Whether backward runs a block's matrix products again, as checkpointing asks for."""
-    return layout.checkpointing == "attention" or layout.checkpointing.startswith("every-")
+def _multiply_again(layout: Layout, blocks: int) -> int:
+    """Of so many blocks those whose matrix products backward runs again, as checkpointing asks for."""
+    return sum(span.blocks for span in spans_of(layout.checkpointing, blocks) if span.multiplies_again)

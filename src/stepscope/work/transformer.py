@@ -87,19 +87,20 @@ def recomputed_flops(workload: Workload, causal: CausalConvention = "half") -> i
     product (down), not its output, and PyTorch stops where nothing more is needed. attention: as every-1, but for
     attention itself. selective: 0, since what it runs again is elementwise; none: 0.
     """
-    groups = _checkpointed_groups(workload)
-    if not groups:
-        return 0
-    config = workload.model
+    config, attention = workload.model, _attention_flops(workload, causal)
+    layers, last = config.layers, 2 * workload.tokens * config.d_model * config.d_ff
     blocks = forward_flops(workload, causal) - 2 * workload.tokens * config.d_model * config.vocabulary
-    kept = _attention_flops(workload, causal) if workload.checkpointing == "attention" else 0
-    return blocks - kept - groups * 2 * workload.tokens * config.d_model * config.d_ff
+    again = 0
+    for span in filter(lambda span: span.multiplies_again, workload.spans):
+        of_span = blocks if span.attends_again else blocks - attention
+        again += of_span * span.blocks // layers - span.groups * last
+    return again
 
 
 def recomputed_products(workload: Workload) -> int:
     """Number of matrix products that checkpointing runs again in one micro-batch's backward (`recomputed_flops`)."""
-    groups = _checkpointed_groups(workload)
-    return workload.model.layers * _products_per_block(workload) - groups if groups else 0
+    each = _products_per_block(workload)
+    return sum(span.blocks * each - span.groups for span in workload.spans if span.multiplies_again)
 
 
 def moment_bytes(workload: StepChoices) -> int:
@@ -149,10 +150,3 @@ def _attention_flops(workload: Workload, causal: CausalConvention) -> int:
 
 def _products_per_block(workload: Workload) -> int:
     return 9 if scores_of(workload.attention) == "whole" else 7
-
-
-def _checkpointed_groups(workload: Workload) -> int:
-    """Number of groups of blocks whose matrix products backward runs again."""
-    if workload.checkpointing == "attention":
-        return workload.model.layers
-    return math.ceil(workload.model.layers / workload.checkpoint_group) if workload.checkpoint_group else 0

@@ -9,6 +9,7 @@ from typing import Any
 from stepscope.analysis.runs import communication, metrics
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.attentions import attention_names
+from stepscope.core.checkpointing import KEEPING
 from stepscope.core.errors import InputError, choose
 from stepscope.core.model_config import PRESETS
 from stepscope.core.own_workload import OwnWorkload
@@ -18,7 +19,7 @@ from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.strategies import NOT_PARALLEL, strategy_names
 from stepscope.core.units import GIB, MIB
-from stepscope.core.workload import COMPILES, DTYPES, GRAPHS, KEEPING, OPTIMIZERS, PHASES, PROJECTIONS
+from stepscope.core.workload import COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES, PROJECTIONS
 from stepscope.memory.prediction.estimate import estimate
 from stepscope.work.described import parameters_of
 

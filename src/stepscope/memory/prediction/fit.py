@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import msgspec
 
 from stepscope.core.attentions import is_kept, scores_of
+from stepscope.core.checkpointing import group_of
 from stepscope.core.device_spec import DATASHEET, DeviceSpec
 from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import MemoryCategory
@@ -178,7 +179,7 @@ def _groups(workload: Workload) -> Lever:
     """Checkpointing of whole blocks, in groups that this workload does not have yet."""
     if workload.phase == "forward":
         return ()
-    sizes = [k for k in _group_sizes(workload.model.layers) if k != workload.checkpoint_group]
+    sizes = [k for k in _group_sizes(workload.model.layers) if k != group_of(workload.checkpointing)]
     return tuple(map(checkpointed_blocks, sizes))
 
 

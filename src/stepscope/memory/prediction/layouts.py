@@ -22,6 +22,7 @@ import math
 import msgspec
 
 from stepscope.core.attentions import scores_of
+from stepscope.core.checkpointing import of_fewer_layers
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.workload import Workload
@@ -82,16 +83,13 @@ def bytes_of(workload: Workload, sharding: str) -> Bytes:
 def rank_workload(workload: Workload, layout: Layout, blocks: int) -> Workload:
     """The step as one rank of the layout runs it for a micro-batch."""
     pure = workload.dtype in _MIXED and SHARDINGS[layout.sharding].in_compute_dtype
-    checkpointing = layout.checkpointing
-    if checkpointing.startswith("every-"):
-        checkpointing = f"every-{min(blocks, int(checkpointing.removeprefix('every-')))}"
     return msgspec.structs.replace(
         workload,
         model=msgspec.structs.replace(workload.model, layers=blocks),
         batch_size=layout.micro_batch,
         seq_len=workload.seq_len // layout.context,
         dtype="bf16-pure" if pure else workload.dtype,
-        checkpointing=checkpointing,
+        checkpointing=of_fewer_layers(layout.checkpointing, blocks),
         accumulation=1,
     )
 

@@ -21,6 +21,7 @@ from functools import partial
 
 from stepscope.core.attention_support import predicted_attention
 from stepscope.core.attentions import ATTENTIONS
+from stepscope.core.checkpointing import Span
 from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.item_sizes import item_sizes
@@ -108,26 +109,26 @@ class SymbolicModel:
         return self._add(tape, x, out)
 
     def run_blocks(self, tape: Tape, x: Tensor) -> Tensor:
-        """All blocks, in groups that keep only their input if the workload says so, as in models/checkpointing.py."""
-        size = self.workload.checkpoint_group or 1
-        groups = [self.blocks[first : first + size] for first in range(0, len(self.blocks), size)]
+        """All blocks, which keep what the workload says, as in models/checkpointing.py."""
+        (span,) = self.workload.spans
+        groups = [self.blocks[first : first + span.group] for first in range(0, len(self.blocks), span.group)]
         alike = groups[2:-2] if self.abridged else []
         for group in groups[:1]:
-            x = self._run(tape, x, group)
+            x = self._run(tape, x, group, span)
         before = tape.ledger.live.copy()
         for group in groups[1:2]:
-            x = self._run(tape, x, group)
+            x = self._run(tape, x, group, span)
         grown = [after - earlier for after, earlier in zip(tape.ledger.live, before, strict=True)]
         for group in alike:
             x = self._stand_in(tape, x, group, grown)
         for group in groups[2 + len(alike) :]:
-            x = self._run(tape, x, group)
+            x = self._run(tape, x, group, span)
         return x
 
-    def _run(self, tape: Tape, x: Tensor, group: Sequence[BlockParameters]) -> Tensor:
-        if self.workload.checkpointing == "none":
+    def _run(self, tape: Tape, x: Tensor, group: Sequence[BlockParameters], span: Span) -> Tensor:
+        if span.checkpointing == "none":
             return self._run_group(tape, x, group)
-        keeps = KEPT_OPERATORS.get(self.workload.checkpointing, frozenset[str]())
+        keeps = KEPT_OPERATORS.get(span.checkpointing, frozenset[str]())
         return tape.checkpoint(partial(self._run_group, blocks=group), x, keeps=keeps)
 
     def _stand_in(self, tape: Tape, x: Tensor, group: Sequence[BlockParameters], grown: Sequence[int]) -> Tensor:

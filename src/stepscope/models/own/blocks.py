@@ -5,7 +5,6 @@ A list inside a block is part of the block: the experts of a layer are no blocks
 """
 
 import functools
-import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from stepscope.core.checkpointing import KEEPING, group_of
 from stepscope.core.errors import InputError
-from stepscope.core.workload import KEEPING
 from stepscope.models.checkpointing import OUTPUTS_KEPT_OF_ANY, checkpointed
 
 
@@ -66,15 +65,15 @@ def _group_size(checkpointing: str, most: int, name: str) -> int | None:
     """The number K of `every-K`; None for those of KEEPING."""
     if checkpointing in KEEPING:
         return None
-    written = re.fullmatch(r"every-([1-9][0-9]{0,8})", checkpointing)
-    if written is None:
+    group = group_of(checkpointing)
+    if group is None:
         choices = ", ".join(("none", *KEEPING, "every-1"))
         raise InputError(f"unknown checkpointing {checkpointing!r}: choose {choices} or every-K")
-    if int(written[1]) > most:
+    if group > most:
         raise InputError(
             f"checkpointing {checkpointing} groups more blocks than {name} has in a list: choose every-1 to {most}"
         )
-    return int(written[1])
+    return group
 
 
 def _turn_caches_off(module: nn.Module) -> None:

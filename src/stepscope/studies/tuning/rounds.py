@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import msgspec
 
 from stepscope.core.attentions import PREFERRED, PREFERRED_ELSEWHERE
+from stepscope.core.checkpointing import KEEPING
 from stepscope.core.errors import InputError
 from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.parts import PARTS
 from stepscope.core.precisions import Dtype
-from stepscope.core.workload import KEEPING, Workload
+from stepscope.core.workload import Workload
 
 Change = dict[str, str | int]
 """Fields of a workload with new values."""
