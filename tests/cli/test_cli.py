@@ -123,10 +123,16 @@ def test_the_run_is_listed_shown_and_tabled(measured: tuple[Path, subprocess.Com
         (["run", "--phase", "forward", "--optimizer", "sgd"], "unknown optimizer 'sgd'"),
         (
             ["run", "--checkpointing", "some"],
-            "unknown checkpointing 'some': choose none, selective, attention, every-1 or every-K",
+            "unknown checkpointing 'some': choose none, selective, selective-K for any K below the number of layers, ",
         ),
         (["run", "--checkpointing", "attention"], "attention reference is no such operator: choose --attention sdpa, "),
         (["run", "--checkpointing", "every-0"], "unknown checkpointing 'every-0'"),
+        (["run", "--attention", "sdpa", "--checkpointing", "selective-0"], "unknown checkpointing 'selective-0'"),
+        (
+            ["run", "--model", "tiny", "--attention", "sdpa", "--checkpointing", "selective-4"],
+            "choose selective-1 to ",
+        ),
+        (["run", "--checkpointing", "selective-1"], "attention reference is no such operator: choose --attention sdpa"),
         (["run", "--model", "tiny", "--checkpointing", "every-5"], "choose every-1 to every-4"),
         (["run", "--device", "cpu", "--checkpointing", "every-5"], "choose every-1 to every-4"),
         (["run", "--batch-size", "6", "--accumulation", "4"], "choose accumulation 3 or 6"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stepscope.core.checkpointing import Span, group_of, of_fewer_layers, spans_of
+from stepscope.core.checkpointing import Span, group_of, grouped, mixtures, of_fewer_layers, selective_of, spans_of
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,27 @@ def test_what_runs_again_in_seven_blocks_that_keep_alike(
     assert (span.groups, span.multiplies_again, span.attends_again) == (groups, multiplies, attends)
 
 
-def test_a_part_of_a_model_has_no_group_that_is_larger():
+def test_the_last_blocks_of_a_mixture_keep_more():
+    assert spans_of("selective-2", 7) == (Span("attention", 5), Span("selective", 2))
+    assert [selective_of(one) for one in ("selective-12", "selective-0", "selective", "every-2", None)] == [
+        12, None, None, None, None,
+    ]  # fmt: skip
+
+
+def test_blocks_in_the_groups_of_their_spans():
+    (mixed, last), (alike,) = grouped("abcd", spans_of("selective-1", 4)), grouped("abcde", spans_of("every-2", 5))
+    assert mixed == (Span("attention", 3), ["a", "b", "c"])
+    assert last == (Span("selective", 1), ["d"])
+    assert alike == (Span("every-2", 5), ["ab", "cd", "e"])
+
+
+def test_mixtures_that_a_search_tries_are_those_of_quarters():
+    assert mixtures(34) == ("selective-25", "selective-17", "selective-8")
+    assert mixtures(4) == ("selective-3", "selective-2", "selective-1")
+    assert (mixtures(2), mixtures(1)) == (("selective-1",), ())
+
+
+def test_the_last_blocks_of_a_model_have_no_group_that_is_larger():
     assert [of_fewer_layers("every-4", layers) for layers in (2, 4, 6)] == ["every-2", "every-4", "every-4"]
+    assert [of_fewer_layers("selective-4", layers) for layers in (2, 4, 6)] == ["selective", "selective", "selective-4"]
     assert of_fewer_layers("attention", 1) == "attention"

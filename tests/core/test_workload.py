@@ -170,6 +170,21 @@ def test_more_blocks_in_a_group_than_there_are_is_refused():
         workload(checkpointing="every-5")
 
 
+def test_a_mixture_needs_blocks_of_both_kinds_and_fused_attention():
+    mixed = workload(checkpointing="selective-3", attention="sdpa")
+    assert mixed.key.startswith("tiny-b2-s16-fp32-train-sdpa-checkpoint-selective-3-")
+    assert [(span.checkpointing, span.blocks) for span in mixed.spans] == [("attention", 1), ("selective", 3)]
+    with pytest.raises(InputError, match=r"of tiny that keeps less, .* 4: choose selective-1 to selective-3, or sele"):
+        workload(checkpointing="selective-4", attention="sdpa")
+    with pytest.raises(InputError, match=r"which has 1: choose selective$"):
+        workload(model=configure("tiny", layers=1), checkpointing="selective-1", attention="sdpa")
+    with pytest.raises(InputError, match=r"checkpointing selective-1 keeps .* attention reference is no such operator"):
+        workload(checkpointing="selective-1")
+    with pytest.raises(InputError, match=r"pipeline gives them to stages: choose --checkpointing selective or atten"):
+        workload(checkpointing="selective-1", attention="sdpa", parallel="pipeline", ranks=2)
+    assert workload(checkpointing="selective-9", phase="forward").checkpointing == "none"
+
+
 def test_a_bound_on_the_norm_makes_a_cell_of_its_own_where_gradients_are_used():
     plain, whole, none = workload(), workload(clip=1), workload(clip="none")
     assert plain == none and plain.key == none.key and plain.clip is None

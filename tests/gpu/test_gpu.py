@@ -122,8 +122,11 @@ def test_checkpointing_gives_the_same_gradients_bit_by_bit(gpu: torch.device, at
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "flash"])
-def test_kept_attention_gives_the_same_gradients_bit_by_bit(gpu: torch.device, attention: Attention):
-    assert_same_gradients(gpu, attention, "attention")
+@pytest.mark.parametrize("checkpointing", ["attention", "selective-1"])
+def test_kept_attention_gives_the_same_gradients_bit_by_bit(
+    gpu: torch.device, attention: Attention, checkpointing: str
+):
+    assert_same_gradients(gpu, attention, checkpointing)
 
 
 def assert_same_gradients(gpu: torch.device, attention: Attention, checkpointing: str) -> None:

@@ -30,6 +30,7 @@ MODES = [
     {"checkpointing": "every-1"},
     {"checkpointing": "selective", "dtype": "bf16"},
     {"checkpointing": "attention", "dtype": "bf16", "attention": "sdpa"},
+    {"checkpointing": "selective-1", "dtype": "bf16", "attention": "sdpa"},
     {"accumulation": 2},
     {"compile": "default", "dtype": "bf16"},
 ]

@@ -881,9 +881,12 @@ def test_27_checkpointing_that_runs_other_blocks_again(monkeypatch: pytest.Monke
     assert kinds(run) == ({"checkpointing-mismatch": "error"} if wrong else {})
 
 
-@pytest.mark.parametrize("done", ["none", "attention"])
-def test_27_checkpointing_that_keeps_attention_runs_each_block_again(monkeypatch: pytest.MonkeyPatch, done: str):
-    asked = mini(checkpointing="attention", attention="sdpa")
+@pytest.mark.parametrize("checkpointing", ["attention", "selective-1"])
+@pytest.mark.parametrize("done", ["none", "attention", "selective-1"])
+def test_27_checkpointing_that_keeps_attention_runs_each_block_again(
+    monkeypatch: pytest.MonkeyPatch, done: str, checkpointing: str
+):
+    asked = mini(checkpointing=checkpointing, attention="sdpa")
     monkeypatch.setattr(
         training_step, "block_runner", lambda _: block_runner(msgspec.structs.replace(asked, checkpointing=done))
     )

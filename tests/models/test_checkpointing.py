@@ -1,6 +1,7 @@
 """Activation checkpointing: the same gradients from less memory, and every second run of a block is named."""
 
 import gc
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,10 @@ def test_gradients_are_bitwise_those_without(checkpointing: str, attention: str,
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
 
 
+@pytest.mark.parametrize("checkpointing", ["attention", "selective-1", "selective-3"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "bf16-pure"])
-def test_gradients_are_bitwise_those_without_where_attention_is_kept(dtype: str):
-    plain, ours = (run_step(step_with(c, attention="sdpa", dtype=dtype)) for c in ("none", "attention"))
+def test_gradients_are_bitwise_those_without_where_attention_is_kept(dtype: str, checkpointing: str):
+    plain, ours = (run_step(step_with(c, attention="sdpa", dtype=dtype)) for c in ("none", checkpointing))
     assert len(plain) == len(ours) == 9 * LAYERS + 3
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
 
@@ -74,8 +76,11 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("checkpointing", "attentions", "products"),
-    [("none", 1, 0), ("selective", 1, 0), ("attention", 1, 6), ("every-1", 2, 6)],
-)
+    [
+        ("none", LAYERS, 0), ("selective", LAYERS, 0), ("attention", LAYERS, 6 * LAYERS),
+        ("every-1", 2 * LAYERS, 6 * LAYERS), ("selective-1", LAYERS, 6 * 3), ("selective-3", LAYERS, 6 * 1),
+    ],
+)  # fmt: skip
 def test_of_kept_attention_backward_runs_all_products_but_the_last_again(
     checkpointing: str, attentions: int, products: int
 ):
@@ -85,11 +90,11 @@ def test_of_kept_attention_backward_runs_all_products_but_the_last_again(
     with Calls() as calls:
         for phase in step.phases:
             phase.run()
-    assert calls.counts["_scaled_dot_product_flash_attention_for_cpu"] == attentions * LAYERS
+    assert calls.counts["_scaled_dot_product_flash_attention_for_cpu"] == attentions
     assert calls.counts["_scaled_dot_product_flash_attention_for_cpu_backward"] == LAYERS
     assert (
         calls.counts["mm"]
-        == 3 * (7 * LAYERS + 1) + products * LAYERS
+        == 3 * (7 * LAYERS + 1) + products
         == 3 * products_per_forward(step.workload) + recomputed_products(step.workload)
     )
 
@@ -98,8 +103,11 @@ def test_of_kept_attention_backward_runs_all_products_but_the_last_again(
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("checkpointing", "layers", "dtype", "attention"),
-    [("every-2", 3, "fp32", "reference"), ("selective", 2, "bf16", "reference"), ("attention", 2, "fp32", "sdpa")],
-)
+    [
+        ("every-2", 3, "fp32", "reference"), ("selective", 2, "bf16", "reference"), ("attention", 2, "fp32", "sdpa"),
+        ("selective-1", 2, "fp32", "sdpa"),
+    ],
+)  # fmt: skip
 def test_compiled_gradients_are_those_without(checkpointing: str, layers: int, dtype: str, attention: str):
     reset_compilation()
     choices = {"dtype": dtype, "layers": layers, "attention": attention}
@@ -151,10 +159,30 @@ def test_backward_runs_the_groups_again_from_the_last(checkpointing: str, again:
     assert forwards_of_blocks(step_with(checkpointing)) == [0, 1, 2, 3, *again]
 
 
+@pytest.mark.parametrize("last", [1, 2, 3])
+def test_the_last_blocks_keep_their_products_and_those_before_run_them_again(last: int):
+    """In backward, the last block first: the products with weights that run inside each block's second forward."""
+    step = step_with(f"selective-{last}", attention="sdpa")
+    run_step(step)
+    step.prepare()
+    counts: list[int] = []
+    with Calls() as calls:
+        step.phases[0].run()
+        handles = [
+            block.register_forward_pre_hook(lambda *_: counts.append(calls.counts["mm"])) for block in step.model.blocks
+        ]
+        step.phases[1].run()
+        counts.append(calls.counts["mm"])
+    for handle in handles:
+        handle.remove()
+    # Each block's own backward has 14; the head's two came before the first block.
+    assert [after - before for before, after in itertools.pairwise(counts)] == [14] * last + [20] * (LAYERS - last)
+
+
 def saved_bytes(**changes: Any) -> dict[str, int]:
     """By the allocator, for each checkpointing: bytes that forward leaves behind for backward."""
     saved = {}
-    keeps_attention = ("attention",) if changes.get("attention") == "sdpa" else ()
+    keeps_attention = ("attention", "selective-1", "selective-3") if changes.get("attention") == "sdpa" else ()
     for checkpointing in (*CHECKPOINTINGS, *keeps_attention):
         step = step_with(checkpointing, **changes)
         for _ in range(2):  # the first may leave what libraries keep
@@ -184,6 +212,9 @@ def test_what_is_saved_to_the_byte(attention: str):
     assert saved["selective"] - saved["every-1"] == LAYERS * kept
     if attention == "sdpa":
         assert saved["attention"] - saved["every-1"] == LAYERS * (residual + 4 * rows)
+        for last in (1, 3):
+            more = last * (kept - residual - 4 * rows)
+            assert saved[f"selective-{last}"] - saved["attention"] == more
 
 
 def test_less_is_saved_under_autocast_too():

@@ -441,6 +441,8 @@ def test_blocks_are_found_and_groups_need_a_sequential(file: str):
     assert list(find_blocks(own.module)) == ["blocks"]
     with pytest.raises(InputError, match="its own forward calls the blocks of blocks one by one"):
         made(f"{file}:make", checkpointing="every-2")
+    with pytest.raises(InputError, match=r"selective-1: the textbook's models alone .* choose every-1, selective or"):
+        made(f"{file}:make", checkpointing="selective-1")
     with pytest.raises(InputError, match="choose every-1 to 3"):
         made(f"{file}:make", checkpointing="every-4")
     with pytest.raises(InputError, match="it has no blocks"):

@@ -131,6 +131,8 @@ def held_against_one(rank: int, ranks: int) -> dict[str, Any]:
     judge("gpipe", "pipeline:schedule=gpipe", deep)
     judge("kept and offloaded", "fsdp2:reshard=no:offload=yes", WORKLOAD)
     judge("in bf16", "fsdp2:compute=bf16", msgspec.structs.replace(WORKLOAD, dtype="bf16"))
+    mixed = msgspec.structs.replace(WORKLOAD, attention="sdpa", checkpointing="selective-1")
+    judge("fsdp2, blocks that keep unlike", "fsdp2", mixed)
     for name, strategy in WRONG.items():
         judge(name, "ddp-flat", WORKLOAD, strategy)
     judge("fsdp-textbook clipped", "fsdp-textbook", msgspec.structs.replace(WORKLOAD, clip=0.5))

@@ -55,6 +55,10 @@ def test_every_grid_shares_out_all_ranks():
         (question(2, fixed={"context": 2}, attention="reference"), "context parallel needs fused attention"),
         (question(2, fixed={"tensor": 2}, loss="fused", compile="eager"), "a fused loss takes the whole vocabulary"),
         (question(16, fixed={"pipeline": 16}), "more pipeline stages than blocks"),
+        (
+            msgspec.structs.replace(question(2, fixed={"pipeline": 2}), checkpointings=("selective-2",)),
+            "blocks that keep unlike for backward are not cut into pipeline stages",
+        ),
     ],
 )
 def test_a_grid_that_cannot_be_has_a_reason(asked: Question, reason: str):

@@ -255,6 +255,14 @@ def test_a_fused_loss_turns_logits_into_gradients_where_they_are():
     assert found.fused_forward == pytest.approx(2 * logits + 2 * hidden + head, rel=0.01)
 
 
+def test_a_mixture_takes_the_time_of_its_blocks():
+    attention, mixed, selective = (
+        step(Layout(checkpointing=one)) for one in ("attention", "selective-2", "selective")
+    )  # fmt: skip
+    assert mixed.step_s == pytest.approx((6 * attention.step_s + 2 * selective.step_s) / 8)
+    assert mixed.parts["run again"] == pytest.approx(6 / 8 * attention.parts["run again"])
+
+
 def test_a_step_op_by_op_waits_for_launches():
     slow_host = msgspec.structs.replace(RATES, launch_s=100e-6)
     assert step(Layout(), compile="eager").parts["launches"] == 0

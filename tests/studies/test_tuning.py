@@ -150,18 +150,23 @@ def test_what_computes_least_again_comes_first():
     assert list(dict.fromkeys(change["checkpointing"] for change in changes)) == [
         "none", "selective", "attention", "every-1",
     ]  # fmt: skip
+    mixed = lighter(workload(batch_size=1, attention="flash", checkpointing="attention"))
+    assert [change["checkpointing"] for change in mixed] == [
+        "none", "selective", "selective-3", "selective-2", "selective-1", "attention", "every-1",
+    ]  # fmt: skip
 
 
 def test_kept_attention_is_tried_where_attention_is_fused():
     (memory,) = (round_ for round_ in ROUNDS if round_.name == "memory")
 
-    def tried(attention: str) -> list[str]:
-        best = workload(batch_size=1, checkpointing="every-1", attention=attention)
+    def tried(attention: str, checkpointing: str = "every-1") -> list[str]:
+        best = workload(batch_size=1, checkpointing=checkpointing, attention=attention)
         made = [m for _, m in changes_of(memory, best, on_gpu=True, kept=frozenset())]
         return [m.checkpointing for m in made if not isinstance(m, str)]
 
-    assert tried("flash") == ["none", "selective", "attention"]
+    assert tried("flash") == ["none", "selective", "selective-3", "selective-2", "selective-1", "attention"]
     assert tried("reference") == ["none", "selective"]
+    assert tried("flash", "selective-2") == ["none", "selective", "selective-3"]
 
 
 def test_a_p_value_is_that_of_its_interval():

@@ -101,6 +101,8 @@ def test_tensor_parallelism_sends_the_activations_of_a_block_four_times():
     assert again["tensor activations"] == 4 * (4 + 8) * tokens * d * e / 2
     kept = link_bytes(Layout(tensor=2, micro_batch=2, checkpointing="attention"), MIXED)
     assert kept["tensor activations"] == again["tensor activations"]
+    mixed = link_bytes(Layout(tensor=2, micro_batch=2, checkpointing="selective-1"), MIXED)
+    assert mixed["tensor activations"] == (4 * (4 + 4) + 3 * 4) * tokens * d * e / 2
 
 
 def test_context_parallelism_gathers_keys_and_values():
@@ -109,7 +111,7 @@ def test_context_parallelism_gathers_keys_and_values():
     assert found["context keys and values"] == 4 * (2 + 2) * keys * 3 / 4
     assert found["context their gradients"] == 4 * 2 * keys * 3 / 4
     # Attention that runs again gathers them again; its output, where it is kept, does not need them.
-    for checkpointing, times in (("every-1", 2), ("attention", 1), ("selective", 1)):
+    for checkpointing, times in (("every-1", 2), ("attention", 1), ("selective", 1), ("selective-2", 1)):
         again = link_bytes(Layout(context=4, micro_batch=1, checkpointing=checkpointing), MIXED)
         assert again["context keys and values"] == 4 * (2 + 2 * times) * keys * 3 / 4
 

@@ -85,6 +85,9 @@ def test_recomputed_flops_by_hand():
     assert recomputed_flops(kept, "full") == recomputed_flops(kept, "half") == 2 * 2 * (4 * 32 * 32 + 2 * 32 * 64)
     assert recomputed_products(kept) == 12
     assert recomputed_products(mini(checkpointing="selective")) == recomputed_products(mini()) == 0
+    # Of two blocks the first alone runs its products again.
+    mixed = mini(batch_size=1, seq_len=1, checkpointing="selective-1", attention="sdpa")
+    assert (recomputed_flops(mixed), recomputed_products(mixed)) == (recomputed_flops(kept) // 2, 6)
 
 
 def test_by_hand():

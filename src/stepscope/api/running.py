@@ -101,7 +101,7 @@ def run(
     graph: none, or step: the whole step is replayed as CUDA graphs.
     optimizer: an AdamW by name; for a module of your own an optimizer that holds its parameters.
     clip: the bound on the gradients' global norm, to which they are scaled down; left out, they are not.
-    checkpointing: none, selective, attention, or every-K.
+    checkpointing: none, selective, selective-K, attention, or every-K.
     accumulation: how many micro-batches make a step.
     seed: of weights and batches that are made.
 

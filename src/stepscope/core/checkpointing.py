@@ -3,16 +3,25 @@ prediction of its memory, its FLOPs and its plan read."""
 
 import math
 import re
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 KEEPING = ("selective", "attention")
 """Checkpointing that keeps, beside each block's input, the outputs of some operators; the most first."""
 
-CHECKPOINTING_CHOICES = "none, selective, attention, every-1 or every-K for any K up to the number of layers"
+CHECKPOINTING_CHOICES = (
+    "none, selective, selective-K for any K below the number of layers, attention, every-1 or every-K for any K up to "
+    "the number of layers"
+)
 """What `checkpointing` may say. none: autograd keeps what it needs. every-K: blocks in groups of K (the last may be
 shorter); a group keeps its input alone, and backward runs the whole group again. selective: every block keeps the
 outputs of its matrix products and of fused attention, and backward recomputes the cheap rest. attention: every block
-keeps the outputs of fused attention alone, which for long sequences are dear to compute and small to keep."""
+keeps the outputs of fused attention alone, which for long sequences are dear to compute and small to keep. selective-K:
+the last K blocks keep what `selective` keeps, and those before them what `attention` does. The last are the first that
+backward frees, so that what they keep is gone before most gradients are there."""
+
+
+T = TypeVar("T")
 
 
 class Span(NamedTuple):
@@ -45,16 +54,45 @@ class Span(NamedTuple):
 
 def spans_of(checkpointing: str, layers: int) -> tuple[Span, ...]:
     """The blocks of a model of so many layers, from the first to the last, by what they keep."""
-    return (Span(checkpointing, layers),)
+    last = selective_of(checkpointing)
+    if last is None:
+        return (Span(checkpointing, layers),)
+    return Span("attention", layers - last), Span("selective", last)
+
+
+def grouped(blocks: Sequence[T], spans: Iterable[Span]) -> Iterator[tuple[Span, list[Sequence[T]]]]:
+    """Each span with its blocks, in the groups that run again as one."""
+    end = 0
+    for span in spans:
+        start, end = end, end + span.blocks
+        yield span, [blocks[first : min(first + span.group, end)] for first in range(start, end, span.group)]
 
 
 def group_of(checkpointing: object) -> int | None:
     """K of `every-K`, or None."""
-    written = re.fullmatch(r"every-([1-9][0-9]{0,8})", checkpointing) if isinstance(checkpointing, str) else None
-    return int(written[1]) if written else None
+    return _number(checkpointing, "every")
+
+
+def selective_of(checkpointing: object) -> int | None:
+    """K of `selective-K`, or None."""
+    return _number(checkpointing, "selective")
+
+
+def mixtures(layers: int) -> tuple[str, ...]:
+    """Those `selective-K` that a search tries: with three quarters, half and a quarter of the blocks."""
+    last = (layers * quarters // 4 for quarters in (3, 2, 1))
+    return tuple(f"selective-{blocks}" for blocks in dict.fromkeys(last) if blocks)
 
 
 def of_fewer_layers(checkpointing: str, layers: int) -> str:
-    """The same checkpointing for a part of a model, which has so many layers."""
-    group = group_of(checkpointing)
-    return checkpointing if group is None else f"every-{min(group, layers)}"
+    """The same checkpointing for the last blocks of a model, so many."""
+    group, last = group_of(checkpointing), selective_of(checkpointing)
+    if group is not None:
+        return f"every-{min(group, layers)}"
+    return "selective" if last is not None and last >= layers else checkpointing
+
+
+def _number(checkpointing: object, word: str) -> int | None:
+    """K of a choice that is written as a word and K, or None."""
+    written = re.fullmatch(f"{word}-([1-9][0-9]{{0,8}})", checkpointing) if isinstance(checkpointing, str) else None
+    return int(written[1]) if written else None

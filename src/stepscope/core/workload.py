@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import msgspec
 
 from stepscope.core.attentions import Attention, attention_names, is_kept
-from stepscope.core.checkpointing import CHECKPOINTING_CHOICES, KEEPING, Span, group_of, spans_of
+from stepscope.core.checkpointing import CHECKPOINTING_CHOICES, KEEPING, Span, group_of, selective_of, spans_of
 from stepscope.core.errors import InputError, choose
 from stepscope.core.identity import identity_of
 from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
@@ -305,21 +305,27 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
             raise InputError(f"projections joint does not go with {other}: choose --projections apart")
 
     def _check_checkpointing(self) -> None:
-        if self.checkpointing == "attention" and self.phase != "forward" and not is_kept(self.attention):
-            raise InputError(
-                f"checkpointing attention keeps what a fused operator returns, and attention {self.attention} is no "
-                f"such operator: choose --attention {', '.join(filter(is_kept, attention_names()))}, or "
-                "--checkpointing selective or every-1"
-            )
-        if self.checkpointing in ("none", *KEEPING):
-            return
-        group = group_of(self.checkpointing)
-        if group is None:
+        group, last, layers = group_of(self.checkpointing), selective_of(self.checkpointing), self.model.layers
+        if self.checkpointing not in ("none", *KEEPING) and group is None and last is None:
             raise InputError(f"unknown checkpointing {self.checkpointing!r}: choose {CHECKPOINTING_CHOICES}")
-        if self.phase != "forward" and group > self.model.layers:
+        if self.phase == "forward":
+            return
+        if (self.checkpointing == "attention" or last is not None) and not is_kept(self.attention):
+            raise InputError(
+                f"checkpointing {self.checkpointing} keeps what a fused operator returns, and attention "
+                f"{self.attention} is no such operator: choose --attention "
+                f"{', '.join(filter(is_kept, attention_names()))}, or --checkpointing selective or every-1"
+            )
+        if group is not None and group > layers:
             raise InputError(
                 f"checkpointing {self.checkpointing} groups more blocks than {self.model.name} has: "
-                f"choose every-1 to every-{self.model.layers}"
+                f"choose every-1 to every-{layers}"
+            )
+        if last is not None and last >= layers:
+            fewer = f"selective-1 to selective-{layers - 1}, or " if layers > 1 else ""
+            raise InputError(
+                f"checkpointing {self.checkpointing} leaves no block of {self.model.name} that keeps less, which has "
+                f"{layers}: choose {fewer}selective"
             )
 
     def _check_accumulation(self) -> None:
@@ -362,6 +368,11 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
             raise InputError(
                 f"--parallel {self.parallel} makes {stages} stages of {self.model.layers} layers over {self.ranks} "
                 f"ranks: give each stage a layer or more"
+            )
+        if len(self.spans) > 1:
+            raise InputError(
+                f"checkpointing {self.checkpointing} is for blocks that each rank has all of, and --parallel "
+                f"{self.parallel} gives them to stages: choose --checkpointing selective or attention"
             )
         micro_batches = strategy_named(self.parallel).micro_batches(self.ranks, self.accumulation)
         if self.batch_size % micro_batches or micro_batches < self.ranks:

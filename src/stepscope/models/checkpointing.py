@@ -6,7 +6,7 @@ reaches it; Korthikanti et al. 2022 (arXiv:2205.05198) keep what is dear to comp
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -97,8 +97,21 @@ def keep_outputs(contexts: Callable[[], Contexts]) -> BlockRunner:
 
 def block_runner(workload: Workload) -> BlockRunner:
     """The runner that the workload's `checkpointing` names."""
-    (span,) = workload.spans
-    return _runner_of(span)
+    spans = workload.spans
+    return _runner_of(spans[0]) if len(spans) == 1 else one_after_another(spans)
+
+
+def one_after_another(spans: Sequence[Span]) -> BlockRunner:
+    """A runner of a whole model's blocks, each span as it keeps for backward."""
+
+    def run(blocks: Iterable[nn.Module], x_BSM: Tensor) -> Tensor:
+        blocks, first = tuple(blocks), 0
+        for span in spans:
+            x_BSM = _runner_of(span)(blocks[first : first + span.blocks], x_BSM)
+            first += span.blocks
+        return x_BSM
+
+    return run
 
 
 def _runner_of(span: Span) -> BlockRunner:

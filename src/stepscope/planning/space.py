@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from stepscope.core.attentions import scores_of
+from stepscope.core.checkpointing import spans_of
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.parts import REFERENCE
 from stepscope.core.workload import Workload
@@ -139,6 +140,8 @@ def _faults(question: Question, grid: Grid) -> Iterator[tuple[str, object]]:
     yield "a fused loss takes the whole vocabulary", tensor > 1 and question.workload.loss != REFERENCE
     yield "tensor parallel ranks do not divide the sequence", tensor > 1 and length % (context * tensor)
     yield "more pipeline stages than blocks", grid.pipeline > config.layers
+    unlike = any(len(spans_of(one, config.layers)) > 1 for one in question.checkpointings)
+    yield "blocks that keep unlike for backward are not cut into pipeline stages", grid.pipeline > 1 and unlike
     yield "expert parallel ranks do not divide the experts", question.model.experts % grid.expert
     yield "data parallel ranks do not divide the batch", question.workload.batch_size % grid.data
 

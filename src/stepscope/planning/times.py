@@ -7,6 +7,7 @@ pipeline (`work/pipelines.py`). What data parallelism sends is hidden behind the
 multiprocessors: computation beside it goes slower. Then the optimizer steps.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -187,9 +188,15 @@ class Clock:
         return 2 * m * layout.chunks * max(0.0, send - forward)
 
     def _block(self, layout: Layout) -> BlockTimes:
+        """A block's times; the mean of all blocks, where they keep unlike for backward."""
         key = (*self._key(layout), layout.expert)
         if key not in self._blocks:
-            self._blocks[key] = self._times_of_block(layout)
+            layers = self.model.config.layers
+            self._blocks[key] = _mean([
+                (self._times_of_block(msgspec.structs.replace(layout, checkpointing=span.checkpointing)),
+                 span.blocks / layers)
+                for span in spans_of(layout.checkpointing, layers)
+            ])  # fmt: skip
         return self._blocks[key]
 
     def _key(self, layout: Layout) -> tuple[object, ...]:
@@ -197,6 +204,7 @@ class Clock:
         return layout.tensor, layout.context, layout.micro_batch, layout.checkpointing, dtype
 
     def _times_of_block(self, layout: Layout) -> BlockTimes:
+        """The times of a block in a layout whose blocks keep alike."""
         config, rates, length = self.model.config, self.rates, self.workload.seq_len
         tokens = layout.micro_batch * length / layout.context
         products = tokens * self.model.matrix_flops_per_token() / layout.tensor / rates.matmul_flops_per_s
@@ -369,6 +377,17 @@ class Clock:
 
 def _sum(times: BlockTimes) -> float:
     return times.forward_s + times.backward_s
+
+
+def _mean(times: Sequence[tuple[BlockTimes, float]]) -> BlockTimes:
+    """The mean of blocks' times, each with its share of the blocks."""
+    forward: dict[str, float] = {}
+    backward: dict[str, float] = {}
+    for block, share in times:
+        for mean, parts in ((forward, block.forward), (backward, block.backward)):
+            for part, seconds in parts.items():
+                mean[part] = mean.get(part, 0.0) + share * seconds
+    return BlockTimes(forward=forward, backward=backward)
 
 
 def _difference(more: Moved, less: Moved) -> Moved:

@@ -122,7 +122,7 @@ def test_the_symbolic_model_allocates_and_releases_what_the_step_does(seed: int)
         assert symbolic[phase] == fake[phase], (workload, phase)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "attention", "every-3"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "selective-2", "attention", "every-3"])
 @pytest.mark.parametrize("d_ff", [960, pytest.param(1440, marks=pytest.mark.long)])
 def test_what_is_taken_from_the_device_is_alike_for_odd_sizes_and_a_large_vocabulary(checkpointing: str, d_ff: int):
     """cuBLAS gets its workspace after the first product's output is there: so it is decided which blocks are left for

@@ -154,6 +154,8 @@ def test_every_phase_has_the_peak_that_is_predicted(dtype: str, attention: str, 
 )  # fmt: skip
 def test_a_step_that_keeps_attentions_output_is_predicted_to_the_byte(dtype: str, changes: dict[str, Any]):
     assert_alike(three(dtype=dtype, attention="sdpa", checkpointing="attention", **changes))
+    for last in (1, 2):
+        assert_alike(three(dtype=dtype, attention="sdpa", checkpointing=f"selective-{last}", **changes))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])

@@ -203,15 +203,27 @@ def test_xl_at_1024_in_80_gib():
     assert [plan.gpus for plan in plans] == [1] * 5 + [4]
 
 
-def test_kept_attention_is_offered_where_what_selective_keeps_does_not_fit():
+def test_kept_attention_is_offered_where_what_selective_keeps_of_a_quarter_of_the_blocks_does_not_fit():
     fused = {"seq_len": 4096, "dtype": "bf16", "attention": "flash"}
-    selective, attention = (
-        estimate(of("xl", checkpointing=kept, **fused)).peak_bytes for kept in ("selective", "attention")
+    quarter, attention = (
+        estimate(of("xl", checkpointing=kept, **fused)).peak_bytes for kept in ("selective-12", "attention")
     )
-    budget = budget_of_memory((selective + attention) // 2)
+    budget = budget_of_memory((quarter + attention) // 2)
     plans = {plan.options: plan.extra_flops_fraction for plan in fit(of("xl", **fused), budget).plans}
     assert plans["--checkpointing attention"] < plans.get("--checkpointing every-1", 1)
-    assert "--checkpointing selective" not in plans
+    assert not {"--checkpointing selective", "--checkpointing selective-12"} & plans.keys()
+
+
+def test_of_mixtures_the_one_that_keeps_most_is_offered():
+    fused = {"seq_len": 4096, "dtype": "bf16", "attention": "flash"}
+    peaks = [estimate(of("xl", checkpointing=f"selective-{last}", **fused)).peak_bytes for last in (36, 24)]
+    budget = budget_of_memory(sum(peaks) // 2)
+    plans = {plan.options: plan for plan in fit(of("xl", **fused), budget).plans}
+    assert plans["--checkpointing selective-24"].change == (
+        "checkpointing that keeps matrix products of the last 24 blocks"
+    )
+    assert not {"--checkpointing selective-36", "--checkpointing attention"} & plans.keys()
+    assert 0 < plans["--checkpointing selective-24"].extra_flops_fraction < 0.25
 
 
 def test_what_checkpointing_costs_is_counted_by_hand():

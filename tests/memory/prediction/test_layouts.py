@@ -29,7 +29,7 @@ def workload(**fields: object) -> Workload:
 
 
 @pytest.mark.parametrize("compiled", ["eager", "default"])
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "every-1"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "selective-3", "every-1"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "bf16-pure"])
 def test_a_stage_of_one_rank_is_the_step_of_one_gpu(compiled: str, checkpointing: str, dtype: str):
     """Its peaks are those of `fit`, but for what is there before: parameters, optimizer state, data and workspaces. The

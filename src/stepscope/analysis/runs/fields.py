@@ -9,7 +9,6 @@ from typing import Any
 from stepscope.analysis.runs import communication, metrics
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.attentions import attention_names
-from stepscope.core.checkpointing import KEEPING
 from stepscope.core.errors import InputError, choose
 from stepscope.core.model_config import PRESETS
 from stepscope.core.own_workload import OwnWorkload
@@ -74,7 +73,10 @@ def _argument(run: Run, name: str) -> Scalar:
     return value if plain else json.dumps(value)
 
 
-_CHECKPOINTINGS = ("none", *KEEPING, *(f"every-{group}" for group in range(1, 257)))
+_CHECKPOINTINGS = (
+    "none", "selective", *(f"selective-{last}" for last in range(256, 0, -1)), "attention",
+    *(f"every-{group}" for group in range(1, 257)),
+)  # fmt: skip
 """Choices of checkpointing in order of how much they keep, the most first."""
 
 _TIED: dict[bool | None, Scalar] = {True: "true", False: "false", None: None}

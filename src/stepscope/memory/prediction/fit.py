@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import msgspec
 
 from stepscope.core.attentions import is_kept, scores_of
-from stepscope.core.checkpointing import group_of
+from stepscope.core.checkpointing import group_of, mixtures
 from stepscope.core.device_spec import DATASHEET, DeviceSpec
 from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import MemoryCategory
@@ -25,6 +25,7 @@ from stepscope.memory.prediction.plans import (
     Plan,
     checkpointed_blocks,
     micro_batches,
+    mixed,
     setting,
     together,
 )
@@ -171,7 +172,8 @@ def _levers(workload: Workload) -> list[Lever]:
     if splits:
         levers.append(splits)
     if workload.checkpointing == "none":
-        levers.append((SELECTIVE, KEEP_ATTENTION) if is_kept(workload.attention) else (SELECTIVE,))
+        smaller = (*map(mixed, mixtures(workload.model.layers)), KEEP_ATTENTION) if is_kept(workload.attention) else ()
+        levers.append((SELECTIVE, *smaller))
     return levers
 
 

@@ -22,7 +22,7 @@ import math
 import msgspec
 
 from stepscope.core.attentions import scores_of
-from stepscope.core.checkpointing import of_fewer_layers
+from stepscope.core.checkpointing import of_fewer_layers, spans_of
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.workload import Workload
@@ -37,7 +37,7 @@ from stepscope.work.transformer import moment_bytes
 
 _MIXED = ("bf16", "fp16")
 _FEW_BLOCKS = 2
-"""Stages of at most so many blocks are run as they are; larger ones follow from 1 and 2, since blocks are alike."""
+"""Stages of at most so many blocks are run as they are; larger ones follow from 1 and 2, where blocks are alike."""
 
 
 class RankNeeds(msgspec.Struct, frozen=True, kw_only=True):
@@ -309,7 +309,8 @@ class RankMemory:
 
     def _by_corners(self, layout: Layout, stage: "_RankStage") -> StageNeeds:
         """The needs by interpolation between few and more blocks, one sequence and two."""
-        if stage.blocks > _FEW_BLOCKS:
+        alike = len(spans_of(layout.checkpointing, stage.blocks)) == 1
+        if stage.blocks > _FEW_BLOCKS and alike:
             low, high = (
                 self._by_tokens(layout, msgspec.structs.replace(stage, blocks=count))
                 for count in (_FEW_BLOCKS - 1, _FEW_BLOCKS)

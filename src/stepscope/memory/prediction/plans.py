@@ -5,6 +5,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from stepscope.core.checkpointing import selective_of
+
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A change to a step: its words, the options that ask for it, and the fields of the workload that it sets."""
@@ -39,6 +41,13 @@ STATE_IN_BF16 = setting("optimizer state in bf16", "--optimizer", "adamw-bf16-st
 AUTOCAST = setting("bf16 autocast", "--dtype", "bf16")
 SELECTIVE = setting("checkpointing that keeps matrix products", "--checkpointing", "selective")
 KEEP_ATTENTION = setting("checkpointing that keeps attention's outputs", "--checkpointing", "attention")
+
+
+def mixed(checkpointing: str) -> Change:
+    """The checkpointing `selective-K`."""
+    last = selective_of(checkpointing)
+    words = "1 block" if last == 1 else f"{last} blocks"
+    return setting(f"checkpointing that keeps matrix products of the last {words}", "--checkpointing", checkpointing)
 
 
 def checkpointed_blocks(k: int) -> Change:

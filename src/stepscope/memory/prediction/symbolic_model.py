@@ -21,7 +21,7 @@ from functools import partial
 
 from stepscope.core.attention_support import predicted_attention
 from stepscope.core.attentions import ATTENTIONS
-from stepscope.core.checkpointing import Span
+from stepscope.core.checkpointing import Span, grouped
 from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.item_sizes import item_sizes
@@ -110,19 +110,18 @@ class SymbolicModel:
 
     def run_blocks(self, tape: Tape, x: Tensor) -> Tensor:
         """All blocks, which keep what the workload says, as in models/checkpointing.py."""
-        (span,) = self.workload.spans
-        groups = [self.blocks[first : first + span.group] for first in range(0, len(self.blocks), span.group)]
-        alike = groups[2:-2] if self.abridged else []
-        for group in groups[:1]:
-            x = self._run(tape, x, group, span)
-        before = tape.ledger.live.copy()
-        for group in groups[1:2]:
-            x = self._run(tape, x, group, span)
-        grown = [after - earlier for after, earlier in zip(tape.ledger.live, before, strict=True)]
-        for group in alike:
-            x = self._stand_in(tape, x, group, grown)
-        for group in groups[2 + len(alike) :]:
-            x = self._run(tape, x, group, span)
+        for span, groups in grouped(self.blocks, self.workload.spans):
+            alike = groups[2:-2] if self.abridged else []
+            for group in groups[:1]:
+                x = self._run(tape, x, group, span)
+            before = tape.ledger.live.copy()
+            for group in groups[1:2]:
+                x = self._run(tape, x, group, span)
+            grown = [after - earlier for after, earlier in zip(tape.ledger.live, before, strict=True)]
+            for group in alike:
+                x = self._stand_in(tape, x, group, grown)
+            for group in groups[2 + len(alike) :]:
+                x = self._run(tape, x, group, span)
         return x
 
     def _run(self, tape: Tape, x: Tensor, group: Sequence[BlockParameters], span: Span) -> Tensor:

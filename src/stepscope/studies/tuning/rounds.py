@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from stepscope.core.attentions import PREFERRED, PREFERRED_ELSEWHERE
-from stepscope.core.checkpointing import KEEPING
+from stepscope.core.attentions import PREFERRED, PREFERRED_ELSEWHERE, is_kept
+from stepscope.core.checkpointing import KEEPING, mixtures, selective_of
 from stepscope.core.errors import InputError
 from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.parts import PARTS
@@ -28,9 +28,6 @@ PRECISIONS_TRIED: dict[Dtype, tuple[Dtype, ...]] = {
     "bf16": ("bf16-master",),
 }
 """Of each precision those that may be faster, and that the quality study sees train as fp32 does."""
-
-RECOMPUTED = ("none", *KEEPING, "every-1")
-"""Checkpointing, by what it computes again: the least first."""
 
 MOST_MICRO_BATCHES = 16
 
@@ -97,12 +94,21 @@ def _under_backward(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
         yield {"optimizer": "adamw-under-backward", "compile": compiled}
 
 
+def recomputed(best: DrivenWorkload) -> tuple[str, ...]:
+    """Checkpointing that the step may have, by what it computes again: the least first."""
+    if not isinstance(best, Workload) or not is_kept(best.attention):
+        return ("none", *KEEPING, "every-1")
+    own = (best.checkpointing,) if selective_of(best.checkpointing) else ()
+    mixed = sorted({*mixtures(best.model.layers), *own}, key=lambda each: selective_of(each) or 0, reverse=True)
+    return ("none", "selective", *mixed, "attention", "every-1")
+
+
 def lighter(best: DrivenWorkload) -> list[Change]:
     """Checkpointing and micro-batches at the same batch, from what computes least again to what keeps least."""
     batch = best.batch_size or 1
     parts = [n for n in (1, 2, 4, 8, MOST_MICRO_BATCHES) if batch % n == 0]
     return [
-        {"checkpointing": kept, "accumulation": micro_batches} for kept in RECOMPUTED for micro_batches in parts
+        {"checkpointing": kept, "accumulation": micro_batches} for kept in recomputed(best) for micro_batches in parts
     ]  # fmt: skip
 
 
