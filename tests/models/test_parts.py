@@ -37,6 +37,7 @@ def gradients(workload: Workload) -> tuple[float, torch.Tensor]:
     [
         ("fp32", {}),
         ("bf16", {"checkpointing": "selective"}),
+        ("bf16", {"checkpointing": "selective-1", "attention": "sdpa"}),
         ("bf16-master", {"accumulation": 2}),
         ("fp32", {"tied": True, "kv_heads": 1, "attention": "sdpa"}),
         *at_length(

@@ -269,6 +269,7 @@ def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (FUSED, {"attention": "sdpa"}),
         (FUSED, {"dtype": "fp16", "checkpointing": "selective"}),
+        (FUSED, {"dtype": "fp16", "checkpointing": "selective-1", "attention": "sdpa"}),
         (FUSED, {"tied": True, "vocabulary": 512, "accumulation": 2, "phase": "train"}),
         *at_length(
             *(({part: "fused"}, {"dtype": dtype}) for part in FUSED for dtype in ("fp32", "fp16")),
@@ -276,7 +277,7 @@ def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
                 ({**FUSED, part: "reference"}, {"attention": attention, "checkpointing": checkpointing})
                 for part in FUSED
                 for attention in ("reference", "sdpa")
-                for checkpointing in ("selective", "every-1", "every-2")
+                for checkpointing in ("selective", "every-1", "every-2", *(("selective-2",) * (attention == "sdpa")))
             ),
             (FUSED, {"d_model": 64, "heads": 4, "kv_heads": 2, "attention": "sdpa"}),
             (FUSED, {"phase": "forward", "dtype": "fp16", "vocabulary": 512}),
