@@ -14,7 +14,30 @@ from stepscope.models.clipping import global_norm
 def broadcast_from_first(module: nn.Module) -> None:
     """Give every rank the first one's parameters and buffers: ranks that begin apart stay apart."""
     for tensor in (*module.parameters(), *module.buffers()):
-        dist.broadcast(tensor.data, 0)
+        broadcast(tensor, 0)()
+
+
+@torch.no_grad()
+def broadcast(tensor: Tensor, rank: int) -> Callable[[], None]:
+    """Begin to give every rank this one's numbers, whatever their dtype and strides; returns what waits for them.
+
+    A backend takes a tensor's memory as if it were contiguous, and would write beside one that is not; and gloo lacks
+    dtypes, though a broadcast needs bytes alone.
+    """
+    for dim, stride in enumerate(tensor.stride()):
+        if not stride and tensor.shape[dim]:  # what is expanded has its numbers once
+            tensor = tensor.narrow(dim, 0, 1)
+    message = tensor.data.contiguous()
+    its_bytes = message.as_strided((message.numel(),), (1,)).view(torch.uint8)
+    handle = dist.broadcast(its_bytes, rank, async_op=True)
+
+    def wait() -> None:
+        if handle is not None:
+            handle.wait()
+        if not tensor.is_contiguous():
+            tensor.data.copy_(message)
+
+    return wait
 
 
 def average(tensor: Tensor) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepscope.parallel.collective import broadcast
 from stepscope.parallel.ranks import Ranks
 from stepscope.parallel.spread import Spread, Whole, replicated
 from stepscope.parallel.strategies.ddp_bucketed import BucketedDataParallel
@@ -45,9 +46,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         added: list[Tensor] = group["params"]
-        with torch.no_grad():
-            for parameter in added:
-                dist.broadcast(parameter.data, 0)
+        for parameter in added:
+            broadcast(parameter, 0)()
         for parameter in sorted(added, key=lambda one: -one.numel()):
             rank = self._held.index(min(self._held))
             self._owner[parameter] = rank
@@ -73,10 +73,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._own is not None:
             self._follow_options()
             self._own.step()
-        under_way = [dist.broadcast(one.data, rank, async_op=True) for one, rank in self._owner.items()]
-        for handle in under_way:
-            if handle is not None:
-                handle.wait()
+        under_way = [broadcast(one, rank) for one, rank in self._owner.items()]
+        for wait in under_way:
+            wait()
         return loss
 
     def _follow_options(self) -> None:

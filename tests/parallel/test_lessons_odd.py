@@ -1,0 +1,66 @@
+"""The lessons as modules, given what a loop of somebody else's may hold: odd tensors, odd loops, odd uses."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stepscope import parallel
+from tests.parallel.ranks import on_ranks
+
+
+class OddTensors(nn.Module):
+    """Parameters and buffers of dtypes that gloo lacks, with gaps between their numbers, or with one number for all."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.gaps = nn.Parameter(torch.full((4, 6), number)[:, ::2])
+        self.turned = nn.Parameter(torch.full((3, 2), number).t())
+        self.register_buffer("short", torch.full((2,), number, dtype=torch.int16))
+        self.register_buffer("mask", torch.full((2, 2), number > 1))
+        self.register_buffer("turns", torch.full((2,), number * 1j))
+        self.register_buffer("spread", torch.full((1, 1), number).expand(3, 3))
+        self.register_buffer("none", torch.empty(0))
+        self.register_buffer("count", torch.tensor(int(number)))
+
+
+def _numbers(tensor: Tensor) -> str:
+    """The different numbers in a tensor."""
+    return " ".join(sorted({str(number) for number in tensor.detach().flatten().tolist()}))
+
+
+def odd_tensors(rank: int, ranks: int) -> list[list[str]]:
+    """What is in each tensor after a wrapper has begun, and what an optimizer made of two."""
+    found: list[list[str]] = []
+    for kind in (parallel.OverlappedDataParallel, parallel.FullyShardedDataParallel):
+        module: Any = kind(OddTensors(rank + 1.0))
+        sharded = kind is parallel.FullyShardedDataParallel
+        parameters: dict[str, Tensor] = module.full_parameters() if sharded else dict(module.named_parameters())
+        found.append([_numbers(one) for one in (*parameters.values(), *module.buffers())])
+    own = OddTensors(rank + 1.0)
+    optimizer = parallel.ShardedOptimizer(own.parameters(), torch.optim.SGD, lr=0.5)
+    for parameter in own.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    found.append([_numbers(one) for one in own.parameters()])
+    return found
+
+
+CASES = (odd_tensors,)
+
+
+def everything(rank: int, ranks: int) -> dict[str, Any]:
+    """What each case finds, in one process a rank."""
+    return {case.__name__: case(rank, ranks) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return on_ranks(2, everything)
+
+
+def test_ranks_begin_alike_whatever_the_tensors_are(found: list[dict[str, Any]]):
+    begun = ["1.0", "1.0", "1", "False", "1j", "1.0", "", "1"]
+    for of_rank in found:
+        assert of_rank["odd_tensors"] == [begun, begun, ["0.5", "0.5"]]
