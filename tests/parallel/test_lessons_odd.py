@@ -25,6 +25,21 @@ class OddTensors(nn.Module):
         self.register_buffer("count", torch.tensor(int(number)))
 
 
+def _small(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def _away(found: dict[str, Tensor], wanted: nn.Module) -> float:
+    """How far the parameters are from those of one process."""
+    return max(float((found[name] - one).detach().abs().max()) for name, one in wanted.named_parameters())
+
+
+def _whole(module: Any) -> dict[str, Tensor]:
+    sharded = isinstance(module, parallel.FullyShardedDataParallel)
+    return module.full_parameters() if sharded else dict(module.module.named_parameters())
+
+
 def _numbers(tensor: Tensor) -> str:
     """The different numbers in a tensor."""
     return " ".join(sorted({str(number) for number in tensor.detach().flatten().tolist()}))
@@ -35,9 +50,7 @@ def odd_tensors(rank: int, ranks: int) -> list[list[str]]:
     found: list[list[str]] = []
     for kind in (parallel.OverlappedDataParallel, parallel.FullyShardedDataParallel):
         module: Any = kind(OddTensors(rank + 1.0))
-        sharded = kind is parallel.FullyShardedDataParallel
-        parameters: dict[str, Tensor] = module.full_parameters() if sharded else dict(module.named_parameters())
-        found.append([_numbers(one) for one in (*parameters.values(), *module.buffers())])
+        found.append([_numbers(one) for one in (*_whole(module).values(), *module.buffers())])
     own = OddTensors(rank + 1.0)
     optimizer = parallel.ShardedOptimizer(own.parameters(), torch.optim.SGD, lr=0.5)
     for parameter in own.parameters():
@@ -47,7 +60,33 @@ def odd_tensors(rank: int, ranks: int) -> list[list[str]]:
     return found
 
 
-CASES = (odd_tensors,)
+def several_backwards(rank: int, ranks: int) -> list[float]:
+    """How far ranks end from one process that splits its batch, which run backward for each part, at once or in turns
+    with forward."""
+    data = torch.randn(2, 3, ranks, 4, 6, generator=torch.Generator().manual_seed(1))  # steps, parts, ranks
+    found: list[float] = []
+    for kind in (parallel.OverlappedDataParallel, parallel.FullyShardedDataParallel):
+        for in_turns in (True, False):
+            alone, module = _small(0), kind(_small(rank))
+            one, other = (torch.optim.AdamW(of.parameters(), lr=0.01) for of in (alone, module))
+            for step in data:
+                alone(step).square().mean().backward()
+                losses: list[Tensor] = []
+                for part in step[:, rank]:
+                    losses.append(module(part).square().mean() / len(step))
+                    if in_turns:
+                        losses.pop().backward()
+                for loss in losses:
+                    loss.backward()
+                module.finish_gradient_synchronization()
+                for optimizer in (one, other):
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=not in_turns)
+            found.append(_away(_whole(module), alone))
+    return found
+
+
+CASES = (odd_tensors, several_backwards)
 
 
 def everything(rank: int, ranks: int) -> dict[str, Any]:
@@ -64,3 +103,8 @@ def test_ranks_begin_alike_whatever_the_tensors_are(found: list[dict[str, Any]])
     begun = ["1.0", "1.0", "1", "False", "1j", "1.0", "", "1"]
     for of_rank in found:
         assert of_rank["odd_tensors"] == [begun, begun, ["0.5", "0.5"]]
+
+
+def test_a_second_backward_adds_to_the_mean(found: list[dict[str, Any]]):
+    for of_rank in found:
+        assert max(of_rank["several_backwards"]) < 1e-6
