@@ -1,5 +1,6 @@
 """The lessons as modules, given what a loop of somebody else's may hold: odd tensors, odd loops, odd uses."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stepscope import parallel
+from stepscope.measure.traffic import whole_bytes
 from tests.parallel.ranks import on_ranks
 
 
@@ -86,7 +88,27 @@ def several_backwards(rank: int, ranks: int) -> list[float]:
     return found
 
 
-CASES = (odd_tensors, several_backwards)
+def shards_outside_a_step(rank: int, ranks: int) -> dict[str, Any]:
+    """What others see of a fully sharded module while no step runs."""
+    module = parallel.FullyShardedDataParallel(_small(rank), compute_dtype=torch.bfloat16)
+    state = module.state_dict()
+    other = parallel.FullyShardedDataParallel(_small(7))
+    other.load_state_dict(state)
+    said = ""
+    try:
+        copy.deepcopy(module)
+    except TypeError as error:
+        said = str(error)
+    return {
+        "loaded": _away(_whole(other), _small(0)),
+        "state": sum(one.numel() for one in state.values()),
+        "whole": whole_bytes(module.module.parameters()),
+        "kept": sum(one.untyped_storage().nbytes() for one in module.module.parameters()),
+        "copied": said,
+    }
+
+
+CASES = (odd_tensors, several_backwards, shards_outside_a_step)
 
 
 def everything(rank: int, ranks: int) -> dict[str, Any]:
@@ -108,3 +130,14 @@ def test_ranks_begin_alike_whatever_the_tensors_are(found: list[dict[str, Any]])
 def test_a_second_backward_adds_to_the_mean(found: list[dict[str, Any]]):
     for of_rank in found:
         assert max(of_rank["several_backwards"]) < 1e-6
+
+
+def test_a_module_shows_its_shards_while_no_step_runs(found: list[dict[str, Any]]):
+    numbers = sum(parameter.numel() for parameter in _small(0).parameters())
+    for of_rank in found:
+        seen = of_rank["shards_outside_a_step"]
+        assert seen["loaded"] == 0.0
+        assert numbers / 2 <= seen["state"] <= numbers / 2 + 4  # each is padded
+        assert seen["kept"] == 4 * seen["state"], "a tensor without storage stands in a module"
+        assert seen["whole"] == [4 * numbers, 4 * numbers], "of their own dtype, which the formula of bytes is of"
+        assert "not copied" in seen["copied"] and "\n" not in seen["copied"]

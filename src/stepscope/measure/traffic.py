@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.core.ranks import CollectiveCalls
+from stepscope.measure.local_part import whole_numel
 from stepscope.measure.step import Recorder
 from stepscope.work.collectives import OTHER, kind_of, sent_and_received
 
@@ -113,5 +114,5 @@ def _group_of(given: dict[str, Any]) -> Any:
 
 def whole_bytes(parameters: Iterable[Tensor]) -> tuple[int, int]:
     """The bytes of the whole parameters, however they are sharded, and of those that are trained."""
-    sizes = [(one.numel() * one.element_size(), one.requires_grad) for one in parameters]
+    sizes = [(whole_numel(one) * one.element_size(), one.requires_grad) for one in parameters]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)

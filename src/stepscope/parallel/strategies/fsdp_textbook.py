@@ -14,8 +14,9 @@ takes, and one block whole at a time.
 
 How a parameter comes and goes without autograd's notice: what forward saved for backward are views of the gathered
 tensor's storage. Letting it go shrinks that storage to nothing, and gathering fills it again at the same tensor, as
-PyTorch's first FSDP does. With a compute dtype the gathered copy is in it, and so is what is sent; shards, gradients
-and the optimizer stay as they were.
+PyTorch's first FSDP does. Meanwhile the shard stands in the parameter's place in its module, so that nobody reads a
+tensor without storage: a module's state and its parameters are this rank's. With a compute dtype the gathered copy is
+in it, and so is what is sent; shards, gradients and the optimizer stay as they were.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stepscope.measure.local_part import mark_part
 from stepscope.parallel.collective import broadcast_from_first, norm_over_ranks
 from stepscope.parallel.ranks import Ranks
 from stepscope.parallel.spread import Spread, Whole
@@ -42,10 +44,13 @@ class _Sharded:
         padded[: self.count] = original.detach().reshape(-1)
         own = padded[rank * self._length : (rank + 1) * self._length].clone()
         self.shard = nn.Parameter(own, requires_grad=original.requires_grad)
+        mark_part(self.shard, self.count)
         dtype = compute_dtype if compute_dtype is not None and original.is_floating_point() else original.dtype
         self._padded = torch.empty(self._length * ranks, dtype=dtype, device=original.device)
         self.whole = nn.Parameter(self._padded[: self.count].view(self.shape), requires_grad=original.requires_grad)
         self.is_gathered = True
+        self.places: list[tuple[dict[str, nn.Parameter | None], str]] = []
+        """Where the parameter stands: several places have a tied one."""
         self.let_go()
         if original.requires_grad:
             self.whole.register_post_accumulate_grad_hook(self._reduce)
@@ -60,12 +65,19 @@ class _Sharded:
         # Through .data: autograd counts writes to a tensor that it saved, and this one restores what it saved.
         dist.all_gather_into_tensor(self._padded.data, self.shard.data.to(self._padded.dtype))
         self.is_gathered = True
+        self.stand_in_place(self.whole)
 
     def let_go(self) -> None:
         """Give the storage back; the tensor itself stays."""
         if self.is_gathered:
+            self.stand_in_place(self.shard)
             self._padded.untyped_storage().resize_(0)
             self.is_gathered = False
+
+    def stand_in_place(self, parameter: nn.Parameter) -> None:
+        """Put the shard or the whole where the modules look for their parameter."""
+        for parameters, name in self.places:
+            parameters[name] = parameter
 
     @torch.no_grad()
     def _reduce(self, _: Tensor | None = None) -> None:
@@ -92,6 +104,12 @@ class _Sharded:
         self.was_reduced = False
         self.let_go()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a fully sharded module is not copied or pickled whole: save state_dict() on every rank, or "
+            "full_parameters(), which all ranks call; or copy the module before it is sharded"
+        )
+
     def full(self, shard: Tensor) -> Tensor:
         """The whole of a shard, in the shard's dtype."""
         padded = torch.empty(self._length * dist.get_world_size(), dtype=shard.dtype, device=shard.device)
@@ -100,7 +118,7 @@ class _Sharded:
 
 
 class FullyShardedDataParallel(nn.Module):
-    """A module of whose every parameter a rank keeps a shard; `parameters()` are the shards.
+    """A module of whose every parameter a rank keeps a shard; `parameters()` and `state_dict()` are of the shards.
 
     compute_dtype: the dtype in which forward and backward compute, and parameters are sent; floating-point inputs are
     cast to it. Shards, gradients and their mean keep the parameters' own. units: submodules whose parameters come and
@@ -115,8 +133,8 @@ class FullyShardedDataParallel(nn.Module):
         broadcast_from_first(module)
         self._compute_dtype = compute_dtype
         self._sharded: dict[str, _Sharded] = {}
-        self._of: dict[nn.Parameter, _Sharded] = {}
         self._replace(module, compute_dtype)
+        self._of = {sharded.shard: sharded for sharded in self._sharded.values()}
         self.module = module
         for unit in units if units is not None else [one for one in module.modules() if one._parameters]:
             self._watch(unit)
@@ -131,7 +149,7 @@ class FullyShardedDataParallel(nn.Module):
                 self._watch(one, own_only=True)
 
     def _replace(self, module: nn.Module, compute_dtype: torch.dtype | None) -> None:
-        """Put gathered tensors in the parameters' places; a tied one is the same in each of its."""
+        """Put shards in the parameters' places; a tied one is the same in each of its."""
         made: dict[nn.Parameter, _Sharded] = {}
         for prefix, owner in module.named_modules():
             for name, parameter in list(owner._parameters.items()):
@@ -140,8 +158,9 @@ class FullyShardedDataParallel(nn.Module):
                 if parameter not in made:
                     full_name = f"{prefix}.{name}" if prefix else name
                     made[parameter] = self._sharded[full_name] = _Sharded(full_name, parameter, compute_dtype)
-                owner._parameters[name] = made[parameter].whole
-        self._of = {sharded.whole: sharded for sharded in self._sharded.values()}
+                made[parameter].places.append((owner._parameters, name))
+        for sharded in self._sharded.values():
+            sharded.stand_in_place(sharded.shard)
 
     def _watch(self, unit: nn.Module, *, own_only: bool = False) -> None:
         """Gather the unit's parameters before its forward and its backward, and let them go after its forward."""
