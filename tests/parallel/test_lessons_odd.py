@@ -1,7 +1,8 @@
 """The lessons as modules, given what a loop of somebody else's may hold: odd tensors, odd loops, odd uses."""
 
 import copy
-from typing import Any
+import warnings
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -108,7 +109,61 @@ def shards_outside_a_step(rank: int, ranks: int) -> dict[str, Any]:
     }
 
 
-CASES = (odd_tensors, several_backwards, shards_outside_a_step)
+class Pair(NamedTuple):
+    """What a module may take and give."""
+
+    one: Tensor
+    other: Tensor | None
+
+
+class InPairs(nn.Module):
+    """A module that takes a pair, and gives one in a dict with some of its own weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.inner = nn.Parameter(torch.randn(6, 6)), nn.Linear(6, 6)
+
+    def forward(self, pair: Pair) -> dict[str, Any]:
+        return {"pair": Pair(torch.tanh(self.inner(pair.one)) @ self.weight, None), "rows": [self.weight[:2]]}
+
+
+class OddUses(nn.Module):
+    """A module that changes outputs in place, and reads a parameter that another module gave it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.relu, self.pairs = nn.Linear(6, 6), nn.ReLU(inplace=True), InPairs()
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.pairs(Pair(self.relu(self.first(x)), x))
+        return given["pair"].one + 0.1 * given["rows"][0].sum(0).to(x.dtype)
+
+
+def odd_uses(rank: int, ranks: int) -> list[Any]:
+    """How far fully sharded ranks end from one process, and what PyTorch warned of."""
+    data = torch.randn(3, ranks, 4, 6, generator=torch.Generator().manual_seed(1))
+    found: list[Any] = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for dtype in (None, torch.bfloat16):
+            torch.manual_seed(0)
+            alone, module = OddUses(), parallel.FullyShardedDataParallel(OddUses(), compute_dtype=dtype)
+            module.load_state_dict(parallel.FullyShardedDataParallel(copy.deepcopy(alone)).state_dict())
+            one, other = (torch.optim.SGD(of.parameters(), lr=0.05) for of in (alone, module))
+            for step in data:
+                alone(step.flatten(0, 1)).square().mean().backward()
+                module(step[rank]).float().square().mean().backward()
+                module.finish_gradient_synchronization()
+                with torch.no_grad():
+                    module(step[rank])  # its parameters are those before the update
+                for optimizer in (one, other):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found.append(_away(_whole(module), alone))
+    return [*found, sorted({str(one.message) for one in said if "backward" in str(one.message)})]
+
+
+CASES = (odd_tensors, several_backwards, shards_outside_a_step, odd_uses)
 
 
 def everything(rank: int, ranks: int) -> dict[str, Any]:
@@ -141,3 +196,10 @@ def test_a_module_shows_its_shards_while_no_step_runs(found: list[dict[str, Any]
         assert seen["kept"] == 4 * seen["state"], "a tensor without storage stands in a module"
         assert seen["whole"] == [4 * numbers, 4 * numbers], "of their own dtype, which the formula of bytes is of"
         assert "not copied" in seen["copied"] and "\n" not in seen["copied"]
+
+
+def test_a_unit_takes_and_gives_what_any_module_does(found: list[dict[str, Any]]):
+    for of_rank in found:
+        exact, halved, warned = of_rank["odd_uses"]
+        assert exact < 1e-6 and halved < 0.02
+        assert not warned

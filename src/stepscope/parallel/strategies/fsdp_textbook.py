@@ -20,12 +20,13 @@ in it, and so is what is sent; shards, gradients and the optimizer stay as they 
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stepscope.measure.local_part import mark_part
 from stepscope.parallel.collective import broadcast_from_first, norm_over_ranks
@@ -48,7 +49,7 @@ class _Sharded:
         dtype = compute_dtype if compute_dtype is not None and original.is_floating_point() else original.dtype
         self._padded = torch.empty(self._length * ranks, dtype=dtype, device=original.device)
         self.whole = nn.Parameter(self._padded[: self.count].view(self.shape), requires_grad=original.requires_grad)
-        self.is_gathered = True
+        self.is_gathered = False
         self.places: list[tuple[dict[str, nn.Parameter | None], str]] = []
         """Where the parameter stands: several places have a tied one."""
         self.let_go()
@@ -67,12 +68,13 @@ class _Sharded:
         self.is_gathered = True
         self.stand_in_place(self.whole)
 
-    def let_go(self) -> None:
-        """Give the storage back; the tensor itself stays."""
-        if self.is_gathered:
-            self.stand_in_place(self.shard)
-            self._padded.untyped_storage().resize_(0)
-            self.is_gathered = False
+    def let_go(self, unless_at: Container[int] = ()) -> None:
+        """Give the storage back, unless somebody reads what is at one of these addresses; the tensor itself stays."""
+        storage = self._padded.untyped_storage()
+        if storage.data_ptr() not in unless_at:
+            storage.resize_(0)
+        self.stand_in_place(self.shard)
+        self.is_gathered = False
 
     def stand_in_place(self, parameter: nn.Parameter) -> None:
         """Put the shard or the whole where the modules look for their parameter."""
@@ -122,8 +124,9 @@ class FullyShardedDataParallel(nn.Module):
 
     compute_dtype: the dtype in which forward and backward compute, and parameters are sent; floating-point inputs are
     cast to it. Shards, gradients and their mean keep the parameters' own. units: submodules whose parameters come and
-    go together; those that own parameters themselves, if left out. Parameters begin as the first rank's.
-    `finish_gradient_synchronization` belongs between backward and the optimizer's step.
+    go together; those that own parameters themselves, if left out. A module that reads another's parameters belongs to
+    one unit with it. Parameters begin as the first rank's. `finish_gradient_synchronization` belongs between backward
+    and the optimizer's step.
     """
 
     def __init__(
@@ -175,27 +178,25 @@ class FullyShardedDataParallel(nn.Module):
             gather()
             return self._cast(args), self._cast(kwargs)
 
-        def after_forward(*_: Any) -> None:
+        def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
             if torch._C._current_graph_task_id() != -1:
                 return  # backward runs this forward again, and needs the parameters next
+            outputs = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
+            for one in outputs:
+                if one.requires_grad and not one.is_leaf:
+                    one.register_hook(gather)  # backward comes to an output before it comes to what made it
+            given = {one.untyped_storage().data_ptr() for one in outputs}  # perhaps a parameter, or a part of one
             for one in sharded:
-                one.let_go()
+                one.let_go(unless_at=given)
 
         unit.register_forward_pre_hook(before_forward, with_kwargs=True)
         unit.register_forward_hook(after_forward)
-        unit.register_full_backward_pre_hook(gather)
 
     def _cast(self, value: Any) -> Any:
-        """Floating-point tensors in the compute dtype, however they are nested in tuples, lists and dicts."""
+        """Floating-point tensors in the compute dtype, however they are nested in what PyTorch's trees know."""
         if self._compute_dtype is None:
             return value
-        if isinstance(value, Tensor):
-            return value.to(self._compute_dtype) if value.is_floating_point() else value
-        if isinstance(value, (tuple, list)):
-            return type(value)(self._cast(one) for one in value)  # pyright: ignore[reportUnknownVariableType,reportUnknownArgumentType]
-        if isinstance(value, dict):
-            return {name: self._cast(one) for name, one in value.items()}  # pyright: ignore[reportUnknownVariableType]
-        return value
+        return tree_map_only(Tensor, lambda one: one.to(self._compute_dtype) if one.is_floating_point() else one, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
