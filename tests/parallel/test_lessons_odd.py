@@ -1,6 +1,7 @@
 """The lessons as modules, given what a loop of somebody else's may hold: odd tensors, odd loops, odd uses."""
 
 import copy
+import io
 import warnings
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stepscope import parallel
+from stepscope.core.errors import InputError
 from stepscope.measure.traffic import whole_bytes
 from tests.parallel.ranks import on_ranks
 
@@ -163,7 +165,55 @@ def odd_uses(rank: int, ranks: int) -> list[Any]:
     return [*found, sorted({str(one.message) for one in said if "backward" in str(one.message)})]
 
 
-CASES = (odd_tensors, several_backwards, shards_outside_a_step, odd_uses)
+def _stepped(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+
+
+def saved_optimizer(rank: int, ranks: int) -> dict[str, Any]:
+    """How far an optimizer that goes on from a saved state ends from one that never stopped, and what is refused."""
+
+    def made() -> list[nn.Parameter]:
+        return [nn.Parameter(torch.ones(size)) for size in (5, 3, 4, 2)]
+
+    def sharded(parameters: list[nn.Parameter], rate: float) -> parallel.ShardedOptimizer:
+        return parallel.ShardedOptimizer(parameters, torch.optim.AdamW, lr=rate)
+
+    straight = made()
+    whole = torch.optim.AdamW(straight, lr=0.1)
+    begun, again, of_one = made(), made(), made()
+    first = sharded(begun, 0.1)
+    _stepped(straight, whole, range(3))
+    _stepped(begun, first, range(3))
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    saved = torch.load(io.BytesIO(file.getvalue()))
+    found: dict[str, Any] = {"away": [], "rate": []}
+    for parameters, state in ((again, saved), (of_one, whole.state_dict())):
+        other = sharded(parameters, 0.5)
+        other.load_state_dict(copy.deepcopy(state))
+        with torch.no_grad():
+            for parameter, begin in zip(parameters, begun, strict=True):
+                parameter.copy_(begin)
+        _stepped(parameters, other, range(3, 6))
+        found["rate"].append(other.param_groups[0]["lr"])
+        found["kept"] = sum(len(one) for one in other.state_dict()["state"].values())
+    _stepped(straight, whole, range(3, 6))
+    for parameters in (again, of_one):
+        found["away"].append(
+            max(float((a - b).detach().abs().max()) for a, b in zip(parameters, straight, strict=True))
+        )
+    try:
+        sharded(made(), 0.1).load_state_dict({**saved, "rank": 1 - rank})
+    except InputError as error:
+        found["refused"] = str(error)
+    return found
+
+
+CASES = (odd_tensors, several_backwards, shards_outside_a_step, odd_uses, saved_optimizer)
 
 
 def everything(rank: int, ranks: int) -> dict[str, Any]:
@@ -203,3 +253,12 @@ def test_a_unit_takes_and_gives_what_any_module_does(found: list[dict[str, Any]]
         exact, halved, warned = of_rank["odd_uses"]
         assert exact < 1e-6 and halved < 0.02
         assert not warned
+
+
+def test_a_sharded_optimizer_goes_on_from_what_was_saved(found: list[dict[str, Any]]):
+    for rank, of_rank in enumerate(found):
+        ends = of_rank["saved_optimizer"]
+        assert max(ends["away"]) < 1e-6, "of its own part, and of one process's state"
+        assert ends["rate"] == [0.1, 0.1]
+        assert ends["kept"] == 2 * 3, "step and two moments of half of the parameters"
+        assert f"of rank {1 - rank} of 2, and this is rank {rank} of 2" in ends["refused"]

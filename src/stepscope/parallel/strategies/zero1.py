@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepscope.core.errors import InputError
 from stepscope.parallel.collective import broadcast
 from stepscope.parallel.ranks import Ranks
 from stepscope.parallel.spread import Spread, Whole, replicated
@@ -77,6 +78,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for wait in under_way:
             wait()
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank's part, and whose it is: each rank saves its own."""
+        return {**super().state_dict(), "rank": dist.get_rank(), "ranks": dist.get_world_size()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what this rank has saved, or its part of what one process saved of all parameters.
+
+        Raises InputError for what another rank has saved, or one among more or fewer.
+        """
+        saved, here = (state_dict.get("rank"), state_dict.get("ranks")), (dist.get_rank(), dist.get_world_size())
+        if saved not in ((None, None), here):
+            raise InputError(
+                f"this optimizer's state is of rank {saved[0]} of {saved[1]}, and this is rank {here[0]} of {here[1]}: "
+                "each of as many ranks loads what it has saved itself"
+            )
+        super().load_state_dict(state_dict)
+        assert self._own is not None
+        loaded, self.state = self.state, self._own.state
+        self.state.clear()
+        self.state.update({one: state for one, state in loaded.items() if self._owner.get(one) == here[0]})
+        self._follow_options()
 
     def _follow_options(self) -> None:
         """Take over what a scheduler may have changed, such as the learning rate."""
