@@ -213,7 +213,21 @@ def saved_optimizer(rank: int, ranks: int) -> dict[str, Any]:
     return found
 
 
-CASES = (odd_tensors, several_backwards, shards_outside_a_step, odd_uses, saved_optimizer)
+def cycled(rank: int, ranks: int) -> list[float]:
+    """The rate and the first beta of one process and of a sharded optimizer under a scheduler that changes both."""
+    found: list[float] = []
+    for kind in (torch.optim.AdamW, lambda own: parallel.ShardedOptimizer(own, torch.optim.AdamW)):
+        parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+        optimizer = kind(parameters)
+        rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+        for step in range(4):
+            _stepped(parameters, optimizer, range(step, step + 1))
+            rates.step()
+        found += [optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"][0], float(parameters[1][0])]
+    return found
+
+
+CASES = (odd_tensors, several_backwards, shards_outside_a_step, odd_uses, saved_optimizer, cycled)
 
 
 def everything(rank: int, ranks: int) -> dict[str, Any]:
@@ -262,3 +276,8 @@ def test_a_sharded_optimizer_goes_on_from_what_was_saved(found: list[dict[str, A
         assert ends["rate"] == [0.1, 0.1]
         assert ends["kept"] == 2 * 3, "step and two moments of half of the parameters"
         assert f"of rank {1 - rank} of 2, and this is rank {rank} of 2" in ends["refused"]
+
+
+def test_a_scheduler_finds_what_it_changes_in_a_sharded_optimizer(found: list[dict[str, Any]]):
+    for of_rank in found:
+        assert of_rank["cycled"][3:] == pytest.approx(of_rank["cycled"][:3])

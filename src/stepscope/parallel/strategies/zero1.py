@@ -59,6 +59,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._own is None:
             self._own = self._make([mine], **self._kwargs)
             self.state = self._own.state
+            self.defaults = {**self._own.defaults, **self.defaults}  # where a scheduler looks for what it may change
         else:
             self._own.add_param_group(mine)
         for name, value in self._own.param_groups[-1].items():
