@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stepscope import parallel
 from stepscope.core.errors import InputError
-from stepscope.measure.traffic import whole_bytes
+from stepscope.measure.traffic import TrafficCounts, whole_bytes
 from tests.parallel.ranks import on_ranks
 
 
@@ -227,7 +227,22 @@ def cycled(rank: int, ranks: int) -> list[float]:
     return found
 
 
-CASES = (odd_tensors, several_backwards, shards_outside_a_step, odd_uses, saved_optimizer, cycled)
+def partly_frozen(rank: int, ranks: int) -> dict[str, int]:
+    """What a rank keeps and sends of parameters most of which are frozen."""
+    parameters = [nn.Parameter(torch.ones(1000), requires_grad=False), *(nn.Parameter(torch.ones(8)) for _ in range(4))]
+    optimizer = parallel.ShardedOptimizer(parameters, torch.optim.SGD, lr=0.5, momentum=0.9)
+    for parameter in parameters[1:]:
+        parameter.grad = torch.ones_like(parameter)
+    counts = TrafficCounts()
+    with counts.running():
+        optimizer.step()
+    return {
+        "kept": sum(one["momentum_buffer"].numel() for one in optimizer.state.values()),
+        "sent": sum(one.message_bytes for one in counts.counted),
+    }
+
+
+CASES = (odd_tensors, several_backwards, shards_outside_a_step, odd_uses, saved_optimizer, cycled, partly_frozen)
 
 
 def everything(rank: int, ranks: int) -> dict[str, Any]:
@@ -281,3 +296,7 @@ def test_a_sharded_optimizer_goes_on_from_what_was_saved(found: list[dict[str, A
 def test_a_scheduler_finds_what_it_changes_in_a_sharded_optimizer(found: list[dict[str, Any]]):
     for of_rank in found:
         assert of_rank["cycled"][3:] == pytest.approx(of_rank["cycled"][:3])
+
+
+def test_what_is_frozen_is_neither_shared_out_nor_sent(found: list[dict[str, Any]]):
+    assert [of_rank["partly_frozen"] for of_rank in found] == [{"kept": 16, "sent": 4 * 4 * 8}] * 2

@@ -52,7 +52,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for parameter in sorted(added, key=lambda one: -one.numel()):
             rank = self._held.index(min(self._held))
             self._owner[parameter] = rank
-            self._held[rank] += parameter.numel()
+            self._held[rank] += parameter.numel() if parameter.requires_grad else 0
         own = [parameter for parameter in added if self._owner[parameter] == dist.get_rank()]
         options = {name: value for name, value in group.items() if name in param_group and name != "params"}
         mine = {**options, "params": own}  # perhaps of no parameter: each rank has all groups, and their options
@@ -75,7 +75,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._own is not None:
             self._follow_options()
             self._own.step()
-        under_way = [broadcast(one, rank) for one, rank in self._owner.items()]
+        under_way = [
+            broadcast(one, rank)
+            for one, rank in self._owner.items()
+            if one.requires_grad or one.grad is not None  # what is frozen has not changed
+        ]
         for wait in under_way:
             wait()
         return loss
