@@ -242,7 +242,26 @@ def partly_frozen(rank: int, ranks: int) -> dict[str, int]:
     }
 
 
-CASES = (odd_tensors, several_backwards, shards_outside_a_step, odd_uses, saved_optimizer, cycled, partly_frozen)
+def sharded_twice(rank: int, ranks: int) -> str:
+    """What is said of shards of which each would become the first rank's."""
+    module = parallel.FullyShardedDataParallel(_small(rank))
+    try:
+        parallel.ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.5)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+CASES = (
+    odd_tensors,
+    several_backwards,
+    shards_outside_a_step,
+    odd_uses,
+    saved_optimizer,
+    cycled,
+    partly_frozen,
+    sharded_twice,
+)
 
 
 def everything(rank: int, ranks: int) -> dict[str, Any]:
@@ -300,3 +319,8 @@ def test_a_scheduler_finds_what_it_changes_in_a_sharded_optimizer(found: list[di
 
 def test_what_is_frozen_is_neither_shared_out_nor_sent(found: list[dict[str, Any]]):
     assert [of_rank["partly_frozen"] for of_rank in found] == [{"kept": 16, "sent": 4 * 4 * 8}] * 2
+
+
+def test_shards_are_not_sharded_again(found: list[dict[str, Any]]):
+    for of_rank in found:
+        assert "these are shards" in of_rank["sharded_twice"]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepscope.core.errors import InputError
+from stepscope.measure.local_part import local_part, whole_numel
 from stepscope.parallel.collective import broadcast
 from stepscope.parallel.ranks import Ranks
 from stepscope.parallel.spread import Spread, Whole, replicated
@@ -47,6 +48,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         added: list[Tensor] = group["params"]
+        if any(local_part(one) is not one or whole_numel(one) != one.numel() for one in added):
+            raise InputError(
+                "ShardedOptimizer takes parameters that every rank has whole, and these are each rank's own shards: "
+                "give them to the optimizer itself"
+            )
         for parameter in added:
             broadcast(parameter, 0)()
         for parameter in sorted(added, key=lambda one: -one.numel()):
