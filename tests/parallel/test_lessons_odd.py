@@ -252,6 +252,29 @@ def sharded_twice(rank: int, ranks: int) -> str:
     return ""
 
 
+def frozen_at_times(rank: int, ranks: int) -> list[float]:
+    """How far ranks end from one process that freezes a layer in some steps."""
+    data = torch.randn(4, ranks, 4, 6, generator=torch.Generator().manual_seed(1))
+    found: list[float] = []
+    for kind in (parallel.OverlappedDataParallel, parallel.FullyShardedDataParallel):
+        alone, own = _small(0), _small(rank)
+        for model in (alone, own):
+            next(model.parameters()).requires_grad_(False)
+        module = kind(own)
+        one, other = (torch.optim.SGD(of.parameters(), lr=0.1) for of in (alone, module))
+        for number, step in enumerate(data):
+            for of in (alone, module):
+                next(of.parameters()).requires_grad_(number in (1, 2))
+            alone(step.flatten(0, 1)).square().mean().backward()
+            module(step[rank]).square().mean().backward()
+            module.finish_gradient_synchronization()
+            for optimizer in (one, other):
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(_away(_whole(module), alone))
+    return found
+
+
 CASES = (
     odd_tensors,
     several_backwards,
@@ -261,6 +284,7 @@ CASES = (
     cycled,
     partly_frozen,
     sharded_twice,
+    frozen_at_times,
 )
 
 
@@ -323,4 +347,9 @@ def test_what_is_frozen_is_neither_shared_out_nor_sent(found: list[dict[str, Any
 
 def test_shards_are_not_sharded_again(found: list[dict[str, Any]]):
     for of_rank in found:
-        assert "these are shards" in of_rank["sharded_twice"]
+        assert "own shards" in of_rank["sharded_twice"]
+
+
+def test_a_layer_may_be_frozen_in_some_steps(found: list[dict[str, Any]]):
+    for of_rank in found:
+        assert max(of_rank["frozen_at_times"]) < 1e-6

@@ -29,7 +29,8 @@ class OverlappedDataParallel(nn.Module):
     """A module that every rank has whole: gradients are averaged over the ranks while backward goes on.
 
     Parameters and buffers begin as the first rank's. `finish_gradient_synchronization` belongs between backward and the
-    optimizer's step. Tied parameters are one; frozen ones are left alone. Of several micro-batches, those but the last
+    optimizer's step. Tied parameters are one; frozen ones are left alone, and one that
+    is no longer frozen is averaged after backward. Of several micro-batches, those but the last
     may run backward within `no_sync`.
     """
 
@@ -37,11 +38,11 @@ class OverlappedDataParallel(nn.Module):
         super().__init__()
         self.module = module
         broadcast_from_first(module)
-        self._trained = trained(module)
+        self._all = list(module.parameters())
         self._under_way: dict[nn.Parameter, Callable[[], None]] = {}
         """What waits for the message of each parameter, which is its gradient."""
         self._local = False
-        for parameter in self._trained:
+        for parameter in trained(module):
             parameter.register_hook(functools.partial(self._before_more, parameter))
             parameter.register_post_accumulate_grad_hook(self._ready)
 
@@ -66,10 +67,10 @@ class OverlappedDataParallel(nn.Module):
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every gradient is the mean over the ranks."""
-        for parameter in self._trained:
-            if parameter not in self._under_way:
+        for parameter in self._all:
+            if parameter.requires_grad and parameter not in self._under_way:
                 self._send(parameter)
-        for parameter in self._trained:
+        for parameter in list(self._under_way):
             self._wait(parameter)
 
     @contextlib.contextmanager

@@ -48,12 +48,12 @@ class _Sharded:
         mark_part(self.shard, self.count)
         dtype = compute_dtype if compute_dtype is not None and original.is_floating_point() else original.dtype
         self._padded = torch.empty(self._length * ranks, dtype=dtype, device=original.device)
-        self.whole = nn.Parameter(self._padded[: self.count].view(self.shape), requires_grad=original.requires_grad)
+        self.whole = nn.Parameter(self._padded[: self.count].view(self.shape), original.is_floating_point())
         self.is_gathered = False
         self.places: list[tuple[dict[str, nn.Parameter | None], str]] = []
         """Where the parameter stands: several places have a tied one."""
         self.let_go()
-        if original.requires_grad:
+        if original.is_floating_point():
             self.whole.register_post_accumulate_grad_hook(self._reduce)
 
     @torch.no_grad()
@@ -66,6 +66,7 @@ class _Sharded:
         # Through .data: autograd counts writes to a tensor that it saved, and this one restores what it saved.
         dist.all_gather_into_tensor(self._padded.data, self.shard.data.to(self._padded.dtype))
         self.is_gathered = True
+        self.whole.requires_grad_(self.shard.requires_grad)  # which may be frozen in one step and not in another
         self.stand_in_place(self.whole)
 
     def let_go(self, unless_at: Container[int] = ()) -> None:
