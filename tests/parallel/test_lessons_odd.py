@@ -1,8 +1,10 @@
 """The lessons as modules, given what a loop of somebody else's may hold: odd tensors, odd loops, odd uses."""
 
 import copy
+import gc
 import io
 import warnings
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,6 +32,9 @@ class OddTensors(nn.Module):
         self.register_buffer("count", torch.tensor(int(number)))
 
 
+KINDS = (parallel.OverlappedDataParallel, parallel.BucketedDataParallel, parallel.FullyShardedDataParallel)
+
+
 def _small(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -53,7 +58,7 @@ def _numbers(tensor: Tensor) -> str:
 def odd_tensors(rank: int, ranks: int) -> list[list[str]]:
     """What is in each tensor after a wrapper has begun, and what an optimizer made of two."""
     found: list[list[str]] = []
-    for kind in (parallel.OverlappedDataParallel, parallel.FullyShardedDataParallel):
+    for kind in KINDS:
         module: Any = kind(OddTensors(rank + 1.0))
         found.append([_numbers(one) for one in (*_whole(module).values(), *module.buffers())])
     own = OddTensors(rank + 1.0)
@@ -70,7 +75,7 @@ def several_backwards(rank: int, ranks: int) -> list[float]:
     with forward."""
     data = torch.randn(2, 3, ranks, 4, 6, generator=torch.Generator().manual_seed(1))  # steps, parts, ranks
     found: list[float] = []
-    for kind in (parallel.OverlappedDataParallel, parallel.FullyShardedDataParallel):
+    for kind in KINDS:
         for in_turns in (True, False):
             alone, module = _small(0), kind(_small(rank))
             one, other = (torch.optim.AdamW(of.parameters(), lr=0.01) for of in (alone, module))
@@ -256,7 +261,7 @@ def frozen_at_times(rank: int, ranks: int) -> list[float]:
     """How far ranks end from one process that freezes a layer in some steps."""
     data = torch.randn(4, ranks, 4, 6, generator=torch.Generator().manual_seed(1))
     found: list[float] = []
-    for kind in (parallel.OverlappedDataParallel, parallel.FullyShardedDataParallel):
+    for kind in KINDS:
         alone, own = _small(0), _small(rank)
         for model in (alone, own):
             next(model.parameters()).requires_grad_(False)
@@ -275,7 +280,22 @@ def frozen_at_times(rank: int, ranks: int) -> list[float]:
     return found
 
 
+def let_go(rank: int, ranks: int) -> list[bool]:
+    """Whether a module that took part in a step is freed once nobody has it any more."""
+    found: list[bool] = []
+    for kind in KINDS:
+        module = kind(_small(0))
+        module(torch.ones(2, 6)).sum().backward()
+        module.finish_gradient_synchronization()
+        kept = [weakref.ref(one) for one in (module, *module.parameters())]
+        del module
+        gc.collect()
+        found.append(all(one() is None for one in kept))
+    return found
+
+
 CASES = (
+    let_go,
     odd_tensors,
     several_backwards,
     shards_outside_a_step,
@@ -301,7 +321,7 @@ def found() -> list[dict[str, Any]]:
 def test_ranks_begin_alike_whatever_the_tensors_are(found: list[dict[str, Any]]):
     begun = ["1.0", "1.0", "1", "False", "1j", "1.0", "", "1"]
     for of_rank in found:
-        assert of_rank["odd_tensors"] == [begun, begun, ["0.5", "0.5"]]
+        assert of_rank["odd_tensors"] == [begun, begun, begun, ["0.5", "0.5"]]
 
 
 def test_a_second_backward_adds_to_the_mean(found: list[dict[str, Any]]):
@@ -353,3 +373,8 @@ def test_shards_are_not_sharded_again(found: list[dict[str, Any]]):
 def test_a_layer_may_be_frozen_in_some_steps(found: list[dict[str, Any]]):
     for of_rank in found:
         assert max(of_rank["frozen_at_times"]) < 1e-6
+
+
+def test_nothing_keeps_a_module_that_nobody_has(found: list[dict[str, Any]]):
+    for of_rank in found:
+        assert of_rank["let_go"] == [True] * len(KINDS)

@@ -1,7 +1,7 @@
 """AdamW by one kernel: all parameters in one launch, after backward or under it."""
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
 from stepscope.kernels.adamw.launch import Clipping, Moving, Updated, UpdateOfMany
+from stepscope.models.gradient_hooks import when_ready
 from stepscope.models.optimizer import Updating
 
 _UNDER_BACKWARD_BYTES = 32 * 2**20
@@ -149,6 +150,7 @@ class AdamWUnderBackward(AdamWOneLaunch):
         self._waits = False
         self._begun: set[int] = set()
         self._done: set[Tensor] = set()
+        self._group_of: dict[Tensor, int] = {}
         self._ready: dict[int, list[Tensor]] = {}
         self._ready_bytes = 0
         self._stream: torch.cuda.Stream | None = None
@@ -159,7 +161,8 @@ class AdamWUnderBackward(AdamWOneLaunch):
             for parameter in group["params"]:
                 if parameter.device.type == "cuda" and self.max_norm is None:
                     self._stream = self._stream or torch.cuda.Stream(parameter.device)
-                    parameter.register_post_accumulate_grad_hook(self._hook(number))
+                    self._group_of[parameter] = number
+                    when_ready(parameter, self._now_ready)
 
     @contextlib.contextmanager
     def waiting(self) -> Generator[None]:
@@ -193,16 +196,13 @@ class AdamWUnderBackward(AdamWOneLaunch):
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             self._to_join = False
 
-    def _hook(self, number: int) -> Callable[[Tensor], None]:
-        def ready(parameter: Tensor) -> None:
-            if self._waits or parameter.grad is None:
-                return
-            self._ready.setdefault(number, []).append(parameter)
-            self._ready_bytes += parameter.grad.nbytes
-            if self._ready_bytes >= self._worthwhile_bytes:
-                self._update_ready()
-
-        return ready
+    def _now_ready(self, parameter: Tensor) -> None:
+        if self._waits or parameter.grad is None:
+            return
+        self._ready.setdefault(self._group_of[parameter], []).append(parameter)
+        self._ready_bytes += parameter.grad.nbytes
+        if self._ready_bytes >= self._worthwhile_bytes:
+            self._update_ready()
 
     @torch.no_grad()
     def _update_ready(self) -> None:

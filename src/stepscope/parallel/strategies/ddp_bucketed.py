@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepscope.models.gradient_hooks import before_more, when_ready
 from stepscope.parallel.collective import begin_average, broadcast_from_first, flat, parts_of, trained, with_gradient
 from stepscope.parallel.ranks import Ranks
 from stepscope.parallel.spread import Spread, Whole, replicated
@@ -28,17 +29,20 @@ class _Bucket:
     """Parameters of one dtype whose gradients are one message."""
 
     parameters: list[nn.Parameter]
-    waiting: set[nn.Parameter] = field(default_factory=set[nn.Parameter])
-    """Those whose gradients are not ready yet."""
+    ready: set[Tensor] = field(default_factory=set[Tensor])
+    """Those whose gradients are there."""
     sent: Callable[[], None] | None = None
     """What waits for the message; None until it is sent."""
 
-    def __post_init__(self) -> None:
-        self.begin()
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that get a gradient now: some may be frozen in one step and not in another."""
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
 
-    def begin(self) -> None:
-        """Wait for every gradient anew."""
-        self.waiting, self.sent = set(self.parameters), None
+    @property
+    def is_full(self) -> bool:
+        """Whether every gradient is there."""
+        return all(parameter in self.ready for parameter in self.trained)
 
 
 class BucketedDataParallel(nn.Module):
@@ -48,35 +52,48 @@ class BucketedDataParallel(nn.Module):
         super().__init__()
         self.module = module
         broadcast_from_first(module)
-        self._buckets = [_Bucket(parameters) for parameters in in_buckets(trained(module), bucket_mib * 2**20)]
+        now = trained(module)
+        later = [one for one in module.parameters() if one not in set(now) and one.is_floating_point()]
+        self._buckets = [_Bucket(each) for group in (now, later) for each in in_buckets(group, bucket_mib * 2**20)]
         self._unsent = 0
         self._of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._local = False
-        for parameter in self._of:
-            parameter.register_post_accumulate_grad_hook(self._ready)
+        for parameter in now:
+            before_more(parameter, self._before_more)
+            when_ready(parameter, self._ready)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
         return self.module(*args, **kwargs)
 
+    def _before_more(self, parameter: Tensor) -> None:
+        # A second backward, of another micro-batch: what is under way must not change, and is sent again. The mean of a
+        # mean is itself.
+        if isinstance(parameter, nn.Parameter) and self._of[parameter].sent is not None:
+            self._wait()
+
     def _ready(self, parameter: Tensor) -> None:
         if self._local or not isinstance(parameter, nn.Parameter):
             return
-        self._of[parameter].waiting.discard(parameter)
+        self._of[parameter].ready.add(parameter)
         # Every rank sends the buckets in one order, or messages of different buckets would meet.
-        while self._unsent < len(self._buckets) and not self._buckets[self._unsent].waiting:
+        while self._unsent < len(self._buckets) and self._buckets[self._unsent].is_full:
             self._send_next()
 
     @torch.no_grad()
     def _send_next(self) -> None:
         bucket = self._buckets[self._unsent]
         self._unsent += 1
-        gradients = with_gradient(bucket.parameters)
+        parameters = bucket.trained
+        gradients = with_gradient(parameters)
+        if not gradients:
+            bucket.sent = lambda: None
+            return
         if len(gradients) == 1 and gradients[0].is_contiguous():
             bucket.sent = begin_average(gradients[0])
             return
         message = flat(gradients)
-        for parameter, part in zip(bucket.parameters, parts_of(message, bucket.parameters), strict=True):
+        for parameter, part in zip(parameters, parts_of(message, parameters), strict=True):
             parameter.grad = part
         bucket.sent = begin_average(message)
 
@@ -84,10 +101,15 @@ class BucketedDataParallel(nn.Module):
         """Wait until every gradient is the mean over the ranks."""
         while self._unsent < len(self._buckets):
             self._send_next()
+        self._wait()
+
+    def _wait(self) -> None:
+        """Wait for what is under way, and begin anew."""
         for bucket in self._buckets:
-            assert bucket.sent is not None
-            bucket.sent()
-            bucket.begin()
+            if bucket.sent is not None:
+                bucket.sent()
+            bucket.sent = None
+            bucket.ready.clear()
         self._unsent = 0
 
     @contextlib.contextmanager

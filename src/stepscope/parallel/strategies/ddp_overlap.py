@@ -14,12 +14,12 @@ waits for the others' order to be its own: the model must do the same on every r
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
+from stepscope.models.gradient_hooks import before_more, when_ready
 from stepscope.parallel.collective import begin_average, broadcast_from_first, trained, with_gradient
 from stepscope.parallel.ranks import Ranks
 from stepscope.parallel.spread import Spread, Whole, replicated
@@ -39,18 +39,18 @@ class OverlappedDataParallel(nn.Module):
         self.module = module
         broadcast_from_first(module)
         self._all = list(module.parameters())
-        self._under_way: dict[nn.Parameter, Callable[[], None]] = {}
+        self._under_way: dict[Tensor, Callable[[], None]] = {}
         """What waits for the message of each parameter, which is its gradient."""
         self._local = False
         for parameter in trained(module):
-            parameter.register_hook(functools.partial(self._before_more, parameter))
-            parameter.register_post_accumulate_grad_hook(self._ready)
+            before_more(parameter, self._before_more)
+            when_ready(parameter, self._ready)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
         return self.module(*args, **kwargs)
 
-    def _before_more(self, parameter: nn.Parameter, _: Tensor) -> None:
+    def _before_more(self, parameter: Tensor) -> None:
         if parameter in self._under_way:
             self._wait(parameter)
 
@@ -62,7 +62,7 @@ class OverlappedDataParallel(nn.Module):
         (gradient,) = with_gradient([parameter])
         self._under_way[parameter] = begin_average(gradient)
 
-    def _wait(self, parameter: nn.Parameter) -> None:
+    def _wait(self, parameter: Tensor) -> None:
         self._under_way.pop(parameter)()
 
     def finish_gradient_synchronization(self) -> None:

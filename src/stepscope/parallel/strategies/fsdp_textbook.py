@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stepscope.measure.local_part import mark_part
+from stepscope.models.gradient_hooks import when_ready
 from stepscope.parallel.collective import broadcast_from_first, norm_over_ranks
 from stepscope.parallel.ranks import Ranks
 from stepscope.parallel.spread import Spread, Whole
@@ -54,7 +55,7 @@ class _Sharded:
         """Where the parameter stands: several places have a tied one."""
         self.let_go()
         if original.is_floating_point():
-            self.whole.register_post_accumulate_grad_hook(self._reduce)
+            when_ready(self.whole, self._reduce)
 
     @torch.no_grad()
     def gather(self) -> None:
