@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from stepscope.core.errors import InputError
+
 Dtype = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure", "bf16-master", "fp8", "fp8-row"]
 """fp32: true fp32 everywhere. tf32: fp32 storage, products on TF32 Tensor Cores. bf16, fp16: autocast over fp32
 parameters (fp16 with gradient scaling). bf16-pure: parameters, gradients and optimizer state in bf16. bf16-master:
@@ -74,3 +76,34 @@ PRECISIONS: dict[Dtype, Precision] = {
     "fp8": _on_masters("fp8", "tensor"),
     "fp8-row": _on_masters("fp8", "row"),
 }  # fmt: skip
+
+SCALED_MULTIPLE = 16
+"""Sizes that products of 8 bits take are multiples of this."""
+
+
+def takes_scaled(in_features: int, out_features: int) -> bool:
+    """Whether the products of a linear layer of these sizes take operands of 8 bits."""
+    return in_features % SCALED_MULTIPLE == 0 and out_features % SCALED_MULTIPLE == 0
+
+
+def multiple_of_rows(dtype: Dtype) -> int:
+    """The number of which the rows of each product, as tokens, are a multiple."""
+    return SCALED_MULTIPLE if PRECISIONS[dtype].scaled else 1
+
+
+def check_scaled_layers(layers: int, dtype: str) -> None:
+    """Raise InputError where no linear layer of a model `takes_scaled`."""
+    if not layers:
+        raise InputError(
+            f"dtype {dtype} needs linear layers whose sizes are multiples of {SCALED_MULTIPLE}, and this model has "
+            "none: choose bf16-master"
+        )
+
+
+def check_scaled_rows(rows: int) -> None:
+    """Raise InputError for a number of rows, as of tokens, that products of 8 bits do not take."""
+    if rows % SCALED_MULTIPLE:
+        raise InputError(
+            f"products of 8 bits take rows in multiples of {SCALED_MULTIPLE}, and a layer was given {rows}: "
+            "change the batch or the sequence, or choose --dtype bf16-master"
+        )

@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_leaves
 
 from stepscope.core.evidence import PhaseMemory, StepObservation
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, OPTIMIZER
+from stepscope.measure import scaled_mm
 from stepscope.measure.local_part import local_part
 from stepscope.measure.nvml import read_gpu
 from stepscope.measure.step import Recorder, Step
 
-_SCALED = ("aten::_scaled_mm", "stepscope::scaled_product")
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", *_SCALED)
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", *scaled_mm.OPERATORS)
 
 
 class _Saved:
@@ -69,7 +69,7 @@ class _ProductDtypes(TorchDispatchMode):
     ) -> Any:
         if func._schema.name in _PRODUCTS:
             # Of a scaled product the first two are the operands, and the others their scales.
-            count = 2 if func._schema.name in _SCALED else len(args)
+            count = 2 if func._schema.name in scaled_mm.OPERATORS else len(args)
             operands = [arg for arg in args[:count] if isinstance(arg, torch.Tensor)]
             self.found |= {str(operand.dtype).removeprefix("torch.") for operand in operands}
         return func(*args, **(kwargs or {}))

@@ -20,12 +20,13 @@ from stepscope.core.checkpointing import Span
 from stepscope.core.range_names import RECOMPUTATION
 from stepscope.core.workload import Workload
 from stepscope.kernels.parts.projections import OPERATOR
+from stepscope.measure import scaled_mm
 from stepscope.measure.ranges import detail_range
 from stepscope.models.attention import implementation
 
 """The name of the range that encloses what backward runs again, as readers of traces know it."""
 
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", OPERATOR)
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", OPERATOR, *scaled_mm.OPERATORS)
 
 
 _OTHER_PRODUCTS = ("aten::convolution", "aten::_grouped_mm")

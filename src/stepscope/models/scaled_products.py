@@ -19,13 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from stepscope.core.errors import InputError
+from stepscope.core.precisions import check_scaled_layers, check_scaled_rows, takes_scaled
 from stepscope.measure.scaled_mm import scaled_mm
 
 By = Literal["tensor", "row"]
 
-_MULTIPLE = 16
-"""Sizes that products of 8 bits take are multiples of this."""
 _SMALLEST = torch.finfo(torch.float32).tiny
 """A scale is at least this, so that an operand of zeros divides by no zero."""
 
@@ -36,12 +34,8 @@ def scale_products(parts: Sequence[nn.Module], by: By, dtype: str) -> None:
     Layers whose sizes are no multiples of 16 stay as they are. Raises InputError where no layer is left.
     """
     found = [module for part in parts for module in part.modules() if type(module) is nn.Linear]
-    taken = [one for one in found if one.in_features % _MULTIPLE == 0 and one.out_features % _MULTIPLE == 0]
-    if not taken:
-        raise InputError(
-            f"dtype {dtype} needs linear layers whose sizes are multiples of {_MULTIPLE}, and this model has none: "
-            "choose bf16-master"
-        )
+    taken = [one for one in found if takes_scaled(one.in_features, one.out_features)]
+    check_scaled_layers(len(taken), dtype)
     for module in taken:
         setattr(module, "__class__", ScaledLinear)  # noqa: B010  (types know no such change)
         setattr(module, "by", by)  # noqa: B010
@@ -61,11 +55,7 @@ class ScaledLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.reshape(-1, self.in_features)
-        if rows.shape[0] % _MULTIPLE:
-            raise InputError(
-                f"products of 8 bits take rows in multiples of {_MULTIPLE}, and a layer was given {rows.shape[0]}: "
-                "change the batch or the sequence, or choose --dtype bf16-master"
-            )
+        check_scaled_rows(rows.shape[0])
         made: Tensor = _ScaledProducts.apply(rows.to(torch.bfloat16), self.weight.to(torch.bfloat16), self.by)  # pyright: ignore[reportAssignmentType]
         made = made.view(*input.shape[:-1], self.out_features)
         return made if self.bias is None else made + self.bias.to(made.dtype)
@@ -99,28 +89,14 @@ def scaled_product(
     of_a, of_b = (1, 0) if by == "row" else (None, None)
     small_a, scale_a = _scaled(a, left, of_a)
     small_b, scale_b = _scaled(b, torch.float8_e4m3fn, of_b)
-    if a.device.type == "cpu":
-        return _on_a_cpu(small_a, small_b, scale_a, scale_b)
     # The product takes rows of a and columns of b that lie together.
     return scaled_mm(small_a.contiguous(), small_b.t().contiguous().t(), scale_a, scale_b, fast=fast)
 
 
-@torch.library.custom_op("stepscope::scaled_product", mutates_args=())
-def _on_a_cpu(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
-    """The same of the same operands, in fp32: PyTorch's own for CPUs takes a minute where this takes milliseconds."""
-    return ((a.float() @ b.float()) * scale_a * scale_b).to(torch.bfloat16)
-
-
-@_on_a_cpu.register_fake
-def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[1], dtype=torch.bfloat16)
-
-
 def _scaled(tensor: Tensor, dtype: torch.dtype, over: int | None) -> tuple[Tensor, Tensor]:
     """The tensor in 8 bits, and what it is to be multiplied by: of all of it, or of the slices along `over`."""
-    magnitude = tensor.abs()
-    largest = magnitude.amax() if over is None else magnitude.amax(dim=over, keepdim=True)
+    largest = tensor.abs().amax() if over is None else tensor.abs().amax(dim=over, keepdim=True)
     end = torch.finfo(dtype).max
     scale = (largest.float() / end).clamp(min=_SMALLEST)
-    # In fp32 the largest may be rounded to just above the end, which casts to no number.
-    return (tensor.float() / scale).clamp(-end, end).to(dtype), scale
+    # One copy in fp32, divided in place: rounded, the largest may be just above the end, which casts to no number.
+    return tensor.to(torch.float32, copy=True).div_(scale).clamp_(-end, end).to(dtype), scale
