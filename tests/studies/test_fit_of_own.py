@@ -35,6 +35,12 @@ def mlp(batch_size=16, width=64):
     model = nn.Sequential(nn.Linear(width, 4 * width, bias=False), nn.ReLU(), nn.Linear(4 * width, 1, bias=False))
     return model, torch.randn(batch_size, width), lambda out: out.sum()
 
+def eight():
+    sizes = [(64, 256), (256, 64), (64, 1)]
+    layers = [nn.Linear(*each, bias=False) for each in sizes]
+    model = nn.Sequential(layers[0], nn.ReLU(), *layers[1:])
+    return model, torch.randn(512, 64), lambda out: out.sum()
+
 def deep(batch_size=64, width=256, optimizer=False):
     blocks = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(2)]
     model = nn.Sequential(*blocks)
@@ -130,7 +136,7 @@ def test_the_peak_of_an_mlp_by_hand(file: Path):
     assert sum(found.categories.values()) == found.peak_bytes
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "bf16-pure"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "bf16-pure", "bf16-master"])
 def test_the_textbook_as_a_users_module_has_the_textbooks_peak(file: Path, dtype: Any):
     known = mini(dtype=dtype, d_model=32, d_ff=64, layers=2, heads=2, vocabulary=64, batch_size=2, seq_len=8)
     by_name = estimate_by_running(known)
@@ -138,6 +144,31 @@ def test_the_textbook_as_a_users_module_has_the_textbooks_peak(file: Path, dtype
     assert as_module.memory.parameter_bytes == by_name.memory.parameter_bytes
     assert as_module.memory.saved_for_backward == by_name.memory.saved_for_backward
     assert as_module.peak_bytes == by_name.peak_bytes
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8-row"])
+def test_layers_of_8_bits_keep_their_input_in_16_and_make_what_their_products_take(file: Path, dtype: Any):
+    """Of two layers 64 -> 256 -> 64 and one that no product of 8 bits takes, 64 -> 1. The peak of forward is where the
+    second layer's input is cast: a copy in fp32 becomes one of 8 bits."""
+    found = fit_own(own(file, "eight", dtype=dtype, phase="forward-backward"), [], "cpu").estimate
+    rows, weights = 512, 64 * 256 + 256 * 64 + 64
+    inputs, loss = 4 * rows * 64, 2
+    # The input in 16 bits, which the first layer casts to 8; ReLU's output, which the second does; the second's own.
+    first, inner, second = 2 * rows * 64, 2 * rows * 256, 2 * rows * 64
+    assert found.memory.parameter_bytes == 2 * weights
+    assert found.memory.saved_for_backward == first + inner + second
+    scales = {"fp8": 2 + 4, "fp8-row": (2 + 4) * rows}[dtype]
+    assert found.memory.forward_peak == inputs + 2 * weights + loss + first + inner + 5 * rows * 256 + scales
+    assert not found.unseen.custom
+
+
+def test_plans_of_8_bits_keep_as_many_rows_as_products_take(file: Path):
+    """And never propose an optimizer without master weights."""
+    whole = own(file, "deep", dtype="fp8", arguments={"batch_size": 4096})
+    peak = fit_own(whole, []).estimate.peak_bytes
+    (verdict,) = fit_own(whole, [budget_of_memory(peak - 2 * MIB)]).verdicts
+    assert not verdict.fits and any("micro-batches" in plan.change for plan in verdict.plans)
+    assert not any("bf16-state" in plan.options for plan in verdict.plans)
 
 
 @pytest.mark.parametrize(

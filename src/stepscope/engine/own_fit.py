@@ -39,7 +39,6 @@ def fit_own(
     given: returns a copy of a module that exists already, in place of what the workload's factory would make. Its
     sequences have one length.
     """
-    _check_predicted(workload)
     watched = watch_own_step(workload, device_type, given=given)
     variants = _Search(watched.workload, device_type, given)
     return OwnFit(
@@ -119,10 +118,17 @@ class _Search:
     def _runs(self, watched: OwnWatchedStep | None, budget: Budget) -> bool:
         return watched is not None and self._fails_in(watched, budget) is None
 
+    def _runnable(self, lever: Lever) -> Lever:
+        """The settings up to the strongest with which the step runs: a micro-batch may have too few rows."""
+        count = len(lever)
+        while count and self._variant(_with(self._workload, lever[count - 1 : count])) is None:
+            count -= 1
+        return lever[:count]
+
     def _plans(self, budget: Budget) -> Iterator[Plan]:
         """The single changes that suffice. If fewer than two do, pairs, triples and so on as well."""
         # A model without blocks cannot be checkpointed, and its other levers are tried all the same.
-        levers = [lever for lever in _levers(self._workload) if self._variant(_with(self._workload, lever[-1:]))]
+        levers = [runs for lever in _levers(self._workload) if (runs := self._runnable(lever))]
         found: list[tuple[Change, ...]] = []
         # Two levers may set one option; the later of them saves more, and overrides the other.
         strongest = [settings[-1] for settings in levers]
@@ -218,20 +224,12 @@ def _edge(guess: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _check_predicted(workload: OwnWorkload) -> None:
-    """Raise InputError for choices that are not predicted for a module of one's own."""
-    if PRECISIONS[workload.dtype].masters:
-        raise InputError(
-            f"the memory of a module of your own in {workload.dtype} is not predicted: ask for --dtype bf16"
-        )
-
-
 def _levers(workload: OwnWorkload) -> Iterator[Lever]:
     """The levers of this workload, first those that cost nothing. The settings of each begin with the mildest."""
     if "optimizer" not in workload.by_factory and workload.phase == "train":
         if workload.optimizer in ("adamw-foreach", "adamw-loop"):
             yield (plans.FUSED_ADAMW,)
-        if workload.optimizer != "adamw-bf16-state":
+        if workload.optimizer != "adamw-bf16-state" and not PRECISIONS[workload.dtype].masters:
             yield (plans.STATE_IN_BF16,)
     if workload.dtype in ("fp32", "tf32"):
         yield (plans.AUTOCAST,)

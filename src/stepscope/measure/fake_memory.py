@@ -21,9 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.core.memory_notes import MemoryCategory
 from stepscope.core.range_names import BACKWARD, FORWARD
+from stepscope.measure import scaled_mm
 
 _aten = torch.ops.aten
-_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", *scaled_mm.OPERATORS)
 _UNSCALES = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _READS_A_NUMBER = _aten._local_scalar_dense.default
 
@@ -126,7 +127,7 @@ class FakeMemory(TorchDispatchMode):
                     self._recomputed.append(index)
                 else:
                     self._end_recomputation()
-        if func in _PRODUCTS:
+        if func._schema.name in _PRODUCTS:
             self._workspace()
         if func is _UNSCALES:
             self._overflow_flags.add(args[1].untyped_storage()._cdata)

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from stepscope.core.errors import InputError
 from stepscope.core.range_names import OPTIMIZER
 from stepscope.core.units import MIB
+from stepscope.measure import scaled_mm
 from stepscope.measure.fake_memory import FakeMemory
 
 LARGEST_REAL = 64 * MIB
@@ -115,7 +116,7 @@ class FakeMemoryOfOwn(FakeMemory):
 
     def _look_at(self, func: Any, tensors: list[Tensor], outputs: Any) -> None:
         name = func.overloadpacket.__name__
-        if func.namespace not in _OURS:
+        if func.namespace not in _OURS and func._schema.name not in scaled_mm.OPERATORS:
             self.custom[str(func)] += 1
         elif func.namespace == "aten" and name in _CONVOLUTIONS:
             self.convolutions += 1

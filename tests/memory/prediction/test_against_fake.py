@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.core.model_config import ModelConfig
+from stepscope.core.precisions import Dtype
 from stepscope.core.workload import Workload
 from stepscope.engine.fake_step import estimate_by_running, watch_fake_step
 from stepscope.memory.prediction.estimate import STEPS, SymbolicStep, estimate
@@ -120,6 +121,21 @@ def test_the_symbolic_model_allocates_and_releases_what_the_step_does(seed: int)
     assert symbolic.keys() == fake.keys()
     for phase in fake:
         assert symbolic[phase] == fake[phase], (workload, phase)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", *at_length("selective", "every-2")])
+@pytest.mark.parametrize("dtype", ["fp8-row", *at_length("fp8")])
+@pytest.mark.parametrize("d_ff", [208, pytest.param(200, marks=pytest.mark.long)])
+def test_so_do_steps_of_8_bits(d_ff: int, dtype: Dtype, checkpointing: str):
+    """What makes the operands of each product, too. Layers of 200 columns stay in 16 bits."""
+    workload = Workload(
+        model=ModelConfig(name="eight", d_model=96, d_ff=d_ff, layers=3, heads=3, vocabulary=997),
+        batch_size=4, seq_len=56, dtype=dtype, attention="reference", optimizer="adamw-fused", accumulation=2,
+        checkpointing=checkpointing,
+    )  # fmt: skip
+    symbolic, fake = on_symbolic_tensors(workload), on_fake_tensors(workload)
+    for phase in fake:
+        assert symbolic[phase] == fake[phase], phase
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "selective-2", "attention", "every-3"])

@@ -249,6 +249,48 @@ def test_a_recorded_step_shows_the_same_peaks(tmp_path: Path, changes: dict[str,
     assert measured.gradient_bytes == predicted.by_phase["optimizer"]["gradients"] == parameters
 
 
+# ---- products of 8 bits
+
+SCALES = 2 * NUMBERS
+"""Bytes that single numbers may make where the scales of two operands are among them."""
+
+
+@pytest.mark.parametrize("attention", ["reference", *at_length("sdpa-math", "sdpa")])
+@pytest.mark.parametrize("dtype", ["fp8", "fp8-row"])
+def test_a_step_of_8_bits_keeps_its_operands_in_16(dtype: str, attention: str):
+    workload = three(dtype=dtype, attention=attention)
+    assert kept_in_truth(workload) == kept_by_symbolic_model(workload)
+    assert_alike(workload, SCALES)
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8-row"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"checkpointing": "every-1"},
+        {"checkpointing": "selective"},
+        {"phase": "train", "batch_size": 4, "accumulation": 2, "optimizer": "adamw-fused"},
+        *at_length(
+            {"checkpointing": "every-2"}, {"checkpointing": "attention", "attention": "sdpa"}, {"phase": "forward"},
+            {"d_ff": 512}, {"seq_len": 64}, {"vocabulary": 16}, {"d_model": 64, "heads": 4, "kv_heads": 2},
+            {"tied": True}, {"d_ff": 72}, {"d_ff": 72, "checkpointing": "every-1"},
+        ),
+    ],
+)  # fmt: skip
+def test_a_step_of_8_bits_is_predicted_to_the_byte(changes: dict[str, Any], dtype: str):
+    """Of 72 columns the linear layers stay in 16 bits."""
+    assert_alike(three(**{"attention": "sdpa", "dtype": dtype, **changes}), SCALES)
+
+
+def test_what_is_not_predicted_of_8_bits_is_refused_in_one_line():
+    with pytest.raises(InputError, match=r"^the memory of a compiled step in fp8 is not predicted: ask for --compile"):
+        estimate(three(dtype="fp8", compile="default"))
+    with pytest.raises(InputError, match="products of 8 bits take rows in multiples of 16, and a layer was given 18"):
+        estimate(three(dtype="fp8", seq_len=9))
+    with pytest.raises(InputError, match="dtype fp8-row needs linear layers whose sizes are multiples of 16"):
+        estimate(three(dtype="fp8-row", d_model=24, heads=2))
+
+
 # ---- fused parts
 
 FUSED = {"norm": "fused", "rope": "fused", "mlp": "fused", "loss": "fused"}
@@ -298,6 +340,13 @@ def test_fused_parts_keep_in_16_bits_what_is_predicted(dtype: str):
     assert kept_in_truth(workload) == kept_by_symbolic_model(workload)
     measured, predicted = measured_peaks(workload), predicted_peaks(workload)
     assert abs(measured["saved"] - predicted["saved"]) <= NUMBERS
+
+
+@pytest.mark.usefixtures("no_launches")
+@pytest.mark.parametrize("dtype", ["fp8", "fp8-row"])
+@pytest.mark.parametrize("checkpointing", ["none", "every-1", *at_length("selective")])
+def test_fused_parts_with_products_of_8_bits(checkpointing: str, dtype: str):
+    assert_alike(three(dtype=dtype, attention="sdpa", checkpointing=checkpointing, **FUSED), SCALES)
 
 
 def test_what_is_not_predicted_of_parts_is_refused_in_one_line():

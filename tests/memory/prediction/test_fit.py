@@ -184,6 +184,18 @@ def test_the_search_for_the_largest_asks_seldom(monkeypatch: pytest.MonkeyPatch)
     assert len(asked) < 500
 
 
+def test_steps_of_8_bits_are_proposed_with_rows_that_their_products_take():
+    """Sequences of 20 tokens: four of them have a multiple of 16 rows."""
+    workload = mini(dtype="fp8", batch_size=16, seq_len=20)
+    budget = budget_of_memory(estimate(workload).peak_bytes + 16 * MIB)
+    found = largest_that_fits(workload, budget)
+    assert found.batch_size % 4 == 0 and found.batch_size >= 16
+    larger = msgspec.structs.replace(workload, batch_size=4 * found.batch_size)
+    plans = fit(larger, budget).plans
+    splits = [applied(plan, larger) for plan in plans if "--accumulation" in plan.options]
+    assert splits and all(split.micro_batch_size % 4 == 0 for split in splits)
+
+
 @pytest.mark.long
 def test_no_plan_contains_another():
     answer = fit(of("xl", seq_len=1024), budget_of_memory(40 * GIB))

@@ -15,7 +15,7 @@ from stepscope.core.attentions import ATTENTIONS, Attention
 from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import CATEGORIES, MemoryCategory
 from stepscope.core.parts import REFERENCE
-from stepscope.core.precisions import PRECISIONS
+from stepscope.core.precisions import PRECISIONS, check_scaled_layers, check_scaled_rows, takes_scaled
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.units import MIB
 from stepscope.core.workload import OF_ONE_LAUNCH, Workload
@@ -121,6 +121,9 @@ def symbolic_model(workload: Workload, device_type: DeviceType) -> SymbolicModel
         raise InputError(why)
     if config.layers > MOST_LAYERS:
         raise InputError(f"layers is {config.layers}: memory is predicted for at most {MOST_LAYERS}")
+    if PRECISIONS[workload.dtype].scaled:
+        check_scaled_layers(takes_scaled(config.d_model, config.d_model), workload.dtype)
+        check_scaled_rows(workload.micro_batch_size * workload.seq_len)
     eager = workload.compile == "eager"
     if any(name != REFERENCE for name in workload.parts.values()):
         return FusedSymbolicModel(workload, device_type)
@@ -242,7 +245,7 @@ class SymbolicStep:
         masters = PRECISIONS[self._workload.dtype].masters
         # models/master_weights.py `OnMasters`: every gradient in fp32.
         casts = [p for p in parameters if masters and p.itemsize != masters and optimizer not in OF_ONE_LAUNCH]
-        _gradients = [self._ledger.storage(masters * p.elements) for p in casts]
+        gradients = [self._ledger.storage(masters * p.elements) for p in casts]
         if self._workload.clip is not None and optimizer not in OF_ONE_LAUNCH:
             self._norm = self._clip()
         if optimizer == "adamw-foreach":
@@ -262,6 +265,7 @@ class SymbolicStep:
             # models/optimizer.py: one parameter at a time, in fp32; gradients that are not fp32 are copied.
             for parameter in parameters:
                 self._update_in_fp32(parameter)
+        del gradients
         self._release_gradients()
         self._end()
 

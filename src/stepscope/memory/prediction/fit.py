@@ -10,7 +10,7 @@ from stepscope.core.checkpointing import group_of, mixtures
 from stepscope.core.device_spec import DATASHEET, DeviceSpec
 from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import MemoryCategory
-from stepscope.core.precisions import PRECISIONS
+from stepscope.core.precisions import PRECISIONS, multiple_of_rows
 from stepscope.core.units import MIB, format_bytes
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.estimate import MemoryEstimate, estimate, estimate_quickly, runs_within
@@ -168,13 +168,22 @@ def _levers(workload: Workload) -> list[Lever]:
         levers.append((STATE_IN_BF16,))
     if workload.phase == "forward":
         return levers
-    splits = micro_batches(workload.batch_size, workload.accumulation)
+    splits = _that_run(workload, micro_batches(workload.batch_size, workload.accumulation))
     if splits:
         levers.append(splits)
     if workload.checkpointing == "none":
         smaller = (*map(mixed, mixtures(workload.model.layers)), KEEP_ATTENTION) if is_kept(workload.attention) else ()
         levers.append((SELECTIVE, *smaller))
     return levers
+
+
+def _that_run(workload: Workload, splits: Lever) -> Lever:
+    """The splits into micro-batches whose products have as many rows as they take."""
+
+    def rows(split: Change) -> int:
+        return msgspec.structs.replace(workload, **split.fields).micro_batch_size * workload.seq_len
+
+    return tuple(split for split in splits if rows(split) % multiple_of_rows(workload.dtype) == 0)
 
 
 def _groups(workload: Workload) -> Lever:

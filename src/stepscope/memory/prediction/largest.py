@@ -1,9 +1,11 @@
 """Searches the largest batch, and the longest sequence, that fits."""
 
+import math
 from collections.abc import Callable
 
 import msgspec
 
+from stepscope.core.precisions import multiple_of_rows
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.fit import Budget, will_fit, will_surely_fit
 
@@ -24,7 +26,9 @@ class Largest(msgspec.Struct, frozen=True, kw_only=True):
 
 def largest_that_fits(workload: Workload, budget: Budget) -> Largest:
     """The largest batch at the workload's sequence length, and the longest sequence at its batch size."""
-    micro = workload.accumulation
+    multiple = multiple_of_rows(workload.dtype)
+    micro = workload.accumulation * multiple // math.gcd(multiple, workload.seq_len)
+    """The batch grows by so much at a time."""
 
     def with_batch(n: int) -> Workload:
         return msgspec.structs.replace(workload, batch_size=n * micro)

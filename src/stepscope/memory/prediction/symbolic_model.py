@@ -25,6 +25,7 @@ from stepscope.core.checkpointing import Span, grouped
 from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.item_sizes import item_sizes
+from stepscope.memory.prediction.symbolic_scaled import ScaledProducts
 from stepscope.memory.prediction.symbolic_tensors import (
     KEPT_OPERATORS,
     Parameter,
@@ -32,6 +33,7 @@ from stepscope.memory.prediction.symbolic_tensors import (
     Tape,
     Tensor,
     passes,
+    passes_and_makes,
     passes_twice,
 )
 from stepscope.work.transformer import Shapes, block_shapes, shapes_outside_blocks
@@ -52,6 +54,7 @@ class SymbolicModel:
     def __init__(self, workload: Workload, device_type: str = "cuda") -> None:
         self.workload = workload
         self.attention = ATTENTIONS[predicted_attention(workload, device_type)]
+        self._scaled = ScaledProducts.of(workload, device_type)
         self.sizes = item_sizes(workload, device_type)
         config = workload.model
         self.d_model, self.d_ff = config.d_model, config.d_ff
@@ -190,9 +193,9 @@ class SymbolicModel:
             del for_weight
             return for_x, summed
 
-        normal = tape.op("Mul", x.elements, 4, [x, root], saves=[x, root], backward=of_root)
+        x = tape.op("Mul", x.elements, 4, [x, root], saves=[x, root], backward=of_root)
         del root
-        scaled = tape.op("Mul", x.elements, 4, [normal, weight], saves=[normal], backward=of_weight)
+        scaled = tape.op("Mul", x.elements, 4, [x, weight], saves=[x], backward=of_weight)
         return tape.cast(scaled, self.sizes.residual)
 
     def _reciprocal_root(self, tape: Tape, x: Tensor) -> Tensor:
@@ -219,12 +222,13 @@ class SymbolicModel:
         return tape.op("Rsqrt", tokens, 4, [mean], saves_output=True, backward=of_root)
 
     def _linear(self, tape: Tape, x: Tensor, weight: Parameter, in_features: int) -> Tensor:
-        out_features = weight.elements // in_features
         size = self.sizes.products
+        if self._scaled is not None and weight is not self.head_weight and self._scaled.take(weight, in_features):
+            return self._scaled.linear(tape, tape.cast(x, size), weight, in_features)
         kernel = self._cast_weight(tape, weight) if weight.itemsize != size else weight
         cast = tape.cast(x, size)  # the caller's x stays alive
         saves = [kernel, cast] if isinstance(kernel, Tensor) else [cast]
-        elements = x.elements // in_features * out_features
+        elements = x.elements // in_features * (weight.elements // in_features)
         # If x is cast, its gradient is made from the copy's. Otherwise it is a view, in the shape of x.
         return tape.op("Mm", elements, size, [kernel, cast], saves=saves, gives_views=cast is x)
 
@@ -435,13 +439,9 @@ class SymbolicModel:
 
     def _add(self, tape: Tape, x: Tensor, branch: Tensor) -> Tensor:
         """The residual sum, in fp32 under autocast."""
-        branch_bytes = branch.elements * branch.itemsize
-        if branch.itemsize == self.sizes.residual:
-            return tape.op("Add", x.elements, self.sizes.residual, [x, branch], backward=passes_twice)
-        return tape.op(
-            "Add", x.elements, self.sizes.residual, [x, branch],
-            backward=lambda tape, gradient: (gradient, tape.storage(branch_bytes)),
-        )  # fmt: skip
+        size = self.sizes.residual
+        backward = passes_twice if branch.itemsize == size else passes_and_makes(branch.elements * branch.itemsize)
+        return tape.op("Add", x.elements, size, [x, branch], backward=backward)
 
 
 _HOPPER_SHORT = 1024

@@ -17,7 +17,7 @@ _INDEX = {category: i for i, category in enumerate(CATEGORIES)}
 _SAVED, _TEMPORARY, _GRADIENT = _INDEX["saved for backward"], _INDEX["temporaries"], _INDEX["gradients"]
 _ROUNDING = _INDEX["rounding"]
 
-PRODUCTS = frozenset({"Mm", "Bmm"})
+PRODUCTS = frozenset({"Mm", "Bmm", "ScaledMm"})
 ATTENTION = frozenset({"Attention"})
 KEPT_OPERATORS = {"selective": PRODUCTS | ATTENTION, "attention": ATTENTION}
 """Operators whose outputs a checkpointing keeps, by its name."""
@@ -270,16 +270,18 @@ class Tape:
         backward: Backward | None = None,
         gives_views: bool = False,
         beside: int = 0,
+        saves_late: bool = False,
     ) -> Tensor:
         """An operation with a new output. Without `backward`, each input's gradient has that input's size.
 
         beside: bytes of a second output that only backward uses.
         gives_views: the gradients are views, to which autograd does not add in place.
+        saves_late: autograd keeps what it saves only when the output is made, as for a torch.autograd.Function.
         """
         node = None
         if self.recording:
             saved = [t.storage for t in saves] + list(also_saves)
-            node = self._node(operator, inputs, saved, backward or _like(operator, inputs), saves_output)
+            node = self._node(operator, inputs, saved, backward or _like(operator, inputs), saves_output or saves_late)
             if node is not None:
                 node.gives_views = gives_views
         output = self.output(operator, elements * itemsize)
@@ -288,6 +290,8 @@ class Tape:
             node.saved = [*node.saved, *made]
             for storage in made:
                 storage.save()
+        if saves_late and self._rerun is not None and self._rerun.saving == 0:
+            raise _AllIsSaved
         return Tensor(output, elements, itemsize, node)
 
     def alias(
@@ -329,16 +333,19 @@ class Tape:
 
     def _node(
         self, operator: str, inputs: "Sequence[Tensor | Parameter]", saved: Sequence[Storage], backward: Backward,
-        saves_output: bool,
+        after_output: bool,
     ) -> Node | None:  # fmt: skip
+        """The operation's node. after_output: it saves something when its output is made, that output for one."""
         above = [i if isinstance(i, Parameter) else i.node for i in inputs]
         if not any(above):
             return None
         self._number += 1
-        saving = bool(saved) or saves_output
+        saving = bool(saved) or after_output
         if self._segment is not None:
             node = Node(self._number, operator, above, (), backward)
-            node.segment, node.saving = self._segment, saving
+            node.saving = saving
+            if saving:  # only what was saved refers to the checkpoint, which ends with the last of it
+                node.segment = self._segment
             self._segment.nodes.append(node)
             self._segment.saving += saving
             return node
@@ -346,7 +353,7 @@ class Tape:
             self._rerun.saving -= saving
             node = Node(self._number, operator, above, saved, backward)
             self._rerun.nodes.append(node)
-            if self._rerun.saving == 0 and not saves_output:
+            if self._rerun.saving == 0 and not after_output:
                 raise _AllIsSaved
             return node
         return Node(self._number, operator, above, saved, backward)
@@ -431,6 +438,11 @@ def passes(_tape: Tape, gradient: Storage) -> Sequence[Storage]:
 def passes_twice(_tape: Tape, gradient: Storage) -> Sequence[Storage]:
     """The backward of a sum of two inputs, which passes the gradient to both."""
     return (gradient, gradient)
+
+
+def passes_and_makes(size: int) -> Backward:
+    """The backward of a sum of two inputs, the second of which was cast from so many bytes."""
+    return lambda tape, gradient: (gradient, tape.storage(size))
 
 
 _LEAF = Parameter("input of a checkpoint", 0, 0)
