@@ -1,6 +1,7 @@
 """AdamW in one launch against float64: on a GPU, or without one in Triton's interpreter (conftest.py)."""
 
 import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
-from stepscope.models.one_launch import AdamWOneLaunch, AdamWUnderBackward
+from stepscope.core.moment_blocks import MOST_NUMBERS, moment_blocks
+from stepscope.models.one_launch import AdamWOneLaunch, AdamWUnderBackward, moments_beside
 
 pytestmark = pytest.mark.slow
 
@@ -182,3 +184,21 @@ def test_updates_under_backward_are_those_after_it():
         made.append(model)
     one, other = made
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_moments_lie_side_by_side_and_apart_from_each_other():
+    """In blocks of a bounded size, each laid out as its parameter; one that is larger has a block of its own."""
+    ours = [*parameters([torch.float32]), nn.Parameter(torch.ones(20, 30, 4, device=DEVICE).permute(2, 0, 1))]
+    made = moments_beside(ours)
+    spans: list[tuple[int, int]] = []
+    for parameter, moments in zip(ours, made, strict=True):
+        for moment in moments:
+            assert moment.shape == parameter.shape and moment.stride() == parameter.stride()
+            assert moment.dtype == torch.float32 and not moment.any()
+            spans.append((moment.data_ptr(), moment.data_ptr() + moment.nbytes))
+    assert len({moment.untyped_storage().data_ptr() for moments in made for moment in moments}) == 1
+    assert all(start % 16 == 0 for start, _ in spans)
+    spans = sorted(span for span in spans if span[0] < span[1])
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    sizes = [MOST_NUMBERS // 2, MOST_NUMBERS // 2, 1, 3 * MOST_NUMBERS, 5]
+    assert moment_blocks(sizes) == [[0, 1], [2], [3], [4]]

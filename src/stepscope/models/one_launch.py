@@ -1,13 +1,14 @@
 """AdamW by one kernel: all parameters in one launch, after backward or under it."""
 
 import contextlib
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
+from stepscope.core.moment_blocks import aligned_numbers, moment_blocks
 from stepscope.kernels.adamw.launch import Clipping, Moving, Updated, UpdateOfMany
 from stepscope.models.gradient_hooks import when_ready
 from stepscope.models.optimizer import Updating
@@ -25,6 +26,8 @@ than its whole backward."""
 
 class AdamWOneLaunch(Updating):
     """AdamW (kernels/adamw) of parameters in fp32, or in bf16 with a master weight in fp32 that the state keeps.
+
+    The first update makes the moments of all its parameters, as parts of few blocks of memory (`moments_beside`).
 
     The arithmetic is fp32. Every update is one launch for each group, however many parameters it has, and nothing waits
     for the device, so a CUDA graph can hold it; a learning rate that is a tensor is read at each replay. The count of
@@ -113,19 +116,22 @@ class AdamWOneLaunch(Updating):
         key = tuple(map(id, parameters))
         if key not in self._updates:
             group = self.param_groups[number]
-            updated = [self._updated(parameter, self._moving[number]) for parameter in parameters]
+            self._make_moments(parameters, self._moving[number])
+            updated = [self._updated(parameter) for parameter in parameters]
             numbers = {name: group[name] for name in ("betas", "eps", "weight_decay")}
             self._updates[key] = UpdateOfMany(updated, **numbers)
         return self._updates[key]
 
-    def _updated(self, parameter: Tensor, moving: Moving) -> Updated:
+    def _make_moments(self, parameters: Sequence[Tensor], moving: Moving) -> None:
+        new = [parameter for parameter in parameters if "exp_avg" not in self.state[parameter]]
+        strange = next((each for each in new if torch.empty_like(each).stride() != each.stride()), None)
+        if strange is not None:
+            raise InputError(f"AdamW in one launch takes dense parameters, not strides {strange.stride()}")
+        for parameter, (exp_avg, exp_avg_sq) in zip(new, moments_beside(new), strict=True):
+            self.state[parameter] |= {"step": moving.values[3], "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+    def _updated(self, parameter: Tensor) -> Updated:
         state = self.state[parameter]
-        if "exp_avg" not in state:
-            if torch.empty_like(parameter).stride() != parameter.stride():
-                raise InputError(f"AdamW in one launch takes dense parameters, not strides {parameter.stride()}")
-            state["step"] = moving.values[3]
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
         if parameter.dtype != torch.float32 and "master" not in state:
             master = self._masters.pop(parameter, None)
             state["master"] = parameter.float() if master is None else _like(master.float(), parameter)
@@ -223,6 +229,28 @@ class AdamWUnderBackward(AdamWOneLaunch):
         if number not in self._begun:
             self._begun.add(number)
             self._begin(number)
+
+
+def moments_beside(parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Both moments of each parameter, zeros in fp32 laid out as the parameter is, side by side in a few blocks.
+
+    Tensor by tensor, PyTorch's allocator gives each the rest of its block, up to 1 MiB, and leaves the end of each
+    segment of 20 MiB free. They would also lie among what the first step left in its cache, and what is left there a
+    CUDA graph's pool cannot take.
+    """
+    # Twice as many numbers for each parameter, each moment on an address of its own block's alignment.
+    sizes = [2 * aligned_numbers(parameter.numel()) for parameter in parameters]
+    found: list[tuple[Tensor, Tensor]] = []
+    for places in moment_blocks(sizes):
+        block = torch.zeros(sum(sizes[i] for i in places), dtype=torch.float32, device=parameters[places[0]].device)
+        first = 0
+        for i in places:
+            size, stride = parameters[i].size(), parameters[i].stride()
+            starts = (first, first + sizes[i] // 2)
+            average, square = (block.as_strided(size, stride, start) for start in starts)
+            found.append((average, square))
+            first += sizes[i]
+    return found
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

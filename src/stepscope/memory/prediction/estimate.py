@@ -14,6 +14,7 @@ from stepscope.core.attention_support import unpredicted
 from stepscope.core.attentions import ATTENTIONS, Attention
 from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import CATEGORIES, MemoryCategory
+from stepscope.core.moment_blocks import aligned_numbers, moment_blocks
 from stepscope.core.parts import REFERENCE
 from stepscope.core.precisions import PRECISIONS, check_scaled_layers, check_scaled_rows, takes_scaled
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
@@ -297,20 +298,26 @@ class SymbolicStep:
 
     def _make_optimizer_state(self) -> None:
         itemsize = moment_bytes(self._workload)
+        if self._workload.optimizer in OF_ONE_LAUNCH:
+            self._make_state_of_one_launch()
+            return
         for parameter in self._model.parameters:
             for _ in range(2):
                 self._resident.append(self._stay(parameter.elements * itemsize, "optimizer state"))
             if self._workload.optimizer == "adamw-fused":
                 self._resident.append(self._stay(4, "optimizer state"))  # its count of steps
 
-        if self._workload.optimizer in OF_ONE_LAUNCH:
-            # kernels/adamw/launch.py: the tables of tensors and of chunks, and three times four numbers in fp64.
-            tensors = len(self._model.parameters)
-            chunks = sum(-(-p.elements // _CHUNK) for p in self._model.parameters)
-            tables = (8 * tensors, 4 * tensors, 4 * chunks, 8 * chunks, 5 * 8 * tensors, 32, 32, 32)
-            if self._workload.clip is not None:
-                tables += (4 * min(chunks, _SUMS), 8)
-            self._resident += [self._stay(size, "optimizer state") for size in tables]
+    def _make_state_of_one_launch(self) -> None:
+        """models/one_launch.py: both moments in blocks. kernels/adamw/launch.py: the tables of tensors and of chunks,
+        and three times four numbers in fp64."""
+        numbers = [2 * aligned_numbers(p.elements) for p in self._model.parameters]
+        sizes = [4 * sum(numbers[i] for i in places) for places in moment_blocks(numbers)]
+        tensors = len(self._model.parameters)
+        chunks = sum(-(-p.elements // _CHUNK) for p in self._model.parameters)
+        sizes += [8 * tensors, 4 * tensors, 4 * chunks, 8 * chunks, 5 * 8 * tensors, 32, 32, 32]
+        if self._workload.clip is not None:
+            sizes += [4 * min(chunks, _SUMS), 8]
+        self._resident += [self._stay(size, "optimizer state") for size in sizes]
 
     def _release_gradients(self) -> None:
         for parameter in self._model.parameters:
