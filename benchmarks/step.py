@@ -10,9 +10,9 @@ spoils none of the next: memory, captured graphs and compiled code end with its 
 when its process has ended. When the budget of seconds is over, the rest is not measured and said to be so. With --busy
 the host is slowed on purpose: a way that waits for it shows so.
 
-A line has the medians with their 95 % intervals, of the step, of the host and of each phase; peak memory by PyTorch's
-allocator; and the losses of the first steps. Seeds and batches are the same, so the losses of all ways but the rivals'
-must agree as far as their precision lets them.
+A line has the medians with their 95 % intervals, of the step, of the host and of each phase; the most that tensors took
+and that PyTorch's allocator held of the device; and the losses of the first steps. Seeds and batches are the same, so the
+losses of all ways but the rivals' must agree as far as their precision lets them.
 """
 
 import argparse
@@ -168,8 +168,10 @@ def measured(model: str, way: str, asked: argparse.Namespace) -> dict[str, Any]:
             for phase in step.phases:
                 phase.run()
             losses.append(float(step.loss) if step.loss is not None else math.nan)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+            if len(losses) == 1 and device.type == "cuda":  # a compiler may have tried kernels out in the first step
+                torch.cuda.reset_peak_memory_stats(device)
+        # Replays allocate nothing: what the tensors of a graph take is counted while it is captured, and never again.
+        alive = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         settings = Settings(warmup_floor=6, steps_floor=20, seconds=asked.seconds, profile=False)
         samples = measure_one(step, device=timing_device(device), settings=settings)
     except InputError as error:
@@ -183,8 +185,7 @@ def measured(model: str, way: str, asked: argparse.Namespace) -> dict[str, Any]:
     return {
         "choices": chosen, "batch": asked.batch, "sequence": asked.sequence, "steps": samples["step"].count,
         "seconds": figures, "losses": losses,
-        "peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
-        "reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
+        "alive_bytes": alive, "reserved_bytes": torch.cuda.memory_reserved(device) if on_gpu else None,
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu", "torch": torch.__version__,
         "cores": os.cpu_count(), "load": os.getloadavg()[0],
     }  # fmt: skip
@@ -245,24 +246,35 @@ def rendered(lines: Sequence[Mapping[str, Any]]) -> str:
         of_model = {way: line for (each, way), line in latest.items() if each == model}
         where = next((line for line in of_model.values() if "device" in line), None)
         text += [f"## {model}" + (f", {where['device']}, torch {where['torch']}" if where else ""), ""]
-        text += ["| way | step, ms | 95 % | host | forward | backward | optimizer | peak, GiB | of today's |",
-                 "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+        text += ["| way | step, ms | 95 % | host | forward | backward | optimizer | tensors, GiB | reserved, GiB | "
+                 "of today's |",
+                 "|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
         today = _median(of_model.get("today", {}), "step")
         for way, line in of_model.items():
             if "fault" in line:
-                text.append(f"| {way} | {line['fault']} | | | | | | | |")
+                text.append(f"| {way} | {line['fault']} | | | | | | | | |")
                 continue
             step = line["seconds"]["step"]
             interval = f"{step['low'] * 1e3:.2f} to {step['high'] * 1e3:.2f}" if step["low"] is not None else ""
-            median, peak = _median(line, "step"), line["peak_bytes"]
+            median = _median(line, "step")
             share = f"{median / today:.3f}" if median and today else ""
             text.append(
                 f"| {way} | {_milliseconds(line, 'step')} | {interval} | "
                 + " | ".join(_milliseconds(line, name) for name in _FIGURES[1:])
-                + f" | {f'{peak / 2**30:.2f}' if peak else ''} | {share} |"
+                + f" | {_gibibytes(_alive(line))} | {_gibibytes(line['reserved_bytes'])} | {share} |"
             )
         text.append("")
     return "\n".join(text) + "\n"
+
+
+def _alive(line: Mapping[str, Any]) -> int | None:
+    """The most bytes that tensors took in a step; None where a line was kept before the tensors of graphs counted."""
+    in_graphs = "graph" in line["choices"] or line["choices"].get("compile") == "reduce-overhead"
+    return line.get("alive_bytes", None if in_graphs else line.get("peak_bytes"))
+
+
+def _gibibytes(count: int | None) -> str:
+    return f"{count / 2**30:.2f}" if count else ""
 
 
 def _named(line: Mapping[str, Any]) -> str:
