@@ -11,8 +11,8 @@ when its process has ended. When the budget of seconds is over, the rest is not 
 the host is slowed on purpose: a way that waits for it shows so.
 
 A line has the medians with their 95 % intervals, of the step, of the host and of each phase; the most that tensors took
-and that PyTorch's allocator held of the device; and the losses of the first steps. Seeds and batches are the same, so the
-losses of all ways but the rivals' must agree as far as their precision lets them.
+and that PyTorch's allocator held of the device; and the losses of the first steps. Seeds and batches are the same, so
+the losses of all ways but the rivals' must agree as far as their precision lets them.
 """
 
 import argparse

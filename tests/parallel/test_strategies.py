@@ -22,7 +22,7 @@ from stepscope.parallel.collective import broadcast_from_first, trained
 from stepscope.parallel.correctness import check_ranks, furthest
 from stepscope.parallel.ranks import Ranks
 from stepscope.parallel.spread import Spread, Strategy, Whole, replicated
-from stepscope.parallel.step import leave_multiprocessors, part_of, spread_parts
+from stepscope.parallel.step import part_of, spread_parts
 from stepscope.parallel.strategies import ddp_bucketed, ddp_flat
 from stepscope.parallel.strategies.ddp_bucketed import in_buckets
 from tests.parallel.ranks import on_ranks
@@ -269,7 +269,7 @@ def test_options_change_what_a_rank_sends_and_are_spelled_in_one_way():
     ("changes", "said"),
     [
         ({"parallel": "ddp:bucket=0"}, "bucket is a whole number from 1 on"),
-        ({"parallel": "ddp:bucket=1:bucket=2"}, "ddp takes bucket=N, unused=no|yes, sms=N, and not 'bucket=2' here"),
+        ({"parallel": "ddp:bucket=1:bucket=2"}, "ddp takes bucket=N, unused=no|yes, and not 'bucket=2' here"),
         ({"parallel": "ddp-naive:bucket=1"}, "ddp-naive takes no options"),
         ({"parallel": "fsdp2:reshard=maybe"}, "reshard is one of yes, no"),
         ({"parallel": "fsdp2:reshard"}, "and not 'reshard' here"),
@@ -289,13 +289,6 @@ def test_options_that_cannot_be_are_one_line(changes: dict[str, Any], said: str)
     with pytest.raises(InputError) as caught:
         msgspec.structs.replace(WORKLOAD, **{"ranks": 2, **changes})
     assert said in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_multiprocessors_are_left_free_on_gpus_alone():
-    assert spelled("fsdp2:sms=024") == "fsdp2:sms=24"
-    with pytest.raises(InputError, match=r"ddp:sms=8 leaves multiprocessors of a GPU .* on CPUs: leave out sms"):
-        leave_multiprocessors(strategy_named("ddp:sms=8"), Ranks())
-    leave_multiprocessors(strategy_named("ddp"), Ranks())
 
 
 def test_a_batch_is_split_where_the_strategy_splits_it():

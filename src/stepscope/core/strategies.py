@@ -189,10 +189,6 @@ class StrategyRecord:
 
 
 _BUCKET = StrategyOption(name="bucket", default="25", words="MiB of gradients in a message")
-_MULTIPROCESSORS = StrategyOption(
-    name="sms", default="0",
-    words="multiprocessors that products leave to collectives, on GPUs alone; NCCL takes one for each of its channels",
-)  # fmt: skip
 _COMPUTE = StrategyOption(
     name="compute", default="own", choices=("own", "bf16"),
     words="the dtype in which parameters are gathered and used; shards and gradients keep theirs",
@@ -215,8 +211,7 @@ STRATEGIES: dict[str, StrategyRecord] = {
         ),
         StrategyRecord(
             name="ddp-bucketed", module="ddp_bucketed", is_lesson=True, captured=True, sends=_all_reduced,
-            words="All-reduces gradients in buckets of 25 MiB while backward goes on.",
-            options=(_BUCKET, _MULTIPROCESSORS),
+            words="All-reduces gradients in buckets of 25 MiB while backward goes on.", options=(_BUCKET,),
         ),
         StrategyRecord(
             name="zero1", module="zero1", is_lesson=True, captured=True, shards=(OPTIMIZER_STATE,),
@@ -245,7 +240,6 @@ STRATEGIES: dict[str, StrategyRecord] = {
                     name="unused", default="no", choices=("no", "yes"),
                     words="whether each step looks for parameters that got no gradient",
                 ),
-                _MULTIPROCESSORS,
             ),
         ),
         StrategyRecord(
@@ -262,7 +256,6 @@ STRATEGIES: dict[str, StrategyRecord] = {
                     words="whether shards, gradients and optimizer state lie in the host's memory",
                 ),
                 _COMPUTE,
-                _MULTIPROCESSORS,
             ),
         ),
         StrategyRecord(

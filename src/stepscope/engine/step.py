@@ -91,6 +91,7 @@ def measure_step(
             shutil.rmtree(directory, ignore_errors=True)  # nothing was measured, so nothing is left behind
             raise
         run = finished(draft)
+        draft.made = None
         if run.status == "done":
             ranks.part()
     return run, directory

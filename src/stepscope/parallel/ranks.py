@@ -1,6 +1,7 @@
 """The processes that share a step, as each of them sees the others: meet, wait, agree, gather, part."""
 
 import datetime
+import gc
 import socket
 import time
 from typing import Any
@@ -96,6 +97,7 @@ class _Joined(Ranks):
         return values[0]
 
     def part(self) -> None:
+        gc.collect()  # NCCL waits for CUDA graphs that hold its collectives, and a step that is left is a circle
         dist.destroy_process_group()
 
 

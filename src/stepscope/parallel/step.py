@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from stepscope.core.errors import InputError
@@ -59,8 +58,6 @@ def spread_parts(
             "whole parameters: let the factory give the module without it"
         )
 
-    leave_multiprocessors(record, ranks)
-
     given = parts.optimizer
     if make_optimizer is None and choices.phase == "train":
         make_optimizer = lambda trained: given or optimizer_for(trained, choices)  # noqa: E731
@@ -74,30 +71,6 @@ def spread_parts(
     )  # fmt: skip
     chosen: Strategy = strategy or importlib.import_module(f"stepscope.parallel.strategies.{record.module}").spread
     return chosen(whole, ranks)
-
-
-def leave_multiprocessors(record: StrategyRecord, ranks: Ranks) -> None:
-    """Let the matrix products of this process leave so many multiprocessors free as the strategy says.
-
-    NCCL's kernels take a multiprocessor for each channel while they run. A product whose grid has a block for every
-    multiprocessor then waits for theirs, and takes nearly twice as long (PyTorch's issue 143988), so that what is
-    called hidden communication costs about as much as if it were not. cuBLASLt can be told to use fewer.
-    """
-    count = int(record.settings.get("sms", 0))
-    if count and ranks.backend != "nccl":
-        raise InputError(
-            f"--parallel {record.name}:sms={count} leaves multiprocessors of a GPU to collectives, and these ranks "
-            "compute on CPUs: leave out sms"
-        )
-    if ranks.backend == "nccl":
-        most = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-        if count >= most:
-            raise InputError(f"--parallel {record.name}:sms={count}: this GPU has {most} multiprocessors, of which "
-                             "products need some")  # fmt: skip
-        # PyTorch has no public name for it yet; without it every product takes all.
-        torch._C._set_sm_carveout_experimental(count or None)  # pyright: ignore[reportPrivateUsage]
-        if count:
-            torch.backends.cuda.preferred_blas_library("cublaslt")  # cuBLAS itself is told nothing
 
 
 def part_of(batch: tuple[object, ...], parts: StepParts, record: StrategyRecord, ranks: Ranks) -> tuple[object, ...]:
