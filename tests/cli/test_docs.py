@@ -40,7 +40,7 @@ PYTHON = re.compile(r"(?<=```pycon\n)>>> .*?(?=```)", re.DOTALL)
 READS_AGAIN = {"make run": "stepscope show results/cpu/first"}
 BENCHMARKS = (
     "benchmarks/overhead.py", "benchmarks/page.py", "benchmarks/trace.py", "benchmarks/snapshot.py",
-    "benchmarks/attention.py", "benchmarks/long_step.py", "benchmarks/step.py",
+    "benchmarks/attention.py", "benchmarks/long_step.py", "benchmarks/step.py", "benchmarks/shared_step.py",
     "benchmarks/coverage.py", "benchmarks/architectures.py", "benchmarks/convolutions.py", "benchmarks/watch.py",
     "benchmarks/published.py", "benchmarks/ranks.py", "benchmarks/processes.py", "benchmarks/sweep.py",
     "benchmarks/command.py", "benchmarks/killed_node.py", "benchmarks/many_runs.py", "tests/recorded.py",
