@@ -4,7 +4,8 @@ One process splits the global batch into micro-batches in several ways. Arithmet
 gradients, and how far these lie apart is the spread that rounding alone makes. The ranks' gradients of the first step,
 and what five steps of plain SGD make of the parameters, must lie within twice that spread of one process's. SGD, since
 AdamW divides by the gradient's own size and makes as much of noise near zero as of the rest. Of five steps of AdamW the
-losses alone are compared. Where the step clips gradients, all of them do.
+losses alone are compared. Where the step clips gradients, all of them do; where the ranks compute with copies of their
+parameters in bf16, so does the one process.
 
 Distances are taken parameter by parameter, ||a - b|| / ||b||, and the largest counts: a forgotten bias must not hide
 behind a matrix.
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from stepscope.core.ranks import Correctness
 from stepscope.core.strategies import strategy_named
@@ -49,14 +51,16 @@ def check_ranks(
     strategy: in place of that of this name.
     """
     record = strategy_named(name)
-    halved = record.settings.get("compute") == "bf16"
-    least = _FEWEST[torch.bfloat16] if halved else _least(choices, cuts_sums=record.cuts_sums)
+    compute = torch.bfloat16 if record.settings.get("compute") == "bf16" else None
+    least = _least(choices, cuts_sums=record.cuts_sums)
     verdicts: list[_Distance] = []
     # AdamW is judged by its losses alone, so nothing else is copied for it.
     for make_optimizer, parts_of_found in ((_sgd, (0, 1)), (_adamw, (2,))):
         copies = _Copies(device, wanted=0 in parts_of_found)
         expected = (
-            _expected(make_parts, choices, device, ranks, make_optimizer, copies=copies) if ranks.is_first else None
+            _expected(make_parts, choices, device, ranks, make_optimizer, copies=copies, compute=compute)
+            if ranks.is_first
+            else None
         )
         found = _by_ranks(
             name, make_parts(), choices, device, ranks, make_optimizer=make_optimizer, strategy=strategy, copies=copies
@@ -113,15 +117,15 @@ def _least(choices: Choices, *, cuts_sums: bool) -> float:
 
 def _expected(
     make_parts: MakeParts, choices: Choices, device: torch.device, ranks: Ranks, make_optimizer: MakeOptimizer, *,
-    copies: "_Copies",
+    copies: "_Copies", compute: torch.dtype | None,
 ) -> tuple[_Found, list[_Apart], _Slack]:  # fmt: skip
     """What one process finds, how far its other ways to split the batch are from that, and roundings of parameters."""
     slack = _roundings(make_parts().model) if copies.wanted else {}
-    whole = _alone(make_parts(), choices, device, 1, make_optimizer, copies=copies)
+    whole = _alone(make_parts(), choices, device, 1, make_optimizer, copies=copies, compute=compute)
     others: list[_Apart] = []
     for pieces in dict.fromkeys((ranks.ranks, 2, 2 * ranks.ranks, 4)):
         with contextlib.suppress(_NoSplit):
-            other = _alone(make_parts(), choices, device, pieces, make_optimizer, copies=copies)
+            other = _alone(make_parts(), choices, device, pieces, make_optimizer, copies=copies, compute=compute)
             # Only the distance is kept: a model of billions of parameters has no room for every way.
             others.append((
                 furthest(other[0], whole[0])[0], furthest(other[1], whole[1], slack)[0],
@@ -145,7 +149,7 @@ class _NoSplit(Exception):
 
 def _alone(
     parts: StepParts, choices: Choices, device: torch.device, pieces: int, make_optimizer: MakeOptimizer, *,
-    copies: "_Copies",
+    copies: "_Copies", compute: torch.dtype | None,
 ) -> _Found:  # fmt: skip
     model = parts.model.eval()  # dropout would draw other numbers for other parts
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
@@ -162,7 +166,7 @@ def _alone(
             raise _NoSplit
         for micro_batch in micro_batches:
             with autocast_of(choices, device.type):
-                loss = parts.forward(*micro_batch[: parts.forward_inputs])
+                loss = _forward_in(compute, parts.forward, micro_batch[: parts.forward_inputs])
             (loss / pieces).backward()
             _add_loss(losses, step, float(loss.detach()), pieces)
         if not step:
@@ -171,6 +175,19 @@ def _alone(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return gradients, _changes(copies.of(dict(model.named_parameters())), began), losses
+
+
+def _forward_in(dtype: torch.dtype | None, forward: torch.nn.Module, inputs: Batch) -> Tensor:
+    """What forward returns where parameters and inputs are copied to this dtype, as a strategy's option `compute` has
+    it; None copies nothing."""
+    if dtype is None:
+        return forward(*inputs)
+
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    parameters = {name: copied(parameter) for name, parameter in forward.named_parameters()}
+    return torch.func.functional_call(forward, parameters, tree_map_only(Tensor, copied, tuple(inputs)))
 
 
 def _by_ranks(
