@@ -316,6 +316,10 @@ def _tokens_and_targets(batch: Batch) -> list[tuple[str, Tensor]]:
 
 
 def _chunks(batch: Batch, parts: int) -> list[Batch]:
+    """Equal parts of a batch: the mean of their losses is that of the whole, which unequal ones' is not."""
+    size = len(batch[0])
+    if size % parts:
+        raise InputError(f"a batch of {size} cannot be split into {parts} equal parts")
     return list(zip(*(tensor.chunk(parts) for tensor in batch), strict=True))
 
 
