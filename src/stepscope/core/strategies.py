@@ -155,6 +155,8 @@ class StrategyRecord:
     """Whether parameters come and go with the calls of the modules that own them."""
     captured: bool = False
     """Whether CUDA graphs can hold a rank's step: what it begins, it waits for on the device within the same phase."""
+    dtensors: bool = False
+    """Whether parameters are PyTorch's DTensors, which operators and kernels of one process do not take."""
     textbook_only: bool = False
     """Whether it needs the textbook's model, whose modules it knows by name."""
 
@@ -243,7 +245,7 @@ STRATEGIES: dict[str, StrategyRecord] = {
             ),
         ),
         StrategyRecord(
-            name="fsdp2", module="fsdp2", is_lesson=False, sends=_fully_sharded,
+            name="fsdp2", module="fsdp2", is_lesson=False, sends=_fully_sharded, dtensors=True,
             shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE),
             words="PyTorch's fully_shard, block by block.",
             options=(
@@ -259,19 +261,20 @@ STRATEGIES: dict[str, StrategyRecord] = {
             ),
         ),
         StrategyRecord(
-            name="tensor", module="tensor", is_lesson=False, splits=PRODUCTS, textbook_only=True,
+            name="tensor", module="tensor", is_lesson=False, splits=PRODUCTS, textbook_only=True, dtensors=True,
             shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE), sends_activations=_reduced_products,
             words="PyTorch's parallelize_module: heads and the feed-forward's width are split over the ranks, and "
             "activations are all-reduced twice a block.",
         ),
         StrategyRecord(
             name="tensor-sequence", module="tensor_sequence", is_lesson=False, splits=PRODUCTS, textbook_only=True,
+            dtensors=True,
             shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE),
             words="As tensor, and what lies between the split products, embedding and head are split, too: norms and "
             "residual stream by the sequence.",
         ),
         StrategyRecord(
-            name="fsdp2-tensor", module="fsdp2_tensor", is_lesson=False, textbook_only=True, near=2,
+            name="fsdp2-tensor", module="fsdp2_tensor", is_lesson=False, textbook_only=True, near=2, dtensors=True,
             shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE),
             words="Pairs of ranks run tensor-sequence on the same samples, and fsdp2 shards their parts across pairs.",
         ),

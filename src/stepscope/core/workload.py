@@ -123,6 +123,13 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                   f"optimizer {self.optimizer}": self.optimizer == "adamw-under-backward"}  # fmt: skip
         for what in (name for name, chosen in shared.items() if chosen and self.parallel != NOT_PARALLEL):
             raise InputError(f"{what} is for a step that one process runs: leave out --parallel, or choose another")
+        plain = ("adamw-bf16-state", *OF_ONE_LAUNCH)  # they update plain tensors alone
+        dtensors = self.parallel != NOT_PARALLEL and strategy_named(self.parallel).dtensors
+        if dtensors and self.optimizer in plain and self.phase == "train":
+            raise InputError(
+                f"optimizer {self.optimizer} does not update the DTensors of --parallel {self.parallel}: choose "
+                "--optimizer adamw-fused, or a lesson"
+            )
         if self.clip is not None and ":offload=yes" in self.parallel and self.phase == "train":
             raise InputError(
                 f"--parallel {self.parallel} keeps gradients in the host's memory, and ranks cannot add up their norm "
