@@ -306,6 +306,8 @@ def test_options_change_what_a_rank_sends_and_are_spelled_in_one_way():
         ({"parallel": "pipeline:schedule=interleaved:chunks=9"}, "makes 18 stages of 2 layers over 2 ranks"),
         ({"parallel": "fsdp2", "optimizer": "adamw-one-launch"}, "does not update the DTensors of --parallel fsdp2"),
         ({"parallel": "tensor", "optimizer": "adamw-bf16-state"}, "choose --optimizer adamw-fused, or a lesson"),
+        ({"parallel": "tensor-sequence", "seq_len": 15}, "and seq_len 15 cannot be divided by 2: choose a multiple"),
+        ({"parallel": "fsdp2-tensor", "ranks": 4, "seq_len": 15}, "by sequence over 2 ranks, and seq_len 15 cannot"),
         ({"parallel": "pipeline", "batch_size": 3}, "cannot cut batch_size 3 into 2 micro-batches"),
     ],
 )

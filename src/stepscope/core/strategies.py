@@ -155,6 +155,8 @@ class StrategyRecord:
     """Whether parameters come and go with the calls of the modules that own them."""
     captured: bool = False
     """Whether CUDA graphs can hold a rank's step: what it begins, it waits for on the device within the same phase."""
+    splits_stream: bool = False
+    """Whether ranks that divide products divide the residual stream between them by sequence."""
     dtensors: bool = False
     """Whether parameters are PyTorch's DTensors, which operators and kernels of one process do not take."""
     textbook_only: bool = False
@@ -268,13 +270,14 @@ STRATEGIES: dict[str, StrategyRecord] = {
         ),
         StrategyRecord(
             name="tensor-sequence", module="tensor_sequence", is_lesson=False, splits=PRODUCTS, textbook_only=True,
-            dtensors=True,
+            dtensors=True, splits_stream=True,
             shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE),
             words="As tensor, and what lies between the split products, embedding and head are split, too: norms and "
             "residual stream by the sequence.",
         ),
         StrategyRecord(
             name="fsdp2-tensor", module="fsdp2_tensor", is_lesson=False, textbook_only=True, near=2, dtensors=True,
+            splits_stream=True,
             shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE),
             words="Pairs of ranks run tensor-sequence on the same samples, and fsdp2 shards their parts across pairs.",
         ),
@@ -381,6 +384,14 @@ def stages_of(parallel: str, ranks: int) -> int:
 def sequence_parts(parallel: str, ranks: int) -> int:
     """Over how many ranks this strategy splits each sequence."""
     return ranks if parallel != NOT_PARALLEL and strategy_named(parallel).splits == SEQUENCE else 1
+
+
+def stream_parts(parallel: str, ranks: int) -> int:
+    """Over how many ranks this strategy splits the residual stream between products by sequence."""
+    record = strategy_named(parallel) if parallel != NOT_PARALLEL else None
+    if record is None or not record.splits_stream:
+        return 1
+    return record.near if record.near > 1 else ranks
 
 
 def batch_parts(parallel: str, ranks: int) -> int:

@@ -22,6 +22,7 @@ from stepscope.core.strategies import (
     spelled,
     stages_of,
     strategy_named,
+    stream_parts,
 )
 
 Phase = Literal["forward", "forward-backward", "train"]
@@ -364,6 +365,12 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
             raise InputError(
                 f"--parallel {self.parallel} gives each of {parts} ranks two equal chunks of a sequence, and seq_len "
                 f"{self.seq_len} cannot be divided by {2 * parts}: choose a multiple"
+            )
+        parts = stream_parts(self.parallel, self.ranks)
+        if self.seq_len % parts:
+            raise InputError(
+                f"--parallel {self.parallel} splits the residual stream by sequence over {parts} ranks, and seq_len "
+                f"{self.seq_len} cannot be divided by {parts}: choose a multiple"
             )
 
     def _check_stages(self) -> None:
