@@ -130,7 +130,8 @@ def _findings(found: Tuned) -> Iterator[Finding]:
     late = sum(1 for tried in found.tried if tried.verdict == "not reached")
     if late:
         yield note(
-            "not-reached", f"The time of {format_seconds(found.budget_s)} was over before {counted(late, 'change')}.",
+            "not-reached", f"The time of {format_seconds(found.budget_s)}, less what is kept to confirm the end in "
+            f"processes of its own, was over before {counted(late, 'change')}.",
             remedy="give it a larger --budget; what is measured already is not measured again",
             evidence={"not_reached": late},
         )  # fmt: skip
