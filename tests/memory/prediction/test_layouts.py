@@ -53,18 +53,18 @@ def test_a_stage_of_one_rank_is_the_step_of_one_gpu(compiled: str, checkpointing
 
 def test_a_rank_needs_more_for_each_block_that_keeps_more():
     """What it needs with attention alone, and what a block's products return: five of the stream's size, two of d_ff's;
-    once the last block runs, nothing that it kept is gone. Quickly and exactly alike."""
+    once the last block runs, nothing that it kept is gone. Quickly and exactly alike, where parameters stay whole."""
     config = msgspec.structs.replace(configure("8B"), layers=8)
-    step = workload(model=config, batch_size=2, seq_len=4096, dtype="bf16", attention="flash")
+    step = workload(model=config, batch_size=2, seq_len=32_768, dtype="bf16", attention="flash")
     memory = RankMemory(step, PlannedModel(config=config))
     layouts = [
-        Layout(data=2, sharding="zero3", shard=2, checkpointing=checkpointing)
+        Layout(data=2, sharding="zero1", shard=2, checkpointing=checkpointing)
         for checkpointing in ("attention", "selective-1", "selective-4", "selective-7", "selective")
     ]
     quick = [memory.needs(layout).peak for layout in layouts]
     assert quick == [memory.needs(layout, exactly=True).peak for layout in layouts]
-    r, f = 4096 * config.d_model, 4096 * config.d_ff
-    products = 2 * (3 * r + 2 * 4096 * config.key_width + 2 * f)
+    r, f = 32_768 * config.d_model, 32_768 * config.d_ff
+    products = 2 * (3 * r + 2 * 32_768 * config.key_width + 2 * f)
     assert [peak - quick[0] for peak in quick[1:]] == [blocks * products for blocks in (1, 4, 7, 8)]
 
 
