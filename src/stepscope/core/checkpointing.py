@@ -79,13 +79,13 @@ def selective_of(checkpointing: object) -> int | None:
 
 
 def mixtures(layers: int) -> tuple[str, ...]:
-    """Those `selective-K` that a search tries: with three quarters, half and a quarter of the blocks."""
+    """The choices `selective-K` that a search tries: K is three quarters, half and a quarter of the blocks."""
     last = (layers * quarters // 4 for quarters in (3, 2, 1))
     return tuple(f"selective-{blocks}" for blocks in dict.fromkeys(last) if blocks)
 
 
 def of_fewer_layers(checkpointing: str, layers: int) -> str:
-    """The same checkpointing for the last blocks of a model, so many."""
+    """What a model's checkpointing makes of its last `layers` blocks, as a choice for a model of these alone."""
     group, last = group_of(checkpointing), selective_of(checkpointing)
     if group is not None:
         return f"every-{min(group, layers)}"

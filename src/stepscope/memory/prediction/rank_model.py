@@ -155,7 +155,7 @@ class CompiledRankModel(RankModel, CompiledSymbolicModel):
 
 
 class FusedRankModel(RankModel, FusedSymbolicModel):
-    """The same of which some parts are fused."""
+    """A rank's part of a model with fused parts."""
 
 
 def rank_model(workload: Workload, share: Share) -> RankModel:

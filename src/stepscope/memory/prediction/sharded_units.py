@@ -30,9 +30,9 @@ class Shards(msgspec.Struct, frozen=True, kw_only=True):
     root: int
     """Elements outside blocks on this stage."""
     gathered_bytes: int
-    """Of an element that is gathered; 0 where parameters are whole anyway."""
+    """Bytes of a gathered element; 0 where parameters are whole anyway."""
     reduced_bytes: int
-    """Of an element of a gradient while it is reduced."""
+    """Bytes of a gradient's element while it is reduced."""
 
 
 class ShardedUnits:

@@ -61,9 +61,9 @@ class StageNeeds(msgspec.Struct, frozen=True, kw_only=True):
     saved: int
     """What forward leaves for backward, gathered parameters left out."""
     gathered_forward: int = 0
-    """Of the most in forward, parameters that are whole for a while."""
+    """Bytes of parameters that are whole for a while, at the peak of forward."""
     gathered_backward: int = 0
-    """Of the most in backward, such parameters, and gradients that are on their way to their shards or there."""
+    """Bytes of such parameters, and of gradients on their way to shards or in them, at the peak of backward."""
 
 
 class Moved(msgspec.Struct, frozen=True, kw_only=True):
