@@ -20,14 +20,13 @@ from typing import Any
 
 import msgspec
 
-from stepscope.core.errors import StepscopeError
 from stepscope.core.model_config import configure
 from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_seconds
 from stepscope.core.workload import Workload
 from stepscope.work.described import cell_name, describe_model, describe_workload
-from stored import bounds_of, keep, ratios_of
+from stored import bounds_of, measure_or_show, ratios_of
 
 Block = Callable[[int], None]
 """Runs so many steps, each between two barriers."""
@@ -109,8 +108,8 @@ def _synchronize(device: Any) -> None:
         torch.cuda.synchronize(device)
 
 
-def measured(asked: argparse.Namespace) -> Result | None:
-    """Take part as one of torchrun's ranks; the first has the result."""
+def measured(asked: argparse.Namespace) -> Result:
+    """Take part as one of torchrun's ranks. The first returns the result; the others end here."""
     import torch  # noqa: PLC0415
 
     from stepscope.core.ranks import place_in_job  # noqa: PLC0415
@@ -145,7 +144,7 @@ def measured(asked: argparse.Namespace) -> Result | None:
     first = ranks.is_first
     ranks.part()
     if not first:
-        return None
+        sys.exit(0)
     return Result(
         workload=workload, environment=environment, ranks=count, block=asked.block, plain_s=found["plain"],
         stepscope_s=found["stepscope"],
@@ -169,24 +168,19 @@ def render(result: Result) -> str:
     )
 
 
-def render_table(results: list[Result]) -> str:
-    """Several results as a Markdown table."""
-    rows = [
-        ("device", "workload", "strategy", "plain script", "stepscope", "difference", "95 % interval"),
-        ("---",) * 7,
-    ]
-    for result in results:
-        rows.append(
-            (
-                result.environment.partition(";")[0],
-                cell_name(result.workload),
-                f"{result.workload.parallel} x {result.ranks}",
-                format_seconds(result.plain_s.median_s or 0),
-                format_seconds(result.stepscope_s.median_s or 0),
-                f"{((result.ratios.median_s or float('nan')) - 1) * 100:+.2f} %",
-                bounds_of(result.ratios),
-            )
-        )
+def render_table(result: Result) -> str:
+    """The result as a Markdown table."""
+    heads = ("device", "workload", "strategy", "plain script", "stepscope", "difference", "95 % interval")
+    row = (
+        result.environment.partition(";")[0],
+        cell_name(result.workload),
+        f"{result.workload.parallel} x {result.ranks}",
+        format_seconds(result.plain_s.median_s or 0),
+        format_seconds(result.stepscope_s.median_s or 0),
+        f"{((result.ratios.median_s or float('nan')) - 1) * 100:+.2f} %",
+        bounds_of(result.ratios),
+    )
+    rows = (heads, ("---",) * len(heads), row)
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
@@ -206,19 +200,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
     asked = parser.parse_args()
-    if asked.show:
-        kept = [msgspec.json.decode(path.read_bytes(), type=Result) for path in asked.show]
-        sys.stdout.write(render_table(kept))
-        return
-    if "RANK" not in os.environ:
+    if not asked.show and "RANK" not in os.environ:
         parser.error("torchrun starts the ranks: torchrun --standalone --nproc-per-node 2 benchmarks/shared_step.py")
-    try:
-        result = measured(asked)
-    except StepscopeError as error:
-        raise SystemExit(f"shared_step.py: {error}") from error
-    if result is not None:
-        sys.stdout.write(render(result) + "\n")
-        keep(result, asked.json)
+    measure_or_show(
+        asked, Result, measure=measured, render=lambda result, console: console.print(render(result), highlight=False),
+        render_markdown=render_table,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import gzip
 import statistics
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -229,14 +230,8 @@ def test_checkpointing_that_keeps_attention_runs_it_once():
     ],
 )
 def test_what_fused_parts_move_by_hand(part: str, forward: int, backward: int | None):
-    workload = Workload(
-        model=CONFIG,
-        batch_size=1,
-        seq_len=512,
-        dtype="bf16",
-        attention="flash",
-        **{part: "fused"},  # type: ignore[arg-type]
-    )
+    choices: dict[str, Any] = {part: "fused"}
+    workload = Workload(model=CONFIG, batch_size=1, seq_len=512, dtype="bf16", attention="flash", **choices)
     memory = RankMemory(workload, PlannedModel(config=CONFIG))
     one, two = (memory.moved(Layout(), first=False, last=False, blocks=count) for count in (1, 2))
     assert two.fused_forward - one.fused_forward == pytest.approx(TOKENS * forward, rel=0.01)

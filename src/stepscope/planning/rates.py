@@ -62,12 +62,12 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     attention_flops_per_s: float
     elementwise_bytes_per_s: float
     fused_bytes_per_s: float
-    """Of the kernels of fused parts, which read and write once, as a copy does."""
+    """The rate of fused parts' kernels, which read and write once, as a copy does."""
     optimizer_bytes_per_s: float
     products_beside: float = 1.0
     """How many times as long products take while a collective runs."""
     others_beside: float = 1.0
-    """The same of all other kernels."""
+    """How many times as long all other kernels take while a collective runs."""
     launch_s: float
     """What the host takes for a kernel; 0 where a compiled step has few of them."""
     said: tuple[str, ...]

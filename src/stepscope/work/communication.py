@@ -192,10 +192,11 @@ class Copies:
     """Bytes that a rank reads and writes on its own device to send and receive what data parallelism shares out."""
 
     forward: float = 0.0
-    """Of each micro-batch."""
+    """Bytes in the forward of each micro-batch."""
     backward: float = 0.0
-    """Of each micro-batch."""
+    """Bytes in the backward of each micro-batch."""
     step: float = 0.0
+    """Bytes once a step."""
 
 
 def data_copies(model: PlannedModel, layout: Layout, sizes: Bytes) -> Copies:

@@ -46,7 +46,8 @@ def test_a_stage_of_one_rank_is_the_step_of_one_gpu(compiled: str, checkpointing
     def without(phase: str) -> int:
         return sum(count for name, count in alone.by_phase[phase].items() if name not in before)
 
-    assert found.saved == alone.saved_for_backward - WORKSPACE_BYTES  # type: ignore[operator]
+    assert alone.saved_for_backward is not None
+    assert found.saved == alone.saved_for_backward - WORKSPACE_BYTES
     assert found.forward == pytest.approx(without("forward"), abs=WORKSPACE_BYTES + 4096)
     assert found.backward == pytest.approx(without("backward"), abs=WORKSPACE_BYTES + 4096)
 
@@ -186,7 +187,8 @@ def test_a_stage_with_a_fused_part_is_the_step_of_one_gpu(part: str):
     step = workload(compile="eager", **{part: "fused"})
     alone = estimate_quickly(step)
     found = stage_needs(Stage(workload=step, share=Share(model=MODEL), gradients="made"))
-    assert found.saved == alone.saved_for_backward - WORKSPACE_BYTES  # type: ignore[operator]
+    assert alone.saved_for_backward is not None
+    assert found.saved == alone.saved_for_backward - WORKSPACE_BYTES
     assert found.saved <= stage_needs(Stage(workload=workload(compile="eager"), share=Share(model=MODEL))).saved + (
         2 * 4 * 512 * 1024 if part == "loss" else 0  # it keeps the head's gradient in fp32
     )

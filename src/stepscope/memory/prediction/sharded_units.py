@@ -106,7 +106,7 @@ class ShardedUnits:
         return self._ledger.storage(-(-elements // self._shards.ranks) * self._shards.reduced_bytes, ON_THEIR_WAY)
 
     def _reduce(self, elements: int, parameters: Sequence[Parameter]) -> None:
-        # Of several experts one has symbolic gradients; those of the others are whole, too.
+        # One expert of several has symbolic gradients; the other experts' gradients are whole here, too.
         others = elements - sum(one.elements for one in parameters)
         size = parameters[0].itemsize if parameters else 0
         _of_others = self._ledger.storage(max(0, others) * size, ON_THEIR_WAY)

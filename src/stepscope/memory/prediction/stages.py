@@ -75,7 +75,7 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
     """Results that are made, products and attention left out: each is a kernel's."""
     kernels_backward: int
     fused_forward: int = 0
-    """Of the bytes in forward, those of the kernels of fused parts."""
+    """Bytes that fused parts' kernels move in forward; `forward` has them, too."""
     fused_backward: int = 0
 
 

@@ -24,7 +24,7 @@ class ScaledProducts:
 
     @classmethod
     def of(cls, workload: Workload, device_type: str) -> Self | None:
-        """Those of the workload; None where its products take no operands of 8 bits."""
+        """The scaled products of a workload; None where its products take no operands of 8 bits."""
         precision = PRECISIONS[workload.dtype]
         if not precision.scaled:
             return None

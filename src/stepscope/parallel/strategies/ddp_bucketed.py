@@ -30,7 +30,7 @@ class _Bucket:
 
     parameters: list[nn.Parameter]
     ready: set[Tensor] = field(default_factory=set[Tensor])
-    """Those whose gradients are there."""
+    """The parameters whose gradients are there."""
     sent: Callable[[], None] | None = None
     """What waits for the message; None until it is sent."""
 
