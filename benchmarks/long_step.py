@@ -8,6 +8,9 @@ random and nothing is downloaded. The model is made on the meta device; each dec
 `fully_shard`, and the root is the last. Masters, gradients and AdamW's moments are fp32 shards; products are bf16.
 Attention is SDPA by cuDNN, or by the next backend that takes the shape, and FILE says which and why.
 
+`--ours CHECKPOINTING` measures stepscope's step in the rival's place: from the same weights, over the same batches, by
+the same update, so that the losses of both stand beside one another.
+
 A step is timed as those of stepscope are: after a barrier that is not timed, with the device synchronised before and
 after, from the earliest start to the latest end over the ranks, which must share a host and so a clock. Model FLOPs
 are those of `stepscope.work`: causal attention is half of the square, and nothing that runs again counts.
@@ -22,14 +25,18 @@ import statistics
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig, configure
-from stepscope.core.ranks import steps_together
+from stepscope.core.ranks import place_in_job, steps_together
 from stepscope.core.run import Run
 from stepscope.core.run_directory import find_run_files, load_run, write_atomically
 from stepscope.core.workload import Workload
@@ -59,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--attention", choices=("cudnn", "flash", "default"), help="SDPA's backend")
     parser.add_argument("--no-liger", action="store_true", help="the model as Hugging Face has it")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--ours", metavar="CHECKPOINTING", help="stepscope's step with this --checkpointing")
     parser.add_argument("--losses", type=int, default=20, help="losses that are kept, from the first step on")
     parser.add_argument("--show", nargs="+", type=Path, metavar="FILE", help="show files or runs kept before")
     asked = parser.parse_args(arguments)
@@ -95,60 +103,55 @@ def _measure(asked: argparse.Namespace) -> None:
     """Take part in all steps; the first rank writes what was measured."""
     # A process that measures, and no other, imports PyTorch.
     import torch  # noqa: PLC0415
-    import torch.distributed as dist  # noqa: PLC0415
 
-    rank, ranks, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    from stepscope.parallel.ranks import join  # noqa: PLC0415
+
+    rank, count, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if rank == 0:
         asked.out.unlink(missing_ok=True)  # no fault of an earlier measurement may stand for one of this
     workload = workload_of(asked)
-    if asked.batch_size % ranks:
-        raise InputError(f"{ranks} ranks cannot share {asked.batch_size} sequences evenly")
+    if asked.batch_size % count:
+        raise InputError(f"{count} ranks cannot share {asked.batch_size} sequences evenly")
     on_gpu = torch.cuda.is_available() if asked.device == "auto" else asked.device == "cuda"
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    ranks = join(place_in_job(os.environ), device)
 
-    backend, refused = _choose_attention(asked, workload, device)
-    attention = _attention(backend)
-    model = _model(workload, asked, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    side = _ours(asked, workload, device, ranks) if asked.ours else _rival(asked, workload, device)
+    _fill(side.parameters, device)
     generator = torch.Generator().manual_seed(SEED + 1 + rank)
-    names: list[Any] = [None] * ranks
-    dist.all_gather_object(names, torch.cuda.get_device_name(device) if on_gpu else "cpu")
+    names = ranks.gathered(torch.cuda.get_device_name(device) if on_gpu else "cpu")
     result: dict[str, Any] = {
         "kind": KIND, "status": "unfinished", "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "settings": {
             **workload.model.sizes, "batch_size": asked.batch_size, "seq_len": asked.seq_len, "dtype": asked.dtype,
-            "liger": not asked.no_liger, "attention": backend, "attention_refused": refused,
-            "steps": asked.steps, "warmup": asked.warmup,
-            "sharding": "fully_shard of each layer and the root", "checkpointing": "every layer",
-            "optimizer": "AdamW, fused, fp32 masters and moments", "backend": dist.get_backend(),
+            "steps": asked.steps, "warmup": asked.warmup, **side.settings,
+            "optimizer": "AdamW, fused, fp32 masters and moments", "backend": ranks.backend,
             "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
         },
-        "ranks": ranks, "devices": names, "versions": _versions(), "parameters": parameter_count(workload.model),
+        "ranks": count, "devices": names, "versions": _versions(), "parameters": parameter_count(workload.model),
         "model_flops": step_flops(workload), "tokens": workload.tokens,
     }  # fmt: skip
     if rank == 0:
         _write(asked.out, result)
-    spans: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    spans: list[list[tuple[int, int]]] = [[] for _ in range(count)]
     losses: list[float] = []
     for step in range(asked.warmup + asked.steps):
         if step == asked.warmup and on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
-        shape = (asked.batch_size // ranks, asked.seq_len)
+        shape = (asked.batch_size // count, asked.seq_len)
         tokens, labels = (
             torch.randint(workload.model.vocabulary, shape, generator=generator).to(device) for _ in range(2)
         )
-        begin, end, loss = _step(lambda t=tokens, y=labels: _loss(model, t, y), optimizer, attention, device)
-        of_ranks: list[Any] = [None] * ranks
+        begin, end, loss = _step(side.take(tokens, labels), ranks, device)
         peak = (torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)) if on_gpu else None
-        dist.all_gather_object(of_ranks, (begin, end, loss, peak))
+        of_ranks = ranks.gathered((begin, end, loss, peak))
         for own, (begin, end, *_) in zip(spans, of_ranks, strict=True):
             own.append((begin, end))
         losses.append(statistics.fmean(each[2] for each in of_ranks))
         seconds = steps_together(spans, one_clock=True)
-        result |= _figures(seconds[: asked.warmup], seconds[asked.warmup :], result["model_flops"] / ranks)
+        result |= _figures(seconds[: asked.warmup], seconds[asked.warmup :], result["model_flops"] / count)
         result |= {
             "losses": losses[: asked.losses],
             "peak_bytes": [each[3][0] for each in of_ranks] if on_gpu else None,
@@ -158,8 +161,8 @@ def _measure(asked: argparse.Namespace) -> None:
         if rank == 0:
             _write(asked.out, result)
             sys.stderr.write(f"step {step + 1}: {seconds[-1]:.3f} s, loss {losses[-1]:.4f}\n")
-    dist.barrier(device_ids=[local] if on_gpu else None)
-    dist.destroy_process_group()
+    ranks.barrier()
+    ranks.part()
 
 
 def _figures(warmup: Sequence[float], samples: Sequence[float], flops_a_rank: float) -> dict[str, Any]:
@@ -171,26 +174,127 @@ def _figures(warmup: Sequence[float], samples: Sequence[float], flops_a_rank: fl
     }  # fmt: skip
 
 
-def _step(
-    loss_of: Callable[[], Any], optimizer: Any, attention: Callable[[], AbstractContextManager[Any]], device: Any
-) -> tuple[int, int, float]:
+@dataclass(frozen=True, kw_only=True)
+class _Side:
+    """A step that is measured."""
+
+    parameters: Mapping[str, Any]
+    """This rank's shards, by the names that Hugging Face's Llama has for them."""
+    take: Callable[[Any, Any], Callable[[], Any]]
+    """Of a batch of tokens and labels, (B, S) each: what forward, backward and update are, which returns the loss."""
+    settings: Mapping[str, Any]
+
+
+def _rival(asked: argparse.Namespace, workload: Workload, device: Any) -> _Side:
+    import torch  # noqa: PLC0415
+
+    backend, refused = _choose_attention(asked, workload, device)
+    attention = _attention(backend)
+    model = _model(workload, asked, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+    def take(tokens: Any, labels: Any) -> Callable[[], Any]:
+        def update() -> Any:
+            # Backward computes each layer's attention again, so that the choice of its kernel must still hold then.
+            with attention():
+                loss = _loss(model, tokens, labels)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return loss
+
+        return update
+
+    return _Side(
+        parameters={name.replace("_checkpoint_wrapped_module.", ""): each for name, each in model.named_parameters()},
+        take=take,
+        settings={
+            "liger": not asked.no_liger, "attention": backend, "attention_refused": refused,
+            "sharding": "fully_shard of each layer and the root", "checkpointing": "every layer",
+        },
+    )  # fmt: skip
+
+
+def _ours(asked: argparse.Namespace, workload: Workload, device: Any, ranks: Any) -> _Side:
+    """stepscope's step of the same sizes, with the parts of its own that this device has."""
+    from stepscope.engine.stages.build import make_step  # noqa: PLC0415
+    from stepscope.models.training_step import TrainingStep  # noqa: PLC0415
+
+    on_gpu = device.type == "cuda"
+    chosen = msgspec.structs.replace(
+        workload, attention="flash" if on_gpu else "sdpa", checkpointing=asked.ours, ranks=ranks.ranks,
+        parallel="fsdp2:compute=bf16" if asked.dtype == "bf16" else "fsdp2",
+        **dict.fromkeys(("norm", "rope", "mlp", "loss"), "fused" if on_gpu else "reference"),
+    )  # fmt: skip
+    step, _ = make_step(chosen, device, None, ranks)
+    assert isinstance(step, TrainingStep)
+
+    def take(tokens: Any, labels: Any) -> Callable[[], Any]:
+        step.batches = [(tokens, labels)]
+        step.prepare()
+
+        def update() -> Any:
+            for phase in step.phases:
+                phase.run()
+            return step.loss
+
+        return update
+
+    return _Side(
+        parameters={_name_of_rival(name): each for name, each in step.model.named_parameters()}, take=take,
+        settings={
+            "stepscope": " ".join(chosen.words("batch_size", "seq_len")), "attention": chosen.attention,
+            "sharding": chosen.parallel, "checkpointing": chosen.checkpointing,
+        },
+    )  # fmt: skip
+
+
+_NAMES_OF_RIVAL = {
+    "embedding.": "model.embed_tokens.", "blocks.": "model.layers.", "norm.": "model.norm.", "head.": "lm_head.",
+    ".attention_norm.": ".input_layernorm.", ".feed_forward_norm.": ".post_attention_layernorm.",
+    ".attention.query.": ".self_attn.q_proj.", ".attention.key.": ".self_attn.k_proj.",
+    ".attention.value.": ".self_attn.v_proj.", ".attention.output.": ".self_attn.o_proj.",
+    ".feed_forward.gate.": ".mlp.gate_proj.", ".feed_forward.up.": ".mlp.up_proj.",
+    ".feed_forward.down.": ".mlp.down_proj.",
+}  # fmt: skip
+"""By how the textbook's model names a parameter, or a part of a block's, what Hugging Face's Llama has for it."""
+
+
+def _name_of_rival(name: str) -> str:
+    for ours, theirs in _NAMES_OF_RIVAL.items():
+        if name.startswith(ours) or (ours.startswith(".") and ours in name):
+            name = name.replace(ours, theirs, 1)
+    return name
+
+
+def _fill(parameters: Mapping[str, Any], device: Any) -> None:
+    """Give each shard values that its name and its rank decide, whatever model it is of."""
+    import torch  # noqa: PLC0415
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            assert isinstance(parameter, DTensor)
+            shard = parameter.to_local()
+            if parameter.ndim == 1:
+                shard.fill_(1.0)
+            else:
+                seed = SEED + 1000 * int(os.environ["RANK"]) + zlib.crc32(name.encode())
+                shard.normal_(0.0, SPREAD, generator=torch.Generator(device=device).manual_seed(seed))
+
+
+def _step(update: Callable[[], Any], ranks: Any, device: Any) -> tuple[int, int, float]:
     """One whole step: when it began and ended by this host's clock, and this rank's loss."""
     import torch  # noqa: PLC0415
-    import torch.distributed as dist  # noqa: PLC0415
 
     def synchronize() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
     synchronize()
+    ranks.barrier()
     begin = time.perf_counter_ns()
-    # Backward computes each layer's attention again, so that the choice of its kernel must still hold then.
-    with attention():
-        loss = loss_of()
-        loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    loss = update()
     synchronize()
     end = time.perf_counter_ns()
     return begin, end, float(loss.detach())
@@ -198,7 +302,8 @@ def _step(
 
 def _loss(model: Any, tokens: Any, labels: Any) -> Any:
     # Without a cache and a mask, SDPA is told is_causal, and no mask of S x S is made.
-    return model(input_ids=tokens, labels=labels, use_cache=False).loss
+    # Labels are those of each position, as they stand: both sides have as many.
+    return model(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss
 
 
 def _attention(backend: str) -> Callable[[], AbstractContextManager[Any]]:
@@ -257,7 +362,6 @@ def _model(workload: Workload, asked: argparse.Namespace, device: Any) -> Any:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: PLC0415
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: PLC0415
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415
     from transformers import LlamaConfig  # noqa: PLC0415
     from transformers.models.llama import modeling_llama  # noqa: PLC0415
 
@@ -292,15 +396,7 @@ def _model(workload: Workload, asked: argparse.Namespace, device: Any) -> Any:
     # Liger reads the head's weight without calling the head, so the head must be of the root, which is gathered then.
     fully_shard(model, **options, reshard_after_forward=False)
     model.to_empty(device=device)
-    generator = torch.Generator(device=device).manual_seed(SEED + 1000 * int(os.environ["RANK"]))
     with torch.no_grad():
-        for parameter in model.parameters():
-            assert isinstance(parameter, DTensor)
-            shard = parameter.to_local()
-            if parameter.ndim == 1:
-                shard.fill_(1.0)
-            else:
-                shard.normal_(0.0, SPREAD, generator=generator)
         # The meta device gives buffers no values, and no checkpoint holds them: they are computed here.
         rotary = model.model.rotary_emb
         computed = dict(modeling_llama.LlamaRotaryEmbedding(config).named_buffers())
@@ -313,11 +409,13 @@ def _model(workload: Workload, asked: argparse.Namespace, device: Any) -> Any:
 
 
 def _llama_config(kind: Any, sizes: ModelConfig, seq_len: int) -> Any:
+    from stepscope.models.transformer import NORM_EPSILON  # noqa: PLC0415
+
     config = kind(
         vocab_size=sizes.vocabulary, hidden_size=sizes.d_model, intermediate_size=sizes.d_ff,
         num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.key_heads,
-        head_dim=sizes.head_dim, max_position_embeddings=seq_len, attention_bias=False, mlp_bias=False,
-        tie_word_embeddings=False, use_cache=False,
+        head_dim=sizes.head_dim, rms_norm_eps=NORM_EPSILON, max_position_embeddings=seq_len,
+        attention_bias=False, mlp_bias=False, tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
     config._attn_implementation = "sdpa"
     return config
@@ -368,9 +466,8 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def _row_of_rival(path: Path, document: Mapping[str, Any]) -> dict[str, Any]:
     settings = document.get("settings", {})
-    kernels = "Liger" if settings.get("liger") else "no Liger"
     return {
-        "step": f"Hugging Face Llama, {kernels}, SDPA {settings['attention']}, FSDP2" if settings else path.name,
+        "step": _described(settings) or path.name,
         "devices": document.get("devices", []),
         "shape": f"{settings['batch_size']} x {settings['seq_len']}" if settings else "",
         "samples_s": document.get("samples_s", []),
@@ -378,6 +475,13 @@ def _row_of_rival(path: Path, document: Mapping[str, Any]) -> dict[str, Any]:
         "peaks": document.get("peak_bytes") or [],
         "fault": document.get("fault") or ("no step was measured" if not document.get("samples_s") else None),
     }
+
+
+def _described(settings: Mapping[str, Any]) -> str:
+    if "stepscope" in settings:
+        return f"stepscope, {settings['stepscope']}"
+    kernels = "Liger" if settings.get("liger") else "no Liger"
+    return f"Hugging Face Llama, {kernels}, SDPA {settings['attention']}, FSDP2" if settings else ""
 
 
 def _row_of_run(run: Run) -> dict[str, Any]:

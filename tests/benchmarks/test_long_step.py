@@ -93,3 +93,16 @@ def test_a_fault_is_kept_and_the_exit_says_so(tmp_path: Path):
     assert done.returncode != 0
     result = json.loads(out.read_text())
     assert "2 ranks cannot share 3 sequences evenly" in result["fault"] and "samples_s" not in result
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_ours_has_the_losses_of_the_rival(tmp_path: Path):
+    pytest.importorskip("transformers")
+    losses: list[list[float]] = []
+    for name, options in (("rival", ["--no-liger"]), ("ours", ["--ours", "selective-1"])):
+        done = torchrun(tmp_path / f"{name}.json", "--dtype", "fp32", *options)
+        assert done.returncode == 0, done.stderr
+        losses.append(json.loads((tmp_path / f"{name}.json").read_text())["losses"])
+    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert rows_of(tmp_path / "ours.json")[0]["step"].startswith("stepscope, ")
