@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -18,7 +19,7 @@ from stepscope.core.tuned import LossCurve, Tried, Tuned
 from stepscope.measure.step import drive
 from stepscope.models.training_step import TrainingStep
 from stepscope.studies.tuning.curves import Training, departs_at, trained
-from stepscope.studies.tuning.racing import p_value_of
+from stepscope.studies.tuning.racing import Racing, p_value_of
 from stepscope.studies.tuning.rounds import ROUNDS, changes_of, lighter
 from stepscope.studies.tuning.search import Search
 from stepscope.studies.tuning.tune import one_that_fits, without_numeric_changes
@@ -51,7 +52,7 @@ class Written:
     def runs_alone(self, workload: DrivenWorkload) -> str | None:
         return None
 
-    def time_left(self) -> bool:
+    def time_left(self, baseline: DrivenWorkload, best: DrivenWorkload) -> bool:
         return self.left > 0
 
     def race(self, best: DrivenWorkload, other: DrivenWorkload) -> Tried:
@@ -226,3 +227,23 @@ def test_a_training_s_losses_are_those_of_its_batches():
     drive(other)
     assert other.loss is not None and float(other.loss) != losses[0]
     assert trained(msgspec.structs.replace(training, start_seed=1))[0] == float(other.loss)
+
+
+def test_time_is_kept_by_what_the_two_steps_took(tmp_path: Path):
+    now = [0.0]
+    racing = Racing(device="cpu", out=str(tmp_path), budget_s=600, clock=lambda: now[0])
+    first, second, third = (workload(layers=layers) for layers in (1, 2, 3))
+
+    def took(seconds: float, *steps: DrivenWorkload) -> None:
+        began, now[0] = now[0], now[0] + seconds
+        racing.note_time(began, *steps)
+
+    took(20, first)
+    took(60, first, second)  # compiled for the first time
+    took(30, second, third)
+    # 110 s are over. Another race may take 60 s; 5 processes of 20 s and 5 of 30 s confirm, 4 of 30 s train: 540 s.
+    assert racing.time_left(first, second)
+    now[0] += 60.5
+    assert not racing.time_left(first, second)
+    # With the first alone: 60 + 10 x 20 + 4 x 20 s.
+    assert racing.time_left(first, first)

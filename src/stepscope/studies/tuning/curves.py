@@ -24,6 +24,8 @@ from stepscope.numerics.quality.departure import departure, reach_of, smoothed, 
 
 STEPS = 50
 OTHER_STARTS = 2
+TRAININGS = 2 + OTHER_STARTS
+"""Processes that train: the baseline, the same from other parameters, and the fastest step."""
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ from stepscope.engine.plan import Cell, Policy, SweepPlan, Tell, order_cells, re
 from stepscope.engine.sweep import run_sweep
 from stepscope.memory.prediction.estimate import estimate_quickly
 from stepscope.memory.prediction.fit import Budget, will_fit
+from stepscope.studies.tuning.curves import TRAININGS
 
 RACED = settings_from(None, None, seconds=2.0, no_profile=True)
 """How long the two steps of a race take turns."""
@@ -48,6 +49,8 @@ class Racing:
         self._tell, self._clock, self.budget_s = tell, clock, budget_s
         self._began = clock()
         self._longest_s = 0.0
+        self._took_s: dict[str, float] = {}
+        """By a step's key, the shortest time of a process that measured it: later ones find it compiled."""
         self.where: Environment | None = None
         """The environment of the last run."""
         self.budget: Budget | None = memory_of(self._plan(()))
@@ -57,9 +60,11 @@ class Racing:
         """How long it has taken until now."""
         return self._clock() - self._began
 
-    def time_left(self) -> bool:
-        """Whether another race would leave the time to confirm: each process takes about as long as the longest did."""
-        return self.seconds + self._longest_s * (1 + _PROCESSES_KEPT) < self.budget_s
+    def time_left(self, baseline: DrivenWorkload, best: DrivenWorkload) -> bool:
+        """Whether another race, as long as the longest, would leave the time to train and to confirm these two."""
+        of_both = [self._took_s.get(one.key, self._longest_s) for one in (baseline, best)]
+        kept_s = FEWEST_PROCESSES * sum(of_both) + TRAININGS * max(of_both)
+        return self.seconds + self._longest_s + kept_s < self.budget_s
 
     def fits(self, workload: DrivenWorkload) -> str | None:
         """Why the step does not fit, by prediction; None where it does, or nothing predicts it."""
@@ -73,7 +78,7 @@ class Racing:
         and DeviceError for one that fails."""
         began = self._clock()
         (run,) = self._measured(Cell(workload=workload, settings=RACED), refuses=True)
-        self._longest_s = max(self._longest_s, self._clock() - began)
+        self.note_time(began, workload)
         if run.status == "out-of-memory":
             return "it ran out of memory"
         if run.status != "done":
@@ -91,7 +96,14 @@ class Racing:
                     return found
             return self._apart(best, other)
         finally:
-            self._longest_s = max(self._longest_s, self._clock() - began)
+            self.note_time(began, best, other)
+
+    def note_time(self, began: float, *workloads: DrivenWorkload) -> None:
+        """Note how long a process took that measured these since then."""
+        took_s = self._clock() - began
+        self._longest_s = max(self._longest_s, took_s)
+        for one in workloads:
+            self._took_s[one.key] = min(self._took_s.get(one.key, took_s), took_s)
 
     def confirm(self, baseline: DrivenWorkload, best: DrivenWorkload) -> tuple[RunSet, RunSet, Change | None]:
         """Both steps in processes of their own, by rounds; and how many times as long the best one takes."""
@@ -148,10 +160,6 @@ class Racing:
         return SweepPlan(
             cells=cells, devices=(self._device,), out=self.out, tag=self._tag, memory_limit_bytes=self._limit
         )
-
-
-_PROCESSES_KEPT = 0.75 * (2 * FEWEST_PROCESSES + 4)
-"""The processes for which time is kept, those that confirm and those that train, in races: they have one step."""
 
 
 def p_value_of(ratio: float, interval: Interval | None) -> float | None:

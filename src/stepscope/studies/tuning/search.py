@@ -28,7 +28,7 @@ class Bench(Protocol):
         """The other step beside the best one; its round and its change are filled in later."""
         ...
 
-    def time_left(self) -> bool:
+    def time_left(self, baseline: DrivenWorkload, best: DrivenWorkload) -> bool:
         """Whether there is time for another race, and to confirm the best step afterwards."""
         ...
 
@@ -59,7 +59,7 @@ class Search:
         for change, made in changes_of(round_, self.best, on_gpu=self.on_gpu, kept=self.kept):
             if isinstance(made, str):
                 self._note(round_, change, Tried(round="", change={}, verdict="refused", why=made))
-            elif not bench.time_left():
+            elif not bench.time_left(self.baseline, self.best):
                 self._note(round_, change, Tried(round="", change={}, verdict="not reached", why=NOT_REACHED))
             elif (why := bench.fits(made)) is not None:
                 self._note(round_, change, Tried(round="", change={}, verdict="does not fit", why=why))
