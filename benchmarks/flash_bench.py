@@ -178,7 +178,7 @@ class Bench:
         from stepscope.kernels.flash.launch import hopper_takes  # noqa: PLC0415
 
         if any("hopper" in t for t in tasks) and not hopper_takes(self.q, self.k, self.v, self.gradient, window=None):
-            raise RuntimeError(why_not_hopper() or "the kernels in Gluon take 16 bits of head_dim 64 or 128")
+            raise RuntimeError(why_not_hopper() or "the kernels in Gluon take 16 bits, head_dim 64, 72 .. 128")
 
     def synchronize(self) -> None:
         if self.q.is_cuda:

@@ -18,6 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from stepscope.kernels.flash.configuration import Problem, default_backward, default_forward
 from stepscope.kernels.hopper.backward import STAGES, hopper_gradients
+from stepscope.kernels.hopper.configuration import hopper_columns
 from stepscope.kernels.hopper.forward import hopper_forward
 from stepscope.kernels.hopper.launch import (
     _BACKWARD_REGISTERS,
@@ -36,8 +37,14 @@ def problem(head_dim: int, causal: bool) -> Problem:
     )
 
 
+def columns(head_dim: int) -> int:
+    found = hopper_columns(head_dim)
+    assert found is not None
+    return found
+
+
 def tile(rows: int, head_dim: int) -> str:
-    block = [1, 1, rows, head_dim]
+    block = [1, 1, rows, columns(head_dim)]
     return f"tensordesc<bf16{block},{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
 
 
@@ -82,7 +89,7 @@ def backward(head_dim: int, causal: bool) -> dict[str, Any]:
     chosen = default_backward(problem(head_dim, causal)).hopper
     assert chosen is not None
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    half = [BLOCK_M, head_dim // 2]
+    half = [BLOCK_M, columns(head_dim) // 2]
     swizzled = gl.NVMMASharedLayout.get_default_for(half, gl.float32)
     types = {"Q": tile(BLOCK_M, head_dim), "GRADIENT": tile(BLOCK_M, head_dim)}
     types |= {"K": tile(BLOCK_N, head_dim), "V": tile(BLOCK_N, head_dim)}
@@ -91,7 +98,7 @@ def backward(head_dim: int, causal: bool) -> dict[str, Any]:
     types |= {"scale": "fp32", "scale_log2": "fp32"}
     constants = {
         "GROUP": 1, "CAUSAL": causal, "EVEN_KEYS": True, "V_IN_REGISTERS": chosen.v_in_registers,
-        "STAGES": STAGES,
+        "STAGES": STAGES, "REAL_COLUMNS": head_dim,
     }  # fmt: skip
     options = {"num_warps": 4, "maxnreg": _BACKWARD_REGISTERS}
     return compiled(hopper_gradients, types, constants, options)
@@ -101,7 +108,7 @@ if __name__ == "__main__":
     found = {
         f"{pass_.__name__} {head_dim} {'causal' if causal else 'full'}": pass_(head_dim, causal)
         for pass_ in (forward, backward)
-        for head_dim in (64, 128)
+        for head_dim in (64, 80, 128)
         for causal in (True, False)
     }
     Path(sys.argv[1]).write_text(json.dumps(found))

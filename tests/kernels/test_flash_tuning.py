@@ -196,7 +196,7 @@ def test_the_lists_are_bounded_and_begin_with_the_default():
         assert whole[0] == default_backward(problem)
         # Whole passes of what is measured one by one come to these: apart and joint, by descriptors and by pointers.
         assert max(len(forwards), len(keys), len(queries), len(whole) + 4) <= MOST == 10
-        gluon = capability == (9, 0) and width == 2 and head_dim in {64, 128}
+        gluon = capability == (9, 0) and width == 2 and head_dim in {64, 80, 128}
         variants = {each.hopper for each in forwards} - {None, default_forward(problem).hopper}
         assert len(variants) == (2 if gluon else 0)
         for listed in (forward_candidates(problem, hopper=False), backward_candidates(problem, hopper=False)):

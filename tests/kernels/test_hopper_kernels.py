@@ -46,6 +46,7 @@ FORWARDS = (
     HopperForward(block_n=64, stages=3),
 )
 BACKWARDS = {64: (HopperBackward(v_in_registers=True), HopperBackward()), 128: (HopperBackward(),)}
+"""By the columns of their tiles."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @needs_gluon
 @pytest.mark.slow  # a GPU's compiler for every case: twenty seconds
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("mask", ["causal", "full"])
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
 def test_compiled_products_run_ahead_of_one_another_and_fit(
@@ -74,7 +75,7 @@ def test_compiled_products_run_ahead_of_one_another_and_fit(
     assert found["products"] >= (20 if kernel == "backward" else 16)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 72, 96, 128])
 @pytest.mark.parametrize("causal", [True, False])
 def test_defaults_on_hopper_say_what_is_taken_where_the_kernel_is_not(head_dim: int, causal: bool):
     problem = Problem(capability=(9, 0), head_dim=head_dim, bytes_per_element=2, causal=causal, log2_queries=13)
@@ -87,8 +88,7 @@ def test_defaults_on_hopper_say_what_is_taken_where_the_kernel_is_not(head_dim: 
         msgspec.structs.replace(problem, capability=(8, 0)),
         msgspec.structs.replace(problem, bytes_per_element=4, precision="tf32x3"),
         msgspec.structs.replace(problem, head_dim=256),
-        msgspec.structs.replace(problem, head_dim=80),
-        msgspec.structs.replace(problem, head_dim=16),
+        *(msgspec.structs.replace(problem, head_dim=head_dim) for head_dim in (16, 56, 65, 84, 127, 136)),
     ):
         assert default_forward(other).hopper is None and default_backward(other).hopper is None
 
@@ -190,6 +190,40 @@ def test_no_tile_of_queries_lies_behind_the_rows_of_its_head(
 
 
 @needs_gluon
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 112, 128])
+def test_descriptors_end_where_a_head_ends(monkeypatch: pytest.MonkeyPatch, head_dim: int):
+    """Their blocks have 64 or 128 columns, their tensors head_dim: what is beyond belongs to the next head."""
+    from stepscope.kernels.hopper import launch as hopper_launch
+
+    launched: list[tuple[str, Any]] = []
+
+    def launcher(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: int) -> None:
+        launched.extend((kernel.__name__, each) for each in arguments if hasattr(each, "block_shape"))
+        assert kernel.__name__ != "hopper_gradients" or arguments[-1] == head_dim
+
+    monkeypatch.setattr(flash_launch, "_required_hopper", lambda: hopper_launch)
+    q = torch.zeros(2, 10, 3, head_dim, dtype=torch.bfloat16).transpose(1, 2)
+    logsumexp, statistics = torch.zeros(2, 3, 10), torch.empty(12, hopper_launch.BLOCK_N)
+    hopper_launch.launch_hopper_forward(
+        q, q, q, q, logsumexp, causal=True, scale=1.0, configuration=FORWARDS[0], launcher=launcher
+    )
+    sums = hopper_launch.sums_for(q, statistics)
+    backward = flash_launch.Backward(
+        q, q, q, q, q, logsumexp, q, q, q, statistics,
+        causal=True, scale=1.0, window=None, precision="ieee", tma=True, launcher=launcher,
+    )  # fmt: skip
+    backward.hopper(sums, HopperBackward())
+    columns = 64 if head_dim == 64 else 128
+    tensors = [each for _, each in launched if len(each.shape) == 4]
+    assert len(tensors) == 8 and sums.shape == (6 * 128, head_dim)
+    assert {(each.shape[-1], each.block_shape[-1], each.strides[1]) for each in tensors} == {
+        (head_dim, columns, head_dim)
+    }
+    summed = [each for name, each in launched if name == "hopper_gradients" and each.base is sums]
+    assert [(each.shape[-1], each.block_shape[-1]) for each in summed] == [(head_dim, columns // 2)]
+
+
+@needs_gluon
 def test_no_grid_is_larger_than_devices_allow(monkeypatch: pytest.MonkeyPatch):
     """Many short sequences: CUDA has 2^31 - 1 blocks in a grid's first dimension, 65535 in the others."""
     from stepscope.kernels.hopper import launch as hopper_launch
@@ -287,7 +321,70 @@ class TestOnHopper:
                     assert error <= allowed, f"{name} of {forward}, {backward}: {error:.2e} > {allowed:.2e}"
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+def _among_nan(heads: int, length: int, batches: int, head_dim: int) -> Tensor:
+    """Random numbers (B, H, L, D) as heads of rows lie, with NaN behind the columns of each head and around all."""
+    whole = torch.full((batches, length + 2, heads, head_dim + 8), float("nan"), device="cuda", dtype=torch.bfloat16)
+    tensor = whole[:, 1:-1, :, :head_dim].transpose(1, 2)
+    return tensor.copy_(torch.randn(batches, heads, length, head_dim, device="cuda"))
+
+
+def _poisoned(likes: dict[str, Tensor]) -> None:
+    """Leave memory of these sizes to the allocator, full of NaN: what a kernel does not write stays NaN."""
+    filled = [torch.full_like(each, float("nan")) for each in likes.values() for _ in range(3)]
+    torch.cuda.synchronize()
+    del filled
+
+
+@pytest.mark.parametrize("head_dim", [72, 80, 96, 112, 120, 128])
+@pytest.mark.parametrize("causal", [True, False])
+class TestColumnsBetween64And128:
+    """Head dimensions that fill a part of a tile's 128 columns: nothing beyond is read, and nothing is written."""
+
+    pytestmark = on_hopper
+
+    @pytest.mark.parametrize("sizes", [
+        (2, 2, 2, 63, 63), (1, 2, 2, 129, 129), (2, 4, 2, 200, 200), (1, 3, 1, 77, 300), (1, 2, 2, 300, 77),
+        (1, 2, 1, 1025, 1025),
+    ])  # fmt: skip
+    def test_results_are_those_of_float64(self, head_dim: int, causal: bool, sizes: tuple[int, ...]):
+        batches, heads, kv_heads, queries, keys = sizes
+        torch.manual_seed(head_dim + sum(sizes))
+        q, gradient = (_among_nan(heads, queries, batches, head_dim) for _ in range(2))
+        k, v = (_among_nan(kv_heads, keys, batches, head_dim) for _ in range(2))
+        assert flash_launch.hopper_takes(q, k, v, gradient, window=None)
+        truth = _truth(q, k, v, gradient, causal=causal, scale=0.1)
+
+        def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k, v = (each.repeat_interleave(heads // kv_heads, 1) for each in (k, v))
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.1)
+
+        found = same_dtype = _run(q, k, v, gradient, sdpa)
+        problem = msgspec.structs.replace(flash_tuning.problem_of(q, causal=causal), log2_queries=13)
+        forward, backward = default_forward(problem), default_backward(problem)
+        assert forward.hopper is not None and backward.hopper is not None
+        with flash_tuning.forced(forward=forward, backward=backward):
+            for _ in range(2):  # launched, and then as it was recorded
+                _poisoned(same_dtype)
+                found = _run(q, k, v, gradient, lambda *t: flash_attention(*t, causal=causal, scale=0.1))
+        for name, expected in truth.items():
+            error = (found[name].double() - expected).abs().max().item()
+            allowed = 2 * (same_dtype[name].double() - expected).abs().max().item() + 1e-5
+            assert error <= allowed, f"{name}: {error:.2e} > {allowed:.2e}"
+
+    def test_heads_beside_one_another_keep_their_own(self, head_dim: int, causal: bool):
+        """A head alone gives the bits that it gives among others: no column of a neighbour came in, or was written."""
+        torch.manual_seed(0)
+        q, k, v, gradient = (_among_nan(3, 2048, 1, head_dim) for _ in range(4))
+        found = _run(q, k, v, gradient, lambda *t: flash_attention(*t, causal=causal))
+        for head in range(3):
+            a, b, c, d = (each[:, head : head + 1].contiguous() for each in (q, k, v, gradient))
+            alone = _run(a, b, c, d, lambda *t: flash_attention(*t, causal=causal))
+            for name in ("out", "dk", "dv"):
+                assert torch.equal(found[name][:, head : head + 1], alone[name]), (name, head)
+            torch.testing.assert_close(found["dq"][:, head : head + 1], alone["dq"], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 class TestDeterminism:
     pytestmark = on_hopper
 

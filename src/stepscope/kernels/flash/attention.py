@@ -11,8 +11,8 @@ only keys of its own. Under autocast both run in autocast's dtype, like
 PyTorch's attention.
 
 Forward is deterministic. Backward is deterministic unless its kernels sum dQ in memory, in an order that differs
-between runs: the kernels for Hopper (16 bits, head_dim 64 or 128, no window), and a `fused` backward if chosen. Neither
-runs under `torch.use_deterministic_algorithms(True)`, unless it is forced.
+between runs: the kernels for Hopper (16 bits, head_dim 64 to 128 in steps of 8, no window), and a `fused`
+backward if chosen. Neither runs under `torch.use_deterministic_algorithms(True)`, unless it is forced.
 """
 
 import functools

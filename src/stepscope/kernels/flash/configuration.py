@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.kernels.hopper.configuration import HOPPER_HEAD_DIMS, HopperBackward, HopperForward
+from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward, hopper_columns
 
 Way = Literal["apart", "joint", "fused"]
 Precision = Literal["ieee", "tf32", "tf32x3", "bf16x6"]
@@ -179,7 +179,7 @@ def _hopper_forward(problem: Problem) -> ForwardConfiguration:
         if problem.precision == "bf16x6":
             return ForwardConfiguration(tiles=tiles(64, 64, 4, 1), rows_first=False)
         return ForwardConfiguration(tiles=_by_head_dim(problem, tiles(128, 64, 8, 3), tiles(128, 64, 8, 2)))
-    in_gluon = problem.head_dim in HOPPER_HEAD_DIMS
+    in_gluon = hopper_columns(problem.head_dim) is not None
     if problem.head_dim > 64:
         long = problem.causal and problem.log2_queries >= _LONG_LOG2
         return ForwardConfiguration(
@@ -204,7 +204,7 @@ def _hopper_backward(problem: Problem) -> BackwardConfiguration:
         queries = _by_head_dim(problem, tiles(128, 64, 8, 2), tiles(32, 32, 4, 2))
         return BackwardConfiguration(way="joint", keys=keys, queries=queries, tma=False)
     long = problem.log2_queries > _SHORT_LOG2
-    in_gluon = long and problem.head_dim in HOPPER_HEAD_DIMS
+    in_gluon = long and hopper_columns(problem.head_dim) is not None
     hopper = HopperBackward(v_in_registers=problem.head_dim == 64) if in_gluon else None
     if problem.head_dim > 64:
         keys = tiles(64, 64, 4, 2) if problem.causal else tiles(64, 128, 8, 3)

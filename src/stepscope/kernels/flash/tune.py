@@ -42,7 +42,7 @@ from stepscope.kernels.flash.launch import (
     statistics_for,
     sums_for,
 )
-from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
+from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward, hopper_columns
 from stepscope.measure.lead import median_call_s
 
 
@@ -146,7 +146,7 @@ _HOPPER_FORWARDS = {
     ),
 }
 _HOPPER_BACKWARDS = {64: (HopperBackward(v_in_registers=True), HopperBackward()), 128: (HopperBackward(),)}
-"""Configurations of the kernels in Gluon to try, by head dimension."""
+"""Configurations of the kernels in Gluon to try, by the columns of their tiles."""
 
 
 def _listed(problem: Problem, kernel: str) -> list[tuple[Tiles, bool]]:
@@ -160,8 +160,10 @@ def _listed(problem: Problem, kernel: str) -> list[tuple[Tiles, bool]]:
     return found
 
 
-def _has_hopper(problem: Problem) -> bool:
-    return problem.capability == (9, 0) and problem.bytes_per_element == 2 and problem.head_dim in _HOPPER_FORWARDS
+def _hopper_columns(problem: Problem) -> int | None:
+    """The columns of tiles of the kernels in Gluon; None where they do not take the problem."""
+    taken = problem.capability == (9, 0) and problem.bytes_per_element == 2
+    return hopper_columns(problem.head_dim) if taken else None
 
 
 def forward_candidates(problem: Problem, *, hopper: bool = True) -> list[ForwardConfiguration]:
@@ -169,8 +171,8 @@ def forward_candidates(problem: Problem, *, hopper: bool = True) -> list[Forward
     default = default_forward(problem)
     plain = msgspec.structs.replace(default, hopper=None)
     found = [default if hopper else plain]
-    if hopper and _has_hopper(problem):
-        found += [msgspec.structs.replace(default, hopper=each) for each in _HOPPER_FORWARDS[problem.head_dim]]
+    if hopper and (columns := _hopper_columns(problem)) is not None:
+        found += [msgspec.structs.replace(default, hopper=each) for each in _HOPPER_FORWARDS[columns]]
     listed = [ForwardConfiguration(tiles=each, tma=tma) for each, tma in _listed(problem, "forward")]
     return list(dict.fromkeys([*found, plain, *listed]))[:MOST]
 
@@ -180,8 +182,8 @@ def backward_candidates(problem: Problem, *, hopper: bool = True) -> list[Backwa
     default = default_backward(problem)
     plain = msgspec.structs.replace(default, hopper=None)
     found = [default if hopper else plain]
-    if hopper and _has_hopper(problem):
-        found += [msgspec.structs.replace(default, hopper=each) for each in _HOPPER_BACKWARDS[problem.head_dim]]
+    if hopper and (columns := _hopper_columns(problem)) is not None:
+        found += [msgspec.structs.replace(default, hopper=each) for each in _HOPPER_BACKWARDS[columns]]
     return list(dict.fromkeys([*found, plain]))
 
 

@@ -155,7 +155,7 @@ def _visit_queries(
 def _consume(
     SUMS, DK, DV, dk_strides, dv_strides, buffers, barriers, place, keys, heads, padded, scale, scale_log2,
     INDEX: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr,
-    V_IN_REGISTERS: gl.constexpr, STAGES: gl.constexpr,
+    V_IN_REGISTERS: gl.constexpr, STAGES: gl.constexpr, REAL_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     k_tile, v_tile, q_tiles, _g_tiles, _logsumexps, _deltas, ds_tiles, _dq_tiles = buffers
     kv_full, _full, _ready, _empty = barriers
@@ -194,6 +194,8 @@ def _consume(
     key = first_key + INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SUM))
     column = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, SUM))
     inside = (key < keys)[:, None]
+    if REAL_COLUMNS < HEAD_DIM:
+        inside = inside & (column < REAL_COLUMNS)[None, :]
     row = key.to(gl.int64)[:, None]
     first_dv = DV + (batch.to(gl.int64) * dv_strides[0] + kv_head.to(gl.int64) * dv_strides[1])
     gl.store(first_dv + row * dv_strides[2] + column[None, :], dv.to(dtype), mask=inside)
@@ -206,13 +208,15 @@ def hopper_gradients(
     Q, K, V, GRADIENT, STATISTICS, SUMS, DK, DV,
     dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, kv_heads, queries, keys, rows, padded, scale, scale_log2,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, V_IN_REGISTERS: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, REAL_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV, and add dQ / scale to SUMS: one program per tile of keys.
 
-    Q, K, V and GRADIENT are descriptors of (B, H, rows, D) with blocks (1, 1, BLOCK_M or BLOCK_N, D); STATISTICS of
+    Q, K, V and GRADIENT are descriptors of (B, H, rows, D) with blocks (1, 1, BLOCK_M or BLOCK_N, C); STATISTICS of
     (2 B H, padded) fp32 with blocks (1, BLOCK_M): the logsumexp in base 2, then delta; SUMS of (B H padded, D) fp32
-    with blocks (BLOCK_M, D / 2). DK and DV have a dense head dimension. A consumer's four warps have 64 of 128 keys.
+    with blocks (BLOCK_M, C / 2). DK and DV have a dense head dimension. A consumer's four warps have 64 of 128 keys.
+    C, the columns of a tile, may be more than D, which is REAL_COLUMNS: descriptors load zeros beyond D, and add
+    nothing there.
     """
     BLOCK_M: gl.constexpr = Q.block_shape[2]
     BLOCK_N: gl.constexpr = K.block_shape[2]
@@ -260,9 +264,9 @@ def hopper_gradients(
     gl.warp_specialize(
         [
             (_consume, (SUMS, DK, DV, dk_strides, dv_strides, buffers, barriers, place, keys, heads, padded,
-                        scale, scale_log2, 0, GROUP, CAUSAL, EVEN_KEYS, V_IN_REGISTERS, STAGES)),
+                        scale, scale_log2, 0, GROUP, CAUSAL, EVEN_KEYS, V_IN_REGISTERS, STAGES, REAL_COLUMNS)),
             (_consume, (SUMS, DK, DV, dk_strides, dv_strides, buffers, barriers, place, keys, heads, padded,
-                        scale, scale_log2, 1, GROUP, CAUSAL, EVEN_KEYS, V_IN_REGISTERS, STAGES)),
+                        scale, scale_log2, 1, GROUP, CAUSAL, EVEN_KEYS, V_IN_REGISTERS, STAGES, REAL_COLUMNS)),
             (_produce, (Q, K, V, GRADIENT, STATISTICS, buffers, barriers, place, rows, heads,
                         GROUP, STAGES)),
         ],

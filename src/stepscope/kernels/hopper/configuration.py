@@ -2,11 +2,20 @@
 
 import msgspec
 
-HOPPER_HEAD_DIMS = (64, 128)
-"""Head dimensions that the kernels take."""
 HOPPER_BLOCK_N = 128
 """Keys per tile of the backward kernel. Row statistics and sums are padded to a multiple of this, since under a causal
 mask the kernel visits all queries at the positions of the tile's keys."""
+
+
+def hopper_columns(head_dim: int) -> int | None:
+    """The number of columns of the kernels' tiles: 64 or 128; None for head dimensions that they do not take.
+
+    Between 64 and 128 the tensor-memory accelerator fills the columns beyond head_dim with zeros, which add nothing to
+    a product, and writes none of them. It wants rows of whole 16 bytes, which are 8 numbers.
+    """
+    if head_dim not in range(64, 129, 8):
+        return None
+    return 64 if head_dim == 64 else 128
 
 
 class HopperForward(msgspec.Struct, frozen=True, kw_only=True):

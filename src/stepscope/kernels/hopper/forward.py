@@ -252,8 +252,9 @@ def hopper_forward(
 ):  # fmt: skip
     """Compute forward: one program per tile of queries of one head. Its consumers share the rows of the tile.
 
-    Q, K, V and OUT are tensor descriptors of (B, H, rows, D) with blocks (1, 1, rows of a consumer or BLOCK_N, D);
-    LOGSUMEXP is (B, H, S) fp32, contiguous.
+    Q, K, V and OUT are tensor descriptors of (B, H, rows, D) with blocks (1, 1, rows of a consumer or BLOCK_N, C);
+    LOGSUMEXP is (B, H, S) fp32, contiguous. C, the columns of a tile, may be more than D: descriptors load zeros beyond
+    it, and store nothing there.
     """
     gl.static_assert(CONSUMERS <= 3)
     ROWS: gl.constexpr = Q.block_shape[2]

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from stepscope.kernels.hopper.backward import STAGES, hopper_gradients
-from stepscope.kernels.hopper.configuration import HOPPER_BLOCK_N, HOPPER_HEAD_DIMS, HopperBackward, HopperForward
+from stepscope.kernels.hopper.configuration import HOPPER_BLOCK_N, HopperBackward, HopperForward, hopper_columns
 from stepscope.kernels.hopper.forward import hopper_forward
 from stepscope.kernels.launching import LOG2E, SMALLEST_SCALE, Launcher, described_strides, tiles_of
 
@@ -28,7 +28,10 @@ def takes(*tensors: Tensor) -> bool:
     """Whether the kernels take these operands, which must be describable (`launching.describable`)."""
     q = tensors[0]
     return (
-        q.device.type == "cuda" and q.element_size() == 2 and q.shape[-1] in HOPPER_HEAD_DIMS and _is_hopper(q.device)
+        q.device.type == "cuda"
+        and q.element_size() == 2
+        and hopper_columns(q.shape[-1]) is not None
+        and _is_hopper(q.device)
     )
 
 
@@ -38,9 +41,15 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def _described(tensor: Tensor, rows: int) -> TensorDescriptor:
-    block = [1, 1, rows, tensor.shape[-1]]
+    block = [1, 1, rows, _columns(tensor)]
     layout = _swizzled(block, gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16)
     return TensorDescriptor(tensor, list(tensor.shape), described_strides(tensor), block, layout)
+
+
+def _columns(tensor: Tensor) -> int:
+    columns = hopper_columns(tensor.shape[-1])
+    assert columns is not None  # only calls that the kernels take come here
+    return columns
 
 
 def _swizzled(block: list[int], dtype: gl.dtype) -> gl.NVMMASharedLayout:
@@ -84,7 +93,7 @@ def launch_hopper_gradients(
     kv_heads, keys = k.shape[1], k.shape[2]
     rows, padded = batches * heads, statistics.shape[1]
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    half = [BLOCK_M, head_dim // 2]
+    half = [BLOCK_M, _columns(q) // 2]
     return launcher(
         hopper_gradients, (tiles_of(keys, BLOCK_N) * batches * kv_heads,),
         _described(q, BLOCK_M), _described(k, BLOCK_N), _described(v, BLOCK_N), _described(gradient, BLOCK_M),
@@ -92,6 +101,6 @@ def launch_hopper_gradients(
         TensorDescriptor(sums, list(sums.shape), [head_dim, 1], half, _swizzled(half, gl.float32)),
         dk, dv, *dk.stride()[:3], *dv.stride()[:3],
         kv_heads, queries, keys, rows, padded, scale, scale * LOG2E.value, heads // kv_heads,
-        causal, keys % BLOCK_N == 0, configuration.v_in_registers, STAGES,
+        causal, keys % BLOCK_N == 0, configuration.v_in_registers, STAGES, head_dim,
         num_warps=4, maxnreg=_BACKWARD_REGISTERS,
     )  # fmt: skip

@@ -408,7 +408,7 @@ class SymbolicModel:
                 _statistics = tape.storage(self.rows * 2 * 4)
                 # In 16 bits the kernels for Hopper (kernels/hopper/launch.py) sum dQ of long sequences in fp32 in
                 # memory. Kernels for other GPUs sum in registers and need less, unless tuning chose `fused`.
-                fp32_sums = size == 2 and head_dim in {64, 128} and self.workload.seq_len > _HOPPER_SHORT
+                fp32_sums = size == 2 and head_dim in range(64, 129, 8) and self.workload.seq_len > _HOPPER_SHORT
                 _accumulated = tape.storage(n * 4 if fp32_sums else 0)
                 _of_operands_and_gradient = tape.storage(4 * parts)
                 return for_q, for_k, for_v
