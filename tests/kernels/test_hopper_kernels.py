@@ -367,21 +367,32 @@ class TestColumnsBetween64And128:
                 _poisoned(same_dtype)
                 found = _run(q, k, v, gradient, lambda *t: flash_attention(*t, causal=causal, scale=0.1))
         for name, expected in truth.items():
-            error = (found[name].double() - expected).abs().max().item()
-            allowed = 2 * (same_dtype[name].double() - expected).abs().max().item() + 1e-5
-            assert error <= allowed, f"{name}: {error:.2e} > {allowed:.2e}"
+            error, of_pytorch = (each[name].double() - expected for each in (found, same_dtype))
+            mean = error.square().mean().sqrt().item()
+            allowed = 1.25 * of_pytorch.square().mean().sqrt().item() + 1e-5
+            assert mean <= allowed, f"root mean square of {name}: {mean:.2e} > {allowed:.2e}"
+            # Where one weight dominates a row, the largest error is how one number of dS is rounded. PyTorch's
+            # attention may round dS times the scale, so twice its largest error is sometimes passed by chance.
+            largest, allowed = error.abs().max().item(), 4 * of_pytorch.abs().max().item() + 1e-5
+            assert largest <= allowed, f"{name}: {largest:.2e} > {allowed:.2e}"
 
     def test_heads_beside_one_another_keep_their_own(self, head_dim: int, causal: bool):
-        """A head alone gives the bits that it gives among others: no column of a neighbour came in, or was written."""
+        """A head gives the same bits among NaN as among numbers: no column of a neighbour comes in, or is written.
+
+        Both runs have the same strides. Triton sums delta in another order where strides are no multiples of 16.
+        """
         torch.manual_seed(0)
         q, k, v, gradient = (_among_nan(3, 2048, 1, head_dim) for _ in range(4))
         found = _run(q, k, v, gradient, lambda *t: flash_attention(*t, causal=causal))
+        assert not any(each.isnan().any() for each in found.values())
         for head in range(3):
-            a, b, c, d = (each[:, head : head + 1].contiguous() for each in (q, k, v, gradient))
-            alone = _run(a, b, c, d, lambda *t: flash_attention(*t, causal=causal))
+            a, b, c, d = (_among_nan(3, 2048, 1, head_dim).fill_(float("nan")) for _ in range(4))
+            for alone, among in ((a, q), (b, k), (c, v), (d, gradient)):
+                alone[:, head] = among[:, head]
+            of_head = _run(a, b, c, d, lambda *t: flash_attention(*t, causal=causal))
             for name in ("out", "dk", "dv"):
-                assert torch.equal(found[name][:, head : head + 1], alone[name]), (name, head)
-            torch.testing.assert_close(found["dq"][:, head : head + 1], alone["dq"], atol=2e-2, rtol=2e-2)
+                assert torch.equal(found[name][:, head], of_head[name][:, head]), (name, head)
+            torch.testing.assert_close(found["dq"][:, head], of_head["dq"][:, head], atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
