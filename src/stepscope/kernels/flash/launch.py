@@ -27,7 +27,7 @@ from stepscope.kernels.flash.configuration import (
     Tiles,
 )
 from stepscope.kernels.flash.forward import flash_forward
-from stepscope.kernels.flash.operands import PARTS, flash_split_operands, is_split
+from stepscope.kernels.flash.operands import PARTS, flash_split_operands, splits
 from stepscope.kernels.hopper.configuration import HOPPER_BLOCK_N, HopperBackward
 from stepscope.kernels.launching import (
     LOG2E,
@@ -79,7 +79,7 @@ def _options(tiles: Tiles) -> dict[str, int]:
 def _precision(precision: Precision, operand: Tensor) -> str:
     if not interpreted():
         return precision
-    if is_split(precision):
+    if splits(precision):
         return "upcast bf16x6"
     return "upcast" if operand.dtype == torch.bfloat16 else precision
 
@@ -91,7 +91,7 @@ def block_d_of(head_dim: int) -> int:
 
 def parts_for(precision: Precision, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Buffers for the parts of split operands, each (B, H, rows, 3 block_d) bf16; none if operands are not split."""
-    if not is_split(precision):
+    if not splits(precision):
         return ()
     return tuple(
         torch.empty((*t.shape[:3], PARTS * block_d_of(t.shape[3])), dtype=torch.bfloat16, device=t.device)
@@ -124,7 +124,7 @@ def launch_forward(
         return _required_hopper().launch_hopper_forward(
             q, k, v, out, logsumexp, causal=causal, scale=scale, configuration=configuration.hopper, launcher=launcher
         )
-    if is_split(precision):
+    if splits(precision):
         q_parts, k_parts, v_parts = parts or parts_for(precision, q, k, v)
         _split(q, q, (q_parts, q_parts), launcher)
         _split(k, v, (k_parts, v_parts), launcher)
@@ -216,7 +216,7 @@ class Backward:
         self.kv_heads, self.keys = k.shape[1], k.shape[2]
         self.block_d = block_d_of(self.head_dim)
         self._operands_of = q, k, v, gradient
-        if is_split(precision):
+        if splits(precision):
             self._operands_of = parts or parts_for(precision, q, k, v, gradient)
         self.tma = tma and describable(*self._operands_of)
         self.launch = launcher

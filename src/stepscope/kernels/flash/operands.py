@@ -20,10 +20,12 @@ PARTS = 3
 """The number of parts of a split operand."""
 
 
-@triton.constexpr_function
-def is_split(precision):
-    """Whether this precision splits an operand into parts."""
+def splits(precision: str) -> bool:
+    """Whether this precision splits an operand into parts. Kernels call `is_split`, which costs the host more."""
     return "bf16x6" in precision
+
+
+is_split = triton.constexpr_function(splits)
 
 
 @triton.constexpr_function
