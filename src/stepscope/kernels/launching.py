@@ -1,5 +1,6 @@
 """Helpers for every kernel launch: the launcher, the number of tiles, and what a descriptor can address."""
 
+import functools
 from typing import Any, Protocol
 
 import triton.language as tl
@@ -36,12 +37,19 @@ def tiles_of(length: int, block: int) -> int:
 def describable(*tensors: Tensor) -> bool:
     """Whether the tensor-memory accelerator can address these tensors: strides in 16-byte multiples, no broadcast."""
     for tensor in tensors:
-        if tensor.data_ptr() % 16 or tensor.numel() == 0:
+        if tensor.data_ptr() % 16 or not _has_describable_layout(tensor.shape, tensor.stride(), tensor.element_size()):
             return False
-        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
-            if size > 1 and (stride == 0 or stride * tensor.element_size() % 16):
-                return False
     return True
+
+
+@functools.lru_cache(maxsize=4096)  # every eager backward pass asks this of four tensors
+def _has_describable_layout(shape: tuple[int, ...], strides: tuple[int, ...], element_size: int) -> bool:
+    if 0 in shape:
+        return False
+    return not any(
+        size > 1 and (stride == 0 or stride * element_size % 16)
+        for size, stride in zip(shape[:-1], strides[:-1], strict=True)
+    )
 
 
 def described_strides(tensor: Tensor) -> list[int]:
