@@ -213,9 +213,10 @@ def run(key: Hashable, tensors: tuple[Tensor, ...], call: _Call) -> None:
 
 def _run_here(key: Hashable, tensors: tuple[Tensor, ...], call: _Call) -> None:
     addresses = [t.data_ptr() for t in tensors]
-    if any(address % ALIGNMENT_BYTES for address in addresses):
-        call(tensors, launch)
-        return
+    for address in addresses:  # a generator costs several times as much
+        if address % ALIGNMENT_BYTES:
+            call(tensors, launch)
+            return
     recording = _recordings.get(key)
     if recording is not None:
         device = tensors[0].device.index
