@@ -221,25 +221,28 @@ def _backward_flops(_: Any, __: Any, q_shape: Any, k_shape: Any, *___: Any, out_
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> None:
     """Raise an InputError of one line for inputs that the kernels do not take, by shapes, dtypes and devices only."""
-    if q.dim() != 4 or k.dim() != 4 or v.shape != k.shape:
+    q_shape, k_shape = q.shape, k.shape  # read once: each reading makes a new object
+    if len(q_shape) != 4 or len(k_shape) != 4 or v.shape != k_shape:
         raise InputError(
             f"attention flash takes q (B, H, S, D) and k, v (B, H', T, D), "
-            f"not {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+            f"not {tuple(q_shape)}, {tuple(k_shape)}, {tuple(v.shape)}"
         )
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+    batches, heads, queries, head_dim = q_shape
+    kv_batches, kv_heads, keys, kv_head_dim = k_shape
+    if batches != kv_batches or head_dim != kv_head_dim or kv_heads == 0 or heads % kv_heads:
         raise InputError(
-            f"attention flash: q {tuple(q.shape)} and k {tuple(k.shape)} must agree in batch and head_dim, "
+            f"attention flash: q {tuple(q_shape)} and k {tuple(k_shape)} must agree in batch and head_dim, "
             "and the heads of k must divide those of q"
         )
-    if not 1 <= q.shape[3] <= MAX_HEAD_DIM:
-        raise InputError(f"attention flash takes head_dim 1 to {MAX_HEAD_DIM}, not {q.shape[3]}")
-    if q.shape[2] == 0 or k.shape[2] == 0:
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise InputError(f"attention flash takes head_dim 1 to {MAX_HEAD_DIM}, not {head_dim}")
+    if queries == 0 or keys == 0:
         raise InputError(
-            f"attention flash: an empty sequence (queries {q.shape[2]}, keys {k.shape[2]}); give one position or more"
+            f"attention flash: an empty sequence (queries {queries}, keys {keys}); give one position or more"
         )
-    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         raise InputError(f"attention flash takes fp32, fp16 or bf16, one for all, not {q.dtype}, {k.dtype}, {v.dtype}")
-    if k.device != q.device or v.device != q.device:
+    if not q.device == k.device == v.device:
         raise InputError(
             f"attention flash: q, k and v lie on {q.device}, {k.device} and {v.device}; move them together"
         )
