@@ -13,8 +13,8 @@ behind a matrix.
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -123,7 +123,7 @@ def _expected(
     slack = _roundings(make_parts().model) if copies.wanted else {}
     whole = _alone(make_parts(), choices, device, 1, make_optimizer, copies=copies, compute=compute)
     others: list[_Apart] = []
-    for pieces in dict.fromkeys((ranks.ranks, 2, 2 * ranks.ranks, 4)):
+    for pieces in dict.fromkeys((ranks.ranks, 2, 2 * ranks.ranks, 4, choices.accumulation * ranks.ranks)):
         with contextlib.suppress(_NoSplit):
             other = _alone(make_parts(), choices, device, pieces, make_optimizer, copies=copies, compute=compute)
             # Only the distance is kept: a model of billions of parameters has no room for every way.
@@ -165,9 +165,10 @@ def _alone(
         if len(micro_batches) != pieces:
             raise _NoSplit
         for micro_batch in micro_batches:
-            with autocast_of(choices, device.type):
-                loss = _forward_in(compute, parts.forward, micro_batch[: parts.forward_inputs])
-            (loss / pieces).backward()
+            with _computing_in(compute, parts.forward):
+                with autocast_of(choices, device.type):
+                    loss = parts.forward(*_inputs_in(compute, micro_batch[: parts.forward_inputs]))
+                (loss / pieces).backward()
             _add_loss(losses, step, float(loss.detach()), pieces)
         if not step:
             gradients = copies.of({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
@@ -177,17 +178,30 @@ def _alone(
     return gradients, _changes(copies.of(dict(model.named_parameters())), began), losses
 
 
-def _forward_in(dtype: torch.dtype | None, forward: torch.nn.Module, inputs: Batch) -> Tensor:
-    """What forward returns where parameters and inputs are copied to this dtype, as a strategy's option `compute` has
-    it; None copies nothing."""
+@contextlib.contextmanager
+def _computing_in(dtype: torch.dtype | None, module: torch.nn.Module) -> Iterator[None]:
+    """A context in which copies in this dtype stand in the parameters' places, as a strategy's option `compute` has it;
+    None copies nothing. Backward is within, too: it may run a forward again."""
+    copies = {p: p.to(dtype) for p in module.parameters() if p.is_floating_point()} if dtype is not None else {}
+    places: list[tuple[dict[str, Any], str, torch.nn.Parameter]] = [
+        (owner._parameters, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None and parameter in copies
+    ]
+    for parameters, name, parameter in places:
+        parameters[name] = copies[parameter]
+    try:
+        yield
+    finally:
+        for parameters, name, parameter in places:
+            parameters[name] = parameter
+
+
+def _inputs_in(dtype: torch.dtype | None, inputs: Batch) -> Batch:
     if dtype is None:
-        return forward(*inputs)
-
-    def copied(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    parameters = {name: copied(parameter) for name, parameter in forward.named_parameters()}
-    return torch.func.functional_call(forward, parameters, tree_map_only(Tensor, copied, tuple(inputs)))
+        return inputs
+    return tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, tuple(inputs))
 
 
 def _by_ranks(
@@ -219,11 +233,16 @@ def _by_ranks(
 def _one_by_one(
     spread: Spread, parts: StepParts, batch: Batch, choices: Choices, device: torch.device
 ) -> Tensor:  # fmt: skip
-    """Forward, then backward; returns the loss."""
-    with autocast_of(choices, device.type):
-        loss: Tensor = spread.forward(*batch[: parts.forward_inputs])
-    loss.backward()
-    return loss
+    """Forward and backward of each micro-batch; returns the loss."""
+    count = choices.accumulation
+    losses: list[Tensor] = []
+    for micro_batch in parts.split(batch, count):
+        with autocast_of(choices, device.type):
+            loss: Tensor = spread.forward(*micro_batch[: parts.forward_inputs]) / count
+        losses.append(loss.detach())
+        with spread.local() if len(losses) < count else contextlib.nullcontext():
+            loss.backward()
+    return torch.stack(losses).sum()
 
 
 def _clip(optimizer: torch.optim.Optimizer, choices: Choices, norm_of: NormOf = global_norm) -> None:

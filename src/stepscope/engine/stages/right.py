@@ -4,6 +4,7 @@ import dataclasses
 
 import msgspec
 
+from stepscope.core.checkpointing import of_fewer_layers, selective_of
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.ranks import Correctness
 from stepscope.core.strategies import NOT_PARALLEL, stages_of
@@ -49,7 +50,7 @@ def _check(draft: Draft, workload: Workload | OwnWorkload) -> Correctness:
     seq_len = min(workload.seq_len, _SEQUENCE // both_chunks * both_chunks)
     small = msgspec.structs.replace(
         workload, model=msgspec.structs.replace(workload.model, layers=layers, vocabulary=vocabulary), seq_len=seq_len,
-        compile="eager", checkpointing="none", accumulation=1 if stages == 1 else workload.accumulation,
+        compile="eager", checkpointing=_of_fewer_layers(workload.checkpointing, layers),
     )  # fmt: skip
     found = check_ranks(workload.parallel, lambda: textbook_parts(small, device), small, device, draft.ranks)
     return msgspec.structs.replace(
@@ -58,6 +59,12 @@ def _check(draft: Draft, workload: Workload | OwnWorkload) -> Correctness:
         vocabulary=vocabulary if vocabulary < workload.model.vocabulary else None,
         seq_len=seq_len if seq_len < workload.seq_len else None,
     )
+
+
+def _of_fewer_layers(checkpointing: str, layers: int) -> str:
+    """The checkpointing of a model of so few layers that has blocks of every kind that the whole model has."""
+    last = selective_of(checkpointing)
+    return of_fewer_layers(checkpointing, layers) if last is None else f"selective-{min(last, layers - 1)}"
 
 
 def said_of(found: Correctness, name: str) -> str:
