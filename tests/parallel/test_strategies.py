@@ -340,6 +340,15 @@ def test_options_change_what_a_rank_sends_and_are_spelled_in_one_way():
         ({"parallel": "tensor", "optimizer": "adamw-bf16-state"}, "choose --optimizer adamw-fused, or a lesson"),
         ({"parallel": "tensor-sequence", "seq_len": 15}, "and seq_len 15 cannot be divided by 2: choose a multiple"),
         ({"parallel": "fsdp2-tensor", "ranks": 4, "seq_len": 15}, "by sequence over 2 ranks, and seq_len 15 cannot"),
+        (
+            {"parallel": "ddp", "accumulation": 4},
+            "batch_size 4, of which each of 2 ranks has 2, cannot be split into 4 "
+            "equal micro-batches: choose accumulation 2",
+        ),
+        (
+            {"parallel": "fsdp2-tensor", "ranks": 4, "batch_size": 3},
+            "divided by 2: choose a multiple of 2, or --ranks 2 or 6",
+        ),
         ({"parallel": "pipeline", "batch_size": 3}, "cannot cut batch_size 3 into 2 micro-batches"),
     ],
 )

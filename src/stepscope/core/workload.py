@@ -337,16 +337,19 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
             )
 
     def _check_accumulation(self) -> None:
-        if self.batch_size % self.batch_parts:
-            near = " or ".join(map(str, _nearest_divisors(self.batch_size, self.batch_parts)))
+        parts = self.batch_parts
+        if self.batch_size % parts:
+            near = " or ".join(str(self.ranks // parts * each) for each in _nearest_divisors(self.batch_size, parts))
             raise InputError(
-                f"batch_size {self.batch_size} is that of all ranks together, and cannot be divided by {self.ranks}: "
-                f"choose a multiple of {self.ranks}, or --ranks {near}"
+                f"batch_size {self.batch_size} is that of all ranks together, and cannot be divided by {parts}: "
+                f"choose a multiple of {parts}, or --ranks {near}"
             )
-        if self.phase != "forward" and self.batch_size // self.batch_parts % self.accumulation:
-            near = " or ".join(map(str, _nearest_divisors(self.batch_size, self.accumulation)))
+        own = self.batch_size // parts
+        if self.phase != "forward" and own % self.accumulation:
+            near = " or ".join(map(str, _nearest_divisors(own, self.accumulation)))
+            of_rank = f", of which each of {parts} ranks has {own}," if parts > 1 else ""
             raise InputError(
-                f"batch_size {self.batch_size} cannot be split into {self.accumulation} equal micro-batches: "
+                f"batch_size {self.batch_size}{of_rank} cannot be split into {self.accumulation} equal micro-batches: "
                 f"choose accumulation {near}"
             )
 
@@ -414,4 +417,4 @@ def _nearest_divisors(number: int, near: int) -> list[int]:
     """The divisors of `number` next below and next above `near`, where there is one within 4096."""
     below = next((d for d in range(min(near, number), max(0, near - 4096), -1) if number % d == 0), None)
     above = next((d for d in range(near, min(number, near + 4096) + 1) if number % d == 0), None)
-    return [divisor for divisor in (below, above) if divisor is not None] or [1]
+    return [divisor for divisor in dict.fromkeys((below, above)) if divisor is not None] or [1]
