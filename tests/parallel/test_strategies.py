@@ -177,6 +177,9 @@ def held_against_one(rank: int, ranks: int) -> dict[str, Any]:
     small = configure("tiny", layers=2, d_model=16, d_ff=32, heads=4, vocabulary=64, tied=True)
     for name in ("fsdp2:compute=bf16", "fsdp-textbook:compute=bf16"):
         judge(f"small {name}", name, msgspec.structs.replace(WORKLOAD, dtype="bf16", seq_len=16, model=small))
+    small = msgspec.structs.replace(small, tied=False)
+    for name in ("ddp", "zero1"):
+        judge(f"small {name} fp16", name, msgspec.structs.replace(WORKLOAD, dtype="fp16", seq_len=16, model=small))
     accumulated = msgspec.structs.replace(WORKLOAD, accumulation=2)
     for name in ("ddp-overlap", "fsdp-textbook", "fsdp2", "tensor"):
         judge(f"accumulated {name}", name, accumulated)

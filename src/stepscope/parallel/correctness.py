@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from stepscope.core.ranks import Correctness
 from stepscope.core.strategies import strategy_named
-from stepscope.models.clipping import NormOf, clip_gradients, global_norm, updated_by
+from stepscope.models.clipping import NormOf, clip_gradients, global_norm, gradients_of, updated_by
 from stepscope.models.training_step import AUTOCAST_DTYPE, Choices, StepParts, autocast_of
 from stepscope.parallel.ranks import Ranks
 from stepscope.parallel.spread import Batch, MakeOptimizer, Spread, Strategy
@@ -168,8 +168,10 @@ def _alone(
             with _computing_in(compute, parts.forward):
                 with autocast_of(choices, device.type):
                     loss = parts.forward(*_inputs_in(compute, micro_batch[: parts.forward_inputs]))
-                (loss / pieces).backward()
+                (loss * _scale(choices)).backward()
             _add_loss(losses, step, float(loss.detach()), pieces)
+        # As ranks do it: in 16 bits a third of the loss would round otherwise than the loss itself.
+        _divide(optimizer, _scale(choices) * pieces)
         if not step:
             gradients = copies.of({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
         _clip(optimizer, choices)
@@ -222,6 +224,7 @@ def _by_ranks(
         for of_rank in known:
             _add_loss(losses, step, of_rank, len(known))
         spread.finish()
+        _divide(spread.optimizer, _scale(choices))
         if not step:
             gradients = copies.of(spread.full_gradients() if copies.wanted else {})
         _clip(spread.optimizer, choices, spread.norm_of)
@@ -241,8 +244,21 @@ def _one_by_one(
             loss: Tensor = spread.forward(*micro_batch[: parts.forward_inputs]) / count
         losses.append(loss.detach())
         with spread.local() if len(losses) < count else contextlib.nullcontext():
-            loss.backward()
+            (loss * _scale(choices)).backward()
     return torch.stack(losses).sum()
+
+
+def _scale(choices: Choices) -> float:
+    """What losses are multiplied by: in fp16 gradients would lose digits near its least numbers, more so of a part."""
+    return 2.0**10 if choices.dtype == "fp16" else 1.0
+
+
+@torch.no_grad()
+def _divide(optimizer: torch.optim.Optimizer, divisor: float) -> None:
+    """Divide every gradient."""
+    if divisor != 1:
+        for gradient in gradients_of(updated_by(optimizer)):
+            gradient.div_(divisor)
 
 
 def _clip(optimizer: torch.optim.Optimizer, choices: Choices, norm_of: NormOf = global_norm) -> None:
