@@ -10,11 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from stepscope.core.ranks import RanksEvidence
+from stepscope.core.model_config import configure
+from stepscope.core.ranks import Correctness, RanksEvidence
 from stepscope.core.run import Run
 from stepscope.core.run_directory import load_run
+from stepscope.core.workload import Workload
 from stepscope.engine.cell_process import MARK
+from stepscope.engine.draft import Draft
+from stepscope.engine.request import StepRequest
+from stepscope.engine.stages.right import check_the_ranks
+from stepscope.parallel import correctness
 from stepscope.work.transformer import parameter_count
 from tests.command import stepscope
 
@@ -117,6 +124,38 @@ def test_a_rank_that_is_killed_ends_all_and_is_named(tmp_path: Path):
     assert not ranks_of(process)
     (run,) = (load_run(file) for file in tmp_path.glob("*/run.json"))
     assert run.status == "killed" and run.failure is not None and run.failure.message.startswith("rank 1 was killed")
+
+
+RIGHT = Correctness(
+    gradient_error=0, gradient_spread=0, gradient_allowed=1, update_error=0, update_spread=0, update_allowed=1,
+    worst="norm.weight", steps=5,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "checked"),
+    [
+        ({"checkpointing": "selective-8"}, "selective-1"), ({"checkpointing": "every-4"}, "every-2"),
+        ({"checkpointing": "attention", "accumulation": 2}, "attention"), ({"checkpointing": "none"}, "none"),
+        ({"checkpointing": "selective", "parallel": "pipeline", "accumulation": 4}, "selective"),
+    ],
+)  # fmt: skip
+def test_a_small_step_of_the_same_choices_is_checked(
+    asked: dict[str, Any], checked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[Workload] = []
+
+    def check(name: str, make: object, choices: Workload, *_: object) -> Correctness:
+        seen.append(choices)
+        return RIGHT
+
+    monkeypatch.setattr(correctness, "check_ranks", check)
+    choices = {"parallel": "ddp", "ranks": 2, "attention": "sdpa", **asked}
+    workload = Workload(model=configure("small"), batch_size=8, seq_len=16, **choices)
+    check_the_ranks(Draft(StepRequest(workload=workload), torch.device("cpu"), tmp_path, lambda _: None, None))
+    (small,) = seen
+    assert small.model.layers == 2 < workload.model.layers
+    assert (small.checkpointing, small.accumulation) == (checked, workload.accumulation)
 
 
 @pytest.mark.long

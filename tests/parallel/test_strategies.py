@@ -29,6 +29,7 @@ from stepscope.parallel.strategies.ddp_bucketed import in_buckets
 from tests.parallel.ranks import on_ranks
 
 WORKLOAD = Workload(model=configure("tiny", layers=2, vocabulary=101), batch_size=4, seq_len=8)
+SMALL = configure("tiny", layers=2, d_model=16, d_ff=32, heads=4, vocabulary=64)
 CPU = torch.device("cpu")
 
 
@@ -128,6 +129,26 @@ def keeps_one_local(whole: Whole, ranks: Ranks) -> Spread:
     return replicated(whole, module, finish=finish, local=local)
 
 
+def lets_go(whole: Whole, ranks: Ranks) -> Spread:
+    """Has matrices while the model runs forward, and other numbers in their places when backward runs a block again."""
+    right = ddp_flat.spread(whole, ranks)
+    gates = [block.get_parameter("feed_forward.gate.weight") for block in whole.blocks]
+    held: list[torch.Tensor] = []
+
+    def let_go(*_: Any) -> None:
+        held[:] = [gate.data for gate in gates]
+        for gate in gates:
+            gate.data = gate.data / 2
+
+    def finish() -> None:
+        for gate, data in zip(gates, held, strict=True):
+            gate.data = data
+        right.finish()
+
+    whole.forward.register_forward_hook(let_go)
+    return dataclasses.replace(right, finish=finish)
+
+
 def fused_against_one(rank: int, ranks: int) -> dict[str, bool]:
     """Whether ranks whose parts are fused compute what one process does, by strategy."""
     parts: dict[str, str] = dict.fromkeys(("norm", "rope", "mlp"), "fused")
@@ -145,8 +166,34 @@ WRONG: dict[str, Strategy] = {
 }  # fmt: skip
 
 
-WRONG_AT_TIMES = ("off by some bf16", "keeps one local")
+WRONG_AT_TIMES = ("off by some bf16", "keeps one local", "lets go")
 """What is wrong with some options of a step alone."""
+
+
+WITH_MICRO_BATCHES = {
+    "ddp": "attention", "ddp-bucketed": "every-2", "ddp-overlap": "none", "zero1": "every-1", "fsdp2": "selective-1",
+    "fsdp-textbook": "every-1", "tensor": "none", "pipeline": "selective",
+}  # fmt: skip
+"""The checkpointing with which a strategy is held against one process on several micro-batches."""
+
+
+def with_micro_batches(checkpointing: str) -> Workload:
+    """A small step of two micro-batches whose blocks keep so little."""
+    choices: dict[str, Any] = {"accumulation": 2, "attention": "sdpa", "checkpointing": checkpointing}
+    return msgspec.structs.replace(WORKLOAD, model=SMALL, **choices)
+
+
+def every_checkpointing(rank: int, ranks: int) -> list[str]:
+    """Strategies that are not right with several micro-batches and some checkpointing."""
+    wrong: list[str] = []
+    for name in WITH_MICRO_BATCHES:
+        for checkpointing in ("none", "selective", "selective-1", "attention", "every-1", "every-2"):
+            if stages_of(name, ranks) > 1 and checkpointing == "selective-1":
+                continue
+            step = with_micro_batches(checkpointing)
+            verdict = check_ranks(name, lambda of=step: textbook_parts(of, CPU), step, CPU, Here(rank, ranks))
+            wrong += [] if verdict.passed else [f"{name} {checkpointing}: {verdict}"]
+    return wrong
 
 
 def held_against_one(rank: int, ranks: int) -> dict[str, Any]:
@@ -169,23 +216,23 @@ def held_against_one(rank: int, ranks: int) -> dict[str, Any]:
     judge("gpipe", "pipeline:schedule=gpipe", deep)
     judge("kept and offloaded", "fsdp2:reshard=no:offload=yes", WORKLOAD)
     judge("in bf16", "fsdp2:compute=bf16", msgspec.structs.replace(WORKLOAD, dtype="bf16"))
-    mixed = msgspec.structs.replace(WORKLOAD, attention="sdpa", checkpointing="selective-1")
-    judge("fsdp2, blocks that keep unlike", "fsdp2", mixed)
     # One process that splits three samples in two weighs them otherwise, and its spread would hide anything.
     judge("three samples", "tensor", msgspec.structs.replace(WORKLOAD, batch_size=3))
     # With so few numbers, products in bf16 alone are further from products of fp32 parameters than splits are.
-    small = configure("tiny", layers=2, d_model=16, d_ff=32, heads=4, vocabulary=64, tied=True)
+    tied = msgspec.structs.replace(SMALL, tied=True)
     for name in ("fsdp2:compute=bf16", "fsdp-textbook:compute=bf16"):
-        judge(f"small {name}", name, msgspec.structs.replace(WORKLOAD, dtype="bf16", seq_len=16, model=small))
-    small = msgspec.structs.replace(small, tied=False)
+        judge(f"small {name}", name, msgspec.structs.replace(WORKLOAD, dtype="bf16", seq_len=16, model=tied))
     for name in ("ddp", "zero1"):
-        judge(f"small {name} fp16", name, msgspec.structs.replace(WORKLOAD, dtype="fp16", seq_len=16, model=small))
-    accumulated = msgspec.structs.replace(WORKLOAD, accumulation=2)
-    for name in ("ddp-overlap", "fsdp-textbook", "fsdp2", "tensor"):
-        judge(f"accumulated {name}", name, accumulated)
-    again = msgspec.structs.replace(WORKLOAD, checkpointing="every-1", dtype="bf16")
-    judge("run again", "fsdp-textbook:compute=bf16", again)
-    judge("keeps one local", "ddp-overlap", accumulated, keeps_one_local)
+        judge(f"small {name} fp16", name, msgspec.structs.replace(WORKLOAD, dtype="fp16", seq_len=16, model=SMALL))
+    for name, checkpointing in WITH_MICRO_BATCHES.items():
+        if name == "fsdp-textbook":
+            continue  # in bf16 below
+        judge(f"{name} {checkpointing}", name, with_micro_batches(checkpointing))
+    again = with_micro_batches("every-1")
+    judge("run again in bf16", "fsdp-textbook:compute=bf16", msgspec.structs.replace(again, dtype="bf16", seq_len=16))
+    judge("keeps one local", "ddp-overlap", with_micro_batches("none"), keeps_one_local)
+    for what, checkpointing in {"lets go, and runs nothing again": "none", "lets go": "every-1"}.items():
+        judge(what, "ddp-flat", msgspec.structs.replace(WORKLOAD, model=SMALL, checkpointing=checkpointing), lets_go)
     for name, strategy in WRONG.items():
         judge(name, "ddp-flat", WORKLOAD, strategy)
     halved = msgspec.structs.replace(WORKLOAD, dtype="bf16")
@@ -267,6 +314,11 @@ def two_by_two(rank: int, ranks: int) -> Any:
 def test_four_ranks_in_two_dimensions_compute_what_one_process_does():
     verdicts = [msgspec.convert(one, Correctness) for one in on_ranks(4, two_by_two)[0]]
     assert len(verdicts) == 4 and all(verdict.passed for verdict in verdicts), verdicts
+
+
+@pytest.mark.long
+def test_micro_batches_go_with_every_checkpointing():
+    assert on_ranks(2, every_checkpointing) == [[], []]
 
 
 def test_a_strategy_that_is_wrong_is_seen(verdicts: list[dict[str, Correctness]]):
