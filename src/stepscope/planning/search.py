@@ -187,10 +187,10 @@ def _of_one_rank(question: Question, machine: Machine, clock: Clock, space: Spac
             workload = msgspec.structs.replace(
                 question.workload, accumulation=layout.micro_batches, checkpointing=layout.checkpointing
             )
-            peak = estimate(workload).peak_bytes
-            found = Planned(layout=layout, time=clock.step(layout), peak_bytes=peak, needs=None)
+            predicted = estimate(workload)
+            found = Planned(layout=layout, time=clock.step(layout), peak_bytes=predicted.peak_bytes, needs=None)
             every.append(found)
-            if will_fit(workload, machine.budget):
+            if will_fit(workload, machine.budget, predicted):
                 best.append(found)
             else:
                 too_large[_ACTIVATIONS] += 1

@@ -96,12 +96,13 @@ def _compare(run: Run, workload: Workload) -> Comparison:
         budget = budget_of_memory(environment.memory_limit_bytes)
     elif environment is not None and environment.memory_bytes:
         budget = budget_of_total(environment.memory_bytes, environment.device_name)
+    predicted = estimate(workload)
     return Comparison(
         run_id=run.id,
         workload=workload,
-        predicted=estimate(workload),
+        predicted=predicted,
         measured_peak=memory.allocated_peak if memory else None,
         measured_reserved=memory.reserved_peak if memory else None,
         ran=run.status == "done",
-        foretold=will_fit(workload, budget) if budget is not None else None,
+        foretold=will_fit(workload, budget, predicted) if budget is not None else None,
     )

@@ -127,8 +127,10 @@ def fit(workload: Workload, budget: Budget) -> Fit:
     )
 
 
-def will_fit(workload: Workload, budget: Budget) -> bool:
-    """Whether the step fits, without plans."""
+def will_fit(workload: Workload, budget: Budget, predicted: MemoryEstimate | None = None) -> bool:
+    """Whether the step fits, without plans. Where its estimate is `predicted` already, most need no further step."""
+    if predicted is not None:
+        return _fails_in(workload, predicted, budget) is None
     return runs_within(workload, _safe_bytes(budget)) is None
 
 
