@@ -7,7 +7,7 @@ requests up to 1 MiB, 20 MiB for those below 10 MiB, else the request rounded up
 merge. Where the device refuses, the segments that hold nothing are given back, and the device is asked once more.
 """
 
-import bisect
+from bisect import bisect_left, insort
 
 from stepscope.core.units import MIB
 
@@ -72,13 +72,12 @@ class CachingAllocator:
         """Address and bytes of a block for so many bytes. Raises OutOfMemory."""
         if not size:
             return _NO_BLOCK, 0
-        size = rounded(size)
+        size = -(-size // SMALLEST) * SMALLEST  # rounded(size), of which there are a million calls
         small = size <= SMALL_REQUEST
         free = self._free[small]
-        place = bisect.bisect_left(free, (size, 0))
+        place = bisect_left(free, (size, 0))
         block = self._blocks[free.pop(place)[1]] if place < len(free) else self._segment(size, small)
-        rest = block.size - size
-        if rest_is_split_off(rest, small):
+        if block.size != size and rest_is_split_off(block.size - size, small):
             self._split(block, size)
         block.free = False
         return block.address, block.size
@@ -97,7 +96,7 @@ class CachingAllocator:
             self._forget(before)
             self._join(before, freed)
             freed = before
-        bisect.insort(self._free[freed.small], (freed.size, freed.address))
+        insort(self._free[freed.small], (freed.size, freed.address))
 
     def release_cached(self) -> None:
         """Give back every segment that holds nothing."""
@@ -126,7 +125,7 @@ class CachingAllocator:
             rest.after.before = rest
         block.after, block.size = rest, size
         self._blocks[rest.address] = rest
-        bisect.insort(self._free[rest.small], (rest.size, rest.address))
+        insort(self._free[rest.small], (rest.size, rest.address))
 
     def _join(self, block: _Block, after: _Block) -> None:
         block.size += after.size
@@ -137,4 +136,4 @@ class CachingAllocator:
 
     def _forget(self, block: _Block) -> None:
         free = self._free[block.small]
-        free.pop(bisect.bisect_left(free, (block.size, block.address)))
+        free.pop(bisect_left(free, (block.size, block.address)))

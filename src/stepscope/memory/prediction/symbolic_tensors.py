@@ -51,6 +51,7 @@ class Ledger:
 
     def __init__(self, allocator: Allocator | None = None) -> None:
         self.allocator = allocator or RoundingAllocator()
+        self.allocate, self.free = self.allocator.allocate, self.allocator.free
         self.live = [0] * len(CATEGORIES)
         self.total = 0
         self.peak = 0
@@ -59,7 +60,7 @@ class Ledger:
 
     def storage(self, size: int, category: int = _TEMPORARY) -> "Storage":
         """Memory of `size` bytes. Raises the allocator's exception when there is no more."""
-        block, block_bytes = self.allocator.allocate(size)
+        block, block_bytes = self.allocate(size)
         return Storage(self, size, category, block, block_bytes)
 
     def begin(self) -> None:
@@ -79,15 +80,17 @@ class Ledger:
             self.peak, self._at_peak_now = total, True
         elif self._at_peak_now:
             self._leave_peak()
-        self.live[category] += size
-        self.live[_ROUNDING] += block - size
+        live = self.live
+        live[category] += size
+        live[_ROUNDING] += block - size
         self.total = total
 
     def remove(self, category: int, size: int, block: int) -> None:
         if self._at_peak_now:
             self._leave_peak()
-        self.live[category] -= size
-        self.live[_ROUNDING] -= block - size
+        live = self.live
+        live[category] -= size
+        live[_ROUNDING] -= block - size
         self.total -= block
 
     def move(self, size: int, before: int, after: int) -> None:
@@ -111,8 +114,9 @@ class Storage:
         ledger.add(category, size, block_bytes)
 
     def __del__(self) -> None:
-        self._ledger.remove(self.category, self.bytes, self._block_bytes)
-        self._ledger.allocator.free(self._block)
+        ledger = self._ledger
+        ledger.remove(self.category, self.bytes, self._block_bytes)
+        ledger.free(self._block)
 
     def become(self, category: int) -> None:
         self._ledger.move(self.bytes, self.category, category)
