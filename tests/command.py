@@ -1,8 +1,10 @@
-"""The `stepscope` command, run as its user runs it: with a process, an exit code, stdout and stderr of its own.
+"""The `stepscope` command, or a script, run as its user runs it: with a process, an exit code, stdout and stderr of its
+own.
 
 To import torch takes longer than most of what the tests ask of the command. So there is one process that has imported
-everything, and forks: the child is `python -m stepscope` from its first line on. A call in another environment than
-that process started in gets a process of its own from the beginning.
+everything, and forks: the child is `python -m stepscope`, or `python` with a script, from its first line on. A call in
+another environment than that process started in gets a process of its own from the beginning. So does, by
+`subprocess.run`, what a test asks of a new interpreter: what it imports, its threads, its end by a signal.
 """
 
 import contextlib
@@ -21,19 +23,24 @@ from typing import IO, Any
 Done = subprocess.CompletedProcess[str]
 _Environment = tuple[int, frozenset[tuple[str, str]]]
 """A process of tests, and its variables."""
-_COMMAND = (sys.executable, "-m", "stepscope")
+_COMMAND = ("-m", "stepscope")
 _NO_MATTER = ("PYTEST_CURRENT_TEST", "COLUMNS", "LINES")
 """Variables that change from test to test, or that are read when something is shown: no import depends on them."""
 
 
 def stepscope(*arguments: object, cwd: Path | None = None, timeout: float = 240, **environment: str) -> Done:
     """Run `stepscope` with these arguments to its end. Keywords are further variables of its environment."""
+    return python(*_COMMAND, *arguments, cwd=cwd, timeout=timeout, **environment)
+
+
+def python(*arguments: object, cwd: Path | None = None, timeout: float = 240, **environment: str) -> Done:
+    """Run Python to its end, with `-m MODULE`, `-c CODE` or a script, and arguments of that."""
     words = [str(argument) for argument in arguments]
     variables = {**os.environ, **environment}
     if _of_imports(variables) == _of_imports(dict(os.environ)) and (fork := _Fork.here()) is not None:
         return fork.run(words, cwd or Path.cwd(), variables, timeout)
     return subprocess.run(
-        [*_COMMAND, *words], cwd=cwd, env=variables, capture_output=True, text=True, check=False, timeout=timeout
+        [sys.executable, *words], cwd=cwd, env=variables, capture_output=True, text=True, check=False, timeout=timeout
     )
 
 
@@ -77,12 +84,13 @@ class _Fork:
             self._process.stdin.flush()
             code = json.loads(self._process.stdout.readline())
             if code is None:
-                raise subprocess.TimeoutExpired([*_COMMAND, *words], timeout)
-            return Done([*_COMMAND, *words], code, out.read_text(), error.read_text())
+                raise subprocess.TimeoutExpired([sys.executable, *words], timeout)
+            return Done([sys.executable, *words], code, out.read_text(), error.read_text())
 
 
-def _serve(requests: IO[str], answers: IO[str]) -> None:
-    """Fork for each request, and answer with the child's exit code. Returns in the child, which is ready to begin."""
+def _serve(requests: IO[str], answers: IO[str]) -> list[str]:
+    """Fork for each request, and answer with the child's exit code. Returns in the child, with the words of its
+    request: all else of it is as asked."""
     import torch  # noqa: F401
 
     with contextlib.suppress(ImportError):  # where steps are only measured there need be none
@@ -97,7 +105,7 @@ def _serve(requests: IO[str], answers: IO[str]) -> None:
         pid = os.fork()
         if pid == 0:
             _become(asked)
-            return
+            return asked["words"]
         print(json.dumps(_wait(pid, asked["timeout"])), file=answers, flush=True)
     os._exit(0)
 
@@ -114,9 +122,22 @@ def _become(asked: dict[str, Any]) -> None:
         opened = os.open(path, flags, 0o600)
         os.dup2(opened, number)
         os.close(opened)
-    # As `python -m` has them: what click makes the command's name of.
-    sys.argv = ["-m", *asked["words"]]
-    sys.path[0] = asked["cwd"]
+
+
+def _begin(words: list[str]) -> None:
+    """What Python does with these words."""
+    if words[0] == "-m":
+        sys.argv = ["-m", *words[2:]]  # as `python -m` has them: what click makes the command's name of
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        sys.path[0] = ""
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = words
+        sys.path[0] = str(Path(words[0]).resolve().parent)
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def _wait(pid: int, timeout: float) -> int | None:
@@ -155,5 +176,4 @@ if __name__ == "__main__":
     _requests = os.fdopen(os.dup(0), "r")
     _answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an import prints is no answer
-    _serve(_requests, _answers)
-    runpy.run_module("stepscope", run_name="__main__", alter_sys=True)
+    _begin(_serve(_requests, _answers))

@@ -13,8 +13,6 @@ import io
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from traceback import format_exception_only
 from typing import Any
@@ -24,7 +22,7 @@ import typer
 
 from stepscope.cli.app import app
 from stepscope.core.errors import StepscopeError
-from tests.command import stepscope
+from tests.command import python
 
 pytestmark = pytest.mark.slow
 
@@ -54,24 +52,21 @@ def name_of(document: Path) -> str:
 
 
 def command_for(shown: str) -> tuple[str, ...] | None:
-    """What to run for a command as shown, without its pipes, or None for one that measures."""
+    """What Python is to run for a command as shown, without its pipes, or None for one that measures."""
     words = shlex.split(READS_AGAIN.get(shown, shown), comments=True)
     if words[0] == "stepscope" and (words[1] in VERBS or "--from" in words):
-        return (sys.executable, "-m", *words)
+        return ("-m", *words)
     if words[:2] == ["stepscope", "study"] and words[2] in STUDIES_OF_ARITHMETIC:
-        return (sys.executable, "-m", *words)
+        return ("-m", *words)
     if words[0] == "python" and words[1] in BENCHMARKS and words[2] == "--show":
         files = [str(file) for pattern in words[3:] for file in sorted(ROOT.glob(pattern))]
-        return (sys.executable, *words[1:3], *files)
+        return (*words[1:3], *files)
     return None
 
 
 @functools.cache
 def output_of(command: tuple[str, ...]) -> str:
-    if command[1:3] == ("-m", "stepscope"):
-        result = stepscope(*command[3:], cwd=ROOT, timeout=120)
-    else:
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    result = python(*command, cwd=ROOT, timeout=120)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -26,7 +26,7 @@ import torch
 
 from stepscope.core.nsight import find_nsys
 from tests.cli.test_docs import DOCUMENTS, ROOT, SITE, command_for, name_of
-from tests.command import stepscope
+from tests.command import python, stepscope
 
 WRITTEN = ROOT / "docs" / "results" / "writeup-h200.md"
 """Written by stepscope, with commands for what is missing; tests/writeup/ holds it to its data."""
@@ -218,6 +218,8 @@ def run(line: str, where: Path) -> None:
     if words[0] == "stepscope":
         arguments = smaller(words[1:]) if measures(words) else words[1:]
         done = stepscope(*arguments, cwd=where)
+    elif words[0] == "python":
+        done = python(*words[1:], cwd=where)
     else:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         environment = {**os.environ, "PATH": path}
@@ -262,7 +264,5 @@ def test_blocks_of_python_run(block: Block, files: Path, tmp_path: Path):
         pytest.importorskip("transformers" if library == "huggingface" else library)
     body = re.sub(r"^( *)\.\.\.$", rf"\1{STEP}", block.body, flags=re.MULTILINE)
     code = STARTS[page][block.number] + body + ENDS.get(page, "")
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=where, capture_output=True, text=True, check=False, timeout=240
-    )
+    done = python("-c", code, cwd=where)
     assert done.returncode == 0, done.stderr
