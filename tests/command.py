@@ -8,6 +8,7 @@ another environment than that process started in gets a process of its own from 
 """
 
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -100,6 +101,9 @@ def _serve(requests: IO[str], answers: IO[str]) -> list[str]:
     import stepscope.engine.step
     import stepscope.engine.sweep  # noqa: F401
 
+    # Else the first collection of each child would copy every page that an import has made, and its end would, too.
+    gc.collect()
+    gc.freeze()
     for line in requests:
         asked = json.loads(line)
         pid = os.fork()
