@@ -9,6 +9,7 @@ another environment than that process started in gets a process of its own from 
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -25,6 +26,12 @@ Done = subprocess.CompletedProcess[str]
 _Environment = tuple[int, frozenset[tuple[str, str]]]
 """A process of tests, and its variables."""
 _COMMAND = ("-m", "stepscope")
+_IMPORTED = (
+    "torch", "polars", "typer._adapters", "stepscope.cli.app", "stepscope.engine.step", "stepscope.engine.sweep",
+    "stepscope.memory.prediction.answer", "stepscope.planning.answer", "stepscope.pages.named",
+    "stepscope.report.page.render",
+)  # fmt: skip
+"""What takes long and what most verbs end up with, of both wings."""
 _NO_MATTER = ("PYTEST_CURRENT_TEST", "COLUMNS", "LINES")
 """Variables that change from test to test, or that are read when something is shown: no import depends on them."""
 
@@ -92,15 +99,9 @@ class _Fork:
 def _serve(requests: IO[str], answers: IO[str]) -> list[str]:
     """Fork for each request, and answer with the child's exit code. Returns in the child, with the words of its
     request: all else of it is as asked."""
-    import torch  # noqa: F401
-
-    with contextlib.suppress(ImportError):  # where steps are only measured there need be none
-        import polars  # noqa: F401
-
-    import stepscope.cli.app
-    import stepscope.engine.step
-    import stepscope.engine.sweep  # noqa: F401
-
+    for module in _IMPORTED:
+        with contextlib.suppress(ImportError):  # where steps are only measured there need be no polars
+            importlib.import_module(module)
     # Else the first collection of each child would copy every page that an import has made, and its end would, too.
     gc.collect()
     gc.freeze()
