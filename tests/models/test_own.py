@@ -475,6 +475,25 @@ def test_precision_is_what_the_dtype_says(file: str, dtype: str, parameters: tor
     assert {str(t.dtype) for _, t in step.named_tensors(step.batch)} == {str(parameters), "torch.int64"}
 
 
+@pytest.mark.parametrize(("inner", "products"), [(1, ("bfloat16",)), (2, ("bfloat16", "float32"))])
+def test_angles_of_positions_are_no_products_of_the_model(tmp_path: Path, inner: int, products: tuple[str, ...]):
+    (tmp_path / "angles.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Angles(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.linear = nn.Linear(8, 8)\n"
+        "    def forward(self, x):\n"
+        "        with torch.autocast('cpu', enabled=False):\n"
+        f"            angles = torch.ones(1, 4, {inner}) @ torch.ones(1, {inner}, 8)\n"
+        "        return self.linear(x) * angles[0].cos()\n"
+        "def make():\n"
+        "    return Angles(), torch.randn(4, 8), lambda y: y.float().square().mean()\n"
+    )
+    step, _ = made(f"{tmp_path}/angles.py:make", dtype="bf16")
+    assert observe_step(step, CPU)[0].product_dtypes == products
+
+
 def test_inference_runs_the_module_without_its_loss(file: str):
     step, workload = made(f"{file}:batch_of_tuple", phase="forward")
     run(step)

@@ -71,7 +71,10 @@ class _ProductDtypes(TorchDispatchMode):
             # Of a scaled product the first two are the operands, and the others their scales.
             count = 2 if func._schema.name in scaled_mm.OPERATORS else len(args)
             operands = [arg for arg in args[:count] if isinstance(arg, torch.Tensor)]
-            self.found |= {str(operand.dtype).removeprefix("torch.") for operand in operands}
+            # A product over one element adds nothing up: so Hugging Face's models multiply positions and frequencies,
+            # in fp32 whatever autocast says.
+            if operands[-1].shape[-2] > 1:
+                self.found |= {str(operand.dtype).removeprefix("torch.") for operand in operands}
         return func(*args, **(kwargs or {}))
 
 
