@@ -97,6 +97,19 @@ def test_clipping_stays_and_leaves_nothing_to_update_under_backward():
     assert "--clip 1.0" in (run_command(search.best) or "") and "clip=1.0" in (run_call(search.best) or "")
 
 
+def test_attention_is_raced_again_where_the_host_decided_before():
+    class Hosted(Written):
+        def seconds(self, step: DrivenWorkload) -> float:
+            waits = step.compile == "eager" and step.graph == "none"
+            flash = getattr(step, "attention", "") == "flash"
+            return super().seconds(step) * ((1.4 if waits else 1) if flash else 1)
+
+    search = searched(Hosted())
+    verdicts = [(t.round, t.verdict) for t in search.tried if t.change == {"attention": "flash"}]
+    assert verdicts == [("attention", "slower"), ("attention again", "taken")]
+    assert getattr(search.best, "attention", "") == "flash"
+
+
 def test_without_time_nothing_is_measured_and_all_of_it_is_said():
     search = searched(Written(races=2))
     assert sum(1 for tried in search.tried if tried.ratio is not None) == 2
