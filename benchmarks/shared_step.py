@@ -203,7 +203,8 @@ def main() -> None:
     if not asked.show and "RANK" not in os.environ:
         parser.error("torchrun starts the ranks: torchrun --standalone --nproc-per-node 2 benchmarks/shared_step.py")
     measure_or_show(
-        asked, Result, measure=measured, render=lambda result, console: console.print(render(result), highlight=False),
+        asked, Result, measure=measured,
+        render=lambda result, console: console.print(render(result), highlight=False, markup=False),
         render_markdown=render_table,
     )  # fmt: skip
 
