@@ -165,6 +165,18 @@ def test_copies_around_collectives_by_hand():
     assert data_copies(model, Layout(), bytes_of(workload, "ddp")) == Copies()
 
 
+def test_what_is_sent_after_backward_hides_behind_nothing():
+    sent_s = 4 * PlannedModel(config=CONFIG).parameters / 100e9  # on two ranks all-reduce moves its message once
+    calls = msgspec.structs.replace(NETWORK, call_s=1e-4)
+    rates = msgspec.structs.replace(RATES, products_beside=2.0, others_beside=1.0)
+    for sharding, messages in (("ddp-after", 1), ("ddp-each-after", 8 * 9 + 3)):
+        parts = step(Layout(data=2, sharding=sharding), network=calls, rates=rates).parts
+        assert parts["data parallel"] == pytest.approx(sent_s + messages * 1e-4)
+        assert parts["slower beside collectives"] == 0
+    hidden = step(Layout(data=2, sharding="ddp-views"), network=calls, rates=rates).parts
+    assert hidden["data parallel"] < sent_s / 2 and hidden["slower beside collectives"] > 0
+
+
 def test_a_step_says_what_collectives_cost_its_computation():
     rates = msgspec.structs.replace(RATES, products_beside=2.0, others_beside=1.0)
     free, slower = (step(Layout(data=2), rates=each) for each in (RATES, rates))

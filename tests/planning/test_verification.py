@@ -21,6 +21,8 @@ def ran(parallel: str, ranks: int, **fields: object) -> Workload:
 def test_a_run_of_several_ranks_has_a_layout():
     assert layout_of(ran("none", 1, accumulation=2)) == Layout(micro_batch=4, micro_batches=2)
     assert layout_of(ran("ddp-bucketed", 4)) == Layout(data=4, sharding="ddp-views", micro_batch=2)
+    assert layout_of(ran("ddp-flat", 4)) == Layout(data=4, sharding="ddp-after", micro_batch=2)
+    assert layout_of(ran("ddp-naive", 4)) == Layout(data=4, sharding="ddp-each-after", micro_batch=2)
     assert layout_of(ran("ddp:bucket=50", 4)) == Layout(data=4, micro_batch=2)
     assert layout_of(ran("zero1", 2)) == Layout(data=2, sharding="zero1", shard=2, micro_batch=4)
     assert layout_of(ran("fsdp2", 2)) == Layout(data=2, sharding="zero3-autocast", shard=2, micro_batch=4)

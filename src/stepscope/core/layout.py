@@ -34,6 +34,12 @@ class Sharding:
     """How often a rank reads or writes each gradient besides, to send it and to have it back."""
     buckets: bool = False
     """Whether each gradient is copied into a bucket that is sent, and back, and the buckets stay beside gradients."""
+    after: bool = False
+    """Whether gradients are sent when backward has ended, and nothing hides them."""
+    one_message: bool = False
+    """Whether all gradients are one message; else a block's are one."""
+    each_tensor: bool = False
+    """Whether each gradient is a message of its own."""
     usual: bool = True
     """Whether a plan tries it unasked."""
 
@@ -54,6 +60,14 @@ SHARDINGS: dict[str, Sharding] = {
         Sharding(
             name="ddp-views", words="as ddp, but gradients are views of their buckets, or sent where they are",
             source="DistributedDataParallel(gradient_as_bucket_view=True), and the lessons", copied=2, usual=False,
+        ),
+        Sharding(
+            name="ddp-after", words="as ddp, but gradients are copied into one message after backward, and back",
+            source="the lesson ddp-flat", copied=4, after=True, one_message=True, usual=False,
+        ),
+        Sharding(
+            name="ddp-each-after", words="as ddp, but each gradient is a message, after backward",
+            source="the lesson ddp-naive", copied=2, after=True, each_tensor=True, usual=False,
         ),
         Sharding(
             name="zero1", words="moments sharded", source=f"{_ZERO}.1; PyTorch's ZeroRedundancyOptimizer",
@@ -163,7 +177,7 @@ def parse_layout(text: str) -> dict[str, int | str]:
 
 
 _SHARDINGS = {
-    "ddp": "ddp", "ddp-naive": "ddp-views", "ddp-flat": "ddp-views", "ddp-overlap": "ddp-views",
+    "ddp": "ddp", "ddp-naive": "ddp-each-after", "ddp-flat": "ddp-after", "ddp-overlap": "ddp-views",
     "ddp-bucketed": "ddp-views", "zero1": "zero1", "fsdp-textbook": "zero3-autocast", "fsdp2": "zero3-autocast",
     "fsdp2:compute=bf16": "zero3",
 }  # fmt: skip

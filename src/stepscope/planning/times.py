@@ -102,6 +102,8 @@ class _DataSeconds(msgspec.Struct, frozen=True, kw_only=True):
     backward: float
     gathered: float
     reduced: float
+    after: float
+    """What is sent when backward has ended."""
     copies: Copies
     """In seconds."""
 
@@ -327,7 +329,7 @@ class Clock:
             gathered = _added(sent.gathered, forward)  # block by block, before the block's first forward
         else:
             gathered = _Added(exposed=sent.gathered)
-        once = gathered + _added(sent.reduced, backward) + _Added(copied=copies.step)
+        once = gathered + _added(sent.reduced, backward) + _Added(exposed=sent.after, copied=copies.step)
         return each + _Added(copied=copies.forward + copies.backward), once
 
     def _beside(self, parts: dict[str, float]) -> float:
@@ -346,6 +348,7 @@ class Clock:
             backward=self._sum(transfers, "backward", overlaps=True),
             gathered=self._sum(gathers, "step", overlaps=True),
             reduced=self._sum(reduces, "step", overlaps=True),
+            after=self._sum(reduces, "step", overlaps=False),
             copies=self._copies(layout),
         )
 

@@ -145,14 +145,22 @@ def data_transfers(model: PlannedModel, layout: Layout, sizes: Bytes) -> Iterato
     if layout.pipeline > 1 and not model.config.tied:
         outside //= 2  # embedding and head are on different ranks
     everywhere = _Holders(layout.shard, layout.replicas, tensor)
-    yield from _of_parameters(layout, sizes, model.local_block(tensor), blocks, everywhere)
-    yield from _of_parameters(layout, sizes, outside, 1, everywhere)
+    block = model.local_block(tensor)
+    if SHARDINGS[layout.sharding].one_message:
+        yield from _of_parameters(layout, sizes, blocks * block + outside, 1, everywhere)
+    else:
+        yield from _of_parameters(layout, sizes, block, blocks, everywhere, tensors=_BLOCK_TENSORS)
+        yield from _of_parameters(layout, sizes, outside, 1, everywhere, tensors=_OUTSIDE_TENSORS)
     experts = model.local_experts(tensor, layout.expert)
     if experts:
         holders = width // layout.expert
         shard = min(layout.shard, holders)
         of_experts = _Holders(shard, holders // shard, tensor * layout.expert)
         yield from _of_parameters(layout, sizes, experts, blocks, of_experts)
+
+
+_BLOCK_TENSORS, _OUTSIDE_TENSORS = 9, 3
+"""Parameters of the textbook's block (seven products and two norms), and outside: embedding, last norm and head."""
 
 
 class _Holders(NamedTuple):
@@ -163,14 +171,20 @@ class _Holders(NamedTuple):
     stride: int
 
 
-def _of_parameters(layout: Layout, sizes: Bytes, each: int, count: int, holders: _Holders) -> Iterator[Transfer]:
-    """What so many pieces of `each` parameters send."""
+def _of_parameters(
+    layout: Layout, sizes: Bytes, each: int, count: int, holders: _Holders, *, tensors: int = 1
+) -> Iterator[Transfer]:
+    """What so many pieces of `each` parameters send. tensors: those that a piece is made of."""
     sharding, (shard, replicas, stride) = SHARDINGS[layout.sharding], holders
     gradients = each * sizes.gradients
     if not sharding.shares:
         group = Group(shard * replicas, stride)
         if group.ranks > 1:
-            yield Transfer("data", "gradients", "all-reduce", gradients, count, group, "step", overlaps=True)
+            messages = tensors if sharding.each_tensor else 1
+            yield Transfer(
+                "data", "gradients", "all-reduce", gradients // messages, count * messages, group, "step",
+                overlaps=not sharding.after,
+            )  # fmt: skip
         return
     group = Group(shard, stride)
     if shard > 1:

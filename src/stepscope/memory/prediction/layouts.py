@@ -5,7 +5,7 @@ gradient, a copy in the compute dtype and both moments (Rajbhandari et al. 2020,
 
                 parameters              gradients       moments
     ddp         P p                     P g + P g       P o          (buckets hold each gradient once more)
-    ddp-views   P p                     P g             P o
+    ddp-views   P p                     P g             P o              (ddp-after and ddp-each-after, too)
     zero1       P p                     P g             P o / n
     zero1-master  P p / n + P c         P g             P o / n
     zero2       P p / n + P c           P g / n         P o / n
