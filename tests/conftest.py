@@ -82,10 +82,27 @@ def share(request: pytest.FixtureRequest) -> float:
     return 1.0 if request.config.getoption("--long") else 0.15
 
 
+_MODULES_SET_ASIDE = 0
+"""How many modules were loaded when the collector last set aside what there was."""
+_MANY_MODULES = 50
+
+
 def pytest_collection_finish() -> None:
-    # What is loaded by now stays: looking through it for garbage is time lost in every test.
+    _set_aside()
+
+
+def pytest_runtest_logfinish() -> None:
+    # A test may be the first to load a large library, as torch's compiler is.
+    if len(sys.modules) >= _MODULES_SET_ASIDE + _MANY_MODULES:
+        _set_aside()
+
+
+def _set_aside() -> None:
+    """What is loaded by now stays: looking through it for garbage is time lost in every test."""
+    global _MODULES_SET_ASIDE  # noqa: PLW0603
     gc.collect()
     gc.freeze()
+    _MODULES_SET_ASIDE = len(sys.modules)
 
 
 def pytest_configure(config: pytest.Config) -> None:
