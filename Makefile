@@ -6,13 +6,16 @@ INSTALLED := $(VENV)/.installed
 # Tests side by side, a file to a process: each has a core to itself.
 WORKERS ?= 2
 
-.PHONY: run test quick lint docs measures hostile mutants nsys clean
+.PHONY: run test tests quick lint style types docs measures hostile mutants nsys clean
 
 run: $(INSTALLED)  ## Measure one training step here, show it, and leave its page.
 	$(BIN)/stepscope run --tag first
 	$(BIN)/stepscope report last
 
-test: lint  ## Lint, types and tests.
+test: style  ## Lint, types and tests.
+	@$(MAKE) --no-print-directory --jobs=2 types tests
+
+tests: $(INSTALLED)
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 hostile: $(INSTALLED)  ## The long campaigns: kills, signals, directories that vanish, damaged files. Over an hour on two cores.
@@ -27,10 +30,15 @@ hostile: $(INSTALLED)  ## The long campaigns: kills, signals, directories that v
 quick: $(INSTALLED)  ## The tests that take little: under two minutes on two cores.
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not slow"
 
-lint: $(INSTALLED)
+lint: style types
+
+style: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# It takes one core for over a minute: beside the tests, what they leave of it.
+types: $(INSTALLED)
+	nice $(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(INSTALLED)  ## The documents as a site, in site/. Whatever is wrong with it, as a broken link, fails.
 	$(BIN)/sphinx-build --quiet --fail-on-warning -c docs/site -d build/site docs site

@@ -45,7 +45,8 @@ def test_hosted_tests_are_those_of_make():
 
 
 def test_hooks_run_the_tools_of_lint():
-    tools = [re.sub(r" --.*", "", command.removeprefix("$(BIN)/")) for command in recipe("lint")]
+    commands = [*recipe("style"), *recipe("types")]
+    tools = [re.sub(r" --.*", "", command.removeprefix("nice ").removeprefix("$(BIN)/")) for command in commands]
     assert [re.sub(r" --.*", "", entry) for entry in values(HOOKS, "entry")] == tools
     assert values(HOOKS, "language") == ["system"] * len(tools)
     assert values(HOOKS, "files") == [f"^({'|'.join(PROJECT['tool']['pyright']['include'])})/"]
