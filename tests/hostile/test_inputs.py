@@ -23,6 +23,7 @@ from stepscope.core.run import Run
 from stepscope.core.run_directory import encode_run
 from stepscope.core.run_files import RUN_FILE
 from stepscope.core.shown_text import LONGEST_MESSAGE, message_line, middle_cut, printable, visible
+from tests.command import stepscope
 from tests.conftest import make_run
 from tests.handmade_snapshot import handmade
 
@@ -33,10 +34,11 @@ ESCAPE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil\u2066\r\x00\x7f"
 """Sets a title, clears the screen (with a C1 introducer too), turns the direction of writing, returns the carriage."""
 
 
-def run_verb(*arguments: object, timeout: float = 60, **options: Any) -> subprocess.CompletedProcess[str]:
+def run_verb(*arguments: object, cwd: Path | None = None, **streams: Any) -> subprocess.CompletedProcess[str]:
+    if not streams:
+        return stepscope(*arguments, cwd=cwd, timeout=60)
     command = [*COMMAND, *map(str, arguments)]
-    options = {"capture_output": True, **options}
-    return subprocess.run(command, text=True, errors="replace", check=False, timeout=timeout, **options)
+    return subprocess.run(command, text=True, errors="replace", check=False, timeout=60, **streams)
 
 
 def is_refused(done: subprocess.CompletedProcess[str], says: str, code: int = 2) -> None:
@@ -101,13 +103,13 @@ def test_a_report_is_refused_for_want_of_nsys_where_there_is_no_home(tmp_path: P
 )
 def test_a_full_disk_under_stdout_is_one_line(arguments: tuple[str, ...]):
     with Path("/dev/full").open("w") as full:
-        is_refused(run_verb(*arguments, capture_output=False, stdout=full, stderr=subprocess.PIPE), "No space left")
+        is_refused(run_verb(*arguments, stdout=full, stderr=subprocess.PIPE), "No space left")
 
 
 def test_a_full_stderr_keeps_the_exit_code():
     with Path("/dev/full").open("w") as full:
         for arguments in ((), ("run", "--model", "none")):
-            assert run_verb(*arguments, capture_output=False, stdout=subprocess.PIPE, stderr=full).returncode == 2
+            assert run_verb(*arguments, stdout=subprocess.PIPE, stderr=full).returncode == 2
 
 
 @pytest.mark.parametrize("verb", [("run",), ("study", "softmax"), ("device",)])
@@ -252,7 +254,7 @@ def test_a_device_that_never_ends_and_a_pipe_that_nobody_writes_are_refused(verb
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path in ("/dev/zero", pipe):
-        is_refused(run_verb(*verb, path, timeout=60), str(path))
+        is_refused(run_verb(*verb, path), str(path))
 
 
 def test_a_document_of_no_bound_is_refused(tmp_path: Path):
