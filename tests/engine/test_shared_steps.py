@@ -9,21 +9,25 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from stepscope.core.errors import InputError
 from stepscope.core.model_config import configure
 from stepscope.core.ranks import Correctness, RanksEvidence
-from stepscope.core.run import Run
+from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_run
 from stepscope.core.workload import Workload
 from stepscope.engine.cell_process import MARK
 from stepscope.engine.draft import Draft
 from stepscope.engine.request import StepRequest
 from stepscope.engine.stages.right import check_the_ranks
+from stepscope.engine.step import directory_of
 from stepscope.parallel import correctness
 from stepscope.work.transformer import parameter_count
 from tests.command import stepscope
+from tests.parallel.ranks import Here, on_ranks
 
 RUN = ("run", "--model", "tiny", "--layers", "1", "--seq-len", "16", "--device", "cpu", "--parallel", "ddp")
 QUICK = ("--warmup", "1", "--steps", "3")
@@ -156,6 +160,48 @@ def test_a_small_step_of_the_same_choices_is_checked(
     (small,) = seen
     assert small.model.layers == 2 < workload.model.layers
     assert (small.checkpointing, small.accumulation) == (checked, workload.accumulation)
+
+
+def refusals(rank: int, ranks: int) -> list[str]:
+    """What a rank is told where some rank cannot write, or is asked for something else."""
+    found: list[str] = []
+    root = Path(os.environ["REFUSALS"])
+    for place in ("file/runs", "taken", "other"):
+        request = StepRequest(
+            workload=Workload(model=configure("tiny"), parallel="ddp", ranks=2), out=str(root / place)
+        )
+        if place == "other" and rank:
+            request = msgspec.structs.replace(request, settings=Settings(steps_floor=1))
+        try:
+            where = directory_of(request, Taken(rank, ranks) if place == "taken" else Here(rank, ranks))
+            found.append(where.name)
+        except InputError as error:
+            found.append(str(error).replace(str(root), ""))
+    return found
+
+
+class Taken(Here):
+    """Ranks of which the second finds a file in the place of its folder."""
+
+    def told(self, value: Any) -> Any:
+        told = super().told(value)
+        if self.rank:
+            (told[0] / "rank-1").write_text("")
+        return told
+
+
+def test_all_ranks_refuse_what_one_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("REFUSALS", str(tmp_path))
+    (tmp_path / "file").write_text("")
+    first, second = on_ranks(2, refusals)
+    assert first == second
+    for said, wanted in zip(
+        first,
+        ("cannot write runs to /file/runs", "rank 1 cannot write to /taken/", "rank 1 is asked for another step"),
+        strict=True,
+    ):
+        assert said.startswith(wanted) and "\n" not in said
+    assert not list(tmp_path.glob("*/*/"))  # no run is left
 
 
 @pytest.mark.long

@@ -13,6 +13,24 @@ import torch
 import torch.distributed as dist
 
 from stepscope.core.leaving import leave
+from stepscope.parallel.ranks import Ranks
+
+
+class Here(Ranks):
+    """The ranks of a group that is there already."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks, self.backend = rank, ranks, "gloo"
+
+    def gathered(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.ranks
+        dist.all_gather_object(values, value)
+        return values
+
+    def told(self, value: Any) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, 0)
+        return values[0]
 
 
 def on_ranks(count: int, function: Callable[[int, int], Any]) -> list[Any]:

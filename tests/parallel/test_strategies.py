@@ -26,28 +26,11 @@ from stepscope.parallel.spread import Spread, Strategy, Whole, replicated
 from stepscope.parallel.step import part_of, spread_parts
 from stepscope.parallel.strategies import ddp_bucketed, ddp_flat, ddp_overlap, fsdp2
 from stepscope.parallel.strategies.ddp_bucketed import in_buckets
-from tests.parallel.ranks import on_ranks
+from tests.parallel.ranks import Here, on_ranks
 
 WORKLOAD = Workload(model=configure("tiny", layers=2, vocabulary=101), batch_size=4, seq_len=8)
 SMALL = configure("tiny", layers=2, d_model=16, d_ff=32, heads=4, vocabulary=64)
 CPU = torch.device("cpu")
-
-
-class Here(Ranks):
-    """The ranks of a group that is there already."""
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks, self.backend = rank, ranks, "gloo"
-
-    def gathered(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.ranks
-        torch.distributed.all_gather_object(values, value)
-        return values
-
-    def told(self, value: Any) -> Any:
-        values = [value]
-        torch.distributed.broadcast_object_list(values, 0)
-        return values[0]
 
 
 def sums(whole: Whole, ranks: Ranks) -> Spread:

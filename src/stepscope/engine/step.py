@@ -1,7 +1,8 @@
 """Measures one step of a workload on this machine, in stages, and saves the run."""
 
+import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,7 +82,7 @@ def measure_step(
     nsys = nsys_for(request, device.type)
     ranks = join(request.place, device)
     with interrupts.held():
-        directory = _directory_of(request, ranks)
+        directory = directory_of(request, ranks)
         began(directory)
         draft = Draft(request, device, directory, tell, nsys, given=given, ranks=ranks)
         try:
@@ -97,15 +98,42 @@ def measure_step(
     return run, directory
 
 
-def _directory_of(request: StepRequest, ranks: Ranks) -> Path:
-    """The run's directory; for a rank that does not write the run, a folder in it for what it alone recorded."""
-    directory = create_run_directory(Path(request.out), request.workload) if ranks.is_first else None
-    directory = Path(ranks.told(str(directory)))
-    if ranks.is_first:
-        return directory
-    own = directory / RANK_FOLDER.format(rank=ranks.rank)
-    own.mkdir(parents=True, exist_ok=True)  # on another host, too
+def directory_of(request: StepRequest, ranks: Ranks) -> Path:
+    """The run's directory; for a rank that does not write the run, a folder in it for what it alone recorded.
+
+    Raises InputError, the same on all ranks, where one cannot write there, or is asked for another step.
+    """
+    with _the_same_refusal(ranks):
+        made = create_run_directory(Path(request.out), request.workload) if ranks.is_first else None
+    asked = msgspec.json.encode((request.workload, request.settings, request.trace, request.memory))
+    directory, wanted = ranks.told((made, asked))
+    own = directory if ranks.is_first else directory / RANK_FOLDER.format(rank=ranks.rank)
+    try:
+        with _the_same_refusal(ranks):
+            if asked != wanted:
+                raise InputError(f"rank {ranks.rank} is asked for another step than rank 0: give all the same options")
+            try:
+                own.mkdir(parents=True, exist_ok=True)  # on another host, too
+            except OSError as error:
+                raise InputError(f"rank {ranks.rank} cannot write to {own}: {error.strerror or error}") from error
+    except InputError:
+        if ranks.is_first:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
     return own
+
+
+@contextlib.contextmanager
+def _the_same_refusal(ranks: Ranks) -> Generator[None]:
+    """A context that raises on every rank what the first of them raises that raises an InputError here."""
+    own: InputError | None = None
+    try:
+        yield
+    except InputError as error:
+        own = error
+    said = next((one for one in ranks.gathered(str(own) if own is not None else None) if one is not None), None)
+    if said is not None:
+        raise InputError(said) from own
 
 
 def finished(draft: Draft) -> Run:
