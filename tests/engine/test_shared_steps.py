@@ -285,6 +285,22 @@ def test_a_job_that_does_not_say_where_its_ranks_meet_is_one_line(tmp_path: Path
     assert done.returncode == 2 and "no MASTER_ADDR and no MASTER_PORT" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (RUN[:9], "each would measure a step of its own: say --parallel"),
+        (
+            ("sweep", *RUN[1:9], "--parallel", "none,ddp"),
+            "each would measure all cells: a sweep starts its ranks itself",
+        ),
+    ],
+)
+def test_several_processes_that_share_nothing_are_refused(words: tuple[str, ...], said: str, tmp_path: Path):
+    done = stepscope(*words, "--runs", tmp_path, RANK="1", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1")
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", ["ddp-bucketed", "zero1", "fsdp-textbook", "ddp", "fsdp2", "tensor"])
 def test_a_rank_on_a_gpu_talks_over_nccl(strategy: str, tmp_path: Path):

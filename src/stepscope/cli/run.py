@@ -25,7 +25,7 @@ from stepscope.core.errors import (
     StepscopeError,
 )
 from stepscope.core.finding import worst
-from stepscope.core.ranks import place_in_job
+from stepscope.core.ranks import place_in_job, refuse_several
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import encode_run, load_run
 from stepscope.core.strategies import NOT_PARALLEL
@@ -71,6 +71,8 @@ def run(
     parallel = said.said.get("parallel", NOT_PARALLEL) != NOT_PARALLEL
     if place is not None and parallel:
         said = said.joined(place.ranks)
+    if not parallel:
+        refuse_several(os.environ, "measure a step of its own", "say --parallel, or start it without torchrun")
     if repeat > 1 or against is not None or (parallel and place is None):
         from stepscope.engine.plan import SweepPlan
 

@@ -204,6 +204,16 @@ def place_in_job(environment: Mapping[str, str]) -> RankPlace | None:
     return place
 
 
+def refuse_several(environment: Mapping[str, str], what: str, remedy: str) -> None:
+    """Raise InputError where torchrun started several processes, of which each would do this by itself.
+
+    A batch script of Slurm is one process, though its environment counts the tasks that srun would start.
+    """
+    number = environment.get("WORLD_SIZE", "")
+    if "RANK" in environment and number.isdecimal() and int(number) > 1:
+        raise InputError(f"torchrun started {number} processes, and each would {what}: {remedy}")
+
+
 _JOBS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),

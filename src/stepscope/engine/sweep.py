@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import hashlib
 import itertools
+import os
 import shutil
 import time
 from collections.abc import AsyncGenerator, Generator
@@ -16,6 +17,7 @@ from pathlib import Path
 from stepscope.core import interrupts
 from stepscope.core.errors import InputError
 from stepscope.core.own_workload import DrivenWorkload
+from stepscope.core.ranks import refuse_several
 from stepscope.core.run import REPEATED, Failure, Run, Status
 from stepscope.core.run_directory import load_runs
 from stepscope.core.workload import Workload
@@ -50,6 +52,7 @@ def run_sweep(plan: SweepPlan, policy: Policy | None = None, tell: Tell = lambda
 
     Ctrl-C lets the running cells save what they have, then raises SweepInterrupted.
     """
+    refuse_several(os.environ, "measure all cells", "a sweep starts its ranks itself, so start it without torchrun")
     out = Path(plan.out)
     with _locked(out, plan.key):
         before = set(out.iterdir())
