@@ -87,6 +87,8 @@ def test_what_the_user_can_mend_is_wrong_input():
         launch(CALL, {}, ranks=0, device="cpu")
     with pytest.raises(InputError, match="cuda"):
         launch(CALL, {}, ranks=999, device="cuda")
+    with pytest.raises(InputError, match="--ranks 999999 are as many processes"):
+        launch(CALL, {}, ranks=999999, device="cpu")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])

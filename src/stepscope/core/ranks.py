@@ -5,6 +5,7 @@ clock, so a step lasts from the earliest start to the latest end; on several hos
 long as the longest of its ranks.
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 
@@ -202,6 +203,19 @@ def place_in_job(environment: Mapping[str, str]) -> RankPlace | None:
             "the ranks with torchrun, or export them before srun"
         )
     return place
+
+
+def check_processes(ranks: int) -> None:
+    """Raise InputError for more ranks than this machine has memory for processes that have imported torch."""
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _PROCESS_BYTES
+    if ranks > max(room, 2):
+        raise InputError(
+            f"--ranks {ranks} are as many processes, and this machine has memory for {room:,} at most: ask for fewer"
+        )
+
+
+_PROCESS_BYTES = 128 << 20
+"""Less than a process takes that has imported torch, of pages that it shares with no other."""
 
 
 def refuse_several(environment: Mapping[str, str], what: str, remedy: str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.core.ranks import RankPlace
+from stepscope.core.ranks import RankPlace, check_processes
 from stepscope.engine.cell_event import CellEvent
 from stepscope.engine.cell_process import CellProcess, Fork
 from stepscope.engine.request import StepRequest
@@ -54,6 +54,7 @@ class RankProcesses:
         del devices, fork
         asked = msgspec.json.decode(request, type=StepRequest)
         ranks = asked.workload.ranks
+        check_processes(ranks)
         meeting = Path(tempfile.mkdtemp(prefix="stepscope-ranks-"))
         processes: list[CellProcess] = []
         try:

@@ -1,7 +1,7 @@
 """What a rank's process is asked to run, and what it tells its starter."""
 
 import importlib
-from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -17,10 +17,18 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     place: RankPlace
 
 
+class Say(Protocol):
+    """Tells the starter of a rank its stage, and beside it what it knows already, as JSON."""
+
+    def __call__(self, stage: str, part: bytes = b"") -> object: ...
+
+
 class Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a rank tells its starter, a line each: a stage that begins, or its end."""
 
     stage: str = ""
+    part: msgspec.Raw = msgspec.Raw()
+    """What the function knows already, as JSON: kept where ranks end before they return a value."""
     value: msgspec.Raw = msgspec.Raw()
     """What the function returned, as JSON: the last word."""
     threads: int | None = None
@@ -30,7 +38,7 @@ class Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether the error is the user's to mend, and the same on all ranks."""
 
 
-def run_call(call: Call, say: Callable[[str], object], *, gather: bool = False) -> tuple[list[bytes], int | None]:
+def run_call(call: Call, say: Say, *, gather: bool = False) -> tuple[list[bytes], int | None]:
     """What the function returns here, as JSON, or on all ranks with `gather`; and the CPU threads of this rank."""
     from stepscope.measure.device import resolve_device  # noqa: PLC0415  (torch, after the lifeline)
     from stepscope.parallel.ranks import join  # noqa: PLC0415

@@ -21,6 +21,7 @@ from stepscope.measure.device import is_out_of_memory, timing_device
 from stepscope.measure.environment import read_environment
 from stepscope.measure.step import Phase
 from stepscope.measure.timer import StepFailed, measure
+from stepscope.parallel.calls import Say
 from stepscope.parallel.ranks import Ranks, host_name
 
 CALL = "call"
@@ -68,16 +69,19 @@ class _Collective:
 
 
 def time_collectives(
-    argument: bytes, ranks: Ranks, device: torch.device, say: Callable[[str], object]
+    argument: bytes, ranks: Ranks, device: torch.device, say: Say
 ) -> RankTimes:  # fmt: skip
-    """The times of all that the CollectivePlan names, as this rank sees them."""
+    """The times of all that the CollectivePlan names, as this rank sees them. Each is told when it is known."""
     plan = msgspec.json.decode(argument, type=CollectivePlan)
-    times: list[OneTime] = []
+    found = RankTimes(host=host_name(), environment=read_environment(device), times=())
+    part = b""
     for kind in plan.kinds:
         for asked in plan.sizes:
-            say(f"{kind} of {format_bytes(asked)}")
-            times.append(_time(kind, _divisible(asked, ranks.ranks), ranks, device, plan.seconds))
-    return RankTimes(host=host_name(), environment=read_environment(device), times=tuple(times))
+            say(f"{kind} of {format_bytes(asked)}", part)
+            time = _time(kind, _divisible(asked, ranks.ranks), ranks, device, plan.seconds)
+            found = msgspec.structs.replace(found, times=(*found.times, time))
+            part = msgspec.json.encode(msgspec.structs.replace(found, times=(time,)))
+    return found
 
 
 def _divisible(message_bytes: int, ranks: int) -> int:

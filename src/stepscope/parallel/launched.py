@@ -27,9 +27,12 @@ def main() -> int:
             while data:
                 data = data[os.write(words, data) :]
 
-    say(Word(stage="meeting the others"))
+    def tell(stage: str, part: bytes = b"") -> None:
+        say(Word(stage=stage, part=msgspec.Raw(part)) if part else Word(stage=stage))
+
+    tell("meeting the others")
     try:
-        (value,), threads = run_call(call, lambda stage: say(Word(stage=stage)))
+        (value,), threads = run_call(call, tell)
     except Exception as error:
         wrong = isinstance(error, InputError)
         say(Word(error=named_line(error), wrong_input=wrong))

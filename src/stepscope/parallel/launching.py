@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from stepscope.core.errors import InputError, StepscopeError
-from stepscope.core.ranks import RankPlace, place_in_job
+from stepscope.core.ranks import RankPlace, check_processes, place_in_job
 from stepscope.core.shown_text import middle_cut, printable
 from stepscope.core.units import counted
 from stepscope.parallel.calls import Call, Word, run_call
@@ -44,6 +44,8 @@ _LOG_KEPT = 2000
 
 Tell = Callable[[int, str], object]
 """Is told the rank and its stage."""
+Keep = Callable[[int, bytes], object]
+"""Is given the rank and what it knows already, as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,23 +60,20 @@ class Launched:
 
 
 def launch(
-    function: str, argument: Any, *, ranks: int, device: str, tell: Tell | None = None, silent_s: float = SILENT_S,
+    function: str, argument: Any, *, ranks: int, device: str, tell: Tell | None = None, keep: Keep | None = None,
+    silent_s: float = SILENT_S,
 ) -> Launched:  # fmt: skip
     """What `function`, as module:name, returns on each of so many ranks.
 
     Raises InputError for what cannot run here, and StepscopeError that says which rank failed, in which stage, and of
     what. Whatever it raises, no process is left behind.
     """
-    if ranks < 1:
-        raise InputError(f"--ranks is {ranks}: give 1 or more")
+    place = check_launch(ranks, device)
     encoded = msgspec.Raw(msgspec.json.encode(argument))
-    place = place_in_job(os.environ)
     if place is not None:
-        return _in_this_job(function, encoded, place, ranks, device)
-    if device != "cpu":
-        _check_device(device, ranks)
+        return _in_this_job(function, encoded, place, device)
     folder = Path(tempfile.mkdtemp(prefix="stepscope-ranks-"))
-    job = _Job(folder, tell or (lambda _rank, _stage: None), silent_s)
+    job = _Job(folder, tell or (lambda _rank, _stage: None), keep or (lambda _rank, _part: None), silent_s)
     try:
         for rank in range(ranks):
             own = RankPlace(
@@ -88,19 +87,30 @@ def launch(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check_device(device: str, ranks: int) -> None:
-    """Raise InputError where there is not such a device for each rank, before any of them is started."""
-    from stepscope.measure.device import resolve_device  # noqa: PLC0415  (torch, which CPU ranks need not wait for)
+def check_launch(ranks: int, device: str) -> RankPlace | None:
+    """Raise InputError where no such ranks can be started here. Returns this process's place in a job that somebody
+    else started; None where there is none."""
+    if ranks < 1:
+        raise InputError(f"--ranks is {ranks}: give 1 or more")
+    place = place_in_job(os.environ)
+    if place is not None:
+        if ranks != place.ranks:
+            raise InputError(
+                f"this job has {place.ranks} ranks, and --ranks says {ranks}: leave it out, or say the same"
+            )
+        return place
+    if device != "cpu":
+        from stepscope.measure.device import resolve_device  # noqa: PLC0415  (torch, which CPU ranks need not wait for)
 
-    resolve_device(device, RankPlace(rank=0, ranks=ranks, local_rank=0, local_ranks=ranks, meeting=""))
+        resolve_device(device, RankPlace(rank=0, ranks=ranks, local_rank=0, local_ranks=ranks, meeting=""))
+    check_processes(ranks)
+    return None
 
 
-def _in_this_job(function: str, argument: msgspec.Raw, place: RankPlace, ranks: int, device: str) -> Launched:
+def _in_this_job(function: str, argument: msgspec.Raw, place: RankPlace, device: str) -> Launched:
     """The same where this process is one of the ranks already; every one of them gets all values."""
-    if ranks != place.ranks:
-        raise InputError(f"this job has {place.ranks} ranks, and --ranks says {ranks}: leave it out, or say the same")
     call = Call(function=function, argument=argument, device=device, place=place)
-    values, threads = run_call(call, lambda _stage: None, gather=True)
+    values, threads = run_call(call, lambda stage, part=b"": None, gather=True)
     return Launched(values=tuple(values), threads=threads, start_s=None)
 
 
@@ -142,8 +152,8 @@ class _Rank:
 class _Job:
     """The ranks that were started, from their first word to their end."""
 
-    def __init__(self, folder: Path, tell: Tell, silent_s: float) -> None:
-        self._folder, self._tell, self._silent_s = folder, tell, silent_s
+    def __init__(self, folder: Path, tell: Tell, keep: Keep, silent_s: float) -> None:
+        self._folder, self._tell, self._keep, self._silent_s = folder, tell, keep, silent_s
         self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
         self._began_s = time.monotonic()
@@ -214,6 +224,8 @@ class _Job:
             rank.last = word
             return
         rank.stage, rank.stages = word.stage, rank.stages + 1
+        if bytes(word.part):
+            self._keep(rank.number, bytes(word.part))
         if self._met_s is None and all(one.stages > 1 for one in self._ranks):
             self._met_s = time.monotonic()
         self._tell(rank.number, word.stage)

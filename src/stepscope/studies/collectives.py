@@ -9,13 +9,14 @@ from stepscope.analysis.collectives import answer_collectives, fits_of
 from stepscope.core.answer import Answer
 from stepscope.core.collective_figures import CollectiveTime, keep_fits
 from stepscope.core.environment import Environment
-from stepscope.core.errors import InputError
+from stepscope.core.errors import InputError, StepscopeError
+from stepscope.core.finding import Finding, warning
 from stepscope.core.ranks import RankPlace, steps_together
 from stepscope.core.samples import Samples
 from stepscope.core.units import KIB, format_bytes
 from stepscope.measure.device import resolve_device
 from stepscope.parallel.collective_times import MAKERS, CollectivePlan, OneTime, RankTimes
-from stepscope.parallel.launching import launch
+from stepscope.parallel.launching import check_launch, launch
 
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
 """The device of each backend's ranks."""
@@ -29,17 +30,23 @@ def study_collectives(
     sizes: Sequence[int] | None = None, largest: int | None = None, seconds: float = 0.2,
     place: RankPlace | None = None,
 ) -> Answer:  # fmt: skip
-    """The answer, of every backend and number of ranks. place: this process's, in a job that somebody else started."""
+    """The answer, of every backend and number of ranks. What ends early, by Ctrl-C or since a rank died, is answered
+    from what was timed until then. place: this process's, in a job that somebody else started."""
+    plans = [
+        (backend, number) for backend in dict.fromkeys(backends or (_usual_backend(),))
+        for number in _ranks(ranks, backend, place)
+    ]  # fmt: skip
+    for backend, number in plans:
+        check_launch(number, BACKENDS[backend])
     found: list[CollectiveTime] = []
     where: Environment | None = None
     threads: int | None = None
-    plans = [
-        (backend, number) for backend in backends or (_usual_backend(),) for number in _ranks(ranks, backend, place)
-    ]
+    early: Finding | None = None
     for i, (backend, number) in enumerate(plans):
         device = BACKENDS[backend]
         plan = CollectivePlan(kinds=tuple(MAKERS), sizes=_sizes(sizes, largest, device), seconds=seconds)
         done, whole = 0, len(plan.kinds) * len(plan.sizes)
+        kept: list[list[RankTimes]] = [[] for _ in range(number)]
 
         def told(rank: int, stage: str, first: int = i, whole: int = whole) -> None:
             nonlocal done
@@ -47,16 +54,49 @@ def study_collectives(
                 done += " of " in stage
                 tell(stage, (first + min(1.0, done / whole)) / len(plans))
 
-        launched = launch(
-            "stepscope.parallel.collective_times:time_collectives", plan, ranks=number, device=device, tell=told
-        )
-        of_ranks = [msgspec.json.decode(value, type=RankTimes) for value in launched.values]
-        where, threads = of_ranks[0].environment, launched.threads
-        found += times_together(of_ranks, backend)
-        if place is None or place.rank == 0:
-            fresh = [time for time in found if (time.backend, time.ranks) == (backend, number)]
-            keep_fits(where, datetime.now(UTC).isoformat(timespec="seconds"), fits_of(fresh))
-    return answer_collectives(found, where, datetime.now(UTC).date().isoformat(), threads)
+        def keep(rank: int, part: bytes, kept: list[list[RankTimes]] = kept) -> None:
+            kept[rank].append(msgspec.json.decode(part, type=RankTimes))
+
+        try:
+            launched = launch(
+                "stepscope.parallel.collective_times:time_collectives", plan, ranks=number, device=device, tell=told,
+                keep=keep,
+            )  # fmt: skip
+            of_ranks = [msgspec.json.decode(value, type=RankTimes) for value in launched.values]
+            threads = launched.threads
+        except (KeyboardInterrupt, StepscopeError) as error:
+            of_ranks = _until_then(kept)
+            if not found and not of_ranks:
+                raise
+            early = _ended_early(backend, number, error)
+        if of_ranks:
+            where = of_ranks[0].environment
+            fresh = times_together(of_ranks, backend)
+            found += fresh
+            if early is None and (place is None or place.rank == 0):
+                keep_fits(where, datetime.now(UTC).isoformat(timespec="seconds"), fits_of(fresh))
+        if early is not None:
+            break
+    answer = answer_collectives(found, where, datetime.now(UTC).date().isoformat(), threads)
+    return answer if early is None else msgspec.structs.replace(answer, findings=(early, *answer.findings))
+
+
+def _ended_early(backend: str, ranks: int, error: BaseException) -> Finding:
+    """What ended the study, and where."""
+    here = f"of {ranks} ranks over {backend}: only what was timed until then is here."
+    if isinstance(error, KeyboardInterrupt):
+        return warning("interrupted", f"Interrupted in the collectives {here}")
+    return warning("ended-early", f"Ended, since {error}, in the collectives {here}")
+
+
+def _until_then(kept: Sequence[Sequence[RankTimes]]) -> list[RankTimes]:
+    """What all ranks have told of; empty where one has told of nothing."""
+    count = min(map(len, kept))
+    return [
+        msgspec.structs.replace(of_rank[0], times=tuple(time for part in of_rank[:count] for time in part.times))
+        for of_rank in kept
+        if count
+    ]
 
 
 def times_together(of_ranks: Sequence[RankTimes], backend: str) -> list[CollectiveTime]:
@@ -102,7 +142,7 @@ def _ranks(asked: Sequence[int] | None, backend: str, place: RankPlace | None) -
         asked = (max(2, torch.cuda.device_count()),)
     if any(number < 2 for number in asked or ()):
         raise InputError("--ranks is below 2: a collective has at least two ranks")
-    return asked or (2,)
+    return tuple(dict.fromkeys(asked or (2,)))
 
 
 def _sizes(asked: Sequence[int] | None, largest: int | None, device: str) -> tuple[int, ...]:
@@ -110,7 +150,7 @@ def _sizes(asked: Sequence[int] | None, largest: int | None, device: str) -> tup
     if asked and largest is not None:
         raise InputError("--sizes and --largest both say which sizes: leave one out")
     if asked:
-        return tuple(sorted(asked))
+        return tuple(sorted(set(asked)))
     end = _LARGEST[device] if largest is None else largest
     if end < KIB:
         raise InputError(f"--largest is {format_bytes(end)}: sizes begin at 1 KiB, or name them with --sizes")

@@ -25,7 +25,7 @@ from stepscope.cli.verb import verb
 from stepscope.cli.workloads import ManyWorkloads, OneWorkload, factory_arguments
 from stepscope.core.answer import Answer, decode_answer
 from stepscope.core.bounded_file import read_named
-from stepscope.core.errors import EXIT_INTERRUPTED, InputError
+from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, InputError
 from stepscope.core.own_arguments import is_configuration
 from stepscope.core.run import Run, settings_from
 from stepscope.engine.request import Tell, TraceRequest
@@ -50,13 +50,15 @@ class Answering:
         check_picture(self.save)
 
     def run(self, made: Callable[[Tell], Answer]) -> None:
-        """Make the answer, under a display, and show it. One that was interrupted shows what it has, and ends the
-        command with the code of an interrupt."""
+        """Make the answer, under a display, and show it. One that ended early shows what it has, and ends the command
+        with the code of an interrupt, or of a device that failed."""
         with stdout_kept_clean(), progress() as tell:
             found = made(tell)
         self.show(found)
         if any(finding.kind == "interrupted" for finding in found.findings):
             raise typer.Exit(EXIT_INTERRUPTED)
+        if any(finding.kind == "ended-early" for finding in found.findings):
+            raise typer.Exit(EXIT_DEVICE_FAILED)
 
     def read(self, path: Path) -> None:
         """Show an answer that --json wrote."""
