@@ -54,6 +54,22 @@ def test_without_gpus_a_line_says_the_remedy():
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--budget", "nan"), "--budget is nan: give seconds, 25 or more"),
+        (("--budget", "-1"), "--budget is -1"),
+        (("--out", "FILE"), "cannot write to FILE: Not a directory; choose another --out"),
+    ],
+)
+def test_what_cannot_be_is_one_line(arguments: tuple[str, ...], said: str, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    place = str(tmp_path / "file")
+    done = script("--device", "cpu", "--ranks", 2, *(one.replace("FILE", place) for one in arguments))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said.replace("FILE", place) in done.stderr and len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.long
 def test_two_gloo_ranks_leave_answers_and_what_no_time_is_left_for_is_named(tmp_path: Path):
