@@ -80,6 +80,22 @@ def test_what_was_timed_before_a_rank_died_is_shown(monkeypatch: pytest.MonkeyPa
         collectives.study_collectives(lambda _name, _share: None, ranks=(3,), sizes=(1024,), backends=("gloo",))
 
 
+UNLIKE = """
+import os, runpy, sys
+sys.argv = ["stepscope", "study", "collectives", "--seconds", "0", "--sizes", os.environ["RANK"] + "1KiB"]
+runpy.run_module("stepscope", run_name="__main__")
+"""
+
+
+@pytest.mark.long
+def test_ranks_of_a_job_that_are_asked_unlike_things_say_so(tmp_path: Path):
+    (tmp_path / "unlike.py").write_text(UNLIKE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "unlike.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode and not done.stdout and "[rank1]: Traceback" not in done.stderr
+    assert "stepscope: rank 1 is asked for something else than rank 0: give all the same options" in done.stderr
+
+
 def test_what_cannot_be_is_one_line():
     for options, said in (
         (("--ranks", "1"), "--ranks"),

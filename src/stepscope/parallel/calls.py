@@ -5,6 +5,7 @@ from typing import Protocol
 
 import msgspec
 
+from stepscope.core.errors import InputError
 from stepscope.core.ranks import RankPlace
 
 
@@ -46,6 +47,11 @@ def run_call(call: Call, say: Say, *, gather: bool = False) -> tuple[list[bytes]
     device = resolve_device(call.device, call.place)
     ranks = join(call.place, device)
     say("begin")
+    if gather:  # somebody else started the ranks, each with words of its own
+        asked = ranks.gathered((call.function, bytes(call.argument)))
+        other = next((rank for rank, one in enumerate(asked) if one != asked[0]), None)
+        if other is not None:
+            raise InputError(f"rank {other} is asked for something else than rank 0: give all the same options")
     module, _, name = call.function.partition(":")
     value = msgspec.json.encode(
         getattr(importlib.import_module(module), name)(bytes(call.argument), ranks, device, say)

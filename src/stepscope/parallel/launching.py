@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from stepscope.core.errors import InputError, StepscopeError
+from stepscope.core.errors import InputError, StepscopeError, named_line
 from stepscope.core.ranks import RankPlace, check_processes, place_in_job
 from stepscope.core.shown_text import middle_cut, printable
 from stepscope.core.units import counted
@@ -110,7 +110,12 @@ def check_launch(ranks: int, device: str) -> RankPlace | None:
 def _in_this_job(function: str, argument: msgspec.Raw, place: RankPlace, device: str) -> Launched:
     """The same where this process is one of the ranks already; every one of them gets all values."""
     call = Call(function=function, argument=argument, device=device, place=place)
-    values, threads = run_call(call, lambda stage, part=b"": None, gather=True)
+    try:
+        values, threads = run_call(call, lambda stage, part=b"": None, gather=True)
+    except StepscopeError:
+        raise
+    except Exception as error:  # of the function, or since another rank has ended
+        raise StepscopeError(f"rank {place.rank} of {place.ranks} failed: {named_line(error)}") from error
     return Launched(values=tuple(values), threads=threads, start_s=None)
 
 
