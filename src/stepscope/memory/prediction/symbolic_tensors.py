@@ -80,17 +80,15 @@ class Ledger:
             self.peak, self._at_peak_now = total, True
         elif self._at_peak_now:
             self._leave_peak()
-        live = self.live
-        live[category] += size
-        live[_ROUNDING] += block - size
+        self.live[category] += size
+        self.live[_ROUNDING] += block - size
         self.total = total
 
     def remove(self, category: int, size: int, block: int) -> None:
         if self._at_peak_now:
             self._leave_peak()
-        live = self.live
-        live[category] -= size
-        live[_ROUNDING] -= block - size
+        self.live[category] -= size
+        self.live[_ROUNDING] -= block - size
         self.total -= block
 
     def move(self, size: int, before: int, after: int) -> None:
@@ -114,9 +112,8 @@ class Storage:
         ledger.add(category, size, block_bytes)
 
     def __del__(self) -> None:
-        ledger = self._ledger
-        ledger.remove(self.category, self.bytes, self._block_bytes)
-        ledger.free(self._block)
+        self._ledger.remove(self.category, self.bytes, self._block_bytes)
+        self._ledger.free(self._block)
 
     def become(self, category: int) -> None:
         self._ledger.move(self.bytes, self.category, category)
