@@ -154,8 +154,8 @@ WRONG_AT_TIMES = ("off by some bf16", "keeps one local", "lets go")
 
 
 WITH_MICRO_BATCHES = {
-    "ddp": "attention", "ddp-bucketed": "every-2", "ddp-overlap": "none", "zero1": "every-1", "fsdp2": "selective-1",
-    "fsdp-textbook": "every-1", "tensor": "none", "pipeline": "selective",
+    "ddp": "every-2", "ddp-bucketed": "every-1", "ddp-overlap": "none", "zero1": "every-1", "fsdp2": "selective-1",
+    "fsdp-textbook": "every-1", "tensor": "none", "pipeline": "every-1",
 }  # fmt: skip
 """The checkpointing with which a strategy is held against one process on several micro-batches."""
 
