@@ -14,6 +14,7 @@ from stepscope.core.precisions import PRECISIONS, multiple_of_rows
 from stepscope.core.units import MIB, format_bytes
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.estimate import MemoryEstimate, estimate, estimate_quickly, runs_within
+from stepscope.memory.prediction.layouts import sharded_peak
 from stepscope.memory.prediction.plans import (
     AUTOCAST,
     FUSED_ADAMW,
@@ -29,7 +30,6 @@ from stepscope.memory.prediction.plans import (
     setting,
     together,
 )
-from stepscope.memory.prediction.sharding import sharded_peak
 from stepscope.work.transformer import recomputed_flops, step_flops
 
 OUTSIDE_BYTES = 768 * MIB
@@ -243,9 +243,8 @@ class _Search:
             if self._fits_quickly(changes):
                 continue  # this one works without more GPUs
             workload = self._with(changes)
-            alone = estimate_quickly(workload)
             gpus = 2
-            while gpus <= MOST_GPUS and not _fits_quickly(sharded_peak(workload, alone, gpus), self._budget):
+            while gpus <= MOST_GPUS and not _fits_quickly(sharded_peak(workload, gpus), self._budget):
                 gpus *= 2
             if gpus <= MOST_GPUS:
                 words = f"parameters, gradients and optimizer state sharded over {gpus} GPUs"
@@ -253,7 +252,7 @@ class _Search:
                 return TextbookPlan(
                     change=plan.change,
                     options=plan.options,
-                    peak_bytes=sharded_peak(workload, alone, gpus),
+                    peak_bytes=sharded_peak(workload, gpus),
                     extra_flops_fraction=self._extra(workload),
                     gpus=gpus,
                 )

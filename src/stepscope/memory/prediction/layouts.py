@@ -330,3 +330,15 @@ class RankMemory:
                 self._corners[corner] = _needs(self._question(of_corner, stage))
             corners.append(self._corners[corner])
         return _interpolated(corners[0], corners[1], layout.micro_batch - 1)
+
+
+def sharded_peak(workload: Workload, gpus: int) -> int:
+    """Peak bytes on each of so many GPUs that share the step's state by `fully_shard`, block by block, and have each a
+    batch as large as the workload's."""
+    layout = Layout(
+        data=gpus, shard=gpus, sharding="zero3-autocast", micro_batch=workload.micro_batch_size,
+        micro_batches=workload.accumulation, checkpointing=workload.checkpointing,
+    )  # fmt: skip
+    # A layout's ranks share the workload's tokens, and these have as many each.
+    of_others = 2 * DISTINCT_BATCHES * 8 * (workload.tokens - workload.tokens // gpus)
+    return RankMemory(workload, PlannedModel(config=workload.model)).needs(layout).peak + of_others
