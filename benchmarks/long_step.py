@@ -181,7 +181,8 @@ class _Side:
     parameters: Mapping[str, Any]
     """This rank's shards, by the names that Hugging Face's Llama has for them."""
     take: Callable[[Any, Any], Callable[[], Any]]
-    """Of a batch of tokens and labels, (B, S) each: what forward, backward and update are, which returns the loss."""
+    """Takes tokens and labels, (B, S) each, and gives a function that runs forward, backward and update on them and
+    returns the loss."""
     settings: Mapping[str, Any]
 
 
