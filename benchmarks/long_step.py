@@ -36,6 +36,7 @@ import msgspec
 
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig, configure
+from stepscope.core.parts import PARTS
 from stepscope.core.ranks import place_in_job, steps_together
 from stepscope.core.run import Run
 from stepscope.core.run_directory import find_run_files, load_run, write_atomically
@@ -225,7 +226,7 @@ def _ours(asked: argparse.Namespace, workload: Workload, device: Any, ranks: Any
     chosen = msgspec.structs.replace(
         workload, attention="flash" if on_gpu else "sdpa", checkpointing=asked.ours, ranks=ranks.ranks,
         parallel="fsdp2:compute=bf16" if asked.dtype == "bf16" else "fsdp2",
-        **dict.fromkeys(("norm", "rope", "mlp", "loss"), "fused" if on_gpu else "reference"),
+        **dict.fromkeys(PARTS, "fused" if on_gpu else "reference"),
     )  # fmt: skip
     step, _ = make_step(chosen, device, None, ranks)
     assert isinstance(step, TrainingStep)

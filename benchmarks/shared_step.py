@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from stepscope.core.model_config import configure
+from stepscope.core.parts import PARTS
 from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_seconds
@@ -123,7 +124,7 @@ def measured(asked: argparse.Namespace) -> Result:
         torch.cuda.set_device(device)
     place = place_in_job(os.environ)
     ranks = join(place, device)
-    fused = dict.fromkeys(("norm", "rope", "mlp", "loss"), "fused") if asked.kernels == "fused" else {}
+    fused = dict.fromkeys(PARTS, "fused") if asked.kernels == "fused" else {}
     workload = Workload(
         model=configure(asked.model), batch_size=asked.batch_size, seq_len=asked.seq_len, dtype=asked.dtype,
         attention=asked.attention, optimizer="adamw-fused", parallel=asked.parallel, ranks=count, **fused,

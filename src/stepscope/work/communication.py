@@ -25,6 +25,7 @@ from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.network import Network
 from stepscope.work.collectives import named_kind
 from stepscope.work.planned_model import PlannedModel, largest_stage
+from stepscope.work.transformer import block_shapes, shapes_outside_blocks
 
 When = Literal["forward", "backward", "step"]
 Dimension = Literal["tensor", "context", "expert", "pipeline", "data"]
@@ -149,18 +150,15 @@ def data_transfers(model: PlannedModel, layout: Layout, sizes: Bytes) -> Iterato
     if SHARDINGS[layout.sharding].one_message:
         yield from _of_parameters(layout, sizes, blocks * block + outside, 1, everywhere)
     else:
-        yield from _of_parameters(layout, sizes, block, blocks, everywhere, tensors=_BLOCK_TENSORS)
-        yield from _of_parameters(layout, sizes, outside, 1, everywhere, tensors=_OUTSIDE_TENSORS)
+        yield from _of_parameters(layout, sizes, block, blocks, everywhere, tensors=len(block_shapes(model.config)))
+        tensors = len(shapes_outside_blocks(model.config))
+        yield from _of_parameters(layout, sizes, outside, 1, everywhere, tensors=tensors)
     experts = model.local_experts(tensor, layout.expert)
     if experts:
         holders = width // layout.expert
         shard = min(layout.shard, holders)
         of_experts = _Holders(shard, holders // shard, tensor * layout.expert)
         yield from _of_parameters(layout, sizes, experts, blocks, of_experts)
-
-
-_BLOCK_TENSORS, _OUTSIDE_TENSORS = 9, 3
-"""Parameters of the textbook's block (seven products and two norms), and outside: embedding, last norm and head."""
 
 
 class _Holders(NamedTuple):

@@ -12,7 +12,7 @@ from stepscope.core.workload import Workload
 from stepscope.memory.prediction.accuracy import Accuracy, Comparison
 from stepscope.memory.prediction.accuracy_panels import accuracy_panels
 from stepscope.memory.prediction.estimate import MemoryEstimate
-from stepscope.memory.prediction.fit import MOST_GPUS, SAFETY, Fit, TextbookPlan
+from stepscope.memory.prediction.fit import MOST_GPUS, SAFETY, Fit
 from stepscope.memory.prediction.kept_tensors import KeptTensor, kept_by_block
 from stepscope.memory.prediction.largest import Largest
 from stepscope.work.described import cell_name, describe_model, describe_workload
@@ -178,12 +178,6 @@ def _product(tensor: KeptTensor) -> str:
     return f"{symbols} = {' x '.join(map(str, tensor.sizes))}"
 
 
-def _option(plan: TextbookPlan) -> str:
-    if plan.gpus == 1:
-        return plan.options
-    return " ".join(filter(None, (plan.options, f"--parallel fsdp2 --ranks {plan.gpus}, this batch on each")))
-
-
 def _plans(answer: Fit) -> Table:
     if not answer.plans:
         return text(Line(
@@ -196,8 +190,7 @@ def _plans(answer: Fit) -> Table:
         rows=[
             (
                 plan.change, format_bytes(plan.peak_bytes) + (" each" if plan.gpus > 1 else ""),
-                plan.extra_flops_fraction,
-                _option(plan),
+                plan.extra_flops_fraction, plan.options,
             )
             for plan in answer.plans
         ],

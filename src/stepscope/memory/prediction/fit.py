@@ -248,7 +248,9 @@ class _Search:
                 gpus *= 2
             if gpus <= MOST_GPUS:
                 words = f"parameters, gradients and optimizer state sharded over {gpus} GPUs"
-                plan = together((*changes, Change(change=words, options="", fields={})))
+                # Each has this batch, and --batch-size is that of all ranks together.
+                options = f"--parallel fsdp2 --ranks {gpus} --batch-size {gpus * workload.batch_size}"
+                plan = together((*changes, Change(change=words, options=options, fields={})))
                 return TextbookPlan(
                     change=plan.change,
                     options=plan.options,

@@ -25,7 +25,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     change: str
     options: str
-    """For the command line; empty for what stepscope does not run yet."""
+    """For the command line."""
     peak_bytes: int
 
 
