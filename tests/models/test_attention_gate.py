@@ -225,7 +225,8 @@ def test_a_window_of_another_size_does_not_pass(other: int):
 
 
 def tiles_of_the_first_half(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **_: object) -> Tensor:
-    """A grid that covers part of the queries; the rest of the output is what was in memory."""
+    """A grid that covers part of the queries; the rest of the output is what was in memory. That is NaN on a GPU, and
+    mostly so on a host, where it may be what another call has computed: then gradients alone are off."""
     out = torch.empty_like(q)
     half = q.shape[-2] // 2
     right = sdpa(q, k, v, causal=causal)
@@ -310,7 +311,7 @@ def gradient_of_k_wrong(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **_: o
 
 
 PLANTED: list[tuple[Callable[..., Tensor], AttentionShape, str]] = [
-    (tiles_of_the_first_half, square(64), "out is"),
+    (tiles_of_the_first_half, square(64), "out is|dq is off by"),
     (zeros_in_the_last_row, square(200), "out is off by"),
     (another_scale, square(200), "out is off by"),
     (mask_lost_on_the_last_tile, square(200), "out is off by|a row of out"),
