@@ -15,7 +15,7 @@ from stepscope.core.evidence import ProcessStart
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.run import Repeat, Run, Settings
 from stepscope.engine.plan import Cell, Policy, SweepPlan, SweepState
-from stepscope.engine.sweep import run_sweep
+from stepscope.engine.sweep import Series, run_sweep
 from tests.conftest import at_length
 from tests.engine.test_sweep import (
     QUICK,
@@ -282,10 +282,25 @@ def test_repeated_cells_and_single_ones_are_a_python_of_their_own(out: Path, own
     assert starts(run_sweep(plan(out, plain))) == ["exec"]
 
 
+def test_sweeps_of_a_series_are_forked_from_one_process_that_ends_with_it(out: Path, own: Path):
+    """Also where one dies, and repeated cells are a Python of their own all the same."""
+    with Series() as series:
+        (first,) = run_sweep(plan(out, made(own, "plain")), series=series)
+        server = servers_of(os.getpid())
+        (second,) = run_sweep(plan(out, made(own, "crashes")), series=series)
+        (third,) = run_sweep(plan(out, made(own, "plain", number=1)), series=series)
+        assert servers_of(os.getpid()) == server and len(server) == 1
+        assert [run.status for run in (first, second, third)] == ["done", "killed", "done"]
+        assert starts([first, third]) == ["fork"] * 2
+        again = Cell(workload=made(own, "plain").workload, settings=QUICK, repeat=Repeat(set="s", number=1, of=1))
+        assert starts(run_sweep(plan(out, again), series=series)) == ["exec"]
+    assert not servers_of(os.getpid())
+
+
 SWEEP = """
 import sys
 from pathlib import Path
-from stepscope.engine.sweep import run_sweep
+from stepscope.engine.sweep import Series, run_sweep
 from tests.engine.test_forks import made, plan
 from stepscope.engine.plan import Policy
 own, out = map(Path, sys.argv[1:3])

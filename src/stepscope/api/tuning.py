@@ -79,8 +79,8 @@ def tune(
     else:
         usual = {"seq_len": 512 if on_gpu else 128}
         asked = textbook(model or ("small" if on_gpu else "tiny"), {**usual, **chosen})
-    racing = Racing(
+    with Racing(
         device=device, out=str(runs), budget_s=budget_s, memory_limit_bytes=limit, tag=tag, fresh=fresh
-    )  # fmt: skip
-    found = search(asked, racing, device=device, on_gpu=on_gpu, kept=kept, memory_limit_bytes=limit, tell=tell)
+    ) as racing:  # fmt: skip
+        found = search(asked, racing, device=device, on_gpu=on_gpu, kept=kept, memory_limit_bytes=limit, tell=tell)
     return Found(tuned=found, answer=shown(answer_tuned(found)))

@@ -251,6 +251,9 @@ OPTIONS = (
     Option("against", str, MEASURING,
            "Another step, measured turn by turn with this one: a run's name, or the options in which it differs, as in "
            "\"--compile default\".", metavar="RUN|OPTIONS", verbs=("run",)),
+    Option("against", str, TRAINING,
+           "Also train by the whole step of these options of `run`, as in \"--kernels fused --dtype bf16-master\".",
+           metavar="OPTIONS", repeated=True, verbs=("study quality",)),
     Option("no_profile", bool, MEASURING, "Leave out the profiled step after the timed ones.", Settings, False),
     Option("peak_flops", parse_flops_per_s, MEASURING, "The device's peak for this dtype, as in 989T, if unknown.",
            metavar="RATE"),
@@ -282,6 +285,7 @@ OPTIONS = (
     Option("no_skip", bool, SWEEPING, "Also try cells larger than one that ran out of memory.", default=False),
     Option("retry", bool, SWEEPING, "Measure failed, killed and timed-out cells again.", default=False),
     Option("fresh", bool, SWEEPING, "Measure every cell again.", default=False),
+    Option("fresh", bool, STORED, "Measure again what an earlier search has measured.", default=False, verbs=("tune",)),
     # How much memory there is.
     Option("memory", parse_bytes, BUDGET,
            "How much PyTorch may allocate, as in 80GiB, so that a GPU stands for a smaller one.", metavar="SIZE"),

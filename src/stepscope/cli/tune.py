@@ -52,10 +52,13 @@ def tune(
     from stepscope.studies.tuning.racing import Racing
     from stepscope.studies.tuning.tune import tune as search
 
-    with stdout_kept_clean(), sweep_progress() as tell:
-        racing = Racing(
+    with (
+        stdout_kept_clean(),
+        sweep_progress() as tell,
+        Racing(
             device=device, out=str(runs), budget_s=budget, memory_limit_bytes=memory, tag=tag, fresh=fresh, tell=tell
-        )
+        ) as racing,
+    ):
         found = search(asked, racing, device=device, on_gpu=on_gpu, kept=kept, memory_limit_bytes=memory, tell=warn)
     answer = answer_tuned(found)
     shown.show(answer, document=lambda: json_document(found))

@@ -9,10 +9,12 @@ import fcntl
 import hashlib
 import itertools
 import os
+import secrets
 import shutil
 import time
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Iterator
 from pathlib import Path
+from typing import Self
 
 from stepscope.core import interrupts
 from stepscope.core.errors import InputError
@@ -47,17 +49,41 @@ class SweepInterrupted(KeyboardInterrupt):
         self.runs, self.kept = runs, kept
 
 
-def run_sweep(plan: SweepPlan, policy: Policy | None = None, tell: Tell = lambda _: None) -> list[Run]:
+class Series:
+    """Sweeps that follow one another, as those of a search do, and are not known beforehand.
+
+    One process forks the cells of all of them, so PyTorch is imported once, and a sweep of one cell is forked, too. Use
+    it as a context.
+    """
+
+    def __init__(self) -> None:
+        self.modules = (COMPILER,)
+        self._mark, self._servers = f"{secrets.token_hex(6)}-{secrets.token_hex(6)}.", itertools.count(1)
+        self.forks = Forks(lambda: _numbered(self._mark, self._servers), self.modules)
+        self.loop = asyncio.Runner()  # what forks the cells talks in one loop of events
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.forks.close()
+        self.loop.close()
+
+
+def run_sweep(
+    plan: SweepPlan, policy: Policy | None = None, tell: Tell = lambda _: None, series: Series | None = None
+) -> list[Run]:
     """Measure every cell that has no result yet; returns a run for each cell, in the plan's order.
 
-    Ctrl-C lets the running cells save what they have, then raises SweepInterrupted.
+    series: the sweeps that this one is of. Ctrl-C lets the running cells save what they have, then raises
+    SweepInterrupted.
     """
     refuse_several(os.environ, "measure all cells", "a sweep starts its ranks itself, so start it without torchrun")
     out = Path(plan.out)
     with _locked(out, plan.key):
         before = set(out.iterdir())
-        sweep = _Sweep(plan, policy or Policy(), tell)
-        runs = asyncio.run(sweep.run())
+        sweep = _Sweep(plan, policy or Policy(), tell, series)
+        runs = series.loop.run(sweep.run()) if series is not None else asyncio.run(sweep.run())
     if sweep.interrupted:
         stopped, _ = load_runs([made for made in sorted(set(out.iterdir()) - before) if made.is_dir()])
         # Another command may have left runs in the same place meanwhile.
@@ -82,9 +108,13 @@ def _locked(out: Path, key: str) -> Generator[None]:
         yield
 
 
+def _numbered(mark: str, numbers: Iterator[int]) -> str:
+    return f"{mark}{next(numbers):06}."
+
+
 class _Sweep:
-    def __init__(self, plan: SweepPlan, policy: Policy, tell: Tell) -> None:
-        self._plan, self._policy, self._tell = plan, policy, tell
+    def __init__(self, plan: SweepPlan, policy: Policy, tell: Tell, series: Series | None) -> None:
+        self._plan, self._policy, self._tell, self._series = plan, policy, tell, series
         self._out = Path(plan.out)
         self.interrupted = False
         self.state = SweepState(cells=[CellState(cell=cell) for cell in plan.cells], timeout_s=self._policy.timeout_s)
@@ -95,7 +125,9 @@ class _Sweep:
         self._waiting = [cell for cell in self.state.cells if cell.run is None]
         self._changed, self._all_ended = asyncio.Condition(), asyncio.Event()
         self._imported = self._imports()
-        self._forks = Forks(self._next_mark, self._imported) if self._imported is not None else None
+        self._forks = None
+        if self._imported is not None:
+            self._forks = series.forks if series is not None else Forks(self._next_mark, self._imported)
         self._terms = terms_of(policy.on, plan, policy) if policy.on is not None else None
         self._cluster: Cluster | None = None
 
@@ -120,15 +152,17 @@ class _Sweep:
     def _imports(self) -> tuple[str, ...] | None:
         """What a process that forks the cells imports besides; None where each is better a Python of its own."""
         forked = [cell.cell.workload for cell in self._waiting if cell.cell.repeat is None]
-        if self._policy.start != "fork" or len(forked) < FEWEST_FORKED:
+        if self._policy.start != "fork" or len(forked) < (FEWEST_FORKED if self._series is None else 1):
             return None
+        if self._series is not None:
+            return self._series.modules
         return (COMPILER,) if any(workload.compile != "eager" for workload in forked) else ()
 
     async def _measure_all(self) -> None:
         try:
             await self._measure_each()
         finally:
-            if self._forks is not None:
+            if self._forks is not None and self._series is None:
                 self._forks.close()
             if self._cluster is not None:
                 await self._cluster.close()
@@ -169,7 +203,7 @@ class _Sweep:
     def _next_mark(self) -> str:
         """The mark that the next process, and all that it starts, carry in their environment. All are equally long: a
         forked cell writes its own over that of its server."""
-        return f"{self._mark}{next(self._processes):06}."
+        return _numbered(self._mark, self._processes)
 
     def _find_results(self) -> None:
         """Take over the results of an earlier start of this sweep from disk."""

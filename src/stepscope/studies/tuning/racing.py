@@ -5,6 +5,9 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
+
+import msgspec
 
 from stepscope.analysis.runs.run_sets import RunSet, change_of, paired_ratios, sets_of
 from stepscope.core.attention_support import is_predicted
@@ -21,14 +24,14 @@ from stepscope.core.tuned import Tried, Verdict
 from stepscope.core.units import format_bytes
 from stepscope.engine.forecast import memory_of
 from stepscope.engine.measured_cell import REFUSED
-from stepscope.engine.plan import Cell, Policy, SweepPlan, Tell, order_cells, repeated
-from stepscope.engine.sweep import run_sweep
+from stepscope.engine.plan import Cell, Policy, SweepPlan, SweepState, Tell, order_cells, repeated
+from stepscope.engine.sweep import Series, run_sweep
 from stepscope.memory.prediction.estimate import estimate_quickly
 from stepscope.memory.prediction.fit import Budget, will_fit
 from stepscope.studies.tuning.curves import TRAININGS
 
-RACED = settings_from(None, None, seconds=2.0, no_profile=True)
-"""How long the two steps of a race take turns."""
+RACED = msgspec.structs.replace(settings_from(None, None, seconds=2.0, no_profile=True), warmup_seconds=2.0)
+"""How long the two steps of a race take turns. What drifts meets both, so they need not be as steady as one alone."""
 
 CONFIRMED = settings_from(None, None, seconds=3.0)
 
@@ -36,7 +39,8 @@ _DEVIATIONS = statistics.NormalDist().inv_cdf(0.975)
 
 
 class Racing:
-    """Measures steps for a search, and keeps the time."""
+    """Measures steps for a search, and keeps the time. Use it as a context: races are forked from one process, which
+    ends with it."""
 
     def __init__(
         self, *, device: str, out: str, budget_s: float, memory_limit_bytes: int | None = None, tag: str | None = None,
@@ -47,13 +51,23 @@ class Racing:
         self._fresh = fresh
         self._device, self.out, self._limit, self._tag = device, out, memory_limit_bytes, tag
         self._tell, self._clock, self.budget_s = tell, clock, budget_s
-        self._began = clock()
+        self._began, self._series = clock(), Series()
         self._longest_s = 0.0
         self._took_s: dict[str, float] = {}
         """By a step's key, the shortest time of a process that measured it: later ones find it compiled."""
+        self._compiled_s = 0.0
+        """Of the processes since the last note, what they compiled for the first time. No forecast counts it."""
+        self._found = False
+        """Whether an earlier search had measured one of the last cells: then its time was another."""
         self.where: Environment | None = None
         """The environment of the last run."""
         self.budget: Budget | None = memory_of(self._plan(()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._series.__exit__(*raised)
 
     @property
     def seconds(self) -> float:
@@ -99,8 +113,10 @@ class Racing:
             self.note_time(began, best, other)
 
     def note_time(self, began: float, *workloads: DrivenWorkload) -> None:
-        """Note how long a process took that measured these since then."""
-        took_s = self._clock() - began
+        """Note how long a process took that measured these since then, less what it compiled for the first time."""
+        took_s, self._compiled_s = self._clock() - began - self._compiled_s, 0.0
+        if self._found:
+            return
         self._longest_s = max(self._longest_s, took_s)
         for one in workloads:
             self._took_s[one.key] = min(self._took_s.get(one.key, took_s), took_s)
@@ -151,15 +167,26 @@ class Racing:
 
     def _measured(self, *cells: Cell, refuses: bool = False) -> list[Run]:
         """The runs of these cells, each in a process of its own; those of an interrupted search are found again."""
-        policy = Policy(start="exec", fresh=self._fresh, refuses=refuses)
-        runs = run_sweep(self._plan(order_cells(list(cells))), policy, self._tell)
+        policy = Policy(fresh=self._fresh, refuses=refuses)
+        runs = run_sweep(self._plan(order_cells(list(cells))), policy, self._told, self._series)
+        self._compiled_s += sum(compiled_s(run) for run in runs)
         self.where = next((run.environment for run in runs if run.environment is not None), self.where)
         return runs
+
+    def _told(self, state: SweepState) -> None:
+        self._found = any(cell.resumed for cell in state.cells)
+        self._tell(state)
 
     def _plan(self, cells: tuple[Cell, ...]) -> SweepPlan:
         return SweepPlan(
             cells=cells, devices=(self._device,), out=self.out, tag=self._tag, memory_limit_bytes=self._limit
         )
+
+
+def compiled_s(run: Run) -> float:
+    """Seconds that the run's process compiled what no cache had, as far as they are known."""
+    found = run.evidence.compilation
+    return found.compile_s or 0.0 if found is not None and not found.cached_graphs else 0.0
 
 
 def p_value_of(ratio: float, interval: Interval | None) -> float | None:
