@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from stepscope.analysis.comparisons.tuned import answer_tuned
 from stepscope.core.errors import InputError
+from stepscope.core.evidence import CompileReport, Evidence
 from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.processes import Change
 from stepscope.core.samples import Interval
@@ -19,12 +20,12 @@ from stepscope.core.tuned import LossCurve, Tried, Tuned
 from stepscope.measure.step import drive
 from stepscope.models.training_step import TrainingStep
 from stepscope.studies.tuning.curves import Training, departs_at, trained
-from stepscope.studies.tuning.racing import Racing, p_value_of
+from stepscope.studies.tuning.racing import Racing, compiled_s, p_value_of
 from stepscope.studies.tuning.rounds import ROUNDS, changes_of, lighter
 from stepscope.studies.tuning.search import Search
 from stepscope.studies.tuning.tune import one_that_fits, without_numeric_changes
 from stepscope.work.spelled import run_call, run_command
-from tests.conftest import mini, workload
+from tests.conftest import make_run, mini, workload
 
 FACTORS = {
     ("attention", "flash"): 0.9, ("attention", "sdpa-cudnn"): 0.95, ("dtype", "bf16"): 0.6,
@@ -97,7 +98,7 @@ def test_clipping_stays_and_leaves_nothing_to_update_under_backward():
     assert "--clip 1.0" in (run_command(search.best) or "") and "clip=1.0" in (run_call(search.best) or "")
 
 
-def test_attention_is_raced_again_where_the_host_decided_before():
+def test_the_host_decides_nothing_once_the_step_is_replayed():
     class Hosted(Written):
         def seconds(self, step: DrivenWorkload) -> float:
             waits = step.compile == "eager" and step.graph == "none"
@@ -106,8 +107,29 @@ def test_attention_is_raced_again_where_the_host_decided_before():
 
     search = searched(Hosted())
     verdicts = [(t.round, t.verdict) for t in search.tried if t.change == {"attention": "flash"}]
-    assert verdicts == [("attention", "slower"), ("attention again", "taken")]
-    assert getattr(search.best, "attention", "") == "flash"
+    assert verdicts == [("attention", "taken")] and getattr(search.best, "attention", "") == "flash"
+
+
+def test_what_must_be_compiled_is_raced_last_and_no_graph_of_parts_within_one_of_all():
+    rounds = [tried.round for tried in searched(Written()).tried]
+    compiled = rounds.index("compile")
+    assert not {"graph", "attention", "kernels", "projections"} & {*rounds[compiled:]}
+    asked = {t.change["compile"] for t in searched(Written()).tried if t.round == "compile"}
+    assert asked == {"default", "blocks"}
+    tried = searched(Written(), kept=frozenset({"graph"})).tried
+    assert {"compile": "reduce-overhead"} in [t.change for t in tried if t.verdict == "taken"]
+
+
+def test_kernels_are_raced_apart_only_where_together_they_are_not_taken():
+    apart = {t.round for t in searched(Written()).tried}
+    assert "kernels apart" not in apart, "the fused loss makes all of them together faster"
+
+    class Worse(Written):
+        def seconds(self, step: DrivenWorkload) -> float:
+            return super().seconds(step) * (1.3 if getattr(step, "norm", "") == "fused" else 1)
+
+    search = searched(Worse())
+    assert {t.round: t.change for t in search.tried if t.verdict == "taken"}["kernels apart"] == {"loss": "fused"}
 
 
 def test_without_time_nothing_is_measured_and_all_of_it_is_said():
@@ -260,3 +282,16 @@ def test_time_is_kept_by_what_the_two_steps_took(tmp_path: Path):
     assert not racing.time_left(first, second)
     # With the first alone: 60 + 10 x 20 + 4 x 20 s.
     assert racing.time_left(first, first)
+
+
+def test_what_is_compiled_once_counts_in_no_forecast():
+    first = CompileReport(
+        frames_total=1, frames_compiled=1, graphs=1, graph_breaks=0, recompiles=0, limit_hit=False, compile_s=57.0,
+        cached_graphs=0,
+    )  # fmt: skip
+
+    def of(report: CompileReport | None) -> float:
+        return compiled_s(make_run(step=[1.0], evidence=Evidence(compilation=report)))
+
+    assert of(first) == 57.0 and of(None) == 0.0
+    assert of(msgspec.structs.replace(first, cached_graphs=1)) == 0.0

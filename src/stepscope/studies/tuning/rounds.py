@@ -1,8 +1,10 @@
 """The rounds of a search for the fastest step: which changes are tried together, and in which order.
 
 A round's changes all begin at the best step so far, and the fastest of them is taken. What only helps together is one
-change: bf16 weights, and the optimizer that writes them. The order is that in which the choices build on one another:
-what fits, then what computes, then what launches it.
+change: bf16 weights, and the optimizer that writes them. What fits comes first, and what computes in fewer bits. Then
+the step is replayed as one CUDA graph, which takes seconds to capture: where the host launches kernel after kernel, it
+would choose the attention with the fewest launches. What torch.compile has to compile comes last, since each try takes
+minutes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -64,29 +66,33 @@ def _optimizers(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
         yield {"optimizer": name}
 
 
-def _compiled(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
-    yield {"compile": "default"}
-    if on_gpu:
-        yield {"compile": "blocks"}
-        yield {"compile": "reduce-overhead", "graph": "none"}
-
-
 def _replayed(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
     yield {"graph": "step"}
-    yield {"graph": "step", "compile": "blocks"}
-    yield {"graph": "step", "compile": "default"}
 
 
-def _attention_again(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
-    # Op by op the host decided, and took the attention with the fewest launches. Now the kernels' times count.
-    if best.compile != "eager" or best.graph == "step":
-        yield {"attention": PREFERRED["cuda"][0]}
+def _replayed_again(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    if best.compile != "eager":
+        yield {"graph": "step"}
 
 
 def _fused_parts(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
     yield dict.fromkeys(PARTS, "fused")
-    for part in PARTS:
-        yield {part: "fused"}
+
+
+def _fused_apart(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    if not all(getattr(best, part) == "fused" for part in PARTS):
+        for part in PARTS:
+            yield {part: "fused"}
+
+
+def _compiled(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    yield {"compile": "default"}
+    if on_gpu:
+        yield {"compile": "blocks"}
+        if (
+            best.graph == "none"
+        ):  # where the step is replayed as a whole, CUDA graphs of its compiled parts save nothing
+            yield {"compile": "reduce-overhead"}
 
 
 def _joint_projections(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
@@ -128,14 +134,15 @@ def _lighter_work(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
 
 ROUNDS: tuple[Round, ...] = (
     Round(name="memory", changes=_lighter_work),
-    Round(name="attention", changes=_attentions, of_textbook=True),
     Round(name="precision", changes=_precisions),
     Round(name="optimizer", changes=_optimizers),
-    Round(name="compile", changes=_compiled),
     Round(name="graph", changes=_replayed, of_gpu=True),
-    Round(name="attention again", changes=_attention_again, of_gpu=True, of_textbook=True),
+    Round(name="attention", changes=_attentions, of_textbook=True),
     Round(name="kernels", changes=_fused_parts, of_gpu=True, of_textbook=True),
+    Round(name="kernels apart", changes=_fused_apart, of_gpu=True, of_textbook=True),
     Round(name="projections", changes=_joint_projections, of_textbook=True),
+    Round(name="compile", changes=_compiled),
+    Round(name="graph again", changes=_replayed_again, of_gpu=True),
     Round(name="update under backward", changes=_under_backward, of_gpu=True),
 )
 
