@@ -51,7 +51,7 @@ class OnMasters(Updating):
         self.inner = make(self._held)
         self.max_norm = max_norm
         self._gradient_norm: Tensor | None = None
-        super().__init__(self._parameters, {})
+        super().__init__(self._parameters, {"lr": self.inner.defaults["lr"]})
         self._show()
 
     @property
@@ -76,6 +76,8 @@ class OnMasters(Updating):
             held.grad = parameter.grad.float()
         if self.max_norm is not None:
             self._gradient_norm = clip_gradients(self._held, self.max_norm)
+        for group in self.inner.param_groups:
+            group["lr"] = self.param_groups[0]["lr"]  # a scheduler sets it there
         self.inner.step()
         for _, held in halves:
             held.grad = None
