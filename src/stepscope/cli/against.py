@@ -40,6 +40,13 @@ def with_options(said: OneWorkload, text: str) -> OneWorkload:
     return OneWorkload({name: value for name, value in both.items() if name != "arg" or value})
 
 
+def options_in(text: str) -> dict[str, Any]:
+    """The fields of a workload that options say. Raises InputError for a text that is none."""
+    if not is_options(text):
+        raise InputError(f'--against {text!r} is no options: write those of a step, as in --against "--dtype bf16"')
+    return _read(text).fields
+
+
 def _arguments(said: Mapping[str, Any]) -> dict[str, str]:
     parts = (text.partition("=") for text in said.get("arg", ()))
     return {name: value for name, _, value in parts}

@@ -40,6 +40,11 @@ class OneWorkload:
         found = _own_workloads({name: value if name == "arg" else (value,) for name, value in self.said.items()})
         return found[0] if found else None
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What was said, by the fields of a workload and of its model."""
+        return _with_parts(self.said)
+
     def workload(self, **otherwise: Any) -> Workload:
         """The workload; what was not said is as in `otherwise`, or else as Workload has it."""
         chosen = _with_parts({**otherwise, **self.said})

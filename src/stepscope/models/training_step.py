@@ -161,6 +161,8 @@ class AssembledStep:
         self.batches: Sequence[Batch] = parts.batches
         self.loss: Tensor | None = None
         """The mean loss of the last micro-batch that ran forward."""
+        self._losses: dict[int, Tensor] | None = None
+        """By micro-batch, its loss in the last step; None where nobody asked for it, since they take memory."""
         self._gradient_norm: Tensor | None = None
         self._next_batch = 0
         self._graphs: StepGraphs | None = None
@@ -217,6 +219,8 @@ class AssembledStep:
     def _forward(self, micro: int) -> None:
         with self._autocast():
             self.loss = self.forward_module(*self._micro_batches[micro])
+        if self._losses is not None and self.loss is not None:
+            self._losses[micro] = self.loss.detach()
 
     def _backward(self) -> None:
         assert self.loss is not None
@@ -246,6 +250,17 @@ class AssembledStep:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def keep_losses(self) -> None:
+        """Keep the loss of each micro-batch from the next step on, for `mean_loss`."""
+        self._losses = {}
+
+    @property
+    def mean_loss(self) -> Tensor | None:
+        """The mean loss of the last step's batch before its update, in fp32 on the device; None where no loss is
+        known. With several micro-batches it takes `keep_losses`."""
+        kept = self._losses or ({0: self.loss.detach()} if self.loss is not None else {})
+        return torch.stack([loss.float() for loss in kept.values()]).mean() if kept else None
 
     @property
     def _clipping_optimizer(self) -> Updating | None:
@@ -281,10 +296,18 @@ class TrainingStep(AssembledStep):
         return self.batch[0]
 
 
-def textbook_parts(workload: Workload, device: torch.device) -> StepParts:
-    """The textbook's model, initialised by the workload's seed, and its batches."""
+def textbook_parts(
+    workload: Workload, device: torch.device, start: Mapping[str, Tensor] | None = None,
+    batches: Sequence[Batch] | None = None,
+) -> StepParts:  # fmt: skip
+    """The textbook's model, initialised by the workload's seed, and its batches of random tokens.
+
+    start: the values that its parameters begin from instead, in fp32. batches: others, on the device.
+    """
     torch.manual_seed(workload.seed)
     model, inference = build_model(workload, device), workload.phase == "forward"
+    if start is not None:
+        model.load_state_dict(dict(start))
     masters = in_16_bits(model, workload.dtype, tuple(model.blocks))
     if workload.projections == "joint":
         for weights in model.projections():
@@ -294,7 +317,7 @@ def textbook_parts(workload: Workload, device: torch.device) -> StepParts:
         masters=masters,
         forward=model if inference else ForwardLoss(model),
         forward_inputs=1 if inference else 2,
-        batches=_random_batches(workload, device),
+        batches=_random_batches(workload, device) if batches is None else batches,
         named_tensors=_tokens_and_targets,
         split=_chunks,
         blocks=tuple(model.blocks),

@@ -83,7 +83,15 @@ def test_sentences_agree_with_the_table(found: Answer):
 def made(name: str, *, last: float, validation: float, departs: int | None = None, start: bool = False) -> RunJudged:
     counts = dict.fromkeys(("not_finite_from", "skipped_steps", "zero_gradients", "swallowed"))
     losses = [3.0, last]
-    return RunJudged(name=name, of_starts=start, losses=losses, final_loss=validation, departs=departs, **counts)  # pyright: ignore[reportArgumentType]
+    return RunJudged(
+        name=name,
+        of_starts=start,
+        kind="parameters in fp32",
+        losses=losses,
+        final_loss=validation,
+        departs=departs,
+        **counts,
+    )  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(

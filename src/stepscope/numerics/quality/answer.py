@@ -2,11 +2,11 @@
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 from stepscope.core.answer import Cell, Panel, Table
 from stepscope.numerics.answers import curves, pivot
-from stepscope.numerics.quality.findings import RunJudged, RunsJudged
-from stepscope.numerics.quality.training import VARIANTS
+from stepscope.numerics.quality.findings import Kind, RunJudged, RunsJudged
 
 RUNS, BY_STEP, ABOVE = "Runs", "Training loss, smoothed", "More than fp32, smoothed"
 
@@ -76,14 +76,15 @@ def _places(steps: int, count: int) -> list[int]:
 
 
 def panels_of(outcomes: RunsJudged) -> Iterator[Panel]:
-    """Panels of the losses, and of their difference from fp32's: first with parameters in fp32, then in bf16."""
+    """Panels of the losses, and of their difference from fp32's: first with parameters in fp32, then in bf16, then of
+    whole steps."""
     reference = outcomes.reference
     starts, variants = outcomes.starts, outcomes.variants
     axis = f", {outcomes.final.axis}" if outcomes.final.axis else ""
     steps = _places(outcomes.steps, _POINTS)
-    for of_bf16, kept_in in ((False, "fp32"), (True, "bf16")):
-        shown = tuple(each for each in variants if (VARIANTS[each.name].keeping is not None) == of_bf16)
-        if not shown and (of_bf16 or variants):
+    for i, kind in enumerate(get_args(Kind)):
+        shown = tuple(each for each in variants if each.kind == kind)
+        if not shown and (i or variants):
             continue
         for y_title, lines, figure in (
             (f"training loss, smoothed{axis}", (reference, *starts, *shown), RunJudged.at),
@@ -92,4 +93,4 @@ def panels_of(outcomes: RunsJudged) -> Iterator[Panel]:
             points = (
                 (each.name, float(step), y) for each in lines for step in steps if (y := figure(each, step)) is not None
             )
-            yield curves(points, x_title=f"step, parameters in {kept_in}", y_title=y_title)
+            yield curves(points, x_title=f"step, {kind}", y_title=y_title)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.units import counted
@@ -28,6 +29,10 @@ class FinalLoss:
     """Whether no run trains on what it is judged by."""
 
 
+Kind = Literal["parameters in fp32", "parameters in bf16", "whole steps"]
+"""What a run is drawn with."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunJudged:
     """The figures of one run."""
@@ -35,6 +40,7 @@ class RunJudged:
     name: str
     of_starts: bool
     """Whether it is fp32 from the parameters of another seed: a yardstick."""
+    kind: Kind
     losses: list[float]
     """Smoothed losses by step. They end early where the run was stopped because nothing was finite any more."""
     final_loss: float
@@ -241,9 +247,10 @@ def _within(outcomes: RunsJudged) -> Iterator[Finding]:
         return
     farthest = max(outcomes.variants, key=lambda each: abs(each.final_loss - outcomes.reference.final_loss))
     difference = farthest.final_loss - outcomes.reference.final_loss
+    nothing = "no step" if all(each.kind == "whole steps" for each in outcomes.variants) else "no precision"
     yield note(
         "nothing-beyond-the-start",
-        f"None of {counted(len(outcomes.variants), 'run')} departs: at this size and length no precision changes the "
+        f"None of {counted(len(outcomes.variants), 'run')} departs: at this size and length {nothing} changes the "
         f"training more than another start does. Farthest {outcomes.final.where} is {farthest.name}, "
         f"{_signed(difference)} fp32.",
         {"runs": len(outcomes.variants), "farthest": farthest.name, "difference": difference},

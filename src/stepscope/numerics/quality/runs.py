@@ -9,8 +9,9 @@ import torch
 
 from stepscope.core.errors import DeviceError, InputError, choose, one_line
 from stepscope.core.model_config import LARGEST, whole_number
+from stepscope.core.workload import Workload
 from stepscope.numerics.quality.departure import departure, not_finite_from, reach_of, smoothed, starts_apart, window_of
-from stepscope.numerics.quality.findings import FinalLoss, RunJudged, RunsJudged
+from stepscope.numerics.quality.findings import FinalLoss, Kind, RunJudged, RunsJudged
 from stepscope.numerics.quality.training import REFERENCE, VARIANTS, Trained, Variant
 
 
@@ -23,6 +24,14 @@ class PlannedRun:
     start_seed: int
     of_starts: bool = False
     """Whether it is fp32 from the parameters of another seed: a yardstick."""
+    step: Workload | None = None
+    """The whole step that it trains by, in place of a variant's; the variant then says nothing."""
+
+    @property
+    def kind(self) -> Kind:
+        if self.step is not None:
+            return "whole steps"
+        return "parameters in fp32" if self.variant.keeping is None else "parameters in bf16"
 
 
 OTHER_STARTS = 2  # More runs of fp32, each from the parameters of the next seed.
@@ -139,6 +148,7 @@ def judged_runs(
             RunJudged(
                 name=each.name,
                 of_starts=each.of_starts,
+                kind=each.kind,
                 losses=curves[each.name],
                 final_loss=run.final_loss,
                 departs=departs,

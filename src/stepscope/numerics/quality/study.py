@@ -9,7 +9,8 @@ same batches: with other batches too, differences in smoothed losses would be mo
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from stepscope.numerics.quality.bundled_text import BYTE_VALUES, LICENCE, WORKS,
 from stepscope.numerics.quality.findings import FinalLoss, RunsJudged, quality_findings
 from stepscope.numerics.quality.runs import PlannedRun, Told, check_training, judged_runs, planned_runs, run_in_turn
 from stepscope.numerics.quality.training import REFERENCE, Trained, TrainingSize, Variant, train
+from stepscope.numerics.quality.whole_step import train_whole_step, whole_steps
 from stepscope.numerics.setting import threads_for
 
 SIZES: dict[str, TrainingSize] = {
@@ -53,14 +55,16 @@ def study_quality(
     steps: int | None = None,
     learning_rate: float | None = None,
     variants: tuple[str, ...] | None = None,
+    against: Sequence[Mapping[str, Any]] = (),
     device: str = "auto",
     seed: int = 0,
 ) -> Answer:
-    """Train in fp32, from other starts too, and in each variant; say where each departs from fp32.
+    """Train in fp32, from other starts too, in each variant and by each whole step; say where each departs from fp32.
 
     tell: called with the run's name and the share of the study that is done. size: a name of SIZES, or a size of one's
-    own; None takes the device's. variants: names of VARIANTS, all if None; fp32 always runs. Interrupted after the
-    first run, the study is of the runs that ended, and says so. Raises InputError for what cannot be run here.
+    own; None takes the device's. variants: names of VARIANTS, all if None; fp32 always runs. against: of each whole
+    step the fields of a Workload in which it differs from the plain one in fp32. Interrupted after the first run, the
+    study is of the runs that ended, and says so. Raises InputError for what cannot be run here.
     """
     on = resolve_device(device)
     chosen = _size(size, on, steps, learning_rate)
@@ -70,9 +74,12 @@ def study_quality(
         check_supported(Workload(model=chosen.model, dtype=variant.dtype), on)
 
     planned, left_out = planned_runs(variants, check, seed)
+    planned += whole_steps(against, chosen, on, seed)
     text = bundled_text()
 
     def trained(each: PlannedRun, told: Callable[[int], None]) -> Trained:
+        if each.step is not None:
+            return train_whole_step(each.step, chosen, text, device=on, seed=seed, tell_step=told)
         return train(each.variant, chosen, text, device=on, seed=seed, start_seed=each.start_seed, tell_step=told)
 
     with _threads(chosen, on):

@@ -166,7 +166,7 @@ def train(
     trained.parameters = [parameter.detach().float().clone() for parameter in model.parameters()]
     plain_products(model)
     with matmul_precision("fp32"):
-        trained.final_loss = _mean_loss(model.float(), _on(device, text.held_out), size.seq_len)
+        trained.final_loss = held_out_loss(model.float(), text, size.seq_len)
     return trained
 
 
@@ -194,21 +194,20 @@ def train_steps(trainee: Trainee, steps: int, scaled: bool, tell_step: Callable[
     trained = Trained(skipped_steps=0 if scaled else None)
     optimizer = trainee.optimizer
     scaler = DynamicLossScaler() if scaled else None
-    waiting: list[Tensor] = []
     zeros: list[Tensor] = []
     lost_updates: list[tuple[Tensor, Tensor]] = []
 
     def watch(_parameter: Tensor, _before: Tensor, wanted: Tensor, made: Tensor) -> None:
         lost_updates.append((((made == 0) & (wanted != 0)).sum(), (wanted != 0).sum()))
 
-    for step in range(1, steps + 1):
+    def take(step: int) -> Tensor:
         if trainee.rate is not None:
             for group in optimizer.param_groups:
                 group["lr"] = trainee.rate(step)
         loss = trainee.loss(step)
         (loss if scaler is None else scaler.scaled(loss)).backward()
         if step > steps - WATCHED_STEPS:
-            zeros += _share_of_zeros(trainee.counted)
+            zeros.extend(_share_of_zeros(trainee.counted))
             if isinstance(optimizer, AdamWBf16Parameters):
                 optimizer.watch = watch
         if scaler is None:
@@ -217,20 +216,31 @@ def train_steps(trainee: Trainee, steps: int, scaled: bool, tell_step: Callable[
             trained.skipped_steps = (trained.skipped_steps or 0) + (not scaler.step(optimizer))
             scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        waiting.append(loss.detach())
-        if step % _FETCHED_EVERY == 0 or step == steps:
-            fetched = torch.stack(waiting).tolist()
-            waiting.clear()
-            trained.losses += fetched
-            tell_step(step)
-            if not any(map(math.isfinite, fetched)):
-                break
+        return loss.detach()
+
+    trained.losses = losses_in_turn(take, steps, tell_step)
     if zeros:
         trained.zero_gradients = float(torch.stack(zeros).mean())
     if lost_updates:
         lost, wanted = (float(torch.stack(counts).sum()) for counts in zip(*lost_updates, strict=True))
         trained.swallowed = lost / wanted if wanted else 0.0
     return trained
+
+
+def losses_in_turn(take: Callable[[int], Tensor], steps: int, tell_step: Callable[[int], None]) -> list[float]:
+    """The losses of so many steps, counted from 1, taken one after another; of fewer, if nothing is finite any more."""
+    losses: list[float] = []
+    waiting: list[Tensor] = []
+    for step in range(1, steps + 1):
+        waiting.append(take(step))
+        if step % _FETCHED_EVERY == 0 or step == steps:
+            fetched = torch.stack(waiting).tolist()
+            waiting.clear()
+            losses += fetched
+            tell_step(step)
+            if not any(map(math.isfinite, fetched)):
+                break
+    return losses
 
 
 def adamw(parameters: Sequence[Tensor], variant: Variant, device: torch.device) -> torch.optim.Optimizer:
@@ -270,16 +280,17 @@ def _share_of_zeros(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _mean_loss(model: Transformer, text: Tensor, seq_len: int) -> float:
-    """The mean loss over the text in sequences of seq_len predictions; a rest at its end is not counted."""
+def held_out_loss(model: Transformer, text: BundledText, seq_len: int) -> float:
+    """The mean loss over the held-out text in sequences of seq_len predictions; a rest at its end is not counted."""
+    held_out = _on(next(model.parameters()).device, text.held_out)
     forward = ForwardLoss(model)
-    count = len(text) // (seq_len + 1)
-    sequences = text[: count * (seq_len + 1)].view(count, seq_len + 1)
+    count = len(held_out) // (seq_len + 1)
+    sequences = held_out[: count * (seq_len + 1)].view(count, seq_len + 1)
     total = sum(
         (
             forward(part[:, :-1].long(), part[:, 1:].long()).double() * len(part)
             for part in sequences.split(_JUDGED_AT_ONCE)
         ),
-        start=torch.zeros((), dtype=torch.float64, device=text.device),
+        start=torch.zeros((), dtype=torch.float64, device=held_out.device),
     )
     return float(total) / count

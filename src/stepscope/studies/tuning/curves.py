@@ -66,11 +66,12 @@ def trained(training: Training) -> list[float]:
             step, _ = make_step(msgspec.structs.replace(training.workload, seed=training.start_seed), device)
             assert isinstance(step, AssembledStep)
             step.batches = batches
+        step.keep_losses()
         losses: list[torch.Tensor] = []
         for _ in range(training.steps):
             drive(step)
-            assert step.loss is not None
-            losses.append(step.loss.detach().float().clone())
+            assert step.mean_loss is not None
+            losses.append(step.mean_loss)
     return list(itertools.takewhile(math.isfinite, map(float, losses)))
 
 

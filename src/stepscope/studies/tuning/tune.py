@@ -71,10 +71,8 @@ def one_that_fits(asked: DrivenWorkload, racing: Racing) -> DrivenWorkload:
 
 
 def _with_losses(found: Tuned, device: str, memory_limit_bytes: int | None) -> Tuned:
-    best = found.best
     try:
-        same = changed(found.baseline, {"accumulation": best.accumulation})
-        losses = curves(same, best, device, memory_limit_bytes)
+        losses = curves(found.baseline, found.best, device, memory_limit_bytes)
     except StepscopeError as error:
         return msgspec.structs.replace(found, curves=(), why_no_losses=str(error))
     return msgspec.structs.replace(found, curves=losses, departs_at=departs_at(losses))
