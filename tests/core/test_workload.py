@@ -213,3 +213,11 @@ def test_at_most_is_about_sizes_and_equal_choices():
     assert not small.at_most(workload(seq_len=32, accumulation=2))
     wide = ModelConfig(name="wide", d_model=256, d_ff=64, layers=4, heads=4)
     assert not small.at_most(workload(model=wide, seq_len=32))  # d_ff is smaller: nothing follows
+
+
+def test_beside_shared_steps_one_that_nobody_shares_is_one_process():
+    """Whatever the numbers of ranks: once, and never refused."""
+    shared = grid(model=["tiny"], parallel=["none", "ddp"], ranks=[1, 2, 4])
+    assert [(each.parallel, each.ranks) for each in shared] == [("none", 1), ("ddp", 1), ("ddp", 2), ("ddp", 4)]
+    with pytest.raises(InputError, match="2 ranks need a way to share the step"):
+        grid(model=["tiny"], parallel="none", ranks=2)

@@ -12,7 +12,7 @@ from stepscope.core.own_arguments import code_digest, is_configuration, parse_ar
 from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
 from stepscope.core.parts import named_kernels
 from stepscope.core.workload import Workload
-from stepscope.engine.grid import grid
+from stepscope.engine.grid import combinations, grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +126,11 @@ def _own_workloads(said: Mapping[str, Sequence[Any]]) -> list[OwnWorkload]:
     return [
         OwnWorkload(
             factory=str(factory), code=code_digest(str(factory)), model=OwnModel(name=""),
-            arguments=dict(zip(arguments, values, strict=True)), **dict(zip(choices, chosen, strict=True)),
+            arguments=dict(zip(arguments, values, strict=True)), **chosen,
         )
         for factory in files or factories
         for values in itertools.product(*arguments.values())
-        for chosen in itertools.product(*choices.values())
+        for chosen in combinations(choices)
     ]  # fmt: skip
 
 
