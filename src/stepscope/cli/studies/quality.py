@@ -13,7 +13,6 @@ from stepscope.engine.request import Stage, Tell
     "quality",
     "stepscope study quality --module train.py:make --save curves.svg",
     'stepscope study quality --variants bf16 --against "--dtype bf16-master --kernels fused"',
-    "stepscope study quality --from results/h200/precision/quality.json --only runs",
     batch_size="4 of a config.json",
     seq_len="512 of a config.json",
 )
